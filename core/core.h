@@ -1,0 +1,225 @@
+// core/core.h: what every file may use. Errors, dtypes, Tensor, Arena, Device, Philox random numbers.
+//
+// Reading order: errors.h-like helpers first, then the one data type everything passes around (Tensor: a view that
+// owns nothing), then where its memory comes from (Arena), then the GPU (or the CPU that plays one: see cpu/README.md).
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors. A mistake of the caller or of the input throws Error with one line that says what is wrong and what to do.
+// The programs catch it in main, print that line on stderr and exit with status 2.
+
+struct Error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3".
+template <class... Parts>
+std::string concat(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    return text.str();
+}
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+    throw Error(concat(parts...));
+}
+
+// check(condition, "what is wrong, with values, and what to do"): throws when the condition does not hold.
+template <class... Parts>
+void check(bool condition, const Parts&... parts) {
+    if (!condition) fail(parts...);
+}
+
+// cudaCheck(call): throws with the failing expression, its place and CUDA's own words.
+// cudaCheckLaunch(): the same for the kernel launched just before. With LAUNCH_BLOCKING=1 in the environment it waits for
+// the kernel, so that a fault is reported on the line that launched it.
+#define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
+#define cublasCheck(call) cublas_check((call), #call, __FILE__, __LINE__)
+#define cudaCheckLaunch() cuda_check_launch(__FILE__, __LINE__)
+void cuda_check(cudaError_t status, const char* expression, const char* file, int line);
+void cublas_check(cublasStatus_t status, const char* expression, const char* file, int line);
+void cuda_check_launch(const char* file, int line);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Integers. Products of dimensions are 64-bit. n_* counts elements, *_bytes counts bytes.
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// a / b where b must divide a: `what` names the quotient in the error ("channels per head").
+int64_t div_exact(int64_t a, int64_t b, const char* what);
+
+// A 64-bit count as int, or an error: for the APIs (grids, BLAS) that count in int.
+int narrow(int64_t value, const char* what);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// DType: the element type of a Tensor, chosen at run time.
+
+enum class DType : uint8_t { f32, bf16, f16, i32 };
+
+size_t dtype_bytes(DType dtype);
+const char* dtype_name(DType dtype);             // "f32", "bf16", "f16", "i32"
+DType dtype_from_name(const std::string& name);  // accepts also fp32, float32, bfloat16, fp16, float16, int32
+
+template <class T>
+struct DTypeOf;
+template <>
+struct DTypeOf<float> {
+    static constexpr DType value = DType::f32;
+};
+template <>
+struct DTypeOf<__nv_bfloat16> {
+    static constexpr DType value = DType::bf16;
+};
+template <>
+struct DTypeOf<__half> {
+    static constexpr DType value = DType::f16;
+};
+template <>
+struct DTypeOf<int32_t> {
+    static constexpr DType value = DType::i32;
+};
+
+// Calls f with a value of the C++ type that dtype names: the one place where a run-time dtype becomes a template argument.
+//     dispatch(out.dtype, [&](auto zero) { using T = decltype(zero); kernel<T><<<...>>>(out.ptr<T>(), ...); });
+template <class F>
+void dispatch(DType dtype, F&& f) {
+    switch (dtype) {
+        case DType::f32: return f(float{});
+        case DType::bf16: return f(__nv_bfloat16{});
+        case DType::f16: return f(__half{});
+        default: fail("this operation works on f32, bf16 or f16 tensors, not on ", dtype_name(dtype));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tensor: a view of row-major device (or host) memory. It owns nothing and is passed by value.
+
+struct Tensor {
+    void* data = nullptr;
+    DType dtype = DType::f32;
+    int rank = 0;               // number of dimensions, 0 to 4; rank 0 with data == nullptr is "no tensor"
+    int64_t shape[4] = {1, 1, 1, 1};
+
+    explicit operator bool() const { return data != nullptr; }
+    int64_t n() const { return rank == 0 ? 0 : shape[0] * shape[1] * shape[2] * shape[3]; }
+    size_t bytes() const { return static_cast<size_t>(n()) * dtype_bytes(dtype); }
+    int64_t rows() const { return n() == 0 ? 0 : n() / cols(); }  // all dimensions but the last, flattened
+    int64_t cols() const { return rank == 0 ? 0 : shape[rank - 1]; }
+
+    template <class T>
+    T* ptr() const {
+        check(dtype == DTypeOf<T>::value, "tensor holds ", dtype_name(dtype), ", read as ", dtype_name(DTypeOf<T>::value));
+        return static_cast<T*>(data);
+    }
+    Tensor view(std::initializer_list<int64_t> dims) const;  // the same elements in another shape
+    Tensor slice(int64_t first, int64_t count) const;        // rows [first, first + count) of dimension 0
+    std::string describe() const;                            // "f32 (4, 64, 768)"
+};
+
+Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims);
+
+// Checks of launchers: operation and argument named, what came and what was wanted. A dimension of -1 matches any size.
+//     expect("rmsnorm_forward", "weight", weight, inp.dtype, {C});
+void expect(const char* operation, const char* argument, const Tensor& tensor, DType dtype,
+            std::initializer_list<int64_t> dims);
+// True if data is a multiple of `bytes` (16 for the 128-bit loads of the fast kernels).
+bool is_aligned(const void* data, size_t bytes);
+
+// Host <-> device copies of whole tensors, for initialisation, checkpoints and tests: they wait for completion.
+void copy_to_device(const Tensor& tensor, const void* host);
+void copy_to_host(void* host, const Tensor& tensor);
+std::vector<float> to_floats(const Tensor& tensor);                       // any float dtype, converted
+void from_floats(const Tensor& tensor, const std::vector<float>& values);  // rounded to the tensor's dtype
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Arena: device memory taken once, before the first step, and handed out in order.
+//
+// The same code runs twice: once over a counting arena (reserve() not yet called: tensors come back with data == nullptr
+// and only the bytes are counted), then for real. So nothing calls cudaMalloc during training, and the memory plan that is
+// printed is the memory that is taken. Every tensor starts on a 256-byte boundary.
+//
+// ARENA_SEPARATE=1 in the environment gives each tensor an allocation of its own, so that compute-sanitizer and the CPU
+// device's guard pages (strict mode switches this on) see where each one ends.
+
+class Arena {
+  public:
+    explicit Arena(std::string name) : name_(std::move(name)) {}
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    // A tensor of its own memory. While counting, data is nullptr. Contents are undefined.
+    Tensor take(const std::string& what, DType dtype, std::initializer_list<int64_t> dims);
+    // Ends counting: allocates what was counted, and starts handing out from the beginning.
+    void reserve();
+    bool counting() const { return !reserved_; }
+
+    size_t bytes() const { return reserved_ ? capacity_bytes_ : used_bytes_; }
+    const std::string& name() const { return name_; }
+    // Bytes by the name given to take(), in the order of first use: the rows of the memory plan.
+    const std::vector<std::pair<std::string, size_t>>& table() const { return table_; }
+
+    // Scratch that is free again after an operation: mark() before, release(mark) after. The high-water mark is counted.
+    size_t mark() const { return used_bytes_; }
+    void release(size_t mark);
+
+  private:
+    std::string name_;
+    char* base_ = nullptr;
+    size_t used_bytes_ = 0, high_bytes_ = 0, capacity_bytes_ = 0;
+    bool reserved_ = false;
+    std::vector<std::pair<std::string, size_t>> table_;
+    std::map<size_t, std::pair<void*, size_t>> separate_;  // offset -> own allocation, with ARENA_SEPARATE
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device: what one rank computes on. One per thread (a rank is a thread or a process): device() is this thread's.
+
+struct Device {
+    int index = 0;
+    std::string name;              // "NVIDIA H200" or "CPU device (2 cores)"
+    int sm_count = 1;              // streaming multiprocessors (on the CPU device: OpenMP threads)
+    cudaStream_t stream = nullptr;  // where the model's kernels run
+    cublasLtHandle_t blas = nullptr;
+    void* blas_workspace = nullptr;
+    size_t blas_workspace_bytes = 0;
+    bool is_cpu = false;
+};
+
+Device& device();                 // this thread's device; the first call opens CUDA device 0
+Device& open_device(int index);   // makes CUDA device `index` this thread's
+void close_device();
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
+// generator: number i of stream (seed, key) is a pure function of the three, the same on every device and every mesh.
+
+struct Philox {
+    uint32_t v[4];
+};
+__host__ __device__ Philox philox(uint64_t seed, uint64_t key, uint64_t counter);
+double uniform(uint64_t seed, uint64_t key, uint64_t counter);         // in [0, 1), 53 bits
+uint64_t uniform_below(uint64_t seed, uint64_t key, uint64_t counter, uint64_t n);  // in [0, n)
+// Fills a tensor with normal(0, std) rounded to its dtype, element i from counter i (Box-Muller on the host).
+void fill_normal(const Tensor& tensor, double std, uint64_t seed, uint64_t key);
+void fill_constant(const Tensor& tensor, float value);
+// A 64-bit key from a name ("model.layers.0.mlp.up_proj.weight"): FNV-1a.
+uint64_t hash_name(const std::string& name);
