@@ -191,6 +191,19 @@ class Arena {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Param: one learned tensor under its Hugging Face name. Values and gradients of all parameters lie in two flat buffers at
+// the same offsets, so that optimizers, reductions and checkpoints are loops over one array.
+
+struct Param {
+    std::string name;    // "model.layers.0.mlp.up_proj.weight"
+    Tensor value, grad;  // as the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0
+    int64_t offset = 0;  // of its first element in the flat buffers
+    bool decay = false;  // weight decay applies (matrices, not biases and norm weights)
+    bool transposed = false;   // Hugging Face stores it (C, O): GPT-2's Conv1D
+    int64_t padded_rows = 0;   // rows that only round the vocabulary up; zero, and never written to files
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Device: what one rank computes on. One per thread (a rank is a thread or a process): device() is this thread's.
 
 struct Device {
@@ -215,7 +228,7 @@ void close_device();
 struct Philox {
     uint32_t v[4];
 };
-__host__ __device__ Philox philox(uint64_t seed, uint64_t key, uint64_t counter);
+Philox philox(uint64_t seed, uint64_t key, uint64_t counter);
 double uniform(uint64_t seed, uint64_t key, uint64_t counter);         // in [0, 1), 53 bits
 uint64_t uniform_below(uint64_t seed, uint64_t key, uint64_t counter, uint64_t n);  // in [0, n)
 // Fills a tensor with normal(0, std) rounded to its dtype, element i from counter i (Box-Muller on the host).

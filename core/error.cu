@@ -1,0 +1,41 @@
+// core/error.cu: the checks behind cudaCheck, cublasCheck, div_exact, narrow.
+#include "core/core.h"
+
+#include <climits>
+#include <cstdlib>
+
+void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
+    if (status == cudaSuccess) return;
+    std::string hint;
+    if (status == cudaErrorMemoryAllocation) {
+        size_t free_bytes = 0, total_bytes = 0;
+        if (cudaMemGetInfo(&free_bytes, &total_bytes) == cudaSuccess)
+            hint = concat("; the device has ", free_bytes >> 20, " MiB free of ", total_bytes >> 20,
+                          " MiB: use a smaller --micro-batch, --seq or --model");
+    }
+    cudaGetLastError();  // clears it: the next call is not to blame
+    fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":", line,
+         hint);
+}
+
+void cublas_check(cublasStatus_t status, const char* expression, const char* file, int line) {
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    fail("cuBLASLt: status ", static_cast<int>(status), " (", cublasLtGetStatusString(status), ") from ", expression, " at ",
+         file, ":", line);
+}
+
+void cuda_check_launch(const char* file, int line) {
+    static const bool blocking = std::getenv("LAUNCH_BLOCKING") != nullptr;
+    cuda_check(cudaGetLastError(), "kernel launch", file, line);
+    if (blocking) cuda_check(cudaDeviceSynchronize(), "the kernel launched just before", file, line);
+}
+
+int64_t div_exact(int64_t a, int64_t b, const char* what) {
+    check(b > 0 && a % b == 0, what, ": ", a, " cannot be divided evenly by ", b);
+    return a / b;
+}
+
+int narrow(int64_t value, const char* what) {
+    check(value >= 0 && value <= INT_MAX, what, " is ", value, ", more than the ", INT_MAX, " that fit here");
+    return static_cast<int>(value);
+}

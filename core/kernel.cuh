@@ -1,0 +1,157 @@
+// core/kernel.cuh: what kernels share. Included by .cu files with kernels, never by host headers.
+//
+// Everything is in an anonymous namespace: device functions belong to the translation unit that launches them.
+#pragma once
+
+#include "core/core.h"
+
+#include <type_traits>
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Element types. Storage is float, bf16 or f16; arithmetic and sums are float.
+
+template <class T>
+__device__ __forceinline__ float to_float(T x) {
+    return static_cast<float>(x);
+}
+template <class T>
+__device__ __forceinline__ T from_float(float x) {
+    return static_cast<T>(x);  // rounds to nearest even
+}
+
+// kN elements, loaded and stored at once; by default 16 bytes: 4 floats or 8 16-bit numbers. Packed<T, 1> is the same
+// kernel's way through rows whose length is no multiple of that.
+template <class T, int kN = 16 / sizeof(T)>
+struct alignas(kN * sizeof(T)) Packed {
+    using Element = T;
+    static constexpr int n = kN;
+    T v[n];
+};
+template <class T, int kN = 16 / sizeof(T)>
+__device__ __forceinline__ Packed<T, kN> load_packed(const T* address) {
+    return *reinterpret_cast<const Packed<T, kN>*>(address);
+}
+template <class T, int kN>
+__device__ __forceinline__ void store_packed(T* address, const Packed<T, kN>& value) {
+    *reinterpret_cast<Packed<T, kN>*>(address) = value;
+}
+
+// dispatch() for kernels that are templates over T and the n of their Packed<T, n>: 16 bytes where rows of C elements are
+// whole 16-byte packs, otherwise one element at a time.
+//     dispatch_packed(out.dtype, C, [&](auto zero) {
+//         using Pack = decltype(zero);
+//         using T = typename Pack::Element;
+//         kernel<T, Pack::n><<<grid, block, 0, stream>>>(out.ptr<T>(), ...);
+//     });
+template <class F>
+void dispatch_packed(DType dtype, int64_t C, F&& f) {
+    dispatch(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if (C % Packed<T>::n == 0)
+            f(Packed<T>{});
+        else
+            f(Packed<T, 1>{});
+    });
+}
+
+// Launchers: 16-byte loads need tensors that start on a 16-byte boundary.
+//     expect_aligned("rmsnorm_forward", {{"out", out}, {"inp", inp}});
+inline void expect_aligned(const char* operation, std::initializer_list<std::pair<const char*, Tensor>> arguments) {
+    for (const auto& [name, tensor] : arguments)
+        check(is_aligned(tensor.data, 16), operation, ": ", name, " starts at ", tensor.data,
+              ", which is no multiple of 16 bytes");
+}
+// The start of an operation's f32 scratch, in the shape it needs now.
+inline Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims) {
+    const Tensor wanted = make_tensor(scratch.data, DType::f32, dims);
+    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ", scratch.describe(),
+          ", expected f32 of at least ", wanted.n(), " elements");
+    expect_aligned(operation, {{"scratch", scratch}});
+    return wanted;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where am I
+
+// The index of this thread in a one-dimensional grid, 64-bit so that no product overflows.
+__device__ __forceinline__ int64_t global_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// The dynamic shared memory that the launch asked for, on a 128-byte boundary.
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+#ifdef CUDA_ON_CPU
+    return static_cast<T*>(cuda_cpu::dynamic_shared_memory());
+#else
+    extern __shared__ __align__(128) unsigned char dynamic_shared_bytes[];
+    return reinterpret_cast<T*>(dynamic_shared_bytes);
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions over a warp: the butterfly. After round o every lane holds the sum of the 32/o lanes that differ from it in
+// the bits o and above; every lane ends with the same bits, because a + b == b + a.
+
+struct Sum {
+    __device__ __forceinline__ static float of(float a, float b) { return a + b; }
+    static constexpr float identity = 0.0f;
+};
+struct Max {
+    __device__ __forceinline__ static float of(float a, float b) { return fmaxf(a, b); }
+    static constexpr float identity = -INFINITY;
+};
+
+#ifdef CUDA_ON_CPU
+// A butterfly is five warp exchanges: each parks 32 fibers. The CPU device does the same additions, in the same order, in
+// one exchange: the last lane to arrive computes all five rounds.
+struct ButterflyOperands {
+    float value;
+};
+template <class Operation>
+static void complete_butterfly(void** lanes, unsigned mask) {
+    (void)mask;  // always all 32
+    float value[kWarp], next[kWarp];
+    for (int l = 0; l < kWarp; ++l) value[l] = static_cast<ButterflyOperands*>(lanes[l])->value;
+    for (int o = kWarp / 2; o > 0; o /= 2) {
+        for (int l = 0; l < kWarp; ++l) next[l] = Operation::of(value[l], value[l ^ o]);
+        for (int l = 0; l < kWarp; ++l) value[l] = next[l];
+    }
+    for (int l = 0; l < kWarp; ++l) static_cast<ButterflyOperands*>(lanes[l])->value = value[l];
+}
+#endif
+
+// Every lane of the warp takes part.
+template <class Operation>
+__device__ __forceinline__ float warp_reduce(float value) {
+#ifdef CUDA_ON_CPU
+    ButterflyOperands operands{value};
+    cuda_cpu::exchange(kFullWarp, &operands, complete_butterfly<Operation>, "warp_reduce", __FILE__, __LINE__);
+    return operands.value;
+#else
+#pragma unroll
+    for (int o = kWarp / 2; o > 0; o /= 2) value = Operation::of(value, __shfl_xor_sync(kFullWarp, value, o));
+    return value;
+#endif
+}
+__device__ __forceinline__ float warp_sum(float value) { return warp_reduce<Sum>(value); }
+__device__ __forceinline__ float warp_max(float value) { return warp_reduce<Max>(value); }
+
+// Reduction over a block of blockDim.x = 32 k threads (k <= 32), in a fixed order; every thread gets the result.
+// `scratch` is shared memory of 32 floats. It is free for reuse after the next barrier that all threads pass.
+template <class Operation>
+__device__ __forceinline__ float block_reduce(float value, float* scratch) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, n_warps = blockDim.x / kWarp;
+    value = warp_reduce<Operation>(value);
+    if (n_warps == 1) return value;
+    if (lane == 0) scratch[warp] = value;
+    __syncthreads();  // every warp's part is in scratch
+    float total = scratch[0];
+    for (int w = 1; w < n_warps; ++w) total = Operation::of(total, scratch[w]);
+    return total;
+}
+
+}  // namespace

@@ -1,0 +1,110 @@
+// core/tensor.cu: views of memory, their checks, and copies between host and device.
+#include "core/core.h"
+
+size_t dtype_bytes(DType dtype) { return dtype == DType::f32 || dtype == DType::i32 ? 4 : 2; }
+
+const char* dtype_name(DType dtype) {
+    switch (dtype) {
+        case DType::f32: return "f32";
+        case DType::bf16: return "bf16";
+        case DType::f16: return "f16";
+        case DType::i32: return "i32";
+    }
+    return "?";
+}
+
+DType dtype_from_name(const std::string& name) {
+    if (name == "f32" || name == "fp32" || name == "float32") return DType::f32;
+    if (name == "bf16" || name == "bfloat16") return DType::bf16;
+    if (name == "f16" || name == "fp16" || name == "float16") return DType::f16;
+    if (name == "i32" || name == "int32") return DType::i32;
+    fail("unknown dtype '", name, "': use fp32, bf16, fp16 or int32");
+}
+
+Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims) {
+    check(dims.size() >= 1 && dims.size() <= 4, "a tensor has 1 to 4 dimensions, not ", dims.size());
+    Tensor tensor;
+    tensor.data = data;
+    tensor.dtype = dtype;
+    for (int64_t dim : dims) {
+        check(dim >= 0, "a tensor dimension is negative: ", dim);
+        tensor.shape[tensor.rank++] = dim;
+    }
+    return tensor;
+}
+
+Tensor Tensor::view(std::initializer_list<int64_t> dims) const {
+    const Tensor other = make_tensor(data, dtype, dims);
+    check(other.n() == n(), "cannot view ", describe(), " as ", other.describe());
+    return other;
+}
+
+Tensor Tensor::slice(int64_t first, int64_t count) const {
+    check(rank >= 1 && first >= 0 && count >= 0 && first + count <= shape[0], "rows [", first, ", ", first + count,
+          ") are not all in ", describe());
+    Tensor part = *this;
+    part.shape[0] = count;
+    const int64_t row_n = shape[0] == 0 ? 0 : n() / shape[0];
+    if (data) part.data = static_cast<char*>(data) + static_cast<size_t>(first * row_n) * dtype_bytes(dtype);
+    return part;
+}
+
+static std::string describe_shape(DType dtype, const int64_t* shape, size_t rank) {
+    std::string text = concat(dtype_name(dtype), " (");
+    for (size_t i = 0; i < rank; ++i) text += (i ? ", " : "") + (shape[i] < 0 ? std::string("*") : std::to_string(shape[i]));
+    return text + ")";
+}
+
+std::string Tensor::describe() const {
+    return rank == 0 ? "no tensor" : describe_shape(dtype, shape, static_cast<size_t>(rank));
+}
+
+void expect(const char* operation, const char* argument, const Tensor& tensor, DType dtype,
+            std::initializer_list<int64_t> dims) {
+    bool same = tensor.data != nullptr && tensor.dtype == dtype && static_cast<size_t>(tensor.rank) == dims.size();
+    size_t i = 0;
+    for (int64_t dim : dims) {
+        if (!same) break;
+        same = dim == -1 || dim == tensor.shape[i++];
+        if (dim == -1) ++i;
+    }
+    if (same) return;
+    const std::vector<int64_t> wanted(dims);
+    fail(operation, ": ", argument, " is ", tensor.rank && !tensor.data ? "without memory, " : "", tensor.describe(),
+         ", expected ", describe_shape(dtype, wanted.data(), wanted.size()));
+}
+
+bool is_aligned(const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
+
+void copy_to_device(const Tensor& tensor, const void* host) {
+    if (tensor.n() == 0) return;
+    cudaCheck(cudaMemcpyAsync(tensor.data, host, tensor.bytes(), cudaMemcpyHostToDevice, device().stream));
+    cudaCheck(cudaStreamSynchronize(device().stream));
+}
+
+void copy_to_host(void* host, const Tensor& tensor) {
+    if (tensor.n() == 0) return;
+    cudaCheck(cudaMemcpyAsync(host, tensor.data, tensor.bytes(), cudaMemcpyDeviceToHost, device().stream));
+    cudaCheck(cudaStreamSynchronize(device().stream));
+}
+
+std::vector<float> to_floats(const Tensor& tensor) {
+    std::vector<float> values(static_cast<size_t>(tensor.n()));
+    dispatch(tensor.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        std::vector<T> stored(values.size());
+        copy_to_host(stored.data(), tensor);
+        for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(stored[i]);
+    });
+    return values;
+}
+
+void from_floats(const Tensor& tensor, const std::vector<float>& values) {
+    check(static_cast<int64_t>(values.size()) == tensor.n(), values.size(), " values for ", tensor.describe());
+    dispatch(tensor.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        std::vector<T> stored(values.size());
+        for (size_t i = 0; i < values.size(); ++i) stored[i] = static_cast<T>(values[i]);
+        copy_to_device(tensor, stored.data());
+    });
+}

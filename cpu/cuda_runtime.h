@@ -1,0 +1,461 @@
+// cpu/cuda_runtime.h: the CUDA runtime on the CPU. It bears NVIDIA's file name so that the same .cu files find it.
+//
+// Read cpu/README.md first. In short: a kernel launch runs the kernel once for each thread of each block. The blocks of a
+// grid are spread over OpenMP threads. The threads of one block run one after the other in a plain loop (run_threads,
+// below), which the compiler inlines the kernel into and vectorises. Only when a thread meets a barrier or a warp exchange
+// does it need a stack of its own: then it is parked as a fiber and the loop goes on in a new one (cpu/block.cpp).
+//
+// threadIdx and friends are static thread-local variables of each translation unit. That they never leave it is what lets
+// the compiler keep them in registers and vectorise the loop. It also means: device functions in headers must be static or
+// in an anonymous namespace (a function that the linker merges would see another file's threadIdx).
+#pragma once
+
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+#include "library_types.h"
+
+#define CUDA_ON_CPU 1
+#define CUDART_VERSION 13000
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The words CUDA adds to C++
+
+#define __global__ static
+#define __device__
+#define __host__
+#define __constant__ static
+#define __managed__ static
+#define __shared__ static __thread
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Vector types
+
+#define CUDA_CPU_VECTOR(T, name, alignment1, alignment2, alignment4)                          \
+    struct name##1 { T x; };                                                                  \
+    struct alignas(alignment2) name##2 { T x, y; };                                           \
+    struct name##3 { T x, y, z; };                                                            \
+    struct alignas(alignment4) name##4 { T x, y, z, w; };                                     \
+    static inline name##2 make_##name##2(T x, T y) { return {x, y}; }                         \
+    static inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                 \
+    static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+CUDA_CPU_VECTOR(float, float, 4, 8, 16)
+CUDA_CPU_VECTOR(double, double, 8, 16, 16)
+CUDA_CPU_VECTOR(int, int, 4, 8, 16)
+CUDA_CPU_VECTOR(unsigned, uint, 4, 8, 16)
+CUDA_CPU_VECTOR(short, short, 2, 4, 8)
+CUDA_CPU_VECTOR(unsigned short, ushort, 2, 4, 8)
+CUDA_CPU_VECTOR(long long, longlong, 8, 16, 16)
+CUDA_CPU_VECTOR(unsigned long long, ulonglong, 8, 16, 16)
+#undef CUDA_CPU_VECTOR
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors, devices, memory, streams, events (cpu/runtime.cpp)
+
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorInvalidResourceHandle = 400,
+    cudaErrorNotReady = 600,
+    cudaErrorLaunchFailure = 719,
+    cudaErrorNotSupported = 801,
+};
+enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
+                      cudaMemcpyDefault };
+enum cudaDeviceAttr {
+    cudaDevAttrMaxThreadsPerBlock = 1,
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
+struct cudaDeviceProp {
+    char name[256];
+    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin;
+    int multiProcessorCount, major, minor, warpSize, maxThreadsPerBlock, l2CacheSize;
+};
+
+namespace cuda_cpu {
+struct Stream;
+struct Event;
+}  // namespace cuda_cpu
+using cudaStream_t = cuda_cpu::Stream*;
+using cudaEvent_t = cuda_cpu::Event*;
+using cudaHostFn_t = void (*)(void*);
+
+constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
+constexpr unsigned cudaEventDefault = 0, cudaEventDisableTiming = 2;
+constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
+
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetLastError();
+cudaError_t cudaPeekAtLastError();
+
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaDeviceSynchronize();
+cudaError_t cudaDeviceReset();
+cudaError_t cudaRuntimeGetVersion(int* version);
+cudaError_t cudaDriverGetVersion(int* version);
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes);
+cudaError_t cudaFree(void* pointer);
+cudaError_t cudaMallocHost(void** pointer, size_t bytes);
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags);
+cudaError_t cudaFreeHost(void* pointer);
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream = nullptr);
+template <class T>
+cudaError_t cudaMalloc(T** pointer, size_t bytes) { return cudaMalloc(reinterpret_cast<void**>(pointer), bytes); }
+template <class T>
+cudaError_t cudaMallocHost(T** pointer, size_t bytes) { return cudaMallocHost(reinterpret_cast<void**>(pointer), bytes); }
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument);
+cudaError_t cudaEventCreate(cudaEvent_t* event);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
+
+// A CPU block gets whatever shared memory it asks for up to the limit of an H100 (227 KiB): nothing to set.
+template <class Function>
+cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) { return cudaSuccess; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where a thread is
+
+static __thread uint3 threadIdx, blockIdx;
+static __thread dim3 blockDim __attribute__((unused)) , gridDim __attribute__((unused));
+constexpr int warpSize = 32;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The machine underneath (cpu/block.cpp, cpu/runtime.cpp)
+
+namespace cuda_cpu {
+
+// One launch: what is written between <<< and >>>, and where.
+struct Configuration {
+    dim3 grid, block;
+    size_t shared_bytes = 0;
+    cudaStream_t stream = nullptr;
+};
+struct Launch : Configuration {
+    const char* kernel;
+    const char* file;
+    int line;
+};
+
+// The loop over the threads of a block that have not started yet. When a thread in it has to wait, the block scheduler
+// sets the three ends to zero, and continues with the next thread in another loop on another stack: so when the waiting
+// thread is resumed and its kernel returns, this loop is over too.
+struct ThreadLoop {
+    unsigned x, y, z;              // first thread
+    unsigned x_end, y_end, z_end;  // set to 0 when the loop has been taken over
+};
+
+// What a block needs to know of its kernel: how to run a thread loop, and how to set blockIdx and the dimensions in the
+// kernel's own translation unit.
+struct BlockProgram {
+    const void* kernel;
+    void (*run_threads)(const void* kernel, ThreadLoop& loop);
+    void (*enter_block)(const Launch& launch, uint3 block);
+};
+
+void enqueue(cudaStream_t stream, std::function<void()> work);  // at once, or in strict mode when something waits for it
+bool runs_at_once();                                            // true unless in strict mode
+void run_grid(const Launch& launch, const BlockProgram& program);
+bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
+
+// Called by a thread that has to wait, with its own index: returns when the barrier is complete.
+void block_barrier(uint3 thread, const char* file, int line);
+// The warp's exchange, on which shuffles, votes and matrix instructions are built: each lane in `mask` brings a pointer to
+// its operands; the last to arrive calls complete(lanes, mask), which sees all operands and writes all results.
+using Complete = void (*)(void** lanes, unsigned mask);
+void warp_exchange(uint3 thread, unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line);
+void* dynamic_shared_memory();
+extern bool strict;
+void shared_declared_strict(void* variable, size_t bytes);
+static inline void shared_declared(void* variable, size_t bytes) {
+    if (strict) shared_declared_strict(variable, bytes);
+}
+[[noreturn]] void trap(uint3 thread, const char* what, const char* file, int line);
+
+template <class Kernel>
+static void run_threads(const void* kernel_pointer, ThreadLoop& loop) {
+    const Kernel kernel = *static_cast<const Kernel*>(kernel_pointer);  // arguments in registers
+    unsigned x = loop.x, y = loop.y;
+    for (unsigned z = loop.z; z < loop.z_end; ++z) {
+        threadIdx.z = z;
+        for (; y < loop.y_end; ++y) {
+            threadIdx.y = y;
+            for (; x < loop.x_end; ++x) {
+                threadIdx.x = x;
+                kernel();
+            }
+            x = 0;
+        }
+        y = 0;
+    }
+}
+
+static inline void enter_block(const Launch& launch, uint3 block) {
+    blockIdx = block;
+    blockDim = launch.block;
+    gridDim = launch.grid;
+}
+
+template <class Call, class... Arguments>
+static void launch(const char* name, const char* file, int line, const Configuration& configuration, Call call,
+                   Arguments... arguments) {
+    const Launch where{configuration, name, file, line};
+    if (!launch_is_valid(where)) return;
+    const auto kernel = [=] { call(arguments...); };
+    using Kernel = std::remove_const_t<decltype(kernel)>;
+    const auto run = [=] {
+        run_grid(where, {&kernel, &run_threads<Kernel>, &enter_block});
+    };
+    if (runs_at_once())
+        run();
+    else
+        enqueue(configuration.stream, run);
+}
+
+// Waiting is done through these, which give the thread its index back afterwards: other threads ran in between.
+static inline void wait_for_block(const char* file, int line) {
+    const uint3 thread = threadIdx;
+    block_barrier(thread, file, line);
+    threadIdx = thread;
+}
+static inline void exchange(unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line) {
+    const uint3 thread = threadIdx;
+    warp_exchange(thread, mask, operands, complete, what, file, line);
+    threadIdx = thread;
+}
+static inline unsigned lane_id() {
+    return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
+}
+
+// Operands of a shuffle: any type of 1 to 8 bytes, carried as 64 bits.
+struct Shuffle {
+    uint64_t value, result;
+    int source;  // lane to read from
+};
+void complete_shuffle(void** lanes, unsigned mask);
+struct Vote {
+    unsigned predicate, ballot;
+};
+void complete_vote(void** lanes, unsigned mask);
+void complete_nothing(void** lanes, unsigned mask);
+
+template <class T>
+static inline T shuffle(unsigned mask, T value, int source, const char* what, const char* file, int line) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+    Shuffle operands{0, 0, source};
+    std::memcpy(&operands.value, &value, sizeof(T));
+    exchange(mask, &operands, complete_shuffle, what, file, line);
+    std::memcpy(static_cast<void*>(&value), &operands.result, sizeof(T));
+    return value;
+}
+static inline unsigned vote(unsigned mask, bool predicate, const char* what, const char* file, int line) {
+    Vote operands{predicate, 0};
+    exchange(mask, &operands, complete_vote, what, file, line);
+    return operands.ballot;
+}
+
+}  // namespace cuda_cpu
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Barriers, shuffles, votes. FILE and LINE are those of the caller, for the report when not every thread arrives.
+
+#define CUDA_CPU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+static inline void __syncthreads(CUDA_CPU_HERE) { cuda_cpu::wait_for_block(file, line); }
+static inline void __syncwarp(unsigned mask = 0xffffffffu, CUDA_CPU_HERE) {
+    cuda_cpu::exchange(mask, nullptr, cuda_cpu::complete_nothing, "__syncwarp", file, line);
+}
+static inline void __threadfence() {}
+static inline void __threadfence_block() {}
+static inline void __threadfence_system() {}
+
+template <class T>
+static inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_CPU_HERE) {
+    const int lane = cuda_cpu::lane_id(), segment = lane & ~(width - 1);
+    return cuda_cpu::shuffle(mask, value, segment + (source & (width - 1)), "__shfl_sync", file, line);
+}
+template <class T>
+static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_CPU_HERE) {
+    const int lane = cuda_cpu::lane_id(), source = lane ^ lane_mask;
+    // The manual lets a lane read from its own or an earlier segment, never from a later one.
+    const bool inside = source < (lane & ~(width - 1)) + width;
+    return cuda_cpu::shuffle(mask, value, inside ? source : lane, "__shfl_xor_sync", file, line);
+}
+template <class T>
+static inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_CPU_HERE) {
+    const int lane = cuda_cpu::lane_id(), source = lane - static_cast<int>(delta);
+    const bool inside = source >= (lane & ~(width - 1));
+    return cuda_cpu::shuffle(mask, value, inside ? source : lane, "__shfl_up_sync", file, line);
+}
+template <class T>
+static inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_CPU_HERE) {
+    const int lane = cuda_cpu::lane_id(), source = lane + static_cast<int>(delta);
+    const bool inside = source < (lane & ~(width - 1)) + width;
+    return cuda_cpu::shuffle(mask, value, inside ? source : lane, "__shfl_down_sync", file, line);
+}
+static inline unsigned __ballot_sync(unsigned mask, int predicate, CUDA_CPU_HERE) {
+    return cuda_cpu::vote(mask, predicate != 0, "__ballot_sync", file, line);
+}
+static inline int __any_sync(unsigned mask, int predicate, CUDA_CPU_HERE) {
+    return cuda_cpu::vote(mask, predicate != 0, "__any_sync", file, line) != 0;
+}
+static inline int __all_sync(unsigned mask, int predicate, CUDA_CPU_HERE) {
+    return cuda_cpu::vote(mask, predicate == 0, "__all_sync", file, line) == 0;
+}
+
+#define __trap() ::cuda_cpu::trap(threadIdx, "__trap()", __FILE__, __LINE__)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Atomics. Blocks run on several OS threads, so these are real ones. Each returns the old value.
+
+template <class T, class Update>
+static inline T cuda_cpu_atomic(T* address, Update update) {
+    using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
+    Bits* bits = reinterpret_cast<Bits*>(address);
+    Bits before = __atomic_load_n(bits, __ATOMIC_RELAXED), after;
+    T old;
+    do {
+        std::memcpy(static_cast<void*>(&old), &before, sizeof(T));
+        const T value = update(old);
+        std::memcpy(&after, &value, sizeof(T));
+    } while (!__atomic_compare_exchange_n(bits, &before, after, true, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+    return old;
+}
+template <class T>
+static inline T atomicAdd(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return static_cast<T>(old + value); });
+}
+template <class T>
+static inline T atomicSub(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return static_cast<T>(old - value); });
+}
+template <class T>
+static inline T atomicMax(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return old > value ? old : value; });
+}
+template <class T>
+static inline T atomicMin(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return old < value ? old : value; });
+}
+template <class T>
+static inline T atomicOr(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return old | value; });
+}
+template <class T>
+static inline T atomicAnd(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return old & value; });
+}
+template <class T>
+static inline T atomicExch(T* address, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T) { return value; });
+}
+template <class T>
+static inline T atomicCAS(T* address, std::common_type_t<T> compare, std::common_type_t<T> value) {
+    return cuda_cpu_atomic(address, [=](T old) { return old == compare ? value : old; });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Arithmetic that CUDA has and C++ has not
+
+template <class A, class B>
+static inline constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <class A, class B>
+static inline constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+
+static inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
+static inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+static inline float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline float __frcp_rn(float x) { return 1.0f / x; }
+static inline float __fdividef(float a, float b) { return a / b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t{a} * b) >> 32); }
+
+// exp(x), branch-free so that a loop over it vectorises: x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts, so that n ln2 is
+// exact), a degree-6 polynomial for exp(r), and n added to the exponent. Error below 1.5 ulp; overflow gives inf, underflow
+// goes gradually to 0, NaN stays NaN.
+static inline float cuda_cpu_expf(float x) {
+    const float clamped = x < -104.0f ? -104.0f : (x > 89.0f ? 89.0f : x);  // NaN passes both comparisons as itself
+    const float shifted = fmaf(clamped, 1.44269504f, 12582912.0f);          // rounds to an integer in the low mantissa bits
+    const float n = shifted - 12582912.0f;
+    float r = fmaf(n, -0.693359375f, clamped);
+    r = fmaf(n, 2.12194440e-4f, r);
+    float p = 1.3981999e-3f;
+    p = fmaf(p, r, 8.3334519e-3f);
+    p = fmaf(p, r, 4.1665795e-2f);
+    p = fmaf(p, r, 1.6666665e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    // 2^n in two factors, each of which is a normal number, so that the result may be subnormal or overflow.
+    const int whole = __float_as_int(shifted) - 0x4b400000, half = whole >> 1;
+    return p * __int_as_float((half + 127) << 23) * __int_as_float((whole - half + 127) << 23);
+}
+
+// glibc has these three names for itself, hence macros.
+#define __expf(x) cuda_cpu_expf(x)
+#define __logf(x) logf(x)
+#define __exp2f(x) exp2f(x)
+
+// Loads and stores with cache hints: the hint means nothing here.
+template <class T>
+static inline T __ldg(const T* address) { return *address; }
+template <class T>
+static inline T __ldcs(const T* address) { return *address; }
+template <class T>
+static inline T __ldcg(const T* address) { return *address; }
+template <class T>
+static inline void __stcs(T* address, T value) { *address = value; }
+template <class T>
+static inline void __stcg(T* address, T value) { *address = value; }

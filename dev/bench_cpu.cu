@@ -1,0 +1,135 @@
+// dev/bench_cpu.cu: one training step of GPT-2 124M in float32, batch 4 x 64, as llm.c's CPU program runs it.
+//
+//   make bench-cpu                         prints tokens/s, the share of the matmul limit, and memory against the plan
+//   build/cpu/dev/bench_cpu --steps 20     another number of timed steps
+//
+// The matmul limit is the time that the step's matrix products take alone, one after the other, on the same machine.
+#include "llm.h"
+#include "optim/optim.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t B = 4, T = 64, N = B * T;
+
+double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+
+// The products of one linear layer: forward, gradient by input, gradient by weight.
+void linear_products(Tensor out, Tensor inp, Tensor weight, cudaStream_t stream) {
+    matmul(out, inp, weight, {.transpose_b = true}, stream);
+    matmul(inp, out, weight, {}, stream);
+    matmul(weight, out, inp, {.transpose_a = true}, stream);
+}
+
+// All products of a step, on tensors of the step's own sizes that lie where the model's lie.
+void all_products(const Model& model, const Activations& acts, cudaStream_t stream) {
+    const Config& c = model.config;
+    for (size_t l = 0; l < model.blocks.size(); ++l) {
+        const Block& block = model.blocks[l];
+        const BlockSaved& saved = acts.blocks[l];
+        linear_products(acts.qkv, saved.norm1.out, block.qkv.dweight, stream);
+        linear_products(acts.branch, saved.attn, block.attn_out.dweight, stream);
+        linear_products(saved.up, saved.norm2.out, block.up.dweight, stream);
+        linear_products(acts.branch, saved.act, block.down.dweight, stream);
+        const AttentionSaved& a = saved.attention;
+        const Tensor q = a.q.view({B * c.H, T, c.D}), k = a.k.view({B * c.H, T, c.D}), v = a.v.view({B * c.H, T, c.D}),
+                     p = a.probs.view({B * c.H, T, T});
+        matmul(p, q, k, {.transpose_b = true}, stream);
+        matmul(q, p, v, {}, stream);
+        matmul(v, p, q, {.transpose_a = true}, stream);
+        matmul(p, q, v, {.transpose_b = true}, stream);
+        matmul(q, p, k, {}, stream);
+        matmul(k, p, q, {.transpose_a = true}, stream);
+    }
+    linear_products(acts.logits, acts.final_norm.out, model.head.dweight, stream);
+}
+
+void bench(int steps) {
+    const Config config = load_config("gpt2");
+    const cudaStream_t stream = device().stream;
+    Arena values("parameters"), grads("gradients"), states("optimizer states"), activations("activations");
+    Model model;
+    Activations acts;
+    std::unique_ptr<AdamW> adamw;
+    Tensor norm, norm_scratch;
+    double plan_bytes = 0;
+    for (int pass = 0; pass < 2; ++pass) {
+        model = build_model(config, DType::f32, T, values, grads);
+        adamw = std::make_unique<AdamW>(states, model.params, model.values.n(), AdamWOptions{});
+        acts = take_activations(config, DType::f32, B, T, true, activations);
+        norm = activations.take("norm", DType::f32, {2});
+        norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
+        if (pass == 1) break;
+        for (Arena* arena : {&values, &grads, &states, &activations}) {
+            plan_bytes += static_cast<double>(arena->bytes());
+            arena->reserve();
+        }
+    }
+    adamw->init(stream);
+    init_weights(model, 1);
+    std::vector<int32_t> tokens(static_cast<size_t>(N)), targets(static_cast<size_t>(N));
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        tokens[i] = static_cast<int32_t>(uniform_below(1, 1, i, static_cast<uint64_t>(config.V)));
+        targets[i] = static_cast<int32_t>(uniform_below(1, 2, i, static_cast<uint64_t>(config.V)));
+    }
+    copy_to_device(acts.tokens, tokens.data());
+    copy_to_device(acts.targets, targets.data());
+
+    std::vector<double> times, product_times;
+    for (int step = 0; step <= steps; ++step) {  // the first one warms up
+        const double start = seconds_now();
+        cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
+        forward(model, acts, stream);
+        loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);
+        backward(model, acts, stream);
+        grad_norm(norm, model.grads, 1.0f, norm_scratch, stream);
+        adamw->step(model.values, model.grads, norm, 1e-4, step + 1, stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+        if (step > 0) times.push_back(seconds_now() - start);
+    }
+    struct rusage usage {};
+    getrusage(RUSAGE_SELF, &usage);
+    const double peak_bytes = static_cast<double>(usage.ru_maxrss) * 1024;
+    for (int step = 0; step <= steps; ++step) {
+        const double start = seconds_now();
+        all_products(model, acts, stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+        if (step > 0) product_times.push_back(seconds_now() - start);
+    }
+    const double step_s = median(times), products_s = median(product_times);
+    std::printf("GPT-2 124M, float32, batch %lld x %lld, on %s\n", static_cast<long long>(B), static_cast<long long>(T), device().name.c_str());
+    std::printf("step                 %7.3f s   (median of %d)\n", step_s, steps);
+    std::printf("its matmuls alone    %7.3f s   share of the matmul limit: %.0f %%\n", products_s, 100 * products_s / step_s);
+    std::printf("tokens/s             %7.0f\n", static_cast<double>(N) / step_s);
+    std::printf("GFLOP/s              %7.0f\n", flops_per_token(config, T) * static_cast<double>(N) / step_s / 1e9);
+    std::printf("peak memory          %7.0f MiB, plan %.0f MiB (%+.1f %%)\n", peak_bytes / (1 << 20), plan_bytes / (1 << 20),
+                100 * (peak_bytes / plan_bytes - 1));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        int steps = 10;
+        if (argc == 3 && std::strcmp(argv[1], "--steps") == 0) steps = std::max(1, std::atoi(argv[2]));
+        bench(steps);
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "bench_cpu: %s\n", error.what());
+        return 2;
+    }
+}

@@ -1,0 +1,75 @@
+// io/checkpoint.cu: checkpoints that a killed run cannot break.
+//
+// rename() is atomic: before it the folder has its temporary name and no reader looks at it; after it everything in it has
+// been fsynced. Older checkpoints are removed only when the new one is in place.
+#include "io/io.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::string checkpoints_folder(const std::string& run_folder) { return run_folder + "/checkpoints"; }
+
+std::string step_name(int64_t step) {
+    char name[32];
+    std::snprintf(name, sizeof name, "step-%08lld", static_cast<long long>(step));
+    return name;
+}
+
+// Complete checkpoints in order of their step.
+std::vector<std::string> complete_checkpoints(const std::string& folder) {
+    std::vector<std::string> found;
+    std::error_code error;
+    for (const auto& entry : fs::directory_iterator(folder, error)) {
+        const std::string name = entry.path().filename().string();
+        if (entry.is_directory() && name.rfind("step-", 0) == 0 && entry.path().extension() != ".tmp")
+            found.push_back(entry.path().string());
+    }
+    std::sort(found.begin(), found.end());
+    return found;
+}
+
+void remove_folder(const std::string& folder) {
+    std::error_code error;
+    fs::remove_all(folder, error);
+    check(!error, "cannot remove ", folder, ": ", error.message());
+}
+
+}  // namespace
+
+CheckpointWriter::CheckpointWriter(const std::string& run_folder, int64_t step)
+    : parent_(checkpoints_folder(run_folder)), temporary_(parent_ + "/" + step_name(step) + ".tmp"),
+      final_(parent_ + "/" + step_name(step)) {
+    make_folder(parent_);
+    std::vector<std::string> leftovers;
+    for (const auto& entry : fs::directory_iterator(parent_))
+        if (entry.path().extension() == ".tmp") leftovers.push_back(entry.path().string());
+    for (const std::string& leftover : leftovers) remove_folder(leftover);
+    make_folder(temporary_);
+}
+
+CheckpointWriter::~CheckpointWriter() {
+    std::error_code ignored;
+    if (!committed_) fs::remove_all(temporary_, ignored);
+}
+
+void CheckpointWriter::commit(int keep) {
+    sync_folder(temporary_);
+    std::error_code error;
+    if (fs::exists(final_)) remove_folder(final_);  // the same step again, from a run that resumed before it
+    fs::rename(temporary_, final_, error);
+    check(!error, "cannot rename ", temporary_, " to ", final_, ": ", error.message());
+    committed_ = true;
+    sync_folder(parent_);
+    const std::vector<std::string> all = complete_checkpoints(parent_);
+    for (size_t i = 0; keep > 0 && i + static_cast<size_t>(keep) < all.size(); ++i) remove_folder(all[i]);
+}
+
+std::optional<std::string> latest_checkpoint(const std::string& run_folder) {
+    const std::vector<std::string> all = complete_checkpoints(checkpoints_folder(run_folder));
+    return all.empty() ? std::nullopt : std::optional(all.back());
+}

@@ -1,0 +1,332 @@
+// io/dataset.cu: where the tokens of a run come from. (batch_reader.cu: in which order it sees them.)
+//
+// A TokenSource is one long row of tokens: token shards mapped from disk, so that a data set may be far larger than the
+// memory, or text that was tokenized into memory.
+#include "io/io.h"
+
+#include <glob.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Finding files
+
+// Paths of regular files below a folder, in name order; hidden files and folders are left out.
+std::vector<std::string> list_files(const std::string& folder, bool recursive) {
+    std::vector<std::string> paths;
+    try {
+        std::error_code ignored;  // a link that leads nowhere is neither a folder nor a file
+        for (fs::recursive_directory_iterator entry(folder), end; entry != end; ++entry) {
+            bool hidden = entry->path().filename().string().starts_with('.');
+            if (entry->is_directory(ignored) && (hidden || !recursive)) entry.disable_recursion_pending();
+            if (entry->is_regular_file(ignored) && !hidden) paths.push_back(entry->path().string());
+        }
+    } catch (const fs::filesystem_error& error) {
+        fail("cannot read folder ", folder, ": ", error.code().message());
+    }
+    std::sort(paths.begin(), paths.end());
+    return paths;
+}
+
+std::vector<std::string> match_pattern(const std::string& pattern) {
+    glob_t found;
+    std::vector<std::string> paths;
+    if (::glob(pattern.c_str(), 0, nullptr, &found) == 0) paths.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+    ::globfree(&found);
+    return paths;  // glob() sorts by name
+}
+
+bool is_there(const fs::path& path) {
+    std::error_code ignored;
+    return fs::exists(path, ignored);
+}
+
+bool is_shard_name(const std::string& path) { return path.ends_with(".bin"); }
+
+// "val" is one of the words of the file name: tiny_shakespeare_val.bin, fineweb_val_000000.bin.
+bool is_val_name(const std::string& path) {
+    std::string name = "_" + fs::path(path).stem().string() + "_";
+    std::replace(name.begin(), name.end(), '-', '_');
+    return name.find("_val_") != name.npos;
+}
+
+struct Files {
+    std::vector<std::string> paths;
+    bool shards = false;
+    bool has_val = false;    // names mark some shards as held out, and others not
+    bool is_folder = false;  // found by looking through a folder, so what is no text is skipped, not refused
+};
+
+Files find_files(const std::string& path, bool held_out) {
+    Files files;
+    std::error_code ignored;
+    if (fs::is_directory(path, ignored)) {
+        files.is_folder = true;
+        files.paths = list_files(path, false);
+        std::erase_if(files.paths, [](const std::string& p) { return !is_shard_name(p); });
+        files.shards = !files.paths.empty();
+        if (!files.shards) files.paths = list_files(path, true);
+    } else {
+        files.paths = is_there(path) ? std::vector<std::string>{path} : match_pattern(path);
+        files.shards = std::all_of(files.paths.begin(), files.paths.end(), is_shard_name);
+    }
+    check(!files.paths.empty(), "no data at ", path,
+          ": --data and --val take a text file, a folder, or .bin token shards");
+    auto n_val = std::count_if(files.paths.begin(), files.paths.end(), is_val_name);
+    files.has_val = files.shards && n_val > 0 && n_val < static_cast<int64_t>(files.paths.size());
+    if (files.has_val) std::erase_if(files.paths, [&](const std::string& p) { return is_val_name(p) != held_out; });
+    return files;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Text
+
+bool looks_binary(std::string_view text) { return text.substr(0, 65536).find('\0') != text.npos; }
+
+std::string_view view_of(const MappedFile& file) {
+    return file.bytes() == 0 ? "" : std::string_view(reinterpret_cast<const char*>(file.data()), file.bytes());
+}
+
+// The start of a text that may be tokenized by itself, about 4 MB, so that a large file does not need the memory of all
+// its tokens as int32 at once. It ends between a letter and a space with a letter behind: every tokenizer begins a word
+// there (only an added token with just these characters in it would be missed).
+std::string_view first_chunk(std::string_view text) {
+    constexpr size_t chunk_bytes = 4 << 20;
+    auto is_letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
+    for (size_t i = chunk_bytes; i + 1 < text.size(); ++i)
+        if (is_letter(text[i - 1]) && text[i] == ' ' && is_letter(text[i + 1])) return text.substr(0, i);
+    return text;
+}
+
+// The include folder of the C++ standard library: the compiler's own (the Makefile asks it), or the newest there is.
+std::string find_cxx_headers() {
+#ifdef CXX_INCLUDE_DIR
+    if (is_there(fs::path(CXX_INCLUDE_DIR) / "vector")) return CXX_INCLUDE_DIR;
+#endif
+    for (const char* pattern : {"/usr/include/c++/*", "/usr/local/include/c++/*", "/usr/lib/llvm*/include/c++/v1"}) {
+        std::vector<std::string> folders = match_pattern(pattern);
+        std::erase_if(folders, [](const std::string& folder) { return !is_there(fs::path(folder) / "vector"); });
+        auto by_version = [](const std::string& a, const std::string& b) {  // "9" before "12"
+            return std::pair(a.size(), a) < std::pair(b.size(), b);
+        };
+        if (!folders.empty()) return *std::max_element(folders.begin(), folders.end(), by_version);
+    }
+    fail("there are no C++ headers on this machine to learn from: give a text with --data");
+}
+
+// The comments at the top of a header are its licence, the same in every file: nothing to learn from.
+std::string_view without_leading_comments(std::string_view text) {
+    while (true) {
+        size_t begin = text.find_first_not_of(" \t\r\n");
+        if (begin == text.npos) return "";
+        text.remove_prefix(begin);
+        const char* end_mark = text.starts_with("//") ? "\n" : text.starts_with("/*") ? "*/" : nullptr;
+        if (!end_mark) return text;
+        size_t end = text.find(end_mark, 2);
+        if (end == text.npos) return "";
+        text.remove_prefix(end + std::strlen(end_mark));
+    }
+}
+
+// Calls f(token) for n tokens of a shard from `first` on. Little-endian, as all machines with CUDA are.
+template <class F>
+void for_each_token(const TokenShard& shard, int64_t first, int64_t n, F&& f) {
+    auto visit = [&](auto token) {
+        for (int64_t i = first; i < first + n; ++i) {
+            std::memcpy(&token, shard.tokens + i * static_cast<int64_t>(sizeof token), sizeof token);
+            // Ids are int32. One beyond that becomes the largest, which no vocabulary has.
+            f(static_cast<int32_t>(std::min<uint32_t>(token, std::numeric_limits<int32_t>::max())));
+        }
+    };
+    if (shard.token_bytes == 2)
+        visit(uint16_t{});
+    else
+        visit(uint32_t{});
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Token shards
+
+TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std::string& name) {
+    constexpr size_t header_bytes = 256 * sizeof(int32_t);
+    int32_t magic = 0, version = 0, n = 0;
+    check(bytes >= header_bytes, name, ": ", bytes, " bytes are too few for a token shard, whose header alone has ",
+          header_bytes);
+    std::memcpy(&magic, data, 4);
+    std::memcpy(&version, data + 4, 4);
+    std::memcpy(&n, data + 8, 4);
+
+    const bool narrow = magic == 20240520, wide = magic == 20240801;
+    const char* hint = magic == 20240522   ? " (this is llm.c's multiple-choice evaluation file)"
+                       : magic == 20240326 ? " (this is a model checkpoint of llm.c)"
+                                           : "";
+    check(narrow || wide, name, ": magic number ", magic, hint,
+          ", expected 20240520 (uint16 tokens) or 20240801 (uint32): ",
+          "make shards with llm.c's dev/data scripts, or give the text itself");
+    const int32_t version_wanted = narrow ? 1 : 7;
+    check(version == version_wanted, name, ": version ", version, ", expected ", version_wanted, " for magic number ",
+          magic);
+
+    TokenShard shard{data + header_bytes, n, narrow ? 2 : 4};
+    check(n >= 0, name, ": token count ", n, " in the header is negative");
+    const size_t wanted = header_bytes + static_cast<size_t>(n) * shard.token_bytes;
+    check(bytes == wanted, name, ": the header promises ", n, " tokens, so the file should have ", wanted,
+          " bytes, but it has ", bytes, bytes < wanted ? ": was it downloaded completely?" : "");
+    return shard;
+}
+
+struct TokenSource::Impl {
+    struct Piece {
+        TokenShard shard;
+        int64_t first;  // its first token in the row of all
+    };
+    std::vector<MappedFile> files;
+    std::vector<uint16_t> narrow_text;
+    std::vector<uint32_t> wide_text;
+    std::vector<Piece> pieces;
+    std::string description;
+    int64_t n = 0;
+
+    void add(TokenShard shard) {
+        if (shard.n > 0) pieces.push_back({shard, n});
+        n += shard.n;
+    }
+    template <class F>
+    void visit(int64_t first, int64_t count, F&& f) const;
+    void add_shards(const Files& found, const std::string& path);
+    void add_text(const Files& found, const std::string& path, const Tokenizer& tokenizer);
+};
+
+// Calls f(shard, first token in it, how many) for each part of a shard that [first, first + count) covers, in order.
+template <class F>
+void TokenSource::Impl::visit(int64_t first, int64_t count, F&& f) const {
+    auto piece = std::upper_bound(pieces.begin(), pieces.end(), first,
+                                  [](int64_t position, const Piece& p) { return position < p.first; });
+    while (count > 0) {
+        const Piece& p = *std::prev(piece++);
+        int64_t n_here = std::min(count, p.first + p.shard.n - first);
+        f(p.shard, first - p.first, n_here);
+        first += n_here;
+        count -= n_here;
+    }
+}
+
+void TokenSource::Impl::add_shards(const Files& found, const std::string& path) {
+    for (const std::string& p : found.paths) {
+        const MappedFile& file = files.emplace_back(p);
+        add(parse_token_shard(file.data(), file.bytes(), p));
+    }
+    description = concat(path, ": ", files.size(), files.size() == 1 ? " token shard, " : " token shards, ",
+                         human_count(static_cast<double>(n)), " tokens");
+}
+
+void TokenSource::Impl::add_text(const Files& found, const std::string& path, const Tokenizer& tokenizer) {
+    constexpr size_t default_text_bytes = 3'000'000;  // of the headers
+    const bool is_default = path.empty();
+    const bool narrow = tokenizer.vocab_size() <= 65536;
+    auto append = [&](std::string_view chunk) {
+        std::vector<int32_t> tokens = tokenizer.encode(chunk);
+        if (narrow)
+            narrow_text.insert(narrow_text.end(), tokens.begin(), tokens.end());
+        else
+            wide_text.insert(wide_text.end(), tokens.begin(), tokens.end());
+    };
+    size_t n_files = 0, n_skipped = 0, text_bytes = 0;
+    bool ends_in_newline = true;
+    for (const std::string& p : found.paths) {
+        MappedFile file(p);
+        std::string_view text = view_of(file);
+        if (looks_binary(text)) {
+            check(found.is_folder, p, " is not text in UTF-8: it has zero bytes");
+            ++n_skipped;
+            continue;
+        }
+        if (is_default) text = without_leading_comments(text);
+        if (text.empty()) continue;
+        if (is_default && text_bytes + text.size() > default_text_bytes) break;
+        if (n_files > 0 && !ends_in_newline) append("\n");  // or this file would go on in the last line of the other
+        ++n_files;
+        text_bytes += text.size();
+        ends_in_newline = text.ends_with('\n');
+        while (!text.empty()) {
+            std::string_view chunk = first_chunk(text);
+            append(chunk);
+            text.remove_prefix(chunk.size());
+        }
+    }
+    check(n_files > 0, "there is no text in ", path, n_skipped > 0 ? ", only files with zero bytes" : "");
+    narrow_text.shrink_to_fit();
+    wide_text.shrink_to_fit();
+    if (narrow)
+        add({reinterpret_cast<const unsigned char*>(narrow_text.data()), static_cast<int64_t>(narrow_text.size()), 2});
+    else
+        add({reinterpret_cast<const unsigned char*>(wide_text.data()), static_cast<int64_t>(wide_text.size()), 4});
+    description =
+        concat(is_default ? "C++ standard library headers, " + fs::path(found.paths[0]).parent_path().string() : path,
+               ": ", found.is_folder ? concat(n_files, " files, ") : "", human_bytes(static_cast<double>(text_bytes)),
+               ", ", human_count(static_cast<double>(n)), " tokens (", tokenizer.name(), ")",
+               n_skipped > 0 ? concat(", ", n_skipped, " files that are not text skipped") : "");
+}
+
+TokenSource TokenSource::open(const std::string& path, const Tokenizer& tokenizer, bool held_out) {
+    auto impl = std::make_shared<Impl>();
+    Files found;
+    if (path.empty()) {
+        found.paths = list_files(find_cxx_headers(), true);
+        found.is_folder = true;
+    } else {
+        found = find_files(path, held_out);
+    }
+    if (found.shards)
+        impl->add_shards(found, path);
+    else
+        impl->add_text(found, path, tokenizer);
+    TokenSource source;
+    source.n_ = impl->n;
+    source.impl_ = std::move(impl);
+    return source;
+}
+
+void TokenSource::read(int64_t first, int64_t count, int32_t* out) const {
+    check(first >= 0 && count >= 0 && first <= n_ - count, "tokens ", first, " to ", first + count, " asked of ", n_);
+    impl_->visit(first_ + first, count, [&](const TokenShard& shard, int64_t begin, int64_t n) {
+        for_each_token(shard, begin, n, [&](int32_t token) { *out++ = token; });
+    });
+}
+
+int32_t TokenSource::max_token() const {
+    int32_t largest = 0;
+    impl_->visit(first_, n_, [&](const TokenShard& shard, int64_t begin, int64_t n) {
+        for_each_token(shard, begin, n, [&](int32_t token) { largest = std::max(largest, token); });
+    });
+    return largest;
+}
+
+const std::string& TokenSource::description() const { return impl_->description; }
+
+std::pair<TokenSource, TokenSource> TokenSource::split(double fraction) const {
+    check(fraction >= 0 && fraction <= 1, "the held-out fraction must be from 0 to 1, got ", fraction);
+    TokenSource train = *this, val = *this;
+    val.n_ = static_cast<int64_t>(std::llround(static_cast<double>(n_) * fraction));
+    train.n_ = n_ - val.n_;
+    val.first_ = first_ + train.n_;
+    return {train, val};
+}
+
+std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, const std::string& val,
+                                                       const Tokenizer& tokenizer, double fraction) {
+    if (!val.empty()) return {TokenSource::open(data, tokenizer, false), TokenSource::open(val, tokenizer, true)};
+    if (!data.empty() && find_files(data, true).has_val)
+        return {TokenSource::open(data, tokenizer, false), TokenSource::open(data, tokenizer, true)};
+    return TokenSource::open(data, tokenizer).split(fraction);
+}

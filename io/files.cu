@@ -1,0 +1,183 @@
+// Files: mapping them in, and writing them so that nobody ever sees half of one.
+//
+// An AtomicFile takes four steps, and a run that is killed between any two of them leaves a whole file behind:
+//
+//   write   PATH.tmp          whoever opens PATH still gets the old file
+//   fsync   PATH.tmp          the new bytes are on the disk before the name points at them
+//   rename  PATH.tmp -> PATH  one atomic step of the file system: before it the old file, after it the new one
+//   fsync   the folder        the rename itself survives a power cut
+//
+// A killed run may leave PATH.tmp; the next one overwrites it, so there is never more than one.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "io/io.h"
+
+namespace {
+
+constexpr size_t buffer_bytes = 1 << 20;  // a system call costs about 1 us, so that it is lost in writing 1 MiB
+
+std::string reason(int error) { return std::strerror(error); }
+
+std::string folder_of(const std::string& path) {
+    std::string folder = std::filesystem::path(path).parent_path().string();
+    return folder.empty() ? "." : folder;
+}
+
+// Opens a file for reading. Only regular files when `regular`: open() of a pipe would wait for its writer.
+int open_to_read(const std::string& path, bool regular, struct stat& status) {
+    if (::stat(path.c_str(), &status) != 0) {
+        fail("cannot open ", path, ": ", reason(errno), errno == ENOENT ? "; check the path" : "");
+    }
+    check(!S_ISDIR(status.st_mode), "cannot read ", path, ": it is a folder, a file is needed");
+    check(!regular || S_ISREG(status.st_mode), "cannot read ", path, ": it is not a regular file");
+    int fd;
+    do fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    while (fd < 0 && errno == EINTR);
+    check(fd >= 0, "cannot open ", path, ": ", reason(errno));
+    return fd;
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+    struct stat status;
+    const int fd = open_to_read(path, true, status);
+    bytes_ = static_cast<size_t>(status.st_size);
+    void* mapped = nullptr;
+    if (bytes_ > 0) mapped = ::mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, fd, 0);  // mmap refuses zero bytes
+    const int error = errno;
+    ::close(fd);  // the mapping stays
+    check(mapped != MAP_FAILED, "cannot map ", path, " (", human_bytes(static_cast<double>(bytes_)),
+          "): ", reason(error));
+    data_ = static_cast<const unsigned char*>(mapped);
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)) {}
+
+MappedFile::~MappedFile() {
+    if (data_) ::munmap(const_cast<unsigned char*>(data_), bytes_);
+}
+
+void write_all(int fd, const void* data, size_t bytes, const std::string& path) {
+    auto next = static_cast<const char*>(data);
+    size_t left_bytes = bytes;
+    while (left_bytes > 0) {
+        const ssize_t written_bytes = ::write(fd, next, left_bytes);
+        if (written_bytes < 0 && errno == EINTR) continue;  // Ctrl-C ends the step, not the file
+        if (written_bytes < 0) {
+            const bool full = errno == ENOSPC || errno == EDQUOT || errno == EFBIG;
+            fail("cannot write ", left_bytes, " more bytes to ", path, ": ", reason(errno),
+                 full ? "; free some space or choose a folder on another disk" : "");
+        }
+        next += written_bytes;
+        left_bytes -= static_cast<size_t>(written_bytes);
+    }
+}
+
+AtomicFile::AtomicFile(const std::string& path) : path_(path), temporary_(path + ".tmp") {
+    check(!path.empty(), "cannot write a file without a name");
+    // Renaming onto a device or a pipe would replace it by a plain file: /dev/null would be gone.
+    struct stat status;
+    if (::stat(path.c_str(), &status) == 0) {
+        check(!S_ISDIR(status.st_mode), "cannot write ", path, ": it is a folder");
+        check(S_ISREG(status.st_mode), "cannot write ", path, ": it is not a regular file");
+    }
+    do fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
+    while (fd_ < 0 && errno == EINTR);
+    check(fd_ >= 0, "cannot create ", temporary_, ": ", reason(errno),
+          "; choose a folder that exists and can be written to");
+}
+
+AtomicFile::~AtomicFile() {
+    if (fd_ < 0) return;
+    ::close(fd_);
+    ::unlink(temporary_.c_str());
+}
+
+void AtomicFile::write(const void* data, size_t bytes) {
+    check(fd_ >= 0, "write to ", path_, " after commit()");
+    if (buffer_.size() + bytes > buffer_bytes) {
+        write_all(fd_, buffer_.data(), buffer_.size(), path_);
+        buffer_.clear();
+    }
+    if (bytes > buffer_bytes) {
+        write_all(fd_, data, bytes, path_);
+    } else {
+        buffer_.append(static_cast<const char*>(data), bytes);
+    }
+}
+
+void AtomicFile::commit() {
+    check(fd_ >= 0, "commit() of ", path_, " called twice");
+    write_all(fd_, buffer_.data(), buffer_.size(), path_);
+    buffer_.clear();
+    int status;
+    do status = ::fsync(fd_);
+    while (status != 0 && errno == EINTR);
+    // File systems that allocate late report a full disk only here.
+    check(status == 0, "cannot write ", path_, " to the disk: ", reason(errno),
+          "; free some space or choose another disk");
+    const int closed = ::close(std::exchange(fd_, -1));
+    if (closed != 0 || ::rename(temporary_.c_str(), path_.c_str()) != 0) {
+        const int error = errno;
+        ::unlink(temporary_.c_str());
+        fail("cannot put ", temporary_, " in the place of ", path_, ": ", reason(error));
+    }
+    sync_folder(folder_of(path_));
+}
+
+std::string read_text_file(const std::string& path) {
+    struct stat status;
+    const int fd = open_to_read(path, false, status);
+    std::string text;
+    std::vector<char> buffer(buffer_bytes);
+    ssize_t got_bytes;
+    while ((got_bytes = ::read(fd, buffer.data(), buffer.size())) != 0) {
+        if (got_bytes < 0 && errno == EINTR) continue;
+        if (got_bytes < 0) break;
+        text.append(buffer.data(), static_cast<size_t>(got_bytes));
+    }
+    const int error = errno;
+    ::close(fd);
+    check(got_bytes == 0, "cannot read ", path, ": ", reason(error));
+    return text;
+}
+
+void write_text_file(const std::string& path, std::string_view text) {
+    AtomicFile file(path);
+    file.write(text);
+    file.commit();
+}
+
+void make_folder(const std::string& path) {
+    std::error_code error;
+    std::filesystem::create_directories(path, error);
+    check(!error, "cannot make the folder ", path, ": ", error.message());
+    check(std::filesystem::is_directory(path, error), "cannot use ", path, " as a folder: it is a file");
+    const int status = ::faccessat(AT_FDCWD, path.c_str(), W_OK | X_OK, AT_EACCESS);
+    check(status == 0, "cannot write to the folder ", path, ": ", reason(errno),
+          "; choose another one or change its permissions");
+}
+
+void sync_folder(const std::string& path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    check(fd >= 0, "cannot open the folder ", path, ": ", reason(errno));
+    int status;
+    do status = ::fsync(fd);
+    while (status != 0 && errno == EINTR);
+    const int error = errno;
+    ::close(fd);
+    // Some network and FUSE file systems cannot sync a folder and say EINVAL: there is nothing more that we could do.
+    check(status == 0 || error == EINVAL || error == ENOTSUP, "cannot write the folder ", path,
+          " to the disk: ", reason(error));
+}

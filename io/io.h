@@ -1,0 +1,368 @@
+// io/io.h: what a training run reads and writes. Text and token files, tokenizers, safetensors, logs, plots.
+//
+// Host code only; uses core/ and nothing above it. Every fault of the input throws Error (core/core.h) with one line
+// that names the file, what is wrong in it, and what to do. Output files are written beside their final name, fsynced
+// and renamed, so that a run killed at any moment leaves the old file or the new one, never half of one.
+#pragma once
+
+#include "core/core.h"
+
+#include <array>
+#include <functional>
+#include <optional>
+#include <string_view>
+#include <unordered_map>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// files.cu
+
+// A whole file, mapped read-only into memory. It must not be shortened by others while it is mapped.
+class MappedFile {
+  public:
+    explicit MappedFile(const std::string& path);
+    ~MappedFile();
+    MappedFile(MappedFile&& other) noexcept;
+    MappedFile(const MappedFile&) = delete;
+    MappedFile& operator=(const MappedFile&) = delete;
+    const unsigned char* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+    const std::string& path() const { return path_; }
+
+  private:
+    std::string path_;
+    const unsigned char* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+// Writes path + ".tmp", and commit() makes it path: flush, fsync, rename, fsync of the folder. Without commit() the
+// temporary file is removed. A full disk is an Error that names the path and the bytes wanted. One writer a path.
+class AtomicFile {
+  public:
+    explicit AtomicFile(const std::string& path);
+    ~AtomicFile();
+    AtomicFile(const AtomicFile&) = delete;
+    AtomicFile& operator=(const AtomicFile&) = delete;
+    void write(const void* data, size_t bytes);
+    void write(std::string_view text) { write(text.data(), text.size()); }
+    void commit();
+
+  private:
+    std::string path_, temporary_;
+    int fd_ = -1;
+    std::string buffer_;  // small writes are gathered
+};
+
+// All of the bytes or an Error that names `path`: interrupted and short writes go on where they stopped.
+void write_all(int fd, const void* data, size_t bytes, const std::string& path);
+std::string read_text_file(const std::string& path);  // also from a pipe
+void write_text_file(const std::string& path, std::string_view text);  // atomically
+void make_folder(const std::string& path);  // with parents; checks that it can be written to
+void sync_folder(const std::string& path);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// safetensors.cu: the Hugging Face tensor file (8-byte header length, JSON header, raw little-endian data).
+
+struct StoredTensor {
+    std::string dtype;  // "F32", "BF16", "F16", "I32", "I64", "U8", ... as in the file
+    std::vector<int64_t> shape;
+    const unsigned char* data = nullptr;  // into the mapped file; may be unaligned: memcpy it
+    size_t bytes = 0;
+    int64_t n() const;
+    std::vector<float> floats() const;  // F32, F16 or BF16 converted to float
+};
+
+// The two parsers below the reader. They trust nothing: any bytes give a result or one Error that names `name`.
+struct SafetensorsView {
+    std::map<std::string, StoredTensor> tensors;  // their data point into the bytes given
+    std::map<std::string, std::string> metadata;
+};
+SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const std::string& name);
+// model.safetensors.index.json: tensor name -> file name of its shard.
+std::map<std::string, std::string> parse_safetensors_index(std::string_view json, const std::string& name);
+
+// One file, or a folder that holds model.safetensors or model.safetensors.index.json with its shards (of which only the
+// tensors that the index names are shown).
+class SafetensorsReader {
+  public:
+    explicit SafetensorsReader(const std::string& file_or_folder);
+    bool has(const std::string& name) const { return tensors_.count(name) != 0; }
+    const StoredTensor& at(const std::string& name) const;  // missing: Error that lists the nearest names
+    const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
+    const std::map<std::string, std::string>& metadata() const { return metadata_; }  // "__metadata__" of the file
+
+  private:
+    SafetensorsView map_file(const std::string& path);
+    void add_shards(const std::string& index_path);
+    std::string path_;
+    std::vector<MappedFile> files_;
+    std::map<std::string, StoredTensor> tensors_;
+    std::map<std::string, std::string> metadata_;
+};
+
+// What is to be written: `fill` is called in file order and gives the bytes of this tensor, so that a model on a device
+// can be saved without a second copy of all of it on the host. File order is the order given, but wider element types
+// come first, so that every tensor starts at a multiple of its element size.
+struct TensorToStore {
+    std::string name, dtype;
+    std::vector<int64_t> shape;
+    std::function<void(void* bytes)> fill;
+};
+void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
+                       const std::map<std::string, std::string>& metadata = {});
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tokenizer.cu: text to token ids and back
+
+class Tokenizer {
+  public:
+    virtual ~Tokenizer() = default;
+    virtual int vocab_size() const = 0;
+    virtual std::vector<int32_t> encode(std::string_view text) const = 0;
+    virtual std::string decode(const std::vector<int32_t>& tokens) const = 0;  // may end inside a UTF-8 character
+    virtual std::string name() const = 0;                                     // "bytes" or the file it came from
+};
+
+// Token = byte: 256 tokens, no file needed.
+std::unique_ptr<Tokenizer> make_byte_tokenizer();
+// Byte-level BPE from a Hugging Face tokenizer.json, as GPT-2, LLaMA 3 and Qwen 2 use it: their pre-tokenizer regexes,
+// merges, ignore_merges, added tokens. Any other kind of tokenizer is an Error that says what is supported.
+//   - Added (special) tokens are recognised in the text and printed by decode().
+//   - The post_processor is not applied: encode() adds no <|begin_of_text|> or other token that is not in the text.
+//   - encode(decode(tokens)) may differ from tokens, but decode(encode(text)) == text for any bytes, UTF-8 or not
+//     (except where the file asks for a prefix space).
+// Safe to use from several threads.
+std::unique_ptr<Tokenizer> load_tokenizer(const std::string& tokenizer_json);
+std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name);  // the same from memory
+
+// What tokenizer.json says, as tokenizer.cu uses it and tokenizer_json.cu reads it.
+struct BpeTables {
+    struct Merge {
+        int32_t rank, token;  // lower ranks merge first
+    };
+    struct AddedToken {
+        std::string text;
+        int32_t id;
+    };
+    std::string file;
+    std::vector<std::string> bytes_of_id;  // what decode() prints
+    std::vector<bool> has_id;              // ids may have gaps
+    std::array<int32_t, 256> id_of_byte;   // -1: none
+    std::unordered_map<std::string, int32_t> id_of_bytes;
+    std::unordered_map<uint64_t, Merge> merges;       // by bpe_pair(left, right)
+    std::vector<AddedToken> added, added_normalized;  // matched before and after normalization, longest first
+    size_t (*first_word)(std::string_view text) = nullptr;  // WordSplitter
+    bool ignore_merges = false;     // a word that is a token becomes that token, whatever the merges say
+    bool add_prefix_space = false;  // a text that does not begin with a space is given one
+    bool nfc = false;               // the text must be in Unicode form NFC
+};
+inline uint64_t bpe_pair(int32_t left, int32_t right) { return uint64_t(uint32_t(left)) << 32 | uint32_t(right); }
+std::unique_ptr<Tokenizer> make_bpe_tokenizer(BpeTables tables);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// words.cu: the pre-tokenizers of byte-level BPE
+
+// The character that starts at text[i]. A byte that is not UTF-8 counts as U+FFFD of length 1, so that nothing is lost.
+struct Utf8Char {
+    uint32_t code;
+    size_t bytes;
+};
+Utf8Char utf8_char_at(std::string_view text, size_t i);
+
+// The length in bytes of the first word of a text that is not empty.
+using WordSplitter = size_t (*)(std::string_view text);
+// The splitter for the regex of a tokenizer.json ("": GPT-2's), or nullptr if it is not one of those known here.
+WordSplitter find_word_splitter(const std::string& regex);
+
+// Form NFC (the normalizer of Qwen 2) leaves nearly all text as it is. Rather than carry its tables, this proves that a
+// text is in it already: no character that NFC may change, no two combining marks in a row that it may reorder.
+bool is_surely_nfc(std::string_view text);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dataset.cu: the tokens of a file, a folder, or the built-in text, as one long row
+
+// llm.c's token shard: 256 int32 header (magic, version, number of tokens), then the tokens, little-endian. Two
+// variants: magic 20240520, version 1: uint16 (made for GPT-2); magic 20240801, version 7: uint32 (made for LLaMA 3).
+struct TokenShard {
+    const unsigned char* tokens = nullptr;  // into the file; need not be aligned
+    int64_t n = 0;
+    int token_bytes = 2;
+};
+TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std::string& name);
+
+// What a path may be:
+//   - a text file, or a folder of text files: read recursively in name order, without hidden files and files that are
+//     no text (zero bytes in them), tokenized by `tokenizer` and held in memory as uint16 or uint32;
+//   - a token shard *.bin, or a folder of them in name order (a folder that has *.bin holds shards): memory-mapped;
+//   - a pattern of such files, "fineweb_train_*.bin";
+//   - "": the C++ standard library headers of the compiler that built the program, about 3 MB without their licences:
+//     real text that every machine has.
+class TokenSource {
+  public:
+    // Some shards of a folder or pattern may be named as held out, by "val" as a word of the file name (llm.c's
+    // *_train_*.bin and *_val_*.bin). Where both kinds are there, `held_out` chooses: only those, or only the others.
+    static TokenSource open(const std::string& path, const Tokenizer& tokenizer, bool held_out = false);
+    int64_t n() const { return n_; }                               // number of tokens
+    void read(int64_t first, int64_t count, int32_t* out) const;  // crosses shard borders
+    int32_t max_token() const;  // largest id present, to be held against the vocabulary; reads all tokens (GB/s)
+    const std::string& description() const;  // one line for the start of the log
+    // Splits off the last `fraction` as held-out text: [0, split) trains, [split, n) validates.
+    std::pair<TokenSource, TokenSource> split(double fraction) const;
+
+  private:
+    struct Impl;
+    std::shared_ptr<const Impl> impl_;
+    int64_t first_ = 0, n_ = 0;
+};
+
+// The training and the held-out tokens of a run. --val, if given, is the held-out text. Otherwise shards of --data
+// named *_val_*.bin are, and if there are none, the last `fraction` of --data.
+std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, const std::string& val,
+                                                       const Tokenizer& tokenizer, double fraction);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// batch_reader.cu: shuffled by seed and epoch, resumable at any sequence
+
+// Sequences of T inputs with their T next-token targets. An epoch cuts the text into windows of T, from an offset in
+// [0, T) of its own, and visits each once in an order of its own; offset and order follow from (seed, epoch). All
+// epochs have floor(n / T) - 1 windows (at least one), so sequence i is a pure function of (seed, i): resuming needs
+// only the index, and every rank can read its own rows. A text of at most T tokens is an Error.
+class BatchReader {
+  public:
+    BatchReader(TokenSource source, int64_t T, uint64_t seed);
+    // Sequence number i of the run (i counts sequences over all epochs): T tokens and T targets.
+    void sequence(int64_t i, int32_t* tokens, int32_t* targets) const;
+    int64_t sequences_per_epoch() const;
+
+  private:
+    TokenSource source_;
+    int64_t T_;
+    uint64_t seed_;
+    int64_t n_windows_, n_offsets_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// checkpoint.cu: folders that are there whole or not at all
+//
+//   RUN/checkpoints/step-00000100/       written as step-00000100.tmp, fsynced, renamed
+// A run killed at any moment leaves at most one .tmp folder, which the next save removes.
+
+class CheckpointWriter {
+  public:
+    CheckpointWriter(const std::string& run_folder, int64_t step);
+    ~CheckpointWriter();  // removes the folder if commit() was not reached
+    const std::string& folder() const { return temporary_; }  // write the files here
+    // Makes the folder final and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all).
+    void commit(int keep);
+
+  private:
+    std::string parent_, temporary_, final_;
+    bool committed_ = false;
+};
+// The newest complete checkpoint of a run, or nothing.
+std::optional<std::string> latest_checkpoint(const std::string& run_folder);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// log.cu: what a run leaves behind
+
+struct LogRow {
+    int64_t step = 0, tokens = 0;  // tokens: seen so far
+    std::optional<double> loss, val_loss, lr, grad_norm, loss_scale, tokens_per_s, mfu, step_ms;
+};
+
+// DIR/log.csv, one row a step, flushed as written; columns as in the design. Opening it for a resumed run keeps the
+// rows up to and including `resume_step` byte for byte and drops those after (a crash may have logged steps that the
+// checkpoint lacks). loss, lr and grad_norm have 9 digits: a float read back is the float that was written.
+class CsvLog {
+  public:
+    CsvLog(const std::string& path, int64_t resume_step);  // resume_step < 0: a new file
+    ~CsvLog();
+    CsvLog(const CsvLog&) = delete;
+    CsvLog& operator=(const CsvLog&) = delete;
+    void write(const LogRow& row);
+
+  private:
+    int fd_ = -1;
+    std::string path_;
+};
+std::vector<LogRow> read_csv_log(const std::string& path);
+
+// TensorBoard event file (TFRecord framing with masked CRC32C, Event protobufs written by hand: scalars only). Each run
+// writes a new file in the folder; its first events tell TensorBoard to forget what older files say of the steps after
+// `resume_step` (resume_step < 0: of all steps).
+class TensorBoardLog {
+  public:
+    TensorBoardLog(const std::string& folder, int64_t resume_step);
+    ~TensorBoardLog();
+    TensorBoardLog(const TensorBoardLog&) = delete;
+    TensorBoardLog& operator=(const TensorBoardLog&) = delete;
+    void scalar(const std::string& tag, int64_t step, double value);
+
+  private:
+    int fd_ = -1;
+    std::string path_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// canvas.cu: antialiased lines, discs and text on pixels, saved as PNG. Units are pixels, y points down.
+
+class Canvas {
+  public:
+    struct Point {
+        double x, y;
+    };
+    struct Color {
+        uint8_t r, g, b;
+    };
+    enum class Align { left, center, right };
+
+    Canvas(int width, int height);  // white
+    void fill(double left, double top, double right, double bottom, Color color, double alpha = 1);
+    // A polyline with round ends and joints; painted as one shape: where it crosses itself an alpha < 1 doesn't show.
+    void line(const std::vector<Point>& points, double thickness, Color color, double alpha = 1);
+    void disc(Point center, double radius, Color color, double alpha = 1) { line({center}, 2 * radius, color, alpha); }
+    // ASCII text on the baseline through `at`, in a stroke font; capitals are `height` high (10 is the crispest).
+    // Upwards: rotated by a quarter turn, reading from bottom to top.
+    void text(Point at, std::string_view text, double height, Color color, Align align = Align::left, bool bold = false,
+              bool upwards = false);
+    static double text_width(std::string_view text, double height);
+    static std::string shorten(std::string_view text, double height, double width);  // ends in ... if it is too wide
+
+    int width() const { return width_; }
+    int height() const { return height_; }
+    const std::vector<uint8_t>& rgb() const { return rgb_; }  // height x width x 3
+    void save(const std::string& path) const;                 // PNG
+
+  private:
+    void cover(Point a, Point b, double radius);
+    void paint(Color color, double alpha);
+    int width_, height_;
+    std::vector<uint8_t> rgb_;
+    std::vector<float> coverage_;  // of the shape being drawn, 0 to 1, in the box below; 0 elsewhere
+    int left_ = 0, top_ = 0, right_ = 0, bottom_ = 0;  // its box: [left, right) x [top, bottom)
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// plot.cu: line charts: axes, ticks, labels, legend. Points that are NaN, infinite, or not positive on a log axis leave
+// a gap in the line.
+
+struct Series {
+    std::string label;  // "" keeps it out of the legend
+    std::vector<double> x, y;
+    bool thick = true;  // thin lines are drawn pale and beneath the thick ones: the noise under a smoothed curve
+    bool markers = false;
+    int color = -1;     // palette entry 0 to 7; -1: the position among the series
+};
+struct Plot {
+    std::string title, x_label, y_label;
+    std::vector<Series> series;
+    bool log_x = false, log_y = false;
+    int width = 960, height = 600;
+};
+void write_png(const std::string& path, const Plot& plot);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// progress.cu: numbers as people read them
+
+std::string human_count(double n);       // "124M", "3.2k"
+std::string human_bytes(double bytes);   // "1.43 GiB"
+std::string human_seconds(double s);     // "1m 23s"; "?" if it is not known (NaN, infinite, negative)

@@ -1,0 +1,356 @@
+// Safetensors: the Hugging Face tensor file.                    (format: github.com/huggingface/safetensors, README)
+//
+//   bytes 0..7      n, the length of the header: little-endian uint64
+//   bytes 8..8+n    JSON: {"__metadata__": {"key": "text", ...},
+//                          "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
+//                   filled up with spaces so that the data start at a multiple of 8
+//   from 8+n        the data: row-major, little-endian; offsets count from here; no gap, no overlap, nothing after
+//
+// A file comes from somewhere else: nothing in it is trusted. Sizes are multiplied with overflow checks, every range is
+// held against the bytes there are, and errors quote names of the file only shortened and escaped.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "io/io.h"
+
+static_assert(std::endian::native == std::endian::little, "safetensors data are little-endian");
+
+namespace {
+
+using nlohmann::json;
+
+constexpr size_t length_bytes = 8;                // of the number before the header
+constexpr size_t max_header_bytes = 100'000'000;  // the reference implementation's limit
+constexpr int max_json_depth = 8;                 // the format needs 3; some indices carry metadata of their own
+constexpr const char* metadata_key = "__metadata__";
+
+size_t element_bytes(const std::string& dtype) {  // 0: unknown
+    static const std::map<std::string, size_t> table = {
+        {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1},
+        {"U16", 2},  {"I16", 2}, {"F16", 2}, {"BF16", 2},    {"U32", 4},     {"I32", 4},
+        {"F32", 4},  {"U64", 8}, {"I64", 8}, {"F64", 8},     {"C64", 8}};
+    const auto found = table.find(dtype);
+    return found == table.end() ? 0 : found->second;
+}
+
+// A name out of the file, fit for an error line: at most 80 characters, control characters as '?'.
+// (Not called `quoted`: for a std::string that is not const the compiler would prefer std::quoted, which keeps
+// newlines.)
+std::string in_quotes(const std::string& name) {
+    std::string shown = name.substr(0, 80);
+    for (char& c : shown)
+        if (static_cast<unsigned char>(c) < 32 || c == 127) c = '?';
+    return '"' + shown + (name.size() > 80 ? "...\"" : "\"");
+}
+
+// JSON with two promises that nlohmann's parser alone does not give: no key twice in an object, no bomb of brackets.
+json parse_json(std::string_view text, const std::string& name) {
+    // nlohmann takes a NUL for the end of the text and would not see what comes after it.
+    check(text.find('\0') == text.npos, name,
+          ": not valid JSON: it has zero bytes; the file is broken or not complete");
+    std::vector<std::set<std::string>> keys;  // of the objects that are open
+    auto on_event = [&](int depth, json::parse_event_t event, json& value) {
+        using Event = json::parse_event_t;
+        check(depth <= max_json_depth, name, ": its JSON is nested more than ", max_json_depth,
+              " deep; the file is broken");
+        if (event == Event::object_start) keys.emplace_back();
+        if (event == Event::object_end) keys.pop_back();
+        if (event == Event::key) {
+            const std::string& key = value.get_ref<const std::string&>();
+            check(keys.back().insert(key).second, name, ": the name ", in_quotes(key),
+                  " appears twice; the file is broken");
+        }
+        return true;
+    };
+    try {
+        return json::parse(text, on_event);
+    } catch (const json::parse_error& error) {
+        fail(name, ": not valid JSON at byte ", error.byte, " of ", text.size(),
+             "; the file is broken or not complete");
+    } catch (const json::exception&) {  // a number that no double holds
+        fail(name, ": its JSON has a number out of range; the file is broken");
+    }
+}
+
+// The value of `key`, or an error if it is not there.
+const json& member(const json& object, const char* key, const std::string& what) {
+    const auto found = object.find(key);
+    check(found != object.end(), what, ": no \"", key, "\"; the file is broken");
+    return *found;
+}
+
+// A list of integers in [0, 2^63).
+std::vector<int64_t> integers(const json& list, const char* key, const std::string& what) {
+    check(list.is_array(), what, ": \"", key, "\" is not a list; the file is broken");
+    std::vector<int64_t> values;
+    for (const json& item : list) {
+        // Parsed text that fits is always unsigned: "-1" is signed, "1.0", "1e3" and 2^64 are floating-point.
+        check(item.is_number_unsigned() && item.get<uint64_t>() <= uint64_t{std::numeric_limits<int64_t>::max()}, what,
+              ": \"", key, "\" holds something that is not a count; the file is broken");
+        values.push_back(static_cast<int64_t>(item.get<uint64_t>()));
+    }
+    return values;
+}
+
+// The bytes of a tensor, or no value if they do not fit 63 bits.
+std::optional<int64_t> product_bytes(const std::vector<int64_t>& shape, size_t one_bytes) {
+    int64_t bytes = static_cast<int64_t>(one_bytes);
+    for (int64_t dim : shape)
+        if (dim < 0 || __builtin_mul_overflow(bytes, dim, &bytes)) return std::nullopt;
+    return bytes;
+}
+
+std::string show(const std::vector<int64_t>& shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size() && i < 8; i++) text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + (shape.size() > 8 ? ", ...]" : "]");
+}
+
+// One header entry, with its place in the `data_bytes` of data checked. Also gives where it begins and ends.
+StoredTensor parse_tensor(const json& entry, const unsigned char* data, int64_t data_bytes, const std::string& what,
+                          std::pair<int64_t, int64_t>& range) {
+    check(entry.is_object(), what, ": its entry is not an object; the file is broken");
+    StoredTensor tensor;
+    const json& dtype = member(entry, "dtype", what);
+    check(dtype.is_string(), what, ": \"dtype\" is not a string; the file is broken");
+    tensor.dtype = dtype.get<std::string>();
+    const size_t one_bytes = element_bytes(tensor.dtype);
+    check(one_bytes > 0, what, ": unknown dtype ", in_quotes(tensor.dtype),
+          "; known are F32, BF16, F16, F64, F8_*, I*, U*, BOOL");
+    tensor.shape = integers(member(entry, "shape", what), "shape", what);
+    const std::optional<int64_t> wanted_bytes = product_bytes(tensor.shape, one_bytes);
+    check(wanted_bytes.has_value(), what, ": its shape ", show(tensor.shape),
+          " has more than 2^63 bytes; the file is broken");
+
+    const std::vector<int64_t> offsets = integers(member(entry, "data_offsets", what), "data_offsets", what);
+    check(offsets.size() == 2, what, ": \"data_offsets\" must be two numbers; the file is broken");
+    range = {offsets[0], offsets[1]};
+    const auto [begin, end] = range;
+    check(begin <= end && end <= data_bytes, what, ": its data are bytes ", begin, " to ", end, " of ", data_bytes,
+          "; the file is broken or not complete, fetch it again");
+    check(end - begin == *wanted_bytes, what, ": ", tensor.dtype, " ", show(tensor.shape), " takes ", *wanted_bytes,
+          " bytes, but its data_offsets span ", end - begin, "; the file is broken");
+    tensor.data = data + begin;
+    tensor.bytes = static_cast<size_t>(end - begin);
+    return tensor;
+}
+
+int edit_distance(const std::string& a, const std::string& b) {  // Levenshtein, one row at a time
+    std::vector<int> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = static_cast<int>(j);
+    for (size_t i = 1; i <= a.size(); i++) {
+        int diagonal = std::exchange(row[0], static_cast<int>(i));
+        for (size_t j = 1; j <= b.size(); j++) {
+            const int above = row[j];
+            row[j] = std::min({above + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+            diagonal = above;
+        }
+    }
+    return row[b.size()];
+}
+
+}  // namespace
+
+int64_t StoredTensor::n() const { return product_bytes(shape, 1).value_or(0); }
+
+std::vector<float> StoredTensor::floats() const {
+    std::vector<float> values(static_cast<size_t>(n()));
+    if (values.empty()) return values;
+    auto convert = [&](auto to_float) {
+        for (size_t i = 0; i < values.size(); i++) {
+            uint16_t bits;
+            std::memcpy(&bits, data + 2 * i, 2);
+            values[i] = to_float(bits);
+        }
+    };
+    if (dtype == "F32") {
+        std::memcpy(values.data(), data, bytes);
+    } else if (dtype == "BF16") {
+        convert([](uint16_t bits) { return __bfloat162float(std::bit_cast<__nv_bfloat16>(bits)); });
+    } else if (dtype == "F16") {
+        convert([](uint16_t bits) { return __half2float(std::bit_cast<__half>(bits)); });
+    } else {
+        fail("a tensor of dtype ", dtype, " cannot be read as floats; F32, BF16 and F16 can");
+    }
+    return values;
+}
+
+SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const std::string& name) {
+    check(bytes >= length_bytes, name, ": only ", bytes, " bytes, too short for a safetensors file");
+    uint64_t header_bytes;
+    std::memcpy(&header_bytes, data, length_bytes);
+    check(header_bytes <= max_header_bytes, name, ": a header of ", header_bytes,
+          " bytes: this is not a safetensors file, or a broken one");
+    check(header_bytes <= bytes - length_bytes, name, ": its header takes ", header_bytes,
+          " bytes, but the file has only ", bytes - length_bytes,
+          " after the length; it is not complete, fetch it again");
+    const std::string_view text(reinterpret_cast<const char*>(data) + length_bytes, header_bytes);
+    const json header = parse_json(text, name);
+    check(header.is_object(), name, ": its header is not a JSON object; the file is broken");
+
+    const unsigned char* first = data + length_bytes + header_bytes;
+    const auto data_bytes = static_cast<int64_t>(bytes - length_bytes - header_bytes);
+    SafetensorsView view;
+    std::vector<std::pair<std::pair<int64_t, int64_t>, const std::string*>> ranges;
+    for (const auto& [key, entry] : header.items()) {
+        if (key == metadata_key) {
+            check(entry.is_object(), name, ": __metadata__ is not an object; the file is broken");
+            for (const auto& [word, meaning] : entry.items()) {
+                check(meaning.is_string(), name, ": __metadata__ of ", in_quotes(word),
+                      " is not a string; the file is broken");
+                view.metadata[word] = meaning.get<std::string>();
+            }
+            continue;
+        }
+        std::pair<int64_t, int64_t> range;
+        StoredTensor tensor = parse_tensor(entry, first, data_bytes, name + ": tensor " + in_quotes(key), range);
+        const auto place = view.tensors.emplace(key, std::move(tensor)).first;
+        ranges.push_back({range, &place->first});
+    }
+
+    // In order of their offsets the tensors must tile the data: none overlap, and no bytes are smuggled in between.
+    std::sort(ranges.begin(), ranges.end());
+    int64_t reached = 0;
+    for (const auto& [range, tensor] : ranges) {
+        check(range.first == reached, name, ": tensor ", in_quotes(*tensor), " begins at byte ", range.first,
+              " of the data, where ", reached, " was due; the file is broken");
+        reached = range.second;
+    }
+    check(reached == data_bytes, name, ": ", data_bytes - reached, " bytes after the last tensor; the file is broken");
+    return view;
+}
+
+std::map<std::string, std::string> parse_safetensors_index(std::string_view text, const std::string& name) {
+    const json index = parse_json(text, name);
+    check(index.is_object(), name, ": not a JSON object; the file is broken");
+    const json& weight_map = member(index, "weight_map", name);
+    check(weight_map.is_object(), name, ": \"weight_map\" is not an object; the file is broken");
+    std::map<std::string, std::string> shard_of;
+    for (const auto& [tensor, shard] : weight_map.items()) {
+        check(shard.is_string(), name, ": the shard of ", in_quotes(tensor), " is not a file name; the file is broken");
+        const auto file = shard.get<std::string>();
+        // Shards lie beside their index. A path could point anywhere on this machine, a NUL would cut it short.
+        check(!file.empty() && file[0] != '.' && file.find_first_of(std::string_view("/\0", 2)) == std::string::npos,
+              name, ": the shard ", in_quotes(file), " of ", in_quotes(tensor),
+              " is not a plain file name; the file is broken");
+        shard_of[tensor] = file;
+    }
+    check(!shard_of.empty(), name, ": \"weight_map\" names no tensor; the file is broken");
+    return shard_of;
+}
+
+SafetensorsReader::SafetensorsReader(const std::string& file_or_folder) : path_(file_or_folder) {
+    namespace fs = std::filesystem;
+    std::string path = file_or_folder;
+    std::error_code ignored;
+    if (fs::is_directory(path, ignored)) {
+        const fs::path whole = fs::path(path) / "model.safetensors";
+        const fs::path index = fs::path(path) / "model.safetensors.index.json";
+        const bool old = fs::exists(fs::path(path) / "pytorch_model.bin", ignored);
+        check(fs::exists(whole, ignored) || fs::exists(index, ignored), path,
+              ": neither model.safetensors nor model.safetensors.index.json is in this folder",
+              old ? "; save its pytorch_model.bin again with save_pretrained(..., safe_serialization=True)" : "");
+        path = fs::exists(whole, ignored) ? whole : index;
+    }
+    if (path.ends_with(".json")) {
+        add_shards(path);
+    } else {
+        SafetensorsView view = map_file(path);
+        tensors_ = std::move(view.tensors);
+        metadata_ = std::move(view.metadata);
+    }
+}
+
+SafetensorsView SafetensorsReader::map_file(const std::string& path) {
+    files_.emplace_back(path);
+    return parse_safetensors(files_.back().data(), files_.back().bytes(), path);
+}
+
+void SafetensorsReader::add_shards(const std::string& index_path) {
+    const std::map<std::string, std::string> shard_of = parse_safetensors_index(read_text_file(index_path), index_path);
+    const std::filesystem::path folder = std::filesystem::path(index_path).parent_path();
+    std::map<std::string, SafetensorsView> shards;
+    std::error_code ignored;
+    for (const auto& [name, file] : shard_of) {
+        const std::string shard_path = folder / file;
+        if (!shards.count(file)) {
+            check(std::filesystem::exists(shard_path, ignored), index_path, ": its shard ", shard_path,
+                  " is missing; fetch it");
+            shards[file] = map_file(shard_path);
+            metadata_.insert(shards[file].metadata.begin(), shards[file].metadata.end());
+        }
+        const auto found = shards[file].tensors.find(name);
+        check(found != shards[file].tensors.end(), index_path, ": says that ", in_quotes(name), " is in ",
+              in_quotes(file), ", but it is not; fetch both files again");
+        tensors_.insert(*found);
+    }
+}
+
+const StoredTensor& SafetensorsReader::at(const std::string& name) const {
+    const auto found = tensors_.find(name);
+    if (found != tensors_.end()) return found->second;
+    std::vector<std::pair<int, std::string>> nearest;
+    for (const auto& [other, tensor] : tensors_) nearest.push_back({edit_distance(name, other), in_quotes(other)});
+    const size_t n_shown = std::min<size_t>(3, nearest.size());
+    std::partial_sort(nearest.begin(), nearest.begin() + static_cast<long>(n_shown), nearest.end());
+    std::string hint = n_shown ? "; it has " : "; it has no tensors";
+    for (size_t i = 0; i < n_shown; i++) hint += (i ? ", " : "") + nearest[i].second;
+    if (tensors_.size() > n_shown) hint += concat(" and ", tensors_.size() - n_shown, " more");
+    fail(path_, ": no tensor named ", in_quotes(name), hint);
+}
+
+void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+    std::set<std::string> names = {metadata_key};
+    std::vector<const TensorToStore*> order;
+    for (const TensorToStore& tensor : tensors) {
+        check(names.insert(tensor.name).second, path, ": two tensors named ", in_quotes(tensor.name));
+        check(element_bytes(tensor.dtype) > 0, path, ": tensor ", in_quotes(tensor.name), " has the unknown dtype ",
+              in_quotes(tensor.dtype));
+        order.push_back(&tensor);
+    }
+    std::stable_sort(order.begin(), order.end(), [](const TensorToStore* a, const TensorToStore* b) {
+        return element_bytes(a->dtype) > element_bytes(b->dtype);
+    });
+
+    nlohmann::ordered_json header = nlohmann::ordered_json::object();
+    if (!metadata.empty()) header[metadata_key] = metadata;
+    int64_t offset = 0;
+    std::vector<int64_t> sizes_bytes;
+    for (const TensorToStore* tensor : order) {
+        const std::optional<int64_t> bytes = product_bytes(tensor->shape, element_bytes(tensor->dtype));
+        check(bytes.has_value() && *bytes <= std::numeric_limits<int64_t>::max() - offset, path, ": tensor ",
+              in_quotes(tensor->name), " has the impossible shape ", show(tensor->shape));
+        header[tensor->name]["dtype"] = tensor->dtype;
+        header[tensor->name]["shape"] = tensor->shape;
+        header[tensor->name]["data_offsets"] = {offset, offset + *bytes};
+        offset += *bytes;
+        sizes_bytes.push_back(*bytes);
+    }
+    std::string text;
+    try {
+        text = header.dump();
+    } catch (const json::exception&) {  // only UTF-8 is JSON
+        fail(path, ": a name or a metadata string is not valid UTF-8");
+    }
+    text.resize(static_cast<size_t>(round_up(static_cast<int64_t>(text.size()), 8)), ' ');
+    check(text.size() <= max_header_bytes, path, ": a header of ", text.size(), " bytes; readers take at most ",
+          max_header_bytes);
+
+    AtomicFile file(path);
+    const uint64_t header_bytes = text.size();
+    file.write(&header_bytes, length_bytes);
+    file.write(text);
+    std::vector<unsigned char> buffer;
+    for (size_t i = 0; i < order.size(); i++) {
+        buffer.resize(static_cast<size_t>(sizes_bytes[i]));
+        order[i]->fill(buffer.data());
+        file.write(buffer.data(), buffer.size());
+    }
+    file.commit();
+}

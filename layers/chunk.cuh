@@ -1,0 +1,159 @@
+// layers/chunk.cuh: the neighbouring elements that one thread handles at a time, and the threads that share a row.
+//
+// A thread moves a chunk of a row at once. How large a chunk should be is the one thing the two devices disagree about:
+//
+//   GPU    16 bytes: 4 floats or 8 16-bit numbers. One load instruction then moves 512 bytes a warp. It wants addresses that
+//          are multiples of 16, so every row must be whole chunks long; other rows go one element at a time (n = 1).
+//   CPU    32 elements, at any address: the loops over a chunk are what g++ turns into vector instructions. (Up to 16 rounds
+//          it unrolls a loop before its vectoriser sees it, and most of it stays scalar: 32 is four times faster than 16.)
+//
+// In registers a chunk is float x[n]. Loops over it have a constant bound and no branches.
+#pragma once
+
+#include "core/kernel.cuh"
+
+#include <algorithm>
+
+namespace {
+
+#ifdef CUDA_ON_CPU
+constexpr bool kOnCpu = true;
+#else
+constexpr bool kOnCpu = false;
+#endif
+template <class T>
+constexpr int kChunk = kOnCpu ? 32 : Packed<T>::n;
+// True if a chunk of n elements is moved as whole 16-byte packs.
+template <class T, int n>
+constexpr bool kPacked = !kOnCpu && n % Packed<T>::n == 0;
+
+// The elements [0, n) of a row from `from` on, of which n_left >= 1 lie inside the row; the others become 0.
+template <int n, class T>
+__device__ __forceinline__ void load_chunk(float (&x)[n], const T* from, int64_t n_left) {
+    if (n_left < n) {  // the end of a row: only what is there
+        for (int l = 0; l < n; ++l) x[l] = l < n_left ? to_float(from[l]) : 0.0f;
+    } else if constexpr (kPacked<T, n>) {
+        for (int l = 0; l < n; l += Packed<T>::n) {
+            const Packed<T> pack = load_packed(from + l);
+            for (int i = 0; i < Packed<T>::n; ++i) x[l + i] = to_float(pack.v[i]);
+        }
+    } else {
+        for (int l = 0; l < n; ++l) x[l] = to_float(from[l]);
+    }
+}
+
+// Rounds x to T and writes those of its elements that lie inside the row.
+template <int n, class T>
+__device__ __forceinline__ void store_chunk(T* to, const float (&x)[n], int64_t n_left) {
+    if (n_left < n) {
+        for (int l = 0; l < n; ++l)
+            if (l < n_left) to[l] = from_float<T>(x[l]);
+    } else if constexpr (kPacked<T, n>) {
+        for (int l = 0; l < n; l += Packed<T>::n) {
+            Packed<T> pack;
+            for (int i = 0; i < Packed<T>::n; ++i) pack.v[i] = from_float<T>(x[l + i]);
+            store_packed(to + l, pack);
+        }
+    } else {
+        for (int l = 0; l < n; ++l) to[l] = from_float<T>(x[l]);
+    }
+}
+
+template <int n, class T>
+__device__ __forceinline__ void store_zeros(T* to, int64_t n_left) {
+    const float zeros[n] = {};
+    store_chunk(to, zeros, n_left);
+}
+
+// The bits themselves, for kernels that only move elements.
+template <int n, class T>
+__device__ __forceinline__ void copy_chunk(T* to, const T* from, int64_t n_left) {
+    if (n_left < n) {
+        for (int l = 0; l < n; ++l)
+            if (l < n_left) to[l] = from[l];
+    } else if constexpr (kPacked<T, n>) {
+        store_packed(to, load_packed(from));
+    } else {
+        for (int l = 0; l < n; ++l) to[l] = from[l];
+    }
+}
+
+// The n elements of a chunk become one: x_l + x_{l + n/2} for l < n/2, then the same with half as many, log2(n) times.
+template <class Operation, int n>
+__device__ __forceinline__ float fold_chunk(const float (&x)[n]) {
+    if constexpr (n == 1) {
+        return x[0];
+    } else {
+        float half[n / 2];
+        for (int l = 0; l < n / 2; ++l) half[l] = Operation::of(x[l], x[l + n / 2]);
+        return fold_chunk<Operation>(half);
+    }
+}
+
+// dispatch() for kernels that are templates over T and the size of their chunks, rows of row_n elements each:
+//     dispatch_chunks(out.dtype, F, [&](auto chunk) { ... decltype(chunk)::Element ... decltype(chunk)::n ... });
+template <class T, int kN>
+struct Chunk {
+    using Element = T;
+    static constexpr int n = kN;
+};
+template <class F>
+void dispatch_chunks(DType dtype, int64_t row_n, F&& f) {
+    dispatch(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if constexpr (kOnCpu) {
+            f(Chunk<T, kChunk<T>>{});
+        } else if (row_n % kChunk<T> == 0) {
+            f(Chunk<T, kChunk<T>>{});
+        } else {
+            f(Chunk<T, 1>{});
+        }
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launches over heads: (B, T, heads, chunks of a head). Block (t, b, group of heads); in it threadIdx.x is the chunk and
+// threadIdx.y the head, so that no kernel divides to find out where it is.
+
+struct HeadLaunch {
+    dim3 grid, block;
+};
+inline HeadLaunch head_launch(int64_t B, int64_t T, int64_t n_heads, int64_t n_chunks) {
+    check(n_chunks <= 1024, "a head of ", n_chunks, " chunks does not fit in a block of threads");
+    const int64_t y = std::min(n_heads, std::max<int64_t>(1, 256 / n_chunks)), z = ceil_div(n_heads, y);
+    return {dim3(static_cast<unsigned>(T), static_cast<unsigned>(B), static_cast<unsigned>(z)),
+            dim3(static_cast<unsigned>(n_chunks), static_cast<unsigned>(y))};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reductions along rows. A team of blockDim.x threads shares a row, blockDim.y teams make a block:
+//
+//   blockDim = (1, 256)     a short row is one thread's work: nobody to wait for
+//              (32, 8)      a warp a row: reductions are shuffles, the block has no barrier
+//              (64.., 1)    a block a row, for vocabularies
+//
+// "Short" is where waiting for 31 others costs more than doing it alone. On the CPU a warp's exchange parks 32 fibers,
+// which takes as long as some 500 exponentials; on the GPU five shuffles, and one thread per row reads uncoalesced.
+
+constexpr int64_t kShortRow = kOnCpu ? 1024 : 16;
+
+struct RowTeams {
+    dim3 grid, block;
+};
+// A thread of a team gets some 32 chunks before the team grows beyond a warp.
+inline RowTeams row_teams(int64_t n_rows, int64_t row_n, int chunk_n) {
+    int64_t x = 1;
+    if (row_n > kShortRow) x = std::min<int64_t>(256, round_up(ceil_div(row_n, 32 * chunk_n), kWarp));
+    const int64_t y = x <= kWarp ? 256 / x : 1;
+    return {dim3(static_cast<unsigned>(ceil_div(n_rows, y))), dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+}
+__device__ __forceinline__ int64_t team_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
+
+// Every thread of the team takes part and gets the result. `scratch`: 32 floats of shared memory for each use; only teams
+// that are a whole block (blockDim.y == 1) touch it, so teams of one block never meet there.
+template <class Operation>
+__device__ __forceinline__ float team_reduce(float value, float* scratch) {
+    return blockDim.x == 1 ? value : block_reduce<Operation>(value, scratch);
+}
+
+}  // namespace

@@ -1,0 +1,96 @@
+// Column sums: the gradient of a bias, and the last step in the gradient of a norm's scale.
+//
+//   y[n, c] = ... + b[c]      so      db[c] = sum over the N rows of dy[n, c]
+//
+// The rows are many and the columns few, so one thread a column would leave most of a GPU idle. Two stages: many blocks each
+// sum a chunk of rows into one partial row; then the partial rows are summed. No atomics: every sum has a fixed order, chunk
+// by chunk, and the chunks depend on N and C only. So the result is the same bits on every run and every machine.
+//
+//        inp (N, C)                    partial (R, C) f32               dparam (C)
+//     chunk 0  ████████  --sum-->      ████████  ─┐
+//     chunk 1  ████████  --sum-->      ████████   ├─ sum, += -->        ████████
+//     chunk 2  ████████  --sum-->      ████████  ─┘
+#include "core/kernel.cuh"
+#include "layers/layers.h"
+
+#include <algorithm>
+
+namespace {
+
+constexpr int kColumnBlock = 128;    // threads of stage 1: neighbours read neighbouring packs of columns
+constexpr int64_t kRowsAThread = 8;  // stage 2: partial rows that one thread adds up, at least
+
+// Chunks of 64 rows, but no more than about a million partial sums: they are written and read once more.
+int64_t n_chunks(int64_t N, int64_t C) {
+    return std::min(ceil_div(N, 64), std::max<int64_t>(32, (int64_t{1} << 20) / std::max<int64_t>(C, 1)));
+}
+
+// Stage 1. Block (chunk, columns); one thread sums the n columns of a pack over chunk_rows rows.
+template <class T, int n>
+__global__ void column_sum_kernel(float* partial, const T* inp, int64_t N, int64_t C, int64_t chunk_rows) {
+    const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * n;
+    if (c >= C) return;
+    const int64_t first = blockIdx.x * chunk_rows, last = min(first + chunk_rows, N);
+    float sum[n] = {};
+#pragma unroll 8
+    for (int64_t row = first; row < last; ++row) {
+        const Packed<T, n> pack = load_packed<T, n>(inp + row * C + c);
+        for (int i = 0; i < n; ++i) sum[i] += to_float(pack.v[i]);
+    }
+    for (int i = 0; i < n; ++i) partial[blockIdx.x * C + c + i] = sum[i];
+}
+
+// Stage 2. A block has 32 columns (threadIdx.x); its warps (threadIdx.y) share the R partial rows: warp y takes the rows
+// y, y + blockDim.y, ... A few partial rows are one warp's, and nobody waits.
+template <class T>
+__global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t R, int64_t C) {
+    float(*sums)[kWarp] = dynamic_shared<float[kWarp]>();  // (blockDim.y, 32), not used by a single warp
+    const int64_t c = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+    float sum = 0.0f;
+    if (c < C)
+        for (int64_t row = threadIdx.y; row < R; row += blockDim.y) sum += partial[row * C + c];
+    if (blockDim.y > 1) {
+        sums[threadIdx.y][threadIdx.x] = sum;
+        __syncthreads();  // every warp's sums are in shared memory; the first warp adds them up
+        if (threadIdx.y > 0) return;
+        for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sum += sums[y][threadIdx.x];
+    }
+    if (c < C) dparam[c] = from_float<T>(to_float(dparam[c]) + sum);
+}
+
+}  // namespace
+
+void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream) {
+    expect("add_column_sums", "partial", partial, DType::f32, {-1, -1});
+    const int64_t R = partial.shape[0], C = partial.shape[1];
+    expect("add_column_sums", "dparam", dparam, dparam.dtype, {C});
+    if (R == 0 || C == 0) return;
+    const unsigned n_warps = static_cast<unsigned>(std::min<int64_t>(ceil_div(R, kRowsAThread), 32));
+    const size_t shared_bytes = n_warps > 1 ? n_warps * kWarp * sizeof(float) : 0;
+    dispatch(dparam.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        add_column_sums_kernel<T><<<static_cast<unsigned>(ceil_div(C, kWarp)), dim3(kWarp, n_warps), shared_bytes, stream>>>(
+            dparam.ptr<T>(), partial.ptr<float>(), R, C);
+    });
+    cudaCheckLaunch();
+}
+
+void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream) {
+    expect("column_sum", "inp", inp, inp.dtype, {-1, -1});
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    expect("column_sum", "dparam", dparam, dparam.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
+    expect_aligned("column_sum", {{"inp", inp}});
+    if (N == 0 || C == 0) return;
+    const int64_t chunk_rows = ceil_div(N, n_chunks(N, C)), R = ceil_div(N, chunk_rows);
+    const Tensor partial = scratch_as("column_sum", scratch, {R, C});
+    dispatch_packed(inp.dtype, C, [&](auto zero) {
+        using Pack = decltype(zero);
+        using T = typename Pack::Element;
+        const dim3 grid(static_cast<unsigned>(R), static_cast<unsigned>(ceil_div(C, kColumnBlock * Pack::n)));
+        column_sum_kernel<T, Pack::n><<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
+    });
+    cudaCheckLaunch();
+    add_column_sums(dparam, partial, stream);
+}
+
+int64_t column_sum_scratch_n(int64_t N, int64_t C) { return n_chunks(N, C) * C; }

@@ -1,0 +1,172 @@
+// LayerNorm: every row to mean 0 and variance 1, then a learned scale and shift.   (Ba, Kiros & Hinton 2016, arXiv:1607.06450)
+//
+//   forward     x = inp  or  inp + branch  (the residual add before the norm, fused: it saves a pass over memory)
+//               m = mean_c(x)          r = 1 / sqrt(mean_c((x - m)^2) + eps)
+//               n = (x - m) r          y = n g + b
+//
+//   backward    db = sum over rows of dy
+//               dg = sum over rows of dy n
+//               with dn = dy g:
+//               dx = r (dn - mean_c(dn) - n mean_c(dn n))
+//               + dsum, the gradient that reaches x past the norm, along the residual stream
+//
+//               Why two means are subtracted: y does not change when x is shifted or scaled, so dx has no part along the
+//               all-ones vector and none along n.
+//
+//   The variance is summed from x - m, in a second pass over registers: mean(x^2) - m^2 would cancel for rows whose mean is
+//   large against their spread.
+//   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit, so each row
+//               is read once and kept in registers. norm.cuh says how. m and r are saved: 2 N floats.
+//
+// rmsnorm.cu is the same without means: read it first. Rows of more than 16384 channels do not fit.
+#include "layers/layers.h"
+#include "layers/norm.cuh"
+
+namespace {
+
+template <class T, int n>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    layernorm_forward_kernel(T* out, T* sum, float* mean, float* rstd, const T* inp, const T* branch,
+                             const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C, float eps) {
+    __shared__ float scratch[2][kWarp];  // one for each sum: the first may still be read while the second is written
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= N) return;  // all threads of a row together; with more than one row a block, they share nothing
+    RowShare<T, n> x, g, b;
+    x.load(inp + row * C, C);
+    if (branch) {
+        b.load(branch + row * C, C);
+        x.add(b);
+        x.store(sum + row * C, C);
+    }
+    g.load(weight, C);
+    b.load(bias, C);
+    float sums[n] = {}, squares[n] = {};
+#pragma unroll
+    for (int k = 0; k < x.K; ++k)
+        for (int i = 0; i < n; ++i) sums[i] += to_float(x.pack[k].v[i]);
+    const float m = row_sum(sums, scratch[0]) / static_cast<float>(C);
+#pragma unroll
+    for (int k = 0; k < x.K; ++k)
+        for (int i = 0; i < n; ++i) {
+            const float centred = pack_column<n>(k) < C ? to_float(x.pack[k].v[i]) - m : 0.0f;
+            squares[i] += centred * centred;
+        }
+    const float r = 1.0f / sqrtf(row_sum(squares, scratch[1]) / static_cast<float>(C) + eps);
+#pragma unroll
+    for (int k = 0; k < x.K; ++k)
+        for (int i = 0; i < n; ++i)
+            x.pack[k].v[i] = from_float<T>((to_float(x.pack[k].v[i]) - m) * r * to_float(g.pack[k].v[i]) + to_float(b.pack[k].v[i]));
+    x.store(out + row * C, C);
+    if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
+}
+
+// partial: (2, gridDim.x, C), the sums of dy n and of dy over this block's rows.
+template <class T, int n>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
+                              const float* mean, const float* rstd, int64_t N, int64_t C) {
+    __shared__ float scratch[4][kWarp];  // two sums a row, in turn: a row's may still be read while the next row's are written
+    using Row = RowShare<T, n>;
+    float dweight[Row::K][n] = {}, dbias[Row::K][n] = {};
+    int turn = 0;
+    const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+    for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < N; row += stride, turn ^= 2) {
+        Row dy, x, g;
+        dy.load(dout + row * C, C);
+        x.load(inp + row * C, C);
+        g.load(weight, C);
+        const float m = mean[row], r = rstd[row];
+        float sums[n] = {}, dot[n] = {};
+#pragma unroll
+        for (int k = 0; k < Row::K; ++k)
+            for (int i = 0; i < n; ++i) {
+                const float d = to_float(dy.pack[k].v[i]), normal = (to_float(x.pack[k].v[i]) - m) * r;
+                const float dn = d * to_float(g.pack[k].v[i]);
+                dbias[k][i] += d;
+                dweight[k][i] += d * normal;
+                sums[i] += dn;
+                dot[i] += dn * normal;
+            }
+        const float mean_dn = row_sum(sums, scratch[turn]) / static_cast<float>(C);
+        const float mean_dot = row_sum(dot, scratch[turn + 1]) / static_cast<float>(C);
+        Row past = {};
+        if (dsum) past.load(dsum + row * C, C);
+#pragma unroll
+        for (int k = 0; k < Row::K; ++k)
+            for (int i = 0; i < n; ++i) {
+                const float dn = to_float(dy.pack[k].v[i]) * to_float(g.pack[k].v[i]);
+                const float normal = (to_float(x.pack[k].v[i]) - m) * r;
+                dy.pack[k].v[i] = from_float<T>(r * (dn - mean_dn - normal * mean_dot) + to_float(past.pack[k].v[i]));
+            }
+        dy.store(dinp + row * C, C);
+    }
+    float* shared = dynamic_shared<float>();
+    store_partial<n>(partial + blockIdx.x * C, dweight, shared, C);
+    if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
+    store_partial<n>(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+}
+
+}  // namespace
+
+void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight, Tensor bias,
+                       float eps, cudaStream_t stream) {
+    const char* name = "layernorm_forward";
+    expect(name, "inp", inp, out.dtype, {-1, -1});
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    expect(name, "out", out, inp.dtype, {N, C});
+    expect(name, "mean", mean, DType::f32, {N});
+    expect(name, "rstd", rstd, DType::f32, {N});
+    expect(name, "weight", weight, inp.dtype, {C});
+    expect(name, "bias", bias, inp.dtype, {C});
+    if (branch) {
+        expect(name, "branch", branch, inp.dtype, {N, C});
+        expect(name, "sum", sum, inp.dtype, {N, C});
+    }
+    expect_aligned(name, {{"out", out}, {"sum", sum}, {"inp", inp}, {"branch", branch}, {"weight", weight}, {"bias", bias}});
+    if (N == 0) return;
+    const NormGeometry geometry = norm_geometry(name, N, C);
+    const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
+    dispatch_packed(inp.dtype, C, [&](auto zero) {
+        using Pack = decltype(zero);
+        using T = typename Pack::Element;
+        layernorm_forward_kernel<T, Pack::n><<<grid, geometry.block, 0, stream>>>(
+            out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, mean.ptr<float>(), rstd.ptr<float>(), inp.ptr<T>(),
+            branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), bias.ptr<T>(), N, C, eps);
+    });
+    cudaCheckLaunch();
+}
+
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dsum, Tensor inp, Tensor weight,
+                        Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream) {
+    const char* name = "layernorm_backward";
+    expect(name, "inp", inp, dinp.dtype, {-1, -1});
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    expect(name, "dinp", dinp, inp.dtype, {N, C});
+    expect(name, "dout", dout, inp.dtype, {N, C});
+    if (dsum) expect(name, "dsum", dsum, inp.dtype, {N, C});
+    expect(name, "weight", weight, inp.dtype, {C});
+    expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
+    expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
+    expect(name, "mean", mean, DType::f32, {N});
+    expect(name, "rstd", rstd, DType::f32, {N});
+    expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
+    if (N == 0) return;
+    const NormGeometry geometry = norm_geometry(name, N, C);
+    const int64_t R = geometry.n_blocks_backward;
+    const Tensor partial = scratch_as(name, scratch, {2 * R, C});
+    dispatch_packed(inp.dtype, C, [&](auto zero) {
+        using Pack = decltype(zero);
+        using T = typename Pack::Element;
+        layernorm_backward_kernel<T, Pack::n>
+            <<<static_cast<unsigned>(R), geometry.block, geometry.backward_shared_bytes, stream>>>(
+                dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(),
+                weight.ptr<T>(), mean.ptr<float>(), rstd.ptr<float>(), N, C);
+    });
+    cudaCheckLaunch();
+    add_column_sums(dweight, partial.slice(0, R), stream);
+    add_column_sums(dbias, partial.slice(R, R), stream);
+}
+
+int64_t layernorm_backward_scratch_n(int64_t N, int64_t C) {
+    return 2 * norm_geometry("layernorm_backward", N, C).n_blocks_backward * C;
+}

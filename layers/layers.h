@@ -1,0 +1,146 @@
+// layers/layers.h: every operation of the model, with its maths, shapes and dtypes. One .cu per operation.
+//
+// Letters, the same everywhere:
+//   B batch   T sequence length   C channels (model width)   N = B T rows   V vocabulary   F feed-forward width
+//   H query heads   K key/value heads (K divides H)   D head size   O output channels of a linear layer
+//
+// Conventions
+//   - Arguments stand in the order: outputs, what is saved for the backward, inputs, sizes, scratch, stream.
+//   - The gradient of X is dX. Gradients of activations are written (=), gradients of parameters are added to (+=).
+//   - Tensors of one call share one float dtype (f32, bf16 or f16) unless the comment says otherwise; sums are in f32.
+//   - Gradients of parameters (dweight, dbias, dwte, dwpe) may also be f32 while everything else is 16-bit.
+//   - `scratch` is f32 memory that holds nothing between calls; the *_scratch_n functions say how many elements.
+//   - Every operation is deterministic: no float atomics, sums in a fixed order.
+//   - A wrong shape, dtype or alignment (16 bytes) throws Error, naming the operation and the argument.
+//   - An empty Tensor ({}) means "there is none" where the comment says "optional".
+#pragma once
+
+#include "core/core.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// matmul.cu: the one matrix product, row-major, on cuBLASLt (OpenBLAS on the CPU device).
+//
+//   out = alpha op(a) op(b) + beta out + bias          op(x) = x or its transpose
+//   out (M, N), op(a) (M, K), op(b) (K, N), bias (N) optional, added to every row (beta must then be 0)
+//   With a leading dimension each (batch, M, N): all three are batched.
+
+struct MatmulOptions {
+    bool transpose_a = false, transpose_b = false;
+    float alpha = 1.0f, beta = 0.0f;
+    Tensor bias = {};
+};
+void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// linear.cu:  out = inp weight^T + bias
+//   out (N, O), inp (N, C), weight (O, C), bias (O) optional
+//   dinp = dout weight;   dweight += dout^T inp;   dbias += sum over rows of dout
+// The two gradients are two calls, so that a pipeline schedule can put the second one later.
+
+void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
+// accumulate: dinp += instead of = (an activation that feeds two layers).
+void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, cudaStream_t stream);
+// dbias optional.
+void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch, cudaStream_t stream);
+int64_t linear_backward_scratch_n(int64_t N, int64_t O);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// column_sum.cu: the sum over rows in which the gradient of every bias and scale ends, in two stages of fixed order.
+
+// dparam[c] += sum over rows n of inp[n, c]       dparam (C), inp (N, C)
+void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream);
+int64_t column_sum_scratch_n(int64_t N, int64_t C);
+// The second stage by itself: dparam[c] += sum over rows r of partial[r, c]       partial (R, C) f32
+void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[t,:]
+//   out (B, T, C), tokens (B, T) i32, wte (rows, C), wpe (at least T, C) optional
+//   dwte[v,:] += sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t);   dwpe[t,:] += sum over b
+// A token outside [0, rows) is an error of the data reader: the kernels stop with a trap.
+
+void embedding_forward(Tensor out, Tensor tokens, Tensor wte, Tensor wpe, cudaStream_t stream);
+// links: i32 scratch (2, B T).
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor links, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// layernorm.cu:  out = (x - mean) * rstd * weight + bias      x = inp, or x = inp + branch  (the residual add, fused)
+//   out, inp, branch (N, C), sum (N, C) = x is written when there is a branch; weight, bias (C); mean, rstd (N) f32
+//   rstd = 1 / sqrt(mean_c((x - mean)^2) + eps)
+//   backward: dinp = layernorm's gradient + dsum  (dsum (N, C) optional: the gradient that reaches x past the norm; it may
+//   be the same memory as dinp). The branch's gradient is the same dinp: d(inp + branch) goes to both.
+
+void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight, Tensor bias,
+                       float eps, cudaStream_t stream);
+// inp: the x of the forward (its `sum` where there was a branch).
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dsum, Tensor inp, Tensor weight,
+                        Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream);
+int64_t layernorm_backward_scratch_n(int64_t N, int64_t C);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// rmsnorm.cu:  out = x * rstd * weight,   rstd = 1 / sqrt(mean_c(x^2) + eps);   arguments as for layernorm
+
+void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor branch, Tensor weight, float eps,
+                     cudaStream_t stream);
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Tensor inp, Tensor weight, Tensor rstd,
+                      Tensor scratch, cudaStream_t stream);
+int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// gelu.cu:  out = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))      the tanh form, as in GPT-2; any shape
+// dinp may be the same memory as dout.
+
+void gelu_forward(Tensor out, Tensor inp, cudaStream_t stream);
+void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// swiglu.cu:  out = silu(gate) * up,   silu(x) = x / (1 + exp(-x));   inp (N, 2F) = [gate | up] in each row, out (N, F)
+
+void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream);
+void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// rope.cu: rotary position embedding, in place on the q and k heads of qkv (B, T, (H + 2K) D).
+//   (x_i, x_{i+D/2}) -> (x_i cos - x_{i+D/2} sin,  x_{i+D/2} cos + x_i sin)      angle = t * frequency_i
+// The pairs are (i, i + D/2), as Hugging Face lays LLaMA out. The backward rotates by the negative angle.
+
+struct RopeScaling {  // "rope_type": "llama3"; factor 1 means none
+    double factor = 1.0, low_freq_factor = 1.0, high_freq_factor = 4.0;
+    int64_t original_max_position = 8192;
+};
+// D/2 frequencies base^(-2i/D), with llama3's scaling: long waves are slowed by `factor`, those between the two limits
+// partly, short ones not.
+std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling);
+// table (T, D) f32: cos in the first D/2 columns, sin in the others, computed in double on the host.
+void rope_table(Tensor table, const std::vector<double>& frequencies);
+void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
+void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// attention.cu: causal self-attention with H query heads over K key/value heads: MHA (K = H), MQA (K = 1), GQA (between).
+//   probs[b,h,t,s] = softmax over s <= t of scale * q[b,h,t,:] . k[b,h/(H/K),s,:]
+//   out[b,t,h,:]   = sum over s of probs[b,h,t,s] v[b,h/(H/K),s,:]
+//   qkv (B, T, (H + 2K) D) = [H query heads | K key heads | K value heads];  out (B, T, H D)
+
+struct AttentionSaved {
+    Tensor q;      // (B, H, T, D)
+    Tensor k, v;   // (B, K, T, D)
+    Tensor probs;  // (B, H, T, T), zero above the diagonal
+};
+AttentionSaved take_attention_saved(Arena& arena, DType dtype, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);
+// scratch: one tensor of the activations' dtype, attention_*_scratch_n elements.
+void attention_forward(Tensor out, const AttentionSaved& saved, Tensor qkv, float scale, Tensor scratch, cudaStream_t stream);
+void attention_backward(Tensor dqkv, Tensor dout, const AttentionSaved& saved, float scale, Tensor scratch,
+                        cudaStream_t stream);
+int64_t attention_forward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);
+int64_t attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// cross_entropy.cu: softmax cross-entropy, forward and backward in one.
+//   losses[n] = log(sum_v exp(logits[n,v])) - logits[n, targets[n]]           0 where targets[n] < 0 (ignored)
+//   logits[n,v] <- (softmax(logits[n])[v] - [v == targets[n]]) * dloss        in place; 0 for ignored rows and for v >= V
+//   logits (N, Vp): the first V columns are the vocabulary, the rest is padding;  targets (N) i32;  losses (N) f32
+// There is never a second buffer of the size of the logits. cross_entropy_forward leaves the logits as they are.
+
+void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream);

@@ -1,0 +1,45 @@
+// Linear: y = x W^T + b, three matrix products a training step.
+//
+//   forward     out (N, O)     =  inp (N, C)     weight^T (C, O)  + bias
+//   backward    dinp (N, C)    =  dout (N, O)    weight (O, C)
+//               dweight (O, C) += dout^T (O, N)  inp (N, C)
+//               dbias (O)      += sum over rows of dout
+//
+// Each costs 2 N O C flops, so the backward costs twice the forward: the "6 N" of the scaling papers. The weight is stored
+// (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way. The bias rides in
+// the forward product's epilogue. The two gradients are two functions: dinp is what the layer below waits for, dweight only
+// has to be there before the optimizer, and pipeline schedules fill their gaps with it.
+#include "layers/layers.h"
+
+void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
+    const char* name = "linear_forward";
+    expect(name, "inp", inp, inp.dtype, {-1, -1});
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    expect(name, "weight", weight, inp.dtype, {-1, C});
+    const int64_t O = weight.shape[0];
+    expect(name, "out", out, inp.dtype, {N, O});
+    if (bias) expect(name, "bias", bias, inp.dtype, {O});
+    matmul(out, inp, weight, {.transpose_b = true, .bias = bias}, stream);
+}
+
+void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, cudaStream_t stream) {
+    const char* name = "linear_backward_input";
+    expect(name, "dout", dout, dout.dtype, {-1, -1});
+    const int64_t N = dout.shape[0], O = dout.shape[1];
+    expect(name, "weight", weight, dout.dtype, {O, -1});
+    expect(name, "dinp", dinp, dout.dtype, {N, weight.shape[1]});
+    matmul(dinp, dout, weight, {.beta = accumulate ? 1.0f : 0.0f}, stream);
+}
+
+void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch, cudaStream_t stream) {
+    const char* name = "linear_backward_weight";
+    expect(name, "dout", dout, inp.dtype, {-1, -1});
+    const int64_t N = dout.shape[0], O = dout.shape[1];
+    expect(name, "inp", inp, dout.dtype, {N, -1});
+    expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : dout.dtype, {O, inp.shape[1]});
+    if (dbias) expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : dout.dtype, {O});
+    matmul(dweight, dout, inp, {.transpose_a = true, .beta = 1.0f}, stream);
+    if (dbias) column_sum(dbias, dout, scratch, stream);
+}
+
+int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return column_sum_scratch_n(N, O); }

@@ -1,0 +1,148 @@
+// Matrix product: the one operation that a language model spends its time in, handed to NVIDIA's cuBLASLt (on the CPU device:
+// cpu/cublas_lt.cpp over OpenBLAS).
+//
+//   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
+//
+//   backward    da = dout op(b)^T,  db = op(a)^T dout: two more products of the same kind (linear.cu, attention.cu)
+//
+// cuBLASLt thinks in columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols, rows) with
+// leading dimension cols, so we ask for the transposed product and swap the factors:
+//
+//   out^T (N, M) = op(b)^T (N, K) op(a)^T (K, M)       "A" is b, "B" is a; a factor that we transpose, it transposes too
+//
+// and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32, before
+// the one rounding to out's type. Sums are float32 for every type, and float32 factors are not cut to TF32.
+//
+// cuBLASLt asks for a description of each matrix, and for an algorithm, which its heuristic chooses from hundreds by type,
+// shape and alignment. That takes longer than a small product, so both are kept in a table: a model has a few dozen products,
+// and after the first step nothing is searched.
+#include "layers/layers.h"
+
+#include <array>
+
+namespace {
+
+cudaDataType cuda_type(DType dtype) {
+    switch (dtype) {
+        case DType::f32: return CUDA_R_32F;
+        case DType::bf16: return CUDA_R_16BF;
+        case DType::f16: return CUDA_R_16F;
+        default: fail("matmul works on f32, bf16 or f16 tensors, not on ", dtype_name(dtype));
+    }
+}
+
+// All that the choice of an algorithm depends on: two products with equal keys differ in their addresses, alpha and beta only.
+struct Product {
+    int64_t M, N, K, batch_count;
+    DType dtype, out_dtype;
+    bool transpose_a, transpose_b, has_bias;
+    uint32_t a_alignment, b_alignment, out_alignment;  // bytes, of every row of every matrix
+    int device;
+    auto operator<=>(const Product&) const = default;
+};
+
+struct Plan {
+    cublasLtMatmulDescOpaque_t operation;
+    cublasLtMatrixLayoutOpaque_t a, b, out;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+// Describes the row-major matrices (rows, cols) of one operand to cuBLASLt: column-major and transposed.
+void describe_operand(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t rows, int64_t cols, int64_t batch_count) {
+    cublasCheck(cublasLtMatrixLayoutInit(&layout, cuda_type(dtype), static_cast<uint64_t>(cols), static_cast<uint64_t>(rows), cols));
+    const int32_t count = narrow(batch_count, "matmul: batch");
+    const int64_t stride = rows * cols;
+    cublasCheck(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+    cublasCheck(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
+}
+
+template <class Value>
+void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t attribute, Value value) {
+    cublasCheck(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof value));
+}
+template <class Value>
+void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceAttributes_t attribute, Value value) {
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
+}
+
+Plan make_plan(const Product& p, const void* bias) {
+    Plan plan;
+    cublasCheck(cublasLtMatmulDescInit(&plan.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    set(plan.operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(plan.operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    if (p.has_bias) {
+        set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+        set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    describe_operand(plan.a, p.dtype, p.transpose_a ? p.K : p.M, p.transpose_a ? p.M : p.K, p.batch_count);
+    describe_operand(plan.b, p.dtype, p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N, p.batch_count);
+    describe_operand(plan.out, p.out_dtype, p.M, p.N, p.batch_count);
+
+    // Unless told of odd addresses, the heuristic offers algorithms that need 256-byte boundaries.
+    cublasLtMatmulPreferenceOpaque_t preference;
+    cublasCheck(cublasLtMatmulPreferenceInit(&preference));
+    set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, p.b_alignment);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, p.a_alignment);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, p.out_alignment);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, p.out_alignment);
+
+    cublasLtMatmulHeuristicResult_t found;
+    int n_found = 0;
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(device().blas, &plan.operation, &plan.b, &plan.a, &plan.out,
+                                                                 &plan.out, &preference, 1, &found, &n_found);
+    check(status == CUBLAS_STATUS_SUCCESS && n_found > 0, "matmul: cuBLASLt has no algorithm for out (", p.M, ", ", p.N,
+          ") ", dtype_name(p.out_dtype), ", K = ", p.K, " ", dtype_name(p.dtype), ", batch ", p.batch_count,
+          p.has_bias ? ", with bias" : "", ": ", cublasLtGetStatusString(status));
+    plan.algorithm = found.algo;
+    return plan;
+}
+
+// The largest power of two, up to 256 bytes, on whose multiples every row of a tensor starts.
+uint32_t row_alignment(const Tensor& tensor) {
+    const uint64_t row_bytes = static_cast<uint64_t>(tensor.cols()) * dtype_bytes(tensor.dtype);
+    const uint64_t bits = reinterpret_cast<uintptr_t>(tensor.data) | row_bytes | 256;
+    return static_cast<uint32_t>(bits & (~bits + 1));
+}
+
+// Checks the shapes, and says which product it is.
+Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
+    check(out.rank == 2 || out.rank == 3, "matmul: out is ", out.describe(), ", expected (M, N) or (batch, M, N)");
+    const bool batched = out.rank == 3;
+    const int64_t batch_count = batched ? out.shape[0] : 1, M = out.shape[out.rank - 2], N = out.cols();
+    check(a.rank == out.rank, "matmul: a is ", a.describe(), ", but out is ", out.describe());
+    const int64_t K = a.shape[options.transpose_a ? a.rank - 2 : a.rank - 1];
+    const auto expect_operand = [&](const char* argument, const Tensor& tensor, DType dtype, int64_t rows, int64_t cols) {
+        if (batched)
+            expect("matmul", argument, tensor, dtype, {batch_count, rows, cols});
+        else
+            expect("matmul", argument, tensor, dtype, {rows, cols});
+        check(is_aligned(tensor.data, 16), "matmul: ", argument, " starts at ", tensor.data, ", which is no multiple of 16 bytes");
+    };
+    expect_operand("out", out, out.dtype == DType::f32 ? DType::f32 : a.dtype, M, N);
+    expect_operand("a", a, a.dtype, options.transpose_a ? K : M, options.transpose_a ? M : K);
+    expect_operand("b", b, a.dtype, options.transpose_b ? N : K, options.transpose_b ? K : N);
+    if (options.bias) {
+        expect("matmul", "bias", options.bias, out.dtype, {N});
+        check(options.beta == 0.0f, "matmul: with a bias beta must be 0, not ", options.beta);
+    }
+    return {M, N, K, batch_count, a.dtype, out.dtype, options.transpose_a, options.transpose_b, static_cast<bool>(options.bias),
+            row_alignment(a), row_alignment(b), row_alignment(out), device().index};
+}
+
+}  // namespace
+
+void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
+    const Product product = describe_product(out, a, b, options);
+    if (out.n() == 0) return;
+    check(product.K > 0, "matmul: K is 0");
+    thread_local std::map<Product, Plan> plans;  // a thread drives one device (core.h), and needs no lock
+    const void* bias = options.bias.data;
+    auto at = plans.find(product);
+    if (at == plans.end()) at = plans.emplace(product, make_plan(product, bias)).first;
+    Plan& plan = at->second;
+    if (bias) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    cublasCheck(cublasLtMatmul(device().blas, &plan.operation, &options.alpha, b.data, &plan.b, a.data, &plan.a, &options.beta,
+                               out.data, &plan.out, out.data, &plan.out, &plan.algorithm, device().blas_workspace,
+                               device().blas_workspace_bytes, stream));
+}

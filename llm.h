@@ -1,0 +1,132 @@
+// llm.h: the model. GPT-2 and LLaMA: configuration, parameters, activations, forward and backward.
+//
+// Letters as in layers/layers.h: B batch, T sequence length, C channels, H query heads, K key/value heads, D head size,
+// V vocabulary, F feed-forward width, L layers; N = B T rows.
+#pragma once
+
+#include "core/core.h"
+#include "layers/layers.h"
+
+#include <functional>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Configuration
+
+enum class Family { gpt2, llama };
+
+struct Config {
+    Family family = Family::llama;
+    int64_t V = 256;      // vocabulary
+    int64_t T_max = 256;  // longest sequence: GPT-2 has a learned position for each; LLaMA only declares it
+    int64_t L = 4, H = 4, K = 4, D = 32, C = 128, F = 352;
+    double norm_eps = 1e-5;
+    double rope_base = 10000.0;  // LLaMA
+    RopeScaling rope_scaling;
+    bool tied = false;       // the head is the token embedding
+    double init_std = 0.02;
+
+    int64_t V_padded() const { return round_up(V, 128); }  // rows of the embedding and of the head: GEMMs like multiples
+    int64_t qkv_width() const { return (H + 2 * K) * D; }
+    // Inputs of the activation: LLaMA's SwiGLU has two, gate and up.
+    int64_t up_width() const { return family == Family::llama ? 2 * F : F; }
+};
+void check_config(const Config& config);  // Error for sizes that do not fit together
+
+// tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1b, llama-3b, llama-8b; or a Hugging Face config.json (or its folder).
+Config load_config(const std::string& preset_or_path);
+std::vector<std::string> preset_names();
+std::string config_to_json(const Config& config);  // a config.json that transformers reads
+
+int64_t parameter_count(const Config& config);  // without the padding of the vocabulary
+// Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
+// tied; the embedding lookup does not), and 6 L H D T for the attention scores and values, causal half counted.
+double flops_per_token(const Config& config, int64_t T);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Parameters
+
+struct Linear {
+    Tensor weight, bias;    // (O, C), (O); GPT-2 has biases, LLaMA none
+    Tensor dweight, dbias;
+};
+struct Norm {
+    Tensor weight, bias;    // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
+    Tensor dweight, dbias;
+};
+struct Block {
+    Norm norm1;
+    Linear qkv;       // ((H + 2K) D, C): queries, keys and values in one product
+    Linear attn_out;  // (C, H D)
+    Norm norm2;
+    Linear up;        // GPT-2 (F, C); LLaMA (2F, C) = [gate | up]
+    Linear down;      // (C, F)
+};
+
+struct Model {
+    Config config;
+    DType dtype = DType::f32;
+    Tensor values, grads;       // flat; every parameter below is a view into them
+    std::vector<Param> params;  // by Hugging Face name, in file order
+
+    Tensor wte, dwte;  // (V_padded, C) token embedding
+    Tensor wpe, dwpe;  // (T_max, C) position embedding, GPT-2
+    std::vector<Block> blocks;
+    Norm final_norm;
+    Linear head;        // (V_padded, C); its weight is wte where tied
+    Tensor rope_table;  // (T_max, D) f32, LLaMA
+};
+
+// Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
+Model build_model(const Config& config, DType dtype, int64_t T, Arena& values, Arena& grads);
+// Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual branches
+// divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
+void init_weights(Model& model, uint64_t seed);
+
+// Hugging Face folders: config.json with model.safetensors, or its shards (bodies in huggingface.cu, like load_config).
+void load_weights(Model& model, const std::string& folder);
+void save_model(const Model& model, const std::string& folder);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Activations: all that a forward keeps for its backward. The caller owns them; several sets may be in flight.
+
+struct NormSaved {
+    Tensor sum;         // (N, C): what was normalised, inp + branch
+    Tensor out;         // (N, C)
+    Tensor mean, rstd;  // (N) f32
+};
+struct BlockSaved {
+    NormSaved norm1, norm2;
+    AttentionSaved attention;
+    Tensor attn;     // (N, H D): attention's output
+    Tensor up, act;  // (N, up_width), (N, F)
+};
+struct Activations {
+    int64_t B = 0, T = 0;
+    Tensor tokens, targets;  // (B, T), (N) i32
+    Tensor embedded;         // (N, C)
+    std::vector<BlockSaved> blocks;
+    NormSaved final_norm;
+    Tensor logits;  // (N, V_padded); the loss turns them into their own gradient
+    Tensor losses;  // (N) f32
+    // Shared by all layers, holding nothing between them.
+    Tensor branch;                             // (N, C): output of a residual branch until the next norm adds it
+    Tensor qkv;                                // (N, qkv_width)
+    Tensor dresidual, dnorm, dattn, dup, dact;  // training only
+    Tensor attention_scratch, scratch, links;
+};
+Activations take_activations(const Config& config, DType dtype, int64_t B, int64_t T, bool training, Arena& arena);
+
+// tokens -> logits. tokens and targets have been copied into the activations.
+void forward(const Model& model, Activations& acts, cudaStream_t stream);
+// logits -> losses. Forward only: the logits stay.
+void loss_forward(const Model& model, Activations& acts, cudaStream_t stream);
+// logits -> losses, and logits become d(dloss * sum of losses) / d logits; then all parameter gradients are added to.
+void loss_backward(const Model& model, Activations& acts, float dloss, cudaStream_t stream);
+void backward(const Model& model, Activations& acts, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sampling: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
+// Recomputes the whole window for every token. acts: B = 1. `token_ready` sees each token; false ends the text.
+
+std::vector<int32_t> sample(const Model& model, Activations& acts, const std::vector<int32_t>& prompt, int64_t n,
+                            double temperature, uint64_t seed, const std::function<bool(int32_t)>& token_ready);

@@ -1,0 +1,111 @@
+// Clipping by the global norm.                                (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063)
+//
+//   norm  = sqrt(sum over all gradients of g^2)
+//   scale = min(1, max_norm / (norm + 1e-6))
+//
+// One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the direction
+// of the step and bounds its length; clipping each by itself would turn it. The update multiplies by scale as it reads the
+// gradients, so clipping costs one pass over them and no write; and scale stays on the device, so nobody waits for it.
+//
+// The sum is made in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
+//   1. each thread sums kRows squares in f32 and stores its sum as a double;
+//   2. one block adds these in double, and with them the squares of the last n % kChunkN elements.
+#include "core/kernel.cuh"
+#include "optim/optim.h"
+
+#include <cmath>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Kernels
+
+namespace {
+
+constexpr int kBlock = 128;                     // threads of a block in stage 1
+constexpr int kRows = 512;                      // elements a thread sums in f32: its rounding error is at most kRows * 2^-24
+constexpr int64_t kChunkN = kBlock * kRows;     // elements a block sums
+constexpr int kLastBlock = 1024;                // threads of the one block of stage 2
+
+// Threads that together read 64 bytes: the cache line of a CPU, and two of the 32-byte sectors that a GPU loads.
+template <class T>
+constexpr int kRow = 64 / sizeof(T);
+
+// Blocks of (kRow, kBlock / kRow) threads. The threads of one y walk together down kRows rows that follow each other:
+//
+//   grads   | row 0: x = 0 1 2 ... | row 1: x = 0 1 2 ... | ... | row 511 |   then the same for the next y
+//
+// A GPU sees full sectors. On the CPU device the loop over x becomes SIMD: one vector addition a row, in the order of memory,
+// which is what a hardware prefetcher likes (with rows of 128 bytes, each read half by half, it takes twice as long). The sums
+// are doubles also to tell g++ that storing them cannot change grads; otherwise it would not dare to.
+template <class T>
+__global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict__ sums, const T* __restrict__ grads) {
+    const int64_t run = static_cast<int64_t>(blockIdx.x) * (kBlock / kRow<T>) + threadIdx.y;
+    const T* first = grads + run * (kRow<T> * kRows) + threadIdx.x;
+    float sum = 0;
+#pragma unroll 16  // loads in flight
+    for (int k = 0; k < kRows; ++k) {
+        const float g = to_float(first[k * kRow<T>]);
+        sum += g * g;
+    }
+    sums[run * kRow<T> + threadIdx.x] = sum;
+}
+
+// result = {norm, scale}. One block, because all has to come together somewhere; it reads 1 / 256 of what stage 1 read.
+template <class T>
+__global__ void __launch_bounds__(kLastBlock)
+    norm_scale_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums, const T* __restrict__ rest,
+                      int64_t n_rest, float max_norm) {
+    __shared__ double shared[kLastBlock];
+    const int t = threadIdx.x;
+    double sum = 0;
+#pragma unroll 8
+    for (int64_t i = t; i < n_sums; i += kLastBlock) sum += sums[i];
+    for (int64_t i = t; i < n_rest; i += kLastBlock) {
+        const double g = to_float(rest[i]);
+        sum += g * g;
+    }
+    shared[t] = sum;
+    __syncthreads();  // all sums are in shared
+    if (t >= kWarp) return;
+    for (int i = t + kWarp; i < kLastBlock; i += kWarp) sum += shared[i];
+    shared[t] = sum;  // nobody else reads the first kWarp places before the next barrier
+    __syncwarp();     // the 32 sums of this warp are in shared
+    if (t > 0) return;
+    for (int i = 1; i < kWarp; ++i) sum += shared[i];
+
+    const float norm = static_cast<float>(sqrt(sum));
+    float scale = 1;
+    if (max_norm > 0) scale = fminf(1.0f, max_norm / (norm + 1e-6f));
+    if (!(norm < INFINITY)) scale = NAN;  // inf or NaN: the update must not happen
+    result[0] = norm;
+    result[1] = scale;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+// kBlock doubles a chunk. (Rounded up, so that it is never 0.)
+int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
+
+void grad_norm(Tensor result, Tensor grads, float max_norm, Tensor scratch, cudaStream_t stream) {
+    const int64_t n = grads.n(), n_chunks = n / kChunkN, n_rest = n % kChunkN;
+    expect("grad_norm", "result", result, DType::f32, {2});
+    expect("grad_norm", "grads", grads, grads.dtype, {-1});
+    expect("grad_norm", "scratch", scratch, DType::f32, {grad_norm_scratch_n(n)});
+    check(is_aligned(scratch.data, sizeof(double)), "grad_norm: scratch must be on an 8-byte boundary");
+    check(!std::isnan(max_norm), "grad_norm: max_norm is NaN");
+
+    double* sums = static_cast<double*>(scratch.data);
+    dispatch(grads.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if (n_chunks > 0) {
+            const dim3 block(kRow<T>, kBlock / kRow<T>);
+            sum_squares_kernel<T><<<narrow(n_chunks, "grad_norm: the number of blocks"), block, 0, stream>>>(sums, grads.ptr<T>());
+            cudaCheckLaunch();
+        }
+        norm_scale_kernel<T><<<1, kLastBlock, 0, stream>>>(result.ptr<float>(), sums, n_chunks * kBlock,
+                                                           grads.ptr<T>() + n_chunks * kChunkN, n_rest, max_norm);
+        cudaCheckLaunch();
+    });
+}

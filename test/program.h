@@ -1,0 +1,32 @@
+// test/program.h: runs the programs that were built beside the tests, as a person would.
+#pragma once
+
+#include "temp_folder.h"
+#include "test.h"
+
+#include <sys/wait.h>
+
+#include <cstdlib>
+
+struct Outcome {
+    int status = -1;  // exit status; 128 + signal when a signal ended it
+    std::string out, err;
+};
+
+// The program `name` in the folder of the running test program.
+inline std::string program_path(const std::string& name) {
+    return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / name).string();
+}
+
+// Runs a shell command line in the repository's root, with what it prints caught.
+inline Outcome run_shell(const std::string& command) {
+    const TempFolder folder;
+    const std::string out = folder / "out", err = folder / "err";
+    const int status = std::system(concat("( ", command, " ) > ", out, " 2> ", err, " < /dev/null").c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(out), slurp(err)};
+}
+
+// before: what stands in front of the program in the shell, "ulimit -f 8; exec".
+inline Outcome run_program(const std::string& name, const std::string& arguments, const std::string& before = "") {
+    return run_shell(concat(before, " ", program_path(name), " ", arguments));
+}

@@ -1,0 +1,86 @@
+// test/reference.cu: see reference.h.
+#include "reference.h"
+
+#include <cmath>
+
+Buffer::Buffer(DType dtype, std::initializer_list<int64_t> dims) : tensor_(make_tensor(nullptr, dtype, dims)) {
+    cudaCheck(cudaMalloc(&tensor_.data, tensor_.bytes()));
+}
+Buffer::Buffer(DType dtype, std::initializer_list<int64_t> dims, const std::vector<double>& values) : Buffer(dtype, dims) {
+    set(values);
+}
+Buffer::~Buffer() { cudaFree(tensor_.data); }
+
+void Buffer::set(const std::vector<double>& values) {
+    from_floats(tensor_, std::vector<float>(values.begin(), values.end()));
+}
+void Buffer::set_integers(const std::vector<int32_t>& values) {
+    REQUIRE(static_cast<int64_t>(values.size()) == tensor_.n());
+    copy_to_device(tensor_, values.data());
+}
+std::vector<double> Buffer::values() const {
+    if (tensor_.dtype == DType::i32) {
+        std::vector<int32_t> integers(static_cast<size_t>(tensor_.n()));
+        copy_to_host(integers.data(), tensor_);
+        return {integers.begin(), integers.end()};
+    }
+    const std::vector<float> floats = to_floats(tensor_);
+    return {floats.begin(), floats.end()};
+}
+std::vector<unsigned char> Buffer::bits() const {
+    std::vector<unsigned char> bytes(tensor_.bytes());
+    copy_to_host(bytes.data(), tensor_);
+    return bytes;
+}
+
+std::vector<double> random_values(int64_t n, uint64_t seed, double scale) {
+    std::vector<double> values(static_cast<size_t>(n));
+    for (size_t i = 0; i < values.size(); ++i) {
+        const double u1 = 1.0 - uniform(seed, 1, i), u2 = uniform(seed, 2, i);
+        values[i] = scale * std::sqrt(-2.0 * std::log(u1)) * std::cos(2.0 * 3.14159265358979323846 * u2);
+    }
+    return values;
+}
+
+std::vector<double> rounded(const std::vector<double>& values, DType dtype) {
+    std::vector<double> out(values.size());
+    dispatch(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        for (size_t i = 0; i < values.size(); ++i) out[i] = static_cast<float>(static_cast<T>(static_cast<float>(values[i])));
+    });
+    return out;
+}
+
+double unit_roundoff(DType dtype) { return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-9 : 0x1p-12; }
+
+void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative, double absolute,
+                 const std::string& what) {
+    REQUIRE(actual.size() == expected.size());
+    double worst = 0;
+    size_t at = 0;
+    for (size_t i = 0; i < actual.size(); ++i) {
+        const double error = std::abs(actual[i] - expected[i]) / (absolute + relative * std::abs(expected[i]));
+        if (!(error <= worst)) worst = error, at = i;  // NaN counts as worst
+        if (std::isnan(error)) break;
+    }
+    if (actual.empty()) return;
+    INFO(what << ": element " << at << " is " << actual[at] << ", expected " << expected[at] << ", error is " << worst
+              << " of the tolerance (relative " << relative << ", absolute " << absolute << ")");
+    CHECK(worst <= 1.0);
+}
+
+std::vector<Difference> finite_differences(const std::function<double(const std::vector<double>&)>& f,
+                                           const std::vector<double>& x, double step, size_t n_picked) {
+    std::vector<Difference> differences;
+    std::vector<double> y = x;
+    const size_t stride = std::max<size_t>(1, x.size() / n_picked);
+    for (size_t i = 0; i < x.size(); i += stride) {
+        y[i] = x[i] + step;
+        const double above = f(y);
+        y[i] = x[i] - step;
+        const double below = f(y);
+        y[i] = x[i];
+        differences.push_back({i, (above - below) / (2 * step)});
+    }
+    return differences;
+}

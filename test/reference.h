@@ -1,0 +1,45 @@
+// test/reference.h: helpers of the kernel tests. Device buffers of their own, random values, comparisons with a reason.
+#pragma once
+
+#include "test.h"
+
+#include <functional>
+
+// Device memory for one tensor, in an allocation of its own (so that strict mode's guard page lies right behind it).
+class Buffer {
+  public:
+    Buffer(DType dtype, std::initializer_list<int64_t> dims);
+    Buffer(DType dtype, std::initializer_list<int64_t> dims, const std::vector<double>& values);  // rounded to dtype
+    ~Buffer();
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    operator Tensor() const { return tensor_; }
+    const Tensor& tensor() const { return tensor_; }
+    void set(const std::vector<double>& values);
+    void set_integers(const std::vector<int32_t>& values);
+    std::vector<double> values() const;
+    std::vector<unsigned char> bits() const;  // for bit-identity
+
+  private:
+    Tensor tensor_;
+};
+
+// n values from normal(0, scale), the same on every machine.
+std::vector<double> random_values(int64_t n, uint64_t seed, double scale = 1.0);
+// The values as the dtype can hold them: references start from the same numbers as the kernels.
+std::vector<double> rounded(const std::vector<double>& values, DType dtype);
+// Half the distance from 1 to the next number of the dtype: the relative error of one rounding.
+double unit_roundoff(DType dtype);
+inline const DType kFloatDTypes[] = {DType::f32, DType::bf16, DType::f16};
+
+// CHECKs |actual - expected| <= absolute + relative * |expected| for every element and reports the worst one.
+void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative, double absolute,
+                 const std::string& what);
+
+// d f / d x[i] by central differences in float64, for a few i picked evenly over x.
+struct Difference {
+    size_t index;
+    double derivative;
+};
+std::vector<Difference> finite_differences(const std::function<double(const std::vector<double>&)>& f,
+                                           const std::vector<double>& x, double step = 1e-5, size_t n_picked = 16);

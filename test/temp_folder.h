@@ -1,0 +1,62 @@
+// test/temp_folder.h: what tests of files need: a folder that goes away, and the words of an error.
+#pragma once
+
+#include <stdlib.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "core/core.h"
+
+struct TempFolder {
+    std::string path;
+    TempFolder() {
+        std::string pattern = (std::filesystem::temp_directory_path() / "llm_test_XXXXXX").string();
+        if (!::mkdtemp(pattern.data())) throw std::runtime_error("cannot make " + pattern);
+        path = pattern;
+    }
+    ~TempFolder() {
+        std::error_code ignored;
+        std::filesystem::remove_all(path, ignored);
+    }
+    TempFolder(const TempFolder&) = delete;
+    TempFolder& operator=(const TempFolder&) = delete;
+
+    std::string operator/(const std::string& name) const { return path + "/" + name; }
+    // The names in it, sorted and joined by blanks: what a test expects to be left behind.
+    std::string listing() const {
+        std::map<std::string, bool> names;
+        for (const auto& entry : std::filesystem::directory_iterator(path))
+            names[entry.path().filename().string()] = true;
+        std::string joined;
+        for (const auto& [name, unused] : names) joined += (joined.empty() ? "" : " ") + name;
+        return joined;
+    }
+};
+
+// Reading and writing without the code under test.
+inline std::string slurp(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+inline void spit(const std::string& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+
+// The message of the Error that f() throws, "" if it throws none. Any other exception is passed on.
+template <class F>
+std::string error_of(F&& f) {
+    try {
+        f();
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "";
+}
+
+// True if `message` is one line that has every one of `parts` in it.
+template <class... Parts>
+bool one_line_with(const std::string& message, const Parts&... parts) {
+    return !message.empty() && message.find('\n') == std::string::npos &&
+           ((message.find(parts) != std::string::npos) && ...);
+}

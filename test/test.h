@@ -1,0 +1,14 @@
+// test/test.h: what every test file includes. Catch2, version 2 or 3, and the helpers of test/reference.cu.
+#pragma once
+
+#if __has_include(<catch2/catch_all.hpp>)
+#include <catch2/catch_all.hpp>
+using Catch::Approx;
+using Catch::Matchers::ContainsSubstring;
+#else
+#include <catch2/catch.hpp>
+// Version 2's name for what version 3 calls ContainsSubstring.
+inline auto ContainsSubstring(const std::string& text) { return Catch::Matchers::Contains(text); }
+#endif
+
+#include "core/core.h"

@@ -1,0 +1,515 @@
+// cuBLASLt, real or ours (cpu/cublas_lt.cpp), against triple loops in double.
+//
+// Tolerance, for each element by itself: a sum of k products in float32, in any order, is off by at most
+// (k + 8) * 2^-23 * (sum of |alpha a b| + |beta c| + |bias|), the 8 for the scalings and additions around it, 2^-23 and not
+// 2^-24 because tensor cores cut where a CPU rounds. The epilogues' slope is at most 1.2 and they add at most 64 ulp of
+// their own. Then D's type rounds once: half a unit in its last place. Nothing else is allowed.
+//
+// All matrices stand in device memory with gaps behind each column that hold NaN (must not be read) and, in D, a mark
+// (must not be written).
+//
+//   run:   make test, or build/cpu/run_tests "[cublaslt]"
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "test.h"
+
+namespace {
+
+struct Type {
+    cudaDataType id;
+    int bytes, mantissa_bits, smallest_exponent;  // 2^smallest_exponent is the smallest subnormal
+    double largest;
+};
+const Type f32{CUDA_R_32F, 4, 23, -149, 3.4e38}, f16{CUDA_R_16F, 2, 10, -24, 65504}, bf16{CUDA_R_16BF, 2, 7, -133, 3.4e38};
+const Type e4m3{CUDA_R_8F_E4M3, 1, 3, -9, 448}, e5m2{CUDA_R_8F_E5M2, 1, 2, -16, 57344};
+
+float load(const Type& type, const char* from) {
+    const auto as = [&]<class T>(T value) {
+        std::memcpy(&value, from, sizeof(T));
+        return float(value);
+    };
+    switch (type.id) {
+        case CUDA_R_32F: return as(0.0f);
+        case CUDA_R_16F: return as(__half(0.0f));
+        case CUDA_R_16BF: return as(__nv_bfloat16(0.0f));
+        case CUDA_R_8F_E4M3: return as(__nv_fp8_e4m3(0.0f));
+        default: return as(__nv_fp8_e5m2(0.0f));
+    }
+}
+
+void store(const Type& type, float x, char* to) {
+    const auto as = [&](auto value) { std::memcpy(to, &value, sizeof value); };
+    switch (type.id) {
+        case CUDA_R_32F: return as(x);
+        case CUDA_R_16F: return as(__half(x));
+        case CUDA_R_16BF: return as(__nv_bfloat16(x));
+        case CUDA_R_8F_E4M3: return as(__nv_fp8_e4m3(x));
+        default: return as(__nv_fp8_e5m2(x));
+    }
+}
+
+std::mt19937 generator(1);
+float uniform() { return float(generator() >> 8) * 0x1p-23f - 1.0f; }
+
+// A batch of matrices in device memory, with a copy on the host.
+struct Matrices {
+    Type type;
+    int64_t rows, columns, ld, stride;
+    int batch;
+    cublasLtOrder_t order;
+    std::vector<char> host;
+    void* device = nullptr;
+    cublasLtMatrixLayout_t layout = nullptr;
+
+    // fill: random numbers; otherwise 7, the mark. The gaps are NaN, or the mark.
+    Matrices(const Type& type_, int64_t rows_, int64_t columns_, bool fill, int batch_ = 1, bool shared = false,
+             cublasLtOrder_t order_ = CUBLASLT_ORDER_COL, int64_t gap = 8)
+        : type(type_), rows(rows_), columns(columns_), batch(batch_), order(order_) {
+        const int64_t lines = order == CUBLASLT_ORDER_COL ? columns : rows;
+        ld = order == CUBLASLT_ORDER_COL ? rows : columns;
+        ld += gap;
+        if (gap % 8 == 0 && gap > 0) ld = (ld + 15) / 16 * 16;  // what AUX and fp8 need
+        stride = shared ? 0 : ld * lines + 16;
+        host.resize(size_t(((shared ? 0 : batch - 1) * stride + ld * lines) * type.bytes));
+        for (size_t i = 0; i < host.size(); i += size_t(type.bytes)) store(type, fill ? NAN : 7.0f, &host[i]);
+        if (fill)
+            for (int b = 0; b < batch; ++b)
+                for (int64_t i = 0; i < rows; ++i)
+                    for (int64_t j = 0; j < columns; ++j) set(b, i, j, uniform());
+        REQUIRE(cudaMalloc(&device, host.size()) == cudaSuccess);
+        upload();
+        REQUIRE(cublasLtMatrixLayoutCreate(&layout, type.id, uint64_t(rows), uint64_t(columns), ld) == CUBLAS_STATUS_SUCCESS);
+        attribute(CUBLASLT_MATRIX_LAYOUT_ORDER, int32_t(order));
+        attribute(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, int32_t(batch));
+        attribute(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride);
+    }
+    Matrices(const Matrices&) = delete;
+    ~Matrices() {
+        cublasLtMatrixLayoutDestroy(layout);
+        cudaFree(device);
+    }
+    template <class T>
+    void attribute(cublasLtMatrixLayoutAttribute_t name, T value) {
+        REQUIRE(cublasLtMatrixLayoutSetAttribute(layout, name, &value, sizeof value) == CUBLAS_STATUS_SUCCESS);
+    }
+    void upload() { REQUIRE(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice) == cudaSuccess); }
+    void download() { REQUIRE(cudaMemcpy(host.data(), device, host.size(), cudaMemcpyDeviceToHost) == cudaSuccess); }
+    size_t offset(int b, int64_t i, int64_t j) const {
+        return size_t((b * stride + (order == CUBLASLT_ORDER_COL ? i + j * ld : i * ld + j)) * type.bytes);
+    }
+    void set(int b, int64_t i, int64_t j, float x) { store(type, x, &host[offset(b, i, j)]); }
+    double at(int b, int64_t i, int64_t j) const { return load(type, &host[offset(b, i, j)]); }
+    double op(bool transpose, int b, int64_t i, int64_t j) const { return transpose ? at(b, j, i) : at(b, i, j); }
+    // Elements outside of the matrices that are no longer the mark.
+    int64_t gaps_written() const {
+        int64_t marks = 0;
+        for (size_t i = 0; i < host.size(); i += size_t(type.bytes)) marks += load(type, &host[i]) != 7.0f;
+        return marks - rows * columns * batch;
+    }
+};
+
+struct Operation {
+    cublasLtMatmulDesc_t description = nullptr;
+    Operation(cublasComputeType_t compute = CUBLAS_COMPUTE_32F) { cublasLtMatmulDescCreate(&description, compute, CUDA_R_32F); }
+    Operation(const Operation&) = delete;
+    ~Operation() { cublasLtMatmulDescDestroy(description); }
+    template <class T>
+    void attribute(cublasLtMatmulDescAttributes_t name, T value) {
+        REQUIRE(cublasLtMatmulDescSetAttribute(description, name, &value, sizeof value) == CUBLAS_STATUS_SUCCESS);
+    }
+};
+
+cublasLtHandle_t handle() {
+    static cublasLtHandle_t the_handle = [] {
+        cublasLtHandle_t created = nullptr;
+        cublasLtCreate(&created);
+        return created;
+    }();
+    return the_handle;
+}
+
+struct Case {
+    int64_t m, n, k;
+    bool transpose_a = false, transpose_b = false;
+    cublasLtOrder_t order_a = CUBLASLT_ORDER_COL, order_b = CUBLASLT_ORDER_COL, order_d = CUBLASLT_ORDER_COL;
+    float alpha = 1, beta = 0;
+    Type a = f32, b = f32, d = f32, c = d, bias = c;
+    int batch = 1;
+    bool share_a = false, share_b = false, in_place = false;
+    cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    float a_scale = 1, b_scale = 1, d_scale = 1;  // fp8
+    int64_t gap = 8;
+};
+
+double gelu(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+double gelu_slope(double x) {
+    const double t = std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+}
+
+// What rounding x to the type may add.
+double rounding(const Type& type, double x) {
+    if (type.id == CUDA_R_32F) return 0;  // counted in the sum already
+    return std::max(std::ldexp(std::fabs(x), -type.mantissa_bits - 1), std::ldexp(0.5, type.smallest_exponent)) * 1.0001;
+}
+
+bool has(const Case& c, int flag) { return (int(c.epilogue) & flag) != 0; }
+
+// Runs one case, compares every element of D, AUX and bias gradient; returns how many are wrong.
+void check(const Case& c) {
+    INFO("m n k " << c.m << " " << c.n << " " << c.k << "  trans " << c.transpose_a << c.transpose_b << "  order " << c.order_a
+                  << c.order_b << c.order_d << "  alpha beta " << c.alpha << " " << c.beta << "  types " << c.a.id << " "
+                  << c.b.id << " " << c.c.id << " " << c.d.id << "  batch " << c.batch << c.share_a << c.share_b
+                  << c.in_place << "  epilogue " << c.epilogue);
+    Matrices A(c.a, c.transpose_a ? c.k : c.m, c.transpose_a ? c.m : c.k, true, c.batch, c.share_a, c.order_a, c.gap);
+    Matrices B(c.b, c.transpose_b ? c.n : c.k, c.transpose_b ? c.k : c.n, true, c.batch, c.share_b, c.order_b, c.gap);
+    Matrices C(c.c, c.m, c.n, true, c.batch, false, c.order_d, c.in_place ? c.gap : c.gap + 8);
+    Matrices D(c.d, c.m, c.n, false, c.batch, false, c.order_d, c.gap);
+    const bool gradient_of_a = has(c, CUBLASLT_EPILOGUE_BGRADA), gradient_of_b = has(c, CUBLASLT_EPILOGUE_BGRADB);
+    const bool gradient_of_d = has(c, 16), reads_aux = has(c, 64);
+    const bool any_gradient = gradient_of_a || gradient_of_b || gradient_of_d;
+    Matrices bias(c.bias, gradient_of_b ? c.n : c.m, 1, !any_gradient, c.batch);
+    Matrices aux(c.bias, c.m, c.n, reads_aux, c.batch, false, c.order_d);
+    if (c.beta == 0)  // C must not be read
+        for (size_t i = 0; i < C.host.size(); i += size_t(c.c.bytes)) store(c.c, NAN, &C.host[i]);
+    if (c.in_place) D.host = C.host;  // C and D have one layout
+    const std::vector<char> c_before = c.in_place ? D.host : C.host;
+    C.upload();
+    D.upload();
+
+    Operation operation;
+    operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(c.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N));
+    operation.attribute(CUBLASLT_MATMUL_DESC_TRANSB, int32_t(c.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N));
+    operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(c.epilogue));
+    operation.attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.device);
+    operation.attribute(CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, bias.stride);
+    operation.attribute(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(c.bias.id));
+    operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux.device);
+    operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, aux.ld);
+    operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, aux.stride);
+    float* scales = nullptr;
+    if (c.a.bytes == 1) {
+        const float values[4] = {c.a_scale, c.b_scale, c.d_scale, 0};
+        REQUIRE(cudaMalloc(&scales, sizeof values) == cudaSuccess);
+        REQUIRE(cudaMemcpy(scales, values, sizeof values, cudaMemcpyHostToDevice) == cudaSuccess);
+        operation.attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scales);
+        operation.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scales + 1);
+        if (c.d.bytes == 1) operation.attribute(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, scales + 2);
+        if (c.d.bytes == 1) operation.attribute(CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, scales + 3);
+    }
+    const cublasStatus_t status =
+        cublasLtMatmul(handle(), operation.description, &c.alpha, A.device, A.layout, B.device, B.layout, &c.beta,
+                       c.in_place ? D.device : C.device, C.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr);
+    REQUIRE(std::string(cublasLtGetStatusName(status)) == "CUBLAS_STATUS_SUCCESS");
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    D.download(), bias.download(), aux.download();
+    C.host = c_before;
+
+    int64_t wrong = 0;
+    const auto compare = [&](const char* what, int b, int64_t i, int64_t j, double got, double want, double tolerance) {
+        if (!(std::fabs(got - want) <= tolerance) && wrong++ == 0)
+            UNSCOPED_INFO(what << "[" << b << "][" << i << "," << j << "] is " << got << ", not " << want << " +- " << tolerance);
+    };
+    const double epsilon = double(c.k + 8) * 0x1p-23, alpha = double(c.alpha) * c.a_scale * c.b_scale;
+    double amax = 0, amax_error = 0;
+    for (int b = 0; b < c.batch; ++b) {
+        std::vector<double> gradient(size_t(c.m)), gradient_size(size_t(c.m));
+        for (int64_t i = 0; i < c.m; ++i)
+            for (int64_t j = 0; j < c.n; ++j) {
+                double x = 0, size = 0;
+                for (int64_t k = 0; k < c.k; ++k) {
+                    const double product = A.op(c.transpose_a, b, i, k) * B.op(c.transpose_b, b, k, j);
+                    x += alpha * product, size += std::fabs(alpha * product);
+                }
+                if (c.beta != 0) x += c.beta * C.at(b, i, j), size += std::fabs(c.beta * C.at(b, i, j));
+                if (has(c, CUBLASLT_EPILOGUE_BIAS)) x += bias.at(b, i, 0), size += std::fabs(bias.at(b, i, 0));
+                double error = epsilon * size;
+                if (has(c, CUBLASLT_EPILOGUE_GELU) && has(c, 128))
+                    compare("AUX", b, i, j, aux.at(b, i, j), x, error + rounding(c.bias, x));
+                if (has(c, CUBLASLT_EPILOGUE_RELU)) x = std::max(x, 0.0);
+                if (has(c, CUBLASLT_EPILOGUE_GELU)) x = gelu(x), error = 1.2 * error + 64 * 0x1p-24 * std::fabs(x);
+                if (reads_aux) {
+                    error = 1.2 * error + 64 * 0x1p-24 * std::fabs(x);
+                    x *= gelu_slope(aux.at(b, i, j));
+                }
+                gradient[size_t(i)] += x, gradient_size[size_t(i)] += std::fabs(x) * 0x1p-22 + error;
+                if (std::fabs(x) > amax) amax = std::fabs(x), amax_error = error;
+                x *= c.d_scale, error = error * c.d_scale + std::fabs(x) * 0x1p-24;
+                x = std::min(std::max(x, -c.d.largest), c.d.largest);
+                compare("D", b, i, j, D.at(b, i, j), x, error + rounding(c.d, x));
+            }
+        for (int64_t i = 0; any_gradient && i < bias.rows; ++i) {
+            double x = gradient_of_d ? gradient[size_t(i)] : 0, error = gradient_of_d ? gradient_size[size_t(i)] : 0;
+            for (int64_t k = 0; !gradient_of_d && k < c.k; ++k) {
+                const double value = gradient_of_a ? A.op(c.transpose_a, b, i, k) : B.op(c.transpose_b, b, k, i);
+                x += value, error += epsilon * std::fabs(value);
+            }
+            compare("bias", b, i, 0, bias.at(b, i, 0), x, error + rounding(c.bias, x));
+        }
+    }
+    CHECK(wrong == 0);
+    if (!c.in_place) CHECK(D.gaps_written() <= 0);  // below 0 where a result happens to be the mark
+    if (any_gradient) CHECK(bias.gaps_written() <= 0);
+    if (scales && c.d.bytes == 1) {
+        float got = 0;
+        REQUIRE(cudaMemcpy(&got, scales + 3, sizeof got, cudaMemcpyDeviceToHost) == cudaSuccess);
+        CHECK(std::fabs(got - amax) <= amax_error + 1e-6 * amax);
+    }
+    cudaFree(scales);
+}
+
+const auto col = CUBLASLT_ORDER_COL, row = CUBLASLT_ORDER_ROW;
+
+}  // namespace
+
+TEST_CASE("cublasLt: float32, all transposes, both orders, alpha and beta", "[cublaslt]") {
+    const int64_t sizes[][3] = {{1, 1, 1}, {33, 17, 29}, {1, 65, 7}, {131, 1, 50}, {64, 48, 1}};
+    for (const auto& [m, n, k] : sizes)
+        for (int choice = 0; choice < 32; ++choice)
+            for (float beta : {0.0f, 1.0f, -0.5f}) {
+                Case c{.m = m, .n = n, .k = k, .transpose_a = bool(choice & 1), .transpose_b = bool(choice & 2)};
+                c.order_a = choice & 4 ? row : col, c.order_b = choice & 8 ? row : col, c.order_d = choice & 16 ? row : col;
+                c.alpha = choice % 3 == 0 ? 1.0f : 0.75f, c.beta = beta, c.in_place = choice % 2 == 1;
+                c.gap = choice % 5 == 0 ? 0 : 3;
+                check(c);
+            }
+}
+
+TEST_CASE("cublasLt: 16 bits are rounded once", "[cublaslt]") {
+    for (const Type& in : {bf16, f16})
+        for (const Type& out : {in, f32})
+            for (int choice = 0; choice < 16; ++choice) {
+                Case c{.m = 41, .n = 35, .k = 67, .transpose_a = bool(choice & 1), .transpose_b = bool(choice & 2)};
+                c.order_a = choice & 4 ? row : col, c.order_d = choice & 8 ? row : col;
+                c.a = c.b = in, c.c = c.d = c.bias = out;
+                c.beta = choice % 3 == 0 ? 0.0f : 0.5f, c.in_place = choice % 2 == 0, c.gap = choice % 4 == 3 ? 5 : 8;
+                check(c);
+            }
+}
+
+TEST_CASE("cublasLt: fp8 with scales", "[cublaslt]") {
+    const Type inputs[][2] = {{e4m3, e4m3}, {e4m3, e5m2}, {e5m2, e4m3}};
+    for (const auto& [a, b] : inputs)
+        for (const Type& out : {bf16, f16, f32, e4m3, e5m2}) {
+            if (out.id == e5m2.id && a.id == b.id) continue;
+            Case c{.m = 48, .n = 33, .k = 80, .transpose_a = true, .a = a, .b = b};
+            c.d = out, c.c = out.bytes == 1 ? bf16 : out, c.bias = out.id == f32.id ? bf16 : c.c;
+            c.a_scale = 0.25f, c.b_scale = 8.0f, c.d_scale = out.bytes == 1 ? 96.0f : 1.0f;  // some values saturate e4m3
+            c.beta = out.id == f16.id ? 0.5f : 0.0f, c.gap = 16;
+            c.epilogue = CUBLASLT_EPILOGUE_BIAS;
+            check(c);
+        }
+}
+
+TEST_CASE("cublasLt: batches, also with one matrix for all", "[cublaslt]") {
+    for (int choice = 0; choice < 8; ++choice) {
+        Case c{.m = 19, .n = 23, .k = 31, .transpose_a = bool(choice & 1), .batch = 5};
+        c.share_a = choice & 2, c.share_b = choice & 4, c.beta = choice % 3 == 0 ? 0.0f : 2.0f;
+        check(c);
+        c.a = c.b = c.c = c.d = c.bias = bf16;
+        c.order_d = choice & 1 ? row : col;
+        check(c);
+    }
+    check({.m = 64, .n = 64, .k = 64, .transpose_a = true, .batch = 48});
+    check({.m = 3, .n = 2, .k = 5, .batch = 700});
+}
+
+TEST_CASE("cublasLt: each epilogue", "[cublaslt]") {
+    for (const cublasLtEpilogue_t epilogue :
+         {CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU,
+          CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU,
+          CUBLASLT_EPILOGUE_DGELU_BGRAD, CUBLASLT_EPILOGUE_BGRADA, CUBLASLT_EPILOGUE_BGRADB})
+        for (const Type& type : {f32, bf16, f16})
+            for (int choice = 0; choice < 8; ++choice) {
+                Case c{.m = 53, .n = 38, .k = 45, .transpose_a = bool(choice & 1), .transpose_b = bool(choice & 2)};
+                c.a = c.b = c.c = c.d = c.bias = type, c.epilogue = epilogue;
+                c.beta = choice & 4 ? 1.0f : 0.0f, c.batch = choice & 4 ? 3 : 1;
+#ifdef CUDA_ON_CPU  // NVIDIA does not say which epilogues it has for row-major D
+                c.order_d = choice % 3 == 2 ? row : col;
+#endif
+                check(c);
+            }
+}
+
+TEST_CASE("cublasLt: matrices of many tiles and panels", "[cublaslt]") {
+    check({.m = 1111, .n = 33, .k = 65, .epilogue = CUBLASLT_EPILOGUE_BIAS});
+    check({.m = 65, .n = 1500, .k = 40, .transpose_b = true, .beta = 1, .epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS});
+    for (const Type& type : {bf16, f16}) {
+        Case c{.m = 601, .n = 45, .k = 1601, .transpose_a = true, .beta = 0.5f};
+        c.a = c.b = c.c = c.d = c.bias = type;
+        c.epilogue = CUBLASLT_EPILOGUE_DGELU_BGRAD;
+        check(c);
+        c.m = 60, c.n = 777, c.k = 100;
+        check(c);
+#ifdef CUDA_ON_CPU
+        c.order_d = row;
+        check(c);
+        c.m = 777, c.n = 60;
+        check(c);
+        c.epilogue = CUBLASLT_EPILOGUE_BIAS;
+        check(c);
+#endif
+    }
+}
+
+TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
+    for (const Type& type : {f32, bf16}) {
+        Matrices A(type, 300, 500, true), B(type, 500, 210, true), D(type, 300, 210, false), again(type, 300, 210, false);
+        Operation operation;
+        const float one = 1, zero = 0;
+        for (Matrices* d : {&D, &again})
+            REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout, &zero,
+                                   nullptr, d->layout, d->device, d->layout, nullptr, nullptr, 0, nullptr) ==
+                    CUBLAS_STATUS_SUCCESS);
+        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+        D.download(), again.download();
+        CHECK(D.host == again.host);
+    }
+}
+
+TEST_CASE("cublasLt: the call has seen its arguments when it returns", "[cublaslt]") {
+    cudaStream_t stream;
+    REQUIRE(cudaStreamCreate(&stream) == cudaSuccess);
+    Matrices A(f32, 4, 4, true), B(f32, 4, 4, true), D(f32, 4, 4, false);
+    {
+        Operation operation;
+        cublasLtMatrixLayout_t a_layout, d_layout;
+        cublasLtMatrixLayoutCreate(&a_layout, CUDA_R_32F, 4, 4, A.ld);
+        cublasLtMatrixLayoutCreate(&d_layout, CUDA_R_32F, 4, 4, D.ld);
+        float alpha = 1, beta = 0;
+        REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, a_layout, B.device, B.layout, &beta, D.device,
+                               d_layout, D.device, d_layout, nullptr, nullptr, 0, stream) == CUBLAS_STATUS_SUCCESS);
+        alpha = beta = NAN;
+        cublasLtMatrixLayoutDestroy(a_layout);
+        cublasLtMatrixLayoutDestroy(d_layout);
+    }
+    REQUIRE(cudaStreamSynchronize(stream) == cudaSuccess);
+    D.download();
+    double want = 0;
+    for (int k = 0; k < 4; ++k) want += A.at(0, 3, k) * B.at(0, k, 2);
+    CHECK(D.at(0, 3, 2) == Approx(want).margin(1e-6));
+
+    // In pointer mode device they are read when the stream gets there.
+    float* scalars;
+    const float ready[2] = {2, 0};
+    REQUIRE(cudaMalloc(&scalars, sizeof ready) == cudaSuccess);
+    Operation operation;
+    operation.attribute(CUBLASLT_MATMUL_DESC_POINTER_MODE, int32_t(CUBLASLT_POINTER_MODE_DEVICE));
+    REQUIRE(cudaMemcpyAsync(scalars, ready, sizeof ready, cudaMemcpyHostToDevice, stream) == cudaSuccess);
+    REQUIRE(cublasLtMatmul(handle(), operation.description, scalars, A.device, A.layout, B.device, B.layout, scalars + 1,
+                           D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0, stream) == CUBLAS_STATUS_SUCCESS);
+    REQUIRE(cudaStreamSynchronize(stream) == cudaSuccess);
+    D.download();
+    CHECK(D.at(0, 3, 2) == Approx(2 * want).margin(1e-6));
+    cudaFree(scalars);
+    cudaStreamDestroy(stream);
+}
+
+TEST_CASE("cublasLt: what does not fit is refused", "[cublaslt]") {
+    Matrices A(f32, 8, 5, true), B(f32, 5, 6, true), D(f32, 8, 6, false);
+    Matrices A2(bf16, 8, 5, true), B2(bf16, 5, 6, true), D2(bf16, 8, 6, false), D3(f16, 8, 6, false);
+    const float one = 1, zero = 0;
+    const auto multiply = [&](Operation& operation, Matrices& a, Matrices& b, Matrices& d, const void* c = nullptr,
+                              const float* beta = nullptr) {
+        return cublasLtMatmul(handle(), operation.description, &one, a.device, a.layout, b.device, b.layout,
+                              beta ? beta : &zero, beta ? c : d.device, d.layout, d.device, d.layout, nullptr, nullptr, 0,
+                              nullptr);
+    };
+    Operation plain;
+    CHECK(multiply(plain, A, B, D) == CUBLAS_STATUS_SUCCESS);
+    CHECK(multiply(plain, A, A, D) == CUBLAS_STATUS_INVALID_VALUE);            // 5 against 8
+    CHECK(multiply(plain, A, B, A) == CUBLAS_STATUS_INVALID_VALUE);            // D has the wrong shape
+    CHECK(multiply(plain, A, B, D, nullptr, &one) == CUBLAS_STATUS_INVALID_VALUE);  // beta != 0 needs C
+    CHECK(multiply(plain, A, B2, D) == CUBLAS_STATUS_NOT_SUPPORTED);           // mixed inputs
+    CHECK(multiply(plain, A, B, D2) == CUBLAS_STATUS_NOT_SUPPORTED);           // float in, bfloat16 out
+    CHECK(multiply(plain, A2, B2, D3) == CUBLAS_STATUS_NOT_SUPPORTED);         // bfloat16 in, half out
+    CHECK(multiply(plain, A2, B2, D) == CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmul(nullptr, plain.description, &one, A.device, A.layout, B.device, B.layout, &zero, D.device, D.layout,
+                         D.device, D.layout, nullptr, nullptr, 0, nullptr) != CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmul(handle(), plain.description, nullptr, A.device, A.layout, B.device, B.layout, &zero, D.device,
+                         D.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr) == CUBLAS_STATUS_INVALID_VALUE);
+
+    A.attribute(CUBLASLT_MATRIX_LAYOUT_LD, int64_t(7));  // fewer than the rows
+    CHECK(multiply(plain, A, B, D) == CUBLAS_STATUS_INVALID_VALUE);
+    A.attribute(CUBLASLT_MATRIX_LAYOUT_LD, A.ld);
+    A.attribute(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, int32_t(2));  // B and D have 1
+    CHECK(multiply(plain, A, B, D) == CUBLAS_STATUS_INVALID_VALUE);
+    A.attribute(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, int32_t(1));
+
+    Operation biased;
+    biased.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_BIAS));
+    CHECK(multiply(biased, A, B, D) == CUBLAS_STATUS_INVALID_VALUE);  // no bias given
+    Operation with_aux;
+    with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_GELU_AUX));
+    with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, D2.device);
+    with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(9));  // not a multiple of 8
+    CHECK(multiply(with_aux, A, B, D) != CUBLAS_STATUS_SUCCESS);
+    Operation unknown;
+    unknown.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(12345));
+    CHECK(multiply(unknown, A, B, D) != CUBLAS_STATUS_SUCCESS);
+    Operation integer(CUBLAS_COMPUTE_32I);
+    CHECK(multiply(integer, A, B, D) == CUBLAS_STATUS_NOT_SUPPORTED);
+
+    Matrices A8(e4m3, 32, 16, true), B8(e4m3, 32, 6, true), D16(bf16, 16, 6, false);
+    Operation fp8;
+    fp8.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
+    CHECK(multiply(fp8, A8, B8, D16) == CUBLAS_STATUS_SUCCESS);
+    Matrices A8n(e4m3, 16, 32, true);
+    CHECK(multiply(plain, A8n, B8, D16) == CUBLAS_STATUS_NOT_SUPPORTED);  // A must be transposed
+    Matrices A5(e5m2, 32, 16, true), B5(e5m2, 32, 6, true);
+    CHECK(multiply(fp8, A5, B5, D16) == CUBLAS_STATUS_NOT_SUPPORTED);  // e5m2 times e5m2
+}
+
+TEST_CASE("cublasLt: attributes and the search for an algorithm", "[cublaslt]") {
+    Operation operation;
+    int32_t transpose = CUBLAS_OP_T, read_back = -1;
+    int64_t wide = 0;
+    size_t bytes = 0;
+    const auto name = CUBLASLT_MATMUL_DESC_TRANSA;
+    CHECK(cublasLtMatmulDescSetAttribute(operation.description, name, &transpose, 4) == CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmulDescSetAttribute(operation.description, name, &wide, 8) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasLtMatmulDescSetAttribute(operation.description, name, nullptr, 4) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasLtMatmulDescSetAttribute(nullptr, name, &transpose, 4) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasLtMatmulDescSetAttribute(operation.description, cublasLtMatmulDescAttributes_t(99), &transpose, 4) ==
+          CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasLtMatmulDescGetAttribute(operation.description, name, nullptr, 0, &bytes) == CUBLAS_STATUS_SUCCESS);
+    CHECK(bytes == 4);
+    CHECK(cublasLtMatmulDescGetAttribute(operation.description, name, &read_back, 4, nullptr) == CUBLAS_STATUS_SUCCESS);
+    CHECK(read_back == CUBLAS_OP_T);
+    CHECK(cublasLtMatmulDescGetAttribute(operation.description, name, &read_back, 3, &bytes) == CUBLAS_STATUS_INVALID_VALUE);
+
+    Matrices A(bf16, 40, 24, true), B(bf16, 40, 16, true), D(bf16, 24, 16, false), bad(f16, 24, 16, false);
+    cublasLtMatmulPreference_t preference;
+    REQUIRE(cublasLtMatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS);
+    const size_t workspace = 1 << 22;
+    const uint32_t alignment = 16;
+    CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, 8) ==
+          CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &alignment, 4) ==
+          CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &workspace, 8) ==
+          CUBLAS_STATUS_INVALID_VALUE);
+    cublasLtMatmulHeuristicResult_t results[2];
+    int count = -1;
+    CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), operation.description, A.layout, B.layout, D.layout, D.layout, preference,
+                                         2, results, &count) == CUBLAS_STATUS_SUCCESS);
+    REQUIRE(count >= 1);
+    CHECK(results[0].state == CUBLAS_STATUS_SUCCESS);
+    CHECK(results[0].workspaceSize <= workspace);
+    CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), operation.description, A.layout, B.layout, bad.layout, bad.layout,
+                                         preference, 2, results, &count) == CUBLAS_STATUS_NOT_SUPPORTED);
+    CHECK(count == 0);
+    cublasLtMatmulPreferenceDestroy(preference);
+
+    CHECK(std::string(cublasLtGetStatusName(CUBLAS_STATUS_NOT_SUPPORTED)) == "CUBLAS_STATUS_NOT_SUPPORTED");
+    CHECK(std::string(cublasLtGetStatusString(cublasStatus_t(99))) == "unrecognized status");
+}

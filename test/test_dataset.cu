@@ -1,0 +1,319 @@
+// Where tokens come from (text, folders, token shards), and the order in which a run sees them.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <numeric>
+#include <set>
+
+#include "io/io.h"
+#include "temp_folder.h"
+#include "test.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// The bytes of a token shard, written without the code under test.
+template <class T>
+std::string shard_bytes(const std::vector<T>& tokens) {
+    int32_t header[256] = {sizeof(T) == 2 ? 20240520 : 20240801, sizeof(T) == 2 ? 1 : 7,
+                           static_cast<int32_t>(tokens.size())};
+    std::string bytes(reinterpret_cast<const char*>(header), sizeof header);
+    return bytes.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(T));
+}
+
+template <class T>
+std::string with_header(std::string bytes, size_t index, T value) {
+    std::memcpy(bytes.data() + index * 4, &value, 4);
+    return bytes;
+}
+
+std::vector<int32_t> all_tokens(const TokenSource& source) {
+    std::vector<int32_t> tokens(static_cast<size_t>(source.n()));
+    source.read(0, source.n(), tokens.data());
+    return tokens;
+}
+
+std::string text_of(const TokenSource& source) { return make_byte_tokenizer()->decode(all_tokens(source)); }
+
+TokenSource open(const std::string& path, bool held_out = false) {
+    return TokenSource::open(path, *make_byte_tokenizer(), held_out);
+}
+
+// A source of n tokens 0, 1, 2, ... as a shard in the folder.
+TokenSource counting_source(const TempFolder& folder, size_t n) {
+    std::vector<uint32_t> tokens(n);
+    std::iota(tokens.begin(), tokens.end(), 0u);
+    spit(folder / "count.bin", shard_bytes(tokens));
+    return open(folder / "count.bin");
+}
+
+// The first token of sequence i of a reader over counting_source(): where in the text it begins. Checks the others.
+int64_t start_of(const BatchReader& reader, int64_t T, int64_t i) {
+    std::vector<int32_t> tokens(static_cast<size_t>(T)), targets(static_cast<size_t>(T));
+    reader.sequence(i, tokens.data(), targets.data());
+    bool counts_up = true;
+    for (int64_t t = 0; t < T; ++t) counts_up &= tokens[t] == tokens[0] + t && targets[t] == tokens[t] + 1;
+    REQUIRE(counts_up);
+    return tokens[0];
+}
+
+// A tokenizer of many tokens: token = byte + 70000.
+struct WideTokenizer : Tokenizer {
+    int vocab_size() const override { return 70256; }
+    std::vector<int32_t> encode(std::string_view text) const override {
+        std::vector<int32_t> tokens;
+        for (unsigned char c : text) tokens.push_back(70000 + c);
+        return tokens;
+    }
+    std::string decode(const std::vector<int32_t>&) const override { return ""; }
+    std::string name() const override { return "wide"; }
+};
+
+}  // namespace
+
+TEST_CASE("text from a file") {
+    TempFolder folder;
+    spit(folder / "a.txt", "one\r\ntwo\xFF\n");
+    TokenSource source = open(folder / "a.txt");
+    CHECK(source.n() == 10);
+    CHECK(text_of(source) == "one\r\ntwo\xFF\n");
+    CHECK(source.max_token() == 255);
+    CHECK(one_line_with(source.description(), folder / "a.txt", "10 B", "10 tokens", "bytes"));
+
+    TokenSource wide = TokenSource::open(folder / "a.txt", WideTokenizer());
+    CHECK(all_tokens(wide)[1] == 70000 + 'n');
+    CHECK(wide.max_token() == 70255);
+}
+
+TEST_CASE("a text is not changed: no newline is added at its end") {
+    TempFolder folder;
+    spit(folder / "a.txt", "x");
+    CHECK(text_of(open(folder / "a.txt")) == "x");
+}
+
+TEST_CASE("text from a folder: in name order, hidden files and binaries left out") {
+    TempFolder folder;
+    fs::create_directories(folder / "b/deep");
+    fs::create_directories(folder / ".git");
+    spit(folder / "c.txt", "C");
+    spit(folder / "d.txt", "D");
+    spit(folder / "b/deep/x", "X\n");
+    spit(folder / "a.md", "A\n");
+    spit(folder / "empty", "");
+    spit(folder / ".hidden", "no");
+    spit(folder / ".git/no", "no");
+    spit(folder / "binary", std::string("no\0no", 5));
+    fs::create_symlink("/nowhere", folder / "broken_link");
+    fs::create_directory_symlink("..", folder / "b/loop");
+    TokenSource source = open(folder.path);
+    CHECK(text_of(source) == "A\nX\nC\nD");
+    CHECK(one_line_with(source.description(), folder.path, "4 files", "1 files that are not text skipped"));
+}
+
+TEST_CASE("a large file, tokenized in chunks, gives the tokens of the whole") {
+    TempFolder folder;
+    const fs::path golden = fs::path(__FILE__).parent_path() / "golden" / "tokenizer";
+    std::string corpus = slurp((golden / "corpus.txt").string()), text;
+    while (text.size() < 9'000'000) text += corpus;
+    spit(folder / "large.txt", text);
+    for (const char* name : {"gpt2/tokenizer.json", "llama3/tokenizer.json"}) {
+        auto tokenizer = load_tokenizer((golden / name).string());
+        const bool equal = all_tokens(TokenSource::open(folder / "large.txt", *tokenizer)) == tokenizer->encode(text);
+        CHECK(equal);
+    }
+}
+
+TEST_CASE("the default text is C++, without licences, and the same every time") {
+    TokenSource source = open("");
+    CHECK(source.n() > 1'000'000);
+    CHECK(source.n() <= 3'000'000);
+    std::string text = text_of(source);
+    CHECK(text == text_of(open("")));
+    CHECK(text.find("namespace std") != text.npos);
+    CHECK(text.find("GNU General Public License") == text.npos);
+    CHECK(text.starts_with("#"));
+    CHECK(one_line_with(source.description(), "C++ standard library headers", "files"));
+}
+
+TEST_CASE("token shards of two and four bytes") {
+    TempFolder folder;
+    spit(folder / "two.bin", shard_bytes(std::vector<uint16_t>{0, 1, 50256, 65535}));
+    CHECK(all_tokens(open(folder / "two.bin")) == std::vector<int32_t>{0, 1, 50256, 65535});
+    CHECK(open(folder / "two.bin").max_token() == 65535);
+    spit(folder / "four.bin", shard_bytes(std::vector<uint32_t>{7, 128255}));
+    CHECK(all_tokens(open(folder / "four.bin")) == std::vector<int32_t>{7, 128255});
+    CHECK(one_line_with(open(folder / "four.bin").description(), "1 token shard", "2 tokens"));
+    // An id that no int32 holds stays one that no vocabulary has.
+    spit(folder / "huge.bin", shard_bytes(std::vector<uint32_t>{0xFFFFFFFFu}));
+    CHECK(open(folder / "huge.bin").max_token() == 0x7FFFFFFF);
+}
+
+TEST_CASE("a folder of shards is one row of tokens, read across the borders") {
+    TempFolder folder;
+    spit(folder / "s_2.bin", shard_bytes(std::vector<uint16_t>{5, 6}));
+    spit(folder / "s_1.bin", shard_bytes(std::vector<uint16_t>{0, 1, 2}));
+    spit(folder / "s_1b.bin", shard_bytes(std::vector<uint16_t>{}));
+    spit(folder / "s_1c.bin", shard_bytes(std::vector<uint32_t>{3, 4}));
+    spit(folder / "notes.txt", "not read");
+    TokenSource source = open(folder.path);
+    REQUIRE(all_tokens(source) == std::vector<int32_t>{0, 1, 2, 3, 4, 5, 6});
+    for (int32_t first = 0; first <= 7; ++first)
+        for (int32_t count = 0; first + count <= 7; ++count) {
+            std::vector<int32_t> got(static_cast<size_t>(count)), want(got.size());
+            source.read(first, count, got.data());
+            std::iota(want.begin(), want.end(), first);
+            CHECK(got == want);
+        }
+    int32_t out[8];
+    CHECK(one_line_with(error_of([&] { source.read(3, 5, out); }), "tokens 3 to 8 asked of 7"));
+    CHECK(error_of([&] { source.read(-1, 2, out); }) != "");
+    CHECK(error_of([&] { source.read(0, -1, out); }) != "");
+
+    auto [train, val] = source.split(0.3);
+    CHECK(all_tokens(train) == std::vector<int32_t>{0, 1, 2, 3, 4});
+    CHECK(all_tokens(val) == std::vector<int32_t>{5, 6});
+    CHECK(train.max_token() == 4);
+    CHECK(all_tokens(val.split(0.5).second) == std::vector<int32_t>{6});
+    CHECK(one_line_with(error_of([&] { source.split(1.5); }), "fraction", "1.5"));
+}
+
+TEST_CASE("shards named val are held out") {
+    TempFolder folder;
+    spit(folder / "fw_train_000001.bin", shard_bytes(std::vector<uint16_t>{1}));
+    spit(folder / "fw_train_000002.bin", shard_bytes(std::vector<uint16_t>{2}));
+    spit(folder / "fw_val_000000.bin", shard_bytes(std::vector<uint16_t>{9}));
+    spit(folder / "fw_medieval.bin", shard_bytes(std::vector<uint16_t>{0}));  // no word of it is "val"
+    using Tokens = std::vector<int32_t>;
+    auto bytes = make_byte_tokenizer();
+
+    CHECK(all_tokens(open(folder.path)) == Tokens{0, 1, 2});
+    CHECK(all_tokens(open(folder.path, true)) == Tokens{9});
+    CHECK(all_tokens(open(folder / "*_train_*.bin")) == Tokens{1, 2});
+    CHECK(all_tokens(open(folder / "*_val_*.bin")) == Tokens{9});  // nothing but val: all of it is meant
+
+    auto by_name = open_train_and_val(folder.path, "", *bytes, 0.5);
+    CHECK(all_tokens(by_name.first) == Tokens{0, 1, 2});
+    CHECK(all_tokens(by_name.second) == Tokens{9});
+    auto by_fraction = open_train_and_val(folder / "*_train_*.bin", "", *bytes, 0.5);
+    CHECK(all_tokens(by_fraction.first) == Tokens{1});
+    CHECK(all_tokens(by_fraction.second) == Tokens{2});
+    auto given = open_train_and_val(folder / "fw_train_000001.bin", folder.path, *bytes, 0.5);
+    CHECK(all_tokens(given.first) == Tokens{1});
+    CHECK(all_tokens(given.second) == Tokens{9});
+}
+
+TEST_CASE("data that cannot work is refused in one line") {
+    TempFolder folder;
+    auto refusal = [&](const std::string& name) { return error_of([&] { open(folder / name); }); };
+    auto shard_refusal = [&](const std::string& bytes) {
+        spit(folder / "x.bin", bytes);
+        return refusal("x.bin");
+    };
+    CHECK(one_line_with(refusal("missing.txt"), "no data at", folder / "missing.txt", "--data"));
+    CHECK(one_line_with(refusal("*.bin"), "no data at", folder / "*.bin"));
+    CHECK(one_line_with(refusal(""), "no data at", folder.path));
+    spit(folder / "empty.txt", "");
+    CHECK(one_line_with(refusal("empty.txt"), "no text in", "empty.txt"));
+    spit(folder / "zeros.txt", std::string("a\0b", 3));
+    CHECK(one_line_with(refusal("zeros.txt"), "zeros.txt", "not text"));
+    CHECK(one_line_with(refusal(""), "no text in", folder.path));
+
+    const std::string good = shard_bytes(std::vector<uint16_t>{1, 2, 3});
+    REQUIRE(shard_refusal(good) == "");
+    CHECK(one_line_with(shard_refusal(with_header(good, 0, 12345)), "x.bin", "magic number 12345", "20240520",
+                        "20240801"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 0, 20240522)), "multiple-choice"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 0, 20240326)), "checkpoint of llm.c"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 1, 7)), "version 7, expected 1"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 0, 20240801)), "version 1, expected 7"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 2, 4)), "promises 4 tokens", "1032 bytes", "has 1030",
+                        "completely"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 2, 2)), "promises 2 tokens", "has 1030"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 2, -1)), "token count -1"));
+    CHECK(one_line_with(shard_refusal(with_header(good, 2, 0x7FFFFFFF)), "promises 2147483647"));
+    CHECK(one_line_with(shard_refusal(good.substr(0, 1029)), "has 1029"));
+    CHECK(one_line_with(shard_refusal(good.substr(0, 100)), "100 bytes are too few"));
+    CHECK(one_line_with(shard_refusal(""), "0 bytes are too few"));
+
+    auto reader = [&](size_t n, int64_t T) { return error_of([&] { BatchReader(counting_source(folder, n), T, 1); }); };
+    CHECK(one_line_with(reader(8, 8), "text too short", "has 8 tokens", "--seq 8 needs at least 9", "smaller --seq"));
+    CHECK(reader(9, 8) == "");
+    CHECK(one_line_with(reader(0, 1), "has 0 tokens"));
+    CHECK(one_line_with(reader(9, 0), "at least 1"));
+}
+
+TEST_CASE("an epoch visits every window once") {
+    TempFolder folder;
+    using Sizes = std::pair<size_t, int64_t>;
+    for (auto [n, T] : {Sizes{1000, 7}, {1001, 8}, {1024, 1}, {17, 8}, {9, 8}, {10, 8}, {24, 8}, {2, 1}}) {
+        BatchReader reader(counting_source(folder, n), T, 42);
+        int64_t n_windows = reader.sequences_per_epoch();
+        INFO("n " << n << " T " << T << " windows " << n_windows);
+        // At most two windows of text are lost: one that the offset cuts, one that is the price of equal epochs.
+        CHECK(n_windows >= std::max<int64_t>(1, static_cast<int64_t>(n) / T - 1));
+        for (int64_t epoch = 0; epoch < 3; ++epoch) {
+            std::set<int64_t> starts;
+            for (int64_t i = 0; i < n_windows; ++i) starts.insert(start_of(reader, T, epoch * n_windows + i));
+            REQUIRE(static_cast<int64_t>(starts.size()) == n_windows);
+            CHECK(*starts.begin() < T);  // the offset of the epoch
+            CHECK(*starts.rbegin() == *starts.begin() + (n_windows - 1) * T);
+        }
+    }
+}
+
+TEST_CASE("epochs differ in order and offset, seeds in both, and sequence i is a pure function of i") {
+    TempFolder folder;
+    TokenSource source = counting_source(folder, 5000);
+    const int64_t T = 16;
+    BatchReader reader(source, T, 1), same(source, T, 1), other(source, T, 2);
+    const int64_t n_windows = reader.sequences_per_epoch();
+    std::vector<int64_t> starts, again, of_other;
+    for (int64_t i = 0; i < 20 * n_windows; ++i) starts.push_back(start_of(reader, T, i));
+    for (int64_t i = 20 * n_windows - 1; i >= 0; --i) again.push_back(start_of(same, T, i));  // backwards
+    std::reverse(again.begin(), again.end());
+    CHECK(starts == again);
+    for (int64_t i = 0; i < n_windows; ++i) of_other.push_back(start_of(other, T, i));
+
+    auto order = [&](const std::vector<int64_t>& all, int64_t epoch) {
+        std::vector<int64_t> windows;
+        for (int64_t i = 0; i < n_windows; ++i) windows.push_back(all[static_cast<size_t>(epoch * n_windows + i)] / T);
+        return windows;
+    };
+    CHECK(order(starts, 0) != order(starts, 1));
+    CHECK(order(starts, 0) != order(of_other, 0));
+    std::set<int64_t> offsets;
+    for (int64_t epoch = 0; epoch < 20; ++epoch) offsets.insert(starts[static_cast<size_t>(epoch * n_windows)] % T);
+    CHECK(offsets.size() > 5);  // 20 draws of 16 values
+}
+
+// Were the shuffle poor, windows would keep their neighbours or their place. In a random permutation of n, the expected
+// number of elements that stay is 1, the expected number of neighbours that stay neighbours is below 2, and the mean
+// distance from the old place to the new one is n / 3; the bounds below are more than five standard deviations away.
+TEST_CASE("the order is well shuffled") {
+    TempFolder folder;
+    const int64_t n = 2000;
+    BatchReader reader(counting_source(folder, 2 * n + 2), 2, 7);
+    REQUIRE(reader.sequences_per_epoch() == n);
+    int n_fixed = 0, n_neighbours = 0;
+    double distance = 0;
+    int64_t previous = -10;
+    const int64_t offset = start_of(reader, 2, 0) % 2;
+    for (int64_t i = 0; i < n; ++i) {
+        int64_t window = (start_of(reader, 2, i) - offset) / 2;
+        n_fixed += window == i;
+        n_neighbours += window == previous + 1 || window == previous - 1;
+        distance += std::abs(static_cast<double>(window - i)) / static_cast<double>(n);
+        previous = window;
+    }
+    CHECK(n_fixed <= 8);
+    CHECK(n_neighbours <= 12);
+    CHECK(std::abs(distance / static_cast<double>(n) - 1.0 / 3) < 0.03);
+}
+
+TEST_CASE("sequence numbers reach far") {
+    TempFolder folder;
+    BatchReader reader(counting_source(folder, 100), 4, 3);
+    CHECK(start_of(reader, 4, int64_t{1} << 40) == start_of(reader, 4, int64_t{1} << 40));
+    CHECK(one_line_with(error_of([&] { start_of(reader, 4, -1); }), "-1"));
+}

@@ -1,0 +1,249 @@
+// Files: mapping, atomic writing, and every way in which a disk or a signal can get in between.
+//
+//   run:   build/cpu/run_tests -# "[#test_files]"
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "io/io.h"
+#include "temp_folder.h"
+#include "test.h"
+
+namespace {
+
+// No file may grow beyond `bytes` while this lives: a full disk without a disk to fill.
+struct FileSizeLimit {
+    rlimit before;
+    explicit FileSizeLimit(rlim_t bytes) {
+        ::signal(SIGXFSZ, SIG_IGN);  // then write() fails with EFBIG instead of ending the process
+        ::getrlimit(RLIMIT_FSIZE, &before);
+        const rlimit limit{bytes, before.rlim_max};
+        ::setrlimit(RLIMIT_FSIZE, &limit);
+    }
+    ~FileSizeLimit() { ::setrlimit(RLIMIT_FSIZE, &before); }
+};
+
+// Permissions don't bind root: tests of them run as nobody (65534) for a while.
+struct NotRoot {
+    bool was_root = ::geteuid() == 0;
+    NotRoot() {
+        if (was_root) REQUIRE(::seteuid(65534) == 0);
+    }
+    ~NotRoot() {
+        if (was_root && ::seteuid(0) != 0) std::abort();
+    }
+};
+
+}  // namespace
+
+TEST_CASE("MappedFile shows the bytes of a file") {
+    TempFolder folder;
+    spit(folder / "a", std::string("x\0y", 3));
+    MappedFile file(folder / "a");
+    REQUIRE(file.bytes() == 3);
+    CHECK(std::memcmp(file.data(), "x\0y", 3) == 0);
+    CHECK(file.path() == folder / "a");
+
+    MappedFile moved(std::move(file));
+    CHECK(file.bytes() == 0);
+    CHECK(moved.data()[2] == 'y');
+
+    spit(folder / "empty", "");
+    CHECK(MappedFile(folder / "empty").bytes() == 0);
+}
+
+TEST_CASE("MappedFile refuses what is not a file") {
+    TempFolder folder;
+    CHECK(one_line_with(error_of([&] { MappedFile(folder / "none"); }), folder / "none", "No such file",
+                        "check the path"));
+    CHECK(one_line_with(error_of([&] { MappedFile(folder.path); }), folder.path, "is a folder"));
+    REQUIRE(::mkfifo((folder / "pipe").c_str(), 0600) == 0);  // opening it would wait for ever
+    CHECK(one_line_with(error_of([&] { MappedFile(folder / "pipe"); }), "not a regular file"));
+}
+
+TEST_CASE("AtomicFile: the old file until commit(), then the new one") {
+    TempFolder folder;
+    const std::string path = folder / "file";
+    spit(path, "old");
+    {
+        AtomicFile file(path);
+        file.write("new");
+        CHECK(slurp(path) == "old");
+        CHECK(folder.listing() == "file file.tmp");
+    }
+    CHECK(slurp(path) == "old");
+    CHECK(folder.listing() == "file");
+
+    AtomicFile file(path);
+    file.write("new");
+    file.commit();
+    CHECK(slurp(path) == "new");
+    CHECK(folder.listing() == "file");
+    CHECK(one_line_with(error_of([&] { file.commit(); }), "twice"));
+    CHECK(one_line_with(error_of([&] { file.write("more"); }), "after commit"));
+}
+
+TEST_CASE("AtomicFile keeps the order of small and large writes") {
+    TempFolder folder;
+    std::string expected;
+    AtomicFile file(folder / "file");
+    const size_t sizes_bytes[] = {1, 1000, 3'000'000, 0, 7, (1 << 20) - 8, 1, 1 << 20, 1, (1 << 20) + 1, 5};
+    for (size_t i = 0; i < std::size(sizes_bytes); i++) {
+        const std::string part(sizes_bytes[i], static_cast<char>('a' + i));
+        file.write(part);
+        expected += part;
+    }
+    file.commit();
+    CHECK(slurp(folder / "file") == expected);
+}
+
+TEST_CASE("AtomicFile: what a killed run left is overwritten, but never a link followed") {
+    TempFolder folder;
+    spit(folder / "file.tmp", "the rest of a killed run, longer than the new text");
+    write_text_file(folder / "file", "new");
+    CHECK(slurp(folder / "file") == "new");
+    CHECK(folder.listing() == "file");
+
+    spit(folder / "victim", "precious");
+    REQUIRE(::symlink((folder / "victim").c_str(), (folder / "other.tmp").c_str()) == 0);
+    CHECK(one_line_with(error_of([&] { write_text_file(folder / "other", "x"); }), folder / "other.tmp"));
+    CHECK(slurp(folder / "victim") == "precious");
+}
+
+TEST_CASE("AtomicFile refuses folders, devices and missing or read-only folders") {
+    TempFolder folder;
+    CHECK(one_line_with(error_of([&] { AtomicFile file(folder.path); }), folder.path, "is a folder"));
+    CHECK(one_line_with(error_of([&] { AtomicFile file(""); }), "without a name"));
+    CHECK(one_line_with(error_of([&] { AtomicFile file("/dev/null"); }), "/dev/null", "not a regular file"));
+    CHECK(one_line_with(error_of([&] { AtomicFile file(folder / "no/file"); }), "No such file", "choose a folder"));
+    REQUIRE(::chmod(folder.path.c_str(), 0555) == 0);
+    {
+        NotRoot nobody;
+        CHECK(one_line_with(error_of([&] { AtomicFile file(folder / "file"); }), folder / "file", "Permission denied"));
+        CHECK(one_line_with(error_of([&] { make_folder(folder.path); }), folder.path, "Permission denied",
+                            "permissions"));
+        CHECK(one_line_with(error_of([&] { make_folder(folder / "a/b"); }), "a/b", "Permission denied"));
+    }
+    REQUIRE(::chmod(folder.path.c_str(), 0755) == 0);
+    CHECK(folder.listing().empty());
+}
+
+TEST_CASE("a full disk: an error with path, bytes and advice; the old file stays and no rest of the new one") {
+    TempFolder folder;
+    const std::string path = folder / "file", text(3'000'000, 'x');
+    spit(path, "old");
+    std::string early, late;
+    {
+        FileSizeLimit limit(2'000'000);
+        early = error_of([&] { write_text_file(path, text); });  // in write()
+        late = error_of([&] {
+            AtomicFile file(path);
+            for (int i = 0; i < 21; i++) file.write(text.data(), 100'000);  // the last wait in the buffer for commit()
+            file.commit();
+        });
+    }
+    CHECK(one_line_with(early, path, "1000000 more bytes", "free some space"));
+    CHECK(one_line_with(late, path, "more bytes", "free some space"));
+    CHECK(slurp(path) == "old");
+    CHECK(folder.listing() == "file");
+
+    const int fd = ::open("/dev/full", O_WRONLY);
+    REQUIRE(fd >= 0);
+    CHECK(one_line_with(error_of([&] { write_all(fd, "abc", 3, "/dev/full"); }), "3 more bytes to /dev/full",
+                        "No space left on device", "free some space"));
+    ::close(fd);
+}
+
+TEST_CASE("write_all goes on after short writes and signals") {
+    int ends[2];
+    REQUIRE(::pipe(ends) == 0);
+    std::string sent(4'000'000, ' '), received;
+    for (size_t i = 0; i < sent.size(); i++) sent[i] = static_cast<char>(i * 31 % 251);
+    std::thread reader([&] {
+        sigset_t alarms;  // the signals shall hit the writer
+        sigemptyset(&alarms);
+        sigaddset(&alarms, SIGALRM);
+        pthread_sigmask(SIG_BLOCK, &alarms, nullptr);
+        char buffer[50'000];
+        for (ssize_t n; (n = ::read(ends[0], buffer, sizeof buffer)) > 0;) {
+            received.append(buffer, static_cast<size_t>(n));
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    });
+    static volatile int n_signals = 0;
+    struct sigaction action = {}, before;
+    action.sa_handler = [](int) { n_signals = n_signals + 1; };  // without SA_RESTART: write() returns early or EINTR
+    ::sigaction(SIGALRM, &action, &before);
+    const itimerval fast{{0, 500}, {0, 500}}, off{};
+    ::setitimer(ITIMER_REAL, &fast, nullptr);
+    const std::string error = error_of([&] { write_all(ends[1], sent.data(), sent.size(), "pipe"); });
+    ::setitimer(ITIMER_REAL, &off, nullptr);
+    ::sigaction(SIGALRM, &before, nullptr);
+    ::close(ends[1]);
+    reader.join();
+    ::close(ends[0]);
+    CHECK(error.empty());
+    CHECK(n_signals > 3);
+    CHECK(received == sent);
+}
+
+TEST_CASE("kill -9 at any moment leaves a whole file") {
+    TempFolder folder;
+    const std::string path = folder / "file", a(300'000, 'a'), b(2'500'000, 'b');
+    write_text_file(path, a);
+    int n_a = 0, n_b = 0;
+    for (int round = 0; round < 40; round++) {
+        const pid_t child = ::fork();
+        if (child == 0) {
+            for (;;) {
+                write_text_file(path, b);
+                write_text_file(path, a);
+            }
+        }
+        REQUIRE(child > 0);
+        std::this_thread::sleep_for(std::chrono::microseconds(500 + 613 * round));
+        ::kill(child, SIGKILL);
+        int status;
+        REQUIRE(::waitpid(child, &status, 0) == child);
+        REQUIRE(WIFSIGNALED(status));
+        const std::string left = slurp(path);
+        REQUIRE((left == a || left == b));
+        (left == a ? n_a : n_b)++;
+    }
+    INFO(n_a << " old, " << n_b << " new");
+    CHECK(n_a > 0);
+}
+
+TEST_CASE("text files are read whole, also from a pipe") {
+    TempFolder folder;
+    write_text_file(folder / "text", "one\ntwo");
+    CHECK(read_text_file(folder / "text") == "one\ntwo");
+    CHECK(one_line_with(error_of([&] { read_text_file(folder / "none"); }), folder / "none", "No such file"));
+    CHECK(one_line_with(error_of([&] { read_text_file(folder.path); }), "is a folder"));
+
+    int ends[2];
+    REQUIRE(::pipe(ends) == 0);
+    REQUIRE(::write(ends[1], "piped", 5) == 5);
+    ::close(ends[1]);
+    CHECK(read_text_file(concat("/dev/fd/", ends[0])) == "piped");
+    ::close(ends[0]);
+}
+
+TEST_CASE("make_folder makes parents and refuses a file") {
+    TempFolder folder;
+    make_folder(folder / "a/b/c");
+    make_folder(folder / "a/b/c");
+    CHECK(std::filesystem::is_directory(folder / "a/b/c"));
+    spit(folder / "file", "");
+    CHECK(one_line_with(error_of([&] { make_folder(folder / "file"); }), folder / "file"));
+    CHECK(one_line_with(error_of([&] { make_folder(folder / "file/x"); }), folder / "file/x"));
+    CHECK(one_line_with(error_of([&] { sync_folder(folder / "none"); }), folder / "none"));
+}

@@ -1,0 +1,143 @@
+// The global norm of the gradients, and the factor that clips them, against float64.
+//
+//   run:   build/cpu/run_tests -# "[#test_grad_clip]"
+#include <cmath>
+
+#include "optim/optim.h"
+#include "reference.h"
+#include "temp_folder.h"
+
+namespace {
+
+// One block of the first stage sums kChunkN elements, one thread kRows of them in f32 (optim/grad_clip.cu).
+constexpr int64_t kChunkN = 65536, kRows = 512;
+const int64_t kSizes[] = {1, 3, 1000, 4097, kChunkN - 1, kChunkN, 2 * kChunkN + 1, 1000003};
+
+// Relative error of the norm. A sum of kRows squares in f32 is off by at most kRows * u (each square is rounded once, and
+// takes part in at most kRows - 1 roundings of the sum); the root halves that; rounding the norm to f32 adds one u.
+constexpr double kTolerance = (kRows / 2 + 1) * 0x1p-24;
+
+struct Result {
+    double norm, scale;
+    std::vector<unsigned char> bits;
+};
+
+Result run(const Tensor& grads, float max_norm) {
+    Buffer result(DType::f32, {2}), scratch(DType::f32, {grad_norm_scratch_n(grads.n())});
+    grad_norm(result, grads, max_norm, scratch, device().stream);
+    const std::vector<double> values = result.values();
+    return {values[0], values[1], result.bits()};
+}
+
+double reference_norm(const std::vector<double>& values) {
+    double sum = 0;
+    for (double g : values) sum += g * g;
+    return std::sqrt(sum);
+}
+
+}  // namespace
+
+TEST_CASE("grad_norm equals float64, for every size and dtype", "[grad_clip]") {
+    for (DType dtype : kFloatDTypes)
+        for (int64_t n : kSizes) {
+            const std::vector<double> values = rounded(random_values(n, 7, 0.01), dtype);
+            const Buffer grads(dtype, {n}, values);
+            const double norm = reference_norm(values);
+            const Result result = run(grads, static_cast<float>(norm / 3));
+            INFO(dtype_name(dtype) << ", n " << n);
+            CHECK(std::abs(result.norm - norm) <= kTolerance * norm);
+            const double scale = std::min(1.0, static_cast<float>(norm / 3) / (norm + 1e-6));
+            CHECK(std::abs(result.scale - scale) <= (kTolerance + 3 * 0x1p-24) * scale);
+        }
+}
+
+TEST_CASE("grad_norm is exact where float sums are exact", "[grad_clip]") {
+    // Small integers: no sum is rounded, so a single element left out or taken twice shows among a million.
+    for (DType dtype : kFloatDTypes)
+        for (int64_t n : kSizes) {
+            std::vector<double> values(static_cast<size_t>(n));
+            for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<double>(i * 7 % 5 + 1);
+            INFO(dtype_name(dtype) << ", n " << n);
+            CHECK(run(Buffer(dtype, {n}, values), 1.0f).norm == static_cast<float>(reference_norm(values)));
+        }
+}
+
+TEST_CASE("grad_norm sees every place exactly once", "[grad_clip]") {
+    const int64_t n = 3 * kChunkN + 1234;
+    for (DType dtype : kFloatDTypes) {
+        Buffer grads(dtype, {n}, std::vector<double>(static_cast<size_t>(n), 0.0));
+        bool good = true;
+        std::vector<int64_t> places = {0, 1, 15, 16, 31, 32, 511, 512, 8191, 8192, kChunkN - 1, kChunkN, 2 * kChunkN, n - 1};
+        for (uint64_t k = 0; k < 40; ++k) places.push_back(static_cast<int64_t>(uniform_below(5, 0, k, static_cast<uint64_t>(n))));
+        for (int64_t place : places) {
+            const Tensor one = grads.tensor().slice(place, 1);
+            from_floats(one, {-3.5f});
+            const double norm = run(grads, 0).norm;
+            if (norm != 3.5) good = false, UNSCOPED_INFO("element " << place << " alone gives the norm " << norm);
+            from_floats(one, {0.0f});
+        }
+        INFO(dtype_name(dtype));
+        CHECK(good);
+    }
+}
+
+TEST_CASE("clipping is active above max_norm, inactive below, and can be switched off", "[grad_clip]") {
+    const Buffer grads(DType::f32, {4}, {3, 0, -4, 12});  // norm 13
+    CHECK(run(grads, 1.0f).norm == 13);
+    CHECK(std::abs(run(grads, 1.0f).scale - 1 / 13.000001) <= 4 * 0x1p-24 / 13);
+    CHECK(std::abs(run(grads, 6.5f).scale - 0.5) <= 1e-6 / 13);
+    CHECK(run(grads, 13.1f).scale == 1);
+    CHECK(run(grads, 1e30f).scale == 1);
+    CHECK(run(grads, 0.0f).scale == 1);
+    CHECK(run(grads, -1.0f).scale == 1);
+    const Result zero = run(Buffer(DType::f32, {5}, {0, 0, 0, 0, 0}), 1.0f);
+    CHECK(zero.norm == 0);
+    CHECK(zero.scale == 1);
+}
+
+TEST_CASE("an infinite or NaN gradient anywhere makes the scale NaN", "[grad_clip]") {
+    const int64_t n = kChunkN + 77;
+    const double bad_values[] = {INFINITY, -INFINITY, NAN};
+    for (DType dtype : kFloatDTypes)
+        for (double bad : bad_values)
+            for (int64_t place : {int64_t{0}, int64_t{40000}, kChunkN - 1, kChunkN, n - 1})
+                for (float max_norm : {1.0f, 0.0f}) {
+                    std::vector<double> values(static_cast<size_t>(n), 0.25);
+                    values[static_cast<size_t>(place)] = bad;
+                    const Result result = run(Buffer(dtype, {n}, values), max_norm);
+                    if (std::isnan(result.scale) && !std::isfinite(result.norm)) continue;
+                    FAIL_CHECK(dtype_name(dtype) << ": " << bad << " at " << place << " gives norm " << result.norm << ", scale "
+                                                 << result.scale);
+                }
+}
+
+TEST_CASE("grad_norm repeats bit for bit, wherever the gradients lie", "[grad_clip]") {
+    // In strict mode the threads run in another order each time.
+    const int64_t n = 2 * kChunkN + 4097;
+    for (DType dtype : kFloatDTypes) {
+        const std::vector<double> values = random_values(n, 11);
+        const Buffer grads(dtype, {n}, values);
+        const Result first = run(grads, 1.0f);
+        for (int k = 0; k < 3; ++k) CHECK((run(grads, 1.0f).bits == first.bits));
+        // A slice of a larger buffer that starts on no boundary but its element's; what is around it does not count.
+        std::vector<double> inside(3, 1000.0);
+        inside.insert(inside.end(), values.begin(), values.end());
+        inside.push_back(NAN);
+        const Buffer larger(dtype, {n + 4}, inside);
+        CHECK((run(larger.tensor().slice(3, n), 1.0f).bits == first.bits));
+    }
+}
+
+TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
+    Buffer result(DType::f32, {2}), one(DType::f32, {1}), grads(DType::bf16, {10}), scratch(DType::f32, {grad_norm_scratch_n(10)});
+    Buffer integers(DType::i32, {10}), short_scratch(DType::f32, {grad_norm_scratch_n(10) - 1}), matrix(DType::f32, {2, 5});
+    const auto error = [&](Tensor result, Tensor grads, float max_norm, Tensor scratch) {
+        return error_of([&] { grad_norm(result, grads, max_norm, scratch, device().stream); });
+    };
+    CHECK(error(result, grads, 1.0f, scratch).empty());
+    CHECK_THAT(error(one, grads, 1.0f, scratch), ContainsSubstring("grad_norm: result is f32 (1)"));
+    CHECK_THAT(error(result, matrix, 1.0f, scratch), ContainsSubstring("grad_norm: grads is f32 (2, 5)"));
+    CHECK_THAT(error(result, integers, 1.0f, scratch), ContainsSubstring("i32"));
+    CHECK_THAT(error(result, grads, 1.0f, short_scratch), ContainsSubstring("grad_norm: scratch"));
+    CHECK_THAT(error(result, grads, NAN, scratch), ContainsSubstring("max_norm is NaN"));
+}

@@ -1,0 +1,293 @@
+// Canvas and plots: areas against geometry, and charts read back from their PNG.
+//
+//   run:   build/cpu/run_tests -# "[#test_plot]"
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <random>
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wunused-but-set-variable"
+#define STB_IMAGE_IMPLEMENTATION
+#define STB_IMAGE_STATIC
+#define STBI_ONLY_PNG
+#include <stb/stb_image.h>
+#pragma GCC diagnostic pop
+
+#include "io/io.h"
+#include "temp_folder.h"
+#include "test.h"
+
+namespace {
+
+constexpr Canvas::Color black{0, 0, 0};
+constexpr double pi = 3.14159265358979;
+
+struct Picture {
+    int width = 0, height = 0;
+    std::vector<uint8_t> rgb;
+
+    explicit Picture(const std::string& path) {
+        int channels = 0;
+        uint8_t* pixels = stbi_load(path.c_str(), &width, &height, &channels, 3);
+        REQUIRE(pixels != nullptr);
+        CHECK(channels == 3);
+        rgb.assign(pixels, pixels + 3 * width * height);
+        stbi_image_free(pixels);
+    }
+    explicit Picture(const Canvas& canvas) : width(canvas.width()), height(canvas.height()), rgb(canvas.rgb()) {}
+
+    const uint8_t* at(int x, int y) const {
+        return &rgb[3 * (static_cast<size_t>(y) * static_cast<size_t>(width) + static_cast<size_t>(x))];
+    }
+    bool is(int x, int y, int r, int g, int b) const {
+        return at(x, y)[0] == r && at(x, y)[1] == g && at(x, y)[2] == b;
+    }
+    double darkness(int x, int y) const { return 1 - at(x, y)[0] / 255.0; }
+    double ink() const {  // in pixels of black
+        double sum = 0;
+        for (int y = 0; y < height; y++)
+            for (int x = 0; x < width; x++) sum += darkness(x, y);
+        return sum;
+    }
+    // Columns (or rows) that hold a pixel of exactly this colour.
+    std::vector<int> columns_of(int r, int g, int b, bool rows = false) const {
+        std::vector<int> found;
+        for (int i = 0; i < (rows ? height : width); i++) {
+            bool any = false;
+            for (int j = 0; j < (rows ? width : height); j++)
+                any = any || (rows ? is(j, i, r, g, b) : is(i, j, r, g, b));
+            if (any) found.push_back(i);
+        }
+        return found;
+    }
+};
+
+Picture draw(const Plot& plot) {
+    TempFolder folder;
+    write_png(folder / "x.png", plot);
+    CHECK(folder.listing() == "x.png");
+    return Picture(folder / "x.png");
+}
+
+Plot plot_of(std::vector<double> x, std::vector<double> y) {
+    Plot plot;
+    plot.series.push_back({"", std::move(x), std::move(y)});
+    return plot;
+}
+
+}  // namespace
+
+TEST_CASE("canvas: shapes cover their area") {
+    // Coverage fades linearly over the pixel at the edge: exact for straight edges on the pixel grid, else within 1 %.
+    Canvas canvas(200, 200);
+    canvas.fill(10.25, 20.5, 30.75, 40, black);
+    CHECK(Picture(canvas).ink() == Approx(20.5 * 19.5).epsilon(0.01));
+    CHECK(Picture(canvas).darkness(10, 30) == Approx(0.75).margin(0.01));
+    CHECK(Picture(canvas).darkness(20, 20) == Approx(0.5).margin(0.01));
+
+    Canvas disc(200, 200);
+    disc.disc({100.3, 99.6}, 40, black);
+    CHECK(Picture(disc).ink() == Approx(pi * 1600).epsilon(0.01));
+
+    Canvas line(200, 200);
+    line.line({{20, 30}, {170, 141}}, 6, black);
+    CHECK(Picture(line).ink() == Approx(6 * std::hypot(150, 111) + pi * 9).epsilon(0.01));
+
+    Canvas pale(200, 200);  // crossing itself, and half transparent: no pixel is painted twice
+    pale.line({{20, 20}, {180, 180}, {180, 20}, {20, 180}}, 8, black, 0.5);
+    const Picture picture(pale);
+    double darkest = 0;
+    for (int y = 0; y < 200; y++)
+        for (int x = 0; x < 200; x++) darkest = std::max(darkest, picture.darkness(x, y));
+    CHECK(darkest == Approx(0.5).margin(0.01));
+}
+
+TEST_CASE("canvas: what lies outside is cut off") {
+    Canvas canvas(50, 40);
+    canvas.line({{-1e6, 20.5}, {1e6, 20.5}}, 2, black);
+    canvas.fill(-100, -100, 5, 5, black);
+    canvas.line({{1e7, 1e7}, {2e7, 1e7}}, 2, black);
+    canvas.line({{NAN, 0}, {INFINITY, 3}}, 2, black);
+    canvas.line({}, 2, black);
+    canvas.text({-500, -500}, "away", 10, black);
+    canvas.text({45, 3}, "half away", 10, black);
+    const Picture picture(canvas);
+    CHECK(picture.darkness(0, 20) == 1);
+    CHECK(picture.darkness(49, 20) == 1);
+    CHECK(picture.darkness(4, 4) == 1);
+    CHECK(picture.darkness(20, 10) == 0);
+    CHECK(one_line_with(error_of([] { Canvas(0, 10); }), "0 x 10"));
+    CHECK(one_line_with(error_of([] { Canvas(10, 20000); }), "16384"));
+}
+
+TEST_CASE("canvas: every letter stays in its box, and no two look alike") {
+    std::map<std::vector<uint8_t>, char> seen;
+    for (char c = 33; c < 127; c++) {
+        const std::string text(1, c);
+        Canvas canvas(80, 80);
+        canvas.text({20, 50}, text, 20, black);
+        const Picture picture(canvas);
+        const double width = Canvas::text_width(text, 20);
+        INFO(text);
+        CHECK(picture.ink() > 4);
+        double outside = 0;
+        for (int y = 0; y < 80; y++) {
+            for (int x = 0; x < 80; x++) {  // a line is 2.4 pixels thick, and its edge fades over one
+                const bool inside = x >= 18 && x <= 20 + width + 2.5 && y >= 50 - 24 - 2 && y <= 50 + 6 + 2;
+                if (!inside) outside += picture.darkness(x, y);
+            }
+        }
+        CHECK(outside == 0);
+        CHECK(seen.emplace(picture.rgb, c).second);
+    }
+    CHECK(Canvas::text_width("0123456789", 10) == Approx(Canvas::text_width("1111111111", 10)));  // columns of numbers
+    CHECK(Canvas::text_width("", 10) == 0);
+    CHECK(Canvas::text_width("\xc3\xa9", 10) == Canvas::text_width("?", 10));  // one sign for one foreign character
+}
+
+TEST_CASE("canvas: alignment, upward text, shortening") {
+    Canvas level(200, 200), upward(200, 200), right(200, 200);
+    level.text({100, 100}, "Loss, nats", 10, black);
+    upward.text({100, 100}, "Loss, nats", 10, black, Canvas::Align::left, false, true);
+    right.text({100, 100}, "Loss", 10, black, Canvas::Align::right);
+    const Picture a(level), b(upward), c(right);
+    double difference = 0, beyond = 0;
+    for (int y = 1; y < 200; y++) {
+        for (int x = 1; x < 200; x++) {
+            difference = std::max(difference, std::fabs(a.darkness(x, y) - b.darkness(y, 200 - x)));  // a quarter turn
+            if (x > 101) beyond += c.darkness(x, y);
+        }
+    }
+    CHECK(difference < 0.01);
+    CHECK(a.ink() > 100);
+    CHECK(c.ink() > 20);
+    CHECK(beyond == 0);
+
+    CHECK(Canvas::shorten("short", 10, 100) == "short");
+    const std::string cut = Canvas::shorten("a label that has no end in sight", 10, 100);
+    CHECK(cut.starts_with("a label"));
+    CHECK(cut.ends_with("..."));
+    CHECK(Canvas::text_width(cut, 10) <= 100);
+}
+
+TEST_CASE("plot: a line is where its values are") {
+    Plot plot = plot_of({0, 1, 2, 3, 4}, {1, 1, 1, 1, 1});
+    plot.series.push_back({"", {0, 4}, {0, 0}});
+    plot.series.push_back({"", {0, 4}, {2, 2}});
+    const Picture picture = draw(plot);
+    CHECK(picture.width == 960);
+    CHECK(picture.height == 600);
+    auto middle = [&](const std::vector<int>& found) {
+        REQUIRE(!found.empty());
+        return (found.front() + found.back()) / 2.0;
+    };
+    const double one = middle(picture.columns_of(0, 114, 178, true));
+    const double zero = middle(picture.columns_of(213, 94, 0, true));
+    const double two = middle(picture.columns_of(0, 158, 115, true));
+    CHECK(two < one);
+    CHECK(one < zero);
+    CHECK(one == Approx((zero + two) / 2).margin(1));
+    const std::vector<int> columns = picture.columns_of(0, 114, 178);
+    CHECK(columns.size() > 700);
+    CHECK(columns.back() - columns.front() + 1 == static_cast<int>(columns.size()));  // no gap
+
+    // Values that no axis shows leave a gap; so do values below zero on a log axis.
+    for (double missing : {double{NAN}, double{INFINITY}, -1e305}) {
+        const std::vector<int> gap =
+            draw(plot_of({0, 1, 2, 3, 4, 5, 6}, {1, 1, 1, missing, 1, 1, 1})).columns_of(0, 114, 178);
+        CHECK(static_cast<int>(gap.size()) < (gap.back() - gap.front()) * 3 / 4);
+    }
+    Plot log = plot_of({1, 2, 3, 4, 5, 6}, {1, 1, 0, -1, 1, 1});
+    log.log_y = true;
+    const std::vector<int> gap = draw(log).columns_of(0, 114, 178);
+    CHECK(static_cast<int>(gap.size()) < (gap.back() - gap.front()) / 2);
+}
+
+TEST_CASE("plot: a log axis makes a power law straight") {
+    Plot plot = plot_of({}, {});
+    plot.log_x = plot.log_y = true;
+    for (double x = 1; x < 3000; x *= 2) {
+        plot.series[0].x.push_back(x);
+        plot.series[0].y.push_back(5 * std::pow(x, 1.5));
+    }
+    const Picture picture = draw(plot);
+    const std::vector<int> columns = picture.columns_of(0, 114, 178), rows = picture.columns_of(0, 114, 178, true);
+    auto row_at = [&](int x) {
+        double sum = 0, weight = 0;
+        for (int y = 0; y < picture.height; y++)
+            if (picture.is(x, y, 0, 114, 178)) sum += y, weight++;
+        return sum / weight;
+    };
+    const int left = columns[20], right = columns[columns.size() - 21], quarter = (3 * left + right) / 4;
+    CHECK(row_at(quarter) == Approx((3 * row_at(left) + row_at(right)) / 4).margin(1.5));
+    CHECK(rows.size() > 400);
+}
+
+TEST_CASE("plot: nothing, one point, constants, extremes: always a picture") {
+    const double huge = 1e308, tiny = 5e-324;
+    // clang-format off
+    const std::vector<std::pair<std::vector<double>, std::vector<double>>> cases = {
+        {{}, {}}, {{3}, {4}}, {{0}, {0}}, {{1, 2, 3}, {2, 2, 2}}, {{5, 5, 5}, {1, 2, 3}}, {{NAN, NAN}, {1, 2}},
+        {{1, 2}, {huge, -huge}}, {{1, 2}, {1e299, -1e299}}, {{1, 2}, {tiny, 2 * tiny}}, {{1, 2}, {1, 1 + 1e-15}},
+        {{1, 2}, {1e15, 1e15 + 1}}, {{1e9, 1e9 + 1}, {-1e-9, 1e-9}}, {{2, 1, 3, 0}, {1, 5, -3, 2}},
+        {{-5, -1}, {-2, -1}}};
+    // clang-format on
+    for (size_t i = 0; i < cases.size(); i++) {
+        for (int logs = 0; logs < 4; logs++) {
+            Plot plot = plot_of(cases[i].first, cases[i].second);
+            plot.log_x = logs & 1;
+            plot.log_y = logs & 2;
+            plot.width = 400;
+            plot.height = 300;
+            INFO("case " << i << ", log axes " << logs);
+            CHECK(draw(plot).ink() > 300);
+        }
+    }
+    CHECK(draw(plot_of({3}, {4})).columns_of(0, 114, 178).size() >= 5);  // one point is a dot
+    CHECK(draw(Plot()).ink() > 500);
+}
+
+TEST_CASE("plot: labels of any length, many series, small and large pictures") {
+    const std::pair<int, int> sizes[] = {{160, 120}, {320, 200}, {1920, 1200}, {3000, 200}};
+    for (const auto& [width, height] : sizes) {
+        Plot plot;
+        plot.width = width;
+        plot.height = height;
+        plot.title = plot.x_label = plot.y_label = std::string(300, 'W') + "\n\x01\xff";
+        for (int k = 0; k < 40; k++) {
+            const std::string label = concat(std::string(100, 'm'), k);
+            plot.series.push_back({label, {1, 2}, {1.0 * k, 2.0 * k}, k % 2 == 0, k % 3 == 0});
+        }
+        const Picture picture = draw(plot);
+        CHECK(picture.width == width);
+        CHECK(picture.height == height);
+    }
+    Plot plot = plot_of({1, 2}, {1});
+    plot.series[0].label = "val";
+    CHECK(one_line_with(error_of([&] { write_png("x.png", plot); }), "x.png", "\"val\" has 2 x and 1 y values"));
+    plot = plot_of({1}, {1});
+    plot.series[0].color = 8;
+    CHECK(one_line_with(error_of([&] { write_png("x.png", plot); }), "color 8"));
+    plot.series[0].color = 7;
+    plot.width = 10;
+    CHECK(one_line_with(error_of([&] { write_png("x.png", plot); }), "too small"));
+    plot.width = 500;
+    CHECK(one_line_with(error_of([&] { write_png("no/such/folder/x.png", plot); }), "no/such/folder/x.png"));
+}
+
+TEST_CASE("plot: a million noisy steps take no million strokes") {
+    Plot plot = plot_of({}, {});
+    std::mt19937 random(3);
+    for (int i = 0; i < 1'000'000; i++) {
+        plot.series[0].x.push_back(i);
+        plot.series[0].y.push_back(static_cast<double>(random()));
+    }
+    plot.series[0].y[500'000] = -1e10;  // thinning out must keep a single spike
+    const auto begin = std::chrono::steady_clock::now();
+    const Picture picture = draw(plot);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+    CHECK(elapsed.count() < 20);  // all strokes: minutes
+    CHECK(picture.columns_of(0, 114, 178, true).back() > 500);
+}

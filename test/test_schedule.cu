@@ -1,0 +1,140 @@
+// Learning rate schedules at their corner points, and what holds for every step.
+//
+//   run:   build/cpu/run_tests -# "[#test_schedule]"
+#include <cmath>
+
+#include "optim/optim.h"
+#include "temp_folder.h"
+#include "test.h"
+
+namespace {
+
+const char* const kNames[] = {"constant", "linear", "cosine", "wsd"};
+
+Schedule make(const std::string& name, int64_t warmup = 10, int64_t steps = 110) {
+    Schedule schedule;
+    schedule.name = name;
+    schedule.peak = 0.5;  // powers of two: the corner points come out exact
+    schedule.min_ratio = 0.125;
+    schedule.decay_fraction = 0.25;
+    schedule.warmup = warmup;
+    schedule.steps = steps;
+    return schedule;
+}
+
+// A few roundings of numbers below 1.
+bool near(double a, double b) { return std::abs(a - b) <= 8 * 0x1p-53; }
+
+}  // namespace
+
+TEST_CASE("every schedule starts with a linear warmup", "[schedule]") {
+    for (const std::string name : kNames) {
+        INFO(name);
+        const Schedule schedule = make(name);
+        CHECK(near(learning_rate(schedule, 1), 0.05));
+        CHECK(near(learning_rate(schedule, 5), 0.25));
+        CHECK(learning_rate(schedule, 10) == 0.5);
+    }
+}
+
+TEST_CASE("schedules between the warmup and the end", "[schedule]") {
+    // Warmup ends at 10, the run at 110. floor = 0.5 / 8 = 0.0625, so a quarter of the way down is 0.109375 below 0.5.
+    SECTION("constant") {
+        for (int64_t s : {11, 60, 109, 110}) CHECK(learning_rate(make("constant"), s) == 0.5);
+    }
+    SECTION("linear") {
+        CHECK(near(learning_rate(make("linear"), 11), 0.5 - 0.4375 / 100));
+        CHECK(near(learning_rate(make("linear"), 35), 0.390625));
+        CHECK(near(learning_rate(make("linear"), 60), 0.28125));
+    }
+    SECTION("cosine") {
+        CHECK(near(learning_rate(make("cosine"), 60), 0.28125));  // half way in steps is half way down
+        CHECK(near(learning_rate(make("cosine"), 35), 0.0625 + 0.4375 * (1 + std::sqrt(0.5)) / 2));
+        CHECK(near(learning_rate(make("cosine"), 85), 0.0625 + 0.4375 * (1 - std::sqrt(0.5)) / 2));
+        CHECK(learning_rate(make("cosine"), 35) > learning_rate(make("linear"), 35));  // slow at first,
+        CHECK(learning_rate(make("cosine"), 85) < learning_rate(make("linear"), 85));  // slow at the end
+    }
+    SECTION("wsd") {
+        // The last quarter of ALL steps, those of the warmup included: from 82.5 on.
+        CHECK(learning_rate(make("wsd"), 11) == 0.5);
+        CHECK(learning_rate(make("wsd"), 82) == 0.5);
+        CHECK(near(learning_rate(make("wsd"), 83), 0.5 - 0.4375 * 0.5 / 27.5));
+        CHECK(near(learning_rate(make("wsd"), 96), 0.5 - 0.4375 * 13.5 / 27.5));
+    }
+}
+
+TEST_CASE("schedules at the end and beyond", "[schedule]") {
+    for (const std::string name : kNames) {
+        INFO(name);
+        const double last = name == "constant" ? 0.5 : 0.0625;
+        for (int64_t s : {110, 111, 1000000}) CHECK(learning_rate(make(name), s) == last);
+        Schedule to_zero = make(name);
+        to_zero.min_ratio = 0;
+        CHECK(learning_rate(to_zero, 110) == (name == "constant" ? 0.5 : 0.0));
+    }
+}
+
+TEST_CASE("schedules without warmup, with nothing but warmup, of one step", "[schedule]") {
+    for (const std::string name : kNames) {
+        INFO(name);
+        const Schedule no_warmup = make(name, 0, 100);
+        CHECK(learning_rate(no_warmup, 1) <= 0.5);
+        CHECK(learning_rate(no_warmup, 1) >= 0.49);
+        CHECK(learning_rate(no_warmup, 100) == (name == "constant" ? 0.5 : 0.0625));
+        const Schedule only_warmup = make(name, 100, 100);
+        CHECK(near(learning_rate(only_warmup, 99), 0.495));
+        CHECK(learning_rate(only_warmup, 100) == 0.5);
+        CHECK(learning_rate(only_warmup, 101) == 0.5);
+        CHECK(learning_rate(make(name, 1, 1), 1) == 0.5);
+        CHECK(learning_rate(make(name, 0, 1), 1) == (name == "constant" ? 0.5 : 0.0625));
+    }
+    Schedule wsd = make("wsd", 90, 100);  // the warmup reaches into the decay: down from where the warmup ends
+    CHECK(learning_rate(wsd, 90) == 0.5);
+    CHECK(near(learning_rate(wsd, 95), 0.28125));
+    wsd.decay_fraction = 0;  // no decay at all
+    CHECK(learning_rate(wsd, 100) == 0.5);
+    wsd = make("wsd", 0, 100);
+    wsd.decay_fraction = 1;  // nothing but decay: linear
+    for (int64_t s : {1, 37, 100}) CHECK(learning_rate(wsd, s) == learning_rate(make("linear", 0, 100), s));
+}
+
+TEST_CASE("schedules rise to the peak, then never rise again and never jump", "[schedule]") {
+    for (const std::string name : kNames)
+        for (int64_t warmup : {0, 1, 7, 50, 97})
+            for (double fraction : {0.0, 0.2, 1.0}) {
+                INFO(name << ", warmup " << warmup << ", decay fraction " << fraction);
+                Schedule schedule = make(name, warmup, 97);
+                schedule.decay_fraction = fraction;
+                const double steepest =
+                    1.0 / std::max(1.0, std::min(97.0 - static_cast<double>(warmup), name == "wsd" ? fraction * 97 : 97.0));
+                bool good = true;
+                for (int64_t s = 2; s <= 120; ++s) {
+                    const double before = learning_rate(schedule, s - 1), now = learning_rate(schedule, s);
+                    good = good && now >= 0.0625 * std::min(1.0, 8.0 * static_cast<double>(s) / 97) - 1e-15 && now <= 0.5;
+                    good = good && (s <= warmup ? now > before : now <= before);
+                    // A cosine is at its steepest pi / 2 times as steep as the line.
+                    if (s > warmup) good = good && before - now <= 0.4375 * 1.6 * steepest;
+                }
+                CHECK(good);
+            }
+}
+
+TEST_CASE("bad schedules are refused with a reason", "[schedule]") {
+    const auto error = [](auto change) {
+        Schedule schedule = make("cosine");
+        change(schedule);
+        const std::string text = error_of([&] { check_schedule(schedule); });
+        CHECK(error_of([&] { learning_rate(schedule, 1); }) == text);
+        return text;
+    };
+    CHECK_THAT(error([](Schedule& s) { s.name = "cosin"; }), ContainsSubstring("'cosin'") && ContainsSubstring("wsd"));
+    CHECK_THAT(error([](Schedule& s) { s.warmup = 111; }), ContainsSubstring("111") && ContainsSubstring("110"));
+    CHECK_THAT(error([](Schedule& s) { s.warmup = -1; }), ContainsSubstring("warmup of -1"));
+    CHECK_THAT(error([](Schedule& s) { s.steps = 0; }), ContainsSubstring("0 steps"));
+    CHECK_THAT(error([](Schedule& s) { s.peak = -1; }), ContainsSubstring("learning rate is -1"));
+    CHECK_THAT(error([](Schedule& s) { s.peak = NAN; }), ContainsSubstring("learning rate is nan"));
+    CHECK_THAT(error([](Schedule& s) { s.peak = INFINITY; }), ContainsSubstring("learning rate is inf"));
+    CHECK_THAT(error([](Schedule& s) { s.min_ratio = 1.5; }), ContainsSubstring("1.5"));
+    CHECK_THAT(error([](Schedule& s) { s.decay_fraction = -0.5; }), ContainsSubstring("-0.5"));
+    CHECK_THAT(error_of([] { learning_rate(make("cosine"), 0); }), ContainsSubstring("count from 1"));
+}

@@ -1,0 +1,314 @@
+// test/test_train_gpt.cu: the training program from outside. Resuming, being killed, bad input, what it leaves behind.
+#include "io/io.h"
+#include "program.h"
+
+#include <cmath>
+
+namespace {
+
+// A run of a few seconds at most: 2 sequences of 16 bytes a step.
+const std::string kSmall = " --batch 2 --seq 16 --steps 20 --val-every 10 --val-sequences 4 --sample 0 --warmup 2 ";
+
+const std::string& text_file() {
+    static const TempFolder folder;
+    static const std::string path = [] {
+        std::string text;
+        for (int i = 0; i < 400; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
+        spit(folder / "text.txt", text);
+        return folder / "text.txt";
+    }();
+    return path;
+}
+
+Outcome train(const std::string& arguments, const std::string& before = "") {
+    return run_program("train_gpt", "--data " + text_file() + kSmall + arguments, before);
+}
+
+std::string newest_checkpoint(const std::string& run) {
+    const auto found = latest_checkpoint(run);
+    REQUIRE(found.has_value());
+    return *found;
+}
+
+// The rows of log.csv without the columns that measure time.
+std::string log_without_times(const std::string& run) {
+    std::string text;
+    for (const LogRow& row : read_csv_log(run + "/log.csv")) {
+        char line[200];
+        std::snprintf(line, sizeof line, "%lld %lld %a %a %a %a\n", static_cast<long long>(row.step), static_cast<long long>(row.tokens),
+                      row.loss.value_or(-1), row.val_loss.value_or(-1), row.lr.value_or(-1), row.grad_norm.value_or(-1));
+        text += line;
+    }
+    return text;
+}
+
+void check_same_end(const std::string& a, const std::string& b) {
+    for (const std::string file : {"/model.safetensors", "/optimizer.safetensors"}) {
+        INFO(file);
+        CHECK(slurp(newest_checkpoint(a) + file) == slurp(newest_checkpoint(b) + file));
+    }
+    CHECK(log_without_times(a) == log_without_times(b));
+}
+
+}  // namespace
+
+TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    const Outcome outcome = train("--out " + run + " --steps 60 --lr 1e-2 --sample 20");
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
+    REQUIRE(rows.size() == 60);
+    CHECK(*rows.front().loss == Approx(std::log(256.0)).margin(0.3));  // knows nothing: uniform over the bytes
+    CHECK(*rows.back().loss < 3.0);
+    CHECK(*rows.back().val_loss < 3.2);
+    CHECK(rows.back().tokens == 60 * 2 * 16);
+    CHECK(slurp(run + "/loss.png").substr(1, 3) == "PNG");
+    CHECK(run_shell("ls " + run + "/events.out.tfevents.*").status == 0);
+    for (const std::string file : {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"})
+        CHECK(std::filesystem::exists(newest_checkpoint(run) + "/" + file));
+    for (const std::string word : {"sample before training", "sample after training", "parameters", "tok/s", "left", "total"})
+        CHECK_THAT(outcome.out, ContainsSubstring(word));
+}
+
+TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program][train_gpt]") {
+    const TempFolder folder;
+    for (const std::string flags : {" ", " --micro-batch 1 --schedule wsd "}) {
+        const std::string whole = folder / "whole", parts = folder / "parts";
+        REQUIRE(train(flags + "--out " + whole).status == 0);
+        const Outcome first = train(flags + "--out " + parts + " --stop-after 10");
+        REQUIRE(first.status == 0);
+        CHECK_THAT(first.out, ContainsSubstring("--resume"));
+        CHECK(read_csv_log(parts + "/log.csv").size() == 10);
+        const Outcome second = run_program("train_gpt", "--out " + parts + " --resume");  // the flags come from the checkpoint
+        INFO(second.err);
+        REQUIRE(second.status == 0);
+        check_same_end(whole, parts);
+        std::filesystem::remove_all(whole);
+        std::filesystem::remove_all(parts);
+    }
+}
+
+TEST_CASE("the same command twice gives the same bits", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string a = folder / "a", b = folder / "b";
+    REQUIRE(train("--out " + a).status == 0);
+    REQUIRE(train("--out " + b).status == 0);
+    check_same_end(a, b);
+}
+
+TEST_CASE("Ctrl-C finishes the step, saves, and says how to resume", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    // A background job of a shell ignores SIGINT, so the signal is sent by timeout, in the foreground.
+    const Outcome outcome = train("--steps 100000 --out " + run, "timeout --foreground -s INT 3");
+    INFO(outcome.err << outcome.out.substr(0, 2000));
+    CHECK_THAT(outcome.out, ContainsSubstring("stopped after step"));
+    CHECK_THAT(outcome.out, ContainsSubstring("--out " + run + " --resume"));
+    const int64_t saved = std::stoll(newest_checkpoint(run).substr(newest_checkpoint(run).rfind('-') + 1));
+    CHECK(read_csv_log(run + "/log.csv").back().step == saved);
+    const Outcome resumed = run_program("train_gpt", concat("--out ", run, " --resume --stop-after ", saved + 3));
+    INFO(resumed.err);
+    CHECK(resumed.status == 0);
+    CHECK(read_csv_log(run + "/log.csv").back().step == saved + 3);
+}
+
+TEST_CASE("a run killed at any moment resumes to the same end", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string whole = folder / "whole", killed = folder / "killed";
+    const std::string flags = "--steps 60 --save-every 2 ";
+    REQUIRE(train(flags + "--out " + whole).status == 0);
+    bool started = false;
+    for (int kill = 0; kill < 8; ++kill) {
+        const std::string arguments = started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
+        const Outcome outcome = run_program("train_gpt", arguments, concat("timeout --foreground -s KILL ", 0.35 + 0.11 * kill));
+        INFO(outcome.err);
+        CHECK((outcome.status == 137 || outcome.status == 0));
+        started = latest_checkpoint(killed).has_value();
+        if (started)  // whatever the kill left, the newest checkpoint is whole
+            CHECK_NOTHROW(SafetensorsReader(newest_checkpoint(killed) + "/model.safetensors"));
+        else
+            std::filesystem::remove_all(killed);
+    }
+    const std::string arguments = started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
+    const Outcome last = run_program("train_gpt", arguments);
+    INFO(last.err);
+    REQUIRE(last.status == 0);
+    check_same_end(whole, killed);
+}
+
+TEST_CASE("training goes on from a Hugging Face folder", "[program][train_gpt]") {
+    const TempFolder folder;
+    const Outcome outcome = train("--init test/golden/gpt2 --data " + (folder / "digits.txt") + " --out " + (folder / "run"),
+                                  "for i in $(seq 2000); do printf '%s ' $i; done > " + (folder / "digits.txt") + ";");
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    const std::string config = slurp(newest_checkpoint(folder / "run") + "/config.json");
+    CHECK_THAT(config, ContainsSubstring("GPT2LMHeadModel"));
+}
+
+// Each case: one clear line on stderr, exit status 2, no output folder.
+TEST_CASE("bad input ends with one line that says what to do", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    const auto file = [&](const std::string& name, const std::string& bytes) {
+        spit(folder / name, bytes);
+        return folder / name;
+    };
+    const auto llama_json = [&](const std::string& name, const std::string& replace, const std::string& by) {
+        std::string text = slurp("test/golden/llama/config.json");
+        const size_t at = text.find(replace);
+        REQUIRE(at != std::string::npos);
+        return file(name, text.replace(at, replace.size(), by));
+    };
+    // A copy of the golden LLaMA with other bytes in its weights.
+    const auto model_folder = [&](const std::string& name, const std::string& weights) {
+        std::filesystem::create_directories(folder / name);
+        std::filesystem::copy_file("test/golden/llama/config.json", folder / (name + "/config.json"));
+        spit(folder / (name + "/model.safetensors"), weights);
+        return folder / name;
+    };
+    const std::string weights = slurp("test/golden/llama/model.safetensors");
+    const auto replaced = [&](const std::string& what, const std::string& by) {
+        std::string text = weights;
+        const size_t at = text.find(what);
+        REQUIRE(at != std::string::npos);
+        return text.replace(at, what.size(), by);
+    };
+    const auto shard = [&](int32_t magic, int32_t version, int32_t n, size_t bytes, uint16_t token) {
+        std::string header(1024, '\0');
+        const int32_t fields[3] = {magic, version, n};
+        std::memcpy(header.data(), fields, sizeof fields);
+        std::string tokens;
+        for (size_t i = 0; i < bytes / 2; ++i) tokens.append(reinterpret_cast<const char*>(&token), 2);
+        return header + tokens;
+    };
+    struct Case {
+        std::string arguments, says;
+    };
+    const std::vector<Case> cases = {
+        {"--no-such-flag 3", "no-such-flag"},
+        {"--steps", "steps"},
+        {"--steps many", "many"},
+        {"--steps 0", "must be positive"},
+        {"--data " + (folder / "absent.txt"), "absent.txt"},
+        {"--data " + file("empty.txt", ""), "empty"},
+        {"--data " + file("short.txt", "too short a text"), "short"},
+        {"--seq 100000", "100000"},
+        {"--val " + file("shortval.txt", "short"), "shortval.txt"},
+        {"--data " + file("binary.txt", std::string("a\0b\0c", 5)), "binary.txt"},
+        {"--model gpt7", "use one of tiny"},
+        {"--model " + file("broken.json", "{ \"model_type\": "), "not valid JSON"},
+        {"--model " + file("array.json", "[]"), "expected a JSON object"},
+        {"--model " + file("bert.json", "{\"model_type\": \"bert\"}"), "bert"},
+        {"--model " + llama_json("heads.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4"), "cannot share"},
+        {"--model " + llama_json("odd.json", "\"head_dim\": 8", "\"head_dim\": 7"), "must be even"},
+        {"--model " + llama_json("missing.json", "\"hidden_size\"", "\"hidden_sise\""), "\"hidden_size\" is missing"},
+        {"--model " + llama_json("negative.json", "\"hidden_size\": 48", "\"hidden_size\": -48"), "-48"},
+        {"--model " + llama_json("text.json", "\"hidden_size\": 48", "\"hidden_size\": \"48\""), "not a whole number"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --model test/golden/gpt2 --seq 64", "longer than the 32 positions"},
+        {"--model test/golden/llama", "vocabulary"},
+        {"--init " + (folder / "nowhere"), "nowhere"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("truncated", weights.substr(0, weights.size() / 2)), "truncated"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("dtype", replaced("\"F32\"", "\"I32\"")), "I32"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("shape", replaced("[76,48]", "[48,76]")), "(48, 76)"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("name", replaced("model.norm.weight", "model.norm.weighs")), "model.norm.weight"},
+        {"--data " + file("foreign.bin", shard(12345, 1, 4000, 8000, 5)), "12345"},
+        {"--data " + file("cut.bin", shard(20240520, 1, 4000, 4000, 5)), "cut.bin"},
+        {"--data " + file("beyond.bin", shard(20240520, 1, 4000, 8000, 300)), "300"},
+        {"--tokenizer " + (folder / "absent.json"), "absent.json"},
+        {"--tokenizer " + file("word.json", "{\"model\": {\"type\": \"WordPiece\"}}"), "WordPiece"},
+        {"--batch 6 --micro-batch 4", "--micro-batch"},
+        {"--schedule sawtooth", "sawtooth"},
+        {"--warmup 30", "warmup"},
+        {"--beta2 1.5", "beta2"},
+        {"--clip -1", "--clip"},
+        {"--lr -1", "learning rate"},
+        {"--dtype int3", "int3"},
+        {"--temperature 0", "--temperature"},
+        {"--val-fraction 1", "--val-fraction"},
+        {"--resume", "no checkpoint"},
+        {"--model llama-8b --batch 64 --seq 8192 --data " + file("long.txt", std::string(200000, 'x')), "needs"},
+    };
+    REQUIRE(cases.size() >= 25);
+    for (const Case& c : cases) {
+        // Later flags win: --out stands first, so that a case may set anything.
+        const Outcome outcome = train("--out " + run + " " + c.arguments);
+        INFO(c.arguments << "\nstderr: " << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())), c.says));
+        CHECK(outcome.err.rfind("train_gpt: ", 0) == 0);
+        CHECK_FALSE(std::filesystem::exists(run));
+    }
+    CHECK(run_program("train_gpt", "--resume").err == "train_gpt: --resume needs --out DIR, the folder of the run to continue\n");
+}
+
+TEST_CASE("output that cannot be written is one clear line", "[program][train_gpt]") {
+    const TempFolder folder;
+    spit(folder / "file", "in the way");
+    for (const std::string& out : {folder / "file/run", std::string("/proc/no/run"), folder / "file"}) {
+        const Outcome outcome = train("--out " + out);
+        INFO(outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "train_gpt: ", out));
+    }
+    CHECK(slurp(folder / "file") == "in the way");
+}
+
+TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--stop-after 4 --out " + run).status == 0);
+    const std::string before = newest_checkpoint(run), model = slurp(before + "/model.safetensors");
+    // No file may grow beyond 512 blocks of 512 bytes or 1 KiB: the log fits, the next checkpoint does not.
+    const Outcome outcome = run_program("train_gpt", "--resume --out " + run, "ulimit -f 512; exec");
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "model.safetensors"));
+    CHECK(newest_checkpoint(run) == before);
+    CHECK(slurp(before + "/model.safetensors") == model);
+    CHECK(run_shell("ls " + run + "/checkpoints").out == "step-00000004\n");
+    CHECK(run_program("train_gpt", "--resume --out " + run).status == 0);
+}
+
+TEST_CASE("a loss that is not a number ends the run and keeps the last checkpoint", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    const Outcome outcome = train("--lr 1e20 --warmup 0 --clip 0 --save-every 1 --out " + run);
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "the loss is", "--lr"));
+    const SafetensorsReader saved(newest_checkpoint(run) + "/model.safetensors");
+    for (float x : saved.at("model.norm.weight").floats()) CHECK(std::isfinite(x));
+}
+
+TEST_CASE("a run is neither overwritten nor continued as another one", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--stop-after 2 --out " + run).status == 0);
+    const std::string log = slurp(run + "/log.csv");
+    Outcome outcome = train("--out " + run);
+    CHECK(outcome.status == 2);
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "already holds a run", "--resume"));
+    outcome = run_program("train_gpt", "--resume --lr 0.5 --out " + run);
+    CHECK(outcome.status == 2);
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "--lr 0.5 differs"));
+    CHECK(slurp(run + "/log.csv") == log);
+    // A flag given again with the same value, written otherwise, is no conflict.
+    CHECK(run_program("train_gpt", "--resume --lr 3e-3 --out " + run).status == 0);
+}
+
+TEST_CASE("a broken checkpoint is named", "[program][train_gpt]") {
+    for (const std::string file : {"model.safetensors", "optimizer.safetensors", "state.json", "config.json"}) {
+        const TempFolder folder;
+        const std::string run = folder / "run";
+        REQUIRE(train("--stop-after 2 --out " + run).status == 0);
+        const std::string path = newest_checkpoint(run) + "/" + file;
+        spit(path, slurp(path).substr(0, slurp(path).size() / 2));
+        const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+        INFO(file << ": " << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), file));
+    }
+}

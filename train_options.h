@@ -1,0 +1,23 @@
+// train_options.h: the command line of train_gpt. Names and meanings are a contract: tests and scripts rely on them.
+#pragma once
+
+#include "optim/optim.h"
+
+struct TrainOptions {
+    std::string model = "tiny", init, data, val, tokenizer, out;
+    int64_t batch = 16, micro_batch = 0, seq = 128, steps = 1000, seed = 1;
+    Schedule schedule;  // its peak is --lr
+    AdamWOptions adamw;
+    double clip = 1.0;
+    std::string dtype = "fp32";
+    int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
+    double temperature = 0.8, val_fraction = 0.1;
+    bool resume = false;
+
+    // What decides the loss curve, as flag -> value: kept in checkpoints, so that a resumed run is the same run.
+    std::map<std::string, std::string> identity;
+};
+
+// Parses argv. Prints help and exits for --help. Bad input throws Error. With --resume the options that decide the loss
+// curve come from the newest checkpoint in --out; giving one of them with another value is an Error.
+TrainOptions parse_train_options(int argc, char** argv);
