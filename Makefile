@@ -1,33 +1,50 @@
 # llm.cu
 #
-#   make                  build for the GPU if this machine can, otherwise for the CPU; `make DEVICE=cpu|cuda` forces it
-#   make help             all targets
+#   make                  build for the GPU if this machine has one, otherwise for the CPU; make DEVICE=cpu|cuda chooses
+#   make test             build and run the tests
+#   make help             all targets and variables
+#   make doctor           what this machine has, and what to install for the rest
 #
-# One rule turns X.cu into an object, per device:
-#   cuda:  nvcc compiles it.
-#   cpu:   cpu/rewrite turns kernel<<<...>>>(...) into a function call, then g++ compiles it against cpu/cuda_runtime.h.
+# One rule turns X.cu into build/<device>/X.o:
+#   cuda   nvcc compiles it; files without kernels go to g++ alone, which is several times faster.
+#   cpu    cpu/rewrite turns kernel<<<...>>>(...) into a function call, then g++ compiles it against cpu/cuda_runtime.h.
+# All objects but a program's own go into build/<device>/libllm.a, and the linker takes what it needs.
 
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .SUFFIXES:
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-CUDA_HOME ?= $(firstword $(wildcard /usr/local/cuda) $(wildcard /opt/cuda) /usr/local/cuda)
-NVCC      ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard $(CUDA_HOME)/bin/nvcc))
-CXX       := g++
-JOBS      := $(shell nproc 2>/dev/null || echo 1)
+empty :=
+space := $(empty) $(empty)
+comma := ,
+
+# All cores, unless another number is asked for: make -j1.
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
+  MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
+endif
+
+ifeq ($(origin CXX),default)
+  CXX := g++
+endif
+ifdef CUDA_HOME
+  NVCC ?= $(wildcard $(CUDA_HOME)/bin/nvcc)
+else
+  NVCC ?= $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc))
+  CUDA_HOME := $(patsubst %/bin/nvcc,%,$(firstword $(realpath $(NVCC)) $(NVCC)))
+endif
 
 # ---- which device, and why -------------------------------------------------------------------------------------------
 ifeq ($(origin DEVICE),undefined)
   ifeq ($(NVCC),)
     DEVICE := cpu
-    REASON := no nvcc found
-  else ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
+    REASON := no nvcc here
+  else ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU '),0)
     DEVICE := cpu
-    REASON := nvcc is here, but no working GPU (nvidia-smi lists none)
+    REASON := nvcc is here, but nvidia-smi shows no working GPU
   else
     DEVICE := cuda
-    REASON := found nvcc and $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+    REASON := nvcc is here, and a GPU: $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
   endif
 else
   REASON := DEVICE=$(DEVICE) was asked for
@@ -35,82 +52,126 @@ endif
 ifeq ($(filter cpu cuda,$(DEVICE)),)
   $(error DEVICE=$(DEVICE): use DEVICE=cpu or DEVICE=cuda)
 endif
+ifeq ($(DEVICE)$(NVCC),cuda)
+  $(error DEVICE=cuda needs nvcc, and there is none in PATH or /usr/local/cuda. `make DEVICE=cpu` needs no CUDA)
+endif
+ifeq ($(MAKELEVEL),0)
+  ifeq ($(filter help doctor clean format compile_commands.json sanitize fuzz,$(MAKECMDGOALS)),)
+    $(info Building for $(if $(filter cpu,$(DEVICE)),the CPU,the GPU) (DEVICE=$(DEVICE)): $(REASON).)
+  endif
+endif
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 # No -ffast-math: results must not depend on how the compiler groups a sum. These two only say that nobody reads errno or
 # floating-point traps; contraction is off so that a kernel gives the same bits inlined, vectorised or stepped through.
 FLOAT_FLAGS := -fno-math-errno -fno-trapping-math -ffp-contract=off
-WARNINGS    := -Wall -Wextra -Wno-unknown-pragmas
+WARNINGS    := -Wall -Wextra -Wno-unknown-pragmas -Wno-restrict
+MARCH       ?= native
 DEBUG       ?= 0
+BUILD       := build/$(DEVICE)
+OPTIMIZE    := -O3
+# Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
+LIGHT       := train_gpt train_options huggingface test/%
+LIGHT_FLAGS := -O1
 ifeq ($(DEBUG),1)
-  BUILD    := build/$(DEVICE)-debug
-  OPTIMIZE := -O0 -g
-else
-  BUILD    := build/$(DEVICE)
-  OPTIMIZE := -O3
+  BUILD       := $(BUILD)-debug
+  OPTIMIZE    := -O0 -g
+  LIGHT_FLAGS :=
 endif
 # SANITIZE=address,undefined builds into a folder of its own.
 ifneq ($(SANITIZE),)
-  comma := ,
-  BUILD := $(BUILD)-$(subst $(comma),-,$(SANITIZE))
-  OPTIMIZE := -O1 -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all
+  BUILD       := $(BUILD)-$(subst $(comma),-,$(SANITIZE))
+  OPTIMIZE    := -O1 -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all
+  LIGHT_FLAGS :=
 endif
-MARCH ?= native
 
-CXX_INCLUDE_DIR = $(patsubst %/vector,%,$(firstword $(filter %/vector,$(shell echo '\#include <vector>' | $(CXX) -x c++ -M - 2>/dev/null))))
-DEFINES := -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"'
-CXXFLAGS := -std=c++20 $(OPTIMIZE) -march=$(MARCH) $(FLOAT_FLAGS) -fopenmp $(WARNINGS) -I. $(DEFINES)
+# The C++ headers of this compiler: the text that train_gpt reads when it is given no other.
+CXX_INCLUDE_DIR := $(patsubst %/vector,%,$(firstword $(filter %/vector,$(shell $(CXX) -x c++ -M -include vector /dev/null 2>/dev/null))))
+
+CXXFLAGS := -std=c++20 $(OPTIMIZE) -march=$(MARCH) $(FLOAT_FLAGS) -fopenmp $(WARNINGS) -I. \
+            -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"'
 
 ifeq ($(DEVICE),cpu)
+  # OpenBLAS must be the one with OpenMP threads, because it is called from OpenMP threads. Debian and Ubuntu may have several
+  # flavours installed, and -lopenblas means whichever the alternatives system points to: so we name the folder, for the
+  # linker and for the loader. Fedora calls this flavour openblaso. Elsewhere take what there is; `make doctor` tells.
+  OPENBLAS_FOLDER := $(wildcard /usr/lib/$(shell $(CXX) -print-multiarch 2>/dev/null)/openblas-openmp)
+  ifneq ($(wildcard $(OPENBLAS_FOLDER)/libopenblas.so),)
+    OPENBLAS := -L$(OPENBLAS_FOLDER) -Wl,-rpath,$(OPENBLAS_FOLDER) -lopenblas
+    CXXFLAGS += -isystem $(OPENBLAS_FOLDER:/usr/lib/%=/usr/include/%)
+  else ifneq ($(wildcard /usr/lib64/libopenblaso.so),)
+    OPENBLAS := -lopenblaso
+    CXXFLAGS += -isystem /usr/include/openblas
+  else
+    OPENBLAS := -lopenblas
+  endif
   CXXFLAGS += -Icpu
-  LDLIBS   := -fopenmp -lopenblas -lboost_context -lpthread
+  LINK     := $(CXX) $(CXXFLAGS)
+  LDLIBS   := $(OPENBLAS) -lboost_context -lpthread
 else
-  # The GPU's own architecture if there is one, otherwise sm_80 and sm_90a. Override: make DEVICE=cuda ARCH="80 90a"
-  DETECTED := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | head -n 1))
-  ARCH     ?= $(if $(DETECTED),$(if $(filter 90,$(DETECTED)),90a,$(DETECTED)),80 90a)
-  NVFLAGS  := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. $(foreach a,$(ARCH),-gencode=arch=compute_$(a),code=sm_$(a)) \
-              -Xcompiler=-fopenmp,-Wall,-Wextra,-Wno-unknown-pragmas -Wno-deprecated-gpu-targets
-  CXXFLAGS += -isystem $(CUDA_HOME)/include
-  LDLIBS   := -L$(CUDA_HOME)/lib64 -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt -Xcompiler=-fopenmp -lpthread
+  # The architectures of the GPUs here; without a GPU those of an A100 and an H100. make DEVICE=cuda ARCH="80 90a" chooses.
+  ifneq ($(origin ARCH),command line)
+    ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep '^[0-9.]*$$' | sort -u))
+    ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))
+  endif
+  NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
+               $(foreach a,$(ARCH),-gencode=arch=compute_$(a)$(comma)code=sm_$(a)) -Wno-deprecated-gpu-targets \
+               -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS)))
+  CXXFLAGS  += -isystem $(CUDA_HOME)/include
+  LINK      := $(NVCC) $(NVCCFLAGS)
+  LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt -lgomp -lpthread
 endif
 
 ifeq ($(V),1)
-  Q :=
-  say = @:
+  Q   :=
+  say := @:
 else
-  Q := @
-  say = @printf '  %-8s %s\n'
+  Q   := @
+  say := @printf '  %-5s %s\n'
 endif
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
-LIBRARY  := $(wildcard core/*.cu layers/*.cu optim/*.cu io/*.cu) llm.cu huggingface.cu train_options.cu
-PROGRAMS := train_gpt
-TESTS    := $(wildcard test/test_*.cu) test/reference.cu
-CPU_DEVICE := $(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp))
+PROGRAMS := $(basename $(wildcard train_gpt.cu generate.cu))
+LIBRARY  := $(wildcard core/*.cu layers/*.cu optim/*.cu io/*.cu parallel/*.cu) $(filter-out $(PROGRAMS:%=%.cu),$(wildcard *.cu))
+TESTS    := $(wildcard test/test_*.cu) test/main.cu test/reference.cu
+DEV      := $(basename $(wildcard dev/*.cu))
+# Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device.
+TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels)
+# Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
+HOST_TESTS := files safetensors log plot tokenizer dataset schedule
+# Tests that `make test` does not repeat in strict mode: those, and those that start programs in the modes they want.
+ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict
 
 LIBRARY_OBJECTS := $(LIBRARY:%.cu=$(BUILD)/%.o)
 ifeq ($(DEVICE),cpu)
-  LIBRARY_OBJECTS += $(CPU_DEVICE:%.cpp=$(BUILD)/%.o)
+  LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
-TEST_OBJECTS := $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/test/main.o
 
-.PHONY: all help doctor test debug clean bench-cpu compile_commands.json announce sanitize fuzz format strict
-all: announce
-	@$(MAKE) -j$(JOBS) DEVICE=$(DEVICE) programs
-	@ln -sf $(BUILD)/train_gpt train_gpt
+.PHONY: all programs tests test run_tests debug dev bench-cpu sanitize fuzz format doctor help clean force $(PROGRAMS)
+all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
+tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%)
+dev: $(DEV:%=$(BUILD)/%)
 
-announce:
-	@echo "Building for $(DEVICE): $(REASON)."
+# ./train_gpt is the program that was built last, for whichever device; debug builds stay in their own folder.
+$(PROGRAMS): %: $(BUILD)/%
+ifeq ($(filter 1,$(DEBUG))$(SANITIZE),)
+	@ln -sfn $< $@
+endif
+
+debug:
+	@$(MAKE) DEVICE=$(DEVICE) DEBUG=1 programs
+	@echo "gdb -x cpu/cuda.gdb --args build/$(DEVICE)-debug/train_gpt"
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW := $(CXX) $(CXXFLAGS) $(NVFLAGS)
+FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(NVCC) $(NVCCFLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
-	@printf '%s\n' '$(subst ','\'',$(FLAGS_NOW))' | cmp -s - $@ || printf '%s\n' '$(subst ','\'',$(FLAGS_NOW))' > $@
-.PHONY: force
-force:
+	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
+
+light_flags = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS))
+depend       = -MMD -MP -MT $@ -MF $(@:.o=.d)
 
 ifeq ($(DEVICE),cpu)
 build/rewrite: cpu/rewrite.cpp
@@ -118,41 +179,146 @@ build/rewrite: cpu/rewrite.cpp
 	$(Q)mkdir -p build && $(CXX) -std=c++20 -O1 $(WARNINGS) $< -o $@
 
 $(BUILD)/%.cpp: %.cu build/rewrite
-	$(Q)mkdir -p $(@D) && build/rewrite $< > $@
+	@mkdir -p $(@D)
+	$(Q)build/rewrite $< > $@
 
 $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
-	$(say) CPU $*.cu
-	$(Q)$(CXX) $(CXXFLAGS) -iquote $(dir $*.cu) -MMD -MP -MT $@ -MF $(@:.o=.d) -c $< -o $@
+	$(say) CXX $*.cu
+	$(Q)$(CXX) $(CXXFLAGS) $(light_flags) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
 $(BUILD)/cpu/%.o: cpu/%.cpp $(BUILD)/flags
 	$(say) CXX $<
-	$(Q)mkdir -p $(@D) && $(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
+	@mkdir -p $(@D)
+	$(Q)$(CXX) $(CXXFLAGS) $(depend) -c $< -o $@
 else
-# A file without kernels needs no device compiler: nvcc -x c++ hands it to g++ alone, which is several times faster.
-has_kernels = $(shell grep -lE '__global__|<<<' $(1))
 $(BUILD)/%.o: %.cu $(BUILD)/flags
-	$(say) NVCC $<
-	$(Q)mkdir -p $(@D) && if grep -qE '__global__|<<<|kernel\.cuh' $<; then \
-	    $(NVCC) $(NVFLAGS) -Xcompiler=$(subst $() ,$(comma_),$(FLOAT_FLAGS)) -MMD -MP -c $< -o $@; \
-	else $(CXX) $(CXXFLAGS) -x c++ -MMD -MP -c $< -o $@; fi
+	@mkdir -p $(@D)
+	$(Q)if grep -qE '__global__|<<<|\.cuh"' $<; then \
+	    $(if $(Q),printf '  NVCC  %s\n' $<;,set -x;) $(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@; \
+	else \
+	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CXX) $(CXXFLAGS) $(light_flags) $(depend) -x c++ -c $< -o $@; \
+	fi
 endif
-empty :=
-comma_ := ,
 
 $(BUILD)/libllm.a: $(LIBRARY_OBJECTS)
 	$(say) AR $@
 	$(Q)rm -f $@ && ar rcs $@ $^
 
-LINK := $(if $(filter cuda,$(DEVICE)),$(NVCC) $(NVFLAGS),$(CXX) $(CXXFLAGS))
-$(PROGRAMS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/%.o $(BUILD)/libllm.a
+$(PROGRAMS:%=$(BUILD)/%) $(DEV:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/%.o $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(LDLIBS) -o $@
 
-$(BUILD)/run_tests: $(TEST_OBJECTS) $(BUILD)/libllm.a
+$(TEST_PROGRAMS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/test/%.o $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(LDLIBS) -o $@
+
+# Catch2 version 2 is all header; version 3 is a library.
+catch2_library = $(shell $(CXX) -x c++ -E -include catch2/catch_all.hpp /dev/null >/dev/null 2>&1 && echo -lCatch2)
+$(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
+	$(say) LINK $@
+	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
+$(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test_%)) \
+    $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/%),$(LIBRARY_OBJECTS))
+	$(say) LINK $@
+	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
+# ---- tests -----------------------------------------------------------------------------------------------------------
+test: tests programs
+	@test/run.sh $(BUILD) $(ONCE)
+
+# Address and undefined-behaviour sanitizers. Only over code without kernels: the address sanitizer cannot follow the fibers
+# that kernels run on. (For kernels there is strict mode, whose guard pages and NaNs find the same mistakes.)
+sanitize:
+ifneq ($(SANITIZE),)
+	@$(MAKE) $(BUILD)/run_host_tests
+	@UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/run_host_tests
+else
+	@$(MAKE) DEVICE=cpu SANITIZE=address,undefined sanitize
+endif
+
+# Each reader of foreign files against FUZZ_SECONDS of libFuzzer's inputs. What it finds interesting stays in build/fuzz/corpus
+# and is where the next run starts; an input that breaks a reader is left in build/fuzz/ with the command that repeats it.
+CLANGXX      ?= clang++
+FUZZ_SECONDS ?= 20
+FUZZERS      := $(patsubst test/%.cpp,%,$(wildcard test/fuzz_*.cpp))
+FUZZ_FLAGS   := -std=c++20 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -Wall -Wextra -I. -Icpu
+FUZZ_READERS := $(patsubst %.cu,build/fuzz/%.o,$(wildcard io/*.cu) core/error.cu)
+fuzz:
+	@mkdir -p build/fuzz
+	@echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' > build/fuzz/probe.cpp
+	@if ! $(CLANGXX) -fsanitize=fuzzer build/fuzz/probe.cpp -o build/fuzz/probe 2>/dev/null; then \
+	    echo "fuzz: skipped, it needs $(CLANGXX) with libFuzzer (Debian, Ubuntu: apt install clang libclang-rt-dev)"; \
+	else \
+	    $(MAKE) $(FUZZERS:%=build/fuzz/%) && test/fuzz.sh $(FUZZ_SECONDS) $(FUZZERS); \
+	fi
+build/fuzz/%.o: %.cu
+	$(say) CLANG $<
+	@mkdir -p $(@D)
+	$(Q)$(CLANGXX) $(FUZZ_FLAGS) -fsanitize=fuzzer-no-link,address,undefined $(depend) -x c++ -c $< -o $@
+build/fuzz/fuzz_%: test/fuzz_%.cpp $(FUZZ_READERS)
+	$(say) CLANG $<
+	$(Q)$(CLANGXX) $(FUZZ_FLAGS) -fsanitize=fuzzer,address,undefined $^ -o $@
+-include $(shell find build/fuzz -name '*.d' 2>/dev/null)
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+bench-cpu:
+	@$(MAKE) DEVICE=cpu build/cpu/dev/bench_cpu
+	@build/cpu/dev/bench_cpu
+
+# For clangd (editors: go to definition, errors while typing), which reads our .cu files as C++ against the headers of the
+# CPU device. All of CUDA C++ that is not C++ is the kernel launch: clangd cannot look inside that one statement, and .clangd
+# tells it not to complain. (In its CUDA mode it would understand the launch, and nothing else: it wants NVIDIA's headers of
+# a version that it knows, and calls our device functions host functions.)
+compile_commands.json: force
+	@{ echo '['; \
+	   for file in $(wildcard test/*.cu) $(LIBRARY) $(PROGRAMS:%=%.cu) $(DEV:%=%.cu) $(wildcard cpu/*.cpp); do \
+	       printf '%s{"directory": "%s", "file": "%s", "arguments": [' "$$separator" '$(CURDIR)' $$file; \
+	       for argument in clang++ -x c++ -std=c++20 -march=native -fopenmp -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function -I. -Icpu -c; do \
+	           printf '"%s", ' "$$argument"; \
+	       done; \
+	       printf '"%s"]}' $$file; \
+	       separator=$$(printf ',\n.'); separator=$${separator%.}; \
+	   done; \
+	   printf '\n]\n'; } > $@.part && mv $@.part $@
+	@echo "$@ is there: clangd reads it by itself"
+
+CLANG_FORMAT ?= clang-format
+format:
+	@$(CLANG_FORMAT) -i $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,$(wildcard *.cu *.h $(foreach folder,core layers optim parallel \
+	    io cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp))))
+
+doctor:
+ifneq ($(DEVICE),cpu)
+	@BUILDS_FOR='DEVICE=$(DEVICE): $(REASON)' $(MAKE) DEVICE=cpu doctor
+else
+	@export BUILDS_FOR="$${BUILDS_FOR:-DEVICE=$(DEVICE): $(REASON)}"; \
+	    CXX='$(CXX)' CXXFLAGS='$(filter-out -D%,$(CXXFLAGS))' LDLIBS='$(LDLIBS)' NVCC='$(NVCC)' CUDA_HOME='$(CUDA_HOME)' \
+	    CLANGXX='$(CLANGXX)' dev/doctor.sh
+endif
+
 clean:
-	rm -rf build train_gpt compile_commands.json
+	rm -rf build $(PROGRAMS) compile_commands.json
+
+help:
+	@echo 'make                        build the programs (./train_gpt); says for which device and why'
+	@echo 'make test                   build and run all tests; on the CPU the kernel tests also in strict mode, three seeds'
+	@echo 'make tests                  build the tests only; then: build/cpu/run_tests --list-tests, "[rmsnorm]", ...'
+	@echo 'make debug                  build without optimisation into build/<device>-debug, for gdb'
+	@echo 'make dev                    build the ladders and benchmarks of dev/ into build/<device>/dev'
+	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU'
+	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
+	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
+	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'
+	@echo 'make compile_commands.json  for clangd'
+	@echo 'make format                 clang-format every source'
+	@echo 'make clean                  remove all that was built'
+	@echo
+	@echo 'DEVICE=cpu|cuda             the device to build for; now $(DEVICE): $(REASON)'
+	@echo 'DEBUG=1                     as make debug'
+	@echo 'V=1                         show the commands'
+	@echo 'ARCH="80 90a"               GPU architectures; the default is those of the GPUs here'
+	@echo 'MARCH=native                CPU architecture (-march)'
+	@echo 'SANITIZE=address,undefined  sanitizers, in a build folder of their own'
+	@echo 'CXX=g++ NVCC= CUDA_HOME=    the compilers'

@@ -79,7 +79,7 @@ struct Trainer {
     Memory memory;
     Model model;
     Activations acts, sample_acts;
-    std::unique_ptr<AdamW> optimizer;
+    std::unique_ptr<Optimizer> optimizer;
     Tensor norm_result, norm_scratch;
     int32_t *host_tokens = nullptr, *host_targets = nullptr;  // pinned, one step's batch
     float *host_losses = nullptr, *host_norm = nullptr;
@@ -97,7 +97,7 @@ void Trainer::allocate() {
     const DType dtype = DType::f32;
     for (int pass = 0; pass < 2; ++pass) {  // counting, then for real
         model = build_model(config, dtype, options.seq, memory.values, memory.grads);
-        optimizer = std::make_unique<AdamW>(memory.optimizer, model.params, model.values.n(), options.adamw);
+        optimizer = make_optimizer(options.optimizer, memory.optimizer, model.params, model.values.n(), options.optimizer_options);
         acts = take_activations(config, dtype, micro_batch, options.seq, true, memory.activations);
         norm_result = memory.activations.take("shared by layers", DType::f32, {2});
         norm_scratch = memory.activations.take("shared by layers", DType::f32, {grad_norm_scratch_n(model.grads.n())});
@@ -161,13 +161,29 @@ double Trainer::evaluate(const BatchReader& data, int64_t n_sequences) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Checkpoints: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
 
-// States as the files name them: "m.model.norm.weight", in the shape of our memory.
+// The optimizer's states as the file names them. Those that have an element for each parameter are cut by parameter
+// ("m.model.norm.weight"), so that the file does not depend on how our memory is laid out.
 std::vector<std::pair<std::string, Tensor>> optimizer_tensors(const Trainer& t) {
     std::vector<std::pair<std::string, Tensor>> tensors;
-    for (const auto& [state, flat] : t.optimizer->states())
+    for (const OptimizerState& state : t.optimizer->states()) {
+        if (!state.flat) {
+            tensors.push_back({state.name, state.tensor});
+            continue;
+        }
         for (const Param& param : t.model.params)
-            tensors.push_back({state + "." + param.name, flat.slice(param.offset, param.value.n())});
+            tensors.push_back({state.name + "." + param.name, state.tensor.slice(param.offset, param.value.n())});
+    }
     return tensors;
+}
+
+const char* stored_dtype(DType dtype) {
+    switch (dtype) {
+        case DType::f32: return "F32";
+        case DType::bf16: return "BF16";
+        case DType::f16: return "F16";
+        case DType::i32: return "I32";
+    }
+    return "?";
 }
 
 void save_checkpoint(const Trainer& t, int64_t step) {
@@ -175,7 +191,7 @@ void save_checkpoint(const Trainer& t, int64_t step) {
     save_model(t.model, writer.folder());
     std::vector<TensorToStore> states;
     for (const auto& [name, tensor] : optimizer_tensors(t))
-        states.push_back({name, "F32", {tensor.n()}, [tensor = tensor](void* bytes) { copy_to_host(bytes, tensor); }});
+        states.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor = tensor](void* bytes) { copy_to_host(bytes, tensor); }});
     write_safetensors(writer.folder() + "/optimizer.safetensors", states);
     const nlohmann::ordered_json state = {{"step", step},
                                           {"sequences", step * t.options.batch},
@@ -191,7 +207,7 @@ int64_t load_checkpoint(Trainer& t) {
     const SafetensorsReader states(folder + "/optimizer.safetensors");
     for (const auto& [name, tensor] : optimizer_tensors(t)) {
         const StoredTensor& stored = states.at(name);
-        check(stored.dtype == "F32" && stored.n() == tensor.n(), folder, "/optimizer.safetensors: '", name, "' does not fit the model");
+        check(stored.dtype == stored_dtype(tensor.dtype) && stored.n() == tensor.n(), folder, "/optimizer.safetensors: '", name, "' does not fit the model");
         copy_to_device(tensor, stored.data);
     }
     try {
@@ -299,8 +315,11 @@ void load_model_config(Trainer& t, const Tokenizer& tokenizer) {
     t.micro_batch = o.micro_batch == 0 ? o.batch : o.micro_batch;
 }
 
-void check_tokens(const TokenSource& source, const Config& config) {
-    check(source.max_token() < config.V, source.description(), ": holds token id ", source.max_token(),
+void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
+    check(source.n() > T, source.description(), ": ", source.n(), " tokens are too short a text for --seq ", T,
+          ": use a smaller --seq or more text");
+    const int32_t largest = source.max_token();
+    check(largest < config.V, source.description(), ": holds token id ", largest,
           ", beyond the model's vocabulary of ", config.V, ": use the --tokenizer and --model that belong together");
 }
 
@@ -312,8 +331,7 @@ int run(TrainOptions options) {
     TrainOptions& o = t.options;
     load_model_config(t, *tokenizer);
     const auto [train_tokens, val_tokens] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
-    check_tokens(train_tokens, t.config);
-    check_tokens(val_tokens, t.config);
+    for (const TokenSource& tokens : {train_tokens, val_tokens}) check_tokens(tokens, t.config, o.seq);
     const BatchReader train_data(train_tokens, o.seq, static_cast<uint64_t>(o.seed)), val_data(val_tokens, o.seq, 0);
 
     if (o.out.empty()) o.out = fresh_run_folder();
@@ -325,8 +343,8 @@ int run(TrainOptions options) {
                 (o.init.empty() ? o.model : o.init).c_str(), human_count(static_cast<double>(parameter_count(t.config))).c_str(),
                 static_cast<long long>(t.config.L), static_cast<long long>(t.config.C), static_cast<long long>(t.config.H),
                 static_cast<long long>(t.config.V));
-    std::printf("data     %s\n", train_tokens.description().c_str());
-    std::printf("held out %s\n", val_tokens.description().c_str());
+    std::printf("data     %s; training on %s tokens, %s held out\n", train_tokens.description().c_str(),
+                human_count(static_cast<double>(train_tokens.n())).c_str(), human_count(static_cast<double>(val_tokens.n())).c_str());
     std::printf("output   %s\n", o.out.c_str());
     const double matmul_rate = measure_matmul_rate();
     t.allocate();

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <filesystem>
+#include <optional>
 #include <set>
 
 namespace {
@@ -28,7 +29,12 @@ std::string value_of(const CLI::Option& option) {
     return option.count() > 0 ? option.results().back() : option.get_default_str();
 }
 
-void add_options(CLI::App& app, TrainOptions& o) {
+// Hyperparameters that were given: every optimizer has defaults of its own for the others.
+struct GivenHyperparameters {
+    std::optional<float> weight_decay, beta1, beta2, eps, momentum;
+};
+
+void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given) {
     app.add_option("--model", o.model, "tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1b, llama-3b, llama-8b, or a config.json")
         ->group("Model");
     app.add_option("--init", o.init, "start from the weights of this Hugging Face folder (config.json + safetensors)")->group("Model");
@@ -50,10 +56,14 @@ void add_options(CLI::App& app, TrainOptions& o) {
     app.add_option("--warmup", o.schedule.warmup, "steps of linear warmup; -1: a twentieth of the steps")->group("Optimisation");
     app.add_option("--min-lr-ratio", o.schedule.min_ratio, "last learning rate / highest")->group("Optimisation");
     app.add_option("--decay-fraction", o.schedule.decay_fraction, "wsd: share of the steps that decay")->group("Optimisation");
-    app.add_option("--weight-decay", o.adamw.weight_decay, "on matrices only")->group("Optimisation");
-    app.add_option("--beta1", o.adamw.beta1, "AdamW")->group("Optimisation");
-    app.add_option("--beta2", o.adamw.beta2, "AdamW")->group("Optimisation");
-    app.add_option("--eps", o.adamw.eps, "AdamW")->group("Optimisation");
+    app.add_option("--optimizer", o.optimizer, "sgd, momentum, nesterov, adagrad, rmsprop, adam, adamw, adafactor, lion, muon, adam8bit")
+        ->group("Optimisation");
+    app.add_option("--weight-decay", given.weight_decay, "on matrices only; default: the optimizer's own, as for the next four")
+        ->group("Optimisation");
+    app.add_option("--beta1", given.beta1, "memory of the mean gradient")->group("Optimisation");
+    app.add_option("--beta2", given.beta2, "memory of the mean squared gradient")->group("Optimisation");
+    app.add_option("--eps", given.eps, "added to the root that divides")->group("Optimisation");
+    app.add_option("--momentum", given.momentum, "momentum, nesterov, muon")->group("Optimisation");
     app.add_option("--clip", o.clip, "largest global norm of the gradients; 0: no clipping")->group("Optimisation");
 
     app.add_option("--out", o.out, "folder for log.csv, loss.png, TensorBoard events, checkpoints; default: runs/N")->group("Output");
@@ -76,10 +86,11 @@ void check_options(const TrainOptions& o) {
     check(o.seed >= 0, "--seed must not be negative");
     check(o.dtype == "fp32" || o.dtype == "float32", "--dtype ", o.dtype, ": this program trains in fp32");
     check(o.clip >= 0, "--clip must not be negative");
-    check(o.adamw.beta1 >= 0 && o.adamw.beta1 < 1 && o.adamw.beta2 >= 0 && o.adamw.beta2 < 1,
-          "--beta1 and --beta2 must lie in [0, 1)");
-    check(o.adamw.eps > 0, "--eps must be positive");
-    check(o.adamw.weight_decay >= 0, "--weight-decay must not be negative");
+    const OptimizerOptions& h = o.optimizer_options;
+    check(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1, "--beta1 and --beta2 must lie in [0, 1)");
+    check(h.momentum >= 0 && h.momentum < 1, "--momentum must lie in [0, 1)");
+    check(h.eps > 0, "--eps must be positive");
+    check(h.weight_decay >= 0, "--weight-decay must not be negative");
     check(o.temperature > 0, "--temperature must be positive");
     check(o.val_fraction > 0 && o.val_fraction < 1, "--val-fraction must lie between 0 and 1");
     check(o.val_every >= 0 && o.val_sequences > 0 && o.sample_tokens >= 0 && o.save_every >= 0 && o.keep >= 0 && o.stop_after >= 0,
@@ -115,12 +126,13 @@ void adopt_saved_options(CLI::App& app, const std::string& out) {
 
 TrainOptions parse_train_options(int argc, char** argv) {
     TrainOptions options;
+    GivenHyperparameters given;
     options.schedule.peak = 3e-3;
     options.schedule.warmup = -1;
     CLI::App app{"train_gpt: trains GPT-2 and LLaMA models from random weights or from a Hugging Face folder.\n"
                  "Without any flag it trains a small LLaMA on the C++ headers of this machine."};
     app.option_defaults()->always_capture_default();
-    add_options(app, options);
+    add_options(app, options, given);
     app.get_formatter()->column_width(28);
     for (CLI::Option* option : app.get_options())
         if (option->get_type_size() > 0) option->take_last();
@@ -134,6 +146,12 @@ TrainOptions parse_train_options(int argc, char** argv) {
         fail(error.what(), " (./train_gpt --help lists the flags)");
     }
     options.schedule.steps = options.steps;
+    OptimizerOptions& h = options.optimizer_options = default_optimizer_options(options.optimizer);
+    h.weight_decay = given.weight_decay.value_or(h.weight_decay);
+    h.beta1 = given.beta1.value_or(h.beta1);
+    h.beta2 = given.beta2.value_or(h.beta2);
+    h.eps = given.eps.value_or(h.eps);
+    h.momentum = given.momentum.value_or(h.momentum);
     if (options.schedule.warmup == -1) options.schedule.warmup = options.steps / 20;
     check_options(options);
     for (const CLI::Option* option : app.get_options()) {

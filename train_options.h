@@ -7,7 +7,8 @@ struct TrainOptions {
     std::string model = "tiny", init, data, val, tokenizer, out;
     int64_t batch = 16, micro_batch = 0, seq = 128, steps = 1000, seed = 1;
     Schedule schedule;  // its peak is --lr
-    AdamWOptions adamw;
+    std::string optimizer = "adamw";
+    OptimizerOptions optimizer_options;  // that optimizer's own defaults, but for what the flags say
     double clip = 1.0;
     std::string dtype = "fp32";
     int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;

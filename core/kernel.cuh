@@ -41,24 +41,6 @@ __device__ __forceinline__ void store_packed(T* address, const Packed<T, kN>& va
     *reinterpret_cast<Packed<T, kN>*>(address) = value;
 }
 
-// dispatch() for kernels that are templates over T and the n of their Packed<T, n>: 16 bytes where rows of C elements are
-// whole 16-byte packs, otherwise one element at a time.
-//     dispatch_packed(out.dtype, C, [&](auto zero) {
-//         using Pack = decltype(zero);
-//         using T = typename Pack::Element;
-//         kernel<T, Pack::n><<<grid, block, 0, stream>>>(out.ptr<T>(), ...);
-//     });
-template <class F>
-void dispatch_packed(DType dtype, int64_t C, F&& f) {
-    dispatch(dtype, [&](auto zero) {
-        using T = decltype(zero);
-        if (C % Packed<T>::n == 0)
-            f(Packed<T>{});
-        else
-            f(Packed<T, 1>{});
-    });
-}
-
 // Launchers: 16-byte loads need tensors that start on a 16-byte boundary.
 //     expect_aligned("rmsnorm_forward", {{"out", out}, {"inp", inp}});
 inline void expect_aligned(const char* operation, std::initializer_list<std::pair<const char*, Tensor>> arguments) {
@@ -107,16 +89,17 @@ struct Max {
 
 #ifdef CUDA_ON_CPU
 // A butterfly is five warp exchanges: each parks 32 fibers. The CPU device does the same additions, in the same order, in
-// one exchange: the last lane to arrive computes all five rounds.
+// one exchange: the last lane to arrive computes all rounds.
 struct ButterflyOperands {
     float value;
+    int width;
 };
 template <class Operation>
 static void complete_butterfly(void** lanes, unsigned mask) {
     (void)mask;  // always all 32
     float value[kWarp], next[kWarp];
     for (int l = 0; l < kWarp; ++l) value[l] = static_cast<ButterflyOperands*>(lanes[l])->value;
-    for (int o = kWarp / 2; o > 0; o /= 2) {
+    for (int o = static_cast<ButterflyOperands*>(lanes[0])->width / 2; o > 0; o /= 2) {
         for (int l = 0; l < kWarp; ++l) next[l] = Operation::of(value[l], value[l ^ o]);
         for (int l = 0; l < kWarp; ++l) value[l] = next[l];
     }
@@ -124,21 +107,21 @@ static void complete_butterfly(void** lanes, unsigned mask) {
 }
 #endif
 
-// Every lane of the warp takes part.
+// Every lane of the warp takes part. With a width of 2, 4, 8 or 16 each group of so many neighbours is reduced by itself.
 template <class Operation>
-__device__ __forceinline__ float warp_reduce(float value) {
+__device__ __forceinline__ float warp_reduce(float value, int width = kWarp) {
 #ifdef CUDA_ON_CPU
-    ButterflyOperands operands{value};
+    ButterflyOperands operands{value, width};
     cuda_cpu::exchange(kFullWarp, &operands, complete_butterfly<Operation>, "warp_reduce", __FILE__, __LINE__);
     return operands.value;
 #else
 #pragma unroll
-    for (int o = kWarp / 2; o > 0; o /= 2) value = Operation::of(value, __shfl_xor_sync(kFullWarp, value, o));
+    for (int o = width / 2; o > 0; o /= 2) value = Operation::of(value, __shfl_xor_sync(kFullWarp, value, o));
     return value;
 #endif
 }
-__device__ __forceinline__ float warp_sum(float value) { return warp_reduce<Sum>(value); }
-__device__ __forceinline__ float warp_max(float value) { return warp_reduce<Max>(value); }
+__device__ __forceinline__ float warp_sum(float value, int width = kWarp) { return warp_reduce<Sum>(value, width); }
+__device__ __forceinline__ float warp_max(float value, int width = kWarp) { return warp_reduce<Max>(value, width); }
 
 // Reduction over a block of blockDim.x = 32 k threads (k <= 32), in a fixed order; every thread gets the result.
 // `scratch` is shared memory of 32 floats. It is free for reuse after the next barrier that all threads pass.

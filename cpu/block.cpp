@@ -3,126 +3,208 @@
 // One OS thread runs one block at a time. The block's threads run in a plain loop (run_threads in cuda_runtime.h) on the
 // OS thread's own stack. A thread that has to wait keeps the stack it is on: that stack becomes its fiber, and the loop is
 // continued from the next thread on a fresh one. So a kernel without barriers never pays for a switch, and a kernel with
-// them pays one switch (a few nanoseconds: Boost.Context saves the callee-saved registers) a thread and barrier.
+// them pays one switch (cpu/fiber.h) a thread and barrier.
 //
-//     loop on main stack:  t0 waits ──> fiber 1: t1 waits ──> fiber 2: t2 ... last thread arrives, all become ready
-//     ready: main (t0), fiber 1 (t1), ... resumed in turn; each runs to the next barrier or to the kernel's end
+//     OS thread's stack:  t0 waits ──> fiber 1: t1 waits ──> fiber 2: t2 ... the last thread arrives: all are ready
+//     ready: t0 on the OS thread's stack, t1 on fiber 1, ... each goes on in turn, to the next barrier or its end
 //
-// Strict mode starts every thread on a fiber of its own and picks the next one to run at random.
+// Strict mode starts every thread on a stack of its own and picks the next one to run at random.
 #include "device.h"
+#include "fiber.h"
 
-#include <boost/context/detail/fcontext.hpp>
 #include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <vector>
+
+#if defined(__x86_64__) && !defined(CUDA_CPU_BOOST_FIBERS)
+// Six registers belong to the caller; the rest, the compiler has already saved where it calls us.
+asm(R"(
+    .text
+    .p2align 5
+    .globl cuda_cpu_switch
+    .type cuda_cpu_switch, @function
+cuda_cpu_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    popq %rdx
+    jmp *%rdx
+    .size cuda_cpu_switch, .-cuda_cpu_switch
+
+    .p2align 5
+    .globl cuda_cpu_start
+    .type cuda_cpu_start, @function
+cuda_cpu_start:
+    .cfi_startproc
+    .cfi_undefined rip
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    xorl %ebp, %ebp
+    call *%rdx
+    ud2
+    .cfi_endproc
+    .size cuda_cpu_start, .-cuda_cpu_start
+)");
+#endif
 
 namespace cuda_cpu {
 namespace {
 
-namespace context = boost::context::detail;
-
-constexpr size_t kStackBytes = 256 << 10;  // touched pages only are real memory
+constexpr size_t kStackBytes = 256 << 10;  // only the pages that are touched are real memory
 constexpr size_t kPageBytes = 4096;
+constexpr unsigned kStacksPerSlab = 32;
+constexpr unsigned kGuardedStacks = 128;   // an OS thread's first stacks have a guard page each (see add_stacks)
 constexpr unsigned kWarp = 32;
+constexpr unsigned kMaxWarps = 32;         // a block has at most 1024 threads
 
 struct Fiber {
-    context::fcontext_t saved = nullptr;  // where to continue; valid while it is not running
-    char* stack = nullptr;                // nullptr: the OS thread's own stack
+    void* stopped = nullptr;  // where to go on; valid while it is not running
+    Fiber* next = nullptr;    // in the list that it waits in
+    unsigned thread = 0;      // the thread that it runs, as of its last wait (strict mode: always)
+    char* stack_top = nullptr;
 };
 
-// A warp exchange that some lanes wait in.
-struct Exchange {
-    unsigned mask = 0, arrived = 0;
-    Complete complete = nullptr;
-    const char *what = nullptr, *file = nullptr;
-    int line = 0;
-    void* lanes[kWarp] = {};
-    Fiber* waiting[kWarp] = {};
-};
-
-struct Warp {
-    std::vector<Exchange> exchanges;  // more than one only while the warp's lanes have diverged; mask == 0: free
-};
-
-// First in, first out; strict mode takes from anywhere.
-class ReadyQueue {
-  public:
-    bool empty() const { return head_ == fibers_.size(); }
-    size_t size() const { return fibers_.size() - head_; }
-    void push(Fiber* fiber) { fibers_.push_back(fiber); }
-    Fiber* take(size_t pick) {
-        std::swap(fibers_[head_], fibers_[head_ + pick]);
-        Fiber* fiber = fibers_[head_++];
-        if (empty()) fibers_.clear(), head_ = 0;
+// Fibers in the order in which they came.
+struct FiberList {
+    Fiber *first = nullptr, *last = nullptr;
+    void push(Fiber* fiber) {
+        fiber->next = nullptr;
+        (first ? last->next : first) = fiber;
+        last = fiber;
+    }
+    void append(FiberList& other) {
+        if (!other.first) return;
+        (first ? last->next : first) = other.first;
+        last = other.last;
+        other.first = nullptr;
+    }
+    Fiber* pop() {
+        Fiber* fiber = first;
+        first = fiber->next;
         return fiber;
     }
-
-  private:
-    std::vector<Fiber*> fibers_;
-    size_t head_ = 0;
 };
+
+// A warp exchange that some lanes wait in. mask == 0: free.
+struct Exchange {
+    unsigned mask = 0, arrived = 0;
+    const Collective* collective = nullptr;  // on the stack of the first lane to arrive
+    FiberList waiting;
+    void* lanes[kWarp] = {};
+};
+
+std::string in_brackets(uint3 i) {
+    char text[64];
+    std::snprintf(text, sizeof text, "(%u,%u,%u)", i.x, i.y, i.z);
+    return text;
+}
 
 class Block {
   public:
+    Block() = default;
+    Block(const Block&) = delete;
+    ~Block();
     void run(const Launch& launch, const BlockProgram& program, uint3 index);
-    void barrier(uint3 thread, const char* file, int line);
-    void exchange(uint3 thread, unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line);
+    void barrier(unsigned thread, const char* file, int line);
+    void exchange(unsigned thread, unsigned mask, void* operands, const Collective& collective);
+    void run_loop();  // starts threads, from next_ on, in the loop on the current stack
+    void leave_loop();
+    [[noreturn]] void finish_fiber();
     void shared_declared(void* variable, size_t bytes);
     void* dynamic_shared();
-    std::string where() const;
-    void set_thread(uint3 thread) { thread_ = linear(thread); }
+    bool running() const { return launch_; }
+    bool is_stack(uintptr_t address) const;
+    std::string where_launched() const;
+    std::string where() const { return where_launched() + ", thread " + name(current_->thread); }
+    void set_thread(unsigned thread) { current_->thread = thread; }
 
   private:
-    unsigned linear(uint3 t) const { return t.x + launch_->block.x * (t.y + launch_->block.y * t.z); }
-    std::string name(unsigned linear_index) const;
-    static void fiber_main(context::transfer_t from);
-    void run_loop();                // runs threads from next_ on, in the loop on the current stack
-    void park();                    // the current fiber waits; another one runs
-    void go_on(Fiber* from);        // switches to whatever can run next; from == nullptr: never to come back
-    void switch_to(Fiber* to, Fiber* from);
-    void wait_begins();             // the running thread is about to wait: it keeps this stack, the loop moves on
-    void recycle_finished();
+    uint3 index_of(unsigned thread) const {
+        if (thread < size_.x) return {thread, 0, 0};  // two divisions are as dear as a switch
+        return {thread % size_.x, thread / size_.x % size_.y, thread / size_.x / size_.y};
+    }
+    std::string name(unsigned thread) const { return in_brackets(index_of(thread)); }
+    void take_over(unsigned thread);  // the running thread, in such a loop, waits for the first time: the loop ends with it
+    void arrive(Exchange& e, unsigned lane, void* operands, unsigned thread);
+    void wait(unsigned thread);  // the running fiber is in a list: goes on with another. Returns when it is let go on
+    [[gnu::noinline]] void wait_slowly(unsigned thread);
+    [[gnu::noinline]] void exchange_slowly(unsigned thread, unsigned mask, void* operands, const Collective& collective);
+    [[gnu::noinline]] void complete_exchange(Exchange& e, unsigned thread);
+    [[gnu::noinline]] void complete_barrier(unsigned thread);
+    [[gnu::noinline, gnu::cold]] void barrier_elsewhere(unsigned thread, const char* file, int line);
+    void arrive_at_barrier(unsigned thread);
+    void set_ready(FiberList& fibers);
+    Fiber* pick_ready();     // the next ready fiber; nullptr: start a thread
     Fiber* fresh_fiber();
-    [[noreturn]] void report_divergence();
+    void add_stacks();
+    [[noreturn, gnu::noinline, gnu::cold]] Fiber* report_divergence();
 
     const Launch* launch_ = nullptr;
     const BlockProgram* program_ = nullptr;
+    dim3 size_;                    // of the block
+    unsigned n_ = 0;               // threads in the block
+    unsigned last_warp_ = 0, last_warp_mask_ = ~0u;
     uint3 index_{};
-    unsigned n_ = 0;              // threads in the block
-    unsigned next_ = 0;           // first thread that has not been started (strict: index into order_)
-    unsigned thread_ = 0;         // the thread that runs, as far as known: exact in strict mode
+
+    unsigned next_ = 0;            // the first thread that has not been started (strict: an index into order_)
     std::vector<unsigned> order_;  // strict: the order in which threads are started
+    ThreadLoop* loop_ = nullptr;   // the loop that starts threads, while the running fiber is inside it
 
-    ThreadLoop* loop_ = nullptr;  // the loop that starts threads, while the running fiber is inside it
     Fiber main_, *current_ = &main_;
-    bool main_waits_for_end_ = false;
-    ReadyQueue ready_;
-    unsigned n_parked_ = 0;       // fibers that wait in the barrier or in an exchange
-    std::vector<Fiber*> pool_;
-    Fiber* finished_ = nullptr;   // its stack is free once we are off it
+    unsigned n_live_ = 0;          // threads that have waited and not finished: each keeps a fiber
+    FiberList ready_;
+    std::vector<Fiber*> ready_strict_;  // strict mode takes from anywhere
+    FiberList pool_;               // fibers whose stacks are free
+    std::vector<Fiber*> all_;
+    std::vector<char*> slabs_;
 
-    std::vector<Fiber*> at_barrier_;
-    std::vector<bool> arrived_;
     unsigned n_arrived_ = 0;
+    FiberList at_barrier_;
     const char* barrier_file_ = nullptr;
     int barrier_line_ = 0;
-    std::vector<Warp> warps_;
+    Exchange exchanges_[kMaxWarps];                // one a warp, and
+    std::vector<Exchange> more_exchanges_[kMaxWarps];  // more while the warp's lanes have diverged
 
     std::vector<void*> shared_filled_;
     void* shared_ = nullptr;
     size_t shared_capacity_ = 0;
 };
 
-thread_local Block* block = nullptr;  // this OS thread's, made on first use and kept
+thread_local Block* block = nullptr;  // this OS thread's, made on first use
+thread_local std::unique_ptr<Block> owned_block;  // the same; ends with the OS thread
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Starting threads
 
 void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) {
     launch_ = &launch;
     program_ = &program;
+    size_ = launch.block;
     index_ = index;
-    n_ = launch.block.x * launch.block.y * launch.block.z;
+    n_ = size_.x * size_.y * size_.z;
+    last_warp_ = (n_ - 1) / kWarp;
+    last_warp_mask_ = ~0u >> (kWarp - 1 - (n_ - 1) % kWarp);
     next_ = 0;
     program.enter_block(launch, index);
     if (strict) {
@@ -130,213 +212,293 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
         std::iota(order_.begin(), order_.end(), 0u);
         for (unsigned i = n_; i > 1; --i) std::swap(order_[i - 1], order_[strict_random_below(i)]);
         shared_filled_.clear();
-        if (shared_) guarded_free(shared_, shared_capacity_);
-        shared_ = nullptr;
+        if (shared_) guarded_refill(shared_);
     }
     current_ = &main_;
-    run_loop();
-    // Here either every thread has run without waiting, or the thread that took this stack over has just finished.
-    if (next_ < n_ || n_parked_ > 0 || !ready_.empty()) {
-        main_waits_for_end_ = true;
-        go_on(&main_);
-        main_waits_for_end_ = false;
+    for (;;) {
+        run_loop();
+        // Every thread has run without waiting, or the one that kept this stack has just finished, in whatever order.
+        if (ready_.first || !ready_strict_.empty()) {
+            Fiber* to = pick_ready();
+            if (!to) continue;
+            current_ = to;
+            switch_fiber(&main_.stopped, to->stopped);
+            break;
+        }
+        if (next_ < n_) continue;
+        if (n_live_ > 0) report_divergence();
+        break;
     }
+    if (strict) check_end_canaries(where_launched());
+    launch_ = nullptr;
 }
 
 void Block::run_loop() {
-    const dim3 size = launch_->block;
     ThreadLoop loop;
     if (strict) {
-        thread_ = order_[next_++];
-        const unsigned x = thread_ % size.x, y = thread_ / size.x % size.y, z = thread_ / size.x / size.y;
-        loop = {x, y, z, x + 1, y + 1, z + 1};
+        const uint3 at = index_of(current_->thread = order_[next_++]);
+        loop = {at.x, at.y, at.z, at.x + 1, at.y + 1, at.z + 1};
     } else {
-        loop = {next_ % size.x, next_ / size.x % size.y, next_ / size.x / size.y, size.x, size.y, size.z};
+        const uint3 at = index_of(next_);
+        loop = {at.x, at.y, at.z, size_.x, size_.y, size_.z};
         next_ = n_;  // all of them, unless one waits
     }
     loop_ = &loop;
     program_->run_threads(program_->kernel, loop);
-    if (loop_ == &loop) loop_ = nullptr;
+    loop_ = nullptr;
 }
 
-// A fiber's whole life: run threads until one of them waits, come back, finish that one, leave.
-void Block::fiber_main(context::transfer_t from) {
-    if (from.data) static_cast<Fiber*>(from.data)->saved = from.fctx;
-    Block* self = block;
-    self->run_loop();
-    self->recycle_finished();
-    self->finished_ = self->current_;
-    self->go_on(nullptr);
+inline void Block::take_over(unsigned thread) {
+    ThreadLoop& loop = *loop_;
+    loop_ = nullptr;
+    ++n_live_;
+    loop.x_end = loop.y_end = loop.z_end = 0;
+    if (strict) return;
+    next_ = thread + 1;
 }
 
-// The fiber that finished last still stands on its stack until another one runs.
-void Block::recycle_finished() {
-    if (!finished_ || finished_ == current_) return;
-    pool_.push_back(finished_);
-    finished_ = nullptr;
+// The loop on the current stack has been taken over, and the thread that kept the stack has just finished: another fiber
+// goes on. Only the OS thread's own stack returns from here. Frames below it are simply left behind: to return through
+// them would cost more than all the rest, because the processor predicts returns by its own stack, and not by ours.
+void Block::leave_loop() {
+    --n_live_;
+    if (current_ != &main_) finish_fiber();
+}
+
+void Block::finish_fiber() {
+    Fiber *self = current_, *to = nullptr;
+    if (ready_.first || !ready_strict_.empty())
+        to = pick_ready();
+    else if (next_ == n_)
+        to = n_live_ == 0 ? &main_ : report_divergence();
+    if (to) {
+        self->next = pool_.first;
+        pool_.first = self;
+        current_ = to;
+        switch_fiber(&self->stopped, to->stopped);
+    } else {
+        start_fiber(&self->stopped, self->stack_top);  // the next threads may have this stack
+    }
+    __builtin_unreachable();
 }
 
 Fiber* Block::fresh_fiber() {
-    if (pool_.empty()) {
-        char* stack = static_cast<char*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        if (stack == MAP_FAILED) report("no memory for a fiber's stack");
-        mprotect(stack, kPageBytes, PROT_NONE);  // a stack overflow faults instead of spilling into the next stack
-        pool_.push_back(new Fiber{nullptr, stack});
+    if (!pool_.first) add_stacks();
+    return pool_.pop();
+}
+
+// Below each stack lies a page that faults, so that a stack overflow does not spill into the next stack. The system allows
+// a process some 65 000 mappings only, and a machine may have a hundred cores: beyond the first stacks, which every block
+// uses first, we do without.
+void Block::add_stacks() {
+    constexpr size_t bytes = kStacksPerSlab * kStackBytes;
+    char* slab = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (slab == MAP_FAILED) report("no memory for the stacks of a block's threads");
+    slabs_.push_back(slab);
+    for (unsigned i = 0; i < kStacksPerSlab; ++i) {
+        char* stack = slab + i * kStackBytes;
+        if (all_.size() < kGuardedStacks) mprotect(stack, kPageBytes, PROT_NONE);
+        // Were all stacks to start at the same offset in their page, their hot ends would fight for the same cache lines.
+        const size_t offset = all_.size() * 640 % kPageBytes;
+        Fiber* fiber = new Fiber;
+        fiber->stack_top = stack + kStackBytes - offset;
+        all_.push_back(fiber);
     }
-    Fiber* fiber = pool_.back();
-    pool_.pop_back();
-    fiber->saved = context::make_fcontext(fiber->stack + kStackBytes, kStackBytes - kPageBytes, &Block::fiber_main);
+    for (unsigned i = 0; i < kStacksPerSlab; ++i) {
+        Fiber* fiber = all_[all_.size() - 1 - i];
+        fiber->next = pool_.first;
+        pool_.first = fiber;
+    }
+}
+
+Block::~Block() {
+    for (char* slab : slabs_) munmap(slab, kStacksPerSlab * kStackBytes);
+    for (Fiber* fiber : all_) delete fiber;
+    if (!strict) std::free(shared_);
+    else if (shared_) guarded_free(shared_);
+}
+
+bool Block::is_stack(uintptr_t address) const {
+    for (const char* slab : slabs_) {
+        const uintptr_t from = reinterpret_cast<uintptr_t>(slab);
+        if (address >= from && address < from + kStacksPerSlab * kStackBytes) return true;
+    }
+    return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Waiting
+
+inline void Block::set_ready(FiberList& fibers) {
+    if (!strict) return ready_.append(fibers);
+    for (Fiber* fiber = fibers.first; fiber; fiber = fiber->next) ready_strict_.push_back(fiber);
+    fibers.first = nullptr;
+}
+
+inline Fiber* Block::pick_ready() {
+    if (!strict) return ready_.pop();
+    const uint64_t pick = strict_random_below(ready_strict_.size() + (n_ - next_));
+    if (pick >= ready_strict_.size()) return nullptr;
+    std::swap(ready_strict_[pick], ready_strict_.back());
+    Fiber* fiber = ready_strict_.back();
+    ready_strict_.pop_back();
     return fiber;
 }
 
-void Block::switch_to(Fiber* to, Fiber* from) {
-    if (to == from) return;
+// The switch is the last thing done, so that a fiber that goes on returns straight into its kernel. What is rare is kept
+// out of the functions below: they must need no stack of their own.
+inline void Block::wait(unsigned thread) {
+    Fiber *self = current_, *to = ready_.first;
+    if (loop_ || !to) return wait_slowly(thread);
+    ready_.first = to->next;
     current_ = to;
-    const context::transfer_t back = context::jump_fcontext(to->saved, from);
-    // Somebody has switched back to `from`: keep where that somebody stopped, unless it is finished for good.
-    if (back.data) static_cast<Fiber*>(back.data)->saved = back.fctx;
+    if (const Fiber* then = to->next) {  // the stacks of a large block do not fit into the nearest cache
+        __builtin_prefetch(then->stopped);
+        __builtin_prefetch(static_cast<const char*>(then->stopped) + 64);
+    }
+    switch_fiber(&self->stopped, to->stopped);
 }
 
-void Block::go_on(Fiber* from) {
-    recycle_finished();
-    Fiber* to = nullptr;
-    const size_t n_ready = ready_.size(), n_unstarted = n_ - next_;
-    const bool start_one = strict ? n_unstarted > 0 && strict_random_below(n_ready + n_unstarted) >= n_ready
-                                  : n_ready == 0 && n_unstarted > 0;
-    if (start_one) {
-        to = fresh_fiber();
-    } else if (n_ready > 0) {
-        to = ready_.take(strict ? strict_random_below(n_ready) : 0);
-    } else if (main_waits_for_end_ && n_parked_ == 0) {
-        to = &main_;
-    } else {
+// Its first wait, or nobody is ready, or strict mode.
+void Block::wait_slowly(unsigned thread) {
+    if (loop_) take_over(thread);
+    Fiber* self = current_;
+    if (ready_.first || !ready_strict_.empty()) {
+        Fiber* to = pick_ready();
+        if (to) {
+            current_ = to;
+            if (to == self) return;
+            return switch_fiber(&self->stopped, to->stopped);
+        }
+    } else if (next_ == n_) {
         report_divergence();
     }
-    switch_to(to, from);
+    current_ = fresh_fiber();
+    start_fiber(&self->stopped, current_->stack_top);
 }
 
-void Block::park() {
-    ++n_parked_;
-    const unsigned thread = thread_;
-    go_on(current_);
-    thread_ = thread;
+inline void Block::barrier(unsigned thread, const char* file, int line) {
+    current_->thread = thread;
+    if (line != barrier_line_ || file != barrier_file_) return barrier_elsewhere(thread, file, line);
+    arrive_at_barrier(thread);
 }
 
-void Block::wait_begins() {
-    if (!loop_) return;  // not its first wait
-    loop_->x_end = loop_->y_end = loop_->z_end = 0;
-    loop_ = nullptr;
-    if (!strict) next_ = thread_ + 1;
+inline void Block::arrive_at_barrier(unsigned thread) {
+    if (++n_arrived_ == n_) return complete_barrier(thread);
+    at_barrier_.push(current_);
+    wait(thread);
 }
 
-void Block::barrier(uint3 thread, const char* file, int line) {
-    if (n_ == 1) return;
-    thread_ = linear(thread);
-    if (n_arrived_ == 0) {
-        arrived_.assign(n_, false);
-        barrier_file_ = file;
-        barrier_line_ = line;
-    } else if (line != barrier_line_ || std::strcmp(file, barrier_file_) != 0) {
-        report("barrier divergence in " + where() + ": it waits at " + file + ":" + std::to_string(line) +
+// Another barrier than the last one: right if nobody waits.
+void Block::barrier_elsewhere(unsigned thread, const char* file, int line) {
+    if (n_arrived_ > 0 && (line != barrier_line_ || std::strcmp(file, barrier_file_) != 0))
+        report("barrier divergence in " + where() + ":\n  it waits at " + file + ":" + std::to_string(line) +
                " while others of its block wait at " + barrier_file_ + ":" + std::to_string(barrier_line_));
-    }
-    arrived_[thread_] = true;
-    if (++n_arrived_ == n_) {
-        n_arrived_ = 0;
-        n_parked_ -= static_cast<unsigned>(at_barrier_.size());
-        for (Fiber* fiber : at_barrier_) ready_.push(fiber);
-        at_barrier_.clear();
-        if (!strict) return;
-        // Strict: the last to arrive need not be the first to go on.
-        wait_begins();
-        ready_.push(current_);
-        const unsigned me = thread_;
-        go_on(current_);
-        thread_ = me;
-        return;
-    }
-    wait_begins();
-    at_barrier_.push_back(current_);
-    park();
+    barrier_file_ = file;
+    barrier_line_ = line;
+    arrive_at_barrier(thread);
 }
 
-void Block::exchange(uint3 thread, unsigned mask, void* operands, Complete complete, const char* what, const char* file,
-                     int line) {
-    thread_ = linear(thread);
-    const unsigned warp_index = thread_ / kWarp, lane = thread_ % kWarp;
-    const unsigned n_lanes = std::min(kWarp, n_ - warp_index * kWarp);
+void Block::complete_barrier(unsigned thread) {
+    n_arrived_ = 0;
+    set_ready(at_barrier_);
+    if (!strict) return;
+    // The last to arrive need not be the first to go on.
+    ready_strict_.push_back(current_);
+    wait(thread);
+}
+
+inline void Block::exchange(unsigned thread, unsigned mask, void* operands, const Collective& collective) {
+    const unsigned warp = thread / kWarp, lane = thread % kWarp;
+    current_->thread = thread;
+    Exchange& e = exchanges_[warp];
+    if (e.mask != mask || !(mask >> lane & 1) || e.collective->complete != collective.complete ||
+        e.collective->what != collective.what)
+        return exchange_slowly(thread, mask, operands, collective);
+    arrive(e, lane, operands, thread);
+}
+
+inline void Block::arrive(Exchange& e, unsigned lane, void* operands, unsigned thread) {
+    e.lanes[lane] = operands;
+    e.arrived |= 1u << lane;
+    if (e.arrived == e.mask) return complete_exchange(e, thread);
+    e.waiting.push(current_);
+    wait(thread);
+}
+
+// The first lane to arrive, or a partial warp, or lanes that have diverged into exchanges with different masks.
+void Block::exchange_slowly(unsigned thread, unsigned mask, void* operands, const Collective& collective) {
+    const unsigned warp = thread / kWarp, lane = thread % kWarp;
+    if (warp == last_warp_) mask &= last_warp_mask_;  // a partial warp has only its existing lanes
     if (!(mask >> lane & 1))
-        report(std::string(what) + " at " + file + ":" + std::to_string(line) + ": the lane is not in its own mask; " + where());
-    mask &= n_lanes == kWarp ? ~0u : (1u << n_lanes) - 1;  // a partial warp has only its existing lanes
-    if (warp_index >= warps_.size()) warps_.resize((n_ + kWarp - 1) / kWarp);
-    std::vector<Exchange>& slots = warps_[warp_index].exchanges;
-    size_t at = 0;
-    while (at < slots.size() && slots[at].mask != mask) ++at;
-    if (at == slots.size()) {
-        for (at = 0; at < slots.size() && slots[at].mask != 0;) ++at;
-        if (at == slots.size()) slots.emplace_back();
-        slots[at].mask = mask;
-        slots[at].complete = complete;
-        slots[at].what = what;
-        slots[at].file = file;
-        slots[at].line = line;
+        report(std::string(collective.what) + " at " + collective.file + ":" + std::to_string(collective.line) +
+               " with a mask that the calling lane is not in, in " + where());
+    std::vector<Exchange>& more = more_exchanges_[warp];
+    Exchange *found = nullptr, *free = nullptr;
+    const auto consider = [&](Exchange& e) {
+        if (e.mask == mask) found = &e;
+        if (e.mask == 0) free = &e;
+    };
+    for (Exchange& e : more) consider(e);
+    consider(exchanges_[warp]);
+    if (!found) {
+        found = free ? free : &more.emplace_back();
+        found->mask = mask;
+        found->collective = &collective;
     }
-    Exchange& mine = slots[at];
-    if (mine.complete != complete)
-        report("warp divergence in " + where() + ": it does " + what + " at " + file + ":" + std::to_string(line) +
-               " while other lanes of its mask do " + mine.what + " at " + mine.file + ":" + std::to_string(mine.line));
-    mine.arrived |= 1u << lane;
-    mine.lanes[lane] = operands;
-    if (mine.arrived == mask) {
-        complete(mine.lanes, mask);
-        for (unsigned l = 0; l < n_lanes; ++l)
-            if (mine.waiting[l]) {
-                ready_.push(mine.waiting[l]);
-                mine.waiting[l] = nullptr;
-                --n_parked_;
-            }
-        mine.mask = mine.arrived = 0;
-        return;
-    }
-    wait_begins();
-    mine.waiting[lane] = current_;
-    park();
+    const Collective& first = *found->collective;
+    if (first.complete != collective.complete || std::strcmp(first.what, collective.what) != 0)
+        report("warp divergence in " + where() + ":\n  it does " + collective.what + " at " + collective.file + ":" +
+               std::to_string(collective.line) + " while other lanes of its mask do " + first.what + " at " + first.file + ":" +
+               std::to_string(first.line));
+    arrive(*found, lane, operands, thread);
 }
 
-void Block::report_divergence() {
-    std::string text = "barrier divergence in kernel '" + std::string(launch_->kernel) + "' launched at " + launch_->file + ":" +
-                       std::to_string(launch_->line) + ", block (" + std::to_string(index_.x) + "," + std::to_string(index_.y) +
-                       "," + std::to_string(index_.z) + "):";
+void Block::complete_exchange(Exchange& e, unsigned thread) {
+    e.collective->complete(e.lanes, e.mask);
+    e.mask = e.arrived = 0;
+    set_ready(e.waiting);
+    if (!strict) return;
+    ready_strict_.push_back(current_);
+    wait(thread);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reports
+
+Fiber* Block::report_divergence() {
+    std::string text = "barrier divergence in " + where_launched() + ":";
     if (n_arrived_ > 0) {
-        unsigned missing = 0;
-        while (missing < n_ && arrived_[missing]) ++missing;
+        std::vector<bool> arrived(n_);
+        for (Fiber* fiber = at_barrier_.first; fiber; fiber = fiber->next) arrived[fiber->thread] = true;
+        const auto missing = std::find(arrived.begin(), arrived.end(), false) - arrived.begin();
         text += "\n  __syncthreads() at " + std::string(barrier_file_) + ":" + std::to_string(barrier_line_) +
                 " was reached by " + std::to_string(n_arrived_) + " of " + std::to_string(n_) + " threads; thread " +
-                name(missing) + " is the first that never came";
+                name(static_cast<unsigned>(missing)) + " is the first that never came";
     }
-    for (const Warp& warp : warps_)
-        for (const Exchange& e : warp.exchanges) {
-            if (e.mask == 0) continue;
-            const unsigned warp_index = static_cast<unsigned>(&warp - warps_.data());
-            const unsigned absent = static_cast<unsigned>(__builtin_ctz(e.mask & ~e.arrived));
-            text += "\n  " + std::string(e.what) + " at " + e.file + ":" + std::to_string(e.line) + " waits for " +
-                    std::to_string(__builtin_popcount(e.mask & ~e.arrived)) + " lanes of warp " + std::to_string(warp_index) +
-                    "; thread " + name(warp_index * kWarp + absent) + " is the first that never came";
+    for (unsigned warp = 0; warp <= last_warp_; ++warp) {
+        std::vector<const Exchange*> all{&exchanges_[warp]};
+        for (const Exchange& e : more_exchanges_[warp]) all.push_back(&e);
+        for (const Exchange* e : all) {
+            const unsigned absent = e->mask & ~e->arrived;
+            if (!absent) continue;
+            text += "\n  " + std::string(e->collective->what) + " at " + e->collective->file + ":" +
+                    std::to_string(e->collective->line) + " waits for " +
+                    std::to_string(__builtin_popcount(absent)) + " lanes of warp " + std::to_string(warp) + "; thread " +
+                    name(warp * kWarp + static_cast<unsigned>(__builtin_ctz(absent))) + " is the first that never came";
         }
+    }
     report(text);
 }
 
-std::string Block::name(unsigned i) const {
-    const dim3 s = launch_->block;
-    return "(" + std::to_string(i % s.x) + "," + std::to_string(i / s.x % s.y) + "," + std::to_string(i / s.x / s.y) + ")";
+std::string Block::where_launched() const {
+    return "kernel '" + std::string(launch_->kernel) + "' launched at " + launch_->file + ":" + std::to_string(launch_->line) +
+           ", block " + in_brackets(index_);
 }
 
-std::string Block::where() const {
-    return "kernel '" + std::string(launch_->kernel) + "' launched at " + launch_->file + ":" + std::to_string(launch_->line) +
-           ", block (" + std::to_string(index_.x) + "," + std::to_string(index_.y) + "," + std::to_string(index_.z) +
-           "), thread " + name(thread_);
-}
+// ---------------------------------------------------------------------------------------------------------------------
+// Shared memory
 
 void Block::shared_declared(void* variable, size_t bytes) {
     if (std::find(shared_filled_.begin(), shared_filled_.end(), variable) != shared_filled_.end()) return;
@@ -346,35 +508,41 @@ void Block::shared_declared(void* variable, size_t bytes) {
 
 void* Block::dynamic_shared() {
     const size_t bytes = launch_->shared_bytes;
-    if (strict) {
-        if (!shared_) shared_ = guarded_allocate(shared_capacity_ = bytes);
-    } else if (bytes > shared_capacity_) {
-        std::free(shared_);
-        shared_capacity_ = (bytes + 1023) / 1024 * 1024;
-        shared_ = std::aligned_alloc(1024, shared_capacity_);
+    if (strict ? bytes != shared_capacity_ : bytes > shared_capacity_) {
+        if (strict) {
+            if (shared_) guarded_free(shared_);
+            shared_ = guarded_allocate(bytes, "dynamic shared memory");
+        } else {
+            std::free(shared_);
+            shared_ = std::aligned_alloc(1024, (bytes + 1023) / 1024 * 1024);
+        }
+        if (!shared_) report("no memory for the shared memory of " + where_launched());
+        shared_capacity_ = bytes;
     }
     return shared_;
 }
 
 Block& this_block() {
     if (!block) {
-        block = new Block;
-        if (strict) prepare_os_thread();
+        block = (owned_block = std::make_unique<Block>()).get();
+        prepare_os_thread();
     }
     return *block;
 }
 
-thread_local bool in_kernel = false;
-
 void run_block(const Launch& launch, const BlockProgram& program, uint64_t i) {
     const dim3 g = launch.grid;
     const uint3 index{static_cast<unsigned>(i % g.x), static_cast<unsigned>(i / g.x % g.y), static_cast<unsigned>(i / g.x / g.y)};
-    in_kernel = true;
     this_block().run(launch, program, index);
-    in_kernel = false;
 }
 
 }  // namespace
+
+void fiber_main() {
+    block->run_loop();
+    block->finish_fiber();
+}
+void loop_taken_over() { block->leave_loop(); }
 
 void run_grid(const Launch& launch, const BlockProgram& program) {
     const uint64_t n_blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
@@ -382,8 +550,10 @@ void run_grid(const Launch& launch, const BlockProgram& program) {
         std::vector<uint64_t> order(n_blocks);
         std::iota(order.begin(), order.end(), uint64_t{0});
         for (uint64_t i = n_blocks; i > 1; --i) std::swap(order[i - 1], order[strict_random_below(i)]);
+        const FaultReports reports;
         for (uint64_t i : order) run_block(launch, program, i);
-        check_canaries();
+        check_all_canaries("kernel '" + std::string(launch.kernel) + "' launched at " + launch.file + ":" +
+                           std::to_string(launch.line));
         return;
     }
     const int n_os_threads = omp_in_parallel() ? 1 : omp_get_max_threads();
@@ -396,15 +566,23 @@ void run_grid(const Launch& launch, const BlockProgram& program) {
     for (int64_t i = 0; i < static_cast<int64_t>(n_blocks); ++i) run_block(launch, program, static_cast<uint64_t>(i));
 }
 
-void block_barrier(uint3 thread, const char* file, int line) { block->barrier(thread, file, line); }
-void warp_exchange(uint3 thread, unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line) {
-    block->exchange(thread, mask, operands, complete, what, file, line);
+void block_barrier(unsigned thread, const char* file, int line) { block->barrier(thread, file, line); }
+void warp_exchange(unsigned thread, unsigned mask, void* operands, const Collective& collective) {
+    block->exchange(thread, mask, operands, collective);
 }
-void* dynamic_shared_memory() { return block->dynamic_shared(); }
+void* dynamic_shared_memory() {
+    if (!in_kernel()) report("dynamic shared memory outside of a kernel: declare it inside");
+    return block->dynamic_shared();
+}
 void shared_declared_strict(void* variable, size_t bytes) { block->shared_declared(variable, bytes); }
-std::string where_are_we() { return in_kernel ? block->where() : "no kernel"; }
+std::string where_are_we() {
+    if (!block || !block->running()) return "host code, outside of any kernel,";
+    return strict ? block->where() : block->where_launched();
+}
+bool in_kernel() { return block && block->running(); }
+bool is_fiber_stack(uintptr_t address) { return block && block->is_stack(address); }
 
-void trap(uint3 thread, const char* what, const char* file, int line) {
+void trap(unsigned thread, const char* what, const char* file, int line) {
     block->set_thread(thread);
     report(std::string(what) + " at " + file + ":" + std::to_string(line) + " in " + block->where());
 }

@@ -1,4 +1,4 @@
-// cublasLt.h on the CPU: matrix multiplication as NVIDIA's library offers it, done by OpenBLAS (cpu/cublas_lt.cpp).
+// cublasLt.h on the CPU: matrix multiplication as NVIDIA's library offers it, done by OpenBLAS (cublas_lt.cpp).
 //
 // For the reader who meets cuBLASLt for the first time. One function does all the work,
 //
@@ -120,28 +120,30 @@ cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDa
 cublasStatus_t cublasLtMatrixLayoutInit(cublasLtMatrixLayout_t layout, cudaDataType type, uint64_t rows,
                                         uint64_t columns, int64_t ld);
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout);
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute,
-                                                const void* value, size_t bytes);
-cublasStatus_t cublasLtMatrixLayoutGetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute,
-                                                void* value, size_t bytes, size_t* bytes_written);
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
+                                                size_t bytes);
+cublasStatus_t cublasLtMatrixLayoutGetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, void* value, size_t bytes,
+                                                size_t* bytes_written);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The operation
 
 // x is alpha op(A) op(B) + beta C, in float32.
 enum cublasLtEpilogue_t {
-    CUBLASLT_EPILOGUE_DEFAULT = 1,                                            // D = x
-    CUBLASLT_EPILOGUE_RELU = 2,                                               // D = max(x, 0)
-    CUBLASLT_EPILOGUE_BIAS = 4,                                               // D = x + bias
+    CUBLASLT_EPILOGUE_DEFAULT = 1,  // D = x
+    CUBLASLT_EPILOGUE_RELU = 2,     // D = max(x, 0)
+    CUBLASLT_EPILOGUE_BIAS = 4,     // D = x + bias
     CUBLASLT_EPILOGUE_RELU_BIAS = CUBLASLT_EPILOGUE_RELU | CUBLASLT_EPILOGUE_BIAS,
-    CUBLASLT_EPILOGUE_GELU = 32,                                              // D = gelu(x)
+    CUBLASLT_EPILOGUE_GELU = 32,  // D = gelu(x)
     CUBLASLT_EPILOGUE_GELU_BIAS = CUBLASLT_EPILOGUE_GELU | CUBLASLT_EPILOGUE_BIAS,
-    CUBLASLT_EPILOGUE_GELU_AUX = CUBLASLT_EPILOGUE_GELU | 128,                // AUX = x,        D = gelu(x)
+    CUBLASLT_EPILOGUE_GELU_AUX = CUBLASLT_EPILOGUE_GELU | 128,  // AUX = x,        D = gelu(x)
     CUBLASLT_EPILOGUE_GELU_AUX_BIAS = CUBLASLT_EPILOGUE_GELU_AUX | CUBLASLT_EPILOGUE_BIAS,  // AUX = x + bias
-    CUBLASLT_EPILOGUE_DGELU = 64 | 128,                                       // D = x * gelu'(AUX)
-    CUBLASLT_EPILOGUE_DGELU_BGRAD = CUBLASLT_EPILOGUE_DGELU | 16,             // and bias = sum of D over its columns
-    CUBLASLT_EPILOGUE_BGRADA = 256,                                           // D = x, bias[i] = sum_k op(A)[i, k]
-    CUBLASLT_EPILOGUE_BGRADB = 512,                                           // D = x, bias[j] = sum_k op(B)[k, j]
+    CUBLASLT_EPILOGUE_DGELU = 64 | 128,                                                     // D = x * gelu'(AUX)
+    CUBLASLT_EPILOGUE_DGELU_BGRAD = CUBLASLT_EPILOGUE_DGELU | 16,  // and bias = sum of D over its columns
+    CUBLASLT_EPILOGUE_BGRADA = 256,                                // D = x, bias[i] = sum_k op(A)[i, k]
+    CUBLASLT_EPILOGUE_BGRADB = 512,                                // D = x, bias[j] = sum_k op(B)[k, j]
 };
 
 enum cublasLtPointerMode_t {
@@ -150,26 +152,26 @@ enum cublasLtPointerMode_t {
 };
 
 enum cublasLtMatmulDescAttributes_t {
-    CUBLASLT_MATMUL_DESC_COMPUTE_TYPE = 0,              // int32 cublasComputeType_t
-    CUBLASLT_MATMUL_DESC_SCALE_TYPE = 1,                // int32 cudaDataType, of alpha and beta
-    CUBLASLT_MATMUL_DESC_POINTER_MODE = 2,              // int32 cublasLtPointerMode_t
-    CUBLASLT_MATMUL_DESC_TRANSA = 3,                    // int32 cublasOperation_t
-    CUBLASLT_MATMUL_DESC_TRANSB = 4,                    // int32 cublasOperation_t
-    CUBLASLT_MATMUL_DESC_TRANSC = 5,                    // int32 cublasOperation_t, only CUBLAS_OP_N
-    CUBLASLT_MATMUL_DESC_EPILOGUE = 7,                  // uint32 cublasLtEpilogue_t
-    CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,              // pointer to the bias, or to the bias gradient
-    CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE = 10,        // int64
-    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER = 11,     // pointer to the m x n matrix AUX, ordered like D
-    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD = 12,          // int64, a multiple of 8
+    CUBLASLT_MATMUL_DESC_COMPUTE_TYPE = 0,                // int32 cublasComputeType_t
+    CUBLASLT_MATMUL_DESC_SCALE_TYPE = 1,                  // int32 cudaDataType, of alpha and beta
+    CUBLASLT_MATMUL_DESC_POINTER_MODE = 2,                // int32 cublasLtPointerMode_t
+    CUBLASLT_MATMUL_DESC_TRANSA = 3,                      // int32 cublasOperation_t
+    CUBLASLT_MATMUL_DESC_TRANSB = 4,                      // int32 cublasOperation_t
+    CUBLASLT_MATMUL_DESC_TRANSC = 5,                      // int32 cublasOperation_t, only CUBLAS_OP_N
+    CUBLASLT_MATMUL_DESC_EPILOGUE = 7,                    // uint32 cublasLtEpilogue_t
+    CUBLASLT_MATMUL_DESC_BIAS_POINTER = 8,                // pointer to the bias, or to the bias gradient
+    CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE = 10,          // int64
+    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER = 11,       // pointer to the m x n matrix AUX, ordered like D
+    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD = 12,            // int64, a multiple of 8
     CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE = 13,  // int64, a multiple of 8
-    CUBLASLT_MATMUL_DESC_A_SCALE_POINTER = 17,          // const float*, on the device: A's true values are scale * A
-    CUBLASLT_MATMUL_DESC_B_SCALE_POINTER = 18,          // (fp8 only, as the following)
+    CUBLASLT_MATMUL_DESC_A_SCALE_POINTER = 17,            // const float*, on the device: A's true values are scale * A
+    CUBLASLT_MATMUL_DESC_B_SCALE_POINTER = 18,            // (fp8 only, as the following)
     CUBLASLT_MATMUL_DESC_C_SCALE_POINTER = 19,
-    CUBLASLT_MATMUL_DESC_D_SCALE_POINTER = 20,          // what is stored in D is scale * result
-    CUBLASLT_MATMUL_DESC_AMAX_D_POINTER = 21,           // float*: receives max |result|, before D's scale
-    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE = 22,   // int32 cudaDataType, -1: the type of D
-    CUBLASLT_MATMUL_DESC_FAST_ACCUM = 25,               // int8, without effect
-    CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE = 26,           // int32 cudaDataType, -1: the type of D
+    CUBLASLT_MATMUL_DESC_D_SCALE_POINTER = 20,         // what is stored in D is scale * result
+    CUBLASLT_MATMUL_DESC_AMAX_D_POINTER = 21,          // float*: receives max |result|, before D's scale
+    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE = 22,  // int32 cudaDataType, -1: the type of D
+    CUBLASLT_MATMUL_DESC_FAST_ACCUM = 25,              // int8, without effect
+    CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE = 26,          // int32 cudaDataType, -1: the type of D
 };
 
 struct cublasLtMatmulDescOpaque_t {
@@ -245,8 +247,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                                               cublasLtMatmulHeuristicResult_t results[], int* returned_count);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The multiplication. It is enqueued on the stream and returns; the descriptors may be destroyed at once. C and D may be
-// the same matrix (same address, same layout). With beta = 0, C is not read, and may be null. `algo` may be null.
+// The multiplication. It is enqueued on the stream and returns; the descriptors may be destroyed at once. C and D may
+// be the same matrix (same address, same layout). With beta = 0, C is not read, and may be null. `algo` may be null.
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const void* alpha, const void* A,
                               cublasLtMatrixLayout_t a_layout, const void* B, cublasLtMatrixLayout_t b_layout,
                               const void* beta, const void* C, cublasLtMatrixLayout_t c_layout, void* D,

@@ -14,7 +14,7 @@ namespace cuda_cpu {
 
 constexpr uint16_t float_to_bfloat16_bits(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
-    const uint32_t rounded = SmallFloat<8, 7>::round(bits);  // the sign rides along; the largest values carry to infinity
+    const uint32_t rounded = SmallFloat<8, 7>::round(bits);  // the sign rides along; an overflow carries to infinity
     return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : rounded);
 }
 
@@ -73,9 +73,7 @@ constexpr float __bfloat162float(__nv_bfloat16 value) { return value; }
 constexpr unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return __nv_bfloat16_raw(value).x; }
 constexpr short __bfloat16_as_short(__nv_bfloat16 value) { return short(__nv_bfloat16_raw(value).x); }
 constexpr __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return __nv_bfloat16_raw{bits}; }
-constexpr __nv_bfloat16 __short_as_bfloat16(short bits) {
-    return __nv_bfloat16_raw{static_cast<unsigned short>(bits)};
-}
+constexpr __nv_bfloat16 __short_as_bfloat16(short bits) { return __nv_bfloat16_raw{static_cast<unsigned short>(bits)}; }
 
 constexpr __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 constexpr __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 low, __nv_bfloat16 high) { return {low, high}; }

@@ -3,7 +3,7 @@
 // Read cpu/README.md first. In short: a kernel launch runs the kernel once for each thread of each block. The blocks of a
 // grid are spread over OpenMP threads. The threads of one block run one after the other in a plain loop (run_threads,
 // below), which the compiler inlines the kernel into and vectorises. Only when a thread meets a barrier or a warp exchange
-// does it need a stack of its own: then it is parked as a fiber and the loop goes on in a new one (cpu/block.cpp).
+// does it need a stack of its own: then it becomes a fiber, and the loop goes on in another one (cpu/block.cpp).
 //
 // threadIdx and friends are static thread-local variables of each translation unit. That they never leave it is what lets
 // the compiler keep them in registers and vectorise the loop. It also means: device functions in headers must be static or
@@ -28,6 +28,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The words CUDA adds to C++
 
+// A kernel is static: it sees the threadIdx of its own file, and is inlined where it is launched.
 #define __global__ static
 #define __device__
 #define __host__
@@ -170,11 +171,15 @@ constexpr int warpSize = 32;
 
 namespace cuda_cpu {
 
-// One launch: what is written between <<< and >>>, and where.
+// One launch: what is written between <<< and >>>, and where. Integers of any type are converted, as nvcc does.
 struct Configuration {
     dim3 grid, block;
-    size_t shared_bytes = 0;
-    cudaStream_t stream = nullptr;
+    size_t shared_bytes;
+    cudaStream_t stream;
+    template <class Grid = dim3, class Block = dim3, class Bytes = size_t>
+    Configuration(Grid grid_, Block block_, Bytes shared_bytes_ = 0, cudaStream_t stream_ = nullptr)
+        : grid(static_cast<dim3>(grid_)), block(static_cast<dim3>(block_)), shared_bytes(static_cast<size_t>(shared_bytes_)),
+          stream(stream_) {}
 };
 struct Launch : Configuration {
     const char* kernel;
@@ -182,12 +187,12 @@ struct Launch : Configuration {
     int line;
 };
 
-// The loop over the threads of a block that have not started yet. When a thread in it has to wait, the block scheduler
-// sets the three ends to zero, and continues with the next thread in another loop on another stack: so when the waiting
-// thread is resumed and its kernel returns, this loop is over too.
+// The loop over the threads of a block that have not started yet. When a thread in it has to wait, the scheduler takes the
+// loop over: it sets the three ends to zero and goes on with the next thread in another loop on another stack. So when the
+// waiting thread goes on and its kernel returns, this loop is over too.
 struct ThreadLoop {
     unsigned x, y, z;              // first thread
-    unsigned x_end, y_end, z_end;  // set to 0 when the loop has been taken over
+    unsigned x_end, y_end, z_end;  // 0 when the loop has been taken over
 };
 
 // What a block needs to know of its kernel: how to run a thread loop, and how to set blockIdx and the dimensions in the
@@ -203,19 +208,25 @@ bool runs_at_once();                                            // true unless i
 void run_grid(const Launch& launch, const BlockProgram& program);
 bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
 
-// Called by a thread that has to wait, with its own index: returns when the barrier is complete.
-void block_barrier(uint3 thread, const char* file, int line);
+// Called by a thread that has to wait, with its index in the block: returns when every thread of the block has arrived.
+void block_barrier(unsigned thread, const char* file, int line);
 // The warp's exchange, on which shuffles, votes and matrix instructions are built: each lane in `mask` brings a pointer to
 // its operands; the last to arrive calls complete(lanes, mask), which sees all operands and writes all results.
 using Complete = void (*)(void** lanes, unsigned mask);
-void warp_exchange(uint3 thread, unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line);
-void* dynamic_shared_memory();
+struct Collective {
+    Complete complete;
+    const char *what, *file;  // for the report when not every lane arrives
+    int line;
+};
+void warp_exchange(unsigned thread, unsigned mask, void* operands, const Collective& collective);
+void loop_taken_over();         // a thread whose loop was taken over has finished
+void* dynamic_shared_memory();  // on a 1024-byte boundary; in strict mode 16, so that it can end at a guard page
 extern bool strict;
 void shared_declared_strict(void* variable, size_t bytes);
 static inline void shared_declared(void* variable, size_t bytes) {
     if (strict) shared_declared_strict(variable, bytes);
 }
-[[noreturn]] void trap(uint3 thread, const char* what, const char* file, int line);
+[[noreturn]] void trap(unsigned thread, const char* what, const char* file, int line);
 
 template <class Kernel>
 static void run_threads(const void* kernel_pointer, ThreadLoop& loop) {
@@ -233,6 +244,7 @@ static void run_threads(const void* kernel_pointer, ThreadLoop& loop) {
         }
         y = 0;
     }
+    if (loop.x_end == 0) loop_taken_over();
 }
 
 static inline void enter_block(const Launch& launch, uint3 block) {
@@ -257,19 +269,21 @@ static void launch(const char* name, const char* file, int line, const Configura
         enqueue(configuration.stream, run);
 }
 
+// Threads are numbered x first; 32 consecutive numbers are a warp.
+static inline unsigned linear_index() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+static inline unsigned lane_id() { return linear_index() % 32; }
+
 // Waiting is done through these, which give the thread its index back afterwards: other threads ran in between.
 static inline void wait_for_block(const char* file, int line) {
     const uint3 thread = threadIdx;
-    block_barrier(thread, file, line);
+    block_barrier(linear_index(), file, line);
     threadIdx = thread;
 }
 static inline void exchange(unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line) {
     const uint3 thread = threadIdx;
-    warp_exchange(thread, mask, operands, complete, what, file, line);
+    const Collective collective{complete, what, file, line};
+    warp_exchange(linear_index(), mask, operands, collective);
     threadIdx = thread;
-}
-static inline unsigned lane_id() {
-    return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % 32;
 }
 
 // Operands of a shuffle: any type of 1 to 8 bytes, carried as 64 bits.
@@ -321,20 +335,20 @@ static inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, 
 }
 template <class T>
 static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_CPU_HERE) {
-    const int lane = cuda_cpu::lane_id(), source = lane ^ lane_mask;
+    const int lane = cuda_cpu::lane_id(), source = lane ^ (lane_mask & 31);
     // The manual lets a lane read from its own or an earlier segment, never from a later one.
     const bool inside = source < (lane & ~(width - 1)) + width;
     return cuda_cpu::shuffle(mask, value, inside ? source : lane, "__shfl_xor_sync", file, line);
 }
 template <class T>
 static inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_CPU_HERE) {
-    const int lane = cuda_cpu::lane_id(), source = lane - static_cast<int>(delta);
+    const int lane = cuda_cpu::lane_id(), source = lane - static_cast<int>(delta & 31);
     const bool inside = source >= (lane & ~(width - 1));
     return cuda_cpu::shuffle(mask, value, inside ? source : lane, "__shfl_up_sync", file, line);
 }
 template <class T>
 static inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_CPU_HERE) {
-    const int lane = cuda_cpu::lane_id(), source = lane + static_cast<int>(delta);
+    const int lane = cuda_cpu::lane_id(), source = lane + static_cast<int>(delta & 31);
     const bool inside = source < (lane & ~(width - 1)) + width;
     return cuda_cpu::shuffle(mask, value, inside ? source : lane, "__shfl_down_sync", file, line);
 }
@@ -348,7 +362,7 @@ static inline int __all_sync(unsigned mask, int predicate, CUDA_CPU_HERE) {
     return cuda_cpu::vote(mask, predicate == 0, "__all_sync", file, line) == 0;
 }
 
-#define __trap() ::cuda_cpu::trap(threadIdx, "__trap()", __FILE__, __LINE__)
+#define __trap() ::cuda_cpu::trap(::cuda_cpu::linear_index(), "__trap()", __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Atomics. Blocks run on several OS threads, so these are real ones. Each returns the old value.
@@ -402,20 +416,36 @@ static inline T atomicCAS(T* address, std::common_type_t<T> compare, std::common
 // ---------------------------------------------------------------------------------------------------------------------
 // Arithmetic that CUDA has and C++ has not
 
-template <class A, class B>
-static inline constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
-template <class A, class B>
-static inline constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+// Of two floats one of which is NaN, the other: as fminf and fmaxf.
+template <class A, class B, class C = std::common_type_t<A, B>>
+static inline constexpr C min(A a, B b) {
+    const C x = a, y = b;
+    if constexpr (std::is_floating_point_v<C>) return y < x || x != x ? y : x;
+    else return y < x ? y : x;
+}
+template <class A, class B, class C = std::common_type_t<A, B>>
+static inline constexpr C max(A a, B b) {
+    const C x = a, y = b;
+    if constexpr (std::is_floating_point_v<C>) return x < y || x != x ? y : x;
+    else return x < y ? y : x;
+}
 
 static inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 static inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 static inline float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN gives 0
 static inline float __frcp_rn(float x) { return 1.0f / x; }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float __fsqrt_rn(float x) { return sqrtf(x); }
+static inline int __float2int_rn(float x) { return static_cast<int>(rintf(x)); }
+static inline int __float2int_rz(float x) { return static_cast<int>(x); }
+static inline float __int2float_rn(int x) { return static_cast<float>(x); }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
@@ -423,19 +453,19 @@ static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t{a} * b) >> 32); }
 
 // exp(x), branch-free so that a loop over it vectorises: x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts, so that n ln2 is
-// exact), a degree-6 polynomial for exp(r), and n added to the exponent. Error below 1.5 ulp; overflow gives inf, underflow
-// goes gradually to 0, NaN stays NaN.
+// exact), a degree-6 polynomial for exp(r) (minimax, 3e-9), and n added to the exponent. Largest error over all floats: 0.9
+// units in the last place. Overflow gives inf, underflow goes gradually to 0, NaN stays NaN.
 static inline float cuda_cpu_expf(float x) {
     const float clamped = x < -104.0f ? -104.0f : (x > 89.0f ? 89.0f : x);  // NaN passes both comparisons as itself
     const float shifted = fmaf(clamped, 1.44269504f, 12582912.0f);          // rounds to an integer in the low mantissa bits
     const float n = shifted - 12582912.0f;
     float r = fmaf(n, -0.693359375f, clamped);
     r = fmaf(n, 2.12194440e-4f, r);
-    float p = 1.3981999e-3f;
-    p = fmaf(p, r, 8.3334519e-3f);
-    p = fmaf(p, r, 4.1665795e-2f);
-    p = fmaf(p, r, 1.6666665e-1f);
-    p = fmaf(p, r, 0.5f);
+    float p = 1.38388120e-3f;
+    p = fmaf(p, r, 8.36919248e-3f);
+    p = fmaf(p, r, 4.16681021e-2f);
+    p = fmaf(p, r, 0.166665167f);
+    p = fmaf(p, r, 0.49999994f);
     p = fmaf(p, r, 1.0f);
     p = fmaf(p, r, 1.0f);
     // 2^n in two factors, each of which is a normal number, so that the result may be subnormal or overflow.

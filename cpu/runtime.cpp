@@ -3,15 +3,17 @@
 // By default a stream runs its work at once, in order. In strict mode (CUDA_CPU_STRICT=seed) work is only noted down, with
 // what it has to wait for: the work before it in its stream, the events its stream was told to wait for, and the legacy
 // default stream's rule (it waits for all blocking streams and they for it). When the program waits for something, work
-// that is allowed to run is picked at random until that something is done. So a missing event wait shows as a wrong result.
+// that is allowed to run is picked at random until that something is done. So a missing event wait shows as a wrong result,
+// and work that nobody waits for does not happen.
 #include "device.h"
 
 #include <omp.h>
-#include <sys/resource.h>
+#include <sys/mman.h>
 #include <sys/sysinfo.h>
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -26,9 +28,12 @@ using Clock = std::chrono::steady_clock;
 
 // A piece of work in a stream and what must be done before it.
 struct Operation {
+    int device = 0;
     std::function<void()> work;
     std::vector<std::shared_ptr<Operation>> after;
     enum { waiting, running, done } state = waiting;
+    uint64_t mark = 0;       // see Wait
+    Clock::time_point time;  // when it was done
     bool ready() const {
         return state == waiting &&
                std::all_of(after.begin(), after.end(), [](const auto& earlier) { return earlier->state == done; });
@@ -37,15 +42,15 @@ struct Operation {
 
 struct Stream {
     int device = 0;
+    unsigned number = 0;   // in the order of creation; 0: a default stream
     bool blocking = true;  // takes part in the legacy default stream's rule
     std::shared_ptr<Operation> last;
+    std::deque<std::shared_ptr<Operation>> queue;  // what is not done yet
 };
 
 struct Event {
     bool timed = true;
-    std::shared_ptr<Operation> recorded;  // strict mode
-    bool was_recorded = false;
-    Clock::time_point time;
+    std::shared_ptr<Operation> recorded;  // an operation without work, in the stream that it was last recorded in
 };
 
 namespace {
@@ -53,12 +58,16 @@ namespace {
 struct DeviceState {
     Stream default_stream;
     std::vector<Stream*> streams;
-    std::vector<std::shared_ptr<Operation>> pending;
+    bool idle() const {
+        return default_stream.queue.empty() &&
+               std::all_of(streams.begin(), streams.end(), [](const Stream* stream) { return stream->queue.empty(); });
+    }
 };
 
 struct Allocation {
     size_t bytes;
     bool pinned_host;
+    int device;
 };
 
 std::mutex mutex;  // guards everything below
@@ -93,6 +102,7 @@ Stream& resolve(cudaStream_t stream) { return stream ? *stream : state_of(curren
 std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work) {
     DeviceState& state = state_of(stream.device);
     auto operation = std::make_shared<Operation>();
+    operation->device = stream.device;
     operation->work = std::move(work);
     if (stream.last) operation->after.push_back(stream.last);
     if (&stream == &state.default_stream) {
@@ -102,41 +112,117 @@ std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work) {
         operation->after.push_back(state.default_stream.last);
     }
     stream.last = operation;
-    state.pending.push_back(operation);
+    stream.queue.push_back(operation);
     return operation;
 }
 
-// Runs noted work in a random allowed order until `finished()`.
-template <class Finished>
-void run_until(Finished finished) {
-    std::unique_lock lock(mutex);
-    while (!finished()) {
-        std::vector<std::shared_ptr<Operation>> ready;
-        for (auto& [index, state] : devices)
-            for (auto& operation : state.pending)
-                if (operation->ready()) ready.push_back(operation);
-        if (ready.empty()) {  // another thread is running what we wait for
-            lock.unlock();
-            std::this_thread::yield();
-            lock.lock();
-            continue;
+// How the next operation is chosen during one wait. Each of the three finds mistakes that the others seldom find:
+// only what the program waits for (who forgot to wait for the rest?); by a random priority of each stream, so that one
+// runs far ahead of another (who overwrites what is still read?); at random each time.
+struct Interleaving {
+    enum { needed_only, by_stream, any } kind;
+    uint64_t salt = strict_random();
+    Interleaving() {
+        const uint64_t coin = strict_random_below(4);
+        kind = coin < 2 ? needed_only : coin == 2 ? by_stream : any;
+    }
+    size_t pick(const std::vector<Stream*>& ready) const {
+        if (kind != by_stream) return strict_random_below(ready.size());
+        const auto priority = [&](const Stream* stream) { return (stream->number ^ salt) * 0x9e3779b97f4a7c15u; };
+        const auto less = [&](const Stream* a, const Stream* b) { return priority(a) < priority(b); };
+        return static_cast<size_t>(std::max_element(ready.begin(), ready.end(), less) - ready.begin());
+    }
+};
+
+// The program waits for one operation, or for all of a device if there is no such target.
+class Wait {
+  public:
+    Wait(int device, std::shared_ptr<Operation> target) : device_(device), target_(std::move(target)) { mark_needed(); }
+
+    bool finished() const { return target_ ? target_->state == Operation::done : state_of(device_).idle(); }
+
+    // Runs one operation, with the mutex released; false if none may run. The work of other devices is only touched if
+    // it is needed: they have OS threads of their own to drive them (a rank each), and two ranks that wait for each other
+    // must not end up in the hands of one thread.
+    bool run_one(std::unique_lock<std::mutex>& lock) {
+        std::vector<Stream*> ready;
+        const auto consider = [&](Stream& stream) {
+            if (stream.queue.empty() || !stream.queue.front()->ready()) return;
+            const bool mine = stream.device == device_ && !(target_ && interleaving_.kind == Interleaving::needed_only);
+            if (mine || stream.queue.front()->mark == mark_) ready.push_back(&stream);
+        };
+        for (auto& [index, state] : devices) {
+            consider(state.default_stream);
+            for (Stream* stream : state.streams) consider(*stream);
         }
-        const auto operation = ready[strict_random_below(ready.size())];
+        if (ready.empty()) {
+            mark_needed();  // others may have added work, or marked it for themselves
+            return false;
+        }
+        Stream& stream = *ready[interleaving_.pick(ready)];
+        const auto operation = stream.queue.front();
         operation->state = Operation::running;
         lock.unlock();
         if (operation->work) operation->work();
         lock.lock();
         operation->state = Operation::done;
+        operation->time = Clock::now();
+        operation->work = nullptr;
         operation->after.clear();
-        for (auto& [index, state] : devices) std::erase(state.pending, operation);
+        stream.queue.pop_front();
+        return true;
+    }
+
+  private:
+    void mark_needed() {
+        static uint64_t n_marks = 0;
+        mark_ = ++n_marks;
+        std::vector<Operation*> open;
+        const auto visit = [&](const std::shared_ptr<Operation>& operation) {
+            if (operation->state == Operation::done || operation->mark == mark_) return;
+            operation->mark = mark_;
+            open.push_back(operation.get());
+        };
+        if (target_) visit(target_);
+        else {
+            for (const auto& operation : state_of(device_).default_stream.queue) visit(operation);
+            for (const Stream* stream : state_of(device_).streams)
+                for (const auto& operation : stream->queue) visit(operation);
+        }
+        while (!open.empty()) {
+            const Operation* operation = open.back();
+            open.pop_back();
+            for (const auto& earlier : operation->after) visit(earlier);
+        }
+    }
+
+    const int device_;
+    const std::shared_ptr<Operation> target_;
+    const Interleaving interleaving_;
+    uint64_t mark_ = 0;  // what mark_needed has written last
+};
+
+void run_until_done(int device, std::shared_ptr<Operation> target) {
+    std::unique_lock lock(mutex);
+    Wait wait(device, std::move(target));
+    while (!wait.finished()) {
+        if (wait.run_one(lock)) continue;
+        lock.unlock();  // another OS thread is running what we wait for
+        std::this_thread::yield();
+        lock.lock();
     }
 }
-
-void wait_for(std::shared_ptr<Operation> operation) {
-    if (operation) run_until([&] { return operation->state == Operation::done; });
+void wait_for(const std::shared_ptr<Operation>& target) {
+    if (target) run_until_done(target->device, target);
 }
-void wait_for_device(int device) {
-    run_until([&] { return state_of(device).pending.empty(); });
+void wait_for_device(int device) { run_until_done(device, nullptr); }
+
+// Is it done? If not, one operation is run before the answer: a program that asks until it is done must get there.
+bool poll(const std::shared_ptr<Operation>& operation) {
+    std::unique_lock lock(mutex);
+    if (!operation || operation->state == Operation::done) return true;
+    Wait(operation->device, operation).run_one(lock);
+    return false;
 }
 
 // The allocation that [pointer, pointer + bytes) lies in; with the mutex held.
@@ -157,39 +243,60 @@ bool is_known(const void* pointer, size_t bytes) {
     return find(pointer, bytes) != nullptr;
 }
 
+constexpr size_t kHugePageBytes = 2 << 20;
+
+size_t available_bytes() {
+    std::ifstream info("/proc/meminfo");
+    for (std::string word; info >> word;)
+        if (size_t kib; word == "MemAvailable:" && info >> kib) return kib << 10;
+    struct sysinfo fallback {};
+    sysinfo(&fallback);
+    return uint64_t{fallback.freeram} * fallback.mem_unit;
+}
+
 cudaError_t allocate(void** pointer, size_t bytes, bool pinned_host) {
     if (!pointer) return remember(cudaErrorInvalidValue);
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
-    struct sysinfo info {};
-    if (sysinfo(&info) == 0 && bytes > uint64_t{info.totalram} * info.mem_unit) return remember(cudaErrorMemoryAllocation);
-    void* memory = strict ? guarded_allocate(bytes) : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+    // The system promises more than it has, and kills the process when it cannot keep it. A device says no at once.
+    if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
+    void* memory = nullptr;
+    if (strict) {
+        memory = guarded_allocate(bytes, pinned_host ? "pinned host memory" : "device memory");
+    } else {
+        const size_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : 256;
+        memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+        if (memory && bytes >= kHugePageBytes) madvise(memory, bytes, MADV_HUGEPAGE);
+    }
     if (!memory) return remember(cudaErrorMemoryAllocation);
     const std::lock_guard lock(mutex);
-    allocations[reinterpret_cast<uintptr_t>(memory)] = {bytes, pinned_host};
+    allocations[reinterpret_cast<uintptr_t>(memory)] = {bytes, pinned_host, current_device};
     *pointer = memory;
     return cudaSuccess;
 }
 
 cudaError_t release(void* pointer, bool pinned_host) {
     if (!pointer) return cudaSuccess;
-    if (strict) wait_for_device(current_device);  // cudaFree waits for the device
-    size_t bytes = 0;
+    int device = 0;
     {
         const std::lock_guard lock(mutex);
         const auto at = allocations.find(reinterpret_cast<uintptr_t>(pointer));
         if (at == allocations.end() || at->second.pinned_host != pinned_host) return remember(cudaErrorInvalidValue);
-        bytes = at->second.bytes;
-        allocations.erase(at);
+        device = at->second.device;
+    }
+    if (strict) wait_for_device(device);  // cudaFree waits for the device
+    {
+        const std::lock_guard lock(mutex);
+        allocations.erase(reinterpret_cast<uintptr_t>(pointer));
     }
     if (strict)
-        guarded_free(pointer, bytes);
+        guarded_free(pointer);
     else
         std::free(pointer);
     return cudaSuccess;
 }
 
-bool valid_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+bool valmark_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     if (!to || !from) return false;
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
@@ -311,13 +418,13 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};
     sysinfo(&info);
     *total_bytes = uint64_t{info.totalram} * info.mem_unit;
-    *free_bytes = uint64_t{info.freeram + info.bufferram} * info.mem_unit;
+    *free_bytes = available_bytes();
     return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
     if (bytes == 0) return cudaSuccess;
-    if (!valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
+    if (!valmark_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
     if (!strict) return std::memmove(to, from, bytes), cudaSuccess;
     // Pageable host memory is copied to a staging buffer before the call returns; pinned memory is read when the copy runs.
     if (!is_known(from, bytes)) {
@@ -348,7 +455,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
     *stream = new Stream;
     (*stream)->device = current_device;
     (*stream)->blocking = !(flags & cudaStreamNonBlocking);
+    static unsigned n_streams = 0;
     const std::lock_guard lock(mutex);
+    (*stream)->number = ++n_streams;
     state_of(current_device).streams.push_back(*stream);
     return cudaSuccess;
 }
@@ -373,17 +482,20 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-    const std::lock_guard lock(mutex);
-    const auto& last = resolve(stream).last;
-    return !last || last->state == Operation::done ? cudaSuccess : cudaErrorNotReady;
+    if (!strict) return cudaSuccess;
+    std::shared_ptr<Operation> last;
+    {
+        const std::lock_guard lock(mutex);
+        last = resolve(stream).last;
+    }
+    return poll(last) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
     if (!strict) return cudaSuccess;
     const std::lock_guard lock(mutex);
-    const auto earlier = event->recorded;
     const auto operation = note(resolve(stream), nullptr);
-    if (earlier) operation->after.push_back(earlier);
+    if (event->recorded) operation->after.push_back(event->recorded);
     return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
@@ -399,16 +511,19 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
-    wait_for(event->recorded);  // its work writes the time into it
-    delete event;
+    delete event;  // the operation that it was recorded as lives on by itself
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
-    event->was_recorded = true;
-    if (!strict) return event->time = Clock::now(), cudaSuccess;
+    if (!strict) {
+        event->recorded = std::make_shared<Operation>();
+        event->recorded->state = Operation::done;
+        event->recorded->time = Clock::now();
+        return cudaSuccess;
+    }
     const std::lock_guard lock(mutex);
-    event->recorded = note(resolve(stream), [event] { event->time = Clock::now(); });
+    event->recorded = note(resolve(stream), nullptr);
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -417,13 +532,13 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    const std::lock_guard lock(mutex);
-    return !event->recorded || event->recorded->state == Operation::done ? cudaSuccess : cudaErrorNotReady;
+    if (!event) return remember(cudaErrorInvalidResourceHandle);
+    return poll(event->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
-    if (!start || !end || !start->was_recorded || !end->was_recorded || !start->timed || !end->timed)
+    if (!start || !end || !start->recorded || !end->recorded || !start->timed || !end->timed)
         return remember(cudaErrorInvalidResourceHandle);
-    if (cudaEventQuery(end) != cudaSuccess || cudaEventQuery(start) != cudaSuccess) return remember(cudaErrorNotReady);
-    *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count();
+    if (start->recorded->state != Operation::done || end->recorded->state != Operation::done) return cudaErrorNotReady;
+    *milliseconds = std::chrono::duration<float, std::milli>(end->recorded->time - start->recorded->time).count();
     return cudaSuccess;
 }

@@ -5,138 +5,211 @@
 //
 // The end is on a 16-byte boundary (the widest load a kernel may use), so up to 15 bytes may lie between an allocation's
 // last byte and the page's end. They hold the canary 0xff, like the rest of the page before the allocation: read as floats
-// they are NaN, and whether anyone wrote there is checked after every kernel.
+// they are NaN, and whether anyone wrote there is checked after every block and kernel.
 #include "device.h"
 
 #include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace cuda_cpu {
 namespace {
 
 constexpr size_t kPageBytes = 4096;
+constexpr size_t kAlignment = 16;
+constexpr size_t kBytesBefore = 64;       // how far before an allocation its canary is checked
+constexpr size_t kFreedRanges = 4096;     // how many freed allocations are remembered, and fault
 constexpr unsigned char kCanary = 0xff;
 
 struct Guarded {
     uintptr_t map, map_bytes;  // with both guard pages
     uintptr_t user, user_bytes;
-    bool freed;
+    uintptr_t first() const { return map + kPageBytes; }
+    uintptr_t end() const { return map + map_bytes - kPageBytes; }  // the guard page that follows
+    const char* kind;          // "device memory", ...
+    std::string name() const { return "an allocation of " + std::to_string(user_bytes) + " bytes of " + kind; }
 };
 
 std::mutex mutex;
-std::map<uintptr_t, Guarded> guarded;  // by the first byte of the mapping
+std::map<uintptr_t, Guarded> live;  // by the first byte of the mapping
+std::set<uintptr_t> with_gap;       // those of them whose end is not on the guard page
+std::deque<Guarded> freed;
 std::atomic<uint64_t> random_state{0};
 
-const Guarded* find(uintptr_t address) {
-    auto at = guarded.upper_bound(address);
-    if (at == guarded.begin()) return nullptr;
-    --at;
-    return address < at->second.map + at->second.map_bytes ? &at->second : nullptr;
-}
-
-std::string what_lies_at(uintptr_t address) {
-    const Guarded* g = find(address);
-    if (!g) return "an address that is no device memory (a host pointer or a null pointer)";
-    const std::string which = "an allocation of " + std::to_string(g->user_bytes) + " bytes";
-    if (g->freed) return which + " that has been freed";
-    if (address >= g->user + g->user_bytes)
-        return std::to_string(address - g->user - g->user_bytes) + " bytes past the end of " + which;
-    return std::to_string(g->user - address) + " bytes before the start of " + which;
-}
-
-void on_fault(int, siginfo_t* info, void*) {
-    const uintptr_t address = reinterpret_cast<uintptr_t>(info->si_addr);
-    report("memory fault: " + where_are_we() + " touched " + what_lies_at(address));
-}
-
-bool start_strict_mode() {
-    const char* seed = std::getenv("CUDA_CPU_STRICT");
-    if (!seed || !*seed) return false;
-    random_state = std::strtoull(seed, nullptr, 10) * 0x9e3779b97f4a7c15u + 1;
-    struct sigaction action {};
-    action.sa_sigaction = on_fault;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigaction(SIGSEGV, &action, nullptr);
-    sigaction(SIGBUS, &action, nullptr);
-    prepare_os_thread();
-    return true;
-}
-
-void check_canary(const Guarded& g) {
-    const auto intact = [](uintptr_t from, uintptr_t to) {
-        for (uintptr_t at = from; at < to; ++at)
-            if (*reinterpret_cast<const unsigned char*>(at) != kCanary) return false;
-        return true;
-    };
-    const std::string which = "an allocation of " + std::to_string(g.user_bytes) + " bytes";
-    const uintptr_t first = std::max(g.map + kPageBytes, g.user - std::min<uintptr_t>(g.user, 64));
-    if (!intact(g.user + g.user_bytes, g.map + g.map_bytes - kPageBytes))
-        report("memory fault: " + where_are_we() + " or an earlier thread of it wrote past the end of " + which);
-    if (!intact(first, g.user)) report("memory fault: " + where_are_we() + " or an earlier thread of it wrote before the start of " + which);
-}
-
-}  // namespace
-
-bool strict = start_strict_mode();
-
-uint64_t strict_random() {
-    uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+uint64_t mixed(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Faults
+
+std::string what_lies_at(uintptr_t address) {
+    if (address < kPageBytes) return "a null pointer";
+    for (const Guarded& g : freed)
+        if (address - g.map < g.map_bytes) return g.name() + " that has been freed";
+    auto at = live.upper_bound(address);
+    if (at != live.begin()) {
+        const Guarded& g = (--at)->second;
+        if (address - g.map < g.map_bytes) {
+            if (address == g.user + g.user_bytes) return "the first byte past the end of " + g.name();
+            if (address > g.user) return std::to_string(address - g.user - g.user_bytes) + " bytes past the end of " + g.name();
+            return std::to_string(g.user - address) + " bytes before the start of " + g.name();
+        }
+    }
+    if (is_fiber_stack(address)) return "the end of its stack: its local variables take more than 256 KiB";
+    char text[64];
+    std::snprintf(text, sizeof text, "0x%zx, which is no allocation", static_cast<size_t>(address));
+    return text;
+}
+
+void on_fault(int number, siginfo_t* info, void*) {
+    const std::string text = "memory fault: " + where_are_we() + " touched ";
+    if (strict) report(text + what_lies_at(reinterpret_cast<uintptr_t>(info->si_addr)));
+    if (in_kernel())
+        std::fprintf(stderr, "CUDA on the CPU: %s%p\n  Run it again with CUDA_CPU_STRICT=1 to see the thread and what lies "
+                             "there, or in gdb.\n", text.c_str(), info->si_addr);
+    signal(number, SIG_DFL);  // the instruction faults again: for the core dump, the debugger, the exit status
+}
+
+constexpr int kFaults[2] = {SIGSEGV, SIGBUS};
+struct sigaction previous[2];
+int n_fault_reports = 0;
+
+void catch_faults() {
+    struct sigaction action {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int i = 0; i < 2; ++i) sigaction(kFaults[i], &action, &previous[i]);
+}
+
+bool start_strict_mode() {
+    const char* seed = std::getenv("CUDA_CPU_STRICT");
+    const bool on = seed && *seed;
+    if (on) random_state = mixed(std::strtoull(seed, nullptr, 10) + 1);
+    struct sigaction now {};
+    // Somebody else's handler (a sanitizer's) stays, except while strict mode runs a kernel.
+    if (sigaction(SIGSEGV, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) catch_faults();
+    return on;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Canaries
+
+bool intact(uintptr_t from, uintptr_t to) {
+    const auto is_canary = [](unsigned char byte) { return byte == kCanary; };
+    return std::all_of(reinterpret_cast<const unsigned char*>(from), reinterpret_cast<const unsigned char*>(to), is_canary);
+}
+void check_end(const Guarded& g, const std::string& who) {
+    if (!intact(g.user + g.user_bytes, g.end())) report("memory fault: " + who + " wrote past the end of " + g.name());
+}
+void check_start(const Guarded& g, const std::string& who) {
+    if (!intact(std::max(g.first(), g.user - kBytesBefore), g.user))
+        report("memory fault: " + who + " wrote before the start of " + g.name());
+}
+
+Guarded& find_live(void* pointer) { return std::prev(live.upper_bound(reinterpret_cast<uintptr_t>(pointer)))->second; }
+
+}  // namespace
+
+bool strict = start_strict_mode();
+
+uint64_t strict_random() { return mixed(random_state += 0x9e3779b97f4a7c15u); }
+
+// The fault may be that a fiber's stack is full.
+void prepare_os_thread() {
+    stack_t stack{};
+    if (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE)) return;
+    stack = {};
+    stack.ss_size = 64 << 10;
+    stack.ss_sp = std::malloc(stack.ss_size);
+    sigaltstack(&stack, nullptr);
+}
+
+FaultReports::FaultReports() {
+    prepare_os_thread();
+    const std::lock_guard lock(mutex);
+    if (n_fault_reports++ == 0) catch_faults();
+}
+FaultReports::~FaultReports() {
+    const std::lock_guard lock(mutex);
+    if (--n_fault_reports > 0) return;
+    for (int i = 0; i < 2; ++i) sigaction(kFaults[i], &previous[i], nullptr);
+}
+
+void check_end_canaries(const std::string& who) {
+    const std::lock_guard lock(mutex);
+    for (uintptr_t map : with_gap) check_end(live.at(map), who);
+}
+void check_all_canaries(const std::string& who) {
+    const std::lock_guard lock(mutex);
+    for (const auto& [map, g] : live) {
+        check_end(g, who);
+        check_start(g, who);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Guarded memory
+
+void* guarded_allocate(size_t bytes, const char* kind) {
+    const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t n_pages = (rounded + kPageBytes - 1) / kPageBytes;
+    Guarded g{};
+    g.map_bytes = (n_pages + 2) * kPageBytes;
+    void* map = mmap(nullptr, g.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (map == MAP_FAILED) return nullptr;
+    g.map = reinterpret_cast<uintptr_t>(map);
+    g.user = g.end() - rounded;
+    g.user_bytes = bytes;
+    g.kind = kind;
+    std::memset(reinterpret_cast<void*>(g.first()), kCanary, n_pages * kPageBytes);
+    mprotect(map, kPageBytes, PROT_NONE);
+    mprotect(reinterpret_cast<void*>(g.end()), kPageBytes, PROT_NONE);
+    const std::lock_guard lock(mutex);
+    live[g.map] = g;
+    if (rounded != bytes) with_gap.insert(g.map);
+    return reinterpret_cast<void*>(g.user);
+}
+
+void guarded_refill(void* pointer) {
+    const std::lock_guard lock(mutex);
+    std::memset(pointer, kCanary, find_live(pointer).user_bytes);
+}
+
+// The address range stays taken for a while, and faults; its memory goes back to the system.
+void guarded_free(void* pointer) {
+    const std::lock_guard lock(mutex);
+    const Guarded g = find_live(pointer);
+    check_end(g, "somebody, perhaps the host,");
+    check_start(g, "somebody, perhaps the host,");
+    madvise(reinterpret_cast<void*>(g.map), g.map_bytes, MADV_DONTNEED);
+    mprotect(reinterpret_cast<void*>(g.map), g.map_bytes, PROT_NONE);
+    live.erase(g.map);
+    with_gap.erase(g.map);
+    freed.push_back(g);
+    if (freed.size() <= kFreedRanges) return;
+    munmap(reinterpret_cast<void*>(freed.front().map), freed.front().map_bytes);
+    freed.pop_front();
+}
+
 void report(const std::string& text) {
+    static std::atomic_flag reported;
+    static thread_local bool by_me = false;
+    while (reported.test_and_set() && !by_me) pause();  // another OS thread was first, and is about to end the process
+    by_me = true;
     std::fprintf(stderr, "CUDA on the CPU: %s\n", text.c_str());
     std::fflush(stderr);
     signal(SIGABRT, SIG_DFL);
     std::abort();
-}
-
-void prepare_os_thread() {
-    constexpr size_t bytes = 64 << 10;
-    stack_t stack{};
-    stack.ss_sp = std::malloc(bytes);
-    stack.ss_size = bytes;
-    sigaltstack(&stack, nullptr);
-}
-
-void* guarded_allocate(size_t bytes) {
-    const size_t rounded = (bytes + 15) / 16 * 16, pages = (rounded + kPageBytes - 1) / kPageBytes;
-    const size_t map_bytes = (pages + 2) * kPageBytes;
-    void* map = mmap(nullptr, map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (map == MAP_FAILED) return nullptr;
-    char* first = static_cast<char*>(map) + kPageBytes;
-    std::memset(first, kCanary, pages * kPageBytes);
-    mprotect(map, kPageBytes, PROT_NONE);
-    mprotect(first + pages * kPageBytes, kPageBytes, PROT_NONE);
-    void* user = first + pages * kPageBytes - rounded;
-    const std::lock_guard lock(mutex);
-    guarded[reinterpret_cast<uintptr_t>(map)] = {reinterpret_cast<uintptr_t>(map), map_bytes, reinterpret_cast<uintptr_t>(user),
-                                                 bytes, false};
-    return user;
-}
-
-// The address range stays taken and faults from now on; its memory goes back to the system.
-void guarded_free(void* pointer, size_t) {
-    const std::lock_guard lock(mutex);
-    auto at = guarded.upper_bound(reinterpret_cast<uintptr_t>(pointer));
-    Guarded& g = (--at)->second;
-    check_canary(g);
-    g.freed = true;
-    madvise(reinterpret_cast<void*>(g.map), g.map_bytes, MADV_DONTNEED);
-    mprotect(reinterpret_cast<void*>(g.map), g.map_bytes, PROT_NONE);
-}
-
-void check_canaries() {
-    const std::lock_guard lock(mutex);
-    for (const auto& [map, g] : guarded)
-        if (!g.freed) check_canary(g);
 }
 
 }  // namespace cuda_cpu

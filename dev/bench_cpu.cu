@@ -64,12 +64,12 @@ void bench(int steps) {
     Arena values("parameters"), grads("gradients"), states("optimizer states"), activations("activations");
     Model model;
     Activations acts;
-    std::unique_ptr<AdamW> adamw;
+    std::unique_ptr<Optimizer> adamw;
     Tensor norm, norm_scratch;
     double plan_bytes = 0;
     for (int pass = 0; pass < 2; ++pass) {
         model = build_model(config, DType::f32, T, values, grads);
-        adamw = std::make_unique<AdamW>(states, model.params, model.values.n(), AdamWOptions{});
+        adamw = make_optimizer("adamw", states, model.params, model.values.n(), {});
         acts = take_activations(config, DType::f32, B, T, true, activations);
         norm = activations.take("norm", DType::f32, {2});
         norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});

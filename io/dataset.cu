@@ -53,7 +53,7 @@ bool is_shard_name(const std::string& path) { return path.ends_with(".bin"); }
 
 // "val" is one of the words of the file name: tiny_shakespeare_val.bin, fineweb_val_000000.bin.
 bool is_val_name(const std::string& path) {
-    std::string name = "_" + fs::path(path).stem().string() + "_";
+    std::string name = concat("_", fs::path(path).stem().string(), "_");
     std::replace(name.begin(), name.end(), '-', '_');
     return name.find("_val_") != name.npos;
 }

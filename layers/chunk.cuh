@@ -7,6 +7,8 @@
 //   CPU    32 elements, at any address: the loops over a chunk are what g++ turns into vector instructions. (Up to 16 rounds
 //          it unrolls a loop before its vectoriser sees it, and most of it stays scalar: 32 is four times faster than 16.)
 //
+// -DGPU_CHUNKS makes the CPU device take the GPU's choices, so that the tests walk the GPU's paths without a GPU.
+//
 // In registers a chunk is float x[n]. Loops over it have a constant bound and no branches.
 #pragma once
 
@@ -16,7 +18,7 @@
 
 namespace {
 
-#ifdef CUDA_ON_CPU
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
 constexpr bool kOnCpu = true;
 #else
 constexpr bool kOnCpu = false;

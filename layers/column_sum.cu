@@ -10,14 +10,14 @@
 //     chunk 0  ████████  --sum-->      ████████  ─┐
 //     chunk 1  ████████  --sum-->      ████████   ├─ sum, += -->        ████████
 //     chunk 2  ████████  --sum-->      ████████  ─┘
-#include "core/kernel.cuh"
+#include "layers/chunk.cuh"
 #include "layers/layers.h"
 
 #include <algorithm>
 
 namespace {
 
-constexpr int kColumnBlock = 128;    // threads of stage 1: neighbours read neighbouring packs of columns
+constexpr int kColumnBlock = 128;    // threads of stage 1: neighbours read neighbouring chunks of columns
 constexpr int64_t kRowsAThread = 8;  // stage 2: partial rows that one thread adds up, at least
 
 // Chunks of 64 rows, but no more than about a million partial sums: they are written and read once more.
@@ -25,19 +25,19 @@ int64_t n_chunks(int64_t N, int64_t C) {
     return std::min(ceil_div(N, 64), std::max<int64_t>(32, (int64_t{1} << 20) / std::max<int64_t>(C, 1)));
 }
 
-// Stage 1. Block (chunk, columns); one thread sums the n columns of a pack over chunk_rows rows.
+// Stage 1. Block (chunk, columns); one thread sums the n columns of a chunk over chunk_rows rows.
 template <class T, int n>
 __global__ void column_sum_kernel(float* partial, const T* inp, int64_t N, int64_t C, int64_t chunk_rows) {
     const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * n;
     if (c >= C) return;
     const int64_t first = blockIdx.x * chunk_rows, last = min(first + chunk_rows, N);
-    float sum[n] = {};
+    float sum[n] = {}, x[n];
 #pragma unroll 8
     for (int64_t row = first; row < last; ++row) {
-        const Packed<T, n> pack = load_packed<T, n>(inp + row * C + c);
-        for (int i = 0; i < n; ++i) sum[i] += to_float(pack.v[i]);
+        load_chunk(x, inp + row * C + c, C - c);
+        for (int l = 0; l < n; ++l) sum[l] += x[l];
     }
-    for (int i = 0; i < n; ++i) partial[blockIdx.x * C + c + i] = sum[i];
+    store_chunk(partial + blockIdx.x * C + c, sum, C - c);
 }
 
 // Stage 2. A block has 32 columns (threadIdx.x); its warps (threadIdx.y) share the R partial rows: warp y takes the rows
@@ -83,11 +83,11 @@ void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream) 
     if (N == 0 || C == 0) return;
     const int64_t chunk_rows = ceil_div(N, n_chunks(N, C)), R = ceil_div(N, chunk_rows);
     const Tensor partial = scratch_as("column_sum", scratch, {R, C});
-    dispatch_packed(inp.dtype, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using T = typename Pack::Element;
-        const dim3 grid(static_cast<unsigned>(R), static_cast<unsigned>(ceil_div(C, kColumnBlock * Pack::n)));
-        column_sum_kernel<T, Pack::n><<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
+    dispatch_chunks(inp.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        const dim3 grid(static_cast<unsigned>(R), static_cast<unsigned>(ceil_div(C, kColumnBlock * Chunk::n)));
+        column_sum_kernel<T, Chunk::n><<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
     });
     cudaCheckLaunch();
     add_column_sums(dparam, partial, stream);

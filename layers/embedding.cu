@@ -17,7 +17,7 @@
 //
 // Limits: the search for the next position takes B T steps for a token that does not occur again, and the list of a very
 // frequent token is walked by one block. Both hide behind the matrix products up to about 100,000 tokens a batch.
-#include "core/kernel.cuh"
+#include "layers/chunk.cuh"
 #include "layers/layers.h"
 
 namespace {
@@ -31,12 +31,13 @@ __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const T*
     const int64_t i = blockIdx.x, t = i % T_length, token = tokens[i];
     if (token < 0 || token >= n_rows) __trap();
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        Packed<T, n> pack = load_packed<T, n>(wte + token * C + c);
+        float x[n], position[n];
+        load_chunk(x, wte + token * C + c, C - c);
         if (wpe) {
-            const Packed<T, n> position = load_packed<T, n>(wpe + t * C + c);
-            for (int j = 0; j < n; ++j) pack.v[j] = from_float<T>(to_float(pack.v[j]) + to_float(position.v[j]));
+            load_chunk(position, wpe + t * C + c, C - c);
+            for (int l = 0; l < n; ++l) x[l] += position[l];
         }
-        store_packed(out + i * C + c, pack);
+        store_chunk(out + i * C + c, x, C - c);
     }
 }
 
@@ -52,6 +53,15 @@ __global__ void embedding_link_kernel(int32_t* next, int32_t* previous, const in
     if (j < n_positions) previous[j] = static_cast<int32_t>(i);
 }
 
+// gradient += sum
+template <int n, class G>
+__device__ __forceinline__ void add_chunk(G* gradient, float (&sum)[n], int64_t n_left) {
+    float before[n];
+    load_chunk(before, gradient, n_left);
+    for (int l = 0; l < n; ++l) sum[l] += before[l];
+    store_chunk(gradient, sum, n_left);
+}
+
 // One block a position; only the first position of each token works, and walks through all of them. G: type of the gradient.
 template <class T, class G, int n>
 __global__ void embedding_backward_wte_kernel(G* dwte, const T* dout, const int32_t* tokens, const int32_t* next,
@@ -60,16 +70,14 @@ __global__ void embedding_backward_wte_kernel(G* dwte, const T* dout, const int3
     if (previous[first] >= 0) return;
     if (token < 0 || token >= n_rows) __trap();
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        float sum[n] = {};
+        float sum[n] = {}, x[n];
         for (int64_t i = first; i >= 0;) {
             const int64_t after = next[i];  // asked for before the row: the two loads run side by side
-            const Packed<T, n> pack = load_packed<T, n>(dout + i * C + c);
-            for (int j = 0; j < n; ++j) sum[j] += to_float(pack.v[j]);
+            load_chunk(x, dout + i * C + c, C - c);
+            for (int l = 0; l < n; ++l) sum[l] += x[l];
             i = after;
         }
-        Packed<G, n> gradient = load_packed<G, n>(dwte + token * C + c);
-        for (int j = 0; j < n; ++j) gradient.v[j] = from_float<G>(to_float(gradient.v[j]) + sum[j]);
-        store_packed(dwte + token * C + c, gradient);
+        add_chunk(dwte + token * C + c, sum, C - c);
     }
 }
 
@@ -78,14 +86,12 @@ template <class T, class G, int n>
 __global__ void embedding_backward_wpe_kernel(G* dwpe, const T* dout, int64_t B, int64_t C) {
     const int64_t t = blockIdx.x, T_length = gridDim.x;
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        float sum[n] = {};
+        float sum[n] = {}, x[n];
         for (int64_t b = 0; b < B; ++b) {
-            const Packed<T, n> pack = load_packed<T, n>(dout + (b * T_length + t) * C + c);
-            for (int j = 0; j < n; ++j) sum[j] += to_float(pack.v[j]);
+            load_chunk(x, dout + (b * T_length + t) * C + c, C - c);
+            for (int l = 0; l < n; ++l) sum[l] += x[l];
         }
-        Packed<G, n> gradient = load_packed<G, n>(dwpe + t * C + c);
-        for (int j = 0; j < n; ++j) gradient.v[j] = from_float<G>(to_float(gradient.v[j]) + sum[j]);
-        store_packed(dwpe + t * C + c, gradient);
+        add_chunk(dwpe + t * C + c, sum, C - c);
     }
 }
 
@@ -104,16 +110,15 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor wte, Tensor wpe, cudaSt
     expect_aligned(name, {{"out", out}, {"wte", wte}, {"wpe", wpe}});
     if (out.n() == 0) return;
     const unsigned n_positions = static_cast<unsigned>(narrow(B * T_length, "embedding_forward: B T"));
-    dispatch_packed(out.dtype, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using T = typename Pack::Element;
-        embedding_forward_kernel<T, Pack::n><<<n_positions, kBlock, 0, stream>>>(
+    dispatch_chunks(out.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        embedding_forward_kernel<T, Chunk::n><<<n_positions, kBlock, 0, stream>>>(
             out.ptr<T>(), tokens.ptr<int32_t>(), wte.ptr<T>(), wpe ? wpe.ptr<T>() : nullptr, T_length, C, wte.shape[0]);
     });
     cudaCheckLaunch();
 }
 
-// dout's dtype T and the gradients' dtype G are known; packs are 16 bytes of the gradient.
 template <class T, class G, int n>
 static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor links, cudaStream_t stream) {
     const int64_t B = dout.shape[0], T_length = dout.shape[1], C = dout.shape[2], n_positions = B * T_length;
@@ -145,13 +150,12 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     expect_aligned(name, {{"dout", dout}, {"dwte", dwte}, {"dwpe", dwpe}});
     if (dout.n() == 0) return;
     narrow(B * T_length, "embedding_backward: B T");
-    dispatch_packed(gradient, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using G = typename Pack::Element;
-        dispatch(dout.dtype, [&](auto element) {
-            using T = decltype(element);
-            if constexpr (std::is_same_v<G, T> || std::is_same_v<G, float>)
-                launch_embedding_backward<T, G, Pack::n>(dwte, dwpe, dout, tokens, links, stream);
-        });
+    dispatch_chunks(dout.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        if (dwte.dtype == DType::f32)
+            launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, links, stream);
+        else
+            launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, links, stream);
     });
 }

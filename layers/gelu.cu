@@ -1,4 +1,4 @@
-// GELU: the Gaussian error linear unit x Phi(x), in the tanh form that GPT-2 uses.   (Hendrycks & Gimpel 2016, arXiv:1606.08415)
+// GELU: the Gaussian error linear unit x Phi(x), in the tanh form that GPT-2 uses. (Hendrycks & Gimpel 2016, arXiv:1606.08415)
 //
 //   forward     y = 0.5 x (1 + tanh(u))            u = sqrt(2/pi) (x + 0.044715 x^3)
 //

@@ -18,7 +18,7 @@
 //   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit, so each row
 //               is read once and kept in registers. norm.cuh says how. m and r are saved: 2 N floats.
 //
-// rmsnorm.cu is the same without means: read it first. Rows of more than 16384 channels do not fit.
+// rmsnorm.cu is the same without means: read it first. Rows of more than 8192 channels do not fit.
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -30,34 +30,35 @@ __global__ void __launch_bounds__(kMaxRowThreads)
                              const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C, float eps) {
     __shared__ float scratch[2][kWarp];  // one for each sum: the first may still be read while the second is written
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (row >= N) return;  // all threads of a row together; with more than one row a block, they share nothing
-    RowShare<T, n> x, g, b;
-    x.load(inp + row * C, C);
+    const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
+    RowShare<n> x, g, b;
+    load_row<n>(x, inp + row * C, row_C);
     if (branch) {
-        b.load(branch + row * C, C);
-        x.add(b);
-        x.store(sum + row * C, C);
+        load_row<n>(b, branch + row * C, row_C);
+#pragma unroll
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+            for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));  // as the sum is stored
+        store_row<n>(sum + row * C, x, row_C);
     }
-    g.load(weight, C);
-    b.load(bias, C);
+    load_row<n>(g, weight, row_C);
+    load_row<n>(b, bias, row_C);
     float sums[n] = {}, squares[n] = {};
 #pragma unroll
-    for (int k = 0; k < x.K; ++k)
-        for (int i = 0; i < n; ++i) sums[i] += to_float(x.pack[k].v[i]);
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int i = 0; i < n; ++i) sums[i] += x[k][i];
     const float m = row_sum(sums, scratch[0]) / static_cast<float>(C);
 #pragma unroll
-    for (int k = 0; k < x.K; ++k)
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
         for (int i = 0; i < n; ++i) {
-            const float centred = pack_column<n>(k) < C ? to_float(x.pack[k].v[i]) - m : 0.0f;
-            squares[i] += centred * centred;
+            x[k][i] = chunk_column<n>(k) + i < C ? x[k][i] - m : 0.0f;
+            squares[i] += x[k][i] * x[k][i];
         }
     const float r = 1.0f / sqrtf(row_sum(squares, scratch[1]) / static_cast<float>(C) + eps);
 #pragma unroll
-    for (int k = 0; k < x.K; ++k)
-        for (int i = 0; i < n; ++i)
-            x.pack[k].v[i] = from_float<T>((to_float(x.pack[k].v[i]) - m) * r * to_float(g.pack[k].v[i]) + to_float(b.pack[k].v[i]));
-    x.store(out + row * C, C);
-    if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int i = 0; i < n; ++i) x[k][i] = x[k][i] * r * g[k][i] + b[k][i];
+    store_row<n>(out + row * C, x, row_C);
+    if (threadIdx.x == 0 && row < N) mean[row] = m, rstd[row] = r;
 }
 
 // partial: (2, gridDim.x, C), the sums of dy n and of dy over this block's rows.
@@ -66,39 +67,39 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
                               const float* mean, const float* rstd, int64_t N, int64_t C) {
     __shared__ float scratch[4][kWarp];  // two sums a row, in turn: a row's may still be read while the next row's are written
-    using Row = RowShare<T, n>;
-    float dweight[Row::K][n] = {}, dbias[Row::K][n] = {};
+    RowShare<n> dweight, dbias;
+    zero_row<n>(dweight, C);
+    zero_row<n>(dbias, C);
     int turn = 0;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
-    for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < N; row += stride, turn ^= 2) {
-        Row dy, x, g;
-        dy.load(dout + row * C, C);
-        x.load(inp + row * C, C);
-        g.load(weight, C);
-        const float m = mean[row], r = rstd[row];
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride, turn ^= 2) {
+        const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
+        RowShare<n> dy, x, g, past;
+        load_row<n>(dy, dout + row * C, row_C);
+        load_row<n>(x, inp + row * C, row_C);
+        load_row<n>(g, weight, row_C);
+        if (dsum)
+            load_row<n>(past, dsum + row * C, row_C);
+        else
+            zero_row<n>(past, row_C);
+        const float m = row < N ? mean[row] : 0.0f, r = row < N ? rstd[row] : 0.0f;
         float sums[n] = {}, dot[n] = {};
 #pragma unroll
-        for (int k = 0; k < Row::K; ++k)
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
             for (int i = 0; i < n; ++i) {
-                const float d = to_float(dy.pack[k].v[i]), normal = (to_float(x.pack[k].v[i]) - m) * r;
-                const float dn = d * to_float(g.pack[k].v[i]);
-                dbias[k][i] += d;
-                dweight[k][i] += d * normal;
-                sums[i] += dn;
-                dot[i] += dn * normal;
+                x[k][i] = (x[k][i] - m) * r;  // from here on n, the normalised row
+                dbias[k][i] += dy[k][i];
+                dweight[k][i] += dy[k][i] * x[k][i];
+                dy[k][i] *= g[k][i];  // from here on dn
+                sums[i] += dy[k][i];
+                dot[i] += dy[k][i] * x[k][i];
             }
         const float mean_dn = row_sum(sums, scratch[turn]) / static_cast<float>(C);
         const float mean_dot = row_sum(dot, scratch[turn + 1]) / static_cast<float>(C);
-        Row past = {};
-        if (dsum) past.load(dsum + row * C, C);
 #pragma unroll
-        for (int k = 0; k < Row::K; ++k)
-            for (int i = 0; i < n; ++i) {
-                const float dn = to_float(dy.pack[k].v[i]) * to_float(g.pack[k].v[i]);
-                const float normal = (to_float(x.pack[k].v[i]) - m) * r;
-                dy.pack[k].v[i] = from_float<T>(r * (dn - mean_dn - normal * mean_dot) + to_float(past.pack[k].v[i]));
-            }
-        dy.store(dinp + row * C, C);
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+            for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - mean_dn - x[k][i] * mean_dot) + past[k][i];
+        store_row<n>(dinp + row * C, dy, row_C);
     }
     float* shared = dynamic_shared<float>();
     store_partial<n>(partial + blockIdx.x * C, dweight, shared, C);
@@ -126,10 +127,10 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
-    dispatch_packed(inp.dtype, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using T = typename Pack::Element;
-        layernorm_forward_kernel<T, Pack::n><<<grid, geometry.block, 0, stream>>>(
+    dispatch_chunks(inp.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        layernorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
             out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, mean.ptr<float>(), rstd.ptr<float>(), inp.ptr<T>(),
             branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), bias.ptr<T>(), N, C, eps);
     });
@@ -154,10 +155,10 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     const NormGeometry geometry = norm_geometry(name, N, C);
     const int64_t R = geometry.n_blocks_backward;
     const Tensor partial = scratch_as(name, scratch, {2 * R, C});
-    dispatch_packed(inp.dtype, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using T = typename Pack::Element;
-        layernorm_backward_kernel<T, Pack::n>
+    dispatch_chunks(inp.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        layernorm_backward_kernel<T, Chunk::n>
             <<<static_cast<unsigned>(R), geometry.block, geometry.backward_shared_bytes, stream>>>(
                 dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(),
                 weight.ptr<T>(), mean.ptr<float>(), rstd.ptr<float>(), N, C);

@@ -111,7 +111,7 @@ struct RopeScaling {  // "rope_type": "llama3"; factor 1 means none
 // D/2 frequencies base^(-2i/D), with llama3's scaling: long waves are slowed by `factor`, those between the two limits
 // partly, short ones not.
 std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling);
-// table (T, D) f32: cos in the first D/2 columns, sin in the others, computed in double on the host.
+// table (at least T, D) f32: cos in the first D/2 columns, sin in the others, computed in double on the host.
 void rope_table(Tensor table, const std::vector<double>& frequencies);
 void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
 void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
@@ -141,6 +141,7 @@ int64_t attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K,
 //   logits[n,v] <- (softmax(logits[n])[v] - [v == targets[n]]) * dloss        in place; 0 for ignored rows and for v >= V
 //   logits (N, Vp): the first V columns are the vocabulary, the rest is padding;  targets (N) i32;  losses (N) f32
 // There is never a second buffer of the size of the logits. cross_entropy_forward leaves the logits as they are.
+// A target >= V is an error of the data reader; its loss is NaN.
 
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream);

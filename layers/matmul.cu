@@ -124,6 +124,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
     expect_operand("b", b, a.dtype, options.transpose_b ? N : K, options.transpose_b ? K : N);
     if (options.bias) {
         expect("matmul", "bias", options.bias, out.dtype, {N});
+        check(is_aligned(options.bias.data, 16), "matmul: bias starts at ", options.bias.data, ", which is no multiple of 16 bytes");
         check(options.beta == 0.0f, "matmul: with a bias beta must be 0, not ", options.beta);
     }
     return {M, N, K, batch_count, a.dtype, out.dtype, options.transpose_a, options.transpose_b, static_cast<bool>(options.bias),

@@ -12,7 +12,7 @@
 //   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit, so each row
 //               is read once and kept in registers. norm.cuh says how. r is saved: N floats.
 //
-// Rows of more than 16384 channels do not fit.
+// Rows of more than 8192 channels do not fit.
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -24,26 +24,28 @@ __global__ void __launch_bounds__(kMaxRowThreads)
                            int64_t C, float eps) {
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    if (row >= N) return;  // all threads of a row together; with more than one row a block, they share nothing
-    RowShare<T, n> x, g;
-    x.load(inp + row * C, C);
+    const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
+    RowShare<n> x, g;
+    load_row<n>(x, inp + row * C, row_C);
     if (branch) {
-        RowShare<T, n> b;
-        b.load(branch + row * C, C);
-        x.add(b);
-        x.store(sum + row * C, C);
+        RowShare<n> b;
+        load_row<n>(b, branch + row * C, row_C);
+#pragma unroll
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+            for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));  // as the sum is stored
+        store_row<n>(sum + row * C, x, row_C);
     }
-    g.load(weight, C);
+    load_row<n>(g, weight, row_C);
     float squares[n] = {};
 #pragma unroll
-    for (int k = 0; k < x.K; ++k)
-        for (int i = 0; i < n; ++i) squares[i] += to_float(x.pack[k].v[i]) * to_float(x.pack[k].v[i]);
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int i = 0; i < n; ++i) squares[i] += x[k][i] * x[k][i];
     const float r = 1.0f / sqrtf(row_sum(squares, scratch) / static_cast<float>(C) + eps);
 #pragma unroll
-    for (int k = 0; k < x.K; ++k)
-        for (int i = 0; i < n; ++i) x.pack[k].v[i] = from_float<T>(to_float(x.pack[k].v[i]) * r * to_float(g.pack[k].v[i]));
-    x.store(out + row * C, C);
-    if (threadIdx.x == 0) rstd[row] = r;
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int i = 0; i < n; ++i) x[k][i] *= r * g[k][i];
+    store_row<n>(out + row * C, x, row_C);
+    if (threadIdx.x == 0 && row < N) rstd[row] = r;
 }
 
 // partial: (gridDim.x, C), the sum of dy n over this block's rows.
@@ -52,35 +54,35 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     rmsnorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
                             const float* rstd, int64_t N, int64_t C) {
     __shared__ float scratch[2][kWarp];  // in turn: a row's sum may still be read while the next row's is written
-    using Row = RowShare<T, n>;
-    float dweight[Row::K][n] = {};
+    RowShare<n> dweight;
+    zero_row<n>(dweight, C);
     int turn = 0;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
-    for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < N; row += stride, turn ^= 1) {
-        Row dy, x, g;
-        dy.load(dout + row * C, C);
-        x.load(inp + row * C, C);
-        g.load(weight, C);
-        const float r = rstd[row];
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride, turn ^= 1) {
+        const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
+        RowShare<n> dy, x, g, past;
+        load_row<n>(dy, dout + row * C, row_C);
+        load_row<n>(x, inp + row * C, row_C);
+        load_row<n>(g, weight, row_C);
+        if (dsum)
+            load_row<n>(past, dsum + row * C, row_C);
+        else
+            zero_row<n>(past, row_C);
+        const float r = row < N ? rstd[row] : 0.0f;
         float dot[n] = {};
 #pragma unroll
-        for (int k = 0; k < Row::K; ++k)
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
             for (int i = 0; i < n; ++i) {
-                const float dy_n = to_float(dy.pack[k].v[i]) * (to_float(x.pack[k].v[i]) * r);
-                dweight[k][i] += dy_n;
-                dot[i] += dy_n * to_float(g.pack[k].v[i]);
+                x[k][i] *= r;  // from here on n, the normalised row
+                dweight[k][i] += dy[k][i] * x[k][i];
+                dy[k][i] *= g[k][i];  // from here on dn
+                dot[i] += dy[k][i] * x[k][i];
             }
-        const float mean = row_sum(dot, scratch[turn]) / static_cast<float>(C);  // mean_c(dn n)
-        Row past = {};
-        if (dsum) past.load(dsum + row * C, C);
+        const float mean = row_sum(dot, scratch[turn]) / static_cast<float>(C);
 #pragma unroll
-        for (int k = 0; k < Row::K; ++k)
-            for (int i = 0; i < n; ++i) {
-                const float dn = to_float(dy.pack[k].v[i]) * to_float(g.pack[k].v[i]);
-                const float dx = r * (dn - to_float(x.pack[k].v[i]) * r * mean);
-                dy.pack[k].v[i] = from_float<T>(dx + to_float(past.pack[k].v[i]));
-            }
-        dy.store(dinp + row * C, C);
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+            for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - x[k][i] * mean) + past[k][i];
+        store_row<n>(dinp + row * C, dy, row_C);
     }
     store_partial<n>(partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
 }
@@ -103,10 +105,10 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor bra
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
-    dispatch_packed(inp.dtype, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using T = typename Pack::Element;
-        rmsnorm_forward_kernel<T, Pack::n><<<grid, geometry.block, 0, stream>>>(
+    dispatch_chunks(inp.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        rmsnorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
             out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), inp.ptr<T>(), branch ? branch.ptr<T>() : nullptr,
             weight.ptr<T>(), N, C, eps);
     });
@@ -129,10 +131,10 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
     const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
-    dispatch_packed(inp.dtype, C, [&](auto zero) {
-        using Pack = decltype(zero);
-        using T = typename Pack::Element;
-        rmsnorm_backward_kernel<T, Pack::n><<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
+    dispatch_chunks(inp.dtype, C, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        rmsnorm_backward_kernel<T, Chunk::n><<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
             dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(), weight.ptr<T>(),
             rstd.ptr<float>(), N, C);
     });

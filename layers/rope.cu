@@ -99,7 +99,8 @@ void rotate(const char* operation, const char* argument, Tensor qkv, Tensor tabl
     const int64_t B = qkv.shape[0], T = qkv.shape[1], n_heads = H + 2 * K, D = qkv.shape[2] / n_heads, half = D / 2;
     check(qkv.shape[2] == n_heads * D && D % 2 == 0 && D > 0, operation, ": ", argument, " has ", qkv.shape[2],
           " columns, expected (H + 2K) D = ", n_heads, " D with an even D");
-    expect(operation, "table", table, DType::f32, {T, D});
+    expect(operation, "table", table, DType::f32, {-1, D});
+    check(table.shape[0] >= T, operation, ": table is ", table.describe(), ", expected a row for each of T = ", T, " positions");
     expect_aligned(operation, {{argument, qkv}, {"table", table}});
     dispatch_chunks(qkv.dtype, half, [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;

@@ -4,6 +4,9 @@
 //   backward    du = dy silu(g)
 //               dg = dy u silu'(g)                 silu'(g) = s + g s (1 - s) = s (1 + g (1 - s))
 //
+// The gate decides, number by number, how much of u passes. A gated layer has three matrices where a plain one has two; with
+// F = 8/3 C instead of 4 C it costs as much, and learns better: LLaMA's feed-forward layer.
+//
 // Gate and up projection are one matrix product, so a row of inp is [g_0 ... g_F-1 | u_0 ... u_F-1], and that of dinp too.
 //
 // Bytes: forward reads 2 and writes 1 number per output, backward reads 3 and writes 2. Both run at memory speed.
@@ -28,7 +31,7 @@ __global__ void swiglu_forward_kernel(T* out, const T* inp, int64_t F) {
     float g[kN], u[kN];
     load_chunk(g, gate + f, F - f);
     load_chunk(u, gate + F + f, F - f);
-    for (int l = 0; l < kN; ++l) u[l] *= g[l] * Sigmoid(g[l]).value;
+    for (int l = 0; l < kN; ++l) u[l] *= g[l] * Sigmoid(g[l]).value;  // y = silu(g) u
     store_chunk(out + row * F + f, u, F - f);
 }
 

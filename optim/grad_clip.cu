@@ -1,11 +1,12 @@
-// Clipping by the global norm.                                (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063)
+// Clipping by the global norm.      (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063)
 //
 //   norm  = sqrt(sum over all gradients of g^2)
 //   scale = min(1, max_norm / (norm + 1e-6))
 //
-// One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the direction
-// of the step and bounds its length; clipping each by itself would turn it. The update multiplies by scale as it reads the
-// gradients, so clipping costs one pass over them and no write; and scale stays on the device, so nobody waits for it.
+// One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the
+// direction of the step and bounds its length; clipping each by itself would turn it. The update multiplies by scale as
+// it reads the gradients, so clipping costs one pass over them and no write; and scale stays on the device, so nobody
+// waits for it.
 //
 // The sum is made in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
 //   1. each thread sums kRows squares in f32 and stores its sum as a double;
@@ -20,10 +21,10 @@
 
 namespace {
 
-constexpr int kBlock = 128;                     // threads of a block in stage 1
-constexpr int kRows = 512;                      // elements a thread sums in f32: its rounding error is at most kRows * 2^-24
-constexpr int64_t kChunkN = kBlock * kRows;     // elements a block sums
-constexpr int kLastBlock = 1024;                // threads of the one block of stage 2
+constexpr int kBlock = 128;                  // threads of a block in stage 1
+constexpr int kRows = 512;                   // elements a thread sums in f32: relative error at most kRows * 2^-24
+constexpr int64_t kChunkN = kBlock * kRows;  // elements a block sums
+constexpr int kLastBlock = 1024;             // threads of the one block of stage 2
 
 // Threads that together read 64 bytes: the cache line of a CPU, and two of the 32-byte sectors that a GPU loads.
 template <class T>
@@ -33,12 +34,12 @@ constexpr int kRow = 64 / sizeof(T);
 //
 //   grads   | row 0: x = 0 1 2 ... | row 1: x = 0 1 2 ... | ... | row 511 |   then the same for the next y
 //
-// A GPU sees full sectors. On the CPU device the loop over x becomes SIMD: one vector addition a row, in the order of memory,
-// which is what a hardware prefetcher likes (with rows of 128 bytes, each read half by half, it takes twice as long). The sums
-// are doubles also to tell g++ that storing them cannot change grads; otherwise it would not dare to.
+// A GPU sees full sectors. On the CPU device the loop over x becomes SIMD: a vector addition or two for each row, in
+// the order of memory, which hardware prefetchers like (rows of 128 bytes, read half by half, take twice as long).
+// That sums are doubles also tells g++ that storing them cannot change grads: otherwise it would not dare to.
 template <class T>
 __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict__ sums, const T* __restrict__ grads) {
-    const int64_t run = static_cast<int64_t>(blockIdx.x) * (kBlock / kRow<T>) + threadIdx.y;
+    const int64_t run = static_cast<int64_t>(blockIdx.x) * (kBlock / kRow<T>)+threadIdx.y;
     const T* first = grads + run * (kRow<T> * kRows) + threadIdx.x;
     float sum = 0;
 #pragma unroll 16  // loads in flight
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict_
 // result = {norm, scale}. One block, because all has to come together somewhere; it reads 1 / 256 of what stage 1 read.
 template <class T>
 __global__ void __launch_bounds__(kLastBlock)
-    norm_scale_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums, const T* __restrict__ rest,
-                      int64_t n_rest, float max_norm) {
+    norm_scale_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
+                      const T* __restrict__ rest, int64_t n_rest, float max_norm) {
     __shared__ double shared[kLastBlock];
     const int t = threadIdx.x;
     double sum = 0;
@@ -101,7 +102,8 @@ void grad_norm(Tensor result, Tensor grads, float max_norm, Tensor scratch, cuda
         using T = decltype(zero);
         if (n_chunks > 0) {
             const dim3 block(kRow<T>, kBlock / kRow<T>);
-            sum_squares_kernel<T><<<narrow(n_chunks, "grad_norm: the number of blocks"), block, 0, stream>>>(sums, grads.ptr<T>());
+            const int n_blocks = narrow(n_chunks, "grad_norm: the number of blocks");
+            sum_squares_kernel<T><<<n_blocks, block, 0, stream>>>(sums, grads.ptr<T>());
             cudaCheckLaunch();
         }
         norm_scale_kernel<T><<<1, kLastBlock, 0, stream>>>(result.ptr<float>(), sums, n_chunks * kBlock,

@@ -1,7 +1,7 @@
 // optim/optim.h: everything that turns gradients into new weights.
 //
-// Parameters, gradients and optimizer states are flat arrays with the same offsets (Param::offset). One launch covers all
-// parameters: a table of tiles says which elements a block updates and whether they are decayed.
+// Parameters, gradients and optimizer states are flat arrays with the same offsets (Param::offset). One launch covers
+// all parameters: a table of tiles says which elements a block updates and whether they are decayed.
 #pragma once
 
 #include "core/core.h"
@@ -12,9 +12,10 @@
 // and then, with u = (s - warmup) / (steps - warmup) in [0, 1]:
 //   constant   peak
 //   linear     peak + (floor - peak) u
-//   cosine     floor + (peak - floor) (1 + cos(pi u)) / 2                         (Loshchilov & Hutter 2017, arXiv:1608.03983)
-//   wsd        peak until the last `decay_fraction` of all steps, then linear to floor    (Hu et al. 2024, arXiv:2404.06395)
-// floor = peak * min_ratio.
+//   cosine     floor + (peak - floor) (1 + cos(pi u)) / 2                  (Loshchilov & Hutter 2017, arXiv:1608.03983)
+//   wsd        peak until the last `decay_fraction` of all steps,                   (Hu et al. 2024, arXiv:2404.06395)
+//              then linear to floor; a warmup that reaches into the decay delays it
+// floor = peak * min_ratio. Beyond `steps` the rate stays as in the last step.
 
 struct Schedule {
     std::string name = "cosine";  // constant, linear, cosine, wsd
@@ -27,9 +28,10 @@ void check_schedule(const Schedule& schedule);  // Error for an unknown name, wa
 // ---------------------------------------------------------------------------------------------------------------------
 // grad_clip.cu: clipping by the global norm                                   (Pascanu et al. 2013, arXiv:1211.5063)
 //   norm = sqrt(sum over all gradients of g^2)       scale = min(1, max_norm / (norm + 1e-6))
-// grads: flat (n), f32, bf16 or f16.   result: (2) f32 on the device = {norm, scale}: no round trip to the host; the update
-// multiplies each gradient by scale. max_norm <= 0: no clipping, scale = 1. A norm that is inf or NaN gives scale NaN, which
-// makes the update leave everything as it is.   scratch: grad_norm_scratch_n(n) f32.
+// grads: flat (n), f32, bf16 or f16.   result: (2) f32 on the device = {norm, scale}: no round trip to the host; the
+// update multiplies each gradient by scale. max_norm <= 0: no clipping, scale = 1. A norm that is inf or NaN gives
+// scale NaN, which makes the update leave everything as it is (sums are f32: a gradient beyond 8e17 may count as inf).
+// scratch: grad_norm_scratch_n(n) f32 on an 8-byte boundary (it holds doubles).
 
 void grad_norm(Tensor result, Tensor grads, float max_norm, Tensor scratch, cudaStream_t stream);
 int64_t grad_norm_scratch_n(int64_t n);
@@ -40,36 +42,83 @@ int64_t grad_norm_scratch_n(int64_t n);
 
 constexpr int kTileN = 1024;
 struct Tile {
-    int64_t first;  // offset of its first element in the flat arrays
+    int64_t first;        // offset of its first element in the flat values and gradients
+    int64_t state_first;  // and in the optimizer's states: the same, unless these are packed
     int32_t n;
     float decay;  // 1 where weight decay applies, otherwise 0
 };
-std::vector<Tile> make_tiles(const std::vector<Param>& params);
+// packed: the states of these parameters lie side by side, without the parameters that are not among them.
+std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = kTileN, bool packed = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// adamw.cu                     (Kingma & Ba 2015, arXiv:1412.6980; Loshchilov & Hutter 2019, arXiv:1711.05101)
-//   g = scale * grad
-//   m = beta1 m + (1 - beta1) g          m^ = m / (1 - beta1^t)
-//   v = beta2 v + (1 - beta2) g^2        v^ = v / (1 - beta2^t)
-//   w = w - lr * (m^ / (sqrt(v^) + eps) + weight_decay * w)
+// optimizer.cu: the optimizers, one file each, behind one interface.
+//
+//   name        file           state bytes a parameter     usual lr (with warmup, for language models)
+//   sgd         sgd.cu         0                           0.1       w -= lr g
+//   momentum    sgd.cu         4    m                      0.05      heavy ball
+//   nesterov    sgd.cu         4    m                      0.05      heavy ball, looking ahead
+//   adagrad     adagrad.cu     4    v                      1e-2      g over the root of the sum of all squares
+//   rmsprop     rmsprop.cu     4    v                      1e-3      g over the root of the recent mean square
+//   adam        adam.cu        8    m, v                   1e-3      mean of g over that root; weight decay as L2
+//   adamw       adamw.cu       8    m, v                   1e-3      the same; weight decay beside it
+//   adafactor   adafactor.cu   ~0   row, col               1e-2      v as an outer product, steps relative to w
+//   lion        lion.cu        4    m                      1e-4      sign of a mean of g
+//   muon        muon.cu        4    m  (matrices)          2e-2      orthogonalised momentum; AdamW for the rest
+//   adam8bit    adam8bit.cu    2.03 m, v                   1e-3      AdamW with states of 8 bits
+//
+// All of them: g = scale * grad, with the scale of grad_norm; weight decay only where Param::decay says so.
 
-struct AdamWOptions {
-    float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
+// Every optimizer reads the fields that its maths names. Start from default_optimizer_options(name): the defaults below
+// are AdamW's, as GPT-3 and LLaMA were trained.
+struct OptimizerOptions {
+    float beta1 = 0.9f;             // memory of the mean of g           (adam, adamw, adam8bit, lion, muon's AdamW)
+    float beta2 = 0.95f;            // memory of the mean of g^2, and rmsprop's; in lion: memory of m
+    float eps = 1e-8f;              // added to the root that divides; adafactor: smallest mean square
+    float weight_decay = 0.1f;      // adamw, adam8bit, lion, muon, adafactor: w -= lr wd w.  Others: g += wd w
+    float momentum = 0.9f;          // momentum, nesterov, muon
+    float decay_power = 0.8f;       // adafactor: beta2 at step t is 1 - t^-decay_power
+    float clip_threshold = 1;       // adafactor: largest root mean square of an update before lr
+    float min_scale = 1e-3f;        // adafactor: a parameter counts as at least so large
+    int ns_steps = 5;               // muon: Newton-Schulz iterations
+    DType ns_dtype = DType::f32;    // muon: precision of their matrices; bf16 is what GPUs do fast
+    float adamw_lr_ratio = 0.015f;  // muon: lr of the parameters that AdamW updates / lr of the matrices
 };
 
-class AdamW {
+// One state of an optimizer, for checkpoints: saving its bytes and copying them back continues bit for bit.
+struct OptimizerState {
+    std::string name;
+    Tensor tensor;
+    // True: f32 (n), element i belongs to element i of the flat parameters, so it can be cut by Param::offset.
+    // False: of another shape or dtype, to be kept whole under its name, which is unique ("row.model.norm.weight").
+    bool flat = true;
+};
+
+class Optimizer {
   public:
-    // Takes m and v (f32, n elements each: 8 bytes a parameter) and the tile table from the arena; works while it counts.
-    AdamW(Arena& arena, const std::vector<Param>& params, int64_t n, const AdamWOptions& options);
-    // After arena.reserve(): zeroes the states and uploads the table.
-    void init(cudaStream_t stream);
-    // t counts updates from 1. norm_scale: the result of grad_norm.
-    void step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream);
-    // For checkpoints: {"m", (n)}, {"v", (n)}.
-    std::vector<std::pair<std::string, Tensor>> states() const { return {{"m", m_}, {"v", v_}}; }
-
-  private:
-    AdamWOptions options_;
-    std::vector<Tile> host_tiles_;
-    Tensor tiles_, m_, v_;
+    virtual ~Optimizer() = default;
+    // After arena.reserve(): zeroes the states and uploads tables.
+    virtual void init(cudaStream_t stream) = 0;
+    // One update of all parameters. values, grads: flat (n), f32, bf16 or f16 each. norm_scale: grad_norm's result; a
+    // scale of NaN leaves values and states as they are. t counts updates from 1.
+    virtual void step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) = 0;
+    virtual std::vector<OptimizerState> states() const = 0;
 };
+
+// Takes states, tables and scratch from the arena, also a counting one: construct it while the arena counts, reserve(),
+// and construct it again. n: elements of the flat arrays. An unknown name is an Error that lists the names.
+std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
+                                          int64_t n, const OptimizerOptions& options);
+std::vector<std::string> optimizer_names();
+OptimizerOptions default_optimizer_options(const std::string& name);
+
+// What make_optimizer chooses from.
+using MakeOptimizer = std::unique_ptr<Optimizer>(Arena& arena, const std::vector<Param>& params, int64_t n,
+                                                 const OptimizerOptions& options);
+MakeOptimizer make_sgd, make_momentum, make_nesterov, make_adagrad, make_rmsprop, make_adam, make_adamw, make_adafactor,
+    make_lion, make_muon, make_adam8bit;
+
+// Checks that all optimizers share. They name the optimizer in the error.
+void check_optimizer_input(const char* name, const std::vector<Param>& params, int64_t n,
+                           const OptimizerOptions& options);
+void check_optimizer_step(const char* name, int64_t n, Tensor values, Tensor grads, Tensor norm_scale, double lr,
+                          int64_t t);

@@ -14,11 +14,12 @@
 #include <numbers>
 
 void check_schedule(const Schedule& s) {
-    check(s.name == "constant" || s.name == "linear" || s.name == "cosine" || s.name == "wsd", "unknown schedule '", s.name,
-          "': use constant, linear, cosine or wsd");
+    const bool known = s.name == "constant" || s.name == "linear" || s.name == "cosine" || s.name == "wsd";
+    check(known, "unknown schedule '", s.name, "': use constant, linear, cosine or wsd");
     // Written so that a NaN fails, too.
     check(s.peak >= 0 && std::isfinite(s.peak), "the learning rate is ", s.peak, ": it must be a number >= 0");
-    check(s.min_ratio >= 0 && s.min_ratio <= 1, "the schedule's final ratio is ", s.min_ratio, ": it must be from 0 to 1");
+    check(s.min_ratio >= 0 && s.min_ratio <= 1, "the schedule's final ratio is ", s.min_ratio,
+          ": it must be from 0 to 1");
     check(s.decay_fraction >= 0 && s.decay_fraction <= 1, "the schedule's decay fraction is ", s.decay_fraction,
           ": it must be from 0 to 1");
     check(s.steps >= 1, "a schedule of ", s.steps, " steps: it must have at least 1");
@@ -34,8 +35,8 @@ double learning_rate(const Schedule& schedule, int64_t step) {
     const double s = std::min(static_cast<double>(step), steps);  // beyond the end: as in the last step
     if (s <= warmup) return schedule.peak * s / warmup;           // never divides by 0: s is at least 1
 
-    // How much of the way from peak to floor is done at s, for a descent that starts after step `start` and ends at `steps`.
-    // Where s > start, also steps > start.
+    // How much of the way from peak to floor is done at s, for a descent that starts after step `start` and ends at
+    // `steps`. It never divides by 0: where s > start, steps > start.
     const auto done = [&](double start) { return s <= start ? 0.0 : (s - start) / (steps - start); };
     double descent = 0;
     if (schedule.name == "linear") descent = done(warmup);

@@ -22,14 +22,17 @@ std::vector<double> Buffer::values() const {
     if (tensor_.dtype == DType::i32) {
         std::vector<int32_t> integers(static_cast<size_t>(tensor_.n()));
         copy_to_host(integers.data(), tensor_);
+        record_bits(integers.data(), integers.size() * sizeof(int32_t));
         return {integers.begin(), integers.end()};
     }
     const std::vector<float> floats = to_floats(tensor_);
+    record_bits(floats.data(), floats.size() * sizeof(float));
     return {floats.begin(), floats.end()};
 }
 std::vector<unsigned char> Buffer::bits() const {
     std::vector<unsigned char> bytes(tensor_.bytes());
     copy_to_host(bytes.data(), tensor_);
+    record_bits(bytes.data(), bytes.size());
     return bytes;
 }
 
@@ -51,7 +54,13 @@ std::vector<double> rounded(const std::vector<double>& values, DType dtype) {
     return out;
 }
 
-double unit_roundoff(DType dtype) { return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-9 : 0x1p-12; }
+double largest(const std::vector<double>& values) {
+    double most = 0;
+    for (double x : values) most = std::max(most, std::abs(x));
+    return most;
+}
+
+double unit_roundoff(DType dtype) { return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-8 : 0x1p-11; }
 
 void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative, double absolute,
                  const std::string& what) {

@@ -12,3 +12,14 @@ inline auto ContainsSubstring(const std::string& text) { return Catch::Matchers:
 #endif
 
 #include "core/core.h"
+
+// What a test read back from the device is part of its result: `make test` compares the bits of all runs (test/run.sh).
+void record_bits(const void* data, size_t bytes);
+
+// Leaves a test that cannot run here; it counts as skipped:   SKIP_TEST("needs a GPU");
+void record_skipped(const std::string& reason);
+#define SKIP_TEST(reason)       \
+    do {                        \
+        record_skipped(reason); \
+        return;                 \
+    } while (false)

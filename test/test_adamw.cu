@@ -37,17 +37,17 @@ Layout make_layout(const std::vector<int64_t>& sizes, int64_t first = 0) {
 const std::vector<int64_t> kOddSizes = {1, 3, 1023, 1025, 2049, 777};
 
 // AdamW with memory of its own, as a program sets it up: counted first, then taken.
-struct Optimizer {
+struct OwnOptimizer {
     Arena arena{"optimizer"};
-    std::unique_ptr<AdamW> adamw;
-    Optimizer(const Layout& layout, const AdamWOptions& options) {
-        AdamW counted(arena, layout.params, layout.n, options);
+    std::unique_ptr<Optimizer> adamw;
+    OwnOptimizer(const Layout& layout, const OptimizerOptions& options) {
+        make_optimizer("adamw", arena, layout.params, layout.n, options);
         arena.reserve();
-        adamw = std::make_unique<AdamW>(arena, layout.params, layout.n, options);
+        adamw = make_optimizer("adamw", arena, layout.params, layout.n, options);
         adamw->init(device().stream);
     }
-    Tensor m() const { return adamw->states()[0].second; }
-    Tensor v() const { return adamw->states()[1].second; }
+    Tensor m() const { return adamw->states()[0].tensor; }
+    Tensor v() const { return adamw->states()[1].tensor; }
 };
 
 std::vector<unsigned char> bits_of(const Tensor& tensor) {
@@ -56,13 +56,13 @@ std::vector<unsigned char> bits_of(const Tensor& tensor) {
     return bytes;
 }
 
-// The equations of optim.h in float64, and with them a bound of the f32 kernel's error (running error analysis: each operation
-// adds u times its result to what its operands bring along; Higham, Accuracy and Stability of Numerical Algorithms, 3.3).
+// The equations of optim.h in float64, and with them a bound of the f32 kernel's error (running error analysis: each
+// operation adds u times its result to what its operands bring along; Higham, Accuracy and Stability, 3.3).
 struct Reference {
-    AdamWOptions options;
+    OptimizerOptions options;
     std::vector<double> w, m, v, w_error, m_error, v_error;
 
-    Reference(const AdamWOptions& options_, const std::vector<double>& start)
+    Reference(const OptimizerOptions& options_, const std::vector<double>& start)
         : options(options_), w(start), m(start.size()), v(start.size()), w_error(m), m_error(m), v_error(m) {}
 
     void step(const std::vector<Param>& params, const std::vector<double>& grads, double scale, double lr, double t,
@@ -77,13 +77,15 @@ struct Reference {
                 m_error[i] = beta1 * (m_error[i] + u * std::abs(m[i])) + (1 - beta1) * (g_error + u * std::abs(g));
                 m[i] = beta1 * m[i] + (1 - beta1) * g;
                 m_error[i] += u * std::abs(m[i]);
-                v_error[i] = beta2 * (v_error[i] + u * v[i]) + (1 - beta2) * (2 * std::abs(g) * g_error + 2 * u * g * g);
+                v_error[i] = beta2 * (v_error[i] + u * v[i]);
+                v_error[i] += (1 - beta2) * (2 * std::abs(g) * g_error + 2 * u * g * g);
                 v[i] = beta2 * v[i] + (1 - beta2) * g * g;
                 v_error[i] += u * v[i];
 
                 // Two roundings each: the correction itself, and the product.
-                const double m_hat = m[i] * m_correction, m_hat_error = m_error[i] * m_correction + 2 * u * std::abs(m_hat);
-                const double v_hat = v[i] * v_correction, v_hat_error = v_error[i] * v_correction + 2 * u * v_hat;
+                const double m_hat = m[i] * m_correction, v_hat = v[i] * v_correction;
+                const double m_hat_error = m_error[i] * m_correction + 2 * u * std::abs(m_hat);
+                const double v_hat_error = v_error[i] * v_correction + 2 * u * v_hat;
                 const double root = std::sqrt(v_hat);
                 const double root_error = root - std::sqrt(std::max(0.0, v_hat - v_hat_error)) + u * root;
                 const double divisor = root + options.eps, divisor_error = root_error + u * divisor;
@@ -114,18 +116,18 @@ struct Reference {
 // 50 steps on random gradients. The learning rate and the scale change from step to step.
 void compare_with_reference(DType value_dtype, DType grad_dtype, int64_t n_steps) {
     const Layout layout = make_layout(kOddSizes);
-    const AdamWOptions options;
-    // Of the weights' own rounding, on top of f32's: half the distance from 1 to the next number.
-    const double value_roundoff = value_dtype == DType::f32 ? 0 : value_dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
+    const OptimizerOptions options;
+    const double value_roundoff = value_dtype == DType::f32 ? 0 : unit_roundoff(value_dtype);  // on top of f32's own
     const std::vector<double> start = rounded(random_values(layout.n, 1), value_dtype);
     Buffer values(value_dtype, {layout.n}, start), grads(grad_dtype, {layout.n}), norm_scale(DType::f32, {2});
-    Optimizer optimizer(layout, options);
+    OwnOptimizer optimizer(layout, options);
     Reference reference(options, start);
     for (int64_t t = 1; t <= n_steps; ++t) {
         std::vector<double> g = rounded(random_values(layout.n, 100 + static_cast<uint64_t>(t), 0.02), grad_dtype);
         for (size_t i = 0; i < g.size(); i += 17) g[i] = 0;
         grads.set(g);
-        const double scale = static_cast<float>(1.0 / static_cast<double>(1 + t % 3)), lr = 1e-3 * (1 + 0.1 * static_cast<double>(t % 5));
+        const double scale = static_cast<float>(1.0 / static_cast<double>(1 + t % 3));
+        const double lr = 1e-3 * (1 + 0.1 * static_cast<double>(t % 5));
         norm_scale.set({123.0, scale});
         // 16-bit weights: one step at a time, from the device's weights, as their rounding is far coarser than a step.
         if (value_dtype != DType::f32) {
@@ -135,8 +137,8 @@ void compare_with_reference(DType value_dtype, DType grad_dtype, int64_t n_steps
         optimizer.adamw->step(values, grads, norm_scale, lr, t, device().stream);
         reference.step(layout.params, g, scale, lr, static_cast<double>(t), value_roundoff);
         if (value_dtype != DType::f32 || t == 1 || t == n_steps)
-            reference.check_against(values.values(), concat(dtype_name(value_dtype), " values, ", dtype_name(grad_dtype),
-                                                            " gradients, step ", t));
+            reference.check_against(values.values(), concat(dtype_name(value_dtype), " values, ",
+                                                            dtype_name(grad_dtype), " gradients, step ", t));
     }
     if (value_dtype == DType::f32)  // the bound says something: weights and steps are of the order of 1 and 1e-3
         CHECK(*std::max_element(reference.w_error.begin(), reference.w_error.end()) < 5e-5);
@@ -152,17 +154,17 @@ TEST_CASE("AdamW equals float64 in every dtype", "[adamw]") {
 }
 
 TEST_CASE("AdamW's first step is the paper's", "[adamw]") {
-    // m^ = g and v^ = g^2: whatever the betas, the step is g / (|g| + eps), the sign of g unless g is of the order of eps.
+    // m^ = g and v^ = g^2: whatever the betas, the step is g / (|g| + eps), the sign of g unless it is as small as eps.
     const Layout layout = make_layout({4, 4});
     const std::vector<double> w = {0.5, -0.25, 1, 2, 0.5, -0.25, 1, 2, 9, 9, 9};  // 8 to 10 belong to no parameter
     const std::vector<double> g = {0.5, -3, 0.0625, 0, 0.5, -3, 0.0625, 0, 7, 7, 7};
-    AdamWOptions options;
+    OptimizerOptions options;
     options.eps = 0.0625f;
     options.weight_decay = 0.125f;
     for (float beta2 : {0.0f, 0.5f, 0.95f, 0.999f}) {
         options.beta2 = beta2;
         Buffer values(DType::f32, {11}, w), grads(DType::f32, {11}, g), norm_scale(DType::f32, {2}, {1, 1});
-        Optimizer optimizer(layout, options);
+        OwnOptimizer optimizer(layout, options);
         optimizer.adamw->step(values, grads, norm_scale, 0.0625, 1, device().stream);
         std::vector<double> expected = w;
         for (size_t i = 0; i < 8; ++i)
@@ -197,7 +199,7 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
     while (file >> word) {
         REQUIRE(word == "case");
         double lr, max_norm;
-        AdamWOptions options;
+        OptimizerOptions options;
         file >> name >> lr >> options.beta1 >> options.beta2 >> options.eps >> options.weight_decay >> max_norm >> word;
         REQUIRE(word == "norms");
         std::vector<double> norms(50), start_values, g(static_cast<size_t>(layout.n));
@@ -205,13 +207,14 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
         for (int64_t i = 0; i < layout.n; ++i) start_values.push_back(start(i));
         Buffer values(DType::f32, {layout.n}, start_values), grads(DType::f32, {layout.n}), norm_scale(DType::f32, {2});
         Buffer scratch(DType::f32, {grad_norm_scratch_n(layout.n)});
-        Optimizer optimizer(layout, options);
+        OwnOptimizer optimizer(layout, options);
         for (int64_t t = 1; t <= 50; ++t) {
             for (int64_t i = 0; i < layout.n; ++i) g[static_cast<size_t>(i)] = gradient(i, t);
             grads.set(g);
             grad_norm(norm_scale, grads, static_cast<float>(max_norm), scratch, device().stream);
             // A thread of the norm adds one square here, so all that is rounded is the norm itself.
-            CHECK(std::abs(norm_scale.values()[0] - norms[static_cast<size_t>(t - 1)]) <= 1.01 * 0x1p-24 * norms[static_cast<size_t>(t - 1)]);
+            const double norm = norms[static_cast<size_t>(t - 1)];
+            CHECK(std::abs(norm_scale.values()[0] - norm) <= 1.01 * 0x1p-24 * norm);
             optimizer.adamw->step(values, grads, norm_scale, lr, t, device().stream);
             if (t != 1 && t != 2 && t != 10 && t != 50) continue;
             int64_t golden_t = 0;
@@ -219,9 +222,10 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
             REQUIRE(golden_t == t);
             std::vector<double> expected(static_cast<size_t>(layout.n));
             for (double& value : expected) file >> value;
-            // Each step rounds w once (2^-24 of at most 0.5), and moves it by about lr, at most 1e-5 of which is wrong: betas
-            // rounded to float, and a mean m of gradients that cancel.
-            check_close(values.values(), expected, 0, static_cast<double>(t) * (0x1p-25 + 1e-5 * lr), concat(name, ", step ", t));
+            // Each step rounds w once (2^-24 of at most 0.5), and moves it by about lr, at most 1e-5 of which is wrong:
+            // betas rounded to float, and a mean m of gradients that cancel.
+            const double tolerance = static_cast<double>(t) * (0x1p-25 + 1e-5 * lr);
+            check_close(values.values(), expected, 0, tolerance, concat(name, ", step ", t));
             ++n_compared;
         }
         ++n_cases;
@@ -232,11 +236,12 @@ TEST_CASE("AdamW equals torch.optim.AdamW with clip_grad_norm_", "[adamw][golden
 
 TEST_CASE("AdamW decays exactly the parameters that say so, and touches nothing else", "[adamw]") {
     const Layout layout = make_layout(kOddSizes);
-    AdamWOptions options;
+    OptimizerOptions options;
     options.weight_decay = 0.25f;
     const std::vector<double> ones(static_cast<size_t>(layout.n), 1.0), zeros(static_cast<size_t>(layout.n), 0.0);
-    Buffer values(DType::f32, {layout.n}, ones), grads(DType::f32, {layout.n}, zeros), norm_scale(DType::f32, {2}, {1, 1});
-    Optimizer optimizer(layout, options);
+    Buffer values(DType::f32, {layout.n}, ones), grads(DType::f32, {layout.n}, zeros);
+    Buffer norm_scale(DType::f32, {2}, {1, 1});
+    OwnOptimizer optimizer(layout, options);
     for (int64_t t = 1; t <= 3; ++t) optimizer.adamw->step(values, grads, norm_scale, 0.5, t, device().stream);
     std::vector<double> expected = ones;
     for (const Param& param : layout.params)
@@ -259,9 +264,10 @@ TEST_CASE("AdamW decays exactly the parameters that say so, and touches nothing 
 
 TEST_CASE("AdamW leaves everything as it is when the scale is NaN", "[adamw]") {
     const Layout layout = make_layout(kOddSizes);
-    Buffer values(DType::f32, {layout.n}, random_values(layout.n, 1)), grads(DType::f32, {layout.n}, random_values(layout.n, 2));
+    Buffer values(DType::f32, {layout.n}, random_values(layout.n, 1));
+    Buffer grads(DType::f32, {layout.n}, random_values(layout.n, 2));
     Buffer norm_scale(DType::f32, {2}), scratch(DType::f32, {grad_norm_scratch_n(layout.n)});
-    Optimizer optimizer(layout, {});
+    OwnOptimizer optimizer(layout, {});
     const auto step = [&](int64_t t) {
         grad_norm(norm_scale, grads, 1.0f, scratch, device().stream);
         optimizer.adamw->step(values, grads, norm_scale, 1e-3, t, device().stream);
@@ -295,7 +301,7 @@ TEST_CASE("AdamW gives an element the same bits in every place and in every run"
         std::vector<double> all(static_cast<size_t>(layout.n), 0.0);
         std::copy(start.begin(), start.end(), all.begin() + begin);
         values.set(all);
-        Optimizer optimizer(layout, {});
+        OwnOptimizer optimizer(layout, {});
         for (int64_t t = 1; t <= 3; ++t) {
             const std::vector<double> g = random_values(3000, 10 + static_cast<uint64_t>(t));
             std::copy(g.begin(), g.end(), all.begin() + begin);
@@ -337,36 +343,37 @@ TEST_CASE("tiles cover each element of each parameter once", "[adamw]") {
 TEST_CASE("AdamW counts its memory before it takes it", "[adamw]") {
     const Layout layout = make_layout({5000});
     Arena arena("optimizer");
-    AdamW counted(arena, layout.params, layout.n, {});
+    const auto counted = make_optimizer("adamw", arena, layout.params, layout.n, {});
     CHECK(arena.table() == std::vector<std::pair<std::string, size_t>>{
                                {"optimizer m", 20224}, {"optimizer v", 20224}, {"optimizer tiles", 256}});
-    CHECK(counted.states()[0].first == "m");
-    CHECK(counted.states()[1].first == "v");
-    CHECK_THAT(error_of([&] { counted.init(device().stream); }), ContainsSubstring("before the arena is reserved"));
-    Optimizer optimizer(layout, {});
+    CHECK(counted->states()[0].name == "m");
+    CHECK(counted->states()[1].name == "v");
+    CHECK_THAT(error_of([&] { counted->init(device().stream); }), ContainsSubstring("before the arena is reserved"));
+    OwnOptimizer optimizer(layout, {});
     CHECK((to_floats(optimizer.m()) == std::vector<float>(5002, 0.0f)));
     CHECK((to_floats(optimizer.v()) == std::vector<float>(5002, 0.0f)));
-    Optimizer nothing(Layout{}, {});  // a rank that owns no parameters
+    OwnOptimizer nothing(Layout{}, {});  // a rank that owns no parameters
     nothing.adamw->step({}, {}, {}, 1e-3, 1, device().stream);
 }
 
 TEST_CASE("AdamW refuses wrong arguments", "[adamw]") {
     const Layout layout = make_layout({5, 6});
     const auto option_error = [&](auto change) {
-        AdamWOptions options;
+        OptimizerOptions options;
         change(options);
-        return error_of([&] { Optimizer optimizer(layout, options); });
+        return error_of([&] { OwnOptimizer optimizer(layout, options); });
     };
-    CHECK(option_error([](AdamWOptions&) {}).empty());
-    CHECK_THAT(option_error([](AdamWOptions& o) { o.beta1 = 1; }), ContainsSubstring("beta1 is 1"));
-    CHECK_THAT(option_error([](AdamWOptions& o) { o.beta2 = -0.5f; }), ContainsSubstring("beta2 is -0.5"));
-    CHECK_THAT(option_error([](AdamWOptions& o) { o.eps = 0; }), ContainsSubstring("eps is 0"));
-    CHECK_THAT(option_error([](AdamWOptions& o) { o.weight_decay = NAN; }), ContainsSubstring("weight decay is nan"));
+    CHECK(option_error([](OptimizerOptions&) {}).empty());
+    CHECK_THAT(option_error([](OptimizerOptions& o) { o.beta1 = 1; }), ContainsSubstring("beta1 is 1"));
+    CHECK_THAT(option_error([](OptimizerOptions& o) { o.beta2 = -0.5f; }), ContainsSubstring("beta2 is -0.5"));
+    CHECK_THAT(option_error([](OptimizerOptions& o) { o.eps = 0; }), ContainsSubstring("eps is 0"));
+    CHECK_THAT(option_error([](OptimizerOptions& o) { o.weight_decay = NAN; }),
+               ContainsSubstring("weight decay is nan"));
     Layout outside = layout;
     outside.n -= 4;
-    CHECK_THAT(error_of([&] { Optimizer optimizer(outside, {}); }), ContainsSubstring("parameter 1"));
+    CHECK_THAT(error_of([&] { OwnOptimizer optimizer(outside, {}); }), ContainsSubstring("parameter 1"));
 
-    Optimizer optimizer(layout, {});
+    OwnOptimizer optimizer(layout, {});
     const int64_t n = layout.n;
     Buffer good(DType::f32, {n}), shorter(DType::f32, {n - 1}), integers(DType::i32, {n}), norm_scale(DType::f32, {2});
     norm_scale.set({1, NAN});

@@ -1,9 +1,9 @@
-// cuBLASLt, real or ours (cpu/cublas_lt.cpp), against triple loops in double.
+// cuBLASLt, real or ours (cpu/cublasLt.h), against triple loops in double.
 //
 // Tolerance, for each element by itself: a sum of k products in float32, in any order, is off by at most
-// (k + 8) * 2^-23 * (sum of |alpha a b| + |beta c| + |bias|), the 8 for the scalings and additions around it, 2^-23 and not
-// 2^-24 because tensor cores cut where a CPU rounds. The epilogues' slope is at most 1.2 and they add at most 64 ulp of
-// their own. Then D's type rounds once: half a unit in its last place. Nothing else is allowed.
+// (k + 8) * 2^-23 * (sum of |alpha a b| + |beta c| + |bias|), the 8 for the scalings and additions around it, 2^-23 and
+// not 2^-24 because tensor cores cut where a CPU rounds. The epilogues' slope is at most 1.2 and they add at most 64
+// ulp of their own. Then D's type rounds once: half a unit in its last place. Nothing else is allowed.
 //
 // All matrices stand in device memory with gaps behind each column that hold NaN (must not be read) and, in D, a mark
 // (must not be written).
@@ -13,6 +13,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+#include <omp.h>
 
 #include <cmath>
 #include <cstring>
@@ -29,7 +30,8 @@ struct Type {
     int bytes, mantissa_bits, smallest_exponent;  // 2^smallest_exponent is the smallest subnormal
     double largest;
 };
-const Type f32{CUDA_R_32F, 4, 23, -149, 3.4e38}, f16{CUDA_R_16F, 2, 10, -24, 65504}, bf16{CUDA_R_16BF, 2, 7, -133, 3.4e38};
+const Type f32{CUDA_R_32F, 4, 23, -149, 3.4e38}, f16{CUDA_R_16F, 2, 10, -24, 65504},
+    bf16{CUDA_R_16BF, 2, 7, -133, 3.4e38};
 const Type e4m3{CUDA_R_8F_E4M3, 1, 3, -9, 448}, e5m2{CUDA_R_8F_E5M2, 1, 2, -16, 57344};
 
 float load(const Type& type, const char* from) {
@@ -87,7 +89,8 @@ struct Matrices {
                     for (int64_t j = 0; j < columns; ++j) set(b, i, j, uniform());
         REQUIRE(cudaMalloc(&device, host.size()) == cudaSuccess);
         upload();
-        REQUIRE(cublasLtMatrixLayoutCreate(&layout, type.id, uint64_t(rows), uint64_t(columns), ld) == CUBLAS_STATUS_SUCCESS);
+        REQUIRE(cublasLtMatrixLayoutCreate(&layout, type.id, uint64_t(rows), uint64_t(columns), ld) ==
+                CUBLAS_STATUS_SUCCESS);
         attribute(CUBLASLT_MATRIX_LAYOUT_ORDER, int32_t(order));
         attribute(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, int32_t(batch));
         attribute(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, stride);
@@ -119,7 +122,9 @@ struct Matrices {
 
 struct Operation {
     cublasLtMatmulDesc_t description = nullptr;
-    Operation(cublasComputeType_t compute = CUBLAS_COMPUTE_32F) { cublasLtMatmulDescCreate(&description, compute, CUDA_R_32F); }
+    Operation(cublasComputeType_t compute = CUBLAS_COMPUTE_32F) {
+        cublasLtMatmulDescCreate(&description, compute, CUDA_R_32F);
+    }
     Operation(const Operation&) = delete;
     ~Operation() { cublasLtMatmulDescDestroy(description); }
     template <class T>
@@ -159,17 +164,18 @@ double gelu_slope(double x) {
 // What rounding x to the type may add.
 double rounding(const Type& type, double x) {
     if (type.id == CUDA_R_32F) return 0;  // counted in the sum already
-    return std::max(std::ldexp(std::fabs(x), -type.mantissa_bits - 1), std::ldexp(0.5, type.smallest_exponent)) * 1.0001;
+    return std::max(std::ldexp(std::fabs(x), -type.mantissa_bits - 1), std::ldexp(0.5, type.smallest_exponent)) *
+           1.0001;
 }
 
 bool has(const Case& c, int flag) { return (int(c.epilogue) & flag) != 0; }
 
 // Runs one case, compares every element of D, AUX and bias gradient; returns how many are wrong.
 void check(const Case& c) {
-    INFO("m n k " << c.m << " " << c.n << " " << c.k << "  trans " << c.transpose_a << c.transpose_b << "  order " << c.order_a
-                  << c.order_b << c.order_d << "  alpha beta " << c.alpha << " " << c.beta << "  types " << c.a.id << " "
-                  << c.b.id << " " << c.c.id << " " << c.d.id << "  batch " << c.batch << c.share_a << c.share_b
-                  << c.in_place << "  epilogue " << c.epilogue);
+    INFO("m n k " << c.m << " " << c.n << " " << c.k << "  trans " << c.transpose_a << c.transpose_b << "  order "
+                  << c.order_a << c.order_b << c.order_d << "  alpha beta " << c.alpha << " " << c.beta << "  types "
+                  << c.a.id << " " << c.b.id << " " << c.c.id << " " << c.d.id << "  batch " << c.batch << c.share_a
+                  << c.share_b << c.in_place << "  epilogue " << c.epilogue);
     Matrices A(c.a, c.transpose_a ? c.k : c.m, c.transpose_a ? c.m : c.k, true, c.batch, c.share_a, c.order_a, c.gap);
     Matrices B(c.b, c.transpose_b ? c.n : c.k, c.transpose_b ? c.k : c.n, true, c.batch, c.share_b, c.order_b, c.gap);
     Matrices C(c.c, c.m, c.n, true, c.batch, false, c.order_d, c.in_place ? c.gap : c.gap + 8);
@@ -217,7 +223,8 @@ void check(const Case& c) {
     int64_t wrong = 0;
     const auto compare = [&](const char* what, int b, int64_t i, int64_t j, double got, double want, double tolerance) {
         if (!(std::fabs(got - want) <= tolerance) && wrong++ == 0)
-            UNSCOPED_INFO(what << "[" << b << "][" << i << "," << j << "] is " << got << ", not " << want << " +- " << tolerance);
+            UNSCOPED_INFO(what << "[" << b << "][" << i << "," << j << "] is " << got << ", not " << want << " +- "
+                               << tolerance);
     };
     const double epsilon = double(c.k + 8) * 0x1p-23, alpha = double(c.alpha) * c.a_scale * c.b_scale;
     double amax = 0, amax_error = 0;
@@ -277,7 +284,8 @@ TEST_CASE("cublasLt: float32, all transposes, both orders, alpha and beta", "[cu
         for (int choice = 0; choice < 32; ++choice)
             for (float beta : {0.0f, 1.0f, -0.5f}) {
                 Case c{.m = m, .n = n, .k = k, .transpose_a = bool(choice & 1), .transpose_b = bool(choice & 2)};
-                c.order_a = choice & 4 ? row : col, c.order_b = choice & 8 ? row : col, c.order_d = choice & 16 ? row : col;
+                c.order_a = choice & 4 ? row : col, c.order_b = choice & 8 ? row : col,
+                c.order_d = choice & 16 ? row : col;
                 c.alpha = choice % 3 == 0 ? 1.0f : 0.75f, c.beta = beta, c.in_place = choice % 2 == 1;
                 c.gap = choice % 5 == 0 ? 0 : 3;
                 check(c);
@@ -303,7 +311,8 @@ TEST_CASE("cublasLt: fp8 with scales", "[cublaslt]") {
             if (out.id == e5m2.id && a.id == b.id) continue;
             Case c{.m = 48, .n = 33, .k = 80, .transpose_a = true, .a = a, .b = b};
             c.d = out, c.c = out.bytes == 1 ? bf16 : out, c.bias = out.id == f32.id ? bf16 : c.c;
-            c.a_scale = 0.25f, c.b_scale = 8.0f, c.d_scale = out.bytes == 1 ? 96.0f : 1.0f;  // some values saturate e4m3
+            c.a_scale = 0.25f, c.b_scale = 8.0f,
+            c.d_scale = out.bytes == 1 ? 96.0f : 1.0f;  // some values saturate e4m3
             c.beta = out.id == f16.id ? 0.5f : 0.0f, c.gap = 16;
             c.epilogue = CUBLASLT_EPILOGUE_BIAS;
             check(c);
@@ -326,8 +335,8 @@ TEST_CASE("cublasLt: batches, also with one matrix for all", "[cublaslt]") {
 TEST_CASE("cublasLt: each epilogue", "[cublaslt]") {
     for (const cublasLtEpilogue_t epilogue :
          {CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_BIAS, CUBLASLT_EPILOGUE_GELU,
-          CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS, CUBLASLT_EPILOGUE_DGELU,
-          CUBLASLT_EPILOGUE_DGELU_BGRAD, CUBLASLT_EPILOGUE_BGRADA, CUBLASLT_EPILOGUE_BGRADB})
+          CUBLASLT_EPILOGUE_GELU_BIAS, CUBLASLT_EPILOGUE_GELU_AUX, CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+          CUBLASLT_EPILOGUE_DGELU, CUBLASLT_EPILOGUE_DGELU_BGRAD, CUBLASLT_EPILOGUE_BGRADA, CUBLASLT_EPILOGUE_BGRADB})
         for (const Type& type : {f32, bf16, f16})
             for (int choice = 0; choice < 8; ++choice) {
                 Case c{.m = 53, .n = 38, .k = 45, .transpose_a = bool(choice & 1), .transpose_b = bool(choice & 2)};
@@ -363,18 +372,49 @@ TEST_CASE("cublasLt: matrices of many tiles and panels", "[cublaslt]") {
 
 TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
     for (const Type& type : {f32, bf16}) {
-        Matrices A(type, 300, 500, true), B(type, 500, 210, true), D(type, 300, 210, false), again(type, 300, 210, false);
+        Matrices A(type, 300, 500, true), B(type, 500, 210, true), D(type, 300, 210, false),
+            again(type, 300, 210, false);
         Operation operation;
         const float one = 1, zero = 0;
         for (Matrices* d : {&D, &again})
             REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout, &zero,
-                                   nullptr, d->layout, d->device, d->layout, nullptr, nullptr, 0, nullptr) ==
-                    CUBLAS_STATUS_SUCCESS);
+                                   nullptr, d->layout, d->device, d->layout, nullptr, nullptr, 0,
+                                   nullptr) == CUBLAS_STATUS_SUCCESS);
         REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
         D.download(), again.download();
-        CHECK(D.host == again.host);
+        CHECK((D.host == again.host));  // the inner brackets: do not print the matrices
     }
 }
+
+#if defined(CUDA_ON_CPU) && defined(__AVX2__)
+// Where D is cut depends on the number of threads; the order of each element's sum does not. cpu/cublas_lt.cpp takes
+// care of that for OpenBLAS's AVX2 and AVX-512 kernels.
+TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]") {
+    const int threads_before = omp_get_max_threads();
+    const int64_t sizes[][3] = {{256, 768, 768}, {257, 769, 771}, {33, 65, 129}, {1, 768, 768}, {100, 100, 2000}};
+    for (const auto& [m, n, k] : sizes)
+        for (const Type& type : {f32, bf16}) {
+            INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
+            Matrices A(type, k, m, true), B(type, k, n, true), D(f32, m, n, false);
+            Operation operation;
+            operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
+            const float one = 1, zero = 0;
+            std::vector<char> with_one_thread;
+            for (int threads : {1, 2, 3, 7}) {
+                omp_set_num_threads(threads);
+                REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout,
+                                       &zero, nullptr, D.layout, D.device, D.layout, nullptr, nullptr, 0,
+                                       nullptr) == CUBLAS_STATUS_SUCCESS);
+                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+                D.download();
+                if (threads == 1) with_one_thread = D.host;
+                INFO("threads " << threads);
+                CHECK((D.host == with_one_thread));
+            }
+        }
+    omp_set_num_threads(threads_before);
+}
+#endif
 
 TEST_CASE("cublasLt: the call has seen its arguments when it returns", "[cublaslt]") {
     cudaStream_t stream;
@@ -386,8 +426,9 @@ TEST_CASE("cublasLt: the call has seen its arguments when it returns", "[cublasl
         cublasLtMatrixLayoutCreate(&a_layout, CUDA_R_32F, 4, 4, A.ld);
         cublasLtMatrixLayoutCreate(&d_layout, CUDA_R_32F, 4, 4, D.ld);
         float alpha = 1, beta = 0;
-        REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, a_layout, B.device, B.layout, &beta, D.device,
-                               d_layout, D.device, d_layout, nullptr, nullptr, 0, stream) == CUBLAS_STATUS_SUCCESS);
+        REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, a_layout, B.device, B.layout, &beta,
+                               D.device, d_layout, D.device, d_layout, nullptr, nullptr, 0,
+                               stream) == CUBLAS_STATUS_SUCCESS);
         alpha = beta = NAN;
         cublasLtMatrixLayoutDestroy(a_layout);
         cublasLtMatrixLayoutDestroy(d_layout);
@@ -405,8 +446,9 @@ TEST_CASE("cublasLt: the call has seen its arguments when it returns", "[cublasl
     Operation operation;
     operation.attribute(CUBLASLT_MATMUL_DESC_POINTER_MODE, int32_t(CUBLASLT_POINTER_MODE_DEVICE));
     REQUIRE(cudaMemcpyAsync(scalars, ready, sizeof ready, cudaMemcpyHostToDevice, stream) == cudaSuccess);
-    REQUIRE(cublasLtMatmul(handle(), operation.description, scalars, A.device, A.layout, B.device, B.layout, scalars + 1,
-                           D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0, stream) == CUBLAS_STATUS_SUCCESS);
+    REQUIRE(cublasLtMatmul(handle(), operation.description, scalars, A.device, A.layout, B.device, B.layout,
+                           scalars + 1, D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
+                           stream) == CUBLAS_STATUS_SUCCESS);
     REQUIRE(cudaStreamSynchronize(stream) == cudaSuccess);
     D.download();
     CHECK(D.at(0, 3, 2) == Approx(2 * want).margin(1e-6));
@@ -421,20 +463,20 @@ TEST_CASE("cublasLt: what does not fit is refused", "[cublaslt]") {
     const auto multiply = [&](Operation& operation, Matrices& a, Matrices& b, Matrices& d, const void* c = nullptr,
                               const float* beta = nullptr) {
         return cublasLtMatmul(handle(), operation.description, &one, a.device, a.layout, b.device, b.layout,
-                              beta ? beta : &zero, beta ? c : d.device, d.layout, d.device, d.layout, nullptr, nullptr, 0,
-                              nullptr);
+                              beta ? beta : &zero, beta ? c : d.device, d.layout, d.device, d.layout, nullptr, nullptr,
+                              0, nullptr);
     };
     Operation plain;
     CHECK(multiply(plain, A, B, D) == CUBLAS_STATUS_SUCCESS);
-    CHECK(multiply(plain, A, A, D) == CUBLAS_STATUS_INVALID_VALUE);            // 5 against 8
-    CHECK(multiply(plain, A, B, A) == CUBLAS_STATUS_INVALID_VALUE);            // D has the wrong shape
+    CHECK(multiply(plain, A, A, D) == CUBLAS_STATUS_INVALID_VALUE);                 // 5 against 8
+    CHECK(multiply(plain, A, B, A) == CUBLAS_STATUS_INVALID_VALUE);                 // D has the wrong shape
     CHECK(multiply(plain, A, B, D, nullptr, &one) == CUBLAS_STATUS_INVALID_VALUE);  // beta != 0 needs C
-    CHECK(multiply(plain, A, B2, D) == CUBLAS_STATUS_NOT_SUPPORTED);           // mixed inputs
-    CHECK(multiply(plain, A, B, D2) == CUBLAS_STATUS_NOT_SUPPORTED);           // float in, bfloat16 out
-    CHECK(multiply(plain, A2, B2, D3) == CUBLAS_STATUS_NOT_SUPPORTED);         // bfloat16 in, half out
+    CHECK(multiply(plain, A, B2, D) == CUBLAS_STATUS_NOT_SUPPORTED);                // mixed inputs
+    CHECK(multiply(plain, A, B, D2) == CUBLAS_STATUS_NOT_SUPPORTED);                // float in, bfloat16 out
+    CHECK(multiply(plain, A2, B2, D3) == CUBLAS_STATUS_NOT_SUPPORTED);              // bfloat16 in, half out
     CHECK(multiply(plain, A2, B2, D) == CUBLAS_STATUS_SUCCESS);
-    CHECK(cublasLtMatmul(nullptr, plain.description, &one, A.device, A.layout, B.device, B.layout, &zero, D.device, D.layout,
-                         D.device, D.layout, nullptr, nullptr, 0, nullptr) != CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmul(nullptr, plain.description, &one, A.device, A.layout, B.device, B.layout, &zero, D.device,
+                         D.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr) != CUBLAS_STATUS_SUCCESS);
     CHECK(cublasLtMatmul(handle(), plain.description, nullptr, A.device, A.layout, B.device, B.layout, &zero, D.device,
                          D.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr) == CUBLAS_STATUS_INVALID_VALUE);
 
@@ -485,7 +527,8 @@ TEST_CASE("cublasLt: attributes and the search for an algorithm", "[cublaslt]") 
     CHECK(bytes == 4);
     CHECK(cublasLtMatmulDescGetAttribute(operation.description, name, &read_back, 4, nullptr) == CUBLAS_STATUS_SUCCESS);
     CHECK(read_back == CUBLAS_OP_T);
-    CHECK(cublasLtMatmulDescGetAttribute(operation.description, name, &read_back, 3, &bytes) == CUBLAS_STATUS_INVALID_VALUE);
+    CHECK(cublasLtMatmulDescGetAttribute(operation.description, name, &read_back, 3, &bytes) ==
+          CUBLAS_STATUS_INVALID_VALUE);
 
     Matrices A(bf16, 40, 24, true), B(bf16, 40, 16, true), D(bf16, 24, 16, false), bad(f16, 24, 16, false);
     cublasLtMatmulPreference_t preference;
@@ -500,8 +543,8 @@ TEST_CASE("cublasLt: attributes and the search for an algorithm", "[cublaslt]") 
           CUBLAS_STATUS_INVALID_VALUE);
     cublasLtMatmulHeuristicResult_t results[2];
     int count = -1;
-    CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), operation.description, A.layout, B.layout, D.layout, D.layout, preference,
-                                         2, results, &count) == CUBLAS_STATUS_SUCCESS);
+    CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), operation.description, A.layout, B.layout, D.layout, D.layout,
+                                         preference, 2, results, &count) == CUBLAS_STATUS_SUCCESS);
     REQUIRE(count >= 1);
     CHECK(results[0].state == CUBLAS_STATUS_SUCCESS);
     CHECK(results[0].workspaceSize <= workspace);

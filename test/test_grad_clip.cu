@@ -13,8 +13,8 @@ namespace {
 constexpr int64_t kChunkN = 65536, kRows = 512;
 const int64_t kSizes[] = {1, 3, 1000, 4097, kChunkN - 1, kChunkN, 2 * kChunkN + 1, 1000003};
 
-// Relative error of the norm. A sum of kRows squares in f32 is off by at most kRows * u (each square is rounded once, and
-// takes part in at most kRows - 1 roundings of the sum); the root halves that; rounding the norm to f32 adds one u.
+// Relative error of the norm. A sum of kRows squares in f32 is off by at most kRows * u (each square is rounded once,
+// and takes part in at most kRows - 1 roundings of the sum); the root halves that; rounding the norm to f32 adds one u.
 constexpr double kTolerance = (kRows / 2 + 1) * 0x1p-24;
 
 struct Result {
@@ -67,8 +67,10 @@ TEST_CASE("grad_norm sees every place exactly once", "[grad_clip]") {
     for (DType dtype : kFloatDTypes) {
         Buffer grads(dtype, {n}, std::vector<double>(static_cast<size_t>(n), 0.0));
         bool good = true;
-        std::vector<int64_t> places = {0, 1, 15, 16, 31, 32, 511, 512, 8191, 8192, kChunkN - 1, kChunkN, 2 * kChunkN, n - 1};
-        for (uint64_t k = 0; k < 40; ++k) places.push_back(static_cast<int64_t>(uniform_below(5, 0, k, static_cast<uint64_t>(n))));
+        std::vector<int64_t> places = {0,    1,           15,      16,          31, 32, 511, 512, 8191,
+                                       8192, kChunkN - 1, kChunkN, 2 * kChunkN, n - 1};
+        for (uint64_t k = 0; k < 40; ++k)
+            places.push_back(static_cast<int64_t>(uniform_below(5, 0, k, static_cast<uint64_t>(n))));
         for (int64_t place : places) {
             const Tensor one = grads.tensor().slice(place, 1);
             from_floats(one, {-3.5f});
@@ -106,8 +108,8 @@ TEST_CASE("an infinite or NaN gradient anywhere makes the scale NaN", "[grad_cli
                     values[static_cast<size_t>(place)] = bad;
                     const Result result = run(Buffer(dtype, {n}, values), max_norm);
                     if (std::isnan(result.scale) && !std::isfinite(result.norm)) continue;
-                    FAIL_CHECK(dtype_name(dtype) << ": " << bad << " at " << place << " gives norm " << result.norm << ", scale "
-                                                 << result.scale);
+                    FAIL_CHECK(dtype_name(dtype) << ": " << bad << " at " << place << " gives norm " << result.norm
+                                                 << ", scale " << result.scale);
                 }
 }
 
@@ -129,8 +131,10 @@ TEST_CASE("grad_norm repeats bit for bit, wherever the gradients lie", "[grad_cl
 }
 
 TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
-    Buffer result(DType::f32, {2}), one(DType::f32, {1}), grads(DType::bf16, {10}), scratch(DType::f32, {grad_norm_scratch_n(10)});
-    Buffer integers(DType::i32, {10}), short_scratch(DType::f32, {grad_norm_scratch_n(10) - 1}), matrix(DType::f32, {2, 5});
+    const int64_t scratch_n = grad_norm_scratch_n(10);
+    Buffer result(DType::f32, {2}), one(DType::f32, {1}), grads(DType::bf16, {10}), scratch(DType::f32, {scratch_n});
+    Buffer integers(DType::i32, {10}), short_scratch(DType::f32, {scratch_n - 1}), matrix(DType::f32, {2, 5});
+    from_floats(grads, std::vector<float>(10, 1.0f));
     const auto error = [&](Tensor result, Tensor grads, float max_norm, Tensor scratch) {
         return error_of([&] { grad_norm(result, grads, max_norm, scratch, device().stream); });
     };

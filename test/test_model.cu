@@ -22,14 +22,13 @@ struct Machine {
     Config config;
     Model model;
     Activations acts;
-    std::unique_ptr<AdamW> adamw;
+    std::unique_ptr<Optimizer> adamw;
     Tensor norm, norm_scratch;
 
     Machine(const Config& c, int64_t B, int64_t T, bool training = true) : config(c) {
         for (int pass = 0; pass < 2; ++pass) {
             model = build_model(config, DType::f32, T, values, grads);
-            AdamWOptions options;
-            adamw = std::make_unique<AdamW>(states, model.params, model.values.n(), options);
+            adamw = make_optimizer("adamw", states, model.params, model.values.n(), {});
             acts = take_activations(config, DType::f32, B, T, training, activations);
             norm = activations.take("norm", DType::f32, {2});
             norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});

@@ -2,8 +2,8 @@
 //
 // The references know nothing of bit tricks. A format is the sorted table of its values, each computed from the formula
 // in cpu/cuda_fp16.h; rounding is a search for the two neighbours in the table and a comparison of distances. Where the
-// standard leaves a choice (NaN, saturation), NVIDIA's headers decide: test/golden/number_formats.bin has their answers.
-// Under nvcc the same test checks NVIDIA's own conversions, on the host and in a kernel.
+// standard leaves a choice (NaN, saturation), NVIDIA's headers decide: test/golden/number_formats.bin has their
+// answers. Under nvcc the same test checks NVIDIA's own conversions, on the host and in a kernel.
 //
 //   run:   make test, or build/cpu/run_tests "[number_formats]"
 #include <cuda_bf16.h>
@@ -102,9 +102,9 @@ const Reference reference_bfloat16(bfloat16), reference_half(half_), reference_e
 
 // From double, a conversion must not go through float: that would round twice.
 Codes reference(double x) {
-    return {uint16_t(reference_bfloat16.round(x)),    uint16_t(reference_half.round(x)),
-            uint8_t(reference_e4m3.round(x, true)),   uint8_t(reference_e4m3.round(x, false)),
-            uint8_t(reference_e5m2.round(x, true)),   uint8_t(reference_e5m2.round(x, false))};
+    return {uint16_t(reference_bfloat16.round(x)),  uint16_t(reference_half.round(x)),
+            uint8_t(reference_e4m3.round(x, true)), uint8_t(reference_e4m3.round(x, false)),
+            uint8_t(reference_e5m2.round(x, true)), uint8_t(reference_e5m2.round(x, false))};
 }
 
 Codes convert_double(double x) {
@@ -138,8 +138,8 @@ std::vector<float> values_and_ties() {
 
 std::string show(double x, const Codes& c) {
     char text[128];
-    std::snprintf(text, sizeof text, "x=%a  bf16 %04x  half %04x  e4m3 %02x %02x  e5m2 %02x %02x", x, c.bfloat16, c.half,
-                  c.e4m3, c.e4m3_unsaturated, c.e5m2, c.e5m2_unsaturated);
+    std::snprintf(text, sizeof text, "x=%a  bf16 %04x  half %04x  e4m3 %02x %02x  e5m2 %02x %02x", x, c.bfloat16,
+                  c.half, c.e4m3, c.e4m3_unsaturated, c.e5m2, c.e5m2_unsaturated);
     return text;
 }
 
@@ -148,7 +148,8 @@ template <class Values, class Got, class Want>
 void check_all(const Values& values, Got got, Want want) {
     size_t wrong = 0;
     for (const auto& x : values)
-        if (!(got(x) == want(x)) && wrong++ == 0) UNSCOPED_INFO("got  " << show(x, got(x)) << "\nwant " << show(x, want(x)));
+        if (!(got(x) == want(x)) && wrong++ == 0)
+            UNSCOPED_INFO("got  " << show(x, got(x)) << "\nwant " << show(x, want(x)));
     CHECK(wrong == 0);
 }
 
@@ -185,7 +186,8 @@ TEST_CASE("every code converts to the float it stands for", "[number_formats]") 
             const float got = to_float(code);
             uint32_t want = 0x7fffffff;  // NaN
             if (magnitude <= format.largest()) want = bits_of(float(format.value(magnitude)));
-            if (magnitude > format.largest() && format.exponent_bits == 8) want = magnitude << 16;  // bf16: bits are kept
+            if (magnitude > format.largest() && format.exponent_bits == 8)
+                want = magnitude << 16;  // bf16: bits are kept
             if (format.has_infinity && magnitude == format.infinity()) want = bits_of(INFINITY);
             if (code != magnitude && (want < 0x7fffffff)) want |= 0x80000000;
             if (bits_of(got) != want && wrong++ == 0) UNSCOPED_INFO("code " << code << " gives " << got);
@@ -234,7 +236,8 @@ TEST_CASE("a double rounds once", "[number_formats]") {
     for (const Reference* table : {&reference_half, &reference_e4m3, &reference_e5m2, &reference_bfloat16})
         for (size_t i = 0; i + 1 < table->values.size(); i += 3) {
             const double tie = table->values[i] / 2 + table->values[i + 1] / 2;
-            for (double x : {tie, std::nextafter(tie, 0.0), std::nextafter(tie, INFINITY)}) list.push_back(x), list.push_back(-x);
+            for (double x : {tie, std::nextafter(tie, 0.0), std::nextafter(tie, INFINITY)})
+                list.push_back(x), list.push_back(-x);
         }
     for (double x : {1e300, 1e-300, double(INFINITY), 0.0}) list.push_back(x), list.push_back(-x);
     check_all(list, convert_double, reference);
@@ -244,9 +247,10 @@ TEST_CASE("integers convert both ways", "[number_formats]") {
     for (long long x : {0ll, 1ll, -3ll, 255ll, 2049ll, 65504ll, 65519ll, 65520ll, -70000ll, (1ll << 24) + 1, 1ll << 62,
                         (129ll << 54) + 1, -(129ll << 54) - 1}) {  // the last two: 1 beyond a tie of bfloat16
         INFO(x);
-        const unsigned magnitude_bfloat16 = (x == (129ll << 54) + 1 || x == -(129ll << 54) - 1)
-                                                ? reference_bfloat16.round(std::nextafter(std::ldexp(129, 54), INFINITY))
-                                                : reference_bfloat16.round(std::fabs(double(x)));
+        const unsigned magnitude_bfloat16 =
+            (x == (129ll << 54) + 1 || x == -(129ll << 54) - 1)
+                ? reference_bfloat16.round(std::nextafter(std::ldexp(129, 54), INFINITY))
+                : reference_bfloat16.round(std::fabs(double(x)));
         CHECK(bits_of(__nv_bfloat16(x)) == (magnitude_bfloat16 | (x < 0 ? 0x8000 : 0)));
         CHECK(bits_of(__half(x)) == reference_half.round(double(x)));
     }
@@ -263,7 +267,8 @@ TEST_CASE("arithmetic rounds the exact result once", "[number_formats]") {
     // Exponents small enough that sums, products and fused multiply-adds are exact in double.
     const auto draw = [&](const Format& format) {
         const unsigned exponent = unsigned(format.bias()) - 6 + random() % 12;
-        return (random() & 1) * format.sign() | exponent << format.mantissa_bits | random() % (1u << format.mantissa_bits);
+        return (random() & 1) * format.sign() | exponent << format.mantissa_bits |
+               random() % (1u << format.mantissa_bits);
     };
     unsigned wrong = 0;
     const auto check = [&](auto a, auto b, [[maybe_unused]] auto c, const Reference& reference_) {
@@ -308,7 +313,8 @@ TEST_CASE("pairs keep their order", "[number_formats]") {
     const float2 pair{1.5f, -2.0f};
     CHECK(bits_of(__low2bfloat16(__float22bfloat162_rn(pair))) == bits_of(__nv_bfloat16(1.5f)));
     CHECK(bits_of(__high2half(__floats2half2_rn(pair.x, pair.y))) == bits_of(__half(-2.0f)));
-    CHECK(std::bit_cast<uint32_t>(__half2_raw(__float22half2_rn(pair))) == (bits_of(__half(-2.0f)) << 16 | bits_of(__half(1.5f))));
+    CHECK(std::bit_cast<uint32_t>(__half2_raw(__float22half2_rn(pair))) ==
+          (bits_of(__half(-2.0f)) << 16 | bits_of(__half(1.5f))));
     CHECK(__half22float2(__float22half2_rn(pair)).y == -2.0f);
     CHECK(__bfloat1622float2(__floats2bfloat162_rn(3.0f, 4.0f)).x == 3.0f);
     CHECK(__half22float2(__half2(__nv_fp8x2_e4m3(pair))).y == -2.0f);
@@ -333,7 +339,8 @@ TEST_CASE("NVIDIA's conversions, bit for bit", "[number_formats]") {
     for (uint32_t i = 0; i < n_floats; ++i) {
         const float x = std::bit_cast<float>(read(uint32_t()));
         const Codes want = read(Codes());
-        if (!(convert(x) == want) && wrong++ == 0) UNSCOPED_INFO("got  " << show(x, convert(x)) << "\nwant " << show(x, want));
+        if (!(convert(x) == want) && wrong++ == 0)
+            UNSCOPED_INFO("got  " << show(x, convert(x)) << "\nwant " << show(x, want));
     }
     CHECK(wrong == 0);
 

@@ -105,12 +105,13 @@ TEST_CASE("schedules rise to the peak, then never rise again and never jump", "[
                 INFO(name << ", warmup " << warmup << ", decay fraction " << fraction);
                 Schedule schedule = make(name, warmup, 97);
                 schedule.decay_fraction = fraction;
-                const double steepest =
-                    1.0 / std::max(1.0, std::min(97.0 - static_cast<double>(warmup), name == "wsd" ? fraction * 97 : 97.0));
+                const double way = name == "wsd" ? fraction * 97 : 97.0;
+                const double steepest = 1.0 / std::max(1.0, std::min(97.0 - static_cast<double>(warmup), way));
                 bool good = true;
                 for (int64_t s = 2; s <= 120; ++s) {
                     const double before = learning_rate(schedule, s - 1), now = learning_rate(schedule, s);
-                    good = good && now >= 0.0625 * std::min(1.0, 8.0 * static_cast<double>(s) / 97) - 1e-15 && now <= 0.5;
+                    const double least = 0.0625 * std::min(1.0, 8.0 * static_cast<double>(s) / 97);
+                    good = good && now >= least - 1e-15 && now <= 0.5;
                     good = good && (s <= warmup ? now > before : now <= before);
                     // A cosine is at its steepest pi / 2 times as steep as the line.
                     if (s > warmup) good = good && before - now <= 0.4375 * 1.6 * steepest;

@@ -1,5 +1,6 @@
 // test/test_train_gpt.cu: the training program from outside. Resuming, being killed, bad input, what it leaves behind.
 #include "io/io.h"
+#include "optim/optim.h"
 #include "program.h"
 
 #include <cmath>
@@ -74,7 +75,10 @@ TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[p
 
 TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program][train_gpt]") {
     const TempFolder folder;
-    for (const std::string flags : {" ", " --micro-batch 1 --schedule wsd "}) {
+    std::vector<std::string> variants = {" ", " --micro-batch 1 --schedule wsd "};
+    for (const std::string& optimizer : optimizer_names()) variants.push_back(" --optimizer " + optimizer + " ");
+    for (const std::string& flags : variants) {
+        INFO(flags);
         const std::string whole = folder / "whole", parts = folder / "parts";
         REQUIRE(train(flags + "--out " + whole).status == 0);
         const Outcome first = train(flags + "--out " + parts + " --stop-after 10");
@@ -194,7 +198,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--steps 0", "must be positive"},
         {"--data " + (folder / "absent.txt"), "absent.txt"},
         {"--data " + file("empty.txt", ""), "empty"},
-        {"--data " + file("short.txt", "too short a text"), "short"},
+        {"--data " + file("short.txt", "tiny"), "short.txt"},
         {"--seq 100000", "100000"},
         {"--val " + file("shortval.txt", "short"), "shortval.txt"},
         {"--data " + file("binary.txt", std::string("a\0b\0c", 5)), "binary.txt"},
@@ -221,6 +225,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--tokenizer " + file("word.json", "{\"model\": {\"type\": \"WordPiece\"}}"), "WordPiece"},
         {"--batch 6 --micro-batch 4", "--micro-batch"},
         {"--schedule sawtooth", "sawtooth"},
+        {"--optimizer adamax", "adamax"},
         {"--warmup 30", "warmup"},
         {"--beta2 1.5", "beta2"},
         {"--clip -1", "--clip"},

@@ -5,7 +5,7 @@
 #   run:   test/golden/make_number_formats.sh [/usr/local/cuda/include]
 #
 # The file, little-endian, in this order; test/test_number_formats.cu reads it:
-#   uint32 n, then n times   { uint32 float bits; uint16 bfloat16, half; uint8 e4m3 saturated, e4m3 not, e5m2 sat., e5m2 not }
+#   uint32 n, then n times   { uint32 float bits; uint16 bfloat16, half; uint8 e4m3, e5m2, each saturated and not }
 #   uint32 m, then m times   { uint16 code; uint16 unused; uint32 half to float; uint32 bfloat16 to float }
 #   256 times                { uint16 e4m3 to half, e5m2 to half }
 set -eu
@@ -39,8 +39,8 @@ int main(int, char** argv) {
     std::vector<uint32_t> floats;
     // Every sign and exponent, with mantissas on, just below and just above the ties of each format.
     for (uint32_t head = 0; head < 512; ++head)
-        for (uint32_t mantissa : {0x0u, 0x1u, 0x7fffffu, 0x400000u, 0x8000u, 0x18000u, 0x17fffu, 0x18001u, 0x1000u, 0x3000u,
-                                  0x80000u, 0x280000u, 0x280001u, 0x200000u, 0x600000u, 0x5fffffu})
+        for (uint32_t mantissa : {0x0u, 0x1u, 0x7fffffu, 0x400000u, 0x8000u, 0x18000u, 0x17fffu, 0x18001u, 0x1000u,
+                                  0x3000u, 0x80000u, 0x280000u, 0x280001u, 0x200000u, 0x600000u, 0x5fffffu})
             floats.push_back(head << 23 | mantissa);
     // Where the small formats live: few mantissa bits set, so that many are ties, subnormal ones included.
     while (floats.size() < 12000) {

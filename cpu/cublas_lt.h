@@ -1,0 +1,85 @@
+// Inside cpu/'s cuBLASLt: one matrix multiplication, checked and described in full, on its way from the API
+// (cublas_lt.cpp) to the arithmetic (cublas_lt_multiply.cpp).
+#pragma once
+
+#include <utility>
+
+#include "cublasLt.h"
+
+namespace cuda_cpu {
+
+inline size_t element_bytes(int32_t type) {
+    switch (type) {
+        case CUDA_R_32F: return 4;
+        case CUDA_R_16F:
+        case CUDA_R_16BF: return 2;
+        default: return 1;
+    }
+}
+
+inline bool is_fp8(int32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
+
+// A matrix in memory: element (i, j) of batch b at data + b * batch_stride + i * row_stride + j * column_stride, where
+// one of the two strides is 1. Transposing is swapping the strides.
+struct Matrix {
+    char* data = nullptr;
+    int32_t type = CUDA_R_32F;
+    int64_t row_stride = 1, column_stride = 1, batch_stride = 0;
+
+    Matrix() = default;
+    Matrix(const void* address, const cublasLtMatrixLayoutOpaque_t& layout)
+        : data(static_cast<char*>(const_cast<void*>(address))),
+          type(layout.type),
+          row_stride(layout.order == CUBLASLT_ORDER_COL ? 1 : layout.ld),
+          column_stride(layout.order == CUBLASLT_ORDER_COL ? layout.ld : 1),
+          batch_stride(layout.batch_count > 1 ? layout.batch_stride : 0) {}
+
+    Matrix transposed() const {
+        Matrix result = *this;
+        std::swap(result.row_stride, result.column_stride);
+        return result;
+    }
+    char* at(int64_t batch, int64_t row, int64_t column) const {
+        const int64_t elements = batch * batch_stride + row * row_stride + column * column_stride;
+        return data + elements * int64_t(element_bytes(type));
+    }
+    float* float_at(int64_t batch, int64_t row, int64_t column) const {
+        return reinterpret_cast<float*>(at(batch, row, column));
+    }
+};
+
+// Everything a multiplication needs when its turn comes: no pointers to descriptors.
+struct Multiplication {
+    int64_t m, n, k, batch_count;
+    Matrix a, b, c, d, aux;  // a: m x k and b: k x n, after op; d column-major
+    uint32_t epilogue;
+    void* bias;
+    int32_t bias_type;
+    int64_t bias_batch_stride;
+    bool bias_along_rows = true;  // bias[i] belongs to row i of d; false if the problem has been transposed
+    float alpha = 0, beta = 0;
+    const float *device_alpha = nullptr, *device_beta = nullptr;  // instead of the two, in pointer mode device
+    const float *a_scale, *b_scale, *c_scale, *d_scale;
+    float* d_amax;
+
+    bool has(uint32_t flag) const { return (epilogue & flag) != 0; }
+    bool has_bias() const { return has(CUBLASLT_EPILOGUE_BIAS); }
+    bool sums_gradient_of_d() const { return has(16); }  // DGELU_BGRAD
+    bool reads_aux() const { return has(64); }           // DGELU, DGELU_BGRAD
+    bool writes_aux() const { return has(CUBLASLT_EPILOGUE_GELU) && has(128); }
+
+    void transpose() {
+        std::swap(m, n);
+        const Matrix old_a = a;
+        a = b.transposed(), b = old_a.transposed();
+        c = c.transposed(), d = d.transposed(), aux = aux.transposed();
+        bias_along_rows = false;
+        if (has(CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB))
+            epilogue ^= CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB;
+    }
+};
+
+// Does it, now, on all OpenMP threads.
+void multiply(const Multiplication& multiplication);
+
+}  // namespace cuda_cpu

@@ -1,0 +1,148 @@
+#!/usr/bin/env bash
+# dev/doctor.sh: what this machine has, what will therefore work, and what to install for the rest.   run: make doctor
+#
+# Every line is the result of trying it: the compiler compiles, the libraries are linked and called. Always exits with 0.
+set -u
+cd "$(dirname "$0")/.."
+: "${CXX:=g++}" "${NVCC:=}" "${CUDA_HOME:=/usr/local/cuda}" "${CLANGXX:=clang++}" "${BUILDS_FOR:=}"
+: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu}" "${LDLIBS:=-lopenblas -lboost_context}"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+n_missing=0
+yes() { printf '  ok   %-12s %s\n' "$1" "$2"; }
+no() { # what, why, what to do
+    printf '  --   %-12s %s\n       %-12s -> %s\n' "$1" "$2" "" "$3"
+}
+need() { # the same, and the CPU build cannot do without it
+    no "$@"
+    n_missing=$((n_missing + 1))
+}
+
+# try CODE [LIBRARY...]: compiles, links and runs a program as the Makefile would, and prints what it prints.
+try() {
+    local code=$1
+    shift
+    printf '%b\n' "$code" > "$work/try.cpp"
+    # shellcheck disable=SC2086
+    $CXX $CXXFLAGS "$work/try.cpp" "$@" -o "$work/try" > "$work/log" 2>&1 && "$work/try" 2> /dev/null
+}
+first_line() { "$@" 2> /dev/null | head -n 1; }
+has() { command -v "$1" > /dev/null 2>&1; }
+
+echo "To build anything: ./install.sh installs what is marked --"
+if ! has "$CXX"; then
+    need "C++" "no $CXX" "./install.sh"
+elif out=$(try '#include <version>\n#include <cstdio>\n#include <concepts>\n#include <span>
+    int main() { return std::printf("%d.%d", __GNUC__, __GNUC_MINOR__) < 0 || __cplusplus < 202002L; }'); then
+    yes "C++" "$(first_line $CXX --version), C++20 and OpenMP"
+else
+    need "C++" "$(first_line $CXX --version) fails on a C++20 program with OpenMP: $(head -n 1 "$work/log")" "g++ 11 or newer"
+fi
+case $(first_line make --version) in
+    "GNU Make"*) yes "make" "$(first_line make --version)" ;;
+    *) need "make" "not GNU make" "./install.sh" ;;
+esac
+
+echo "CPU device:"
+simd=$(echo | $CXX $CXXFLAGS -dM -E -x c++ - 2> /dev/null |
+    sed -nE 's/^#define __(AVX512F|AVX512BF16|AVX2|FMA|F16C|ARM_NEON|ARM_FEATURE_SVE)(__)? 1/\1/p' | sort | paste -s -d ' ')
+case "$simd" in
+    *AVX512F*) yes "vectors" "512 bits: $simd" ;;
+    *AVX2*FMA*) yes "vectors" "256 bits: $simd" ;;
+    *ARM*) yes "vectors" "$simd" ;;
+    *) yes "vectors" "128 bits only: it works, slowly" ;;
+esac
+yes "cores" "$(nproc 2> /dev/null || echo '?') usable, $(awk '/MemAvailable/ { printf "%.0f GiB of memory free", $2 / 1048576 }' /proc/meminfo 2> /dev/null)"
+if out=$(try '#include <cblas.h>\n#include <cstdio>
+    extern "C" { char* openblas_get_config(); int openblas_get_parallel(); char* openblas_get_corename(); }
+    int main() { float a = 2, b = 3, c = 0; cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 1, 1, 1, 1, &a, 1, &b, 1, 0, &c, 1);
+    const char* flavour[] = {"no threads", "pthreads", "OpenMP threads"};
+    std::printf("%s, %s, kernels for %s", openblas_get_config(), flavour[openblas_get_parallel()], openblas_get_corename()); return c != 6; }' \
+    $LDLIBS); then
+    case $out in
+        *OpenMP*) yes "OpenBLAS" "$out" ;;
+        *) no "OpenBLAS" "$out: it works, but its threads and ours get in each other's way" "the OpenMP flavour: ./install.sh" ;;
+    esac
+else
+    need "OpenBLAS" "does not link" "./install.sh (libopenblas-openmp-dev)"
+fi
+if out=$(try '#include <boost/context/detail/fcontext.hpp>\n#include <boost/version.hpp>\n#include <cstdio>
+    namespace c = boost::context::detail; char stack[65536];
+    int main() { c::jump_fcontext(c::make_fcontext(stack + sizeof stack, sizeof stack, [](c::transfer_t t) { c::jump_fcontext(t.fctx, nullptr); }), nullptr);
+    std::printf("%d.%d", BOOST_VERSION / 100000, BOOST_VERSION / 100 % 1000); }' $LDLIBS); then
+    yes "fibers" "Boost.Context $out"
+else
+    need "fibers" "no Boost.Context" "./install.sh (libboost-context-dev)"
+fi
+
+echo "Libraries:"
+# header NAME HEADER MACROS PACKAGE: the version is in the macros.
+header() {
+    local out
+    if out=$(try "#include <$2>\n#include <cstdio>\nint main() { std::printf($3); }"); then yes "$1" "$out"; else need "$1" "no <$2>" "./install.sh ($4)"; fi
+}
+header "CLI11" CLI/CLI.hpp '"command line: version %s", CLI11_VERSION' libcli11-dev
+header "json" nlohmann/json.hpp \
+    '"nlohmann/json %d.%d.%d", NLOHMANN_JSON_VERSION_MAJOR, NLOHMANN_JSON_VERSION_MINOR, NLOHMANN_JSON_VERSION_PATCH' nlohmann-json3-dev
+header "stb" stb/stb_image_write.h '"PNG"' libstb-dev
+if out=$(try '#include <catch2/catch_all.hpp>\n#include <cstdio>\nint main() { std::printf("%d.%d, a library", CATCH_VERSION_MAJOR, CATCH_VERSION_MINOR); }' -lCatch2); then
+    yes "Catch2" "tests: version $out"
+elif out=$(try '#include <catch2/catch.hpp>\n#include <cstdio>\nint main() { std::printf("%d.%d, all header", CATCH_VERSION_MAJOR, CATCH_VERSION_MINOR); }'); then
+    yes "Catch2" "tests: version $out"
+else
+    need "Catch2" "no <catch2/catch_all.hpp> and no <catch2/catch.hpp>" "./install.sh (catch2)"
+fi
+
+echo "GPU:"
+gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2> /dev/null | grep -v -i 'fail\|error')
+if [ -n "$gpu" ]; then
+    while read -r line; do yes "GPU" "$line"; done <<< "$gpu"
+else
+    no "GPU" "nvidia-smi shows none" "nothing: everything runs on the CPU, and make DEVICE=cuda still compiles"
+fi
+if [ -n "$NVCC" ] && out=$("$NVCC" --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p') && [ -n "$out" ]; then
+    echo '__global__ void k() {} int main() { k<<<1, 1>>>(); }' > "$work/try.cu"
+    if [ "${out%%.*}" -lt 12 ]; then
+        no "nvcc" "CUDA $out in $CUDA_HOME is too old for C++20" "CUDA 12 or newer: https://developer.nvidia.com/cuda-downloads"
+    elif "$NVCC" -std=c++20 "$work/try.cu" -o "$work/try" > "$work/log" 2>&1; then
+        yes "nvcc" "CUDA $out in $CUDA_HOME compiles"
+    else
+        no "nvcc" "CUDA $out does not compile: $(head -n 1 "$work/log")" "a compiler that this CUDA accepts, NVCC_PREPEND_FLAGS=\"-ccbin g++-13\" in the environment"
+    fi
+    # cuda_library NAME HEADER LIBRARY OTHERWISE
+    cuda_library() {
+        printf '#include <%s>\nint main() {}\n' "$2" > "$work/try.cu"
+        if "$NVCC" "$work/try.cu" "-l$3" -o "$work/try" > "$work/log" 2>&1; then yes "$1" "found"; else no "$1" "does not link" "$4"; fi
+    }
+    cuda_library "cuBLASLt" cublasLt.h cublasLt "part of the CUDA toolkit: libcublas-dev-${out/./-} from NVIDIA's apt repository"
+    cuda_library "NCCL" nccl.h nccl "only for several GPUs: libnccl-dev from NVIDIA's apt repository"
+else
+    no "nvcc" "none in PATH or /usr/local/cuda" "only for GPUs: https://developer.nvidia.com/cuda-downloads (12 or newer)"
+fi
+
+echo "Not needed, good to have:"
+if has gdb; then yes "gdb" "$(first_line gdb --version)"; else no "gdb" "none" "./install.sh, to step through kernels"; fi
+if has mpirun; then yes "MPI" "$(first_line mpirun --version)"; else no "MPI" "no mpirun" "only for several machines: apt install openmpi-bin libopenmpi-dev"; fi
+echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' > "$work/try.cpp"
+if has "$CLANGXX" && "$CLANGXX" -fsanitize=fuzzer "$work/try.cpp" -o "$work/try" > /dev/null 2>&1; then
+    yes "clang" "$(first_line "$CLANGXX" --version), with libFuzzer: make fuzz"
+else
+    no "clang" "no $CLANGXX with libFuzzer" "./install.sh --dev, for make fuzz"
+fi
+if has clang-format; then yes "clang-format" "$(first_line clang-format --version)"; else no "clang-format" "none" "./install.sh --dev, for make format"; fi
+if has clangd; then yes "clangd" "$(first_line clangd --version): make compile_commands.json"; else no "clangd" "none" "./install.sh --dev, for editors"; fi
+python=${LLM_PYTHON:-python3}
+if out=$("$python" -c 'import sys, torch, transformers; print("Python %d.%d, torch %s, transformers %s" % (*sys.version_info[:2], torch.__version__, transformers.__version__))' 2> /dev/null); then
+    yes "transformers" "$out: the test that transformers reads what we save"
+else
+    no "transformers" "$python has no torch and transformers" "pip install torch transformers (and LLM_PYTHON=its/bin/python); one test is skipped without"
+fi
+
+echo
+if [ $n_missing = 0 ]; then
+    echo "The CPU build and the tests will work. \`make\` builds for $BUILDS_FOR."
+else
+    echo "$n_missing needed for the CPU build: ./install.sh"
+fi
+exit 0

@@ -1,0 +1,35 @@
+// AdaGrad: each weight has its own step length.                                  (Duchi, Hazan, Singer 2011, JMLR 12)
+//
+//   g = g + weight_decay * w
+//   v = v + g^2                             the sum of all squares so far
+//   w = w - lr * g / (sqrt(v) + eps)
+//
+// The embedding of a rare word gets a gradient once in a while; it should then move far, as it has little to forget. v
+// never shrinks, so steps fall as 1 / sqrt(t): right for convex problems, and the end of learning in long runs. RMSProp
+// (rmsprop.cu) makes v forget.
+#include "core/kernel.cuh"
+#include "optim/elementwise.cuh"
+
+namespace {
+
+struct AdagradUpdate {
+    static constexpr const char* kName = "AdaGrad";
+    static constexpr std::array<const char*, 1> kStates = {"v"};
+    float lr, eps, weight_decay;
+
+    AdagradUpdate(const OptimizerOptions& o, double lr_, int64_t)
+        : lr(static_cast<float>(lr_)), eps(o.eps), weight_decay(o.weight_decay) {}
+
+    __device__ __forceinline__ float operator()(float w, float g, float decay, float& v) const {
+        g += weight_decay * decay * w;
+        v += g * g;
+        return w - lr * g / (sqrtf(v) + eps);
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_adagrad(Arena& arena, const std::vector<Param>& params, int64_t n,
+                                        const OptimizerOptions& options) {
+    return std::make_unique<Elementwise<AdagradUpdate>>(arena, params, n, options);
+}

@@ -1,0 +1,47 @@
+// optim/adam.cuh: the maths of Adam and AdamW, for adam.cu and adamw.cu, Muon's other parameters and 8-bit Adam.
+//                             (Kingma & Ba 2015, arXiv:1412.6980; Loshchilov & Hutter 2019, arXiv:1711.05101)
+//
+//   g  = g + weight_decay * w               Adam only: decay as the gradient of an L2 term in the loss
+//   m  = beta1 m + (1 - beta1) g            mean of the recent gradients:          which way
+//   v  = beta2 v + (1 - beta2) g^2          mean of their squares, per element:    how large they usually are here
+//   m^ = m / (1 - beta1^t)                  m and v start at 0 and are too small at first: after t steps the weights
+//   v^ = v / (1 - beta2^t)                  in the running mean sum to 1 - beta^t, not yet to 1
+//   w  = w - lr * (m^ / (sqrt(v^) + eps) + weight_decay * w)          the last term: AdamW only
+//
+// m^ / sqrt(v^) has no unit: every weight moves by about lr a step, whether its gradients are large or small.
+#pragma once
+
+#include "optim/elementwise.cuh"
+
+namespace {
+
+template <bool decoupled>
+struct AdamUpdate {
+    static constexpr const char* kName = decoupled ? "AdamW" : "Adam";
+    static constexpr std::array<const char*, 2> kStates = {"m", "v"};
+    float lr, eps, weight_decay;
+    float beta1, one_minus_beta1, m_correction;  // m^ = m * m_correction
+    float beta2, one_minus_beta2, v_correction;
+
+    // In double, because 1 - beta^t is a small difference of near numbers: in float, 1 - 0.999^2 would keep 15 of its
+    // 24 bits. All start from beta as the kernel has it, rounded to float: so the weights in m and v sum to 1 - beta^t.
+    AdamUpdate(const OptimizerOptions& o, double lr_, int64_t t)
+        : lr(static_cast<float>(lr_)), eps(o.eps), weight_decay(o.weight_decay), beta1(o.beta1), beta2(o.beta2) {
+        const double b1 = o.beta1, b2 = o.beta2, updates = static_cast<double>(t);
+        one_minus_beta1 = static_cast<float>(1 - b1);
+        one_minus_beta2 = static_cast<float>(1 - b2);
+        m_correction = static_cast<float>(1 / (1 - std::pow(b1, updates)));
+        v_correction = static_cast<float>(1 / (1 - std::pow(b2, updates)));
+    }
+
+    __device__ __forceinline__ float operator()(float w, float g, float decay, float& m, float& v) const {
+        if (!decoupled) g += weight_decay * decay * w;
+        m = beta1 * m + one_minus_beta1 * g;
+        v = beta2 * v + one_minus_beta2 * (g * g);
+        float update = (m * m_correction) / (sqrtf(v * v_correction) + eps);
+        if (decoupled) update += weight_decay * decay * w;
+        return w - lr * update;
+    }
+};
+
+}  // namespace

@@ -1,0 +1,58 @@
+// Gradient descent: plain, with momentum, and with Nesterov's.
+//              (Robbins & Monro 1951; Polyak 1964; Nesterov 1983; in this form: Sutskever et al. 2013, PMLR 28(3))
+//
+//   g = g + weight_decay * w
+//   sgd        w = w - lr g
+//   momentum   m = momentum m + g        w = w - lr m                      a heavy ball: it keeps its speed
+//   nesterov   m = momentum m + g        w = w - lr (g + momentum m)       the step as if m were one gradient further
+//
+// In a narrow valley plain descent bounces from wall to wall; in m these gradients cancel, and those along the valley
+// add up to 1 / (1 - momentum) times one of them. So lr means ten times as much as in sgd with a momentum of 0.9.
+#include "core/kernel.cuh"
+#include "optim/elementwise.cuh"
+
+namespace {
+
+struct SgdUpdate {
+    static constexpr const char* kName = "SGD";
+    static constexpr std::array<const char*, 0> kStates = {};
+    float lr, weight_decay;
+
+    SgdUpdate(const OptimizerOptions& o, double lr_, int64_t)
+        : lr(static_cast<float>(lr_)), weight_decay(o.weight_decay) {}
+
+    __device__ __forceinline__ float operator()(float w, float g, float decay) const {
+        return w - lr * (g + weight_decay * decay * w);
+    }
+};
+
+template <bool nesterov>
+struct MomentumUpdate {
+    static constexpr const char* kName = nesterov ? "Nesterov" : "Momentum";
+    static constexpr std::array<const char*, 1> kStates = {"m"};
+    float lr, weight_decay, momentum;
+
+    MomentumUpdate(const OptimizerOptions& o, double lr_, int64_t)
+        : lr(static_cast<float>(lr_)), weight_decay(o.weight_decay), momentum(o.momentum) {}
+
+    __device__ __forceinline__ float operator()(float w, float g, float decay, float& m) const {
+        g += weight_decay * decay * w;
+        m = momentum * m + g;
+        return w - lr * (nesterov ? g + momentum * m : m);
+    }
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_sgd(Arena& arena, const std::vector<Param>& params, int64_t n,
+                                    const OptimizerOptions& options) {
+    return std::make_unique<Elementwise<SgdUpdate>>(arena, params, n, options);
+}
+std::unique_ptr<Optimizer> make_momentum(Arena& arena, const std::vector<Param>& params, int64_t n,
+                                         const OptimizerOptions& options) {
+    return std::make_unique<Elementwise<MomentumUpdate<false>>>(arena, params, n, options);
+}
+std::unique_ptr<Optimizer> make_nesterov(Arena& arena, const std::vector<Param>& params, int64_t n,
+                                         const OptimizerOptions& options) {
+    return std::make_unique<Elementwise<MomentumUpdate<true>>>(arena, params, n, options);
+}

@@ -1,0 +1,404 @@
+// The CUDA runtime on the CPU: memory, copies, streams, events, host functions, devices.
+//
+// Plain CUDA, so that a GPU can say whether the tests are right. What must hold under any order of streams is tested here,
+// also in strict mode, where the order is drawn; that a wrong order is found is test_cpu_strict.cu's subject.
+#include "test.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#ifdef CUDA_ON_CPU
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#endif
+
+namespace {
+
+struct Stream {
+    cudaStream_t stream;
+    explicit Stream(unsigned flags = cudaStreamNonBlocking) {
+        REQUIRE(cudaStreamCreateWithFlags(&stream, flags) == cudaSuccess);
+    }
+    Stream(const Stream&) = delete;
+    ~Stream() { cudaStreamDestroy(stream); }
+    operator cudaStream_t() const { return stream; }
+};
+struct Event {
+    cudaEvent_t event;
+    Event() { REQUIRE(cudaEventCreate(&event) == cudaSuccess); }
+    Event(const Event&) = delete;
+    ~Event() { cudaEventDestroy(event); }
+    operator cudaEvent_t() const { return event; }
+};
+struct Ints {  // zeros
+    int* data = nullptr;
+    size_t n;
+    explicit Ints(size_t n_) : n(n_) {
+        REQUIRE(cudaMalloc(&data, n * sizeof(int)) == cudaSuccess);
+        REQUIRE(cudaMemset(data, 0, n * sizeof(int)) == cudaSuccess);
+    }
+    Ints(const Ints&) = delete;
+    ~Ints() { cudaFree(data); }
+    int at(size_t i) const {
+        int value = 0;
+        REQUIRE(cudaMemcpy(&value, data + i, sizeof(int), cudaMemcpyDeviceToHost) == cudaSuccess);
+        return value;
+    }
+};
+
+// x = a x + b: the order of two such updates shows in the result.
+__global__ void update_kernel(int* x, int a, int b) { x[threadIdx.x] = a * x[threadIdx.x] + b; }
+__global__ void copy_kernel(int* to, const int* from, int n) {
+    const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) to[i] = from[i];
+}
+
+void must(cudaError_t status) { REQUIRE(status == cudaSuccess); }
+bool fails(cudaError_t status) {
+    cudaGetLastError();
+    return status != cudaSuccess;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory
+
+TEST_CASE("memory is aligned, freed once, and refused when there is not enough", "[cpu]") {
+    char *a = nullptr, *b = nullptr;
+    must(cudaMalloc(&a, 1));
+    must(cudaMalloc(&b, 3 << 20));
+    CHECK(reinterpret_cast<uintptr_t>(a) % 16 == 0);
+    CHECK(reinterpret_cast<uintptr_t>(b) % 16 == 0);
+    must(cudaMemset(b, 7, 3 << 20));
+    char last = 0;
+    must(cudaMemcpy(&last, b + (3 << 20) - 1, 1, cudaMemcpyDeviceToHost));
+    CHECK(last == 7);
+    must(cudaFree(a));
+    must(cudaFree(b));
+    must(cudaFree(nullptr));
+    must(cudaFreeHost(nullptr));
+
+    size_t free_bytes = 0, total_bytes = 0;
+    must(cudaMemGetInfo(&free_bytes, &total_bytes));
+    CHECK((free_bytes > 0 && free_bytes <= total_bytes));
+    CHECK(cudaMalloc(&a, total_bytes * 2) == cudaErrorMemoryAllocation);
+    CHECK(cudaGetLastError() == cudaErrorMemoryAllocation);
+    CHECK(cudaGetLastError() == cudaSuccess);
+}
+
+#ifdef CUDA_ON_CPU
+TEST_CASE("copies to where no memory is are errors, not faults", "[cpu]") {
+    Ints device(10);
+    int host[20] = {}, *pinned = nullptr;
+    must(cudaMallocHost(&pinned, 40));
+    CHECK(fails(cudaMemcpy(host, host + 10, 4, cudaMemcpyHostToDevice)));         // not the device's
+    CHECK(fails(cudaMemcpy(host, host + 10, 4, cudaMemcpyDeviceToHost)));
+    CHECK(fails(cudaMemcpy(device.data, pinned, 4, cudaMemcpyDeviceToDevice)));
+    CHECK(fails(cudaMemcpy(device.data, host, 11 * 4, cudaMemcpyHostToDevice)));  // longer than the allocation
+    CHECK(fails(cudaMemcpy(host, device.data + 5, 6 * 4, cudaMemcpyDeviceToHost)));
+    CHECK(fails(cudaMemcpy(nullptr, device.data, 4, cudaMemcpyDeviceToHost)));
+    CHECK(fails(cudaMemset(device.data + 9, 0, 8)));
+    CHECK(fails(cudaMemset(host, 0, 8)));
+    CHECK(fails(cudaFree(host)));
+    CHECK(fails(cudaFree(device.data + 1)));
+    CHECK(fails(cudaFree(pinned)));        // that is cudaFreeHost's
+    CHECK(fails(cudaFreeHost(device.data)));
+    must(cudaMemcpy(host, device.data + 5, 5 * 4, cudaMemcpyDeviceToHost));
+    must(cudaMemcpy(host, device.data, 0, cudaMemcpyDeviceToHost));
+    must(cudaMemcpy(device.data, device.data + 5, 5 * 4, cudaMemcpyDeviceToDevice));
+    must(cudaMemcpy(device.data, pinned, 40, cudaMemcpyDefault));
+    must(cudaFreeHost(pinned));
+}
+#endif
+
+TEST_CASE("a copy from pageable memory may be overwritten at once, one to it is there at once", "[cpu]") {
+    Stream stream;
+    Ints a(1000);
+    std::vector<int> host(1000, 1);
+    must(cudaMemcpyAsync(a.data, host.data(), 4000, cudaMemcpyHostToDevice, stream));
+    std::fill(host.begin(), host.end(), 2);
+    update_kernel<<<1, 1000, 0, stream>>>(a.data, 10, 5);
+    must(cudaMemcpyAsync(host.data(), a.data, 4000, cudaMemcpyDeviceToHost, stream));
+    must(cudaStreamSynchronize(stream));
+    CHECK(host == std::vector<int>(1000, 15));
+}
+
+TEST_CASE("copies of pinned memory, in a stream", "[cpu]") {
+    Stream stream;
+    Ints a(100);
+    int* pinned = nullptr;
+    must(cudaHostAlloc(reinterpret_cast<void**>(&pinned), 800, cudaHostAllocDefault));
+    for (int i = 0; i < 100; ++i) pinned[i] = i, pinned[100 + i] = -1;
+    must(cudaMemcpyAsync(a.data, pinned, 400, cudaMemcpyHostToDevice, stream));
+    update_kernel<<<1, 100, 0, stream>>>(a.data, 2, 1);
+    must(cudaMemcpyAsync(pinned + 100, a.data, 400, cudaMemcpyDeviceToHost, stream));
+#ifdef CUDA_ON_CPU
+    // In strict mode nothing has happened yet. (On a GPU nobody knows.)
+    CHECK(pinned[199] == (cuda_cpu::strict ? -1 : 199));
+#endif
+    must(cudaStreamSynchronize(stream));
+    for (int i = 0; i < 100; ++i) CHECK(pinned[100 + i] == 2 * i + 1);
+    must(cudaFreeHost(pinned));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streams and events
+
+TEST_CASE("a stream runs its work in order", "[cpu]") {
+    Stream stream;
+    Ints x(32);
+    unsigned want = 0;
+    for (int i = 0; i < 200; ++i) {
+        update_kernel<<<1, 32, 0, stream>>>(x.data, 3, i);
+        want = 3 * want + static_cast<unsigned>(i);
+    }
+    must(cudaStreamSynchronize(stream));
+    CHECK(x.at(31) == static_cast<int>(want));
+}
+
+// A random graph of work over several streams, with an event for every dependence between two of them.
+TEST_CASE("events order the work of streams", "[cpu]") {
+    std::mt19937 random(5);
+    for (int round = 0; round < 10; ++round) {
+        Stream streams[4];
+        Event events[40];
+        Ints value(41);  // value[i+1] is written by step i, from value[earlier]
+        std::vector<int> want(41), stream_of(40);
+        for (int i = 0; i < 40; ++i) {
+            const int stream = stream_of[static_cast<size_t>(i)] = static_cast<int>(random() % 4);
+            const int earlier = static_cast<int>(random() % static_cast<unsigned>(i + 1));  // a step before, or value[0]
+            if (earlier > 0 && stream_of[static_cast<size_t>(earlier - 1)] != stream)
+                must(cudaStreamWaitEvent(streams[stream], events[earlier - 1]));
+            copy_kernel<<<1, 1, 0, streams[stream]>>>(value.data + i + 1, value.data + earlier, 1);
+            update_kernel<<<1, 1, 0, streams[stream]>>>(value.data + i + 1, 3, i + 1);
+            must(cudaEventRecord(events[i], streams[stream]));
+            want[static_cast<size_t>(i + 1)] = static_cast<int>(3u * static_cast<unsigned>(want[static_cast<size_t>(earlier)]) + i + 1);
+        }
+        // Waiting for the last event is enough for what it depends on; the rest needs a wait of its own.
+        must(cudaEventSynchronize(events[39]));
+        CHECK(cudaEventQuery(events[39]) == cudaSuccess);
+        must(cudaDeviceSynchronize());
+        std::vector<int> got(41);
+        must(cudaMemcpy(got.data(), value.data, 41 * sizeof(int), cudaMemcpyDeviceToHost));
+        CHECK(got == want);
+    }
+}
+
+TEST_CASE("an event stands for what was recorded last, and may be destroyed before it happens", "[cpu]") {
+    Stream first, second;
+    Ints x(1), y(1);
+    cudaEvent_t event;
+    must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    CHECK(cudaEventQuery(event) == cudaSuccess);               // never recorded: done
+    must(cudaStreamWaitEvent(second, event));                  // and nothing to wait for
+    update_kernel<<<1, 1, 0, first>>>(x.data, 0, 1);
+    must(cudaEventRecord(event, first));
+    update_kernel<<<1, 1, 0, first>>>(x.data, 0, 2);
+    must(cudaEventRecord(event, first));
+    must(cudaStreamWaitEvent(second, event));
+    must(cudaEventDestroy(event));
+    copy_kernel<<<1, 1, 0, second>>>(y.data, x.data, 1);
+    must(cudaStreamSynchronize(second));
+    CHECK(y.at(0) == 2);
+}
+
+TEST_CASE("the default stream waits for blocking streams, and they for it", "[cpu]") {
+    Stream blocking(cudaStreamDefault);
+    Ints x(1);
+    for (int i = 0; i < 10; ++i) {
+        update_kernel<<<1, 1, 0, blocking>>>(x.data, 2, 1);
+        update_kernel<<<1, 1>>>(x.data, 2, 0);
+    }
+    must(cudaStreamSynchronize(nullptr));
+    int want = 0;
+    for (int i = 0; i < 10; ++i) want = (2 * want + 1) * 2;
+    CHECK(x.at(0) == want);
+}
+
+TEST_CASE("elapsed time, and what has none", "[cpu]") {
+    Stream stream;
+    Event start, end, never;
+    float milliseconds = -1;
+    must(cudaEventRecord(start, stream));
+    must(cudaLaunchHostFunc(stream, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }, nullptr));
+    must(cudaEventRecord(end, stream));
+#ifdef CUDA_ON_CPU
+    if (cuda_cpu::strict) CHECK(cudaEventElapsedTime(&milliseconds, start, end) == cudaErrorNotReady);
+#endif
+    must(cudaEventSynchronize(end));
+    must(cudaEventElapsedTime(&milliseconds, start, end));
+    CHECK((milliseconds >= 19 && milliseconds < 10'000));
+    CHECK(fails(cudaEventElapsedTime(&milliseconds, start, never)));
+    cudaEvent_t untimed;
+    must(cudaEventCreateWithFlags(&untimed, cudaEventDisableTiming));
+    must(cudaEventRecord(untimed, stream));
+    must(cudaEventSynchronize(untimed));
+    CHECK(fails(cudaEventElapsedTime(&milliseconds, start, untimed)));
+    must(cudaEventDestroy(untimed));
+}
+
+TEST_CASE("host functions run in their stream's order", "[cpu]") {
+    struct Record {
+        int* pinned;
+        std::vector<int> seen;
+    };
+    Stream stream;
+    Ints x(1);
+    Record record{};
+    must(cudaMallocHost(&record.pinned, sizeof(int)));
+    for (int i = 0; i < 5; ++i) {
+        update_kernel<<<1, 1, 0, stream>>>(x.data, 1, i);
+        must(cudaMemcpyAsync(record.pinned, x.data, sizeof(int), cudaMemcpyDeviceToHost, stream));
+        must(cudaLaunchHostFunc(
+            stream,
+            [](void* argument) {
+                Record& r = *static_cast<Record*>(argument);
+                r.seen.push_back(*r.pinned);
+            },
+            &record));
+    }
+    must(cudaStreamSynchronize(stream));
+    CHECK(record.seen == std::vector<int>{0, 1, 3, 6, 10});
+    must(cudaFreeHost(record.pinned));
+}
+
+TEST_CASE("a program that asks until a stream is done gets there", "[cpu]") {
+    Stream stream;
+    Event event;
+    Ints x(1);
+    for (int i = 0; i < 20; ++i) update_kernel<<<1, 1, 0, stream>>>(x.data, 1, 1);
+    must(cudaEventRecord(event, stream));
+    while (cudaEventQuery(event) == cudaErrorNotReady) {}
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {}
+    CHECK(x.at(0) == 20);
+}
+
+TEST_CASE("freeing waits for the device", "[cpu]") {
+    Stream stream;
+    Ints x(64);
+    int* freed = nullptr;
+    must(cudaMalloc(&freed, 256));
+    must(cudaMemsetAsync(freed, 0, 256, stream));
+    update_kernel<<<1, 64, 0, stream>>>(freed, 0, 9);
+    copy_kernel<<<1, 64, 0, stream>>>(x.data, freed, 64);
+    must(cudaFree(freed));
+    CHECK(x.at(63) == 9);
+}
+
+TEST_CASE("invalid handles are errors", "[cpu]") {
+    CHECK(fails(cudaSetDevice(-1)));
+    CHECK(fails(cudaSetDevice(1000)));
+#ifdef CUDA_ON_CPU
+    CHECK(fails(cudaEventRecord(nullptr)));
+    CHECK(fails(cudaEventSynchronize(nullptr)));
+    CHECK(fails(cudaStreamWaitEvent(nullptr, nullptr)));
+    CHECK(fails(cudaStreamDestroy(nullptr)));
+    CHECK(std::string(cudaGetErrorName(static_cast<cudaError_t>(12345))) == "unknown error");
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Devices
+
+TEST_CASE("what a device says of itself", "[cpu]") {
+    cudaDeviceProp properties;
+    must(cudaGetDeviceProperties(&properties, 0));
+    CHECK(std::strlen(properties.name) > 0);
+    CHECK(properties.totalGlobalMem > 0);
+    CHECK(properties.warpSize == 32);
+    CHECK(properties.maxThreadsPerBlock == 1024);
+    CHECK(properties.multiProcessorCount >= 1);
+    int value = 0;
+    must(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 0));
+    CHECK(value == properties.multiProcessorCount);
+    must(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    CHECK(value >= 48 << 10);
+    must(cudaRuntimeGetVersion(&value));
+    CHECK(value >= 12000);
+}
+
+#ifdef CUDA_ON_CPU
+
+// Run as a process of its own, by the next test: how many devices there are is decided once.
+TEST_CASE("three devices, a thread each", "[.][three_devices]") {
+    if (!std::getenv("CUDA_CPU_DEVICES")) return;  // somebody runs the hidden tests too
+    int count = 0;
+    must(cudaGetDeviceCount(&count));
+    REQUIRE(count == 3);
+    CHECK(fails(cudaSetDevice(3)));
+    // A ring: device d adds its number to what device d-1 gives, waiting for it through an event. Work on a stream goes to
+    // the stream's device, whatever device is current.
+    cudaStream_t streams[3];
+    cudaEvent_t events[3];
+    int* values[3];
+    for (int d = 0; d < 3; ++d) {
+        must(cudaSetDevice(d));
+        must(cudaStreamCreateWithFlags(&streams[d], cudaStreamNonBlocking));
+        must(cudaEventCreate(&events[d]));
+        must(cudaMalloc(&values[d], sizeof(int)));
+        must(cudaMemset(values[d], 0, sizeof(int)));
+    }
+    must(cudaSetDevice(0));
+    for (int step = 0; step < 12; ++step) {
+        const int d = step % 3, before = (step + 2) % 3;
+        if (step > 0) must(cudaStreamWaitEvent(streams[d], events[before]));
+        must(cudaMemcpyAsync(values[d], values[before], sizeof(int), cudaMemcpyDeviceToDevice, streams[d]));
+        update_kernel<<<1, 1, 0, streams[d]>>>(values[d], 2, d + 1);
+        must(cudaEventRecord(events[d], streams[d]));
+    }
+    must(cudaStreamSynchronize(streams[2]));
+    int want = 0, got = 0;
+    for (int step = 0; step < 12; ++step) want = 2 * want + step % 3 + 1;
+    must(cudaMemcpy(&got, values[2], sizeof(int), cudaMemcpyDeviceToHost));
+    CHECK(got == want);
+
+    // Three ranks meet in host functions, as collectives do: each waits for the other two, thirty times.
+    std::atomic<int> arrived{0};
+    struct Rank {
+        std::atomic<int>* arrived;
+        int round;
+    };
+    std::vector<std::thread> ranks;
+    for (int d = 0; d < 3; ++d)
+        ranks.emplace_back([d, &arrived] {
+            cudaSetDevice(d);
+            cudaStream_t stream;
+            cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+            std::vector<Rank> rounds;
+            for (int i = 0; i < 30; ++i) rounds.push_back({&arrived, i});
+            for (Rank& rank : rounds)
+                cudaLaunchHostFunc(
+                    stream,
+                    [](void* argument) {
+                        const Rank& r = *static_cast<Rank*>(argument);
+                        ++*r.arrived;
+                        while (*r.arrived < 3 * (r.round + 1)) std::this_thread::yield();
+                    },
+                    &rank);
+            cudaStreamSynchronize(stream);
+            cudaStreamDestroy(stream);
+        });
+    for (std::thread& rank : ranks) rank.join();
+    CHECK(arrived == 90);
+}
+
+TEST_CASE("CUDA_CPU_DEVICES says how many devices there are", "[cpu]") {
+    const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+    for (const char* mode : {"-u CUDA_CPU_STRICT", "CUDA_CPU_STRICT=1", "CUDA_CPU_STRICT=2", "CUDA_CPU_STRICT=3"}) {
+        FILE* pipe = popen(("timeout 60 env " + std::string(mode) + " CUDA_CPU_DEVICES=3 '" + self + "' '[three_devices]' 2>&1").c_str(), "r");
+        REQUIRE(pipe != nullptr);
+        std::string text;
+        for (char buffer[256]; const size_t n = fread(buffer, 1, sizeof buffer, pipe);) text.append(buffer, n);
+        INFO(text);
+        CHECK(pclose(pipe) == 0);
+        CHECK_THAT(text, ContainsSubstring("All tests passed"));
+    }
+}
+
+#endif

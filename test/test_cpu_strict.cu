@@ -1,0 +1,196 @@
+// Strict mode: every deliberate mistake of test/wrong_kernels.cu must be caught, and its right version must pass.
+//
+// The program is run as a subprocess, under several seeds: a wrong order is drawn at random, so it must show under one of
+// them; what is reported must be reported under each. Reports must name the kernel, the block, the thread and the lines:
+// every line of wrong_kernels.cu that a report mentions must be marked there with "// <- " and the case.
+#include "test.h"
+
+#ifdef CUDA_ON_CPU
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+namespace {
+
+constexpr int kSeeds = 5;
+
+std::string program() {
+    if (const char* path = std::getenv("WRONG_KERNELS")) return path;
+    return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / "wrong_kernels").string();
+}
+
+struct Outcome {
+    bool right, wrong, reported;  // exit status 0, 1, or aborted
+    std::string text;
+};
+
+// seed 0: not in strict mode.
+Outcome run(const std::string& arguments, int seed) {
+    const std::string mode = seed > 0 ? "CUDA_CPU_STRICT=" + std::to_string(seed) : "-u CUDA_CPU_STRICT";
+    FILE* pipe = popen(("ulimit -c 0; exec env " + mode + " '" + program() + "' " + arguments + " 2>&1").c_str(), "r");
+    REQUIRE(pipe != nullptr);
+    Outcome outcome{};
+    for (char buffer[256]; const size_t n = fread(buffer, 1, sizeof buffer, pipe);) outcome.text.append(buffer, n);
+    const int status = pclose(pipe);
+    outcome.right = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    outcome.wrong = WIFEXITED(status) && WEXITSTATUS(status) == 1;
+    outcome.reported = WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
+    return outcome;
+}
+
+std::vector<std::string> lines_of(const std::string& path) {
+    std::ifstream file(path);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(file, line);) lines.push_back(line);
+    return lines;
+}
+
+// How often `text` mentions a line of wrong_kernels.cu, each of which must be marked with the case.
+int marked_lines(const std::string& text, const std::string& name) {
+    const std::string file = "wrong_kernels.cu:";
+    int n = 0;
+    for (size_t at = 0; (at = text.find(file, at)) != std::string::npos; at += file.size()) {
+        const size_t start = text.rfind(' ', at) + 1;
+        const std::vector<std::string> lines = lines_of(text.substr(start, at + file.size() - 1 - start));
+        REQUIRE(!lines.empty());  // run the tests from the folder in which they were built
+        const size_t line = std::stoul(text.substr(at + file.size()));
+        REQUIRE(line <= lines.size());
+        const size_t mark = lines[line - 1].find("// <- ");
+        REQUIRE(mark != std::string::npos);
+        const std::string marked_for = lines[line - 1].substr(mark) + " ";
+        CHECK(marked_for.find(" " + name + " ") != std::string::npos);
+        ++n;
+    }
+    return n;
+}
+
+struct Mistake {
+    const char* name;
+    std::vector<std::string> report;  // words of the report; none: the result is wrong under some seed
+    bool always = false;              // reported without strict mode too
+};
+const std::vector<Mistake> mistakes = {
+    // 1. The threads of a block, and the blocks of a grid, run in a random order.
+    {"missing_syncthreads", {}},
+    {"threads_in_order", {}},
+    {"missing_syncwarp", {}},
+    {"missing_second_syncwarp", {}},
+    {"blocks_in_order", {}},
+    // 2. Streams are interleaved at random, and run only when something waits.
+    {"missing_event_wait", {}},
+    {"missing_stream_sync", {}},
+    {"pinned_overwritten", {}},
+    // 3. Fresh memory is NaN.
+    {"uninitialised_device_memory", {}},
+    {"uninitialised_shared_memory", {}},
+    {"uninitialised_dynamic_shared_memory", {}},
+    {"reads_past_an_odd_end", {}},
+    // 4. Guard pages, and canaries where the page is not next to the allocation.
+    {"past_the_end", {"kernel 'fill_kernel' launched at", "block (1,0,0), thread (36,0,0)",
+                      "the first byte past the end of an allocation of 400 bytes of device memory"}},
+    {"past_an_odd_end", {"kernel 'fill_kernel' launched at", "block (1,0,0)",
+                         "wrote past the end of an allocation of 404 bytes"}},
+    {"before_the_start", {"kernel 'fill_kernel' launched at", "wrote before the start of an allocation of 400 bytes"}},
+    {"before_a_page", {"kernel 'fill_kernel' launched at", "block (0,0,0), thread (0,0,0)",
+                       "4 bytes before the start of an allocation of 4096 bytes"}},
+    {"reads_past_the_end", {"kernel 'difference_kernel'", "block (3,0,0), thread (3,0,0)", "first byte past the end"}},
+    {"use_after_free", {"kernel 'add_kernel'", "an allocation of 256 bytes of device memory that has been freed"}},
+    {"null_pointer", {"kernel 'no_check_kernel'", "block (0,0,0), thread (0,0,0)", "a null pointer"}},
+    {"past_dynamic_shared_memory", {"kernel 'reverse_kernel'", "past the end of an allocation of 240 bytes of dynamic shared"}},
+    {"stack_overflow", {"kernel 'deep_kernel'", "the end of its stack"}},
+    // 5. Barriers and exchanges that not every thread reaches.
+    {"divergent_barrier", {"barrier divergence in kernel 'mean_kernel'", "block (", "thread (", "it waits at",
+                           "while others of its block wait at"}, true},
+    {"early_return", {"barrier divergence in kernel 'mean_kernel'", "block (", "was reached by 40 of 64 threads",
+                      "thread (40,0,0) is the first that never came"}, true},
+    {"two_barriers", {"barrier divergence in kernel 'mean_kernel'", "block (", "it waits at", "others of its block wait at"},
+     true},
+    {"missing_lane", {"kernel 'warp_kernel'", "block (0,0,0)", "__shfl_xor_sync", "waits for 12 lanes of warp 1",
+                      "thread (52,0,0) is the first that never came"}, true},
+    {"mask_without_lane", {"kernel 'warp_kernel'", "block (0,0,0), thread (", "a mask that the calling lane is not in"}, true},
+    {"two_collectives", {"kernel 'warp_kernel'", "block (0,0,0), thread (", "it does __", "other lanes of its mask do __"}, true},
+};
+
+void check_report(const Mistake& mistake, const Outcome& outcome) {
+    INFO(outcome.text);
+    CHECK(outcome.reported);
+    for (const std::string& words : mistake.report) CHECK_THAT(outcome.text, ContainsSubstring(words));
+    CHECK(marked_lines(outcome.text, mistake.name) >= 1);
+}
+
+}  // namespace
+
+TEST_CASE("strict mode catches every mistake", "[cpu][strict]") {
+    for (const Mistake& mistake : mistakes) {
+        INFO(mistake.name);
+        int n_wrong = 0;
+        for (int seed = 1; seed <= kSeeds; ++seed) {
+            INFO("seed " << seed);
+            const Outcome outcome = run(mistake.name + std::string(" wrong"), seed);
+            if (!mistake.report.empty()) {
+                check_report(mistake, outcome);
+            } else {
+                INFO(outcome.text);
+                CHECK((outcome.wrong || outcome.right));
+                n_wrong += outcome.wrong;
+            }
+        }
+        if (mistake.report.empty()) CHECK(n_wrong > 0);
+    }
+}
+
+TEST_CASE("strict mode passes what is right", "[cpu][strict]") {
+    for (const Mistake& mistake : mistakes) {
+        for (int seed = 0; seed <= kSeeds; ++seed) {
+            const Outcome outcome = run(mistake.name + std::string(" right"), seed);
+            INFO(mistake.name << " seed " << seed << ": " << outcome.text);
+            CHECK(outcome.right);
+        }
+    }
+}
+
+TEST_CASE("threads that wait for ever are reported without strict mode too", "[cpu][strict]") {
+    for (const Mistake& mistake : mistakes) {
+        if (!mistake.always) continue;
+        INFO(mistake.name);
+        check_report(mistake, run(mistake.name + std::string(" wrong"), 0));
+    }
+}
+
+TEST_CASE("a fault without strict mode names the kernel and says how to learn more", "[cpu][strict]") {
+    const Outcome outcome = run("null_pointer wrong", 0);
+    CHECK(!outcome.right);
+    CHECK_THAT(outcome.text, ContainsSubstring("kernel 'no_check_kernel'") && ContainsSubstring("CUDA_CPU_STRICT=1"));
+}
+
+// What strict mode is for: without it the threads of this kernel run in order, and all looks well.
+TEST_CASE("some mistakes only show in strict mode", "[cpu][strict]") {
+    for (const std::string name : {"threads_in_order", "missing_event_wait", "missing_stream_sync", "past_the_end"})
+        CHECK(run(name + " wrong", 0).right);
+}
+
+TEST_CASE("a seed repeats: the same mistake is reported in the same thread", "[cpu][strict]") {
+    const std::string report = run("use_after_free wrong", 7).text;
+    CHECK_THAT(report, ContainsSubstring("thread ("));
+    CHECK(run("use_after_free wrong", 7).text == report);
+}
+
+TEST_CASE("every case of wrong_kernels is tested", "[cpu][strict]") {
+    std::istringstream usage(run("", 0).text);
+    std::string line;
+    std::getline(usage, line);  // "usage: ..."
+    size_t n = 0;
+    for (std::string name; usage >> name; ++n) {
+        INFO(name);
+        CHECK(std::any_of(mistakes.begin(), mistakes.end(), [&](const Mistake& m) { return m.name == name; }));
+    }
+    CHECK(n == mistakes.size());
+}
+
+#endif

@@ -1,0 +1,147 @@
+// test/test_embedding.cu: token and position embedding against float64 loops.
+#include "layers/layers.h"
+#include "reference.h"
+
+#include <unistd.h>
+
+#include <numeric>
+
+namespace {
+
+using Values = std::vector<double>;
+
+struct Case {
+    int64_t B, T, C, rows;
+};
+// One element; channels that are no whole chunks; more chunks than threads in a block (129 * 32 channels would be needed on
+// the CPU: 4100); more positions than a block of the link kernel has threads; a vocabulary smaller and larger than B T.
+const Case kCases[] = {{1, 1, 1, 1}, {2, 3, 3, 4},   {3, 5, 33, 2},   {1, 37, 48, 11},
+                       {4, 50, 7, 3}, {2, 65, 100, 300}, {1, 3, 4100, 5}, {5, 31, 129, 20}};
+
+// Tokens that leave some rows of the table unused and hit others often.
+std::vector<int32_t> random_tokens(const Case& c) {
+    std::vector<int32_t> tokens(static_cast<size_t>(c.B * c.T));
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const double u = uniform(7, 8, i);
+        tokens[i] = static_cast<int32_t>(u * u * static_cast<double>(c.rows));
+    }
+    return tokens;
+}
+
+size_t at(int64_t row, int64_t c, int64_t C) { return static_cast<size_t>(row * C + c); }
+
+std::string name(const Case& c, DType dtype) {
+    return concat(dtype_name(dtype), " B = ", c.B, ", T = ", c.T, ", C = ", c.C, ", ", c.rows, " rows");
+}
+
+}  // namespace
+
+TEST_CASE("embedding forward against float64", "[embedding]") {
+    for (DType dtype : kFloatDTypes)
+        for (const Case& s : kCases)
+            for (bool positions : {true, false}) {
+                const auto [B, T, C, rows] = s;
+                const Values e = rounded(random_values(rows * C, 1), dtype), p = rounded(random_values((T + 2) * C, 2), dtype);
+                const std::vector<int32_t> ids = random_tokens(s);
+                Buffer tokens(DType::i32, {B, T}), wte(dtype, {rows, C}, e), wpe(dtype, {T + 2, C}, p), out(dtype, {B, T, C});
+                tokens.set_integers(ids);
+                embedding_forward(out, tokens, wte, positions ? wpe.tensor() : Tensor{}, device().stream);
+                Values expected(static_cast<size_t>(B * T * C));
+                for (int64_t i = 0; i < B * T; ++i)
+                    for (int64_t c = 0; c < C; ++c)
+                        expected[at(i, c, C)] = e[at(ids[static_cast<size_t>(i)], c, C)] + (positions ? p[at(i % T, c, C)] : 0.0);
+                // Two numbers of dtype are added in float32 and rounded once: that is the rounding of the exact sum (a sum of
+                // two 16-bit numbers whose exponents are close enough to matter fits in float32's 24 bits).
+                INFO(name(s, dtype));
+                CHECK(out.values() == rounded(expected, dtype));
+            }
+}
+
+TEST_CASE("embedding backward against float64", "[embedding]") {
+    for (DType dtype : kFloatDTypes)
+        for (DType gradient_dtype : {DType::f32, dtype})
+            for (const Case& s : kCases) {
+                const auto [B, T, C, rows] = s;
+                const Values dy = rounded(random_values(B * T * C, 3), dtype);
+                Values de = rounded(random_values(rows * C, 4), gradient_dtype), dp = rounded(random_values((T + 2) * C, 5), gradient_dtype);
+                const std::vector<int32_t> ids = random_tokens(s);
+                Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), dout(dtype, {B, T, C}, dy);
+                Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
+                tokens.set_integers(ids);
+                embedding_backward(dwte, dwpe, dout, tokens, links, device().stream);
+                for (int64_t i = 0; i < B * T; ++i)
+                    for (int64_t c = 0; c < C; ++c) {
+                        de[at(ids[static_cast<size_t>(i)], c, C)] += dy[at(i, c, C)];  // += : both start from random values
+                        dp[at(i % T, c, C)] += dy[at(i, c, C)];
+                    }
+                // Sums of at most B T (or B) normal numbers, that grow like sqrt(B T).
+                const double absolute = sum_error(B * T) * 4 * std::sqrt(static_cast<double>(B * T));
+                const std::string what = concat(name(s, dtype), " into ", dtype_name(gradient_dtype));
+                check_close(dwte.values(), de, unit_roundoff(gradient_dtype), absolute, "embedding dwte, " + what);
+                check_close(dwpe.values(), dp, unit_roundoff(gradient_dtype), absolute, "embedding dwpe, " + what);
+                // Once more, without positions: the same bits are added to dwte, and dwpe stays.
+                const std::vector<unsigned char> positions = dwpe.bits(), first = dwte.bits();
+                embedding_backward(dwte, {}, dout, tokens, links, device().stream);
+                CHECK(dwpe.bits() == positions);
+                CHECK((dwte.bits() != first));
+            }
+}
+
+TEST_CASE("embedding backward links the positions of each token in order", "[embedding]") {
+    Buffer tokens(DType::i32, {2, 3}), links(DType::i32, {2, 6}), dout(DType::f32, {2, 3, 1}), dwte(DType::f32, {10, 1}, Values(10));
+    tokens.set_integers({7, 2, 7, 7, 2, 9});  // the picture in embedding.cu
+    // In ascending order 1 + 2^24 - 2^24 is 0: the 1 is lost. In another order it would not be.
+    dout.set({1, 5, 0x1p24, -0x1p24, 6, 7});
+    embedding_backward(dwte, {}, dout, tokens, links, device().stream);
+    CHECK(links.values() == Values{2, 4, 3, -1, -1, -1, -1, -1, 0, 2, 1, -1});
+    CHECK(dwte.values() == Values{0, 0, 11, 0, 0, 0, 0, 0, 0, 7});
+}
+
+TEST_CASE("embedding backward is the transpose of embedding forward", "[embedding]") {
+    // Forward is linear in the two tables, so <forward(e, p), dy> = <e, de> + <p, dp> for any e, p, dy.
+    const Case s{3, 17, 20, 9};
+    const auto [B, T, C, rows] = s;
+    const Values e = random_values(rows * C, 1), p = random_values(T * C, 2), dy = random_values(B * T * C, 3);
+    Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), wte(DType::f32, {rows, C}, e), wpe(DType::f32, {T, C}, p);
+    Buffer out(DType::f32, {B, T, C}), dout(DType::f32, {B, T, C}, dy), dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
+    Buffer dwpe(DType::f32, {T, C}, Values(T * C, 0.0));
+    tokens.set_integers(random_tokens(s));
+    embedding_forward(out, tokens, wte, wpe, device().stream);
+    embedding_backward(dwte, dwpe, dout, tokens, links, device().stream);
+    const auto dot = [](const Values& a, const Values& b) { return std::inner_product(a.begin(), a.end(), b.begin(), 0.0); };
+    const double forward = dot(out.values(), dy), backward = dot(e, dwte.values()) + dot(p, dwpe.values());
+    CHECK(forward == Approx(backward).margin(static_cast<double>(B * T * C) * 0x1p-22));
+}
+
+// Run by the next test in a process of its own, because a trap ends it.
+TEST_CASE("embedding of a token beyond the table", "[.][embedding_trap]") {
+    Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
+    tokens.set_integers({0, 4, 1});
+    embedding_forward(out, tokens, wte, {}, device().stream);
+    out.values();
+}
+TEST_CASE("embedding stops at a token beyond the table", "[embedding][errors]") {
+    char self[4096] = {};
+    REQUIRE(readlink("/proc/self/exe", self, sizeof self - 1) > 0);
+    CHECK(std::system(concat("env -u LLM_TEST_LOG '", self, "' '[embedding_trap]' > /dev/null 2>&1").c_str()) != 0);
+}
+
+TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors]") {
+    Buffer out(DType::f32, {2, 3, 8}), tokens(DType::i32, {2, 3}), wte(DType::f32, {5, 8}), wpe(DType::f32, {3, 8});
+    Buffer links(DType::i32, {2, 6}), short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}), half(DType::bf16, {5, 8});
+    const auto s = device().stream;
+    CHECK_THROWS_WITH(embedding_forward(flat, tokens, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
+    CHECK_THROWS_WITH(embedding_forward(out, wte, wte, wpe, s), ContainsSubstring("embedding_forward: tokens"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, half, wpe, s), ContainsSubstring("embedding_forward: wte"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, wte, half, s), ContainsSubstring("embedding_forward: wpe"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, wte, short_wpe, s),
+                      ContainsSubstring("embedding_forward: wpe has 2 positions, but T is 3"));
+    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, links, s), ContainsSubstring("embedding_backward: dwpe"));
+    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, links, s), ContainsSubstring("embedding_backward: dwte"));
+    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, links, s),
+                      ContainsSubstring("embedding_backward: dwpe has 2 positions"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, tokens, s), ContainsSubstring("embedding_backward: links"));
+    const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, shifted, {}, s), ContainsSubstring("embedding_forward: wte starts at"));
+    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, links, s), ContainsSubstring("embedding_backward: dwte starts at"));
+}

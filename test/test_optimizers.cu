@@ -1,0 +1,445 @@
+// The optimizer family: against PyTorch and the papers (test/golden/optim), and what must hold for every name.
+//
+//   run:   build/cpu/run_tests -# "[#test_optimizers]"
+#include <cmath>
+#include <fstream>
+
+#include "optim/optim.h"
+#include "reference.h"
+
+// CHECK((a == b)), in two pairs of brackets, compares without printing thousands of elements.
+
+namespace {
+
+struct Layout {
+    std::vector<Param> params;
+    int64_t n = 0;
+    // Matrices are decayed.
+    void add(const std::string& name, std::initializer_list<int64_t> dims, int64_t gap = 0) {
+        Param param;
+        param.name = name;
+        param.value = make_tensor(nullptr, DType::f32, dims);
+        param.offset = n;
+        param.decay = dims.size() == 2;
+        n += param.value.n() + gap;
+        params.push_back(param);
+    }
+};
+
+// Sides that no tile divides, more than one tile each way, gaps, odd offsets.
+Layout odd_layout() {
+    Layout layout;
+    layout.add("layers.0.wide", {67, 150}, 1);
+    layout.add("layers.0.bias", {67}, 2);
+    layout.add("embed", {130, 5});
+    layout.add("layers.1.tall", {90, 33}, 3);
+    layout.add("layers.1.bias", {2049});
+    layout.add("one", {1}, 5);
+    return layout;
+}
+
+// An optimizer with memory of its own, as a program sets it up: counted first, then taken.
+struct OwnOptimizer {
+    Arena arena{"optimizer"};
+    std::unique_ptr<Optimizer> optimizer;
+    OwnOptimizer(const std::string& name, const std::vector<Param>& params, int64_t n,
+                 const OptimizerOptions& options) {
+        make_optimizer(name, arena, params, n, options);
+        arena.reserve();
+        optimizer = make_optimizer(name, arena, params, n, options);
+        optimizer->init(device().stream);
+    }
+    OwnOptimizer(const std::string& name, const Layout& layout)
+        : OwnOptimizer(name, layout.params, layout.n, default_optimizer_options(name)) {}
+    Optimizer* operator->() const { return optimizer.get(); }
+
+    std::vector<std::vector<unsigned char>> states() const {
+        std::vector<std::vector<unsigned char>> all;
+        for (const OptimizerState& state : optimizer->states()) {
+            all.emplace_back(state.tensor.bytes());
+            copy_to_host(all.back().data(), state.tensor);
+        }
+        return all;
+    }
+};
+
+std::vector<double> gradients_of_step(int64_t n, int64_t t) {
+    std::vector<double> g = random_values(n, 100 + static_cast<uint64_t>(t), 0.02);
+    for (size_t i = 0; i < g.size(); i += 17) g[i] = 0;
+    return g;
+}
+
+void take_steps(Optimizer& optimizer, Buffer& values, int64_t n, int64_t first, int64_t last) {
+    Buffer grads(DType::f32, {n}), norm_scale(DType::f32, {2}, {123, 0.75});
+    for (int64_t t = first; t <= last; ++t) {
+        grads.set(gradients_of_step(n, t));
+        optimizer.step(values, grads, norm_scale, 1e-2, t, device().stream);
+    }
+}
+
+void set_option(OptimizerOptions& options, const std::string& key, float value) {
+    const std::map<std::string, float*> fields = {{"beta1", &options.beta1},
+                                                  {"beta2", &options.beta2},
+                                                  {"eps", &options.eps},
+                                                  {"momentum", &options.momentum},
+                                                  {"min_scale", &options.min_scale},
+                                                  {"weight_decay", &options.weight_decay},
+                                                  {"decay_power", &options.decay_power},
+                                                  {"clip_threshold", &options.clip_threshold},
+                                                  {"adamw_lr_ratio", &options.adamw_lr_ratio}};
+    REQUIRE(fields.count(key) == 1);
+    *fields.at(key) = value;
+}
+
+// All codes of a state of 8-bit Adam, parameter after parameter.
+std::vector<int> codes_of(const OwnOptimizer& adam8bit, const Layout& layout, const std::string& name) {
+    std::vector<int> codes;
+    for (const Param& param : layout.params)
+        for (const OptimizerState& state : adam8bit->states()) {
+            if (state.name != name + "." + param.name) continue;
+            std::vector<unsigned char> bytes(state.tensor.bytes());
+            copy_to_host(bytes.data(), state.tensor);
+            codes.insert(codes.end(), bytes.begin(), bytes.begin() + param.value.n());
+        }
+    return codes;
+}
+
+}  // namespace
+
+TEST_CASE("every optimizer equals PyTorch's, or its paper's, over 50 steps", "[optim][golden]") {
+    // As in make_optim_golden.py: these are exact.
+    const auto start = [](int64_t i) { return static_cast<double>(i * 29 % 61 - 30) / 64; };
+    const auto gradient = [](int layout, int64_t i, int64_t t) {
+        const int64_t h = (i * 7919 + t * 104729 + i * t * 31 + t * t * 17) % 20011;
+        const bool zero = layout == 0 ? i % 13 == 5 : i % 11 != 3;
+        return zero ? 0.0 : static_cast<double>(h - 10005) / 65536;
+    };
+    Layout layouts[2];
+    layouts[0].add("layers.0.wide", {5, 7});
+    layouts[0].add("layers.0.tall", {7, 3});
+    layouts[0].add("layers.0.bias", {3});
+    layouts[0].add("layers.1.square", {4, 4});
+    layouts[0].add("embed", {6, 2});
+    layouts[0].add("norm", {11});
+    layouts[0].add("one", {1, 1});
+    layouts[1].add("layers.0.weight", {3, 100});
+    layouts[1].add("bias", {9});
+
+    std::ifstream file("test/golden/optim/golden.txt");
+    REQUIRE(file.is_open());
+    std::string line, word, title, name;
+    std::getline(file, line);  // comment
+    int n_cases = 0;
+    while (file >> word) {
+        REQUIRE(word == "case");
+        int layout_index = 0, n_options = 0;
+        double lr = 0;
+        file >> title >> name >> layout_index >> lr >> n_options;
+        OptimizerOptions options = default_optimizer_options(name);
+        for (int k = 0; k < n_options; ++k) {
+            float value = 0;
+            file >> word >> value;
+            set_option(options, word, value);
+        }
+        const Layout& layout = layouts[layout_index];
+        const size_t n = static_cast<size_t>(layout.n);
+        std::vector<double> start_values, g(n), expected(n);
+        for (int64_t i = 0; i < layout.n; ++i) start_values.push_back(start(i));
+        Buffer values(DType::f32, {layout.n}, start_values), grads(DType::f32, {layout.n});
+        Buffer norm_scale(DType::f32, {2}, {1, 0.75});
+        OwnOptimizer optimizer(name, layout.params, layout.n, options);
+        for (int64_t t = 1; t <= 50; ++t) {
+            for (int64_t i = 0; i < layout.n; ++i) g[static_cast<size_t>(i)] = gradient(layout_index, i, t);
+            grads.set(g);
+            optimizer->step(values, grads, norm_scale, lr, t, device().stream);
+            if (t != 1 && t != 2 && t != 50) continue;
+            int64_t golden_t = 0;
+            file >> word >> golden_t;
+            REQUIRE((word == "step" && golden_t == t));
+            for (double& value : expected) file >> value;
+            // Each step rounds w, of up to 0.5, once (2^-25), and 1e-5 of the way w has gone, about lr a step, may be
+            // wrong. (Gradients are below 0.2, so that sgd's and momentum's way is no longer.)
+            const double steps = static_cast<double>(t);
+            double tolerance = steps * (0x1p-25 + 1e-5 * lr);
+            // Newton-Schulz multiplies small singular values by 3.4445 each time, and with them the rounding errors in
+            // their directions, about 2^-24 as |X| = 1: in the end an element of X is wrong by 3.4445^5 * 2^-24.
+            if (name == "muon") tolerance = steps * (0x1p-25 + lr * std::pow(3.4445, 5) * 0x1p-24);
+            check_close(values.values(), expected, 0, tolerance, concat(title, ", step ", t));
+        }
+        for (const char* state : {"m_codes", "v_codes"}) {
+            if (name != "adam8bit") break;
+            file >> word;
+            REQUIRE(word == state);
+            std::vector<int> codes(n);
+            for (int& code : codes) file >> code;
+            CHECK((codes_of(optimizer, layout, state) == codes));
+        }
+        ++n_cases;
+    }
+    CHECK(n_cases == 12);
+}
+
+TEST_CASE("Adafactor equals float64 on matrices of many tiles", "[optim]") {
+    Layout layout = odd_layout();
+    layout.params[2].padded_rows = 3;  // the vocabulary's padding counts in no mean
+    const OptimizerOptions options = default_optimizer_options("adafactor");
+    std::vector<double> w = rounded(random_values(layout.n, 1), DType::f32);
+    const auto is_padding = [&](const Param& param, int64_t k) {
+        return k >= (param.value.rows() - param.padded_rows) * param.value.cols();
+    };
+    for (int64_t k = 0; k < 650; ++k)
+        if (is_padding(layout.params[2], k)) w[static_cast<size_t>(layout.params[2].offset + k)] = 0;
+    Buffer values(DType::f32, {layout.n}, w), grads(DType::f32, {layout.n}), norm_scale(DType::f32, {2}, {1, 0.5});
+    OwnOptimizer adafactor("adafactor", layout);
+    std::map<std::string, std::vector<double>> row, col;
+    const double lr = 1e-2;
+    for (int64_t t = 1; t <= 5; ++t) {
+        std::vector<double> g = rounded(gradients_of_step(layout.n, t), DType::f32);
+        for (int64_t k = 0; k < 650; ++k)
+            if (is_padding(layout.params[2], k)) g[static_cast<size_t>(layout.params[2].offset + k)] = 0;
+        grads.set(g);
+        adafactor->step(values, grads, norm_scale, lr, t, device().stream);
+        const double rest = std::pow(static_cast<double>(t), -static_cast<double>(options.decay_power));
+        for (const Param& param : layout.params) {
+            const bool is_matrix = param.value.rank == 2;
+            const int64_t R = is_matrix ? param.value.rows() - param.padded_rows : 1, C = param.value.cols();
+            auto &rows = row[param.name], &cols = col[param.name];
+            rows.resize(static_cast<size_t>(R)), cols.resize(static_cast<size_t>(C));
+            for (double& x : rows) x *= 1 - rest;
+            for (double& x : cols) x *= 1 - rest;
+            double w_sum = 0, mean = 0, u_sum = 0;
+            std::vector<double> u(static_cast<size_t>(R * C));
+            for (int64_t k = 0; k < R * C; ++k) {
+                const size_t i = static_cast<size_t>(param.offset + k);
+                rows[static_cast<size_t>(k / C)] += rest * 0.25 * g[i] * g[i] / static_cast<double>(C);
+                cols[static_cast<size_t>(k % C)] += rest * 0.25 * g[i] * g[i] / static_cast<double>(R);
+                w_sum += w[i] * w[i];
+            }
+            for (double x : rows) mean += x / static_cast<double>(R);
+            for (int64_t k = 0; k < R * C; ++k) {
+                const double v = rows[static_cast<size_t>(k / C)] / mean * cols[static_cast<size_t>(k % C)];
+                const double x = 0.5 * g[static_cast<size_t>(param.offset + k)] / std::sqrt(std::max(v, 1e-30));
+                u[static_cast<size_t>(k)] = x;
+                u_sum += x * x;
+            }
+            const double n = static_cast<double>(R * C), rms = std::sqrt(u_sum / n);
+            const double alpha = std::max(1e-3, std::sqrt(w_sum / n)) *
+                                 std::min(lr, 1 / std::sqrt(static_cast<double>(t))) /
+                                 std::max(1.0, rms / options.clip_threshold);
+            for (int64_t k = 0; k < R * C; ++k)
+                w[static_cast<size_t>(param.offset + k)] -= alpha * u[static_cast<size_t>(k)];
+        }
+        // w rounds once a step (values up to 4: 2^-23). A tile sums 64 squares in f32, and u has ten roundings more.
+        const double steps = static_cast<double>(t);
+        check_close(values.values(), w, 0, steps * (0x1p-23 + 4 * lr * 80 * 0x1p-24), concat("step ", t));
+    }
+    for (const OptimizerState& state : adafactor->states()) {
+        const bool is_row = state.name.substr(0, 4) == "row.";
+        const std::vector<float> actual = to_floats(state.tensor);
+        check_close({actual.begin(), actual.end()}, (is_row ? row : col).at(state.name.substr(4)), 5 * 80 * 0x1p-24,
+                    1e-30, state.name);
+    }
+}
+
+TEST_CASE("Muon makes every singular value about 1", "[optim]") {
+    // W = 0 and lr = 1 before the scale: -W is the orthogonalised gradient. 33 of its directions: X^T X is about I.
+    Layout layout;
+    layout.add("layers.1.tall", {90, 33}, 3);
+    layout.add("layers.2.wide", {33, 90}, 3);
+    for (const DType ns_dtype : {DType::f32, DType::bf16}) {
+        OptimizerOptions options = default_optimizer_options("muon");
+        options.ns_dtype = ns_dtype;
+        Buffer values(DType::f32, {layout.n}, std::vector<double>(static_cast<size_t>(layout.n), 0.0));
+        Buffer grads(DType::f32, {layout.n}, random_values(layout.n, 4)), norm_scale(DType::f32, {2}, {1, 1});
+        OwnOptimizer muon("muon", layout.params, layout.n, options);
+        muon->step(values, grads, norm_scale, 1, 1, device().stream);
+        const std::vector<double> w = values.values();
+        for (const Param& param : layout.params) {
+            const bool tall = param.value.rows() > param.value.cols();
+            const double scale = tall ? std::sqrt(90.0 / 33) : 1.0;
+            double trace = 0, square = 0;
+            for (int64_t a = 0; a < 33; ++a)
+                for (int64_t b = 0; b < 33; ++b) {
+                    double dot = 0;
+                    for (int64_t k = 0; k < 90; ++k) {
+                        const auto at = [&](int64_t side) { return tall ? k * 33 + side : side * 90 + k; };
+                        dot +=
+                            w[static_cast<size_t>(param.offset + at(a))] * w[static_cast<size_t>(param.offset + at(b))];
+                    }
+                    dot /= scale * scale;
+                    if (a == b) trace += dot;
+                    square += dot * dot;
+                }
+            // With singular values s: trace = sum s^2, square = sum s^4. All s in [0.68, 1.21] for a random matrix.
+            INFO(param.name << " " << dtype_name(ns_dtype) << ": mean s^2 " << trace / 33 << ", mean s^4 "
+                            << square / 33);
+            CHECK(trace / 33 > 0.68 * 0.68);
+            CHECK(trace / 33 < 1.21 * 1.21);
+            CHECK(square / 33 - (trace / 33) * (trace / 33) <
+                  0.2);  // the spread of s^2, squared, of numbers in [0.46, 1.46]
+        }
+    }
+}
+
+TEST_CASE("one fused launch equals a launch for each parameter, bit for bit", "[optim]") {
+    const Layout layout = odd_layout();
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        const std::vector<double> start = random_values(layout.n, 1);
+        Buffer fused(DType::f32, {layout.n}, start), unfused(DType::f32, {layout.n}, start);
+        OwnOptimizer all(name, layout);
+        take_steps(*all.optimizer, fused, layout.n, 1, 3);
+        for (const Param& param : layout.params) {
+            OwnOptimizer alone(name, {param}, layout.n, default_optimizer_options(name));
+            take_steps(*alone.optimizer, unfused, layout.n, 1, 3);
+        }
+        CHECK((fused.bits() == unfused.bits()));
+        // The gaps between parameters belong to nobody; every parameter has moved (Lion's
+        // after three steps of the same length, too).
+        std::vector<double> values = fused.values(), rounded_start = rounded(start, DType::f32);
+        std::vector<bool> in_gap(static_cast<size_t>(layout.n), true);
+        for (const Param& param : layout.params) {
+            int64_t moved = 0;
+            for (int64_t k = 0; k < param.value.n(); ++k) {
+                const size_t i = static_cast<size_t>(param.offset + k);
+                in_gap[i] = false;
+                moved += values[i] != rounded_start[i];
+            }
+            CHECK(moved * 10 >= param.value.n() * 9);
+        }
+        for (size_t i = 0; i < in_gap.size(); ++i)
+            if (in_gap[i] && values[i] != rounded_start[i]) FAIL("element " << i << " is in a gap");
+    }
+}
+
+TEST_CASE("every optimizer skips a step whose scale is NaN", "[optim]") {
+    const Layout layout = odd_layout();
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        Buffer values(DType::f32, {layout.n}, random_values(layout.n, 1)), grads(DType::f32, {layout.n});
+        Buffer norm_scale(DType::f32, {2}, {INFINITY, NAN});
+        OwnOptimizer optimizer(name, layout);
+        take_steps(*optimizer.optimizer, values, layout.n, 1, 2);
+        const auto before = values.bits();
+        const auto states = optimizer.states();
+        std::vector<double> g = gradients_of_step(layout.n, 3);
+        for (size_t i = 0; i < g.size(); i += 100) g[i] = i % 200 ? NAN : INFINITY;
+        grads.set(g);
+        optimizer->step(values, grads, norm_scale, 1e-2, 3, device().stream);
+        CHECK((values.bits() == before));
+        CHECK((optimizer.states() == states));
+        take_steps(*optimizer.optimizer, values, layout.n, 3, 3);  // and nothing is left behind: it goes on
+        CHECK((values.bits() != before));
+        for (double w : values.values()) REQUIRE(std::isfinite(w));
+    }
+}
+
+TEST_CASE("every optimizer continues bit for bit from its saved states", "[optim]") {
+    const Layout layout = odd_layout();
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        Buffer whole(DType::f32, {layout.n}, random_values(layout.n, 1)), resumed(DType::f32, {layout.n});
+        OwnOptimizer first(name, layout), second(name, layout);
+        take_steps(*first.optimizer, whole, layout.n, 1, 3);
+        resumed.set(whole.values());
+        const auto from = first->states(), to = second->states();
+        REQUIRE(from.size() == to.size());
+        std::map<std::string, int> names;
+        for (size_t k = 0; k < from.size(); ++k) {
+            CHECK(from[k].name == to[k].name);
+            CHECK(++names[from[k].name] == 1);
+            CHECK((!from[k].flat || (from[k].tensor.dtype == DType::f32 && from[k].tensor.n() == layout.n)));
+            copy_to_device(to[k].tensor, first.states()[k].data());
+        }
+        take_steps(*first.optimizer, whole, layout.n, 4, 6);
+        take_steps(*second.optimizer, resumed, layout.n, 4, 6);
+        CHECK((whole.bits() == resumed.bits()));
+        CHECK((first.states() == second.states()));
+    }
+}
+
+TEST_CASE("every optimizer computes in f32, whatever the dtypes", "[optim]") {
+    const Layout layout = odd_layout();
+    for (const std::string& name : optimizer_names())
+        for (const DType value_dtype : kFloatDTypes)
+            for (const DType grad_dtype : kFloatDTypes) {
+                INFO(name << ", " << dtype_name(value_dtype) << " values, " << dtype_name(grad_dtype) << " gradients");
+                const std::vector<double> w = rounded(random_values(layout.n, 1), value_dtype);
+                const std::vector<double> g = rounded(gradients_of_step(layout.n, 1), grad_dtype);
+                Buffer exact_values(DType::f32, {layout.n}, w), exact_grads(DType::f32, {layout.n}, g);
+                Buffer values(value_dtype, {layout.n}, w), grads(grad_dtype, {layout.n}, g);
+                Buffer norm_scale(DType::f32, {2}, {1, 0.75});
+                OwnOptimizer exact(name, layout), optimizer(name, layout);
+                exact->step(exact_values, exact_grads, norm_scale, 1e-2, 1, device().stream);
+                optimizer->step(values, grads, norm_scale, 1e-2, 1, device().stream);
+                CHECK((values.values() == rounded(exact_values.values(), value_dtype)));
+                CHECK((optimizer.states() == exact.states()));
+            }
+}
+
+TEST_CASE("optimizers by name: an unknown one, an empty one, bad arguments", "[optim]") {
+    const Layout layout = odd_layout();
+    Arena arena("optimizer");
+    const auto error_of_name = [&](const std::string& name) {
+        try {
+            make_optimizer(name, arena, layout.params, layout.n, {});
+        } catch (const Error& error) {
+            return std::string(error.what());
+        }
+        return std::string();
+    };
+    CHECK_THAT(error_of_name("adam16"),
+               ContainsSubstring("unknown optimizer 'adam16': use one of sgd, momentum, nesterov"));
+    CHECK_THAT(error_of_name(""), ContainsSubstring("adam8bit"));
+    CHECK(optimizer_names().size() == 11);
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        CHECK(error_of_name(name).empty());
+        OwnOptimizer nothing(name, {}, 0, default_optimizer_options(name));  // a rank that owns no parameters
+        nothing->step({}, {}, {}, 1e-3, 1, device().stream);
+        CHECK(nothing.states().size() <= 2);
+        OwnOptimizer optimizer(name, layout);
+        Buffer good(DType::f32, {layout.n}), shorter(DType::f32, {layout.n - 1}), norm_scale(DType::f32, {2}, {1, NAN});
+        const auto step = [&](const Tensor& grads, double lr, int64_t t) {
+            optimizer->step(good, grads, norm_scale, lr, t, device().stream);
+        };
+        CHECK_NOTHROW(step(good, 1e-3, 1));
+        CHECK_THROWS_AS(step(shorter, 1e-3, 1), Error);
+        CHECK_THROWS_AS(step(good, NAN, 1), Error);
+        CHECK_THROWS_AS(step(good, 1e-3, 0), Error);
+        OptimizerOptions bad = default_optimizer_options(name);
+        bad.momentum = 1;
+        CHECK_THROWS_AS(make_optimizer(name, arena, layout.params, layout.n, bad), Error);
+        CHECK_THROWS_AS(make_optimizer(name, arena, layout.params, layout.n - 6, {}), Error);  // "one" is outside
+    }
+}
+
+TEST_CASE("the states take the bytes that optim.h says", "[optim]") {
+    Layout layout;
+    layout.add("layers.0.weight", {512, 512});
+    layout.add("layers.0.bias", {256});
+    const std::map<std::string, double> expected = {
+        {"sgd", 0},   {"momentum", 4},     {"nesterov", 4}, {"adagrad", 4},  {"rmsprop", 4},      {"adam", 8},
+        {"adamw", 8}, {"adafactor", 0.02}, {"lion", 4},     {"muon", 4.004}, {"adam8bit", 2.0313}};
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        OwnOptimizer optimizer(name, layout);
+        size_t bytes = 0;
+        for (const OptimizerState& state : optimizer->states()) bytes += state.tensor.bytes();
+        CHECK(std::abs(static_cast<double>(bytes) / static_cast<double>(layout.n) - expected.at(name)) < 0.001);
+    }
+}
+
+// For comparing builds and seeds: run_tests "[.bits]" prints a number that any other bit would change.
+TEST_CASE("bits of every optimizer", "[.bits]") {
+    const Layout layout = odd_layout();
+    for (const std::string& name : optimizer_names()) {
+        Buffer values(DType::f32, {layout.n}, random_values(layout.n, 1));
+        OwnOptimizer optimizer(name, layout);
+        take_steps(*optimizer.optimizer, values, layout.n, 1, 3);
+        std::string text;
+        for (unsigned char byte : values.bits()) text += static_cast<char>(byte);
+        for (const auto& state : optimizer.states()) text.append(state.begin(), state.end());
+        std::printf("%-10s %016llx\n", name.c_str(), static_cast<unsigned long long>(hash_name(text)));
+    }
+}

@@ -1,0 +1,194 @@
+// test/test_rmsnorm.cu: RMSNorm against float64, with and without the fused residual add.
+#include "layers/layers.h"
+#include "layers/norm.cuh"
+#include "reference.h"
+
+namespace {
+
+using Values = std::vector<double>;
+constexpr float kEps = 1e-5f;
+
+size_t at(int64_t n, int64_t c, int64_t C) { return static_cast<size_t>(n * C + c); }
+
+struct Forward {
+    Values out, rstd;
+};
+Forward rmsnorm(const Values& x, const Values& g, int64_t N, int64_t C, double eps) {
+    Forward f{Values(x.size()), Values(static_cast<size_t>(N))};
+    for (int64_t n = 0; n < N; ++n) {
+        double sum = 0;
+        for (int64_t c = 0; c < C; ++c) sum += x[at(n, c, C)] * x[at(n, c, C)];
+        const double r = 1 / std::sqrt(sum / static_cast<double>(C) + eps);
+        f.rstd[static_cast<size_t>(n)] = r;
+        for (int64_t c = 0; c < C; ++c) f.out[at(n, c, C)] = x[at(n, c, C)] * r * g[static_cast<size_t>(c)];
+    }
+    return f;
+}
+
+struct Backward {
+    Values dinp, dweight;
+};
+Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x, const Values& g, int64_t N, int64_t C, double eps) {
+    const Values rstd = rmsnorm(x, g, N, C, eps).rstd;
+    Backward b{Values(x.size()), Values(g.size())};
+    for (int64_t n = 0; n < N; ++n) {
+        const double r = rstd[static_cast<size_t>(n)];
+        double mean = 0;
+        for (int64_t c = 0; c < C; ++c)
+            mean += dy[at(n, c, C)] * g[static_cast<size_t>(c)] * x[at(n, c, C)] * r / static_cast<double>(C);
+        for (int64_t c = 0; c < C; ++c) {
+            const double normal = x[at(n, c, C)] * r;
+            b.dweight[static_cast<size_t>(c)] += dy[at(n, c, C)] * normal;
+            b.dinp[at(n, c, C)] = r * (dy[at(n, c, C)] * g[static_cast<size_t>(c)] - normal * mean) + dsum[at(n, c, C)];
+        }
+    }
+    return b;
+}
+
+// One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and on the
+// CPU (from 2049 on), of a whole block (on the GPU from 513 on), and the widest. Row counts that leave warps and blocks part
+// empty, and more rows than the backward's blocks and threads have at a time.
+struct Size {
+    int64_t N, C;
+};
+const Size kSizes[] = {{1, 1},   {3, 3},   {33, 33}, {37, 48},  {7, 100},   {2, 127},  {5, 129},
+                       {70, 40}, {13, 768}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
+
+// Runs a test with the threads a row that this device chooses, then with those of a GPU.
+template <class F>
+void with_both_geometries(F&& test) {
+    test("");
+    if (!kOnCpu) return;
+    const int64_t before = std::exchange(norm_row_columns, 16);
+    test(", 16 columns a thread");
+    norm_row_columns = before;
+}
+
+}  // namespace
+
+TEST_CASE("rmsnorm: the reference's gradient is that of the reference", "[rmsnorm]") {
+    const int64_t N = 3, C = 7;
+    const auto x = random_values(N * C, 1), g = random_values(C, 2), dy = random_values(N * C, 3), dsum = random_values(N * C, 4);
+    const auto loss = [&](const Values& inp, const Values& weight) {
+        const Values out = rmsnorm(inp, weight, N, C, 1e-3).out;
+        double total = 0;
+        for (size_t i = 0; i < out.size(); ++i) total += dy[i] * out[i] + dsum[i] * inp[i];
+        return total;
+    };
+    const Backward gradient = rmsnorm_gradient(dy, dsum, x, g, N, C, 1e-3);
+    // step^2 = 1e-10 times third derivatives below 100, and rounding 1e-15 / 1e-5
+    for (const auto& [i, derivative] : finite_differences([&](const Values& v) { return loss(v, g); }, x))
+        CHECK(gradient.dinp[i] == Approx(derivative).margin(1e-8));
+    for (const auto& [i, derivative] : finite_differences([&](const Values& v) { return loss(x, v); }, g))
+        CHECK(gradient.dweight[i] == Approx(derivative).margin(1e-8));
+}
+
+TEST_CASE("rmsnorm forward against float64", "[rmsnorm]") {
+    with_both_geometries([](const std::string& geometry) {
+        for (DType dtype : kFloatDTypes)
+            for (const auto& [N, C] : kSizes)
+                for (bool fused : {false, true}) {
+                    const std::string what = concat(dtype_name(dtype), " (", N, ", ", C, ")", fused ? " fused" : "", geometry);
+                    const Values x = rounded(random_values(N * C, 5), dtype), b = rounded(random_values(N * C, 6, 0.5), dtype);
+                    const Values g = rounded(random_values(C, 7), dtype);
+                    Values total = x;
+                    for (size_t i = 0; i < x.size() && fused; ++i) total[i] += b[i];
+                    total = rounded(total, dtype);  // the sum is what is stored, and what is normalised
+                    Buffer inp(dtype, {N, C}, x), branch(dtype, {N, C}, b), weight(dtype, {C}, g);
+                    Buffer out(dtype, {N, C}), sum(dtype, {N, C}), rstd(DType::f32, {N});
+                    rmsnorm_forward(out, fused ? sum.tensor() : Tensor{}, rstd, inp, fused ? branch.tensor() : Tensor{}, weight,
+                                    kEps, device().stream);
+                    const Forward expected = rmsnorm(total, g, N, C, kEps);
+                    // r carries the error of a sum of C positive terms; out that, two products and one rounding to dtype.
+                    check_close(rstd.values(), expected.rstd, sum_error(C), 0, "rmsnorm rstd, " + what);
+                    const double subnormal = dtype == DType::f16 ? 0x1p-25 : 0x1p-126;  // half a step where they begin
+                    check_close(out.values(), expected.out, unit_roundoff(dtype) + sum_error(C), subnormal, "rmsnorm out, " + what);
+                    if (fused) CHECK(sum.values() == total);
+                }
+    });
+}
+
+TEST_CASE("rmsnorm backward against float64", "[rmsnorm]") {
+    with_both_geometries([](const std::string& geometry) {
+        for (DType dtype : kFloatDTypes)
+            for (const auto& [N, C] : kSizes)
+                for (DType gradient_dtype : {DType::f32, dtype}) {
+                    const bool past = gradient_dtype == dtype;  // with dsum in the one case, without in the other
+                    const std::string what = concat(dtype_name(dtype), " (", N, ", ", C, ")", past ? " dsum" : "", geometry);
+                    const Values x = rounded(random_values(N * C, 8), dtype), dy = rounded(random_values(N * C, 9), dtype);
+                    const Values g = rounded(random_values(C, 10), dtype), dw = rounded(random_values(C, 11), gradient_dtype);
+                    const Values ds = past ? rounded(random_values(N * C, 12), dtype) : Values(x.size());
+                    Values rstd_values = rmsnorm(x, g, N, C, kEps).rstd;
+                    Buffer inp(dtype, {N, C}, x), dout(dtype, {N, C}, dy), weight(dtype, {C}, g), rstd(DType::f32, {N}, rstd_values);
+                    // dinp is the same memory as dsum, as the header allows.
+                    Buffer dinp(dtype, {N, C}, ds), dweight(gradient_dtype, {C}, dw);
+                    Buffer scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
+                    rmsnorm_backward(dinp, dweight, dout, past ? dinp.tensor() : Tensor{}, inp, weight, rstd, scratch,
+                                     device().stream);
+                    Backward expected = rmsnorm_gradient(dy, ds, x, g, N, C, kEps);
+                    for (size_t c = 0; c < dw.size(); ++c) expected.dweight[c] += dw[c];  // += : it starts from dw
+                    // dinp: terms r dn, r n mean (a sum of C terms) and dsum, each at most `size`; then one rounding.
+                    const double size = largest(rstd_values) * largest(dy) * largest(g) + largest(ds);
+                    check_close(dinp.values(), expected.dinp, unit_roundoff(dtype), sum_error(C) * size + 0x1p-25,
+                                "rmsnorm dinp, " + what);
+                    // dweight: N products of two normal numbers, whose sum grows like sqrt(N).
+                    check_close(dweight.values(), expected.dweight, unit_roundoff(gradient_dtype),
+                                sum_error(N) * 4 * std::sqrt(static_cast<double>(N)), "rmsnorm dweight, " + what);
+                }
+    });
+}
+
+TEST_CASE("rmsnorm repeats bit for bit", "[rmsnorm]") {
+    with_both_geometries([](const std::string&) {
+        const int64_t N = 77, C = 200;
+        Buffer x(DType::bf16, {N, C}, random_values(N * C, 1)), g(DType::bf16, {C}, random_values(C, 2));
+        Buffer dy(DType::bf16, {N, C}, random_values(N * C, 3)), scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
+        std::vector<unsigned char> first[3];
+        for (int run = 0; run < 2; ++run) {
+            Buffer out(DType::bf16, {N, C}), rstd(DType::f32, {N}), dx(DType::bf16, {N, C}), dg(DType::f32, {C}, Values(C, 0.0));
+            rmsnorm_forward(out, {}, rstd, x, {}, g, kEps, device().stream);
+            rmsnorm_backward(dx, dg, dy, {}, x, g, rstd, scratch, device().stream);
+            const std::vector<unsigned char> bits[3] = {out.bits(), dx.bits(), dg.bits()};
+            for (int i = 0; i < 3; ++i) {
+                if (run == 0) first[i] = bits[i];
+                CHECK(bits[i] == first[i]);
+            }
+        }
+    });
+}
+
+TEST_CASE("rmsnorm of rows that are hard on float32", "[rmsnorm]") {
+    const int64_t C = 64;
+    // A row of zeros has r = 1 / sqrt(eps), and out = 0. A row of 1e-10 drowns in eps. A row of 1e18 has squares of 1e36.
+    Values x(3 * C);
+    for (size_t c = 0; c < C; ++c) x[C + c] = 1e-10, x[2 * C + c] = c % 2 ? 1e18 : -1e18;
+    Buffer inp(DType::f32, {3, C}, x), weight(DType::f32, {C}, Values(C, 1.0)), out(DType::f32, {3, C}), rstd(DType::f32, {3});
+    rmsnorm_forward(out, {}, rstd, inp, {}, weight, kEps, device().stream);
+    const Forward expected = rmsnorm(rounded(x, DType::f32), Values(C, 1.0), 3, C, kEps);
+    check_close(out.values(), expected.out, sum_error(C), 1e-30, "out");
+    check_close(rstd.values(), expected.rstd, sum_error(C), 0, "rstd");
+}
+
+TEST_CASE("rmsnorm says what is wrong with its arguments", "[rmsnorm][errors]") {
+    Buffer x(DType::f32, {4, 8}), g(DType::f32, {8}), r(DType::f32, {4}), half(DType::bf16, {4, 8}), scratch(DType::f32, {1});
+    Buffer wide(DType::f32, {1, kMaxNormC + 1}), wide_g(DType::f32, {kMaxNormC + 1}), tall(DType::f32, {5, 8});
+    const auto s = device().stream;
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, tall, {}, g, kEps, s),
+                      ContainsSubstring("rmsnorm_forward: out is f32 (4, 8), expected f32 (5, 8)"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, half, {}, g, kEps, s), ContainsSubstring("rmsnorm_forward: inp"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, g, x, {}, g, kEps, s), ContainsSubstring("rmsnorm_forward: rstd"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, x, {}, r, kEps, s), ContainsSubstring("rmsnorm_forward: weight"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, x, r, x, tall, g, kEps, s), ContainsSubstring("rmsnorm_forward: branch"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, x, x, g, kEps, s), ContainsSubstring("rmsnorm_forward: sum is no tensor"));
+    CHECK_THROWS_WITH(rmsnorm_forward(wide, {}, r.tensor().slice(0, 1), wide, {}, wide_g, kEps, s),
+                      ContainsSubstring("rmsnorm_forward: rows of 8193 channels"));
+    const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, shifted, {}, g, kEps, s), ContainsSubstring("rmsnorm_forward: inp starts at"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, tall, {}, x, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: dout"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, tall, x, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: dsum"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, half, x, {}, x, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: dweight"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, r, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: scratch is f32 (1), expected f32 of at least 8"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, g, scratch, s), ContainsSubstring("rmsnorm_backward: rstd"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, shifted, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: inp starts at"));
+}

@@ -1,0 +1,176 @@
+// test/test_rope.cu: rotary position embedding against float64 rotations; its frequencies against transformers.
+#include "layers/layers.h"
+#include "reference.h"
+
+#include <cmath>
+
+namespace {
+
+struct Size {
+    int64_t B, T, H, K, D;
+};
+// Chunks are 4 or 8 pairs on the GPU and 32 on the CPU: half of D below, at and above them, and odd ones.
+const Size kSizes[] = {{1, 1, 1, 1, 2},   {2, 17, 6, 2, 8},   {1, 33, 4, 1, 10}, {2, 5, 3, 3, 64},
+                       {1, 65, 4, 1, 80}, {1, 2, 12, 4, 128}, {1, 3, 300, 1, 2}, {1, 3, 2, 1, 512}};
+
+// Rotates the q and k heads of (B, T, (H + 2K) D) by direction * angle.
+std::vector<double> rotate(std::vector<double> x, const Size& size, const std::vector<double>& frequencies, double direction) {
+    const auto& [B, T, H, K, D] = size;
+    for (int64_t b = 0; b < B; ++b)
+        for (int64_t t = 0; t < T; ++t)
+            for (int64_t h = 0; h < H + K; ++h)
+                for (int64_t i = 0; i < D / 2; ++i) {
+                    const double angle = direction * static_cast<double>(t) * frequencies[static_cast<size_t>(i)];
+                    const size_t first = static_cast<size_t>(((b * T + t) * (H + 2 * K) + h) * D + i),
+                                 second = first + static_cast<size_t>(D / 2);
+                    const double x1 = x[first], x2 = x[second];
+                    x[first] = x1 * std::cos(angle) - x2 * std::sin(angle);
+                    x[second] = x2 * std::cos(angle) + x1 * std::sin(angle);
+                }
+    return x;
+}
+
+}  // namespace
+
+TEST_CASE("rope: the reference's gradient is the rotation back", "[rope]") {
+    const Size size{1, 4, 2, 1, 6};
+    const auto frequencies = rope_frequencies(size.D, 10000, {});
+    const auto x = random_values(4 * 4 * 6, 1), weights = random_values(4 * 4 * 6, 2);
+    const auto loss = [&](const std::vector<double>& v) {
+        const auto y = rotate(v, size, frequencies, 1);
+        double total = 0;
+        for (size_t i = 0; i < y.size(); ++i) total += weights[i] * y[i];
+        return total;
+    };
+    const auto gradient = rotate(weights, size, frequencies, -1);
+    // Linear, so the difference quotient is exact but for rounding: 1e-14 / 1e-5.
+    for (const auto& [i, derivative] : finite_differences(loss, x, 1e-5, 48))
+        CHECK(gradient[i] == Approx(derivative).margin(1e-8));
+}
+
+TEST_CASE("rope against float64", "[rope]") {
+    for (DType dtype : kFloatDTypes)
+        for (const Size& size : kSizes) {
+            const auto& [B, T, H, K, D] = size;
+            const int64_t columns = (H + 2 * K) * D;
+            const auto frequencies = rope_frequencies(D, 10000, {});
+            const auto x = rounded(random_values(B * T * columns, 3), dtype);
+            Buffer table(DType::f32, {T + 2, D}), qkv(dtype, {B, T, columns}, x), dqkv(dtype, {B, T, columns}, x);
+            rope_table(table, frequencies);
+            rope_forward(qkv, table, H, K, device().stream);
+            rope_backward(dqkv, table, H, K, device().stream);
+            // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x): 5 units of 2^-24.
+            const double absolute = 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
+            const std::string what = concat("B T H K D = ", B, " ", T, " ", H, " ", K, " ", D, ", ", dtype_name(dtype));
+            check_close(qkv.values(), rotate(x, size, frequencies, 1), unit_roundoff(dtype), absolute, "rope forward, " + what);
+            check_close(dqkv.values(), rotate(x, size, frequencies, -1), unit_roundoff(dtype), absolute,
+                        "rope backward, " + what);
+            // The value heads, and position 0, are untouched to the bit.
+            const auto y = qkv.values();
+            size_t n_changed = 0;
+            for (int64_t row = 0; row < B * T; ++row)
+                for (int64_t c = row % T == 0 ? 0 : (H + K) * D; c < columns; ++c)
+                    n_changed += y[static_cast<size_t>(row * columns + c)] != x[static_cast<size_t>(row * columns + c)];
+            CHECK(n_changed == 0);
+        }
+}
+
+TEST_CASE("rope: attention scores depend on distances only", "[rope]") {
+    // The same query and key at every position: q_t . k_s must be the same along each diagonal.
+    const int64_t T = 40, D = 16;
+    std::vector<double> x;
+    const auto q = random_values(D, 4), k = random_values(D, 5);
+    for (int64_t t = 0; t < T; ++t) {
+        x.insert(x.end(), q.begin(), q.end());
+        x.insert(x.end(), k.begin(), k.end());
+        x.insert(x.end(), D, 0.0);
+    }
+    Buffer table(DType::f32, {T, D}), qkv(DType::f32, {1, T, 3 * D}, x);
+    rope_table(table, rope_frequencies(D, 10000, {}));
+    rope_forward(qkv, table, 1, 1, device().stream);
+    const auto y = qkv.values();
+    const auto score = [&](int64_t t, int64_t s) {
+        double sum = 0;
+        for (int64_t d = 0; d < D; ++d)
+            sum += y[static_cast<size_t>(t * 3 * D + d)] * y[static_cast<size_t>(s * 3 * D + D + d)];
+        return sum;
+    };
+    // D products of numbers of size up to 3, each with the 5 units of the test above
+    for (int64_t distance : {0, 1, 7, 20})
+        for (int64_t s = 1; s + distance < T; ++s)
+            CHECK(score(s + distance, s) == Approx(score(distance, 0)).margin(16 * 9 * 10 * 0x1p-24));
+}
+
+TEST_CASE("rope table far from the start", "[rope]") {
+    const int64_t T = 20000, D = 8;
+    const auto frequencies = rope_frequencies(D, 500000, {});
+    Buffer table(DType::f32, {T, D});
+    rope_table(table, frequencies);
+    const auto values = table.values();
+    std::vector<double> last(values.end() - D, values.end()), expected;
+    for (int64_t i = 0; i < D / 2; ++i) expected.push_back(std::cos((T - 1) * frequencies[static_cast<size_t>(i)]));
+    for (int64_t i = 0; i < D / 2; ++i) expected.push_back(std::sin((T - 1) * frequencies[static_cast<size_t>(i)]));
+    check_close(last, expected, 0x1p-24, 1e-11, "row 19999");  // one rounding to float; a float32 angle would be off by 1e-3
+}
+
+TEST_CASE("rope frequencies with llama3 scaling are those of transformers", "[rope]") {
+    // transformers 5.23, ROPE_INIT_FUNCTIONS["llama3"] with Llama 3.1's numbers: theta 500000, head size 128, factor 8, low 1,
+    // high 4, 8192 original positions. Points 0 to 28 are unchanged, 29 to 35 in between, from 36 on divided by 8.
+    const auto frequencies = rope_frequencies(128, 500000, {8.0, 1.0, 4.0, 8192});
+    const std::pair<size_t, double> golden[] = {
+        {0, 1.0},                    {1, 0.8146172165870667},     {28, 0.0032114461064338684}, {29, 0.0021665706299245358},
+        {32, 0.0005248460220173001}, {35, 9.556212171446532e-05}, {36, 7.784655463183299e-05}, {37, 6.341514381347224e-05},
+        {63, 3.068925877869333e-07}};
+    REQUIRE(frequencies.size() == 64);
+    // transformers computes the power in float32, whose exponent i/64 ln(500000) <= 13 carries 13 units of error, and the
+    // interpolation subtracts numbers of size 1.
+    for (const auto& [i, expected] : golden) CHECK(frequencies[i] == Approx(expected).epsilon(40 * 0x1p-24));
+}
+
+TEST_CASE("rope frequencies by transformers' formula in float64", "[rope]") {
+    const double factor = 32, low = 1, high = 4, positions = 8192, base = 500000;  // Llama 3.2
+    const int64_t D = 64;
+    const auto frequencies = rope_frequencies(D, base, {factor, low, high, 8192});
+    int n_kept = 0, n_between = 0, n_slowed = 0;
+    for (int64_t i = 0; i < D / 2; ++i) {
+        const double w = 1.0 / std::pow(base, 2.0 * static_cast<double>(i) / D), wavelength = 2 * M_PI / w;
+        const double smooth = (positions / wavelength - low) / (high - low);
+        double expected = (1 - smooth) * w / factor + smooth * w;
+        if (wavelength < positions / high)
+            expected = w, ++n_kept;
+        else if (wavelength > positions / low)
+            expected = w / factor, ++n_slowed;
+        else
+            ++n_between;
+        CHECK(frequencies[static_cast<size_t>(i)] == Approx(expected).epsilon(1e-14));  // a few roundings of float64
+    }
+    CHECK((n_kept > 0 && n_between > 0 && n_slowed > 0));
+    const auto plain = rope_frequencies(D, base, {});
+    for (size_t i = 0; i < plain.size(); ++i)
+        CHECK(plain[i] == Approx(std::pow(base, -static_cast<double>(i) / 32)).epsilon(1e-14));
+}
+
+TEST_CASE("rope names what is wrong", "[rope]") {
+    Buffer qkv(DType::f32, {2, 3, 5 * 6}), table(DType::f32, {3, 6}), short_table(DType::f32, {2, 6}), half(DType::f16, {3, 6});
+    Buffer wide_table(DType::f32, {3, 8}), odd(DType::f32, {2, 3, 5 * 3}), flat(DType::f32, {6, 30}), whole(DType::i32, {2, 3, 30}),
+        long_row(DType::f32, {181});
+    Tensor shifted = make_tensor(static_cast<char*>(long_row.tensor().data) + 4, DType::f32, {2, 3, 30});
+    cudaStream_t stream = device().stream;
+    CHECK_THROWS_WITH(rope_forward(qkv, table, 3, 2, stream),
+                      ContainsSubstring("rope_forward: H = 3 query heads are not a multiple of K = 2"));
+    CHECK_THROWS_WITH(rope_forward(qkv, table, 4, 2, stream), ContainsSubstring("rope_forward: qkv has 30 columns"));
+    CHECK_THROWS_WITH(rope_forward(odd, table, 3, 1, stream), ContainsSubstring("with an even D"));
+    CHECK_THROWS_WITH(rope_forward(qkv, short_table, 3, 1, stream),
+                      ContainsSubstring("rope_forward: table is f32 (2, 6), expected a row for each of T = 3 positions"));
+    CHECK_THROWS_WITH(rope_forward(qkv, wide_table, 3, 1, stream),
+                      ContainsSubstring("rope_forward: table is f32 (3, 8), expected f32 (*, 6)"));
+    CHECK_THROWS_WITH(rope_forward(qkv, half, 3, 1, stream), ContainsSubstring("rope_forward: table is f16"));
+    CHECK_THROWS_WITH(rope_forward(flat, table, 3, 1, stream), ContainsSubstring("rope_forward: qkv is"));
+    CHECK_THROWS_WITH(rope_forward(whole, table, 3, 1, stream), ContainsSubstring("i32"));
+    CHECK_THROWS_WITH(rope_backward(shifted, table, 3, 1, stream), ContainsSubstring("rope_backward: dqkv starts at"));
+    CHECK_THROWS_WITH(rope_frequencies(7, 10000, {}), ContainsSubstring("D = 7 is not even"));
+    CHECK_THROWS_WITH(rope_frequencies(8, -1, {}), ContainsSubstring("base = -1"));
+    CHECK_THROWS_WITH(rope_frequencies(8, 10000, {8.0, 4.0, 4.0, 8192}), ContainsSubstring("low_freq_factor = 4"));
+    CHECK_THROWS_WITH(rope_table(table, rope_frequencies(8, 10000, {})),
+                      ContainsSubstring("rope_table: table is f32 (3, 6), expected f32 (*, 8)"));
+}

@@ -1,0 +1,387 @@
+// wrong_kernels: kernels and host code with one deliberate mistake each, beside the right version.
+//
+//   run:   CUDA_CPU_STRICT=1 build/cpu/wrong_kernels missing_syncthreads wrong        (or: right)
+//   list:  build/cpu/wrong_kernels
+//   debug: CUDA_CPU_STRICT=1 gdb --args build/cpu/wrong_kernels past_the_end wrong
+//
+// Exit status 0: the result was right. 1: it was wrong. Aborted: the CPU device found out what is wrong, and said so.
+// test/test_cpu_strict.cu runs every case under several seeds: the wrong version must be caught, the right one must pass.
+// A line that a report must name is marked "// <- case". Several of these mistakes go unnoticed on a GPU, most of the time.
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr unsigned kAll = 0xffffffffu;
+
+void must(cudaError_t status) {
+    if (status == cudaSuccess) return;
+    std::printf("CUDA error: %s\n", cudaGetErrorString(status));
+    std::exit(3);
+}
+
+// Device memory for n numbers; `values` go there.
+struct Buffer {
+    float* data = nullptr;
+    size_t n;
+    explicit Buffer(size_t n_) : n(n_) { must(cudaMalloc(&data, n * sizeof(float))); }
+    explicit Buffer(const std::vector<float>& values) : Buffer(values.size()) {
+        must(cudaMemcpy(data, values.data(), n * sizeof(float), cudaMemcpyHostToDevice));
+    }
+    ~Buffer() { cudaFree(data); }
+    std::vector<float> read() const {
+        std::vector<float> values(n);
+        must(cudaMemcpy(values.data(), data, n * sizeof(float), cudaMemcpyDeviceToHost));
+        return values;
+    }
+};
+
+std::vector<float> counting(size_t n) {
+    std::vector<float> values(n);
+    for (size_t i = 0; i < n; ++i) values[i] = static_cast<float>(i);
+    return values;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Order of threads, blocks and streams
+
+// Sums 256 numbers by halves. Without the barrier a thread may add a number that is not there yet.
+__global__ void sum_kernel(float* out, const float* inp, bool wrong) {
+    __shared__ float part[256];
+    const unsigned t = threadIdx.x;
+    part[t] = inp[t];
+    __syncthreads();
+    for (unsigned half = 128; half > 0; half /= 2) {
+        if (t < half) part[t] += part[t + half];
+        if (!wrong || half > 64) __syncthreads();
+    }
+    if (t == 0) *out = part[0];
+}
+bool missing_syncthreads(bool wrong) {
+    Buffer inp(counting(256)), out(1);
+    sum_kernel<<<1, 256>>>(out.data, inp.data, wrong);
+    return out.read()[0] == 255.0f * 256 / 2;
+}
+
+// Each thread subtracts its left neighbour's number. Right without the barrier if the threads happen to run in order.
+__global__ void slope_kernel(float* out, const float* inp, bool wrong) {
+    __shared__ float row[128];
+    const unsigned t = threadIdx.x;
+    row[t] = inp[t];
+    if (!wrong) __syncthreads();
+    out[t] = t > 0 ? row[t] - row[t - 1] : 0.0f;
+}
+bool threads_in_order(bool wrong) {
+    Buffer inp(counting(128)), out(128);
+    slope_kernel<<<1, 128>>>(out.data, inp.data, wrong);
+    const std::vector<float> slope = out.read();
+    for (size_t i = 1; i < 128; ++i)
+        if (slope[i] != 1.0f) return false;
+    return true;
+}
+
+// Each lane takes its left neighbour's number, twice. The second barrier is needed too: a neighbour must have read before
+// its number is replaced.
+__global__ void rotate_kernel(float* data, int which) {
+    __shared__ float row[32];
+    const unsigned lane = threadIdx.x;
+    row[lane] = data[lane];
+    for (int round = 0; round < 2; ++round) {
+        if (which != 1) __syncwarp();
+        const float left = row[(lane + 31) % 32];
+        if (which != 2) __syncwarp();
+        row[lane] = left;
+    }
+    data[lane] = row[lane];
+}
+bool rotate(int which) {
+    Buffer data(counting(32));
+    rotate_kernel<<<1, 32>>>(data.data, which);
+    const std::vector<float> values = data.read();
+    for (size_t i = 0; i < 32; ++i)
+        if (values[i] != static_cast<float>((i + 30) % 32)) return false;
+    return true;
+}
+bool missing_syncwarp(bool wrong) { return rotate(wrong ? 1 : 0); }
+bool missing_second_syncwarp(bool wrong) { return rotate(wrong ? 2 : 0); }
+
+// Blocks run in any order: one that needs another's result needs a launch of its own.
+__global__ void prefix_kernel(float* sums, unsigned from) {
+    const unsigned i = from + blockIdx.x;
+    sums[i] += sums[i - 1];
+}
+bool blocks_in_order(bool wrong) {
+    Buffer sums(std::vector<float>(64, 1.0f));
+    if (wrong) prefix_kernel<<<63, 1>>>(sums.data, 1);
+    else
+        for (unsigned i = 1; i < 64; ++i) prefix_kernel<<<1, 1>>>(sums.data, i);
+    return sums.read()[63] == 64.0f;
+}
+
+__global__ void add_kernel(float* out, const float* inp, float a, size_t n) {
+    const size_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = inp[i] + a;
+}
+bool missing_event_wait(bool wrong) {
+    Buffer a(counting(1000)), b(1000), c(1000);
+    cudaStream_t first, second;
+    cudaEvent_t b_is_there;
+    must(cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking));
+    must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    must(cudaEventCreateWithFlags(&b_is_there, cudaEventDisableTiming));
+    add_kernel<<<4, 256, 0, first>>>(b.data, a.data, 1.0f, 1000);
+    must(cudaEventRecord(b_is_there, first));
+    if (!wrong) must(cudaStreamWaitEvent(second, b_is_there));
+    add_kernel<<<4, 256, 0, second>>>(c.data, b.data, 1.0f, 1000);
+    must(cudaStreamSynchronize(second));
+    const bool right = c.read()[999] == 1001.0f;
+    must(cudaDeviceSynchronize());
+    must(cudaEventDestroy(b_is_there));
+    must(cudaStreamDestroy(first));
+    must(cudaStreamDestroy(second));
+    return right;
+}
+
+// A copy to pinned memory returns at once; the numbers are there when the stream has been waited for.
+bool missing_stream_sync(bool wrong) {
+    Buffer a(counting(100));
+    float* pinned;
+    cudaStream_t stream;
+    must(cudaMallocHost(&pinned, 400));
+    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    std::memset(pinned, 0, 400);
+    must(cudaMemcpyAsync(pinned, a.data, 400, cudaMemcpyDeviceToHost, stream));
+    if (!wrong) must(cudaStreamSynchronize(stream));
+    const bool right = pinned[99] == 99.0f;
+    must(cudaStreamDestroy(stream));
+    must(cudaFreeHost(pinned));
+    return right;
+}
+
+// The copy reads pinned memory when it runs, not when it is asked for.
+bool pinned_overwritten(bool wrong) {
+    Buffer a(1);
+    float* pinned;
+    cudaStream_t stream;
+    must(cudaMallocHost(&pinned, 4));
+    must(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    *pinned = 1;
+    must(cudaMemcpyAsync(a.data, pinned, 4, cudaMemcpyHostToDevice, stream));
+    if (!wrong) must(cudaStreamSynchronize(stream));
+    *pinned = 2;
+    must(cudaStreamDestroy(stream));
+    const bool right = a.read()[0] == 1;
+    must(cudaFreeHost(pinned));
+    return right;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory that nobody has written
+
+bool uninitialised_device_memory(bool wrong) {
+    Buffer a(100), b(100);
+    if (!wrong) must(cudaMemset(a.data, 0, 400));
+    add_kernel<<<1, 128>>>(b.data, a.data, 1.0f, 100);
+    return b.read()[99] == 1.0f;
+}
+
+// Counts in shared memory. The wrong version leaves it clean for the next block, and hopes that the one before did so too.
+__global__ void count_kernel(float* out, bool dynamic, bool clear) {
+    __shared__ float fixed[8];
+    extern __shared__ float asked_for[];
+    float* counts = dynamic ? asked_for : fixed;
+    const unsigned t = threadIdx.x;
+    if (clear && t < 8) counts[t] = 0;
+    __syncthreads();
+    if (t < 8) counts[t] += 1;
+    __syncthreads();
+    if (t < 8) {
+        out[blockIdx.x * 8 + t] = counts[t];
+        counts[t] = 0;
+    }
+}
+bool uninitialised_shared_memory(bool wrong) {
+    Buffer out(16);
+    count_kernel<<<2, 32, 32>>>(out.data, false, !wrong);
+    return out.read()[15] == 1.0f;
+}
+bool uninitialised_dynamic_shared_memory(bool wrong) {
+    Buffer out(16);
+    count_kernel<<<2, 32, 32>>>(out.data, true, !wrong);
+    return out.read()[15] == 1.0f;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Wrong addresses
+
+__global__ void fill_kernel(float* out, long long from, long long to) {
+    const long long i = from + blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < to) out[i] = 1.0f;
+}
+bool fill(size_t n, long long from, long long to) {
+    Buffer out(n);
+    must(cudaMemset(out.data, 0, n * sizeof(float)));
+    fill_kernel<<<2, 64>>>(out.data, from, to);  // <- past_the_end past_an_odd_end before_the_start before_a_page
+    must(cudaDeviceSynchronize());
+    return out.read()[n - 1] == 1.0f;
+}
+bool past_the_end(bool wrong) { return fill(100, 0, wrong ? 101 : 100); }    // 400 bytes end where the page ends
+bool past_an_odd_end(bool wrong) { return fill(101, 0, wrong ? 102 : 101); }  // 404 bytes do not: 12 lie between
+bool before_the_start(bool wrong) { return fill(100, wrong ? -1 : 0, 100); }
+bool before_a_page(bool wrong) { return fill(1024, wrong ? -1 : 896, 1024); }
+
+__global__ void difference_kernel(float* out, const float* inp, size_t n, bool wrong) {
+    const size_t i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = (wrong || i + 1 < n ? inp[i + 1] : 0) - inp[i];
+}
+bool difference(size_t n, bool wrong) {
+    Buffer inp(counting(n)), out(n);
+    difference_kernel<<<4, 32>>>(out.data, inp.data, n, wrong);  // <- reads_past_the_end
+    const std::vector<float> values = out.read();
+    for (size_t i = 0; i + 1 < n; ++i)
+        if (values[i] != 1.0f) return false;
+    return values[n - 1] == -static_cast<float>(n - 1);
+}
+bool reads_past_the_end(bool wrong) { return difference(100, wrong); }
+bool reads_past_an_odd_end(bool wrong) { return difference(101, wrong); }
+
+bool use_after_free(bool wrong) {
+    Buffer out(64);
+    float* freed;
+    must(cudaMalloc(&freed, 256));
+    must(cudaMemset(freed, 0, 256));
+    if (wrong) must(cudaFree(freed));
+    add_kernel<<<1, 64>>>(out.data, freed, 1.0f, 64);  // <- use_after_free
+    must(cudaDeviceSynchronize());
+    if (!wrong) must(cudaFree(freed));
+    return out.read()[63] == 1.0f;
+}
+
+__global__ void null_kernel(float* out, const float* optional) { *out = optional ? *optional : 1.0f; }
+__global__ void no_check_kernel(float* out, const float* optional) { *out = *optional; }
+bool null_pointer(bool wrong) {
+    Buffer out(1);
+    const float* nothing = nullptr;
+    if (wrong) no_check_kernel<<<1, 1>>>(out.data, nothing);  // <- null_pointer
+    else null_kernel<<<1, 1>>>(out.data, nothing);
+    must(cudaDeviceSynchronize());
+    return out.read()[0] == 1.0f;
+}
+
+__global__ void reverse_kernel(float* data, unsigned n) {
+    extern __shared__ float asked_for[];
+    const unsigned t = threadIdx.x;
+    asked_for[t] = data[t];
+    __syncthreads();
+    data[t] = asked_for[n - 1 - t];
+}
+bool past_dynamic_shared_memory(bool wrong) {
+    Buffer data(counting(64));
+    reverse_kernel<<<1, 64, wrong ? 240 : 256>>>(data.data, 64);  // <- past_dynamic_shared_memory
+    must(cudaDeviceSynchronize());
+    return data.read()[0] == 63.0f;
+}
+
+__device__ float depth(volatile float* above, int n) {
+    volatile float here[256];
+    here[0] = above[0] + 1.0f;
+    return n > 0 ? depth(here, n - 1) + here[0] * 0.0f : here[0];
+}
+__global__ void deep_kernel(float* out, int n) {
+    volatile float start[1] = {0.0f};
+    __syncthreads();
+    out[threadIdx.x] = depth(start, n);
+}
+bool stack_overflow(bool wrong) {
+    Buffer out(32);
+    const int n = wrong ? 1000 : 10;  // a kilobyte each; a thread has 256
+    deep_kernel<<<1, 32>>>(out.data, n);  // <- stack_overflow
+    must(cudaDeviceSynchronize());
+    return out.read()[31] == static_cast<float>(n + 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Barriers and exchanges that not every thread reaches
+
+__global__ void mean_kernel(float* out, const float* inp, unsigned n, int which) {
+    __shared__ float total;
+    const unsigned t = threadIdx.x;
+    if (which == 2 && t >= n) return;
+    if (t == 0) total = 0;
+    if (which != 1 || t < n) __syncthreads();  // <- divergent_barrier early_return
+    if (t < n) atomicAdd(&total, inp[t]);
+    if (which != 3 || t < n) {
+        __syncthreads();                       // <- two_barriers divergent_barrier
+    } else {
+        __syncthreads();                       // <- two_barriers
+    }
+    if (t < n) out[blockIdx.x * n + t] = total / static_cast<float>(n);
+}
+bool mean(int which) {
+    Buffer inp(counting(40)), out(80);
+    mean_kernel<<<2, 64>>>(out.data, inp.data, 40, which);  // <- divergent_barrier early_return two_barriers
+    must(cudaDeviceSynchronize());
+    return out.read()[79] == 19.5f;
+}
+bool divergent_barrier(bool wrong) { return mean(wrong ? 1 : 0); }
+bool early_return(bool wrong) { return mean(wrong ? 2 : 0); }
+bool two_barriers(bool wrong) { return mean(wrong ? 3 : 0); }
+
+// The sum of the first n lanes of each warp.
+__global__ void warp_kernel(float* out, const float* inp, unsigned n, int which) {
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sum = lane < n ? inp[lane] : 0.0f;
+    if (which == 1 && lane >= n) return;
+    const unsigned mask = which == 2 ? kAll >> (32 - n) : kAll;
+    for (int o = 16; o > 0; o /= 2) {
+        if (which == 3 && lane >= n)
+            sum += static_cast<float>(__ballot_sync(mask, 0));  // <- two_collectives
+        else
+            sum += __shfl_xor_sync(mask, sum, o);               // <- missing_lane mask_without_lane two_collectives
+    }
+    if (lane == 0) out[warp] = sum;
+}
+bool warp_sum(int which) {
+    Buffer inp(counting(32)), out(2);
+    warp_kernel<<<1, 64>>>(out.data, inp.data, 20, which);  // <- missing_lane mask_without_lane two_collectives
+    must(cudaDeviceSynchronize());
+    return out.read()[1] == 190.0f;
+}
+bool missing_lane(bool wrong) { return warp_sum(wrong ? 1 : 0); }
+bool mask_without_lane(bool wrong) { return warp_sum(wrong ? 2 : 0); }
+bool two_collectives(bool wrong) { return warp_sum(wrong ? 3 : 0); }
+
+struct Case {
+    const char* name;
+    bool (*run)(bool wrong);  // true: the result was right
+};
+#define CASE(name) {#name, name}
+const Case cases[] = {
+    CASE(missing_syncthreads), CASE(threads_in_order), CASE(missing_syncwarp), CASE(missing_second_syncwarp),
+    CASE(blocks_in_order), CASE(missing_event_wait), CASE(missing_stream_sync), CASE(pinned_overwritten),
+    CASE(uninitialised_device_memory), CASE(uninitialised_shared_memory), CASE(uninitialised_dynamic_shared_memory),
+    CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),
+    CASE(reads_past_an_odd_end), CASE(use_after_free), CASE(null_pointer), CASE(past_dynamic_shared_memory),
+    CASE(stack_overflow),    CASE(divergent_barrier), CASE(early_return), CASE(two_barriers),
+    CASE(missing_lane), CASE(mask_without_lane), CASE(two_collectives),
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    for (const Case& c : cases) {
+        if (argc == 3 && std::strcmp(argv[1], c.name) == 0) {
+            const bool right = c.run(std::strcmp(argv[2], "wrong") == 0);
+            std::printf("%s result\n", right ? "right" : "wrong");
+            return right ? 0 : 1;
+        }
+    }
+    std::printf("usage: wrong_kernels CASE right|wrong, with CASE one of\n");
+    for (const Case& c : cases) std::printf("  %s\n", c.name);
+    return 2;
+}
