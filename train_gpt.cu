@@ -55,12 +55,12 @@ void print_and_reserve(Memory& memory) {
     const auto line = [](const char* indent, const std::string& what, size_t bytes) {
         std::printf("  %s%-28s %10s\n", indent, what.c_str(), human_bytes(static_cast<double>(bytes)).c_str());
     };
+    for (Arena* arena : memory.all()) total += arena->bytes();
     for (Arena* arena : memory.all()) {
         if (arena->bytes() == 0) continue;
         line("", arena->name(), arena->bytes());
-        if (arena->table().size() > 1)
-            for (const auto& [what, bytes] : arena->table()) line("  ", what, bytes);
-        total += arena->bytes();
+        for (const auto& [what, bytes] : arena->table())
+            if (bytes < arena->bytes() && bytes >= total / 100) line("  ", what, bytes);  // smaller ones are in the sum
     }
     cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
     line("", "total", total);
@@ -288,7 +288,7 @@ void draw_loss(const std::string& out) {
         if (row.val_loss) val.x.push_back(static_cast<double>(row.step)), val.y.push_back(*row.val_loss);
     }
     train.thick = false;
-    plot.title = "Loss of " + std::filesystem::path(out).filename().string();
+    plot.title = "Loss of " + out;
     plot.series = {train, val};
     write_png(out + "/loss.png", plot);
 }

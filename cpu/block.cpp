@@ -1,9 +1,9 @@
 // cpu/block.cpp: runs the blocks of a grid, and the threads of a block as fibers.
 //
-// One OS thread runs one block at a time. The block's threads run in a plain loop (run_threads in cuda_runtime.h) on the
-// OS thread's own stack. A thread that has to wait keeps the stack it is on: that stack becomes its fiber, and the loop is
-// continued from the next thread on a fresh one. So a kernel without barriers never pays for a switch, and a kernel with
-// them pays one switch (cpu/fiber.h) a thread and barrier.
+// One OS thread runs one block at a time. The block's threads run in a plain loop (run_threads in cuda_runtime.h) on
+// the OS thread's own stack. A thread that has to wait keeps the stack it is on: that stack becomes its fiber, and the
+// loop is continued from the next thread on a fresh one. So a kernel without barriers never pays for a switch, and a
+// kernel with them pays one switch (cpu/fiber.h) a thread and barrier.
 //
 //     OS thread's stack:  t0 waits ──> fiber 1: t1 waits ──> fiber 2: t2 ... the last thread arrives: all are ready
 //     ready: t0 on the OS thread's stack, t1 on fiber 1, ... each goes on in turn, to the next barrier or its end
@@ -20,63 +20,15 @@
 #include <numeric>
 #include <vector>
 
-#if defined(__x86_64__) && !defined(CUDA_CPU_BOOST_FIBERS)
-// Six registers belong to the caller; the rest, the compiler has already saved where it calls us.
-asm(R"(
-    .text
-    .p2align 5
-    .globl cuda_cpu_switch
-    .type cuda_cpu_switch, @function
-cuda_cpu_switch:
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    popq %r15
-    popq %r14
-    popq %r13
-    popq %r12
-    popq %rbx
-    popq %rbp
-    popq %rdx
-    jmp *%rdx
-    .size cuda_cpu_switch, .-cuda_cpu_switch
-
-    .p2align 5
-    .globl cuda_cpu_start
-    .type cuda_cpu_start, @function
-cuda_cpu_start:
-    .cfi_startproc
-    .cfi_undefined rip
-    pushq %rbp
-    pushq %rbx
-    pushq %r12
-    pushq %r13
-    pushq %r14
-    pushq %r15
-    movq %rsp, (%rdi)
-    movq %rsi, %rsp
-    xorl %ebp, %ebp
-    call *%rdx
-    ud2
-    .cfi_endproc
-    .size cuda_cpu_start, .-cuda_cpu_start
-)");
-#endif
-
 namespace cuda_cpu {
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;  // only the pages that are touched are real memory
 constexpr size_t kPageBytes = 4096;
 constexpr unsigned kStacksPerSlab = 32;
-constexpr unsigned kGuardedStacks = 128;   // an OS thread's first stacks have a guard page each (see add_stacks)
+constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks have a guard page each (see add_stacks)
 constexpr unsigned kWarp = 32;
-constexpr unsigned kMaxWarps = 32;         // a block has at most 1024 threads
+constexpr unsigned kMaxWarps = 32;  // a block has at most 1024 threads
 
 struct Fiber {
     void* stopped = nullptr;  // where to go on; valid while it is not running
@@ -145,25 +97,26 @@ class Block {
         return {thread % size_.x, thread / size_.x % size_.y, thread / size_.x / size_.y};
     }
     std::string name(unsigned thread) const { return in_brackets(index_of(thread)); }
-    void take_over(unsigned thread);  // the running thread, in such a loop, waits for the first time: the loop ends with it
+    void take_over(unsigned thread);  // the running thread waits for the first time: its loop ends with it
     void arrive(Exchange& e, unsigned lane, void* operands, unsigned thread);
     void wait(unsigned thread);  // the running fiber is in a list: goes on with another. Returns when it is let go on
     [[gnu::noinline]] void wait_slowly(unsigned thread);
-    [[gnu::noinline]] void exchange_slowly(unsigned thread, unsigned mask, void* operands, const Collective& collective);
+    [[gnu::noinline]] void exchange_slowly(unsigned thread, unsigned mask, void* operands,
+                                           const Collective& collective);
     [[gnu::noinline]] void complete_exchange(Exchange& e, unsigned thread);
     [[gnu::noinline]] void complete_barrier(unsigned thread);
     [[gnu::noinline, gnu::cold]] void barrier_elsewhere(unsigned thread, const char* file, int line);
     void arrive_at_barrier(unsigned thread);
     void set_ready(FiberList& fibers);
-    Fiber* pick_ready();     // the next ready fiber; nullptr: start a thread
+    Fiber* pick_ready();  // the next ready fiber; nullptr: start a thread
     Fiber* fresh_fiber();
     void add_stacks();
     [[noreturn, gnu::noinline, gnu::cold]] Fiber* report_divergence();
 
     const Launch* launch_ = nullptr;
     const BlockProgram* program_ = nullptr;
-    dim3 size_;                    // of the block
-    unsigned n_ = 0;               // threads in the block
+    dim3 size_;       // of the block
+    unsigned n_ = 0;  // threads in the block
     unsigned last_warp_ = 0, last_warp_mask_ = ~0u;
     uint3 index_{};
 
@@ -172,10 +125,10 @@ class Block {
     ThreadLoop* loop_ = nullptr;   // the loop that starts threads, while the running fiber is inside it
 
     Fiber main_, *current_ = &main_;
-    unsigned n_live_ = 0;          // threads that have waited and not finished: each keeps a fiber
+    unsigned n_live_ = 0;  // threads that have waited and not finished: each keeps a fiber
     FiberList ready_;
     std::vector<Fiber*> ready_strict_;  // strict mode takes from anywhere
-    FiberList pool_;               // fibers whose stacks are free
+    FiberList pool_;                    // fibers whose stacks are free
     std::vector<Fiber*> all_;
     std::vector<char*> slabs_;
 
@@ -183,7 +136,7 @@ class Block {
     FiberList at_barrier_;
     const char* barrier_file_ = nullptr;
     int barrier_line_ = 0;
-    Exchange exchanges_[kMaxWarps];                // one a warp, and
+    Exchange exchanges_[kMaxWarps];                    // one a warp, and
     std::vector<Exchange> more_exchanges_[kMaxWarps];  // more while the warp's lanes have diverged
 
     std::vector<void*> shared_filled_;
@@ -191,8 +144,9 @@ class Block {
     size_t shared_capacity_ = 0;
 };
 
-thread_local Block* block = nullptr;  // this OS thread's, made on first use
-thread_local std::unique_ptr<Block> owned_block;  // the same; ends with the OS thread
+// This OS thread's, made on first use. The second is the same and ends with the OS thread; it is slower to look at.
+thread_local Block* block = nullptr;
+thread_local std::unique_ptr<Block> owned_block;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Starting threads
@@ -257,9 +211,10 @@ inline void Block::take_over(unsigned thread) {
     next_ = thread + 1;
 }
 
-// The loop on the current stack has been taken over, and the thread that kept the stack has just finished: another fiber
-// goes on. Only the OS thread's own stack returns from here. Frames below it are simply left behind: to return through
-// them would cost more than all the rest, because the processor predicts returns by its own stack, and not by ours.
+// The loop on the current stack has been taken over, and the thread that kept the stack has just finished: another
+// fiber goes on. Only the OS thread's own stack returns from here. Frames below it are simply left behind: to return
+// through them would cost more than all the rest, because the processor predicts returns by its own stack, and not by
+// ours.
 void Block::leave_loop() {
     --n_live_;
     if (current_ != &main_) finish_fiber();
@@ -267,10 +222,8 @@ void Block::leave_loop() {
 
 void Block::finish_fiber() {
     Fiber *self = current_, *to = nullptr;
-    if (ready_.first || !ready_strict_.empty())
-        to = pick_ready();
-    else if (next_ == n_)
-        to = n_live_ == 0 ? &main_ : report_divergence();
+    if (ready_.first || !ready_strict_.empty()) to = pick_ready();
+    else if (next_ == n_) to = n_live_ == 0 ? &main_ : report_divergence();
     if (to) {
         self->next = pool_.first;
         pool_.first = self;
@@ -287,19 +240,20 @@ Fiber* Block::fresh_fiber() {
     return pool_.pop();
 }
 
-// Below each stack lies a page that faults, so that a stack overflow does not spill into the next stack. The system allows
-// a process some 65 000 mappings only, and a machine may have a hundred cores: beyond the first stacks, which every block
-// uses first, we do without.
+// Below each stack lies a page that faults, so that a stack overflow does not spill into the next stack. The system
+// allows a process some 65 000 mappings only, and a machine may have a hundred cores: beyond the first stacks, which
+// every block uses first, we do without.
 void Block::add_stacks() {
     constexpr size_t bytes = kStacksPerSlab * kStackBytes;
-    char* slab = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    char* slab = static_cast<char*>(
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (slab == MAP_FAILED) report("no memory for the stacks of a block's threads");
     slabs_.push_back(slab);
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;
         if (all_.size() < kGuardedStacks) mprotect(stack, kPageBytes, PROT_NONE);
-        // Were all stacks to start at the same offset in their page, their hot ends would fight for the same cache lines.
+        // Were all stacks to start at the same offset in their page, their hot ends would fight for the same cache
+        // lines.
         const size_t offset = all_.size() * 640 % kPageBytes;
         Fiber* fiber = new Fiber;
         fiber->stack_top = stack + kStackBytes - offset;
@@ -346,8 +300,8 @@ inline Fiber* Block::pick_ready() {
     return fiber;
 }
 
-// The switch is the last thing done, so that a fiber that goes on returns straight into its kernel. What is rare is kept
-// out of the functions below: they must need no stack of their own.
+// The switch is the last thing done, so that a fiber that goes on returns straight into its kernel. What is rare is
+// kept out of the functions below: they must need no stack of their own.
 inline void Block::wait(unsigned thread) {
     Fiber *self = current_, *to = ready_.first;
     if (loop_ || !to) return wait_slowly(thread);
@@ -450,8 +404,8 @@ void Block::exchange_slowly(unsigned thread, unsigned mask, void* operands, cons
     const Collective& first = *found->collective;
     if (first.complete != collective.complete || std::strcmp(first.what, collective.what) != 0)
         report("warp divergence in " + where() + ":\n  it does " + collective.what + " at " + collective.file + ":" +
-               std::to_string(collective.line) + " while other lanes of its mask do " + first.what + " at " + first.file + ":" +
-               std::to_string(first.line));
+               std::to_string(collective.line) + " while other lanes of its mask do " + first.what + " at " +
+               first.file + ":" + std::to_string(first.line));
     arrive(*found, lane, operands, thread);
 }
 
@@ -484,8 +438,8 @@ Fiber* Block::report_divergence() {
             const unsigned absent = e->mask & ~e->arrived;
             if (!absent) continue;
             text += "\n  " + std::string(e->collective->what) + " at " + e->collective->file + ":" +
-                    std::to_string(e->collective->line) + " waits for " +
-                    std::to_string(__builtin_popcount(absent)) + " lanes of warp " + std::to_string(warp) + "; thread " +
+                    std::to_string(e->collective->line) + " waits for " + std::to_string(__builtin_popcount(absent)) +
+                    " lanes of warp " + std::to_string(warp) + "; thread " +
                     name(warp * kWarp + static_cast<unsigned>(__builtin_ctz(absent))) + " is the first that never came";
         }
     }
@@ -493,8 +447,8 @@ Fiber* Block::report_divergence() {
 }
 
 std::string Block::where_launched() const {
-    return "kernel '" + std::string(launch_->kernel) + "' launched at " + launch_->file + ":" + std::to_string(launch_->line) +
-           ", block " + in_brackets(index_);
+    return "kernel '" + std::string(launch_->kernel) + "' launched at " + launch_->file + ":" +
+           std::to_string(launch_->line) + ", block " + in_brackets(index_);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -532,7 +486,8 @@ Block& this_block() {
 
 void run_block(const Launch& launch, const BlockProgram& program, uint64_t i) {
     const dim3 g = launch.grid;
-    const uint3 index{static_cast<unsigned>(i % g.x), static_cast<unsigned>(i / g.x % g.y), static_cast<unsigned>(i / g.x / g.y)};
+    const uint3 index{static_cast<unsigned>(i % g.x), static_cast<unsigned>(i / g.x % g.y),
+                      static_cast<unsigned>(i / g.x / g.y)};
     this_block().run(launch, program, index);
 }
 
@@ -545,6 +500,7 @@ void fiber_main() {
 void loop_taken_over() { block->leave_loop(); }
 
 void run_grid(const Launch& launch, const BlockProgram& program) {
+    if (in_kernel()) report("kernel '" + std::string(launch.kernel) + "' is launched by a kernel: " + where_are_we());
     const uint64_t n_blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
     if (strict) {
         std::vector<uint64_t> order(n_blocks);

@@ -1,13 +1,14 @@
 // cpu/cuda_runtime.h: the CUDA runtime on the CPU. It bears NVIDIA's file name so that the same .cu files find it.
 //
-// Read cpu/README.md first. In short: a kernel launch runs the kernel once for each thread of each block. The blocks of a
-// grid are spread over OpenMP threads. The threads of one block run one after the other in a plain loop (run_threads,
-// below), which the compiler inlines the kernel into and vectorises. Only when a thread meets a barrier or a warp exchange
-// does it need a stack of its own: then it becomes a fiber, and the loop goes on in another one (cpu/block.cpp).
+// Read cpu/README.md first. In short: a kernel launch runs the kernel once for each thread of each block. The blocks of
+// a grid are spread over OpenMP threads. The threads of one block run one after the other in a plain loop (run_threads,
+// below), which the compiler inlines the kernel into and vectorises. Only when a thread meets a barrier or a warp
+// exchange does it need a stack of its own: then it becomes a fiber, and the loop goes on in another one
+// (cpu/block.cpp).
 //
-// threadIdx and friends are static thread-local variables of each translation unit. That they never leave it is what lets
-// the compiler keep them in registers and vectorise the loop. It also means: device functions in headers must be static or
-// in an anonymous namespace (a function that the linker merges would see another file's threadIdx).
+// threadIdx and friends are static thread-local variables of each translation unit. That they never leave it is what
+// lets the compiler keep them in registers and vectorise the loop. It also means: device functions in headers must be
+// static or in an anonymous namespace (a function that the linker merges would see another file's threadIdx).
 #pragma once
 
 #include <cfloat>
@@ -35,7 +36,11 @@
 #define __constant__ static
 #define __managed__ static
 #define __shared__ static __thread
+#ifdef __OPTIMIZE__
 #define __forceinline__ inline __attribute__((always_inline))
+#else
+#define __forceinline__ inline  // a debug build: breakpoints and step want functions
+#endif
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
@@ -43,6 +48,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Vector types
 
+// clang-format off
 #define CUDA_CPU_VECTOR(T, name, alignment1, alignment2, alignment4)                          \
     struct name##1 { T x; };                                                                  \
     struct alignas(alignment2) name##2 { T x, y; };                                           \
@@ -60,6 +66,7 @@ CUDA_CPU_VECTOR(unsigned short, ushort, 2, 4, 8)
 CUDA_CPU_VECTOR(long long, longlong, 8, 16, 16)
 CUDA_CPU_VECTOR(unsigned long long, ulonglong, 8, 16, 16)
 #undef CUDA_CPU_VECTOR
+// clang-format on
 
 struct dim3 {
     unsigned x, y, z;
@@ -81,8 +88,13 @@ enum cudaError_t {
     cudaErrorLaunchFailure = 719,
     cudaErrorNotSupported = 801,
 };
-enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
-                      cudaMemcpyDefault };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost,
+    cudaMemcpyHostToDevice,
+    cudaMemcpyDeviceToHost,
+    cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
 enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerBlock = 1,
     cudaDevAttrMultiProcessorCount = 16,
@@ -132,13 +144,18 @@ cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* pointer);
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream = nullptr);
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream = nullptr);
 template <class T>
-cudaError_t cudaMalloc(T** pointer, size_t bytes) { return cudaMalloc(reinterpret_cast<void**>(pointer), bytes); }
+cudaError_t cudaMalloc(T** pointer, size_t bytes) {
+    return cudaMalloc(reinterpret_cast<void**>(pointer), bytes);
+}
 template <class T>
-cudaError_t cudaMallocHost(T** pointer, size_t bytes) { return cudaMallocHost(reinterpret_cast<void**>(pointer), bytes); }
+cudaError_t cudaMallocHost(T** pointer, size_t bytes) {
+    return cudaMallocHost(reinterpret_cast<void**>(pointer), bytes);
+}
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
@@ -157,13 +174,15 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 // A CPU block gets whatever shared memory it asks for up to the limit of an H100 (227 KiB): nothing to set.
 template <class Function>
-cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) {
+    return cudaSuccess;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Where a thread is
 
 static __thread uint3 threadIdx, blockIdx;
-static __thread dim3 blockDim __attribute__((unused)) , gridDim __attribute__((unused));
+static __thread dim3 blockDim __attribute__((unused)), gridDim __attribute__((unused));
 constexpr int warpSize = 32;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -178,8 +197,8 @@ struct Configuration {
     cudaStream_t stream;
     template <class Grid = dim3, class Block = dim3, class Bytes = size_t>
     Configuration(Grid grid_, Block block_, Bytes shared_bytes_ = 0, cudaStream_t stream_ = nullptr)
-        : grid(static_cast<dim3>(grid_)), block(static_cast<dim3>(block_)), shared_bytes(static_cast<size_t>(shared_bytes_)),
-          stream(stream_) {}
+        : grid(static_cast<dim3>(grid_)), block(static_cast<dim3>(block_)),
+          shared_bytes(static_cast<size_t>(shared_bytes_)), stream(stream_) {}
 };
 struct Launch : Configuration {
     const char* kernel;
@@ -187,9 +206,9 @@ struct Launch : Configuration {
     int line;
 };
 
-// The loop over the threads of a block that have not started yet. When a thread in it has to wait, the scheduler takes the
-// loop over: it sets the three ends to zero and goes on with the next thread in another loop on another stack. So when the
-// waiting thread goes on and its kernel returns, this loop is over too.
+// The loop over the threads of a block that have not started yet. When a thread in it has to wait, the scheduler takes
+// the loop over: it sets the three ends to zero and goes on with the next thread in another loop on another stack. So
+// when the waiting thread goes on and its kernel returns, this loop is over too.
 struct ThreadLoop {
     unsigned x, y, z;              // first thread
     unsigned x_end, y_end, z_end;  // 0 when the loop has been taken over
@@ -203,15 +222,16 @@ struct BlockProgram {
     void (*enter_block)(const Launch& launch, uint3 block);
 };
 
-void enqueue(cudaStream_t stream, std::function<void()> work);  // at once, or in strict mode when something waits for it
-bool runs_at_once();                                            // true unless in strict mode
+// Runs work at once, or in strict mode when something waits for it.
+void enqueue(cudaStream_t stream, std::function<void()> work);
+bool runs_at_once();
 void run_grid(const Launch& launch, const BlockProgram& program);
 bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
 
 // Called by a thread that has to wait, with its index in the block: returns when every thread of the block has arrived.
 void block_barrier(unsigned thread, const char* file, int line);
-// The warp's exchange, on which shuffles, votes and matrix instructions are built: each lane in `mask` brings a pointer to
-// its operands; the last to arrive calls complete(lanes, mask), which sees all operands and writes all results.
+// The warp's exchange, on which shuffles, votes and matrix instructions are built: each lane in `mask` brings a pointer
+// to its operands; the last to arrive calls complete(lanes, mask), which sees all operands and writes all results.
 using Complete = void (*)(void** lanes, unsigned mask);
 struct Collective {
     Complete complete;
@@ -260,13 +280,9 @@ static void launch(const char* name, const char* file, int line, const Configura
     if (!launch_is_valid(where)) return;
     const auto kernel = [=] { call(arguments...); };
     using Kernel = std::remove_const_t<decltype(kernel)>;
-    const auto run = [=] {
-        run_grid(where, {&kernel, &run_threads<Kernel>, &enter_block});
-    };
-    if (runs_at_once())
-        run();
-    else
-        enqueue(configuration.stream, run);
+    const auto run = [=] { run_grid(where, {&kernel, &run_threads<Kernel>, &enter_block}); };
+    if (runs_at_once()) run();
+    else enqueue(configuration.stream, run);
 }
 
 // Threads are numbered x first; 32 consecutive numbers are a warp.
@@ -279,7 +295,8 @@ static inline void wait_for_block(const char* file, int line) {
     block_barrier(linear_index(), file, line);
     threadIdx = thread;
 }
-static inline void exchange(unsigned mask, void* operands, Complete complete, const char* what, const char* file, int line) {
+static inline void exchange(unsigned mask, void* operands, Complete complete, const char* what, const char* file,
+                            int line) {
     const uint3 thread = threadIdx;
     const Collective collective{complete, what, file, line};
     warp_exchange(linear_index(), mask, operands, collective);
@@ -430,10 +447,12 @@ static inline constexpr C max(A a, B b) {
     else return x < y ? y : x;
 }
 
+// clang-format off
 static inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 static inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 static inline float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+// clang-format on
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN gives 0
@@ -452,12 +471,12 @@ static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((uint64_t{a} * b) >> 32); }
 
-// exp(x), branch-free so that a loop over it vectorises: x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts, so that n ln2 is
-// exact), a degree-6 polynomial for exp(r) (minimax, 3e-9), and n added to the exponent. Largest error over all floats: 0.9
-// units in the last place. Overflow gives inf, underflow goes gradually to 0, NaN stays NaN.
+// exp(x), branch-free so that a loop over it vectorises: x = n ln2 + r with |r| <= ln2/2 (ln2 in two parts, so that n
+// ln2 is exact), a degree-6 polynomial for exp(r) (minimax, 3e-9), and n added to the exponent. Largest error over all
+// floats: 0.9 units in the last place. Overflow gives inf, underflow goes gradually to 0, NaN stays NaN.
 static inline float cuda_cpu_expf(float x) {
     const float clamped = x < -104.0f ? -104.0f : (x > 89.0f ? 89.0f : x);  // NaN passes both comparisons as itself
-    const float shifted = fmaf(clamped, 1.44269504f, 12582912.0f);          // rounds to an integer in the low mantissa bits
+    const float shifted = fmaf(clamped, 1.44269504f, 12582912.0f);  // rounds to an integer in the low mantissa bits
     const float n = shifted - 12582912.0f;
     float r = fmaf(n, -0.693359375f, clamped);
     r = fmaf(n, 2.12194440e-4f, r);
@@ -479,6 +498,7 @@ static inline float cuda_cpu_expf(float x) {
 #define __exp2f(x) exp2f(x)
 
 // Loads and stores with cache hints: the hint means nothing here.
+// clang-format off
 template <class T>
 static inline T __ldg(const T* address) { return *address; }
 template <class T>
@@ -489,3 +509,4 @@ template <class T>
 static inline void __stcs(T* address, T value) { *address = value; }
 template <class T>
 static inline void __stcg(T* address, T value) { *address = value; }
+// clang-format on

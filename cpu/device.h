@@ -9,18 +9,19 @@
 namespace cuda_cpu {
 
 // ---- cpu/block.cpp
-// "kernel 'foo' launched at file:line, block (1,0,0), thread (5,0,0)" of this OS thread. Which thread of the block it is,
-// only strict mode knows at any time.
+// "kernel 'foo' launched at file:line, block (1,0,0), thread (5,0,0)" of this OS thread. Which thread of the block it
+// is, only strict mode knows at any time.
 std::string where_are_we();
 bool in_kernel();
 bool is_fiber_stack(uintptr_t address);
 
 // ---- cpu/strict.cpp
-// Strict mode's random numbers: splitmix64 from CUDA_CPU_STRICT=seed. Which number falls where depends only on the seed.
+// Strict mode's random numbers: splitmix64 from CUDA_CPU_STRICT=seed.
 uint64_t strict_random();
 inline uint64_t strict_random_below(uint64_t n) { return strict_random() % n; }
 
-// Prints a report on stderr and aborts: the kernel is wrong and its block cannot go on. In gdb you are then at the fault.
+// Prints a report on stderr and aborts: the kernel is wrong and its block cannot go on. In gdb you are then at the
+// fault.
 [[noreturn]] void report(const std::string& text);
 
 // Memory that ends at a page which faults. Filled with 0xff bytes: NaN in every float format, -1 as int.

@@ -1,10 +1,9 @@
 // cpu/fiber.h: a fiber is a stack and the place where it stopped. Two functions switch between them.
 //
-// A compiled function keeps its state in registers and on its stack. To stop in the middle of one and go on in the middle
-// of another, it is enough to save the registers that a called function may not change, note the stack pointer, and load
-// another one: the `ret` at the end then returns into the other function. That is the whole of it on x86-64, 15
-// instructions. Boost.Context does the same for every processor, only that it leaves by a jump: the processor, which
-// predicts returns by counting calls, then mispredicts every return that follows (measured: 4 times slower).
+// A compiled function keeps its state in registers and on its stack. To stop in the middle of one and go on in the
+// middle of another, it is enough to save the registers that a called function must preserve, note the stack pointer,
+// and load the other one's. That is the whole of it on x86-64: 16 instructions, 5 ns (cpu/fiber.cpp). Other processors
+// use Boost.Context, which does the same for all of them and costs 14 ns.
 #pragma once
 
 #include <cstddef>

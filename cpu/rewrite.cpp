@@ -2,15 +2,15 @@
 //
 //     rewrite in.cu > out.cpp
 //
-// Two things in CUDA C++ are syntax, not library, and are rewritten in place (the rest is headers: cpu/cuda_runtime.h; and
-// headers are not rewritten):
+// Two things in CUDA C++ are syntax, not library, and are rewritten in place (the rest is headers: cpu/cuda_runtime.h;
+// and headers are not rewritten):
 //
 //     kernel<T><<<grid, block, shared, stream>>>(a, b);
 //  -> ::cuda_cpu::launch("kernel<T>", __FILE__, __LINE__, ::cuda_cpu::Configuration(grid, block, shared, stream),
 //                        [=](auto... arguments_) { kernel<T>(arguments_...); }, a, b);
 //
 //     __shared__ float tile[32][33];
-//  -> __shared__ float tile[32][33]; ::cuda_cpu::shared_declared(&tile, sizeof(tile));      (strict mode fills it with NaN)
+//  -> __shared__ float tile[32][33]; ::cuda_cpu::shared_declared(&tile, sizeof(tile));      (strict mode: fills it)
 //     extern __shared__ float row[];
 //  -> float* row = static_cast<float*>(::cuda_cpu::dynamic_shared_memory());
 //
@@ -56,8 +56,9 @@ std::string blanked(const std::string& s, bool literals) {
         } else if (s.compare(i, 2, "\\\n") == 0) {
             blank(i, end);
         } else if (is_name(s[i])) {  // a name or a number, whole: 1'000 has no character literal, and R"( may follow
-            while (end < s.size() && (is_name(s[end]) || (s[end] == '\'' && std::isdigit(static_cast<unsigned char>(s[i])) &&
-                                                          end + 1 < s.size() && is_name(s[end + 1]))))
+            while (end < s.size() &&
+                   (is_name(s[end]) || (s[end] == '\'' && std::isdigit(static_cast<unsigned char>(s[i])) &&
+                                        end + 1 < s.size() && is_name(s[end + 1]))))
                 ++end;
             const std::string name = s.substr(i, end - i);
             const bool raw = name == "R" || name == "u8R" || name == "uR" || name == "UR" || name == "LR";
@@ -89,7 +90,8 @@ size_t matching(const std::string& code, size_t open) {
     return std::string::npos;
 }
 
-// The index of the bracket that opens what the one at `close` closes: > or ) or ] or }. Inside round ones, < and > compare.
+// The index of the bracket that opens what the one at `close` closes: > or ) or ] or }. Inside round ones, < and >
+// compare.
 size_t matching_back(const std::string& code, size_t close) {
     const std::string opening = "<([{", closing = ">)]}";
     const size_t kind = closing.find(code[close]);
@@ -156,8 +158,9 @@ void rewrite_launches(const std::string& code, const std::string& text, std::vec
         const bool no_arguments = trimmed(code.substr(open + 1, end - open - 1)).empty() &&
                                   trimmed(text.substr(open + 1, end - open - 1)).empty();
         edits.push_back({start, open + 1,
-                         "::cuda_cpu::launch(\"" + quoted(kernel) + "\", __FILE__, __LINE__, ::cuda_cpu::Configuration(" +
-                             configuration + "), [=](auto... arguments_) { " + kernel + "(arguments_...); }" +
+                         "::cuda_cpu::launch(\"" + quoted(kernel) +
+                             "\", __FILE__, __LINE__, ::cuda_cpu::Configuration(" + configuration +
+                             "), [=](auto... arguments_) { " + kernel + "(arguments_...); }" +
                              (no_arguments ? "" : ", ")});
     }
 }
@@ -180,8 +183,9 @@ Edit rewrite_dynamic_shared(const std::string& code, size_t extern_at, size_t fr
         const size_t at = type.find(word);
         if (at != std::string::npos) type.erase(at, matching(type, type.find('(', at)) + 1 - at);
     }
-    return {extern_at, end, trimmed(type) + "* " + name + " = static_cast<" + trimmed(type) +
-                                "*>(::cuda_cpu::dynamic_shared_memory())"};
+    return {
+        extern_at, end,
+        trimmed(type) + "* " + name + " = static_cast<" + trimmed(type) + "*>(::cuda_cpu::dynamic_shared_memory())"};
 }
 
 // Each declarator's name is the last one before its first [ or , or the end. Commas inside brackets don't count.
@@ -212,10 +216,8 @@ void rewrite_shared(const std::string& code, std::vector<Edit>& edits) {
         if (trimmed(code.substr(line_start, at - line_start)).substr(0, 1) == "#") continue;  // #define X __shared__
         if (end == std::string::npos) fail(at, "__shared__ declaration without ;");
         size_t before = 0;
-        if (name_before(code, at, before) == "extern")
-            edits.push_back(rewrite_dynamic_shared(code, before, from, end));
-        else
-            edits.push_back(rewrite_static_shared(code, from, end));
+        if (name_before(code, at, before) == "extern") edits.push_back(rewrite_dynamic_shared(code, before, from, end));
+        else edits.push_back(rewrite_static_shared(code, from, end));
     }
 }
 

@@ -1,10 +1,10 @@
 // cpu/runtime.cpp: devices, memory, streams and events of the CPU device.
 //
-// By default a stream runs its work at once, in order. In strict mode (CUDA_CPU_STRICT=seed) work is only noted down, with
-// what it has to wait for: the work before it in its stream, the events its stream was told to wait for, and the legacy
-// default stream's rule (it waits for all blocking streams and they for it). When the program waits for something, work
-// that is allowed to run is picked at random until that something is done. So a missing event wait shows as a wrong result,
-// and work that nobody waits for does not happen.
+// By default a stream runs its work at once, in order. In strict mode (CUDA_CPU_STRICT=seed) work is only noted down,
+// with what it has to wait for: the work before it in its stream, the events its stream was told to wait for, and the
+// legacy default stream's rule (it waits for all blocking streams and they for it). When the program waits for
+// something, work that is allowed to run is picked at random until that something is done. So a missing event wait
+// shows as a wrong result, and work that nobody waits for does not happen.
 #include "device.h"
 
 #include <omp.h>
@@ -142,8 +142,8 @@ class Wait {
     bool finished() const { return target_ ? target_->state == Operation::done : state_of(device_).idle(); }
 
     // Runs one operation, with the mutex released; false if none may run. The work of other devices is only touched if
-    // it is needed: they have OS threads of their own to drive them (a rank each), and two ranks that wait for each other
-    // must not end up in the hands of one thread.
+    // it is needed: they have OS threads of their own to drive them (a rank each), and two ranks that wait for each
+    // other must not end up in the hands of one thread.
     bool run_one(std::unique_lock<std::mutex>& lock) {
         std::vector<Stream*> ready;
         const auto consider = [&](Stream& stream) {
@@ -289,10 +289,8 @@ cudaError_t release(void* pointer, bool pinned_host) {
         const std::lock_guard lock(mutex);
         allocations.erase(reinterpret_cast<uintptr_t>(pointer));
     }
-    if (strict)
-        guarded_free(pointer);
-    else
-        std::free(pointer);
+    if (strict) guarded_free(pointer);
+    else std::free(pointer);
     return cudaSuccess;
 }
 
@@ -321,8 +319,9 @@ bool runs_at_once() { return !strict; }
 
 bool launch_is_valid(const Launch& launch) {
     const dim3 g = launch.grid, b = launch.block;
-    const bool valid = g.x > 0 && g.y > 0 && g.z > 0 && g.x <= INT_MAX && g.y <= 65535 && g.z <= 65535 && b.x > 0 && b.y > 0 &&
-                       b.z > 0 && b.z <= 64 && uint64_t{b.x} * b.y * b.z <= 1024 && launch.shared_bytes <= 227 * 1024;
+    const bool valid = g.x > 0 && g.y > 0 && g.z > 0 && g.x <= INT_MAX && g.y <= 65535 && g.z <= 65535 && b.x > 0 &&
+                       b.y > 0 && b.z > 0 && b.z <= 64 && uint64_t{b.x} * b.y * b.z <= 1024 &&
+                       launch.shared_bytes <= 227 * 1024;
     if (!valid) last_error = cudaErrorInvalidConfiguration;
     return valid;
 }
@@ -394,7 +393,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     switch (attribute) {
         case cudaDevAttrMaxThreadsPerBlock: *value = properties.maxThreadsPerBlock; break;
         case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(properties.sharedMemPerBlockOptin); break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+            *value = static_cast<int>(properties.sharedMemPerBlockOptin);
+            break;
         case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
         case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
         default: return remember(cudaErrorInvalidValue);
@@ -426,9 +427,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     if (bytes == 0) return cudaSuccess;
     if (!valmark_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
     if (!strict) return std::memmove(to, from, bytes), cudaSuccess;
-    // Pageable host memory is copied to a staging buffer before the call returns; pinned memory is read when the copy runs.
+    // Pageable host memory is copied to a staging buffer before the call returns; pinned memory is read when the copy
+    // runs.
     if (!is_known(from, bytes)) {
-        auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
+        auto staged =
+            std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
         enqueue(stream, [=] { std::memcpy(to, staged->data(), bytes); });
     } else {
         enqueue(stream, [=] { std::memmove(to, from, bytes); });

@@ -1,11 +1,11 @@
-// cpu/strict.cpp: the parts of strict mode that are not scheduling: its random numbers, memory that ends at a page which
-// faults, fresh memory full of NaN, and the report of a fault with the kernel's name.
+// cpu/strict.cpp: the parts of strict mode that are not scheduling: its random numbers, memory that ends at a page
+// which faults, fresh memory full of NaN, and the report of a fault with the kernel's name.
 //
 //     ... no access page ... | canary, then the allocation's bytes, ending here -> | ... no access page ...
 //
-// The end is on a 16-byte boundary (the widest load a kernel may use), so up to 15 bytes may lie between an allocation's
-// last byte and the page's end. They hold the canary 0xff, like the rest of the page before the allocation: read as floats
-// they are NaN, and whether anyone wrote there is checked after every block and kernel.
+// The end is on a 16-byte boundary (the widest load a kernel may use), so up to 15 bytes may lie between an
+// allocation's last byte and the page's end. They hold the canary 0xff, like the rest of the page before the
+// allocation: read as floats they are NaN, and whether anyone wrote there is checked after every block and kernel.
 #include "device.h"
 
 #include <signal.h>
@@ -24,8 +24,8 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kAlignment = 16;
-constexpr size_t kBytesBefore = 64;       // how far before an allocation its canary is checked
-constexpr size_t kFreedRanges = 4096;     // how many freed allocations are remembered, and fault
+constexpr size_t kBytesBefore = 64;    // how far before an allocation its canary is checked
+constexpr size_t kFreedRanges = 4096;  // how many freed allocations are remembered, and fault
 constexpr unsigned char kCanary = 0xff;
 
 struct Guarded {
@@ -33,7 +33,8 @@ struct Guarded {
     uintptr_t user, user_bytes;
     uintptr_t first() const { return map + kPageBytes; }
     uintptr_t end() const { return map + map_bytes - kPageBytes; }  // the guard page that follows
-    const char* kind;          // "device memory", ...
+    const char* kind;                                               // "device memory", ...
+
     std::string name() const { return "an allocation of " + std::to_string(user_bytes) + " bytes of " + kind; }
 };
 
@@ -61,7 +62,8 @@ std::string what_lies_at(uintptr_t address) {
         const Guarded& g = (--at)->second;
         if (address - g.map < g.map_bytes) {
             if (address == g.user + g.user_bytes) return "the first byte past the end of " + g.name();
-            if (address > g.user) return std::to_string(address - g.user - g.user_bytes) + " bytes past the end of " + g.name();
+            if (address > g.user)
+                return std::to_string(address - g.user - g.user_bytes) + " bytes past the end of " + g.name();
             return std::to_string(g.user - address) + " bytes before the start of " + g.name();
         }
     }
@@ -75,8 +77,10 @@ void on_fault(int number, siginfo_t* info, void*) {
     const std::string text = "memory fault: " + where_are_we() + " touched ";
     if (strict) report(text + what_lies_at(reinterpret_cast<uintptr_t>(info->si_addr)));
     if (in_kernel())
-        std::fprintf(stderr, "CUDA on the CPU: %s%p\n  Run it again with CUDA_CPU_STRICT=1 to see the thread and what lies "
-                             "there, or in gdb.\n", text.c_str(), info->si_addr);
+        std::fprintf(stderr,
+                     "CUDA on the CPU: %s%p\n  Run it again with CUDA_CPU_STRICT=1 to see the thread and what lies "
+                     "there, or in gdb.\n",
+                     text.c_str(), info->si_addr);
     signal(number, SIG_DFL);  // the instruction faults again: for the core dump, the debugger, the exit status
 }
 
@@ -106,7 +110,8 @@ bool start_strict_mode() {
 
 bool intact(uintptr_t from, uintptr_t to) {
     const auto is_canary = [](unsigned char byte) { return byte == kCanary; };
-    return std::all_of(reinterpret_cast<const unsigned char*>(from), reinterpret_cast<const unsigned char*>(to), is_canary);
+    return std::all_of(reinterpret_cast<const unsigned char*>(from), reinterpret_cast<const unsigned char*>(to),
+                       is_canary);
 }
 void check_end(const Guarded& g, const std::string& who) {
     if (!intact(g.user + g.user_bytes, g.end())) report("memory fault: " + who + " wrote past the end of " + g.name());

@@ -69,8 +69,9 @@ void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream) {
     const size_t shared_bytes = n_warps > 1 ? n_warps * kWarp * sizeof(float) : 0;
     dispatch(dparam.dtype, [&](auto zero) {
         using T = decltype(zero);
-        add_column_sums_kernel<T><<<static_cast<unsigned>(ceil_div(C, kWarp)), dim3(kWarp, n_warps), shared_bytes, stream>>>(
-            dparam.ptr<T>(), partial.ptr<float>(), R, C);
+        add_column_sums_kernel<T>
+            <<<static_cast<unsigned>(ceil_div(C, kWarp)), dim3(kWarp, n_warps), shared_bytes, stream>>>(
+                dparam.ptr<T>(), partial.ptr<float>(), R, C);
     });
     cudaCheckLaunch();
 }
@@ -87,7 +88,8 @@ void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream) 
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;
         const dim3 grid(static_cast<unsigned>(R), static_cast<unsigned>(ceil_div(C, kColumnBlock * Chunk::n)));
-        column_sum_kernel<T, Chunk::n><<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
+        column_sum_kernel<T, Chunk::n>
+            <<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
     });
     cudaCheckLaunch();
     add_column_sums(dparam, partial, stream);

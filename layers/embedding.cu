@@ -26,8 +26,8 @@ constexpr int kBlock = 128;
 
 // One block a position. wpe may be null.
 template <class T, int n>
-__global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const T* wte, const T* wpe, int64_t T_length, int64_t C,
-                                         int64_t n_rows) {
+__global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const T* wte, const T* wpe, int64_t T_length,
+                                         int64_t C, int64_t n_rows) {
     const int64_t i = blockIdx.x, t = i % T_length, token = tokens[i];
     if (token < 0 || token >= n_rows) __trap();
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
@@ -120,7 +120,8 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor wte, Tensor wpe, cudaSt
 }
 
 template <class T, class G, int n>
-static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor links, cudaStream_t stream) {
+static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor links,
+                                      cudaStream_t stream) {
     const int64_t B = dout.shape[0], T_length = dout.shape[1], C = dout.shape[2], n_positions = B * T_length;
     int32_t *next = links.ptr<int32_t>(), *previous = next + n_positions;
     cudaCheck(cudaMemsetAsync(previous, 0xff, static_cast<size_t>(n_positions) * sizeof(int32_t), stream));  // -1
@@ -131,7 +132,8 @@ static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Ten
         dwte.ptr<G>(), dout.ptr<T>(), tokens.ptr<int32_t>(), next, previous, C, dwte.shape[0]);
     cudaCheckLaunch();
     if (!dwpe) return;
-    embedding_backward_wpe_kernel<T, G, n><<<static_cast<unsigned>(T_length), kBlock, 0, stream>>>(dwpe.ptr<G>(), dout.ptr<T>(), B, C);
+    embedding_backward_wpe_kernel<T, G, n>
+        <<<static_cast<unsigned>(T_length), kBlock, 0, stream>>>(dwpe.ptr<G>(), dout.ptr<T>(), B, C);
     cudaCheckLaunch();
 }
 
@@ -155,7 +157,6 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
         using T = typename Chunk::Element;
         if (dwte.dtype == DType::f32)
             launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, links, stream);
-        else
-            launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, links, stream);
+        else launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, links, stream);
     });
 }

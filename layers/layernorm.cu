@@ -27,7 +27,8 @@ namespace {
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
     layernorm_forward_kernel(T* out, T* sum, float* mean, float* rstd, const T* inp, const T* branch,
-                             const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C, float eps) {
+                             const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C,
+                             float eps) {
     __shared__ float scratch[2][kWarp];  // one for each sum: the first may still be read while the second is written
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
@@ -64,9 +65,11 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 // partial: (2, gridDim.x, C), the sums of dy n and of dy over this block's rows.
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
-                              const float* mean, const float* rstd, int64_t N, int64_t C) {
-    __shared__ float scratch[4][kWarp];  // two sums a row, in turn: a row's may still be read while the next row's are written
+    layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
+                              const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N,
+                              int64_t C) {
+    __shared__ float
+        scratch[4][kWarp];  // two sums a row, in turn: a row's may still be read while the next row's are written
     RowShare<n> dweight, dbias;
     zero_row<n>(dweight, C);
     zero_row<n>(dbias, C);
@@ -78,10 +81,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
         load_row<n>(dy, dout + row * C, row_C);
         load_row<n>(x, inp + row * C, row_C);
         load_row<n>(g, weight, row_C);
-        if (dsum)
-            load_row<n>(past, dsum + row * C, row_C);
-        else
-            zero_row<n>(past, row_C);
+        if (dsum) load_row<n>(past, dsum + row * C, row_C);
+        else zero_row<n>(past, row_C);
         const float m = row < N ? mean[row] : 0.0f, r = row < N ? rstd[row] : 0.0f;
         float sums[n] = {}, dot[n] = {};
 #pragma unroll
@@ -109,8 +110,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 
 }  // namespace
 
-void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight, Tensor bias,
-                       float eps, cudaStream_t stream) {
+void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight,
+                       Tensor bias, float eps, cudaStream_t stream) {
     const char* name = "layernorm_forward";
     expect(name, "inp", inp, out.dtype, {-1, -1});
     const int64_t N = inp.shape[0], C = inp.shape[1];
@@ -123,7 +124,8 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
         expect(name, "branch", branch, inp.dtype, {N, C});
         expect(name, "sum", sum, inp.dtype, {N, C});
     }
-    expect_aligned(name, {{"out", out}, {"sum", sum}, {"inp", inp}, {"branch", branch}, {"weight", weight}, {"bias", bias}});
+    expect_aligned(name,
+                   {{"out", out}, {"sum", sum}, {"inp", inp}, {"branch", branch}, {"weight", weight}, {"bias", bias}});
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));

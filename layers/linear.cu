@@ -31,7 +31,8 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
     matmul(dinp, dout, weight, {.beta = accumulate ? 1.0f : 0.0f}, stream);
 }
 
-void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch, cudaStream_t stream) {
+void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch,
+                            cudaStream_t stream) {
     const char* name = "linear_backward_weight";
     expect(name, "dout", dout, inp.dtype, {-1, -1});
     const int64_t N = dout.shape[0], O = dout.shape[1];

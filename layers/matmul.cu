@@ -48,12 +48,15 @@ struct Plan {
 };
 
 // Describes the row-major matrices (rows, cols) of one operand to cuBLASLt: column-major and transposed.
-void describe_operand(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t rows, int64_t cols, int64_t batch_count) {
-    cublasCheck(cublasLtMatrixLayoutInit(&layout, cuda_type(dtype), static_cast<uint64_t>(cols), static_cast<uint64_t>(rows), cols));
+void describe_operand(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t rows, int64_t cols,
+                      int64_t batch_count) {
+    cublasCheck(cublasLtMatrixLayoutInit(&layout, cuda_type(dtype), static_cast<uint64_t>(cols),
+                                         static_cast<uint64_t>(rows), cols));
     const int32_t count = narrow(batch_count, "matmul: batch");
     const int64_t stride = rows * cols;
     cublasCheck(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
-    cublasCheck(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
+    cublasCheck(
+        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
 }
 
 template <class Value>
@@ -89,8 +92,8 @@ Plan make_plan(const Product& p, const void* bias) {
 
     cublasLtMatmulHeuristicResult_t found;
     int n_found = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(device().blas, &plan.operation, &plan.b, &plan.a, &plan.out,
-                                                                 &plan.out, &preference, 1, &found, &n_found);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+        device().blas, &plan.operation, &plan.b, &plan.a, &plan.out, &plan.out, &preference, 1, &found, &n_found);
     check(status == CUBLAS_STATUS_SUCCESS && n_found > 0, "matmul: cuBLASLt has no algorithm for out (", p.M, ", ", p.N,
           ") ", dtype_name(p.out_dtype), ", K = ", p.K, " ", dtype_name(p.dtype), ", batch ", p.batch_count,
           p.has_bias ? ", with bias" : "", ": ", cublasLtGetStatusString(status));
@@ -112,23 +115,35 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
     const int64_t batch_count = batched ? out.shape[0] : 1, M = out.shape[out.rank - 2], N = out.cols();
     check(a.rank == out.rank, "matmul: a is ", a.describe(), ", but out is ", out.describe());
     const int64_t K = a.shape[options.transpose_a ? a.rank - 2 : a.rank - 1];
-    const auto expect_operand = [&](const char* argument, const Tensor& tensor, DType dtype, int64_t rows, int64_t cols) {
-        if (batched)
-            expect("matmul", argument, tensor, dtype, {batch_count, rows, cols});
-        else
-            expect("matmul", argument, tensor, dtype, {rows, cols});
-        check(is_aligned(tensor.data, 16), "matmul: ", argument, " starts at ", tensor.data, ", which is no multiple of 16 bytes");
+    const auto expect_operand = [&](const char* argument, const Tensor& tensor, DType dtype, int64_t rows,
+                                    int64_t cols) {
+        if (batched) expect("matmul", argument, tensor, dtype, {batch_count, rows, cols});
+        else expect("matmul", argument, tensor, dtype, {rows, cols});
+        check(is_aligned(tensor.data, 16), "matmul: ", argument, " starts at ", tensor.data,
+              ", which is no multiple of 16 bytes");
     };
     expect_operand("out", out, out.dtype == DType::f32 ? DType::f32 : a.dtype, M, N);
     expect_operand("a", a, a.dtype, options.transpose_a ? K : M, options.transpose_a ? M : K);
     expect_operand("b", b, a.dtype, options.transpose_b ? N : K, options.transpose_b ? K : N);
     if (options.bias) {
         expect("matmul", "bias", options.bias, out.dtype, {N});
-        check(is_aligned(options.bias.data, 16), "matmul: bias starts at ", options.bias.data, ", which is no multiple of 16 bytes");
+        check(is_aligned(options.bias.data, 16), "matmul: bias starts at ", options.bias.data,
+              ", which is no multiple of 16 bytes");
         check(options.beta == 0.0f, "matmul: with a bias beta must be 0, not ", options.beta);
     }
-    return {M, N, K, batch_count, a.dtype, out.dtype, options.transpose_a, options.transpose_b, static_cast<bool>(options.bias),
-            row_alignment(a), row_alignment(b), row_alignment(out), device().index};
+    return {M,
+            N,
+            K,
+            batch_count,
+            a.dtype,
+            out.dtype,
+            options.transpose_a,
+            options.transpose_b,
+            static_cast<bool>(options.bias),
+            row_alignment(a),
+            row_alignment(b),
+            row_alignment(out),
+            device().index};
 }
 
 }  // namespace
@@ -143,7 +158,7 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
     if (at == plans.end()) at = plans.emplace(product, make_plan(product, bias)).first;
     Plan& plan = at->second;
     if (bias) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    cublasCheck(cublasLtMatmul(device().blas, &plan.operation, &options.alpha, b.data, &plan.b, a.data, &plan.a, &options.beta,
-                               out.data, &plan.out, out.data, &plan.out, &plan.algorithm, device().blas_workspace,
-                               device().blas_workspace_bytes, stream));
+    cublasCheck(cublasLtMatmul(device().blas, &plan.operation, &options.alpha, b.data, &plan.b, a.data, &plan.a,
+                               &options.beta, out.data, &plan.out, out.data, &plan.out, &plan.algorithm,
+                               device().blas_workspace, device().blas_workspace_bytes, stream));
 }

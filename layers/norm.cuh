@@ -49,10 +49,10 @@ struct NormGeometry {
 };
 
 inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C) {
-    check(C >= 1 && C <= kMaxNormC, operation, ": rows of ", C, " channels; between 1 and ", kMaxNormC, " are possible");
+    check(C >= 1 && C <= kMaxNormC, operation, ": rows of ", C, " channels; between 1 and ", kMaxNormC,
+          " are possible");
     int64_t threads = ceil_div(C, std::min<int64_t>(norm_row_columns, kRowColumns));
-    if (threads > kWarp)
-        threads = round_up(threads, kWarp);
+    if (threads > kWarp) threads = round_up(threads, kWarp);
     else if (threads > 1)
         threads = std::max<int64_t>(8, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(threads))));
     const int64_t rows = threads <= kWarp ? kBlockRows : 1;
@@ -86,8 +86,7 @@ __device__ __forceinline__ void load_row(RowShare<n>& x, const T* row, int64_t C
 #pragma unroll
     for (int k = 0; k < row_chunks<n>(C); ++k) {
         const int64_t c = chunk_column<n>(k);
-        if (c < C)
-            load_chunk(x[k], row + c, C - c);
+        if (c < C) load_chunk(x[k], row + c, C - c);
         else
             for (int i = 0; i < n; ++i) x[k][i] = 0.0f;
     }

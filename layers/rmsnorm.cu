@@ -20,8 +20,8 @@ namespace {
 
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    rmsnorm_forward_kernel(T* out, T* sum, float* rstd, const T* inp, const T* branch, const T* __restrict__ weight, int64_t N,
-                           int64_t C, float eps) {
+    rmsnorm_forward_kernel(T* out, T* sum, float* rstd, const T* inp, const T* branch, const T* __restrict__ weight,
+                           int64_t N, int64_t C, float eps) {
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 // partial: (gridDim.x, C), the sum of dy n over this block's rows.
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    rmsnorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
-                            const float* rstd, int64_t N, int64_t C) {
+    rmsnorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
+                            const T* __restrict__ weight, const float* rstd, int64_t N, int64_t C) {
     __shared__ float scratch[2][kWarp];  // in turn: a row's sum may still be read while the next row's is written
     RowShare<n> dweight;
     zero_row<n>(dweight, C);
@@ -64,10 +64,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
         load_row<n>(dy, dout + row * C, row_C);
         load_row<n>(x, inp + row * C, row_C);
         load_row<n>(g, weight, row_C);
-        if (dsum)
-            load_row<n>(past, dsum + row * C, row_C);
-        else
-            zero_row<n>(past, row_C);
+        if (dsum) load_row<n>(past, dsum + row * C, row_C);
+        else zero_row<n>(past, row_C);
         const float r = row < N ? rstd[row] : 0.0f;
         float dot[n] = {};
 #pragma unroll
@@ -109,8 +107,8 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor bra
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;
         rmsnorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
-            out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), inp.ptr<T>(), branch ? branch.ptr<T>() : nullptr,
-            weight.ptr<T>(), N, C, eps);
+            out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), inp.ptr<T>(),
+            branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), N, C, eps);
     });
     cudaCheckLaunch();
 }
@@ -135,8 +133,8 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;
         rmsnorm_backward_kernel<T, Chunk::n><<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
-            dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(), weight.ptr<T>(),
-            rstd.ptr<float>(), N, C);
+            dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(),
+            weight.ptr<T>(), rstd.ptr<float>(), N, C);
     });
     cudaCheckLaunch();
     add_column_sums(dweight, partial, stream);

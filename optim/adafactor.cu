@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kBlock) scales_kernel(Partials p, const float*
     p.scales[blockIdx.x].rms = static_cast<float>(sqrt(w_sum / (static_cast<double>(m.R) * m.C)));
 }
 
-// One element of U. The quotient of the rows comes first: it is at most R, where row * col could underflow. (The choice is
-// written out because g++ makes no SIMD of fmaxf, which has rules for NaN.)
+// One element of U. The quotient of the rows comes first: it is at most R, where row * col could underflow. (The choice
+// is written out because g++ makes no SIMD of fmaxf, which has rules for NaN.)
 __device__ __forceinline__ float update_of(float g, float row, float row_mean, float col, float eps) {
     const float v = row / row_mean * col;
     return g / sqrtf(v > eps ? v : eps);

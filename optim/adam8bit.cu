@@ -5,7 +5,7 @@
 //
 // Blockwise: 256 neighbouring elements share a scale, so that one outlier spoils 255 others and not millions.
 //
-// Dynamic: 8 bits of ordinary integers would hold two decimal orders of magnitude, and m and v span seven. The table has
+// Dynamic: 8 bits of ordinary integers would hold two decimal orders of magnitude; m and v span seven. The table has
 // as many numbers between 0.1 and 1 as in all orders below. With b(i) = 2^i for m, which has a sign, 2^(i+1) for v:
 //
 //   10^(i-6) * (centre of each of b(i) equal parts of [0.1, 1]),   i = 0..6,    and 0, and 1        256 numbers
@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
         const int word = k / 4 * kLanes + lane, e = word * 4 + k % 4, shift = k % 4 * 8;
         m[k] = tables.m[m_words[word] >> shift & 255] * old_m_scale;
         v[k] = tables.v[v_words[word] >> shift & 255] * old_v_scale;
-        if (e >= tile.n) m[k] = v[k] = 0;  // behind the parameter's end
-        if (e >= tile.n) continue;
+        if (e >= tile.n) continue;  // behind the parameter's end, where m and v stay 0
         const int64_t i = tile.first + e;
         values[i] = from_float<V>(update(to_float(values[i]), scale * to_float(grads[i]), tile.decay, m[k], v[k]));
     }

@@ -78,7 +78,7 @@ void launch_elementwise(int n_tiles, V* values, float* state_a, float* state_b, 
 
 template <class Update>
 class Elementwise final : public Optimizer {
-    static constexpr size_t kN = Update::kStates.size();
+    static constexpr int kN = static_cast<int>(Update::kStates.size());
     static_assert(kN <= 2);
 
   public:
@@ -93,7 +93,7 @@ class Elementwise final : public Optimizer {
             if (packed) places_.push_back({param.name, state_n, param.value.n()});
             if (packed) state_n += param.value.n();
         }
-        for (size_t k = 0; k < kN; ++k)
+        for (int k = 0; k < kN; ++k)
             states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {state_n});
         tiles_ = arena.take("optimizer tiles", DType::i32, {static_cast<int64_t>(host_tiles_.size()), 6});
     }
@@ -101,7 +101,7 @@ class Elementwise final : public Optimizer {
     void init(cudaStream_t stream) override {
         if (host_tiles_.empty()) return;
         check(tiles_.data != nullptr, Update::kName, ": init before the arena is reserved");
-        for (size_t k = 0; k < kN; ++k) cudaCheck(cudaMemsetAsync(states_[k].data, 0, states_[k].bytes(), stream));
+        for (int k = 0; k < kN; ++k) cudaCheck(cudaMemsetAsync(states_[k].data, 0, states_[k].bytes(), stream));
         cudaCheck(cudaMemcpyAsync(tiles_.data, host_tiles_.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
     }
 
@@ -122,7 +122,7 @@ class Elementwise final : public Optimizer {
 
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
-        for (size_t k = 0; k < kN; ++k) {
+        for (int k = 0; k < kN; ++k) {
             if (!packed_) all.push_back({Update::kStates[k], states_[k], true});
             for (const Place& place : places_)
                 all.push_back(
@@ -136,7 +136,7 @@ class Elementwise final : public Optimizer {
         std::string name;
         int64_t first, n;
     };
-    float* state(size_t k) const { return k < kN ? states_[k].template ptr<float>() : nullptr; }
+    float* state(int k) const { return k < kN ? states_[k].template ptr<float>() : nullptr; }
 
     OptimizerOptions options_;
     int64_t n_;

@@ -7,16 +7,16 @@
 //   5 times:  A = X X^T,  X = 3.4445 X - 4.7750 A X + 2.0315 A A X          now they lie between about 0.7 and 1.2
 //   W = W - lr * (sqrt(max(1, R / C)) * X + weight_decay * W)
 //
-// A matrix's gradients are nearly of low rank: a few directions, which inputs and outputs share, drown all others. If X =
-// U S V^T, U V^T has the same directions, each as large as any other. The iteration gets there without an SVD: an odd
+// A matrix's gradients are nearly of low rank: a few directions, which inputs and outputs share, drown all others. If X
+// = U S V^T, U V^T has the same directions, each as large as any other. The iteration gets there without an SVD: an odd
 // polynomial in X acts on its singular values alone, and this one makes small values 3.4 times larger each time, at the
 // price of not settling at 1. All of it is matrix products: 5 (4 r^2 c + 2 r^3) flops with r <= c the sides of W.
 //
 // The scale is that of the author's reference: an orthogonal X with R > C changes the root mean square of a layer's R
 // outputs by sqrt(C / R) of what a square one does, and sqrt(R / C) makes up for it.
 //
-// Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q, k
-// and v are three, although they lie side by side (GPT-2's file has them as one). Embeddings and head, whose rows are
+// Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
+// k and v are three, although they lie side by side (GPT-2's file has them as one). Embeddings and head, whose rows are
 // tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (optim/adam.cuh).
 #include "layers/layers.h"
 #include "optim/adam.cuh"

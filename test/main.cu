@@ -30,8 +30,14 @@ struct Result {
     std::mutex mutex;
 } result;
 
-// Tests fork: what their children do is not ours to report.
+// Tests fork, and start programs and themselves: what these do is not ours to report.
 const pid_t process = getpid();
+const std::string log_path = [] {
+    const char* path = std::getenv("LLM_TEST_LOG");
+    const std::string copy = path ? path : "";
+    unsetenv("LLM_TEST_LOG");
+    return copy;
+}();
 
 class Log : public
 #if CATCH2_VERSION == 3
@@ -65,9 +71,8 @@ class Log : public
   private:
     // Opened and closed each time: after a crash the file is complete.
     static void write(const std::string& line) {
-        const char* path = std::getenv("LLM_TEST_LOG");
-        if (!path || getpid() != process) return;
-        std::FILE* file = std::fopen(path, "a");
+        if (log_path.empty() || getpid() != process) return;
+        std::FILE* file = std::fopen(log_path.c_str(), "a");
         if (!file) return;
         std::fwrite(line.data(), 1, line.size(), file);
         std::fclose(file);

@@ -19,7 +19,9 @@ run() {
     local name=$1 started=$SECONDS status=0
     shift
     printf '  %-14s ' "$name"
-    LLM_TEST_LOG=$runs/$name.log timeout --foreground "${TEST_TIMEOUT:-900}" "$build/run_tests" "$@" > "$runs/$name.out" 2>&1 || status=$?
+    # The inner 2>&1 is the program's; the outer one takes the shell's own word on a program that crashed.
+    { LLM_TEST_LOG=$runs/$name.log timeout --foreground "${TEST_TIMEOUT:-900}" "$build/run_tests" --durations yes "$@" \
+        > "$runs/$name.out" 2>&1 || status=$?; } 2> /dev/null
     if [ $status = 0 ]; then
         echo "ok, $((SECONDS - started)) s"
         return
@@ -28,7 +30,7 @@ run() {
         124) echo "STOPPED after $((SECONDS - started)) s: it hangs, or needs a longer TEST_TIMEOUT (in seconds)" ;;
         *) echo "FAILED, $((SECONDS - started)) s, exit status $status; the end of $runs/$name.out:" ;;
     esac
-    tail -n "${TEST_TAIL:-100}" "$runs/$name.out"
+    grep -vE '^[0-9.]+ s: ' "$runs/$name.out" | tail -n "${TEST_TAIL:-100}"
     # The log tells which test failed or crashed. If it does not, the run itself counts as one.
     if ! grep -qs "^failed" "$runs/$name.log" && ! tail -n 1 "$runs/$name.log" 2>/dev/null | grep -q '^start'; then
         printf 'failed\t%s\n' "the run $name" >> "$runs/$name.log"
@@ -37,7 +39,7 @@ run() {
 
 run normal
 if [[ $build == build/cpu* ]]; then
-    filter='~[program]'
+    filter='~[.]~[program]'
     for test in "$@"; do filter+="~[#test_$test]"; done
     for seed in 1 2 3; do CUDA_CPU_STRICT=$seed run "strict-seed-$seed" --filenames-as-tags "$filter"; done
 fi

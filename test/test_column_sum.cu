@@ -25,13 +25,16 @@ TEST_CASE("column_sum against float64", "[column_sum]") {
     for (DType dtype : kFloatDTypes)
         for (DType gradient_dtype : {DType::f32, dtype})
             for (const auto& [N, C] : kSizes) {
-                const Values x = rounded(random_values(N * C, 1), dtype), before = rounded(random_values(C, 2), gradient_dtype);
-                Buffer inp(dtype, {N, C}, x), dparam(gradient_dtype, {C}, before), scratch(DType::f32, {column_sum_scratch_n(N, C)});
+                const Values x = rounded(random_values(N * C, 1), dtype),
+                             before = rounded(random_values(C, 2), gradient_dtype);
+                Buffer inp(dtype, {N, C}, x), dparam(gradient_dtype, {C}, before),
+                    scratch(DType::f32, {column_sum_scratch_n(N, C)});
                 column_sum(dparam, inp, scratch, device().stream);
                 // N numbers of random sign, whose sum grows like sqrt(N); += : it starts from `before`.
                 check_close(dparam.values(), column_sums(x, before, N, C), unit_roundoff(gradient_dtype),
                             sum_error(N) * 4 * std::sqrt(static_cast<double>(N)),
-                            concat("column_sum ", dtype_name(dtype), " into ", dtype_name(gradient_dtype), " (", N, ", ", C, ")"));
+                            concat("column_sum ", dtype_name(dtype), " into ", dtype_name(gradient_dtype), " (", N,
+                                   ", ", C, ")"));
             }
 }
 
@@ -39,7 +42,8 @@ TEST_CASE("column_sum of whole numbers is exact", "[column_sum]") {
     const int64_t N = 1000, C = 5;  // every row counts once: sums below 2^24 have no rounding
     Values x(N * C);
     for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<double>(i / C);
-    Buffer inp(DType::f32, {N, C}, x), dparam(DType::f32, {C}, Values{1, 2, 3, 4, 5}), scratch(DType::f32, {column_sum_scratch_n(N, C)});
+    Buffer inp(DType::f32, {N, C}, x), dparam(DType::f32, {C}, Values{1, 2, 3, 4, 5}),
+        scratch(DType::f32, {column_sum_scratch_n(N, C)});
     column_sum(dparam, inp, scratch, device().stream);
     CHECK(dparam.values() == Values{499501, 499502, 499503, 499504, 499505});
     const std::vector<unsigned char> first = dparam.bits();
@@ -60,12 +64,15 @@ TEST_CASE("add_column_sums against float64", "[column_sum]") {
 }
 
 TEST_CASE("column_sum says what is wrong with its arguments", "[column_sum][errors]") {
-    Buffer x(DType::f32, {4, 8}), sum(DType::f32, {8}), five(DType::f32, {5}), half(DType::bf16, {8}), scratch(DType::f32, {7});
+    Buffer x(DType::f32, {4, 8}), sum(DType::f32, {8}), five(DType::f32, {5}), half(DType::bf16, {8}),
+        scratch(DType::f32, {7});
     const auto s = device().stream;
-    CHECK_THROWS_WITH(column_sum(five, x, scratch, s), ContainsSubstring("column_sum: dparam is f32 (5), expected f32 (8)"));
+    CHECK_THROWS_WITH(column_sum(five, x, scratch, s),
+                      ContainsSubstring("column_sum: dparam is f32 (5), expected f32 (8)"));
     CHECK_THROWS_WITH(column_sum(half, x, scratch, s), ContainsSubstring("column_sum: dparam"));
     CHECK_THROWS_WITH(column_sum(sum, sum, scratch, s), ContainsSubstring("column_sum: inp"));
-    CHECK_THROWS_WITH(column_sum(sum, x, scratch, s), ContainsSubstring("column_sum: scratch is f32 (7), expected f32 of at least 8"));
+    CHECK_THROWS_WITH(column_sum(sum, x, scratch, s),
+                      ContainsSubstring("column_sum: scratch is f32 (7), expected f32 of at least 8"));
     CHECK_THROWS_WITH(add_column_sums(five, x, s), ContainsSubstring("add_column_sums: dparam"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 8, DType::f32, {4, 8});
     CHECK_THROWS_WITH(column_sum(sum, shifted, scratch, s), ContainsSubstring("column_sum: inp starts at"));

@@ -1,6 +1,6 @@
-// cpu/rewrite: sources that are hard to read for a program that looks for <<< and __shared__ only. The first half of this
-// file IS such a source: that it compiles, and that __LINE__ is true after each difficulty, is the test. Under nvcc the
-// same half checks that it is valid CUDA. The second half runs build/rewrite on texts.
+// cpu/rewrite: sources that are hard to read for a program that looks for <<< and __shared__ only. The first half of
+// this file IS such a source: that it compiles, and that __LINE__ is true after each difficulty, is the test. Under
+// nvcc the same half checks that it is valid CUDA. The second half runs build/rewrite on texts.
 #include "test.h"
 
 #include <cstdio>
@@ -13,6 +13,8 @@
 #include <sys/wait.h>
 #endif
 
+// The layout is what is tested: no clang-format.
+// clang-format off
 namespace {
 
 int* device_ints(size_t n) {
@@ -68,7 +70,7 @@ const char quotes[] = {'"', '\'', '<'};
 
 TEST_CASE("launches and shared memory, hard to read", "[cpu][rewrite]") {
     int* p = device_ints(64);
-    const int64_t big = 1'000;
+    const int64_t big = 1'000; nothing_kernel<<<1, 1>>>();
 
     const int start = __LINE__;
     inner::fill_kernel<int, (3 > 2) ? 32 : 1, (1 < 2)>  // the kernel
@@ -94,6 +96,7 @@ TEST_CASE("launches and shared memory, hard to read", "[cpu][rewrite]") {
     cudaFree(p);
 }
 
+// clang-format on
 #ifdef CUDA_ON_CPU
 
 namespace {
@@ -113,7 +116,8 @@ Rewritten rewrite(const std::string& source) {
     Rewritten result{};
     for (char buffer[256]; const size_t n = fread(buffer, 1, sizeof buffer, pipe);) result.out.append(buffer, n);
     result.status = WEXITSTATUS(pclose(pipe));
-    for (size_t at; (at = result.out.find(folder.path + "/")) != std::string::npos;) result.out.erase(at, folder.path.size() + 1);
+    for (size_t at; (at = result.out.find(folder.path + "/")) != std::string::npos;)
+        result.out.erase(at, folder.path.size() + 1);
     return result;
 }
 
@@ -128,18 +132,23 @@ TEST_CASE("what rewrite writes", "[cpu][rewrite]") {
           "#line 1 \"a.cu\"\n__shared__ float a[2], b; ::cuda_cpu::shared_declared(&a, sizeof(a)); "
           "::cuda_cpu::shared_declared(&b, sizeof(b));");
     CHECK(rewrite("extern __shared__ __align__(16) const Pair<int, 2> rows[];").out ==
-          "#line 1 \"a.cu\"\nconst Pair<int, 2>* rows = static_cast<const Pair<int, 2>*>(::cuda_cpu::dynamic_shared_memory());");
+          "#line 1 \"a.cu\"\nconst Pair<int, 2>* rows = static_cast<const Pair<int, "
+          "2>*>(::cuda_cpu::dynamic_shared_memory());");
     // Left alone.
-    for (const std::string source : {"// f<<<1, 1>>>()\n", "/* __shared__ int a; */", "\"f<<<1,1>>>()\" '\"' \"__shared__\"",
-                                     "R\"(f<<<1>>>()\")\" 1'000 0xff'ff", "x << y >> z <<= 1", "#define S __shared__ int",
-                                     "// one \\\n f<<<1,1>>>()\n", "my__shared = 1;"})
+    for (const std::string source :
+         {"// f<<<1, 1>>>()\n", "/* __shared__ int a; */", "\"f<<<1,1>>>()\" '\"' \"__shared__\"",
+          "R\"(f<<<1>>>()\")\" 1'000 0xff'ff", "x << y >> z <<= 1", "#define S __shared__ int",
+          "// one \\\n f<<<1,1>>>()\n", "my__shared = 1;"})
         CHECK(rewrite(source).out == "#line 1 \"a.cu\"\n" + source);
 }
 
 TEST_CASE("rewriting keeps every line where it is", "[cpu][rewrite]") {
-    const std::vector<std::string> sources = {
-        "a\nf\n<<<\n1,\n2\n>>>\n(\nx\n)\n;\nb\n", "a\nf<\nint\n>\n<<<1, // c\n2>>>(x,\ny);\nb\n", "a\n__shared__\nint\na[\n3]\n;\nb\n",
-        "a\nextern\n__shared__\nint\na[\n]\n;\nb\n", "#define A \\\n f<<<1, \\\n 2>>> \\\n (x)\nb\n", "a\r\nf<<<1,\r\n1>>>(x);\r\nb\r\n"};
+    const std::vector<std::string> sources = {"a\nf\n<<<\n1,\n2\n>>>\n(\nx\n)\n;\nb\n",
+                                              "a\nf<\nint\n>\n<<<1, // c\n2>>>(x,\ny);\nb\n",
+                                              "a\n__shared__\nint\na[\n3]\n;\nb\n",
+                                              "a\nextern\n__shared__\nint\na[\n]\n;\nb\n",
+                                              "#define A \\\n f<<<1, \\\n 2>>> \\\n (x)\nb\n",
+                                              "a\r\nf<<<1,\r\n1>>>(x);\r\nb\r\n"};
     for (const std::string& source : sources) {
         const std::string out = rewrite(source).out;
         INFO(out);
@@ -163,7 +172,8 @@ TEST_CASE("what rewrite does not understand is an error with the line", "[cpu][r
     CHECK_THAT(error("= <<<1, 2>>>(x);\n"), ContainsSubstring("a.cu:1: error: expected kernel<<<"));
     CHECK_THAT(error("f<<<1, 2>>>(x;\n"), ContainsSubstring("a.cu:1: error: kernel launch without a closing"));
     CHECK_THAT(error("\n\n\n__shared__ int x"), ContainsSubstring("a.cu:4: error: __shared__ declaration without ;"));
-    CHECK_THAT(error("extern __shared__ int x;"), ContainsSubstring("a.cu:1: error: expected extern __shared__ type name[]"));
+    CHECK_THAT(error("extern __shared__ int x;"),
+               ContainsSubstring("a.cu:1: error: expected extern __shared__ type name[]"));
     CHECK(rewrite("").status == 0);
 }
 

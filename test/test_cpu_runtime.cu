@@ -1,7 +1,7 @@
 // The CUDA runtime on the CPU: memory, copies, streams, events, host functions, devices.
 //
-// Plain CUDA, so that a GPU can say whether the tests are right. What must hold under any order of streams is tested here,
-// also in strict mode, where the order is drawn; that a wrong order is found is test_cpu_strict.cu's subject.
+// Plain CUDA, so that a GPU can say whether the tests are right. What must hold under any order of streams is tested
+// here, also in strict mode, where the order is drawn; that a wrong order is found is test_cpu_strict.cu's subject.
 #include "test.h"
 
 #include <algorithm>
@@ -97,7 +97,7 @@ TEST_CASE("copies to where no memory is are errors, not faults", "[cpu]") {
     Ints device(10);
     int host[20] = {}, *pinned = nullptr;
     must(cudaMallocHost(&pinned, 40));
-    CHECK(fails(cudaMemcpy(host, host + 10, 4, cudaMemcpyHostToDevice)));         // not the device's
+    CHECK(fails(cudaMemcpy(host, host + 10, 4, cudaMemcpyHostToDevice)));  // not the device's
     CHECK(fails(cudaMemcpy(host, host + 10, 4, cudaMemcpyDeviceToHost)));
     CHECK(fails(cudaMemcpy(device.data, pinned, 4, cudaMemcpyDeviceToDevice)));
     CHECK(fails(cudaMemcpy(device.data, host, 11 * 4, cudaMemcpyHostToDevice)));  // longer than the allocation
@@ -107,7 +107,7 @@ TEST_CASE("copies to where no memory is are errors, not faults", "[cpu]") {
     CHECK(fails(cudaMemset(host, 0, 8)));
     CHECK(fails(cudaFree(host)));
     CHECK(fails(cudaFree(device.data + 1)));
-    CHECK(fails(cudaFree(pinned)));        // that is cudaFreeHost's
+    CHECK(fails(cudaFree(pinned)));  // that is cudaFreeHost's
     CHECK(fails(cudaFreeHost(device.data)));
     must(cudaMemcpy(host, device.data + 5, 5 * 4, cudaMemcpyDeviceToHost));
     must(cudaMemcpy(host, device.data, 0, cudaMemcpyDeviceToHost));
@@ -125,7 +125,6 @@ TEST_CASE("a copy from pageable memory may be overwritten at once, one to it is 
     std::fill(host.begin(), host.end(), 2);
     update_kernel<<<1, 1000, 0, stream>>>(a.data, 10, 5);
     must(cudaMemcpyAsync(host.data(), a.data, 4000, cudaMemcpyDeviceToHost, stream));
-    must(cudaStreamSynchronize(stream));
     CHECK(host == std::vector<int>(1000, 15));
 }
 
@@ -172,13 +171,15 @@ TEST_CASE("events order the work of streams", "[cpu]") {
         std::vector<int> want(41), stream_of(40);
         for (int i = 0; i < 40; ++i) {
             const int stream = stream_of[static_cast<size_t>(i)] = static_cast<int>(random() % 4);
-            const int earlier = static_cast<int>(random() % static_cast<unsigned>(i + 1));  // a step before, or value[0]
+            const int earlier =
+                static_cast<int>(random() % static_cast<unsigned>(i + 1));  // a step before, or value[0]
             if (earlier > 0 && stream_of[static_cast<size_t>(earlier - 1)] != stream)
                 must(cudaStreamWaitEvent(streams[stream], events[earlier - 1]));
             copy_kernel<<<1, 1, 0, streams[stream]>>>(value.data + i + 1, value.data + earlier, 1);
             update_kernel<<<1, 1, 0, streams[stream]>>>(value.data + i + 1, 3, i + 1);
             must(cudaEventRecord(events[i], streams[stream]));
-            want[static_cast<size_t>(i + 1)] = static_cast<int>(3u * static_cast<unsigned>(want[static_cast<size_t>(earlier)]) + i + 1);
+            want[static_cast<size_t>(i + 1)] =
+                static_cast<int>(3u * static_cast<unsigned>(want[static_cast<size_t>(earlier)]) + i + 1);
         }
         // Waiting for the last event is enough for what it depends on; the rest needs a wait of its own.
         must(cudaEventSynchronize(events[39]));
@@ -195,8 +196,8 @@ TEST_CASE("an event stands for what was recorded last, and may be destroyed befo
     Ints x(1), y(1);
     cudaEvent_t event;
     must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    CHECK(cudaEventQuery(event) == cudaSuccess);               // never recorded: done
-    must(cudaStreamWaitEvent(second, event));                  // and nothing to wait for
+    CHECK(cudaEventQuery(event) == cudaSuccess);  // never recorded: done
+    must(cudaStreamWaitEvent(second, event));     // and nothing to wait for
     update_kernel<<<1, 1, 0, first>>>(x.data, 0, 1);
     must(cudaEventRecord(event, first));
     update_kernel<<<1, 1, 0, first>>>(x.data, 0, 2);
@@ -226,7 +227,8 @@ TEST_CASE("elapsed time, and what has none", "[cpu]") {
     Event start, end, never;
     float milliseconds = -1;
     must(cudaEventRecord(start, stream));
-    must(cudaLaunchHostFunc(stream, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }, nullptr));
+    must(cudaLaunchHostFunc(
+        stream, [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }, nullptr));
     must(cudaEventRecord(end, stream));
 #ifdef CUDA_ON_CPU
     if (cuda_cpu::strict) CHECK(cudaEventElapsedTime(&milliseconds, start, end) == cudaErrorNotReady);
@@ -274,8 +276,10 @@ TEST_CASE("a program that asks until a stream is done gets there", "[cpu]") {
     Ints x(1);
     for (int i = 0; i < 20; ++i) update_kernel<<<1, 1, 0, stream>>>(x.data, 1, 1);
     must(cudaEventRecord(event, stream));
-    while (cudaEventQuery(event) == cudaErrorNotReady) {}
-    while (cudaStreamQuery(stream) == cudaErrorNotReady) {}
+    while (cudaEventQuery(event) == cudaErrorNotReady) {
+    }
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+    }
     CHECK(x.at(0) == 20);
 }
 
@@ -332,8 +336,8 @@ TEST_CASE("three devices, a thread each", "[.][three_devices]") {
     must(cudaGetDeviceCount(&count));
     REQUIRE(count == 3);
     CHECK(fails(cudaSetDevice(3)));
-    // A ring: device d adds its number to what device d-1 gives, waiting for it through an event. Work on a stream goes to
-    // the stream's device, whatever device is current.
+    // A ring: device d adds its number to what device d-1 gives, waiting for it through an event. Work on a stream goes
+    // to the stream's device, whatever device is current.
     cudaStream_t streams[3];
     cudaEvent_t events[3];
     int* values[3];
@@ -391,7 +395,10 @@ TEST_CASE("three devices, a thread each", "[.][three_devices]") {
 TEST_CASE("CUDA_CPU_DEVICES says how many devices there are", "[cpu]") {
     const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
     for (const char* mode : {"-u CUDA_CPU_STRICT", "CUDA_CPU_STRICT=1", "CUDA_CPU_STRICT=2", "CUDA_CPU_STRICT=3"}) {
-        FILE* pipe = popen(("timeout 60 env " + std::string(mode) + " CUDA_CPU_DEVICES=3 '" + self + "' '[three_devices]' 2>&1").c_str(), "r");
+        FILE* pipe =
+            popen(("timeout 60 env " + std::string(mode) + " CUDA_CPU_DEVICES=3 '" + self + "' '[three_devices]' 2>&1")
+                      .c_str(),
+                  "r");
         REQUIRE(pipe != nullptr);
         std::string text;
         for (char buffer[256]; const size_t n = fread(buffer, 1, sizeof buffer, pipe);) text.append(buffer, n);

@@ -15,7 +15,7 @@ struct Case {
 };
 // One element; channels that are no whole chunks; more chunks than threads in a block (129 * 32 channels would be needed on
 // the CPU: 4100); more positions than a block of the link kernel has threads; a vocabulary smaller and larger than B T.
-const Case kCases[] = {{1, 1, 1, 1}, {2, 3, 3, 4},   {3, 5, 33, 2},   {1, 37, 48, 11},
+const Case kCases[] = {{1, 1, 1, 1},  {2, 3, 3, 4},      {3, 5, 33, 2},   {1, 37, 48, 11},
                        {4, 50, 7, 3}, {2, 65, 100, 300}, {1, 3, 4100, 5}, {5, 31, 129, 20}};
 
 // Tokens that leave some rows of the table unused and hit others often.
@@ -41,15 +41,18 @@ TEST_CASE("embedding forward against float64", "[embedding]") {
         for (const Case& s : kCases)
             for (bool positions : {true, false}) {
                 const auto [B, T, C, rows] = s;
-                const Values e = rounded(random_values(rows * C, 1), dtype), p = rounded(random_values((T + 2) * C, 2), dtype);
+                const Values e = rounded(random_values(rows * C, 1), dtype),
+                             p = rounded(random_values((T + 2) * C, 2), dtype);
                 const std::vector<int32_t> ids = random_tokens(s);
-                Buffer tokens(DType::i32, {B, T}), wte(dtype, {rows, C}, e), wpe(dtype, {T + 2, C}, p), out(dtype, {B, T, C});
+                Buffer tokens(DType::i32, {B, T}), wte(dtype, {rows, C}, e), wpe(dtype, {T + 2, C}, p),
+                    out(dtype, {B, T, C});
                 tokens.set_integers(ids);
                 embedding_forward(out, tokens, wte, positions ? wpe.tensor() : Tensor{}, device().stream);
                 Values expected(static_cast<size_t>(B * T * C));
                 for (int64_t i = 0; i < B * T; ++i)
                     for (int64_t c = 0; c < C; ++c)
-                        expected[at(i, c, C)] = e[at(ids[static_cast<size_t>(i)], c, C)] + (positions ? p[at(i % T, c, C)] : 0.0);
+                        expected[at(i, c, C)] =
+                            e[at(ids[static_cast<size_t>(i)], c, C)] + (positions ? p[at(i % T, c, C)] : 0.0);
                 // Two numbers of dtype are added in float32 and rounded once: that is the rounding of the exact sum (a sum of
                 // two 16-bit numbers whose exponents are close enough to matter fits in float32's 24 bits).
                 INFO(name(s, dtype));
@@ -63,7 +66,8 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
             for (const Case& s : kCases) {
                 const auto [B, T, C, rows] = s;
                 const Values dy = rounded(random_values(B * T * C, 3), dtype);
-                Values de = rounded(random_values(rows * C, 4), gradient_dtype), dp = rounded(random_values((T + 2) * C, 5), gradient_dtype);
+                Values de = rounded(random_values(rows * C, 4), gradient_dtype),
+                       dp = rounded(random_values((T + 2) * C, 5), gradient_dtype);
                 const std::vector<int32_t> ids = random_tokens(s);
                 Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), dout(dtype, {B, T, C}, dy);
                 Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
@@ -71,7 +75,8 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 embedding_backward(dwte, dwpe, dout, tokens, links, device().stream);
                 for (int64_t i = 0; i < B * T; ++i)
                     for (int64_t c = 0; c < C; ++c) {
-                        de[at(ids[static_cast<size_t>(i)], c, C)] += dy[at(i, c, C)];  // += : both start from random values
+                        de[at(ids[static_cast<size_t>(i)], c, C)] +=
+                            dy[at(i, c, C)];  // += : both start from random values
                         dp[at(i % T, c, C)] += dy[at(i, c, C)];
                     }
                 // Sums of at most B T (or B) normal numbers, that grow like sqrt(B T).
@@ -88,7 +93,8 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
 }
 
 TEST_CASE("embedding backward links the positions of each token in order", "[embedding]") {
-    Buffer tokens(DType::i32, {2, 3}), links(DType::i32, {2, 6}), dout(DType::f32, {2, 3, 1}), dwte(DType::f32, {10, 1}, Values(10));
+    Buffer tokens(DType::i32, {2, 3}), links(DType::i32, {2, 6}), dout(DType::f32, {2, 3, 1}),
+        dwte(DType::f32, {10, 1}, Values(10));
     tokens.set_integers({7, 2, 7, 7, 2, 9});  // the picture in embedding.cu
     // In ascending order 1 + 2^24 - 2^24 is 0: the 1 is lost. In another order it would not be.
     dout.set({1, 5, 0x1p24, -0x1p24, 6, 7});
@@ -102,13 +108,17 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     const Case s{3, 17, 20, 9};
     const auto [B, T, C, rows] = s;
     const Values e = random_values(rows * C, 1), p = random_values(T * C, 2), dy = random_values(B * T * C, 3);
-    Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), wte(DType::f32, {rows, C}, e), wpe(DType::f32, {T, C}, p);
-    Buffer out(DType::f32, {B, T, C}), dout(DType::f32, {B, T, C}, dy), dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
+    Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), wte(DType::f32, {rows, C}, e),
+        wpe(DType::f32, {T, C}, p);
+    Buffer out(DType::f32, {B, T, C}), dout(DType::f32, {B, T, C}, dy),
+        dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
     Buffer dwpe(DType::f32, {T, C}, Values(T * C, 0.0));
     tokens.set_integers(random_tokens(s));
     embedding_forward(out, tokens, wte, wpe, device().stream);
     embedding_backward(dwte, dwpe, dout, tokens, links, device().stream);
-    const auto dot = [](const Values& a, const Values& b) { return std::inner_product(a.begin(), a.end(), b.begin(), 0.0); };
+    const auto dot = [](const Values& a, const Values& b) {
+        return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+    };
     const double forward = dot(out.values(), dy), backward = dot(e, dwte.values()) + dot(p, dwpe.values());
     CHECK(forward == Approx(backward).margin(static_cast<double>(B * T * C) * 0x1p-22));
 }
@@ -128,7 +138,8 @@ TEST_CASE("embedding stops at a token beyond the table", "[embedding][errors]") 
 
 TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors]") {
     Buffer out(DType::f32, {2, 3, 8}), tokens(DType::i32, {2, 3}), wte(DType::f32, {5, 8}), wpe(DType::f32, {3, 8});
-    Buffer links(DType::i32, {2, 6}), short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}), half(DType::bf16, {5, 8});
+    Buffer links(DType::i32, {2, 6}), short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}),
+        half(DType::bf16, {5, 8});
     const auto s = device().stream;
     CHECK_THROWS_WITH(embedding_forward(flat, tokens, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
     CHECK_THROWS_WITH(embedding_forward(out, wte, wte, wpe, s), ContainsSubstring("embedding_forward: tokens"));
@@ -136,12 +147,17 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
     CHECK_THROWS_WITH(embedding_forward(out, tokens, wte, half, s), ContainsSubstring("embedding_forward: wpe"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, wte, short_wpe, s),
                       ContainsSubstring("embedding_forward: wpe has 2 positions, but T is 3"));
-    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, links, s), ContainsSubstring("embedding_backward: dwpe"));
-    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, links, s), ContainsSubstring("embedding_backward: dwte"));
+    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, links, s),
+                      ContainsSubstring("embedding_backward: dwpe"));
+    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, links, s),
+                      ContainsSubstring("embedding_backward: dwte"));
     CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, links, s),
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
-    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, tokens, s), ContainsSubstring("embedding_backward: links"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, tokens, s),
+                      ContainsSubstring("embedding_backward: links"));
     const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, shifted, {}, s), ContainsSubstring("embedding_forward: wte starts at"));
-    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, links, s), ContainsSubstring("embedding_backward: dwte starts at"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, shifted, {}, s),
+                      ContainsSubstring("embedding_forward: wte starts at"));
+    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, links, s),
+                      ContainsSubstring("embedding_backward: dwte starts at"));
 }

@@ -44,7 +44,8 @@ double absolute(int64_t n) { return sum_error(n) * 4 * std::sqrt(static_cast<dou
 
 TEST_CASE("linear: the reference's gradient is that of the reference", "[linear]") {
     const Size s{3, 4, 5};
-    const auto x = random_values(s.N * s.C, 1), w = random_values(s.O * s.C, 2), b = random_values(s.O, 3), dy = random_values(s.N * s.O, 4);
+    const auto x = random_values(s.N * s.C, 1), w = random_values(s.O * s.C, 2), b = random_values(s.O, 3),
+               dy = random_values(s.N * s.O, 4);
     const auto loss = [&](const Values& inp, const Values& weight, const Values& bias) {
         const Values y = forward(inp, weight, bias, s);
         double total = 0;
@@ -54,18 +55,23 @@ TEST_CASE("linear: the reference's gradient is that of the reference", "[linear]
     Values dx(x.size()), dw(w.size()), db(b.size());
     backward(dx, dw, db, dy, x, w, s);
     // Linear in each: only rounding, 1e-15 / 1e-5.
-    for (const auto& [i, d] : finite_differences([&](const Values& v) { return loss(v, w, b); }, x)) CHECK(dx[i] == Approx(d).margin(1e-8));
-    for (const auto& [i, d] : finite_differences([&](const Values& v) { return loss(x, v, b); }, w)) CHECK(dw[i] == Approx(d).margin(1e-8));
-    for (const auto& [i, d] : finite_differences([&](const Values& v) { return loss(x, w, v); }, b)) CHECK(db[i] == Approx(d).margin(1e-8));
+    for (const auto& [i, d] : finite_differences([&](const Values& v) { return loss(v, w, b); }, x))
+        CHECK(dx[i] == Approx(d).margin(1e-8));
+    for (const auto& [i, d] : finite_differences([&](const Values& v) { return loss(x, v, b); }, w))
+        CHECK(dw[i] == Approx(d).margin(1e-8));
+    for (const auto& [i, d] : finite_differences([&](const Values& v) { return loss(x, w, v); }, b))
+        CHECK(db[i] == Approx(d).margin(1e-8));
 }
 
 TEST_CASE("linear forward against float64", "[linear]") {
     for (DType dtype : kFloatDTypes)
         for (const Size& s : kSizes)
             for (bool with_bias : {false, true}) {
-                const Values x = rounded(random_values(s.N * s.C, 1), dtype), w = rounded(random_values(s.O * s.C, 2), dtype);
+                const Values x = rounded(random_values(s.N * s.C, 1), dtype),
+                             w = rounded(random_values(s.O * s.C, 2), dtype);
                 const Values b = with_bias ? rounded(random_values(s.O, 3), dtype) : Values{};
-                Buffer inp(dtype, {s.N, s.C}, x), weight(dtype, {s.O, s.C}, w), bias(dtype, {s.O}), out(dtype, {s.N, s.O});
+                Buffer inp(dtype, {s.N, s.C}, x), weight(dtype, {s.O, s.C}, w), bias(dtype, {s.O}),
+                    out(dtype, {s.N, s.O});
                 if (with_bias) bias.set(b);
                 linear_forward(out, inp, weight, with_bias ? bias.tensor() : Tensor{}, device().stream);
                 check_close(out.values(), forward(x, w, b, s), unit_roundoff(dtype), absolute(s.C),
@@ -77,19 +83,25 @@ TEST_CASE("linear backward against float64", "[linear]") {
     for (DType dtype : kFloatDTypes)
         for (DType gradient_dtype : {DType::f32, dtype})
             for (const Size& s : kSizes) {
-                const Values x = rounded(random_values(s.N * s.C, 1), dtype), w = rounded(random_values(s.O * s.C, 2), dtype);
-                const Values dy = rounded(random_values(s.N * s.O, 5), dtype), before = rounded(random_values(s.N * s.C, 6), dtype);
-                Values dw = rounded(random_values(s.O * s.C, 7), gradient_dtype), db = rounded(random_values(s.O, 8), gradient_dtype);
-                Buffer inp(dtype, {s.N, s.C}, x), weight(dtype, {s.O, s.C}, w), dout(dtype, {s.N, s.O}, dy), dinp(dtype, {s.N, s.C});
+                const Values x = rounded(random_values(s.N * s.C, 1), dtype),
+                             w = rounded(random_values(s.O * s.C, 2), dtype);
+                const Values dy = rounded(random_values(s.N * s.O, 5), dtype),
+                             before = rounded(random_values(s.N * s.C, 6), dtype);
+                Values dw = rounded(random_values(s.O * s.C, 7), gradient_dtype),
+                       db = rounded(random_values(s.O, 8), gradient_dtype);
+                Buffer inp(dtype, {s.N, s.C}, x), weight(dtype, {s.O, s.C}, w), dout(dtype, {s.N, s.O}, dy),
+                    dinp(dtype, {s.N, s.C});
                 Buffer dweight(gradient_dtype, {s.O, s.C}, dw), dbias(gradient_dtype, {s.O}, db);
                 Buffer scratch(DType::f32, {linear_backward_scratch_n(s.N, s.O)});
                 linear_backward_input(dinp, dout, weight, false, device().stream);
                 linear_backward_weight(dweight, dbias, dout, inp, scratch, device().stream);
                 Values dx(x.size());
                 backward(dx, dw, db, dy, x, w, s);  // += for the parameters, = for dinp
-                const std::string what = concat(" ", dtype_name(dtype), "/", dtype_name(gradient_dtype), " N ", s.N, ", C ", s.C, ", O ", s.O);
+                const std::string what = concat(" ", dtype_name(dtype), "/", dtype_name(gradient_dtype), " N ", s.N,
+                                                ", C ", s.C, ", O ", s.O);
                 check_close(dinp.values(), dx, unit_roundoff(dtype), absolute(s.O), "linear dinp" + what);
-                check_close(dweight.values(), dw, unit_roundoff(gradient_dtype), absolute(s.N), "linear dweight" + what);
+                check_close(dweight.values(), dw, unit_roundoff(gradient_dtype), absolute(s.N),
+                            "linear dweight" + what);
                 check_close(dbias.values(), db, unit_roundoff(gradient_dtype), absolute(s.N), "linear dbias" + what);
 
                 dinp.set(before);
@@ -98,26 +110,33 @@ TEST_CASE("linear backward against float64", "[linear]") {
                 check_close(dinp.values(), dx, unit_roundoff(dtype), absolute(s.O), "linear dinp, accumulated" + what);
 
                 const std::vector<unsigned char> bias_bits = dbias.bits();
-                linear_backward_weight(dweight, {}, dout, inp, {}, device().stream);  // without bias: no scratch is needed
+                linear_backward_weight(dweight, {}, dout, inp, {},
+                                       device().stream);  // without bias: no scratch is needed
                 CHECK(dbias.bits() == bias_bits);
             }
 }
 
 TEST_CASE("linear says what is wrong with its arguments", "[linear][errors]") {
-    Buffer x(DType::f32, {4, 8}), w(DType::f32, {5, 8}), b(DType::f32, {5}), y(DType::f32, {4, 5}), half(DType::bf16, {4, 8});
+    Buffer x(DType::f32, {4, 8}), w(DType::f32, {5, 8}), b(DType::f32, {5}), y(DType::f32, {4, 5}),
+        half(DType::bf16, {4, 8});
     Buffer scratch(DType::f32, {1}), tall(DType::f32, {6, 8});
     const auto s = device().stream;
     CHECK_THROWS_WITH(linear_forward(y, b, w, b, s), ContainsSubstring("linear_forward: inp"));
     CHECK_THROWS_WITH(linear_forward(y, half, w, b, s), ContainsSubstring("linear_forward: weight"));
     CHECK_THROWS_WITH(linear_forward(y, x, y, b, s), ContainsSubstring("linear_forward: weight"));
-    CHECK_THROWS_WITH(linear_forward(x, x, w, b, s), ContainsSubstring("linear_forward: out is f32 (4, 8), expected f32 (4, 5)"));
+    CHECK_THROWS_WITH(linear_forward(x, x, w, b, s),
+                      ContainsSubstring("linear_forward: out is f32 (4, 8), expected f32 (4, 5)"));
     CHECK_THROWS_WITH(linear_forward(y, x, w, x, s), ContainsSubstring("linear_forward: bias"));
     CHECK_THROWS_WITH(linear_backward_input(x, y, x, false, s), ContainsSubstring("linear_backward_input: weight"));
     CHECK_THROWS_WITH(linear_backward_input(y, y, w, false, s), ContainsSubstring("linear_backward_input: dinp"));
-    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, tall, scratch, s), ContainsSubstring("linear_backward_weight: inp"));
-    CHECK_THROWS_WITH(linear_backward_weight(x, b, y, x, scratch, s), ContainsSubstring("linear_backward_weight: dweight"));
-    CHECK_THROWS_WITH(linear_backward_weight(w, x, y, x, scratch, s), ContainsSubstring("linear_backward_weight: dbias"));
-    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, x, scratch, s), ContainsSubstring("scratch is f32 (1), expected f32 of at least 5"));
+    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, tall, scratch, s),
+                      ContainsSubstring("linear_backward_weight: inp"));
+    CHECK_THROWS_WITH(linear_backward_weight(x, b, y, x, scratch, s),
+                      ContainsSubstring("linear_backward_weight: dweight"));
+    CHECK_THROWS_WITH(linear_backward_weight(w, x, y, x, scratch, s),
+                      ContainsSubstring("linear_backward_weight: dbias"));
+    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, x, scratch, s),
+                      ContainsSubstring("scratch is f32 (1), expected f32 of at least 5"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(linear_forward(y, shifted, w, b, s), ContainsSubstring("a starts at"));
 }

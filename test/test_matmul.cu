@@ -10,15 +10,16 @@ struct Size {
     int64_t batch, M, N, K;
 };
 // batch 0: no batch dimension. Odd sizes put every second row, and every second matrix of a batch, on odd addresses.
-const Size kSizes[] = {{0, 1, 1, 1}, {0, 3, 5, 7}, {0, 33, 65, 17}, {0, 1, 100, 33}, {0, 130, 7, 260}, {1, 4, 6, 2},
-                       {3, 5, 3, 9}, {2, 33, 17, 48}, {7, 16, 24, 8}};
+const Size kSizes[] = {{0, 1, 1, 1}, {0, 3, 5, 7}, {0, 33, 65, 17}, {0, 1, 100, 33}, {0, 130, 7, 260},
+                       {1, 4, 6, 2}, {3, 5, 3, 9}, {2, 33, 17, 48}, {7, 16, 24, 8}};
 
 // The (batch, rows, cols) matrices of x, or their transposes, element (b, i, j).
 double element(const Values& x, bool transposed, int64_t rows, int64_t cols, int64_t b, int64_t i, int64_t j) {
     return x[static_cast<size_t>(b * rows * cols + (transposed ? j * rows + i : i * cols + j))];
 }
 
-Values product(const Size& s, const Values& a, const Values& b, const Values& before, const Values& bias, const MatmulOptions& o) {
+Values product(const Size& s, const Values& a, const Values& b, const Values& before, const Values& bias,
+               const MatmulOptions& o) {
     Values out(before.size());
     size_t at = 0;
     for (int64_t n = 0; n < std::max<int64_t>(s.batch, 1); ++n)
@@ -40,10 +41,12 @@ Tensor shaped(const Tensor& x, int64_t batch, int64_t rows, int64_t cols) {
 
 void check_product(const Size& s, DType dtype, DType out_dtype, MatmulOptions o, bool with_bias) {
     const int64_t batch = std::max<int64_t>(s.batch, 1);
-    const Values a = rounded(random_values(batch * s.M * s.K, 1), dtype), b = rounded(random_values(batch * s.K * s.N, 2), dtype);
+    const Values a = rounded(random_values(batch * s.M * s.K, 1), dtype),
+                 b = rounded(random_values(batch * s.K * s.N, 2), dtype);
     const Values before = rounded(random_values(batch * s.M * s.N, 3), out_dtype);
     const Values bias = with_bias ? rounded(random_values(s.N, 4), out_dtype) : Values{};
-    Buffer left(dtype, {batch * s.M * s.K}, a), right(dtype, {batch * s.K * s.N}, b), out(out_dtype, {batch * s.M * s.N});
+    Buffer left(dtype, {batch * s.M * s.K}, a), right(dtype, {batch * s.K * s.N}, b),
+        out(out_dtype, {batch * s.M * s.N});
     Buffer bias_buffer(out_dtype, {s.N});
     if (o.beta != 0) out.set(before);  // otherwise it stays uninitialised, and in strict mode NaN: it must not be read
     if (with_bias) bias_buffer.set(bias), o.bias = bias_buffer;
@@ -52,9 +55,9 @@ void check_product(const Size& s, DType dtype, DType out_dtype, MatmulOptions o,
     // K products of normal numbers, whose sum grows like sqrt(K), in float32; one rounding to the output's type.
     check_close(out.values(), product(s, a, b, before, bias, o), unit_roundoff(out_dtype),
                 sum_error(s.K) * 4 * std::sqrt(static_cast<double>(s.K)) * (1 + std::abs(double{o.beta})) + 0x1p-25,
-                concat("matmul ", dtype_name(dtype), " to ", dtype_name(out_dtype), ", batch ", s.batch, ", M ", s.M, ", N ", s.N, ", K ",
-                       s.K, o.transpose_a ? ", a^T" : "", o.transpose_b ? ", b^T" : "", ", alpha ", o.alpha, ", beta ", o.beta,
-                       with_bias ? ", bias" : ""));
+                concat("matmul ", dtype_name(dtype), " to ", dtype_name(out_dtype), ", batch ", s.batch, ", M ", s.M,
+                       ", N ", s.N, ", K ", s.K, o.transpose_a ? ", a^T" : "", o.transpose_b ? ", b^T" : "", ", alpha ",
+                       o.alpha, ", beta ", o.beta, with_bias ? ", bias" : ""));
 }
 
 }  // namespace
@@ -77,7 +80,8 @@ TEST_CASE("matmul against float64", "[matmul]") {
 
 TEST_CASE("matmul in float32 is not done in TF32", "[matmul]") {
     // 1 + 2^-12 has 13 significant bits; TF32 keeps 11.
-    Buffer a(DType::f32, {16, 16}, Values(256, 1 + 0x1p-12)), b(DType::f32, {16, 16}, Values(256, 1.0)), out(DType::f32, {16, 16});
+    Buffer a(DType::f32, {16, 16}, Values(256, 1 + 0x1p-12)), b(DType::f32, {16, 16}, Values(256, 1.0)),
+        out(DType::f32, {16, 16});
     matmul(out, a, b, {}, device().stream);
     CHECK(out.values() == Values(256, 16 + 0x1p-8));
 }
@@ -96,7 +100,8 @@ TEST_CASE("matmul adds a bias in float32, before it rounds", "[matmul]") {
 TEST_CASE("matmul with a kept plan reads the new addresses", "[matmul]") {
     const int64_t n = 24;
     for (double scale : {1.0, 2.0, 3.0}) {  // three products of one shape, in memory of their own
-        Buffer a(DType::f32, {n, n}, Values(n * n, scale)), b(DType::f32, {n, n}, Values(n * n, 1.0)), bias(DType::f32, {n}, Values(n, scale));
+        Buffer a(DType::f32, {n, n}, Values(n * n, scale)), b(DType::f32, {n, n}, Values(n * n, 1.0)),
+            bias(DType::f32, {n}, Values(n, scale));
         Buffer out(DType::f32, {n, n});
         matmul(out, a, b, {.alpha = static_cast<float>(scale), .bias = bias}, device().stream);
         CHECK(out.values() == Values(n * n, scale * scale * static_cast<double>(n) + scale));
@@ -105,7 +110,8 @@ TEST_CASE("matmul with a kept plan reads the new addresses", "[matmul]") {
 
 TEST_CASE("matmul repeats bit for bit", "[matmul]") {
     const int64_t M = 150, N = 70, K = 333;
-    Buffer a(DType::f32, {M, K}, random_values(M * K, 1)), b(DType::f32, {K, N}, random_values(K * N, 2)), out(DType::f32, {M, N});
+    Buffer a(DType::f32, {M, K}, random_values(M * K, 1)), b(DType::f32, {K, N}, random_values(K * N, 2)),
+        out(DType::f32, {M, N});
     matmul(out, a, b, {}, device().stream);
     const std::vector<unsigned char> first = out.bits();
     matmul(out, a, b, {}, device().stream);
@@ -113,21 +119,27 @@ TEST_CASE("matmul repeats bit for bit", "[matmul]") {
 }
 
 TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
-    Buffer a(DType::f32, {4, 8}), b(DType::f32, {8, 5}), out(DType::f32, {4, 5}), bias(DType::f32, {5}), half(DType::bf16, {8, 5});
+    Buffer a(DType::f32, {4, 8}), b(DType::f32, {8, 5}), out(DType::f32, {4, 5}), bias(DType::f32, {5}),
+        half(DType::bf16, {8, 5});
     Buffer cube(DType::f32, {2, 4, 5}), ids(DType::i32, {4, 8});
     const auto s = device().stream;
-    CHECK_THROWS_WITH(matmul(bias, a, b, {}, s), ContainsSubstring("matmul: out is f32 (5), expected (M, N) or (batch, M, N)"));
+    CHECK_THROWS_WITH(matmul(bias, a, b, {}, s),
+                      ContainsSubstring("matmul: out is f32 (5), expected (M, N) or (batch, M, N)"));
     CHECK_THROWS_WITH(matmul(out, b, b, {}, s), ContainsSubstring("matmul: a is f32 (8, 5), expected f32 (4, 5)"));
     CHECK_THROWS_WITH(matmul(out, a, a, {}, s), ContainsSubstring("matmul: b is f32 (4, 8), expected f32 (8, 5)"));
     CHECK_THROWS_WITH(matmul(out, a, half, {}, s), ContainsSubstring("matmul: b is bf16 (8, 5), expected f32 (8, 5)"));
     CHECK_THROWS_WITH(matmul(half.tensor().slice(0, 4), a, b, {}, s), ContainsSubstring("matmul: out is bf16"));
-    CHECK_THROWS_WITH(matmul(cube, a, b, {}, s), ContainsSubstring("matmul: a is f32 (4, 8), but out is f32 (2, 4, 5)"));
+    CHECK_THROWS_WITH(matmul(cube, a, b, {}, s),
+                      ContainsSubstring("matmul: a is f32 (4, 8), but out is f32 (2, 4, 5)"));
     CHECK_THROWS_WITH(matmul(out, ids, ids, {.transpose_b = true}, s), ContainsSubstring("matmul"));
-    CHECK_THROWS_WITH(matmul(out, a, b, {.bias = a}, s), ContainsSubstring("matmul: bias is f32 (4, 8), expected f32 (5)"));
-    CHECK_THROWS_WITH(matmul(out, a, b, {.beta = 1.0f, .bias = bias}, s), ContainsSubstring("matmul: with a bias beta must be 0"));
+    CHECK_THROWS_WITH(matmul(out, a, b, {.bias = a}, s),
+                      ContainsSubstring("matmul: bias is f32 (4, 8), expected f32 (5)"));
+    CHECK_THROWS_WITH(matmul(out, a, b, {.beta = 1.0f, .bias = bias}, s),
+                      ContainsSubstring("matmul: with a bias beta must be 0"));
     CHECK_THROWS_WITH(matmul(out, a, {}, {}, s), ContainsSubstring("matmul: b is no tensor"));
     const Tensor shifted = make_tensor(static_cast<char*>(a.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(matmul(out, shifted, b, {}, s), ContainsSubstring("matmul: a starts at"));
-    const Tensor nothing = make_tensor(a.tensor().data, DType::f32, {4, 0}), none = make_tensor(b.tensor().data, DType::f32, {0, 5});
+    const Tensor nothing = make_tensor(a.tensor().data, DType::f32, {4, 0}),
+                 none = make_tensor(b.tensor().data, DType::f32, {0, 5});
     CHECK_THROWS_WITH(matmul(out, nothing, none, {}, s), ContainsSubstring("matmul: K is 0"));
 }

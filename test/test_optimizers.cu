@@ -281,6 +281,24 @@ TEST_CASE("Muon makes every singular value about 1", "[optim]") {
     }
 }
 
+TEST_CASE("8-bit Adam never divides by eps alone", "[optim]") {
+    // Beside element 0, the v of element 1 is below half of the table's smallest number. Were it 0, step 2 without a
+    // gradient would move w by about lr * m / eps, thousands of lr.
+    Layout layout;
+    layout.add("weight", {3});
+    Buffer values(DType::f32, {3}, {0, 0, 0}), grads(DType::f32, {3}, {1, 3e-4, 0}),
+        norm_scale(DType::f32, {2}, {1, 1});
+    OwnOptimizer adam8bit("adam8bit", layout);
+    adam8bit->step(values, grads, norm_scale, 1e-3, 1, device().stream);
+    grads.set({0, 0, 0});
+    adam8bit->step(values, grads, norm_scale, 1e-3, 2, device().stream);
+    const std::vector<double> w = values.values();
+    CHECK(w[0] < -1e-3);
+    CHECK(w[1] < -1e-3);
+    CHECK(w[1] > -2e-3);
+    CHECK(w[2] == 0);
+}
+
 TEST_CASE("one fused launch equals a launch for each parameter, bit for bit", "[optim]") {
     const Layout layout = odd_layout();
     for (const std::string& name : optimizer_names()) {

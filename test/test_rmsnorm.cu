@@ -28,7 +28,8 @@ Forward rmsnorm(const Values& x, const Values& g, int64_t N, int64_t C, double e
 struct Backward {
     Values dinp, dweight;
 };
-Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x, const Values& g, int64_t N, int64_t C, double eps) {
+Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x, const Values& g, int64_t N, int64_t C,
+                          double eps) {
     const Values rstd = rmsnorm(x, g, N, C, eps).rstd;
     Backward b{Values(x.size()), Values(g.size())};
     for (int64_t n = 0; n < N; ++n) {
@@ -51,7 +52,7 @@ Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x,
 struct Size {
     int64_t N, C;
 };
-const Size kSizes[] = {{1, 1},   {3, 3},   {33, 33}, {37, 48},  {7, 100},   {2, 127},  {5, 129},
+const Size kSizes[] = {{1, 1},   {3, 3},    {33, 33},  {37, 48},  {7, 100},  {2, 127},  {5, 129},
                        {70, 40}, {13, 768}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
 
 // Runs a test with the threads a row that this device chooses, then with those of a GPU.
@@ -68,7 +69,8 @@ void with_both_geometries(F&& test) {
 
 TEST_CASE("rmsnorm: the reference's gradient is that of the reference", "[rmsnorm]") {
     const int64_t N = 3, C = 7;
-    const auto x = random_values(N * C, 1), g = random_values(C, 2), dy = random_values(N * C, 3), dsum = random_values(N * C, 4);
+    const auto x = random_values(N * C, 1), g = random_values(C, 2), dy = random_values(N * C, 3),
+               dsum = random_values(N * C, 4);
     const auto loss = [&](const Values& inp, const Values& weight) {
         const Values out = rmsnorm(inp, weight, N, C, 1e-3).out;
         double total = 0;
@@ -88,21 +90,24 @@ TEST_CASE("rmsnorm forward against float64", "[rmsnorm]") {
         for (DType dtype : kFloatDTypes)
             for (const auto& [N, C] : kSizes)
                 for (bool fused : {false, true}) {
-                    const std::string what = concat(dtype_name(dtype), " (", N, ", ", C, ")", fused ? " fused" : "", geometry);
-                    const Values x = rounded(random_values(N * C, 5), dtype), b = rounded(random_values(N * C, 6, 0.5), dtype);
+                    const std::string what =
+                        concat(dtype_name(dtype), " (", N, ", ", C, ")", fused ? " fused" : "", geometry);
+                    const Values x = rounded(random_values(N * C, 5), dtype),
+                                 b = rounded(random_values(N * C, 6, 0.5), dtype);
                     const Values g = rounded(random_values(C, 7), dtype);
                     Values total = x;
                     for (size_t i = 0; i < x.size() && fused; ++i) total[i] += b[i];
                     total = rounded(total, dtype);  // the sum is what is stored, and what is normalised
                     Buffer inp(dtype, {N, C}, x), branch(dtype, {N, C}, b), weight(dtype, {C}, g);
                     Buffer out(dtype, {N, C}), sum(dtype, {N, C}), rstd(DType::f32, {N});
-                    rmsnorm_forward(out, fused ? sum.tensor() : Tensor{}, rstd, inp, fused ? branch.tensor() : Tensor{}, weight,
-                                    kEps, device().stream);
+                    rmsnorm_forward(out, fused ? sum.tensor() : Tensor{}, rstd, inp, fused ? branch.tensor() : Tensor{},
+                                    weight, kEps, device().stream);
                     const Forward expected = rmsnorm(total, g, N, C, kEps);
                     // r carries the error of a sum of C positive terms; out that, two products and one rounding to dtype.
                     check_close(rstd.values(), expected.rstd, sum_error(C), 0, "rmsnorm rstd, " + what);
                     const double subnormal = dtype == DType::f16 ? 0x1p-25 : 0x1p-126;  // half a step where they begin
-                    check_close(out.values(), expected.out, unit_roundoff(dtype) + sum_error(C), subnormal, "rmsnorm out, " + what);
+                    check_close(out.values(), expected.out, unit_roundoff(dtype) + sum_error(C), subnormal,
+                                "rmsnorm out, " + what);
                     if (fused) CHECK(sum.values() == total);
                 }
     });
@@ -114,12 +119,16 @@ TEST_CASE("rmsnorm backward against float64", "[rmsnorm]") {
             for (const auto& [N, C] : kSizes)
                 for (DType gradient_dtype : {DType::f32, dtype}) {
                     const bool past = gradient_dtype == dtype;  // with dsum in the one case, without in the other
-                    const std::string what = concat(dtype_name(dtype), " (", N, ", ", C, ")", past ? " dsum" : "", geometry);
-                    const Values x = rounded(random_values(N * C, 8), dtype), dy = rounded(random_values(N * C, 9), dtype);
-                    const Values g = rounded(random_values(C, 10), dtype), dw = rounded(random_values(C, 11), gradient_dtype);
+                    const std::string what =
+                        concat(dtype_name(dtype), " (", N, ", ", C, ")", past ? " dsum" : "", geometry);
+                    const Values x = rounded(random_values(N * C, 8), dtype),
+                                 dy = rounded(random_values(N * C, 9), dtype);
+                    const Values g = rounded(random_values(C, 10), dtype),
+                                 dw = rounded(random_values(C, 11), gradient_dtype);
                     const Values ds = past ? rounded(random_values(N * C, 12), dtype) : Values(x.size());
                     Values rstd_values = rmsnorm(x, g, N, C, kEps).rstd;
-                    Buffer inp(dtype, {N, C}, x), dout(dtype, {N, C}, dy), weight(dtype, {C}, g), rstd(DType::f32, {N}, rstd_values);
+                    Buffer inp(dtype, {N, C}, x), dout(dtype, {N, C}, dy), weight(dtype, {C}, g),
+                        rstd(DType::f32, {N}, rstd_values);
                     // dinp is the same memory as dsum, as the header allows.
                     Buffer dinp(dtype, {N, C}, ds), dweight(gradient_dtype, {C}, dw);
                     Buffer scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
@@ -142,10 +151,12 @@ TEST_CASE("rmsnorm repeats bit for bit", "[rmsnorm]") {
     with_both_geometries([](const std::string&) {
         const int64_t N = 77, C = 200;
         Buffer x(DType::bf16, {N, C}, random_values(N * C, 1)), g(DType::bf16, {C}, random_values(C, 2));
-        Buffer dy(DType::bf16, {N, C}, random_values(N * C, 3)), scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
+        Buffer dy(DType::bf16, {N, C}, random_values(N * C, 3)),
+            scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
         std::vector<unsigned char> first[3];
         for (int run = 0; run < 2; ++run) {
-            Buffer out(DType::bf16, {N, C}), rstd(DType::f32, {N}), dx(DType::bf16, {N, C}), dg(DType::f32, {C}, Values(C, 0.0));
+            Buffer out(DType::bf16, {N, C}), rstd(DType::f32, {N}), dx(DType::bf16, {N, C}),
+                dg(DType::f32, {C}, Values(C, 0.0));
             rmsnorm_forward(out, {}, rstd, x, {}, g, kEps, device().stream);
             rmsnorm_backward(dx, dg, dy, {}, x, g, rstd, scratch, device().stream);
             const std::vector<unsigned char> bits[3] = {out.bits(), dx.bits(), dg.bits()};
@@ -162,7 +173,8 @@ TEST_CASE("rmsnorm of rows that are hard on float32", "[rmsnorm]") {
     // A row of zeros has r = 1 / sqrt(eps), and out = 0. A row of 1e-10 drowns in eps. A row of 1e18 has squares of 1e36.
     Values x(3 * C);
     for (size_t c = 0; c < C; ++c) x[C + c] = 1e-10, x[2 * C + c] = c % 2 ? 1e18 : -1e18;
-    Buffer inp(DType::f32, {3, C}, x), weight(DType::f32, {C}, Values(C, 1.0)), out(DType::f32, {3, C}), rstd(DType::f32, {3});
+    Buffer inp(DType::f32, {3, C}, x), weight(DType::f32, {C}, Values(C, 1.0)), out(DType::f32, {3, C}),
+        rstd(DType::f32, {3});
     rmsnorm_forward(out, {}, rstd, inp, {}, weight, kEps, device().stream);
     const Forward expected = rmsnorm(rounded(x, DType::f32), Values(C, 1.0), 3, C, kEps);
     check_close(out.values(), expected.out, sum_error(C), 1e-30, "out");
@@ -170,7 +182,8 @@ TEST_CASE("rmsnorm of rows that are hard on float32", "[rmsnorm]") {
 }
 
 TEST_CASE("rmsnorm says what is wrong with its arguments", "[rmsnorm][errors]") {
-    Buffer x(DType::f32, {4, 8}), g(DType::f32, {8}), r(DType::f32, {4}), half(DType::bf16, {4, 8}), scratch(DType::f32, {1});
+    Buffer x(DType::f32, {4, 8}), g(DType::f32, {8}), r(DType::f32, {4}), half(DType::bf16, {4, 8}),
+        scratch(DType::f32, {1});
     Buffer wide(DType::f32, {1, kMaxNormC + 1}), wide_g(DType::f32, {kMaxNormC + 1}), tall(DType::f32, {5, 8});
     const auto s = device().stream;
     CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, tall, {}, g, kEps, s),
@@ -179,16 +192,22 @@ TEST_CASE("rmsnorm says what is wrong with its arguments", "[rmsnorm][errors]") 
     CHECK_THROWS_WITH(rmsnorm_forward(x, {}, g, x, {}, g, kEps, s), ContainsSubstring("rmsnorm_forward: rstd"));
     CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, x, {}, r, kEps, s), ContainsSubstring("rmsnorm_forward: weight"));
     CHECK_THROWS_WITH(rmsnorm_forward(x, x, r, x, tall, g, kEps, s), ContainsSubstring("rmsnorm_forward: branch"));
-    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, x, x, g, kEps, s), ContainsSubstring("rmsnorm_forward: sum is no tensor"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, x, x, g, kEps, s),
+                      ContainsSubstring("rmsnorm_forward: sum is no tensor"));
     CHECK_THROWS_WITH(rmsnorm_forward(wide, {}, r.tensor().slice(0, 1), wide, {}, wide_g, kEps, s),
                       ContainsSubstring("rmsnorm_forward: rows of 8193 channels"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
-    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, shifted, {}, g, kEps, s), ContainsSubstring("rmsnorm_forward: inp starts at"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, tall, {}, x, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: dout"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, tall, x, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: dsum"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, half, x, {}, x, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: dweight"));
+    CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, shifted, {}, g, kEps, s),
+                      ContainsSubstring("rmsnorm_forward: inp starts at"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, tall, {}, x, g, r, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: dout"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, tall, x, g, r, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: dsum"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, half, x, {}, x, g, r, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: dweight"));
     CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, r, scratch, s),
                       ContainsSubstring("rmsnorm_backward: scratch is f32 (1), expected f32 of at least 8"));
     CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, g, scratch, s), ContainsSubstring("rmsnorm_backward: rstd"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, shifted, g, r, scratch, s), ContainsSubstring("rmsnorm_backward: inp starts at"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, shifted, g, r, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: inp starts at"));
 }

@@ -5,8 +5,9 @@
 //   debug: CUDA_CPU_STRICT=1 gdb --args build/cpu/wrong_kernels past_the_end wrong
 //
 // Exit status 0: the result was right. 1: it was wrong. Aborted: the CPU device found out what is wrong, and said so.
-// test/test_cpu_strict.cu runs every case under several seeds: the wrong version must be caught, the right one must pass.
-// A line that a report must name is marked "// <- case". Several of these mistakes go unnoticed on a GPU, most of the time.
+// test/test_cpu_strict.cu runs every case under several seeds: the wrong version must be caught, the right one must
+// pass. A line that a report must name is marked "// <- case". Several of these mistakes go unnoticed on a GPU, most of
+// the time.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -85,8 +86,8 @@ bool threads_in_order(bool wrong) {
     return true;
 }
 
-// Each lane takes its left neighbour's number, twice. The second barrier is needed too: a neighbour must have read before
-// its number is replaced.
+// Each lane takes its left neighbour's number, twice. The second barrier is needed too: a neighbour must have read
+// before its number is replaced.
 __global__ void rotate_kernel(float* data, int which) {
     __shared__ float row[32];
     const unsigned lane = threadIdx.x;
@@ -190,13 +191,13 @@ bool uninitialised_device_memory(bool wrong) {
     return b.read()[99] == 1.0f;
 }
 
-// Counts in shared memory. The wrong version leaves it clean for the next block, and hopes that the one before did so too.
+// Counts in shared memory. The wrong version clears it in block 0 only: each block leaves it clean for the next one.
 __global__ void count_kernel(float* out, bool dynamic, bool clear) {
     __shared__ float fixed[8];
     extern __shared__ float asked_for[];
     float* counts = dynamic ? asked_for : fixed;
     const unsigned t = threadIdx.x;
-    if (clear && t < 8) counts[t] = 0;
+    if ((clear || blockIdx.x == 0) && t < 8) counts[t] = 0;
     __syncthreads();
     if (t < 8) counts[t] += 1;
     __syncthreads();
@@ -230,7 +231,7 @@ bool fill(size_t n, long long from, long long to) {
     must(cudaDeviceSynchronize());
     return out.read()[n - 1] == 1.0f;
 }
-bool past_the_end(bool wrong) { return fill(100, 0, wrong ? 101 : 100); }    // 400 bytes end where the page ends
+bool past_the_end(bool wrong) { return fill(100, 0, wrong ? 101 : 100); }     // 400 bytes end where the page ends
 bool past_an_odd_end(bool wrong) { return fill(101, 0, wrong ? 102 : 101); }  // 404 bytes do not: 12 lie between
 bool before_the_start(bool wrong) { return fill(100, wrong ? -1 : 0, 100); }
 bool before_a_page(bool wrong) { return fill(1024, wrong ? -1 : 896, 1024); }
@@ -299,7 +300,7 @@ __global__ void deep_kernel(float* out, int n) {
 }
 bool stack_overflow(bool wrong) {
     Buffer out(32);
-    const int n = wrong ? 1000 : 10;  // a kilobyte each; a thread has 256
+    const int n = wrong ? 1000 : 10;      // a kilobyte each; a thread has 256
     deep_kernel<<<1, 32>>>(out.data, n);  // <- stack_overflow
     must(cudaDeviceSynchronize());
     return out.read()[31] == static_cast<float>(n + 1);
@@ -316,9 +317,9 @@ __global__ void mean_kernel(float* out, const float* inp, unsigned n, int which)
     if (which != 1 || t < n) __syncthreads();  // <- divergent_barrier early_return
     if (t < n) atomicAdd(&total, inp[t]);
     if (which != 3 || t < n) {
-        __syncthreads();                       // <- two_barriers divergent_barrier
+        __syncthreads();  // <- two_barriers divergent_barrier
     } else {
-        __syncthreads();                       // <- two_barriers
+        __syncthreads();  // <- two_barriers
     }
     if (t < n) out[blockIdx.x * n + t] = total / static_cast<float>(n);
 }
@@ -336,6 +337,7 @@ bool two_barriers(bool wrong) { return mean(wrong ? 3 : 0); }
 __global__ void warp_kernel(float* out, const float* inp, unsigned n, int which) {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float sum = lane < n ? inp[lane] : 0.0f;
+    // clang-format off
     if (which == 1 && lane >= n) return;
     const unsigned mask = which == 2 ? kAll >> (32 - n) : kAll;
     for (int o = 16; o > 0; o /= 2) {
@@ -344,6 +346,7 @@ __global__ void warp_kernel(float* out, const float* inp, unsigned n, int which)
         else
             sum += __shfl_xor_sync(mask, sum, o);               // <- missing_lane mask_without_lane two_collectives
     }
+    // clang-format on
     if (lane == 0) out[warp] = sum;
 }
 bool warp_sum(int which) {
@@ -360,6 +363,7 @@ struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
 };
+// clang-format off
 #define CASE(name) {#name, name}
 const Case cases[] = {
     CASE(missing_syncthreads), CASE(threads_in_order), CASE(missing_syncwarp), CASE(missing_second_syncwarp),
@@ -367,9 +371,10 @@ const Case cases[] = {
     CASE(uninitialised_device_memory), CASE(uninitialised_shared_memory), CASE(uninitialised_dynamic_shared_memory),
     CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),
     CASE(reads_past_an_odd_end), CASE(use_after_free), CASE(null_pointer), CASE(past_dynamic_shared_memory),
-    CASE(stack_overflow),    CASE(divergent_barrier), CASE(early_return), CASE(two_barriers),
+    CASE(stack_overflow), CASE(divergent_barrier), CASE(early_return), CASE(two_barriers),
     CASE(missing_lane), CASE(mask_without_lane), CASE(two_collectives),
 };
+// clang-format on
 
 }  // namespace
 
