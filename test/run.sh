@@ -54,7 +54,7 @@ awk -F '\t' '
     {
         running = ""
         if ($1 == "failed") fail($2, run)
-        if ($1 == "skipped") { skipped[$2] = 1; print "skipped: " $2 ": " $4 }
+        if ($1 == "skipped" && !($2 in skipped)) { skipped[$2] = 1; print "skipped: " $2 ": " $4 }
         if ($1 == "passed" && ($2 in bits) && bits[$2] != $3) fail($2, "its results differ in their bits: " bits_run[$2] ", " run)
         if ($1 == "passed" && !($2 in bits)) { bits[$2] = $3; bits_run[$2] = run }
     }
