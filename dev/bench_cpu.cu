@@ -1,7 +1,8 @@
 // dev/bench_cpu.cu: one training step of GPT-2 124M in float32, batch 4 x 64, as llm.c's CPU program runs it.
 //
-//   make bench-cpu                         prints tokens/s, the share of the matmul limit, and memory against the plan
-//   build/cpu/dev/bench_cpu --steps 20     another number of timed steps
+//   run      make bench-cpu                          tokens/s, the share of the matmul limit, memory against the plan
+//            build/cpu/dev/bench_cpu --steps 20      another number of timed steps
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_cpu --steps 1
 //
 // The matmul limit is the time that the step's matrix products take alone, one after the other, on the same machine.
 #include "llm.h"
