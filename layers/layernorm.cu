@@ -68,14 +68,14 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
                               const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N,
                               int64_t C) {
-    __shared__ float
-        scratch[4][kWarp];  // two sums a row, in turn: a row's may still be read while the next row's are written
+    // One array for each of a row's sums. Whoever writes to one has passed the barrier of the other, which nobody reaches
+    // before having read the first: so two are enough for all rows.
+    __shared__ float scratch[2][kWarp];
     RowShare<n> dweight, dbias;
     zero_row<n>(dweight, C);
     zero_row<n>(dbias, C);
-    int turn = 0;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
-    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride, turn ^= 2) {
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride) {
         const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
         RowShare<n> dy, x, g, past;
         load_row<n>(dy, dout + row * C, row_C);
@@ -88,15 +88,15 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 #pragma unroll
         for (int k = 0; k < row_chunks<n>(row_C); ++k)
             for (int i = 0; i < n; ++i) {
-                x[k][i] = (x[k][i] - m) * r;  // from here on n, the normalised row
+                x[k][i] = (x[k][i] - m) * r;  // from here on the normalised row
                 dbias[k][i] += dy[k][i];
                 dweight[k][i] += dy[k][i] * x[k][i];
-                dy[k][i] *= g[k][i];  // from here on dn
+                dy[k][i] *= g[k][i];  // from here on the gradient of it
                 sums[i] += dy[k][i];
                 dot[i] += dy[k][i] * x[k][i];
             }
-        const float mean_dn = row_sum(sums, scratch[turn]) / static_cast<float>(C);
-        const float mean_dot = row_sum(dot, scratch[turn + 1]) / static_cast<float>(C);
+        const float mean_dn = row_sum(sums, scratch[0]) / static_cast<float>(C);
+        const float mean_dot = row_sum(dot, scratch[1]) / static_cast<float>(C);
 #pragma unroll
         for (int k = 0; k < row_chunks<n>(row_C); ++k)
             for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - mean_dn - x[k][i] * mean_dot) + past[k][i];

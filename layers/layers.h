@@ -66,7 +66,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
 // ---------------------------------------------------------------------------------------------------------------------
 // layernorm.cu:  out = (x - mean) * rstd * weight + bias      x = inp, or x = inp + branch  (the residual add, fused)
 //   out, inp, branch (N, C), sum (N, C) = x is written when there is a branch; weight, bias (C); mean, rstd (N) f32
-//   rstd = 1 / sqrt(mean_c((x - mean)^2) + eps)
+//   rstd = 1 / sqrt(mean_c((x - mean)^2) + eps);   C is at most 8192, for RMSNorm too
 //   backward: dinp = layernorm's gradient + dsum  (dsum (N, C) optional: the gradient that reaches x past the norm; it may
 //   be the same memory as dinp). The branch's gradient is the same dinp: d(inp + branch) goes to both.
 

@@ -16,6 +16,8 @@
 // cuBLASLt asks for a description of each matrix, and for an algorithm, which its heuristic chooses from hundreds by type,
 // shape and alignment. That takes longer than a small product, so both are kept in a table: a model has a few dozen products,
 // and after the first step nothing is searched.
+//
+// The device has one workspace: products that run side by side, on two streams, would need one each.
 #include "layers/layers.h"
 
 #include <array>

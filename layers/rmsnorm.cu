@@ -53,12 +53,15 @@ template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
     rmsnorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
                             const T* __restrict__ weight, const float* rstd, int64_t N, int64_t C) {
-    __shared__ float scratch[2][kWarp];  // in turn: a row's sum may still be read while the next row's is written
+    // Rows wider than a warp: there is one barrier a row, behind which its sum is read, perhaps while a faster thread is
+    // already writing the next row's. So the rows take the two arrays in turn; a third row is behind the second's barrier.
+    __shared__ float scratch[2][kWarp];
     RowShare<n> dweight;
     zero_row<n>(dweight, C);
     int turn = 0;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride, turn ^= 1) {
+        // Every thread of the block goes through the same number of rounds: sums and barriers need all of them.
         const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
         RowShare<n> dy, x, g, past;
         load_row<n>(dy, dout + row * C, row_C);
@@ -71,9 +74,9 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 #pragma unroll
         for (int k = 0; k < row_chunks<n>(row_C); ++k)
             for (int i = 0; i < n; ++i) {
-                x[k][i] *= r;  // from here on n, the normalised row
+                x[k][i] *= r;  // from here on the normalised row
                 dweight[k][i] += dy[k][i] * x[k][i];
-                dy[k][i] *= g[k][i];  // from here on dn
+                dy[k][i] *= g[k][i];  // from here on the gradient of it
                 dot[i] += dy[k][i] * x[k][i];
             }
         const float mean = row_sum(dot, scratch[turn]) / static_cast<float>(C);
