@@ -7,6 +7,7 @@
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -72,10 +73,10 @@ int narrow(int64_t value, const char* what);
 // ---------------------------------------------------------------------------------------------------------------------
 // DType: the element type of a Tensor, chosen at run time.
 
-enum class DType : uint8_t { f32, bf16, f16, i32 };
+enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i32 };  // e4m3 and e5m2: 8-bit floats, for matrix products
 
 size_t dtype_bytes(DType dtype);
-const char* dtype_name(DType dtype);             // "f32", "bf16", "f16", "i32"
+const char* dtype_name(DType dtype);             // "f32", "bf16", "f16", "e4m3", "e5m2", "i32"
 DType dtype_from_name(const std::string& name);  // accepts also fp32, float32, bfloat16, fp16, float16, int32
 
 template <class T>
@@ -91,6 +92,14 @@ struct DTypeOf<__nv_bfloat16> {
 template <>
 struct DTypeOf<__half> {
     static constexpr DType value = DType::f16;
+};
+template <>
+struct DTypeOf<__nv_fp8_e4m3> {
+    static constexpr DType value = DType::e4m3;
+};
+template <>
+struct DTypeOf<__nv_fp8_e5m2> {
+    static constexpr DType value = DType::e5m2;
 };
 template <>
 struct DTypeOf<int32_t> {
@@ -197,10 +206,13 @@ class Arena {
 struct Param {
     std::string name;    // "model.layers.0.mlp.up_proj.weight"
     Tensor value, grad;  // as the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0
+    Tensor master;       // f32, in mixed precision: what the optimizer updates, of which value is a rounded copy
     int64_t offset = 0;  // of its first element in the flat buffers
     bool decay = false;  // weight decay applies (matrices, not biases and norm weights)
     bool transposed = false;   // Hugging Face stores it (C, O): GPT-2's Conv1D
     int64_t padded_rows = 0;   // rows that only round the vocabulary up; zero, and never written to files
+
+    Tensor exact() const { return master ? master : value; }  // the most precise version there is: what checkpoints keep
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -228,10 +240,26 @@ void close_device();
 struct Philox {
     uint32_t v[4];
 };
-Philox philox(uint64_t seed, uint64_t key, uint64_t counter);
+// Ten rounds of  (L, R) -> (hi(M0 R0) ^ L1 ^ k0, lo(M0 R0), ...)  turn a 128-bit counter under a 64-bit key into 128
+// random bits. The generator's key is the seed; its counter is (counter, key): "which number of which parameter".
+__host__ __device__ inline Philox philox(uint64_t seed, uint64_t key, uint64_t counter) {
+    uint32_t c[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), static_cast<uint32_t>(key),
+                     static_cast<uint32_t>(key >> 32)};
+    uint32_t k[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t a = uint64_t{0xD2511F53u} * c[0], b = uint64_t{0xCD9E8D57u} * c[2];
+        const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b),
+                                  static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(a)};
+        for (int i = 0; i < 4; ++i) c[i] = next[i];
+        k[0] += 0x9E3779B9u;  // Weyl sequence: the golden ratio
+        k[1] += 0xBB67AE85u;  // sqrt(3) - 1
+    }
+    return {{c[0], c[1], c[2], c[3]}};
+}
 double uniform(uint64_t seed, uint64_t key, uint64_t counter);         // in [0, 1), 53 bits
 uint64_t uniform_below(uint64_t seed, uint64_t key, uint64_t counter, uint64_t n);  // in [0, n)
-// Fills a tensor with normal(0, std) rounded to its dtype, element i from counter i (Box-Muller on the host).
+// n numbers from normal(0, std), number i from counter i / 2 (Box-Muller on the host); and a tensor of them, rounded to it.
+std::vector<float> normal_values(int64_t n, double std, uint64_t seed, uint64_t key);
 void fill_normal(const Tensor& tensor, double std, uint64_t seed, uint64_t key);
 void fill_constant(const Tensor& tensor, float value);
 // A 64-bit key from a name ("model.layers.0.mlp.up_proj.weight"): FNV-1a.

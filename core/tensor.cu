@@ -1,13 +1,23 @@
 // core/tensor.cu: views of memory, their checks, and copies between host and device.
 #include "core/core.h"
 
-size_t dtype_bytes(DType dtype) { return dtype == DType::f32 || dtype == DType::i32 ? 4 : 2; }
+size_t dtype_bytes(DType dtype) {
+    switch (dtype) {
+        case DType::e4m3:
+        case DType::e5m2: return 1;
+        case DType::bf16:
+        case DType::f16: return 2;
+        default: return 4;
+    }
+}
 
 const char* dtype_name(DType dtype) {
     switch (dtype) {
         case DType::f32: return "f32";
         case DType::bf16: return "bf16";
         case DType::f16: return "f16";
+        case DType::e4m3: return "e4m3";
+        case DType::e5m2: return "e5m2";
         case DType::i32: return "i32";
     }
     return "?";
@@ -17,8 +27,10 @@ DType dtype_from_name(const std::string& name) {
     if (name == "f32" || name == "fp32" || name == "float32") return DType::f32;
     if (name == "bf16" || name == "bfloat16") return DType::bf16;
     if (name == "f16" || name == "fp16" || name == "float16") return DType::f16;
+    if (name == "e4m3") return DType::e4m3;
+    if (name == "e5m2") return DType::e5m2;
     if (name == "i32" || name == "int32") return DType::i32;
-    fail("unknown dtype '", name, "': use fp32, bf16, fp16 or int32");
+    fail("unknown dtype '", name, "': use fp32, bf16, fp16, e4m3, e5m2 or int32");
 }
 
 Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims) {

@@ -32,10 +32,16 @@
 //     8F_E4M3/E5M2  16BF, 16F or 32F; or    16BF or 16F            not both E5M2; A transposed, B not (what Hopper
 //                   C 16-bit, D 8F_*                               has); m and k multiples of 16, 16-byte alignment
 //
+// An fp8 matrix has one scale, or one for each block of it (CUBLASLT_MATMUL_DESC_A_SCALE_MODE, see there): then
+//
+//     op(A) op(B) [i, j] = sum over blocks b of 128 k's:  a_scale[i, b] b_scale[j, b] sum over k in b: A[i, k] B[k, j]
+//
+// and D is 16BF, 16F or 32F, without scales of its own. The last block may be short.
+//
 // The compute type is CUBLAS_COMPUTE_32F, or one of its FAST_ or PEDANTIC variants, which all compute in plain float32
 // here; the scale type is CUDA_R_32F. No workspace is needed. The same call gives the same bits every time.
-// Not here: integer, double and complex types, the bit-mask RELU_AUX epilogues, block-scaled fp8 and fp4,
-// cublasLtMatrixTransform. A multiplication with a dimension of zero is refused.
+// Not here: integer, double and complex types, the bit-mask RELU_AUX epilogues, Blackwell's scales for blocks of 16 and
+// 32 (fp8 and fp4), one scale a row, cublasLtMatrixTransform. A multiplication with a dimension of zero is refused.
 #pragma once
 
 #include <cstddef>
@@ -43,6 +49,8 @@
 
 #include "cuda_runtime.h"
 #include "library_types.h"
+
+#define CUBLAS_VERSION 130000  // what cublasLtGetVersion() returns
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What cuBLASLt shares with cuBLAS
@@ -151,6 +159,17 @@ enum cublasLtPointerMode_t {
     CUBLASLT_POINTER_MODE_DEVICE = 1,  // ... when the stream reaches the multiplication
 };
 
+// How many scales an fp8 matrix has, and where they stand. k is cut into L = ceil(k / 128) blocks. The scales start on
+// a 16-byte boundary. Both A and B have block scales, or neither; not both of them 128 x 128.
+enum cublasLtMatmulMatrixScale_t {
+    CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0,  // one
+    // One for each 1 x 128 block: that of row i of op(A) and block b is scale[b * m + i], for B scale[b * n + j].
+    CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F = 4,
+    // One for each 128 x 128 block: that of row i of op(A) and block b is scale[i / 128 * L4 + b], where L4 is L
+    // rounded up to a multiple of 4; for B the same with j.
+    CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F = 5,
+};
+
 enum cublasLtMatmulDescAttributes_t {
     CUBLASLT_MATMUL_DESC_COMPUTE_TYPE = 0,                // int32 cublasComputeType_t
     CUBLASLT_MATMUL_DESC_SCALE_TYPE = 1,                  // int32 cudaDataType, of alpha and beta
@@ -165,6 +184,7 @@ enum cublasLtMatmulDescAttributes_t {
     CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD = 12,            // int64, a multiple of 8
     CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE = 13,  // int64, a multiple of 8
     CUBLASLT_MATMUL_DESC_A_SCALE_POINTER = 17,            // const float*, on the device: A's true values are scale * A
+                                                          // (one number, or what A_SCALE_MODE says)
     CUBLASLT_MATMUL_DESC_B_SCALE_POINTER = 18,            // (fp8 only, as the following)
     CUBLASLT_MATMUL_DESC_C_SCALE_POINTER = 19,
     CUBLASLT_MATMUL_DESC_D_SCALE_POINTER = 20,         // what is stored in D is scale * result
@@ -172,6 +192,8 @@ enum cublasLtMatmulDescAttributes_t {
     CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE = 22,  // int32 cudaDataType, -1: the type of D
     CUBLASLT_MATMUL_DESC_FAST_ACCUM = 25,              // int8, without effect
     CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE = 26,          // int32 cudaDataType, -1: the type of D
+    CUBLASLT_MATMUL_DESC_A_SCALE_MODE = 31,            // int32 cublasLtMatmulMatrixScale_t
+    CUBLASLT_MATMUL_DESC_B_SCALE_MODE = 32,
 };
 
 struct cublasLtMatmulDescOpaque_t {
@@ -184,6 +206,8 @@ struct cublasLtMatmulDescOpaque_t {
     const float *a_scale = nullptr, *b_scale = nullptr, *c_scale = nullptr, *d_scale = nullptr;
     float* d_amax = nullptr;
     int32_t aux_type = -1, bias_type = -1;
+    int32_t a_scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
+            b_scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
     int8_t fast_accumulation = 0;
 };
 using cublasLtMatmulDesc_t = cublasLtMatmulDescOpaque_t*;

@@ -91,6 +91,26 @@ bool fp8_is_supported(const cublasLtMatmulDescOpaque_t& operation, const cublasL
            d.ld * int64_t(element_bytes(d.type)) % 16 == 0;
 }
 
+// Scales for blocks of fp8 matrices. NVIDIA's manual gives the pairs of modes, D's types and that m and n are multiples
+// of 4; it names no epilogues and no batches: we allow the epilogues that Transformer Engine has tried and uses.
+cublasStatus_t check_block_scales(const cublasLtMatmulDescOpaque_t& operation, const cublasLtMatrixLayoutOpaque_t& d) {
+    const auto is_block = [](int32_t mode) {
+        return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    };
+    if (!is_block(operation.a_scale_mode) || !is_block(operation.b_scale_mode)) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (operation.a_scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F &&
+        operation.b_scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F)
+        return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (!operation.a_scale || !operation.b_scale) return CUBLAS_STATUS_INVALID_VALUE;
+    if ((reinterpret_cast<uintptr_t>(operation.a_scale) | reinterpret_cast<uintptr_t>(operation.b_scale)) % 16 != 0)
+        return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (is_fp8(d.type) || operation.c_scale || operation.d_amax) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (d.rows % 4 != 0 || d.columns % 4 != 0 || d.batch_count != 1) return CUBLAS_STATUS_NOT_SUPPORTED;
+    return operation.epilogue == CUBLASLT_EPILOGUE_DEFAULT || operation.epilogue == CUBLASLT_EPILOGUE_BIAS
+               ? CUBLAS_STATUS_SUCCESS
+               : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
 using Layout = cublasLtMatrixLayoutOpaque_t;
 
 cublasStatus_t check(const cublasLtMatmulDescOpaque_t& operation, const Layout& a, const Layout& b, const Layout& c,
@@ -130,6 +150,12 @@ cublasStatus_t check(const cublasLtMatmulDescOpaque_t& operation, const Layout& 
         (operation.a_scale || operation.b_scale || operation.c_scale || operation.d_scale || operation.d_amax))
         return CUBLAS_STATUS_INVALID_VALUE;
     if (operation.d_scale && !is_fp8(d.type)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (operation.a_scale_mode != CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F ||
+        operation.b_scale_mode != CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) {
+        if (!is_fp8(a.type)) return CUBLAS_STATUS_INVALID_VALUE;
+        if (const cublasStatus_t status = check_block_scales(operation, d); status != CUBLAS_STATUS_SUCCESS)
+            return status;
+    }
     return check_epilogue(operation, c, d, *bias_type);
 }
 
@@ -181,6 +207,8 @@ Field find(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t
         case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE: return field(operation.aux_type);
         case CUBLASLT_MATMUL_DESC_FAST_ACCUM: return field(operation.fast_accumulation);
         case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE: return field(operation.bias_type);
+        case CUBLASLT_MATMUL_DESC_A_SCALE_MODE: return field(operation.a_scale_mode);
+        case CUBLASLT_MATMUL_DESC_B_SCALE_MODE: return field(operation.b_scale_mode);
     }
     return {};
 }
@@ -367,12 +395,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     }
     p.a_scale = operation->a_scale, p.b_scale = operation->b_scale, p.c_scale = operation->c_scale;
     p.d_scale = operation->d_scale, p.d_amax = operation->d_amax;
+    p.a_scale_mode = operation->a_scale_mode, p.b_scale_mode = operation->b_scale_mode;
     if (d_layout->order == CUBLASLT_ORDER_ROW) p.transpose();
     cuda_cpu::enqueue(stream, [p] { cuda_cpu::multiply(p); });
     return CUBLAS_STATUS_SUCCESS;
 }
 
-size_t cublasLtGetVersion() { return 130000; }
+size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
 
 const char* cublasGetStatusName(cublasStatus_t status) {
     switch (status) {

@@ -17,6 +17,9 @@ inline size_t element_bytes(int32_t type) {
     }
 }
 
+// fp8 with a scale for each block of 128 along k.
+constexpr int64_t scale_block = 128;
+
 inline bool is_fp8(int32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 
 // A matrix in memory: element (i, j) of batch b at data + b * batch_stride + i * row_stride + j * column_stride, where
@@ -60,7 +63,10 @@ struct Multiplication {
     float alpha = 0, beta = 0;
     const float *device_alpha = nullptr, *device_beta = nullptr;  // instead of the two, in pointer mode device
     const float *a_scale, *b_scale, *c_scale, *d_scale;
+    int32_t a_scale_mode, b_scale_mode;
     float* d_amax;
+
+    bool has_block_scales() const { return a_scale_mode != CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F; }
 
     bool has(uint32_t flag) const { return (epilogue & flag) != 0; }
     bool has_bias() const { return has(CUBLASLT_EPILOGUE_BIAS); }

@@ -8,7 +8,8 @@
 // bfloat16 5 to 15 % less; products with one to four tokens two to six times faster.
 //
 // 16- and 8-bit matrices are widened to float32, which is exact, panel by panel into a scratch buffer of a few MiB for
-// each thread, never as a whole.
+// each thread, never as a whole. Where blocks of an fp8 matrix have scales of their own a panel is one block of k: its
+// product is formed by itself, and added to the tile with its scales.
 //
 // Row-major D: the transposed problem, D^T = op(B)^T op(A)^T, is column-major. So everything below is column-major.
 //
@@ -129,6 +130,7 @@ Tiling choose_tiling(const Multiplication& p, int64_t threads) {
     Tiling tiling{{p.m, divide_up(p.m, limit), row_grain},
                   {p.n, divide_up(p.n, limit), column_grain},
                   {p.k, widen ? divide_up(p.k, max_k_panel) : 1, k_grain}};
+    if (p.has_block_scales()) tiling.k = {p.k, divide_up(p.k, scale_block), scale_block};
     const int64_t k = tiling.k.shortest();
 
     const int64_t thin_length = std::min(unpacked_limit / (std::min(p.m, p.n) * k) / 16 * 16, longest_thin_tile);
@@ -195,7 +197,7 @@ Block block_of(const Matrix& matrix, int64_t batch, int64_t row, int64_t column,
 struct Run {
     const Multiplication& p;
     Tiling tiling;
-    float alpha, beta;                   // all scales included
+    float alpha, beta;                   // all scales included, but those of blocks
     std::vector<double> gradient_parts;  // of the bias: [batch][tile across the sum][m or n]
     std::mutex amax_mutex;
     float amax = 0;
@@ -213,7 +215,8 @@ public:
     }
 
     void compute() {
-        // Scratch: A's panel, B's panel, D's tile, one column, the bias. What is in float32 already needs none.
+        // Scratch: A's panel, B's panel, D's tile, one column, the bias, and with block scales the product of one
+        // block. What is in float32 already needs none.
         const bool widen_a = p.a.type != CUDA_R_32F, widen_b = p.b.type != CUDA_R_32F;
         const bool in_place = p.d.type == CUDA_R_32F;
         const Cuts& k_panels = run.tiling.k;
@@ -222,11 +225,14 @@ public:
         const int64_t a_floats = widen_a ? padded(rows * k_panel) : 0,
                       b_floats = widen_b ? padded(k_panel * columns) : 0;
         const int64_t d_floats = in_place ? 0 : padded(rows * columns);
-        float* const a_space = scratch(size_t(a_floats + b_floats + d_floats + padded(rows) + std::max(rows, columns)));
+        const int64_t part_floats = p.has_block_scales() ? rows * columns : 0;
+        float* const a_space = scratch(
+            size_t(a_floats + b_floats + d_floats + padded(rows) + padded(std::max(rows, columns)) + part_floats));
         float* const b_space = a_space + a_floats;
         float* const d_space = b_space + b_floats;
         column_space = d_space + d_floats;
         bias = column_space + padded(rows);
+        float* const part = bias + padded(std::max(rows, columns));
         out = in_place ? p.d.float_at(batch, row, column) : d_space;
         out_ld = in_place ? std::max(p.d.column_stride, rows) : rows;
 
@@ -235,14 +241,40 @@ public:
             const int64_t k = k_panels.start(panel), k_count = k_panels.length(panel);
             const Block a = block_of(p.a, batch, row, k, rows, k_count, a_space);
             const Block b = block_of(p.b, batch, k, column, k_count, columns, b_space);
-            cblas_sgemm(CblasColMajor, a.transposed ? CblasTrans : CblasNoTrans,
-                        b.transposed ? CblasTrans : CblasNoTrans, int(rows), int(columns), int(k_count), run.alpha,
-                        a.data, int(a.ld), b.data, int(b.ld), panel == 0 ? run.beta : 1.0f, out, int(out_ld));
+            const auto multiply_panel = [&](float alpha, float beta, float* to, int64_t ld) {
+                cblas_sgemm(CblasColMajor, a.transposed ? CblasTrans : CblasNoTrans,
+                            b.transposed ? CblasTrans : CblasNoTrans, int(rows), int(columns), int(k_count), alpha,
+                            a.data, int(a.ld), b.data, int(b.ld), beta, to, int(ld));
+            };
+            if (p.has_block_scales()) {
+                multiply_panel(1.0f, 0.0f, part, rows);
+                add_scaled(part, panel);
+            } else {
+                multiply_panel(run.alpha, panel == 0 ? run.beta : 1.0f, out, out_ld);
+            }
         }
         if (!in_place || p.epilogue != CUBLASLT_EPILOGUE_DEFAULT) finish();
     }
 
 private:
+    // With block scales: D's tile += alpha * a_scale[i, block] * b_scale[block, j] * part[i, j], after beta C.
+    void add_scaled(const float* part, int64_t block) {
+        const int64_t square_stride = divide_up(run.tiling.k.count, 4) * 4;
+        const auto scale = [&](const float* scales, int32_t mode, int64_t length, int64_t i) {
+            return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? scales[block * length + i]
+                                                                   : scales[i / scale_block * square_stride + block];
+        };
+        float* const a_scales = column_space;
+        for (int64_t i = 0; i < rows; ++i) a_scales[i] = scale(p.a_scale, p.a_scale_mode, p.m, row + i);
+        for (int64_t j = 0; j < columns; ++j) {
+            const float b_scale = run.alpha * scale(p.b_scale, p.b_scale_mode, p.n, column + j);
+            float* const x = out + j * out_ld;
+            if (block == 0)  // without beta, x holds nothing yet
+                for (int64_t i = 0; i < rows; ++i) x[i] = run.beta == 0.0f ? 0.0f : run.beta * x[i];
+            for (int64_t i = 0; i < rows; ++i) x[i] += a_scales[i] * b_scale * part[j * rows + i];
+        }
+    }
+
     // C's tile to where D's is being formed.
     void load_c() {
         for (int64_t j = 0; j < columns; ++j) {
@@ -367,7 +399,8 @@ void multiply(const Multiplication& p) {
     const auto value = [](const float* pointer) { return pointer ? *pointer : 1.0f; };
     const float alpha = p.device_alpha ? *p.device_alpha : p.alpha, beta = p.device_beta ? *p.device_beta : p.beta;
     const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
-    Run run{p, choose_tiling(p, threads), alpha * value(p.a_scale) * value(p.b_scale), beta * value(p.c_scale), {}, {}};
+    const float scales = p.has_block_scales() ? 1.0f : value(p.a_scale) * value(p.b_scale);
+    Run run{p, choose_tiling(p, threads), alpha * scales, beta * value(p.c_scale), {}, {}};
     const int64_t tasks = run.tiling.count(p.batch_count);
     if (p.sums_gradient_of_d())
         run.gradient_parts.resize(

@@ -419,7 +419,14 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};
     sysinfo(&info);
     *total_bytes = uint64_t{info.totalram} * info.mem_unit;
-    *free_bytes = available_bytes();
+    // As on a GPU of its own: what there was when the program started, less what it has allocated since. (The system counts
+    // a page only once it is touched.)
+    static const size_t at_start = available_bytes();
+    size_t allocated = 0;
+    const std::lock_guard lock(mutex);
+    for (const auto& [address, allocation] : allocations)
+        if (!allocation.pinned_host && allocation.device == current_device) allocated += allocation.bytes;
+    *free_bytes = at_start > allocated ? at_start - allocated : 0;
     return cudaSuccess;
 }
 
