@@ -19,9 +19,7 @@
 //   sizes     tile: sum of U^2
 //   lengths   matrix: alpha
 //   apply     tile
-#include "core/kernel.cuh"
-#include "layers/chunk.cuh"
-#include "optim/optim.h"
+#include "optim/weights.cuh"
 
 #include <algorithm>
 #include <cmath>
@@ -39,6 +37,7 @@ struct Matrix {
     int64_t offset, row_first, col_first;  // in the flat arrays; in the factors
     int32_t R, C, first_tile, tiles_across, n_tiles;
     float decay;
+    uint64_t key;  // of random numbers: hash_name
 };
 struct Place {
     int32_t matrix, row, col;  // first row and column of a tile. Of a line: row >= 0 or col >= 0, the other is -1
@@ -185,11 +184,11 @@ __global__ void __launch_bounds__(kBlock)
     scale.alpha = fmaxf(min_scale, scale.rms) * relative_lr / fmaxf(1.0f, rms / clip_threshold);
 }
 
-template <class V, class G>
+template <class F, class G>
 __global__ void __launch_bounds__(kThreads)
-    apply_kernel(V* __restrict__ values, Partials p, const G* __restrict__ grads, const float* __restrict__ rows,
-                 const float* __restrict__ cols, const float* __restrict__ norm_scale, Tables tables, float eps,
-                 float decay_step) {
+    apply_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, Partials p,
+                 const G* __restrict__ grads, const float* __restrict__ rows, const float* __restrict__ cols,
+                 const float* __restrict__ norm_scale, Tables tables, float eps, float decay_step, F format) {
     const Place tile = tables.tiles[blockIdx.x];
     const Matrix m = tables.matrices[tile.matrix];
     const int col = tile.col + static_cast<int>(threadIdx.x), end = min(tile.row + kTile, m.R);
@@ -208,7 +207,7 @@ __global__ void __launch_bounds__(kThreads)
             const float u = update_of(scale * g[k], row_factor, s.row_mean, col_factors[k], eps);
             w[k] -= s.alpha * u + decay_step * m.decay * w[k];
         }
-        store_chunk(values + first, w, m.C - col);
+        format.store_chunk(values, copy, first, w, m.C - col, m.key, first - m.offset);
     }
 }
 
@@ -237,7 +236,8 @@ class Adafactor final : public Optimizer {
             for (int64_t col = 0; col < C; col += kTile) lines_.push_back({index, -1, static_cast<int32_t>(col)});
             matrices_.push_back({param.offset, n_rows, n_cols, narrow(R, "rows"), narrow(C, "columns"), first_tile,
                                  static_cast<int32_t>(ceil_div(C, kTile)),
-                                 static_cast<int32_t>(tiles_.size()) - first_tile, param.decay ? 1.0f : 0.0f});
+                                 static_cast<int32_t>(tiles_.size()) - first_tile, param.decay ? 1.0f : 0.0f,
+                                 hash_name(param.name)});
             n_rows += R;
             n_cols += C;
         }
@@ -263,7 +263,8 @@ class Adafactor final : public Optimizer {
         upload(line_table_, lines_.data());
         for (const Tensor& state : {rows_, cols_}) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
-    void step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) override;
+    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+              cudaStream_t stream) override;
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
         for (size_t k = 0; k < matrices_.size(); ++k) {
@@ -282,9 +283,10 @@ class Adafactor final : public Optimizer {
     Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, row_sums_, col_sums_, w_sums_, u_sums_, scales_;
 };
 
-void Adafactor::step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) {
+void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+                     cudaStream_t stream) {
     if (tiles_.empty()) return;
-    check_optimizer_step(kName, n_, values, grads, norm_scale, lr, t);
+    check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
     const Tables tables = {static_cast<const Matrix*>(matrix_table_.data), static_cast<const Place*>(tile_table_.data),
                            static_cast<const Place*>(line_table_.data)};
     const Partials p = {row_sums_.ptr<float>(), col_sums_.ptr<float>(), w_sums_.ptr<float>(), u_sums_.ptr<float>(),
@@ -295,26 +297,25 @@ void Adafactor::step(Tensor values, Tensor grads, Tensor norm_scale, double lr, 
     const float decay_step = static_cast<float>(lr * options_.weight_decay);
     const int n_tiles = narrow(static_cast<int64_t>(tiles_.size()), "tiles"), n_lines = static_cast<int>(lines_.size()),
               n_matrices = static_cast<int>(matrices_.size());
-    dispatch(values.dtype, [&](auto value_zero) {
-        dispatch(grads.dtype, [&](auto grad_zero) {
-            using V = decltype(value_zero);
-            using G = decltype(grad_zero);
-            squares_kernel<V, G><<<n_tiles, kThreads, 0, stream>>>(p, values.ptr<V>(), grads.ptr<G>(), norm, tables);
-            cudaCheckLaunch();
-            factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
-            cudaCheckLaunch();
-            scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
-            cudaCheckLaunch();
-            sizes_kernel<G>
-                <<<n_tiles, kThreads, 0, stream>>>(p, grads.ptr<G>(), rows, cols, norm, tables, options_.eps);
-            cudaCheckLaunch();
-            lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
-                                                              options_.clip_threshold);
-            cudaCheckLaunch();
-            apply_kernel<V, G><<<n_tiles, kThreads, 0, stream>>>(values.ptr<V>(), p, grads.ptr<G>(), rows, cols, norm,
-                                                                 tables, options_.eps, decay_step);
-            cudaCheckLaunch();
-        });
+    dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
+        using F = decltype(format);
+        using G = decltype(grad_zero);
+        auto* const values = weights.values.ptr<typename F::Value>();
+        const G* const g = grads.ptr<G>();
+        squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
+        cudaCheckLaunch();
+        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
+        cudaCheckLaunch();
+        scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
+        cudaCheckLaunch();
+        sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
+        cudaCheckLaunch();
+        lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
+                                                          options_.clip_threshold);
+        cudaCheckLaunch();
+        apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
+                                                             tables, options_.eps, decay_step, format);
+        cudaCheckLaunch();
     });
 }
 

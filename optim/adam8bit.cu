@@ -15,7 +15,6 @@
 //
 // One deviation from the paper: a v above 0 never becomes 0, but the table's smallest number. m would be divided by eps
 // alone if the next gradient of this weight were 0, and the weight thrown far away.
-#include "layers/chunk.cuh"
 #include "optim/adam.cuh"
 
 #include <algorithm>
@@ -68,11 +67,11 @@ struct States {
 };
 
 // Lane l of 32 has the elements 4 l to 4 l + 3, and 128 further on again: 16 bytes a load, one i32 of codes.
-template <class V, class G>
+template <class F, class G>
 __global__ void __launch_bounds__(kLanes* kBlocks)
-    adam8bit_kernel(V* __restrict__ values, States states, const G* __restrict__ grads,
-                    const float* __restrict__ norm_scale, const Tile* __restrict__ tiles, int n_tiles,
-                    CodeTables tables, AdamUpdate<true> update) {
+    adam8bit_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, States states,
+                    const G* __restrict__ grads, const float* __restrict__ norm_scale, const Tile* __restrict__ tiles,
+                    int n_tiles, CodeTables tables, F format, AdamUpdate<true> update) {
     const int b = static_cast<int>(blockIdx.x) * kBlocks + threadIdx.y, lane = threadIdx.x;
     const float scale = norm_scale[1];
     if (b >= n_tiles || scale != scale) return;  // all lanes of a block of elements. NaN: no update
@@ -88,7 +87,8 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
         v[k] = tables.v[v_words[word] >> shift & 255] * old_v_scale;
         if (e >= tile.n) continue;  // behind the parameter's end, where m and v stay 0
         const int64_t i = tile.first + e;
-        values[i] = from_float<V>(update(to_float(values[i]), scale * to_float(grads[i]), tile.decay, m[k], v[k]));
+        const float w = update(to_float(values[i]), scale * to_float(grads[i]), tile.decay, m[k], v[k]);
+        format.store(values, copy, i, w, format.random_bits(tile.key, tile.element + e));
     }
     for (int k = 0; k < kLaneN; ++k)
         m_max = fabsf(m[k]) > m_max ? fabsf(m[k]) : m_max, v_max = v[k] > v_max ? v[k] : v_max;
@@ -126,7 +126,7 @@ class Adam8bit final : public Optimizer {
         m_scales_ = arena.take("optimizer scales", DType::f32, {n_blocks});
         v_scales_ = arena.take("optimizer scales", DType::f32, {n_blocks});
         tables_ = arena.take("optimizer tiles", DType::f32, {4, 256});
-        tiles_ = arena.take("optimizer tiles", DType::i32, {n_blocks, 6});
+        tiles_ = arena.take("optimizer tiles", DType::i32, {n_blocks, kTileWords});
         for (bool is_signed : {true, false}) {
             const std::vector<float> table = dynamic_table(is_signed);
             host_tables_.insert(host_tables_.end(), table.begin(), table.end());
@@ -143,9 +143,10 @@ class Adam8bit final : public Optimizer {
         cudaCheck(cudaMemcpyAsync(tiles_.data, host_tiles_.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
         cudaCheck(cudaMemcpyAsync(tables_.data, host_tables_.data(), tables_.bytes(), cudaMemcpyHostToDevice, stream));
     }
-    void step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) override {
+    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+              cudaStream_t stream) override {
         if (host_tiles_.empty()) return;
-        check_optimizer_step(kName, n_, values, grads, norm_scale, lr, t);
+        check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
         const AdamUpdate<true> update(options_, lr, t);
         const int n_tiles = narrow(static_cast<int64_t>(host_tiles_.size()), "8-bit Adam: the number of blocks");
         const States states = {static_cast<uint32_t*>(m_codes_.data), static_cast<uint32_t*>(v_codes_.data),
@@ -154,15 +155,13 @@ class Adam8bit final : public Optimizer {
         const CodeTables code_tables = {tables, tables + 256, tables + 512, tables + 768};
         const dim3 block(kLanes, kBlocks);
         const int n_blocks = static_cast<int>(ceil_div(n_tiles, kBlocks));
-        dispatch(values.dtype, [&](auto value_zero) {
-            dispatch(grads.dtype, [&](auto grad_zero) {
-                using V = decltype(value_zero);
-                using G = decltype(grad_zero);
-                adam8bit_kernel<V, G><<<n_blocks, block, 0, stream>>>(
-                    values.ptr<V>(), states, grads.ptr<G>(), norm_scale.ptr<float>(),
-                    static_cast<const Tile*>(tiles_.data), n_tiles, code_tables, update);
-                cudaCheckLaunch();
-            });
+        dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
+            using F = decltype(format);
+            using G = decltype(grad_zero);
+            adam8bit_kernel<F, G><<<n_blocks, block, 0, stream>>>(
+                weights.values.ptr<typename F::Value>(), copy_of<F>(weights), states, grads.ptr<G>(),
+                norm_scale.ptr<float>(), static_cast<const Tile*>(tiles_.data), n_tiles, code_tables, format, update);
+            cudaCheckLaunch();
         });
     }
     // By parameter: a parameter begins a block, so its blocks are rows of the states.

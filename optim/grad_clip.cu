@@ -1,12 +1,12 @@
 // Clipping by the global norm.      (Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063)
 //
-//   norm  = sqrt(sum over all gradients of g^2)
-//   scale = min(1, max_norm / (norm + 1e-6))
+//   norm  = unscale * sqrt(sum over all gradients of g^2)
+//   scale = unscale * min(1, max_norm / (norm + 1e-6))
 //
 // One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the
 // direction of the step and bounds its length; clipping each by itself would turn it. The update multiplies by scale as
 // it reads the gradients, so clipping costs one pass over them and no write; and scale stays on the device, so nobody
-// waits for it.
+// waits for it. unscale takes back what the loss was multiplied by (loss_scaler.cu), in the same multiplication.
 //
 // The sum is made in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
 //   1. each thread sums kRows squares in f32 and stores its sum as a double;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict_
 template <class T>
 __global__ void __launch_bounds__(kLastBlock)
     norm_scale_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
-                      const T* __restrict__ rest, int64_t n_rest, float max_norm) {
+                      const T* __restrict__ rest, int64_t n_rest, float max_norm, float unscale) {
     __shared__ double shared[kLastBlock];
     const int t = threadIdx.x;
     double sum = 0;
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(kLastBlock)
     if (t > 0) return;
     for (int i = 1; i < kWarp; ++i) sum += shared[i];
 
-    const float norm = static_cast<float>(sqrt(sum));
-    float scale = 1;
-    if (max_norm > 0) scale = fminf(1.0f, max_norm / (norm + 1e-6f));
+    const float norm = static_cast<float>(unscale * sqrt(sum));
+    float scale = unscale;
+    if (max_norm > 0) scale *= fminf(1.0f, max_norm / (norm + 1e-6f));
     if (!(norm < INFINITY)) scale = NAN;  // inf or NaN: the update must not happen
     result[0] = norm;
     result[1] = scale;
@@ -89,13 +89,14 @@ __global__ void __launch_bounds__(kLastBlock)
 // kBlock doubles a chunk. (Rounded up, so that it is never 0.)
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
-void grad_norm(Tensor result, Tensor grads, float max_norm, Tensor scratch, cudaStream_t stream) {
+void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream) {
     const int64_t n = grads.n(), n_chunks = n / kChunkN, n_rest = n % kChunkN;
     expect("grad_norm", "result", result, DType::f32, {2});
     expect("grad_norm", "grads", grads, grads.dtype, {-1});
     expect("grad_norm", "scratch", scratch, DType::f32, {grad_norm_scratch_n(n)});
     check(is_aligned(scratch.data, sizeof(double)), "grad_norm: scratch must be on an 8-byte boundary");
     check(!std::isnan(max_norm), "grad_norm: max_norm is NaN");
+    check(unscale > 0 && std::isfinite(unscale), "grad_norm: unscale is ", unscale, ": it must be a number above 0");
 
     double* sums = static_cast<double*>(scratch.data);
     dispatch(grads.dtype, [&](auto zero) {
@@ -107,7 +108,8 @@ void grad_norm(Tensor result, Tensor grads, float max_norm, Tensor scratch, cuda
             cudaCheckLaunch();
         }
         norm_scale_kernel<T><<<1, kLastBlock, 0, stream>>>(result.ptr<float>(), sums, n_chunks * kBlock,
-                                                           grads.ptr<T>() + n_chunks * kChunkN, n_rest, max_norm);
+                                                           grads.ptr<T>() + n_chunks * kChunkN, n_rest, max_norm,
+                                                           unscale);
         cudaCheckLaunch();
     });
 }

@@ -16,8 +16,8 @@
 // outputs by sqrt(C / R) of what a square one does, and sqrt(R / C) makes up for it.
 //
 // Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
-// k and v are three, although they lie side by side (GPT-2's file has them as one). Embeddings and head, whose rows are
-// tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (optim/adam.cuh).
+// k and v are three, also where they are one parameter (GPT-2's c_attn, whose rows they share by thirds). Embeddings and
+// head, whose rows are tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (adam.cuh).
 #include "layers/layers.h"
 #include "optim/adam.cuh"
 
@@ -68,32 +68,48 @@ __global__ void normalise_kernel(T* __restrict__ x, const float* __restrict__ no
     if (i < n) x[i] = from_float<T>(to_float(x[i]) / fmaxf(norm[0], 1e-7f));  // a matrix without gradients stays 0
 }
 
-template <class V, class T>
-__global__ void apply_kernel(V* __restrict__ values, const T* __restrict__ x, const float* __restrict__ norm_scale,
-                             int64_t n, float step, float decay_step) {
+// The matrix is elements [first, first + n) of the parameter with this key.
+template <class F, class T>
+__global__ void apply_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
+                             const T* __restrict__ x, const float* __restrict__ norm_scale, int64_t n, float step,
+                             float decay_step, F format, uint64_t key, int64_t first) {
     const int64_t i = global_thread();
     const float scale = norm_scale[1];
     if (i >= n || scale != scale) return;
     const float w = to_float(values[i]);
-    values[i] = from_float<V>(w - (step * to_float(x[i]) + decay_step * w));
+    format.store(values, copy, i, w - (step * to_float(x[i]) + decay_step * w), format.random_bits(key, first + i));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The optimizer
+
+// What is orthogonalised by itself: a parameter, or a third of it.
+struct Matrix {
+    int64_t offset, R, C;  // place in the flat arrays
+    int64_t m_first;       // place in the state
+    uint64_t key;          // of its parameter, and
+    int64_t element;       // its first element there
+    bool decay;
+    int64_t n() const { return R * C; }
+};
 
 class Muon final : public Optimizer {
     static constexpr const char* kName = "Muon";
 
   public:
     Muon(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
-        : matrices_(select(params, true)), n_(n), options_(options),
+        : params_(select(params, true)), n_(n), options_(options),
           adamw_(arena, select(params, false), n, options, true) {
         check_optimizer_input(kName, params, n, options);
         int64_t m_n = 0, max_n = 0, max_side = 0;
-        for (const Param& matrix : matrices_) {
-            m_n += matrix.value.n();
-            max_n = std::max(max_n, matrix.value.n());
-            max_side = std::max(max_side, std::min(matrix.value.rows(), matrix.value.cols()));
+        for (const Param& param : params_) {
+            const int64_t n_parts = param.name.ends_with(".attn.c_attn.weight") ? 3 : 1, C = param.value.cols(),
+                          R = div_exact(param.value.rows(), n_parts, "rows of q, k and v");
+            for (int64_t part = 0; part < n_parts; ++part, m_n += R * C)
+                matrices_.push_back({param.offset + part * R * C, R, C, m_n, hash_name(param.name), part * R * C,
+                                     param.decay});
+            max_n = std::max(max_n, R * C);
+            max_side = std::max(max_side, std::min(R, C));
         }
         m_ = arena.take("optimizer m", DType::f32, {m_n});
         for (Tensor* x : {&x_, &y_}) *x = arena.take("optimizer scratch", options.ns_dtype, {max_n});
@@ -107,57 +123,54 @@ class Muon final : public Optimizer {
         check(m_.data != nullptr, kName, ": init before the arena is reserved");
         cudaCheck(cudaMemsetAsync(m_.data, 0, m_.bytes(), stream));
     }
-    void step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) override {
-        adamw_.step(values, grads, norm_scale, lr * options_.adamw_lr_ratio, t, stream);
+    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+              cudaStream_t stream) override {
+        adamw_.step(weights, grads, norm_scale, lr * options_.adamw_lr_ratio, t, stream);
         if (matrices_.empty()) return;
-        check_optimizer_step(kName, n_, values, grads, norm_scale, lr, t);
-        int64_t first = 0;
-        for (const Param& matrix : matrices_) {
-            const int64_t n = matrix.value.n();
-            update_matrix(matrix, values.slice(matrix.offset, n), grads.slice(matrix.offset, n), m_.slice(first, n),
-                          norm_scale, lr, stream);
-            first += n;
-        }
+        check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
+        dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
+            dispatch(options_.ns_dtype, [&](auto zero) {
+                using F = decltype(format);
+                using G = decltype(grad_zero);
+                for (const Matrix& matrix : matrices_)
+                    update_matrix<F, G, decltype(zero)>(
+                        matrix, weights.values.ptr<typename F::Value>() + matrix.offset,
+                        copy_of<F>(weights) + (weights.copy ? matrix.offset : 0), grads.ptr<G>() + matrix.offset,
+                        norm_scale.ptr<float>(), lr, format, stream);
+            });
+        });
     }
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all = adamw_.states();
         int64_t first = 0;
-        for (const Param& matrix : matrices_) {
-            all.push_back({"m." + matrix.name, m_.slice(first, matrix.value.n()), false});
-            first += matrix.value.n();
+        for (const Param& param : params_) {
+            all.push_back({"m." + param.name, m_.slice(first, param.value.n()), false});
+            first += param.value.n();
         }
         return all;
     }
 
   private:
-    // w, g, m: the matrix's elements.
-    void update_matrix(const Param& matrix, Tensor w, Tensor g, Tensor m, Tensor norm_scale, double lr,
-                       cudaStream_t stream) {
-        const int64_t n = w.n(), R = matrix.value.rows(), C = matrix.value.cols();
+    // values, copy, grads: the matrix's elements.
+    template <class F, class G, class T>
+    void update_matrix(const Matrix& matrix, typename F::Value* values, typename F::Copy* copy, const G* grads,
+                       const float* norm_scale, double lr, F format, cudaStream_t stream) {
+        const int64_t n = matrix.n();
         const int n_blocks = blocks_for(n);
-        dispatch(options_.ns_dtype, [&](auto zero) {
-            using T = decltype(zero);
-            dispatch(g.dtype, [&](auto grad_zero) {
-                using G = decltype(grad_zero);
-                momentum_kernel<T, G><<<n_blocks, kBlock, 0, stream>>>(x_.ptr<T>(), m.ptr<float>(), g.ptr<G>(),
-                                                                       norm_scale.ptr<float>(), n, options_.momentum);
-                cudaCheckLaunch();
-            });
-            const Tensor scratch = norm_scratch_.slice(0, grad_norm_scratch_n(n));
-            grad_norm(norm_, x_.slice(0, n), 0, scratch, stream);
-            normalise_kernel<T><<<n_blocks, kBlock, 0, stream>>>(x_.ptr<T>(), norm_.ptr<float>(), n);
-            cudaCheckLaunch();
-            const Tensor x = newton_schulz(R, C, stream);
-            const float step =
-                static_cast<float>(lr * std::sqrt(std::max(1.0, static_cast<double>(R) / static_cast<double>(C))));
-            const float decay_step = matrix.decay ? static_cast<float>(lr * options_.weight_decay) : 0.0f;
-            dispatch(w.dtype, [&](auto value_zero) {
-                using V = decltype(value_zero);
-                apply_kernel<V, T><<<n_blocks, kBlock, 0, stream>>>(w.ptr<V>(), x.ptr<T>(), norm_scale.ptr<float>(), n,
-                                                                    step, decay_step);
-                cudaCheckLaunch();
-            });
-        });
+        momentum_kernel<T, G><<<n_blocks, kBlock, 0, stream>>>(x_.ptr<T>(), m_.ptr<float>() + matrix.m_first, grads,
+                                                               norm_scale, n, options_.momentum);
+        cudaCheckLaunch();
+        const Tensor scratch = norm_scratch_.slice(0, grad_norm_scratch_n(n));
+        grad_norm(norm_, x_.slice(0, n), 0, 1, scratch, stream);
+        normalise_kernel<T><<<n_blocks, kBlock, 0, stream>>>(x_.ptr<T>(), norm_.ptr<float>(), n);
+        cudaCheckLaunch();
+        const Tensor x = newton_schulz(matrix.R, matrix.C, stream);
+        const double aspect = static_cast<double>(matrix.R) / static_cast<double>(matrix.C);
+        const float step = static_cast<float>(lr * std::sqrt(std::max(1.0, aspect)));
+        const float decay_step = matrix.decay ? static_cast<float>(lr * options_.weight_decay) : 0.0f;
+        apply_kernel<F, T><<<n_blocks, kBlock, 0, stream>>>(values, copy, x.ptr<T>(), norm_scale, n, step, decay_step,
+                                                            format, matrix.key, matrix.element);
+        cudaCheckLaunch();
     }
 
     // The iterations, on x_. The product A is made on the shorter side: X^T X and X (...) where R > C.
@@ -181,7 +194,8 @@ class Muon final : public Optimizer {
         return x;
     }
 
-    std::vector<Param> matrices_;
+    std::vector<Param> params_;  // the hidden ones
+    std::vector<Matrix> matrices_;
     int64_t n_;
     OptimizerOptions options_;
     Elementwise<AdamUpdate<true>> adamw_;

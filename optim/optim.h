@@ -27,14 +27,42 @@ void check_schedule(const Schedule& schedule);  // Error for an unknown name, wa
 
 // ---------------------------------------------------------------------------------------------------------------------
 // grad_clip.cu: clipping by the global norm                                   (Pascanu et al. 2013, arXiv:1211.5063)
-//   norm = sqrt(sum over all gradients of g^2)       scale = min(1, max_norm / (norm + 1e-6))
-// grads: flat (n), f32, bf16 or f16.   result: (2) f32 on the device = {norm, scale}: no round trip to the host; the
-// update multiplies each gradient by scale. max_norm <= 0: no clipping, scale = 1. A norm that is inf or NaN gives
-// scale NaN, which makes the update leave everything as it is (sums are f32: a gradient beyond 8e17 may count as inf).
+//   norm = unscale * sqrt(sum over all gradients of g^2)       scale = unscale * min(1, max_norm / (norm + 1e-6))
+// grads: flat (n), f32, bf16 or f16, 1 / unscale times too large because the loss was (1 where it was not).
+// result: (2) f32 on the device = {norm, scale}: no round trip to the host; the update multiplies each gradient by scale.
+// max_norm <= 0: no clipping, scale = unscale. A norm that is inf or NaN gives scale NaN, which makes the update leave
+// everything as it is (sums are f32: a gradient beyond 8e17, before unscaling, may count as inf).
 // scratch: grad_norm_scratch_n(n) f32 on an 8-byte boundary (it holds doubles).
 
-void grad_norm(Tensor result, Tensor grads, float max_norm, Tensor scratch, cudaStream_t stream);
+void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream);
 int64_t grad_norm_scratch_n(int64_t n);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// loss_scaler.cu: the factor on the loss that keeps f16 gradients from becoming 0     (Micikevicius et al. 2018,
+// arXiv:1710.03740). Every gradient is `scale` times as large; grad_norm's unscale = 1 / scale takes it back in f32.
+//   dynamic   an overflow: scale *= backoff, and the step is skipped (the norm is not finite, so the update did nothing)
+//             `interval` steps in a row without one: scale *= growth, up to `largest`
+//   static    scale stays
+
+struct LossScaleOptions {
+    bool dynamic = true;
+    double start = 65536, growth = 2, backoff = 0.5, largest = 16777216;
+    int64_t interval = 2000;
+};
+LossScaleOptions parse_loss_scale(const std::string& text);  // "dynamic", or a number: static. Error otherwise
+
+// Lives on the host: the program reads the norm once a step and calls update(!isfinite(norm)).
+// A checkpoint saves scale, good_steps and overflows.
+struct LossScaler {
+    LossScaleOptions options;
+    double scale;            // of the next step
+    int64_t good_steps = 0;  // without an overflow, since the last one or the last growth
+    int64_t overflows = 0;   // in a row
+
+    explicit LossScaler(const LossScaleOptions& options);
+    // Error when it cannot go on: a dynamic scale that falls below 1, 20 overflows in a row of a static one.
+    void update(bool overflow);
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tiles.cu: the table that lets one launch update all parameters. A tile is at most kTileN consecutive elements of one
@@ -45,8 +73,11 @@ struct Tile {
     int64_t first;        // offset of its first element in the flat values and gradients
     int64_t state_first;  // and in the optimizer's states: the same, unless these are packed
     int32_t n;
-    float decay;  // 1 where weight decay applies, otherwise 0
+    float decay;      // 1 where weight decay applies, otherwise 0
+    uint64_t key;     // hash_name of the parameter's name: with
+    int64_t element;  // the place of its first element in the parameter, a multiple of tile_n, it addresses random numbers
 };
+constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are kept in tensors of (n_tiles, kTileWords) i32
 // packed: the states of these parameters lie side by side, without the parameters that are not among them.
 std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = kTileN, bool packed = false);
 
@@ -67,6 +98,20 @@ std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = 
 //   adam8bit    adam8bit.cu    2.03 m, v                   1e-3      AdamW with states of 8 bits
 //
 // All of them: g = scale * grad, with the scale of grad_norm; weight decay only where Param::decay says so.
+
+// What a step updates. With 16-bit parameters an update is usually smaller than half the distance to the next number (of
+// bf16: 1/256 of the weight), and rounding to nearest loses it, step after step. There are two ways out:
+//   master   the f32 weights are what is updated, and forward and backward read the copy      (arXiv:1710.03740)
+//   stochastic rounding    up or down at random, with the exact weight as expected value: w = 1 and 1000 updates of 1e-4
+//            arrive near 1.1, where rounding to nearest stays at 1. Saves the master's 4 bytes a parameter, and adds
+//            noise.           (Gupta et al. 2015, arXiv:1502.02551; for bf16: Zamirai et al. 2020, arXiv:2010.06192)
+// The random bits are a function of the seed, the parameter's name, the element and t: the same on every mesh.
+struct Weights {
+    Tensor values;            // flat (n): f32 (plain training, or the master), or bf16
+    Tensor copy = {};         // optional, with f32 values: bf16 or f16, flat (n); values rounded to nearest
+    bool stochastic = false;  // bf16 values: round stochastically. false: to nearest
+    uint64_t seed = 0;        // of the stochastic rounding
+};
 
 // Every optimizer reads the fields that its maths names. Start from default_optimizer_options(name): the defaults below
 // are AdamW's, as GPT-3 and LLaMA were trained.
@@ -98,9 +143,12 @@ class Optimizer {
     virtual ~Optimizer() = default;
     // After arena.reserve(): zeroes the states and uploads tables.
     virtual void init(cudaStream_t stream) = 0;
-    // One update of all parameters. values, grads: flat (n), f32, bf16 or f16 each. norm_scale: grad_norm's result; a
-    // scale of NaN leaves values and states as they are. t counts updates from 1.
-    virtual void step(Tensor values, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) = 0;
+    // One update of all parameters. grads: flat (n), f32, or of the 16-bit dtype of the weights. norm_scale: grad_norm's
+    // result; a scale of NaN leaves values, copy and states as they are. t counts updates from 1, and only those that
+    // happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no parameter (gaps,
+    // padding of the flat arrays) are never touched.
+    virtual void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+                      cudaStream_t stream) = 0;
     virtual std::vector<OptimizerState> states() const = 0;
 };
 
@@ -110,6 +158,8 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena,
                                           int64_t n, const OptimizerOptions& options);
 std::vector<std::string> optimizer_names();
 OptimizerOptions default_optimizer_options(const std::string& name);
+// For the small default model of train_gpt; models of 100M and more want the smaller ones of the table above.
+double default_learning_rate(const std::string& name);
 
 // What make_optimizer chooses from.
 using MakeOptimizer = std::unique_ptr<Optimizer>(Arena& arena, const std::vector<Param>& params, int64_t n,
@@ -120,5 +170,5 @@ MakeOptimizer make_sgd, make_momentum, make_nesterov, make_adagrad, make_rmsprop
 // Checks that all optimizers share. They name the optimizer in the error.
 void check_optimizer_input(const char* name, const std::vector<Param>& params, int64_t n,
                            const OptimizerOptions& options);
-void check_optimizer_step(const char* name, int64_t n, Tensor values, Tensor grads, Tensor norm_scale, double lr,
-                          int64_t t);
+void check_optimizer_step(const char* name, int64_t n, const Weights& weights, Tensor grads, Tensor norm_scale,
+                          double lr, int64_t t);

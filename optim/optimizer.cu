@@ -8,24 +8,25 @@ namespace {
 struct Entry {
     const char* name;
     MakeOptimizer* make;
+    double lr;
     OptimizerOptions defaults;
 };
 
-// Defaults: those of the paper or of PyTorch, where language models have no habit of their own. Lion's steps are all of
+// Learning rates: each trains the program's small default model well. Other defaults: those of the paper or of PyTorch, where language models have no habit of their own. Lion's steps are all of
 // length lr, so its lr is a tenth of AdamW's, and its weight decay ten times as large: lr * weight_decay is the same.
 const std::vector<Entry>& entries() {
     static const std::vector<Entry> table = {
-        {"sgd", make_sgd, {.weight_decay = 0}},
-        {"momentum", make_momentum, {.weight_decay = 0}},
-        {"nesterov", make_nesterov, {.weight_decay = 0}},
-        {"adagrad", make_adagrad, {.eps = 1e-10f, .weight_decay = 0}},
-        {"rmsprop", make_rmsprop, {.beta2 = 0.99f, .weight_decay = 0}},
-        {"adam", make_adam, {.beta2 = 0.999f, .weight_decay = 0}},
-        {"adamw", make_adamw, {}},
-        {"adafactor", make_adafactor, {.eps = 1e-30f, .weight_decay = 0}},
-        {"lion", make_lion, {.beta2 = 0.99f, .weight_decay = 1}},
-        {"muon", make_muon, {.momentum = 0.95f}},
-        {"adam8bit", make_adam8bit, {}},
+        {"sgd", make_sgd, 0.3, {.weight_decay = 0}},
+        {"momentum", make_momentum, 0.05, {.weight_decay = 0}},
+        {"nesterov", make_nesterov, 0.05, {.weight_decay = 0}},
+        {"adagrad", make_adagrad, 1e-2, {.eps = 1e-10f, .weight_decay = 0}},
+        {"rmsprop", make_rmsprop, 1e-3, {.beta2 = 0.99f, .weight_decay = 0}},
+        {"adam", make_adam, 3e-3, {.beta2 = 0.999f, .weight_decay = 0}},
+        {"adamw", make_adamw, 3e-3, {}},
+        {"adafactor", make_adafactor, 3e-2, {.eps = 1e-30f, .weight_decay = 0}},
+        {"lion", make_lion, 1e-3, {.beta2 = 0.99f, .weight_decay = 1}},
+        {"muon", make_muon, 2e-2, {.momentum = 0.95f}},
+        {"adam8bit", make_adam8bit, 3e-3, {}},
     };
     return table;
 }
@@ -54,6 +55,8 @@ std::vector<std::string> optimizer_names() {
 
 OptimizerOptions default_optimizer_options(const std::string& name) { return entry(name).defaults; }
 
+double default_learning_rate(const std::string& name) { return entry(name).lr; }
+
 void check_optimizer_input(const char* name, const std::vector<Param>& params, int64_t n, const OptimizerOptions& o) {
     // Written so that a NaN fails, too.
     const auto below_1 = [&](const char* what, float x) {
@@ -78,9 +81,10 @@ void check_optimizer_input(const char* name, const std::vector<Param>& params, i
               param.value.describe(), " at offset ", param.offset, " is not inside the ", n, " flat elements");
 }
 
-void check_optimizer_step(const char* name, int64_t n, Tensor values, Tensor grads, Tensor norm_scale, double lr,
-                          int64_t t) {
-    expect(name, "values", values, values.dtype, {n});
+void check_optimizer_step(const char* name, int64_t n, const Weights& weights, Tensor grads, Tensor norm_scale,
+                          double lr, int64_t t) {
+    expect(name, "values", weights.values, weights.values.dtype, {n});
+    if (weights.copy.rank > 0) expect(name, "copy", weights.copy, weights.copy.dtype, {n});
     expect(name, "grads", grads, grads.dtype, {n});
     expect(name, "norm_scale", norm_scale, DType::f32, {2});
     check(t >= 1, name, ": t is ", t, ": updates count from 1");

@@ -18,7 +18,8 @@ std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n, b
         const int64_t n = param.value.n(), state_offset = packed ? n_packed : param.offset;
         for (int64_t first = 0; first < n; first += tile_n)
             tiles.push_back({param.offset + first, state_offset + first,
-                             static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f});
+                             static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f,
+                             hash_name(param.name), first});
         n_packed += n;
     }
     return tiles;

@@ -22,9 +22,9 @@ struct Result {
     std::vector<unsigned char> bits;
 };
 
-Result run(const Tensor& grads, float max_norm) {
+Result run(const Tensor& grads, float max_norm, float unscale = 1) {
     Buffer result(DType::f32, {2}), scratch(DType::f32, {grad_norm_scratch_n(grads.n())});
-    grad_norm(result, grads, max_norm, scratch, device().stream);
+    grad_norm(result, grads, max_norm, unscale, scratch, device().stream);
     const std::vector<double> values = result.values();
     return {values[0], values[1], result.bits()};
 }
@@ -97,6 +97,30 @@ TEST_CASE("clipping is active above max_norm, inactive below, and can be switche
     CHECK(zero.scale == 1);
 }
 
+TEST_CASE("grad_norm takes back what the loss was multiplied by", "[grad_clip]") {
+    // Powers of two change no mantissa: the norm is the same bit for bit, and the scale unscale times the other one.
+    for (DType dtype : kFloatDTypes)
+        for (int64_t n : {int64_t{1000}, kChunkN + 77}) {
+            const std::vector<double> values = rounded(random_values(n, 7, 0.01), dtype);
+            std::vector<double> larger = values;
+            for (double& g : larger) g *= 1024;
+            const Buffer grads(dtype, {n}, values), scaled(dtype, {n}, larger);
+            for (float max_norm : {0.0f, 0.1f, 1e6f}) {
+                const Result plain = run(grads, max_norm), unscaled = run(scaled, max_norm, 1.0f / 1024);
+                CHECK(unscaled.norm == plain.norm);
+                CHECK(unscaled.scale == plain.scale / 1024);
+            }
+        }
+    // f16 at its largest everywhere: 65504^2 times the 512 elements of a thread is 2e12, far from f32's largest.
+    const int64_t n = 2 * kChunkN + 5;
+    const Buffer largest_f16(DType::f16, {n}, std::vector<double>(static_cast<size_t>(n), 65504.0));
+    const Result result = run(largest_f16, 1.0f, 0x1p-16f);
+    const double norm = 65504.0 / 65536 * std::sqrt(static_cast<double>(n));
+    CHECK(std::abs(result.norm - norm) <= kTolerance * norm);
+    CHECK(std::abs(result.scale - 0x1p-16 / norm) <= (kTolerance + 1e-6 / norm) * 0x1p-16 / norm);
+    CHECK(std::isnan(run(Buffer(DType::f16, {2}, {1, INFINITY}), 1.0f, 0x1p-16f).scale));
+}
+
 TEST_CASE("an infinite or NaN gradient anywhere makes the scale NaN", "[grad_clip]") {
     const int64_t n = kChunkN + 77;
     const double bad_values[] = {INFINITY, -INFINITY, NAN};
@@ -136,7 +160,7 @@ TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
     Buffer integers(DType::i32, {10}), short_scratch(DType::f32, {scratch_n - 1}), matrix(DType::f32, {2, 5});
     from_floats(grads, std::vector<float>(10, 1.0f));
     const auto error = [&](Tensor result, Tensor grads, float max_norm, Tensor scratch) {
-        return error_of([&] { grad_norm(result, grads, max_norm, scratch, device().stream); });
+        return error_of([&] { grad_norm(result, grads, max_norm, 1.0f, scratch, device().stream); });
     };
     CHECK(error(result, grads, 1.0f, scratch).empty());
     CHECK_THAT(error(one, grads, 1.0f, scratch), ContainsSubstring("grad_norm: result is f32 (1)"));
@@ -144,4 +168,7 @@ TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
     CHECK_THAT(error(result, integers, 1.0f, scratch), ContainsSubstring("i32"));
     CHECK_THAT(error(result, grads, 1.0f, short_scratch), ContainsSubstring("grad_norm: scratch"));
     CHECK_THAT(error(result, grads, NAN, scratch), ContainsSubstring("max_norm is NaN"));
+    for (float unscale : {0.0f, -1.0f, INFINITY, NAN})
+        CHECK_THAT(error_of([&] { grad_norm(result, grads, 1.0f, unscale, scratch, device().stream); }),
+                   ContainsSubstring("unscale is"));
 }

@@ -1,6 +1,7 @@
 // The optimizer family: against PyTorch and the papers (test/golden/optim), and what must hold for every name.
 //
 //   run:   build/cpu/run_tests -# "[#test_optimizers]"
+#include <bit>
 #include <cmath>
 #include <fstream>
 
@@ -73,7 +74,7 @@ void take_steps(Optimizer& optimizer, Buffer& values, int64_t n, int64_t first, 
     Buffer grads(DType::f32, {n}), norm_scale(DType::f32, {2}, {123, 0.75});
     for (int64_t t = first; t <= last; ++t) {
         grads.set(gradients_of_step(n, t));
-        optimizer.step(values, grads, norm_scale, 1e-2, t, device().stream);
+        optimizer.step({values}, grads, norm_scale, 1e-2, t, device().stream);
     }
 }
 
@@ -151,7 +152,7 @@ TEST_CASE("every optimizer equals PyTorch's, or its paper's, over 50 steps", "[o
         for (int64_t t = 1; t <= 50; ++t) {
             for (int64_t i = 0; i < layout.n; ++i) g[static_cast<size_t>(i)] = gradient(layout_index, i, t);
             grads.set(g);
-            optimizer->step(values, grads, norm_scale, lr, t, device().stream);
+            optimizer->step({values}, grads, norm_scale, lr, t, device().stream);
             if (t != 1 && t != 2 && t != 50) continue;
             int64_t golden_t = 0;
             file >> word >> golden_t;
@@ -198,7 +199,7 @@ TEST_CASE("Adafactor equals float64 on matrices of many tiles", "[optim]") {
         for (int64_t k = 0; k < 650; ++k)
             if (is_padding(layout.params[2], k)) g[static_cast<size_t>(layout.params[2].offset + k)] = 0;
         grads.set(g);
-        adafactor->step(values, grads, norm_scale, lr, t, device().stream);
+        adafactor->step({values}, grads, norm_scale, lr, t, device().stream);
         const double rest = std::pow(static_cast<double>(t), -static_cast<double>(options.decay_power));
         for (const Param& param : layout.params) {
             const bool is_matrix = param.value.rank == 2;
@@ -252,7 +253,7 @@ TEST_CASE("Muon makes every singular value about 1", "[optim]") {
         Buffer values(DType::f32, {layout.n}, std::vector<double>(static_cast<size_t>(layout.n), 0.0));
         Buffer grads(DType::f32, {layout.n}, random_values(layout.n, 4)), norm_scale(DType::f32, {2}, {1, 1});
         OwnOptimizer muon("muon", layout.params, layout.n, options);
-        muon->step(values, grads, norm_scale, 1, 1, device().stream);
+        muon->step({values}, grads, norm_scale, 1, 1, device().stream);
         const std::vector<double> w = values.values();
         for (const Param& param : layout.params) {
             const bool tall = param.value.rows() > param.value.cols();
@@ -289,9 +290,9 @@ TEST_CASE("8-bit Adam never divides by eps alone", "[optim]") {
     Buffer values(DType::f32, {3}, {0, 0, 0}), grads(DType::f32, {3}, {1, 3e-4, 0}),
         norm_scale(DType::f32, {2}, {1, 1});
     OwnOptimizer adam8bit("adam8bit", layout);
-    adam8bit->step(values, grads, norm_scale, 1e-3, 1, device().stream);
+    adam8bit->step({values}, grads, norm_scale, 1e-3, 1, device().stream);
     grads.set({0, 0, 0});
-    adam8bit->step(values, grads, norm_scale, 1e-3, 2, device().stream);
+    adam8bit->step({values}, grads, norm_scale, 1e-3, 2, device().stream);
     const std::vector<double> w = values.values();
     CHECK(w[0] < -1e-3);
     CHECK(w[1] < -1e-3);
@@ -330,6 +331,31 @@ TEST_CASE("one fused launch equals a launch for each parameter, bit for bit", "[
     }
 }
 
+TEST_CASE("stochastic rounding does not depend on where a parameter lies", "[optim][stochastic]") {
+    const Layout layout = odd_layout();
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        const std::vector<double> start = random_values(layout.n, 1);
+        Buffer together(DType::bf16, {layout.n}, start), grads(DType::bf16, {layout.n}, gradients_of_step(layout.n, 1));
+        Buffer norm_scale(DType::f32, {2}, {1, 0.75});
+        OwnOptimizer all(name, layout);
+        const Weights weights = {.values = together, .stochastic = true, .seed = 3};
+        all->step(weights, grads, norm_scale, 1e-2, 1, device().stream);
+        for (Param param : layout.params) {
+            const int64_t n = param.value.n(), from = param.offset;
+            const std::vector<double> g = grads.values();
+            Buffer alone(DType::bf16, {n}, {start.begin() + from, start.begin() + from + n});
+            Buffer alone_grads(DType::bf16, {n}, {g.begin() + from, g.begin() + from + n});
+            param.offset = 0;
+            OwnOptimizer optimizer(name, {param}, n, default_optimizer_options(name));
+            const Weights alone_weights = {.values = alone, .stochastic = true, .seed = 3};
+            optimizer->step(alone_weights, alone_grads, norm_scale, 1e-2, 1, device().stream);
+            const std::vector<double> w = together.values();
+            CHECK((alone.values() == std::vector<double>(w.begin() + from, w.begin() + from + n)));
+        }
+    }
+}
+
 TEST_CASE("every optimizer skips a step whose scale is NaN", "[optim]") {
     const Layout layout = odd_layout();
     for (const std::string& name : optimizer_names()) {
@@ -343,7 +369,7 @@ TEST_CASE("every optimizer skips a step whose scale is NaN", "[optim]") {
         std::vector<double> g = gradients_of_step(layout.n, 3);
         for (size_t i = 0; i < g.size(); i += 100) g[i] = i % 200 ? NAN : INFINITY;
         grads.set(g);
-        optimizer->step(values, grads, norm_scale, 1e-2, 3, device().stream);
+        optimizer->step({values}, grads, norm_scale, 1e-2, 3, device().stream);
         CHECK((values.bits() == before));
         CHECK((optimizer.states() == states));
         take_steps(*optimizer.optimizer, values, layout.n, 3, 3);  // and nothing is left behind: it goes on
@@ -376,23 +402,209 @@ TEST_CASE("every optimizer continues bit for bit from its saved states", "[optim
     }
 }
 
-TEST_CASE("every optimizer computes in f32, whatever the dtypes", "[optim]") {
+TEST_CASE("master weights: f32 training bit for bit, and a copy that is their rounding", "[optim][master]") {
     const Layout layout = odd_layout();
+    const std::vector<double> start = random_values(layout.n, 1), sevens(static_cast<size_t>(layout.n), 7.0);
+    std::vector<bool> in_gap(static_cast<size_t>(layout.n), true);
+    for (const Param& param : layout.params)
+        for (int64_t k = 0; k < param.value.n(); ++k) in_gap[static_cast<size_t>(param.offset + k)] = false;
     for (const std::string& name : optimizer_names())
-        for (const DType value_dtype : kFloatDTypes)
-            for (const DType grad_dtype : kFloatDTypes) {
-                INFO(name << ", " << dtype_name(value_dtype) << " values, " << dtype_name(grad_dtype) << " gradients");
-                const std::vector<double> w = rounded(random_values(layout.n, 1), value_dtype);
-                const std::vector<double> g = rounded(gradients_of_step(layout.n, 1), grad_dtype);
-                Buffer exact_values(DType::f32, {layout.n}, w), exact_grads(DType::f32, {layout.n}, g);
-                Buffer values(value_dtype, {layout.n}, w), grads(grad_dtype, {layout.n}, g);
+        for (const DType copy_dtype : {DType::bf16, DType::f16})
+            for (const DType grad_dtype : {DType::f32, copy_dtype}) {
+                INFO(name << ", copy " << dtype_name(copy_dtype) << ", gradients " << dtype_name(grad_dtype));
+                Buffer plain(DType::f32, {layout.n}, start), master(DType::f32, {layout.n}, start);
+                Buffer copy(copy_dtype, {layout.n}, sevens), grads(grad_dtype, {layout.n}), f32(DType::f32, {layout.n});
                 Buffer norm_scale(DType::f32, {2}, {1, 0.75});
                 OwnOptimizer exact(name, layout), optimizer(name, layout);
-                exact->step(exact_values, exact_grads, norm_scale, 1e-2, 1, device().stream);
-                optimizer->step(values, grads, norm_scale, 1e-2, 1, device().stream);
-                CHECK((values.values() == rounded(exact_values.values(), value_dtype)));
+                for (int64_t t = 1; t <= 3; ++t) {
+                    grads.set(gradients_of_step(layout.n, t));
+                    f32.set(grads.values());
+                    exact->step({plain}, f32, norm_scale, 1e-2, t, device().stream);
+                    optimizer->step({.values = master, .copy = copy}, grads, norm_scale, 1e-2, t, device().stream);
+                }
+                CHECK((master.bits() == plain.bits()));
+                CHECK((optimizer.states() == exact.states()));
+                std::vector<double> expected = rounded(master.values(), copy_dtype);
+                for (size_t i = 0; i < expected.size(); ++i)
+                    if (in_gap[i]) expected[i] = 7;
+                CHECK((copy.values() == expected));
+                // NaN: the copy, too, stays as it is.
+                const auto before = copy.bits();
+                norm_scale.set({INFINITY, NAN});
+                optimizer->step({.values = master, .copy = copy}, grads, norm_scale, 1e-2, 4, device().stream);
+                CHECK((copy.bits() == before));
+                CHECK((master.bits() == plain.bits()));
                 CHECK((optimizer.states() == exact.states()));
             }
+}
+
+namespace {
+
+// What optim/weights.cuh promises for element e of a parameter, on the host.
+double stochastically_rounded(float w, uint64_t seed, const std::string& name, int64_t t, int64_t e) {
+    const Philox draw = philox(seed, hash_name(name), static_cast<uint64_t>(t) * 0x100000000u +
+                                                          static_cast<uint64_t>(e / 1024 * 128 + e % 128));
+    const uint64_t part = static_cast<uint64_t>(e / 128 % 8);
+    const uint32_t random_bits = part % 2 == 0 ? draw.v[part / 2] % 65536 : draw.v[part / 2] / 65536;
+    // f32 numbers of one sign are ordered as their bits: those below and above have lower halves of 0.
+    const uint32_t bits = std::bit_cast<uint32_t>(w);
+    const uint32_t down = bits / 65536 * 65536, up = down + 65536;
+    return std::bit_cast<float>(bits % 65536 + random_bits >= 65536 ? up : down);
+}
+
+}  // namespace
+
+TEST_CASE("bf16 weights without a master, to nearest and stochastically, against a host loop", "[optim][stochastic]") {
+    const Layout layout = odd_layout();
+    const uint64_t seed = 0x123456789abcdef;
+    for (const std::string& name : optimizer_names())
+        for (const DType grad_dtype : {DType::f32, DType::bf16})
+            for (const bool stochastic : {false, true}) {
+                INFO(name << ", gradients " << dtype_name(grad_dtype) << (stochastic ? ", stochastic" : ", nearest"));
+                Buffer values(DType::bf16, {layout.n}, random_values(layout.n, 1)), grads(grad_dtype, {layout.n});
+                Buffer exact_values(DType::f32, {layout.n}), exact_grads(DType::f32, {layout.n});
+                Buffer norm_scale(DType::f32, {2}, {1, 0.75});
+                OwnOptimizer exact(name, layout), optimizer(name, layout);
+                for (int64_t t = 1; t <= 3; ++t) {
+                    grads.set(gradients_of_step(layout.n, t));
+                    exact_grads.set(grads.values());
+                    exact_values.set(values.values());
+                    const Weights weights = {.values = values, .stochastic = stochastic, .seed = seed};
+                    exact->step({exact_values}, exact_grads, norm_scale, 1e-2, t, device().stream);
+                    optimizer->step(weights, grads, norm_scale, 1e-2, t, device().stream);
+                    const std::vector<double> w = exact_values.values();
+                    std::vector<double> expected = rounded(w, DType::bf16);
+                    for (const Param& param : layout.params)
+                        for (int64_t e = 0; e < param.value.n() && stochastic; ++e) {
+                            const size_t i = static_cast<size_t>(param.offset + e);
+                            expected[i] =
+                                stochastically_rounded(static_cast<float>(w[i]), seed, param.name, t, e);
+                        }
+                    REQUIRE((values.values() == expected));
+                    REQUIRE((optimizer.states() == exact.states()));
+                }
+                const auto before = values.bits();
+                norm_scale.set({INFINITY, NAN});
+                const Weights weights = {.values = values, .stochastic = stochastic, .seed = seed};
+                optimizer->step(weights, grads, norm_scale, 1e-2, 4, device().stream);
+                CHECK((values.bits() == before));
+                CHECK((optimizer.states() == exact.states()));
+            }
+}
+
+TEST_CASE("stochastic rounding is exact on average, and keeps updates that nearest rounding loses",
+          "[optim][stochastic]") {
+    const int64_t n = 20000;
+    Layout layout;
+    layout.add("weight", {n});
+    const std::vector<double> ones(static_cast<size_t>(n), 1.0);
+    Buffer grads(DType::f32, {n}, std::vector<double>(static_cast<size_t>(n), -1.0)),
+        norm_scale(DType::f32, {2}, {1, 1});
+    const auto mean = [](const std::vector<double>& values) {
+        double sum = 0;
+        for (double x : values) sum += x;
+        return sum / static_cast<double>(values.size());
+    };
+    OwnOptimizer sgd("sgd", layout);
+    // Above 1 the next bf16 is 1 + 2^-7. A step to 1 + p 2^-7 goes up with the probability p; the mean of n such choices
+    // has a standard deviation of sqrt(p (1 - p) / n) 2^-7. Five of them: wrong once in 1.7 million tests, and this one
+    // always has the same seed.
+    for (const double p : {0.01, 0.25, 0.5, 0.9}) {
+        Buffer values(DType::bf16, {n}, ones);
+        const Weights weights = {.values = values, .stochastic = true, .seed = 5};
+        sgd->step(weights, grads, norm_scale, p * 0x1p-7, 1, device().stream);
+        CHECK(std::abs(mean(values.values()) - (1 + p * 0x1p-7)) <=
+              5 * std::sqrt(p * (1 - p) / static_cast<double>(n)) * 0x1p-7 + 0x1p-24);
+        for (double w : values.values()) REQUIRE((w == 1 || w == 1 + 0x1p-7));
+    }
+    // 1000 updates of 1e-4. Each choice adds a variance of p (1 - p) 2^-14 with p = 1e-4 * 2^7 = 0.0128: after 1000 the
+    // standard deviation of one weight is sqrt(12.6) 2^-7 = 0.028, that of the mean of n weights smaller by sqrt(n).
+    Buffer nearest(DType::bf16, {n}, ones), stochastic(DType::bf16, {n}, ones);
+    for (int64_t t = 1; t <= 1000; ++t) {
+        sgd->step({nearest}, grads, norm_scale, 1e-4, t, device().stream);
+        const Weights weights = {.values = stochastic, .stochastic = true, .seed = 5};
+        sgd->step(weights, grads, norm_scale, 1e-4, t, device().stream);
+    }
+    CHECK((nearest.values() == ones));
+    const std::vector<double> w = stochastic.values();
+    const double deviation = 0.028;
+    // 1e-4 itself is rounded, and w - lr * g in f32, 1000 times: 1000 * 2^-24.
+    CHECK(std::abs(mean(w) - 1.1) <= 5 * deviation / std::sqrt(static_cast<double>(n)) + 1000 * 0x1p-24);
+    double variance = 0;
+    for (double x : w) variance += (x - 1.1) * (x - 1.1) / static_cast<double>(n);
+    // The choices of different weights and steps are independent: the variance is that of the sum, within 10 %. (The
+    // relative deviation of a variance from n samples is sqrt(2 / n) = 1 %.)
+    CHECK(std::abs(std::sqrt(variance) - 0.0277) < 0.1 * 0.0277);
+}
+
+TEST_CASE("stochastic rounding does not touch infinity and NaN, and overflows as any rounding", "[optim][stochastic]") {
+    const double largest = 0x1.FEp127;  // of bf16
+    Layout layout;
+    layout.add("weight", {6});
+    Buffer values(DType::bf16, {6}), grads(DType::f32, {6});
+    grads.set({-INFINITY, INFINITY, NAN, -1e36, -1e36, 0});  // 0.3 % of the largest: half of its distance to the next "number"
+    Buffer norm_scale(DType::f32, {2}, {1, 1});
+    OwnOptimizer sgd("sgd", layout);
+    bool stayed = false, overflowed = false;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+        values.set({0, 0, 0, largest, -largest, 0});
+        const Weights weights = {.values = values, .stochastic = true, .seed = seed};
+        sgd->step(weights, grads, norm_scale, 0.6, 1, device().stream);
+        const std::vector<double> w = values.values();
+        CHECK(w[0] == INFINITY);
+        CHECK(w[1] == -INFINITY);
+        CHECK(std::isnan(w[2]));
+        CHECK((w[3] == largest || w[3] == INFINITY));
+        stayed = stayed || w[3] == largest;
+        overflowed = overflowed || w[3] == INFINITY;
+        CHECK(w[4] >= -largest);
+        CHECK(w[4] < -0.99 * largest);
+        CHECK(w[5] == 0);
+    }
+    CHECK(stayed);
+    CHECK(overflowed);
+}
+
+TEST_CASE("the formats of weights and gradients that do not go together", "[optim][master]") {
+    const Layout layout = odd_layout();
+    const int64_t n = layout.n;
+    Buffer f32(DType::f32, {n}), bf16(DType::bf16, {n}), f16(DType::f16, {n}), shorter(DType::bf16, {n - 1});
+    Buffer norm_scale(DType::f32, {2}, {1, NAN});
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        OwnOptimizer optimizer(name, layout);
+        const auto error = [&](const Weights& weights, const Tensor& grads) {
+            try {
+                optimizer->step(weights, grads, norm_scale, 1e-3, 1, device().stream);
+            } catch (const Error& error) {
+                return std::string(error.what());
+            }
+            return std::string();
+        };
+        CHECK(error({f32, bf16}, bf16).empty());
+        CHECK_THAT(error({f32}, bf16), ContainsSubstring("f32 values do not go with gradients in bf16: use f32"));
+        CHECK_THAT(error({f32, bf16}, f16), ContainsSubstring("with a copy in bf16 do not go with gradients in f16"));
+        CHECK_THAT(error({f32, f16}, bf16), ContainsSubstring("use f32 or f16"));
+        CHECK_THAT(error({bf16}, f16), ContainsSubstring("use f32 or bf16"));
+        CHECK_THAT(error({f16}, f16), ContainsSubstring("f16 values: values are f32"));
+        CHECK_THAT(error({bf16, bf16}, bf16), ContainsSubstring("or bf16 without a copy"));
+        CHECK_THAT(error({f32, f32}, f32), ContainsSubstring("f32 values with a copy in f32"));
+        CHECK_THAT(error({f32, shorter}, bf16), ContainsSubstring("copy is bf16"));
+        CHECK_THAT(error({.values = f32, .stochastic = true}, f32), ContainsSubstring("stochastic rounding is for bf16"));
+    }
+}
+
+TEST_CASE("Muon orthogonalises GPT-2's q, k and v each by itself", "[optim]") {
+    // As one parameter and as three, the same bits; for bf16 weights the random numbers are the fused parameter's.
+    Layout fused, three;
+    fused.add("h.0.attn.c_attn.weight", {3 * 17, 17});
+    for (const char* part : {"q", "k", "v"}) three.add(concat("h.0.attn.", part, ".weight"), {17, 17});
+    const std::vector<double> start = random_values(fused.n, 1);
+    Buffer a(DType::f32, {fused.n}, start), b(DType::f32, {fused.n}, start);
+    OwnOptimizer muon_a("muon", fused), muon_b("muon", three);
+    take_steps(*muon_a.optimizer, a, fused.n, 1, 3);
+    take_steps(*muon_b.optimizer, b, fused.n, 1, 3);
+    CHECK((a.bits() == b.bits()));
 }
 
 TEST_CASE("optimizers by name: an unknown one, an empty one, bad arguments", "[optim]") {
@@ -410,6 +622,9 @@ TEST_CASE("optimizers by name: an unknown one, an empty one, bad arguments", "[o
                ContainsSubstring("unknown optimizer 'adam16': use one of sgd, momentum, nesterov"));
     CHECK_THAT(error_of_name(""), ContainsSubstring("adam8bit"));
     CHECK(optimizer_names().size() == 11);
+    CHECK(default_learning_rate("adamw") == 3e-3);
+    CHECK(default_learning_rate("sgd") > default_learning_rate("lion"));
+    CHECK_THROWS_AS(default_learning_rate("adam16"), Error);
     for (const std::string& name : optimizer_names()) {
         INFO(name);
         CHECK(error_of_name(name).empty());
@@ -419,7 +634,7 @@ TEST_CASE("optimizers by name: an unknown one, an empty one, bad arguments", "[o
         OwnOptimizer optimizer(name, layout);
         Buffer good(DType::f32, {layout.n}), shorter(DType::f32, {layout.n - 1}), norm_scale(DType::f32, {2}, {1, NAN});
         const auto step = [&](const Tensor& grads, double lr, int64_t t) {
-            optimizer->step(good, grads, norm_scale, lr, t, device().stream);
+            optimizer->step({good}, grads, norm_scale, lr, t, device().stream);
         };
         CHECK_NOTHROW(step(good, 1e-3, 1));
         CHECK_THROWS_AS(step(shorter, 1e-3, 1), Error);
