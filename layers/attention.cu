@@ -197,17 +197,16 @@ class Scratch {
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention
 
-AttentionSaved take_attention_saved(Arena& arena, DType dtype, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D) {
-    AttentionSaved saved;
-    saved.q = arena.take("attention q", dtype, {B, H, T, D});
-    saved.k = arena.take("attention k", dtype, {B, K, T, D});
-    saved.v = arena.take("attention v", dtype, {B, K, T, D});
-    saved.probs = arena.take("attention probabilities", dtype, {B, H, T, T});
-    return saved;
-}
-
 int64_t attention_forward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t, int64_t D) {
     return round_up(B * H * T * D, kScratchUnit);  // o
+}
+
+void attention_probs(const AttentionSaved& saved, float scale, cudaStream_t stream) {
+    const int64_t B = saved.q.shape[0], H = saved.q.shape[1], T = saved.q.shape[2], D = saved.q.shape[3], K = saved.k.shape[1];
+    const int64_t BK = B * K, GT = H / K * T;
+    matmul(saved.probs.view({BK, GT, T}), saved.q.view({BK, GT, D}), saved.k.view({BK, T, D}),
+           {.transpose_b = true, .alpha = scale}, stream);  // S = scale q k^T
+    causal_softmax_forward(saved.probs, stream);           // P = softmax(S), in place
 }
 
 void attention_forward(Tensor out, const AttentionSaved& saved, Tensor qkv, float scale, Tensor scratch, cudaStream_t stream) {
@@ -215,13 +214,10 @@ void attention_forward(Tensor out, const AttentionSaved& saved, Tensor qkv, floa
     Scratch parts("attention_forward", scratch, qkv.dtype, attention_forward_scratch_n(B, T, H, K, D));
     const Tensor o = parts.take({B, H, T, D});
     const int64_t BK = B * K, GT = H / K * T;
-    const Tensor q = saved.q.view({BK, GT, D}), k = saved.k.view({BK, T, D}), v = saved.v.view({BK, T, D});
-    const Tensor P = saved.probs.view({BK, GT, T});
 
     move_heads<true>(saved.q, saved.k, saved.v, qkv, stream);
-    matmul(P, q, k, {.transpose_b = true, .alpha = scale}, stream);  // S = scale q k^T
-    causal_softmax_forward(saved.probs, stream);                     // P = softmax(S), in place
-    matmul(o.view({BK, GT, D}), P, v, {}, stream);                   // o = P v
+    attention_probs(saved, scale, stream);
+    matmul(o.view({BK, GT, D}), saved.probs.view({BK, GT, T}), saved.v.view({BK, T, D}), {}, stream);  // o = P v
     move_heads<false>(o, {}, {}, out, stream);
 }
 

@@ -23,13 +23,29 @@
 //   out = alpha op(a) op(b) + beta out + bias          op(x) = x or its transpose
 //   out (M, N), op(a) (M, K), op(b) (K, N), bias (N) optional, added to every row (beta must then be 0)
 //   With a leading dimension each (batch, M, N): all three are batched.
+//
+//   fp8: a and b may be e4m3 or e5m2, not both e5m2; out is bf16, f16 or f32, no batches. Both must stand with K along
+//   their rows, a (M, K) and b (N, K) with transpose_b; K and N are multiples of 16. What a and b stand for is their
+//   numbers times their scales, f32 on the device, on a 16-byte boundary, in one of these forms:
+//     tensor      (1)                                       one scale
+//     row128      (ceil(K/128), M), for b N                 one for 128 neighbours of a row: that of a[m, k] is
+//                                                           scale[k / 128, m]
+//     block128    (ceil(M/128), fp8_block_scale_cols(K))    one for 128 x 128: of a[m, k] scale[m / 128, k / 128];
+//                                                           the columns behind ceil(K/128) are padding
+//   Either both are `tensor` or none is, and not both are block128; then M is a multiple of 4 too.
 
+enum class MatmulScale { tensor, row128, block128 };
 struct MatmulOptions {
     bool transpose_a = false, transpose_b = false;
     float alpha = 1.0f, beta = 0.0f;
     Tensor bias = {};
+    Tensor a_scale = {}, b_scale = {};  // fp8 only
+    MatmulScale a_scale_mode = MatmulScale::tensor, b_scale_mode = MatmulScale::tensor;
 };
+constexpr int64_t fp8_block_scale_cols(int64_t K) { return round_up(ceil_div(K, 128), 4); }
 void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
+// Throws, and says what to use instead, if this device has no fp8 products, or none with the scales of blocks.
+void expect_fp8_device(bool block_scales);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // linear.cu:  out = inp weight^T + bias
@@ -43,6 +59,65 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
 // dbias optional.
 void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch, cudaStream_t stream);
 int64_t linear_backward_scratch_n(int64_t N, int64_t O);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// fp8.cu: the linear layer with its three products on 8-bit floats. What stays 16-bit: inp, dout, bias, out and dinp (bf16
+// or f16); dweight and dbias may be f32. C and O are multiples of 16, and N (for inference any; block: a multiple of 4).
+
+enum class Fp8Recipe : uint8_t {
+    none,     // 16-bit products: linear.cu
+    delayed,  // one scale a tensor, from the largest |x| of the last 16 steps;   inp, weight e4m3, dout e5m2
+    current,  // one scale a tensor, from its own largest |x|: inp and dout are read twice;   the same types
+    block,    // one scale for 1 x 128 of inp and dout, and for 128 x 128 of the weight, from their own;   all e4m3
+};
+Fp8Recipe fp8_recipe_from_name(const std::string& name);  // "none", "delayed", "current", "block"
+const char* fp8_recipe_name(Fp8Recipe recipe);
+void expect_fp8_device(Fp8Recipe recipe);  // throws if this device cannot do it
+
+// A quantised matrix: codes * scale ~ x, ready to be a factor of matmul (which says where the scales stand).
+struct Fp8Matrix {
+    Tensor codes;  // (rows, K) e4m3 or e5m2
+    Tensor scale;  // f32
+    MatmulScale mode = MatmulScale::tensor;
+};
+
+// The weight of a linear layer for its two products, quantised once after every optimizer step.
+struct Fp8Weight {
+    Fp8Recipe recipe = Fp8Recipe::none;
+    Fp8Matrix forward;   // (O, C): out = inp forward^T
+    Fp8Matrix backward;  // (C, O), its transpose with the same numbers: dinp = dout backward^T
+    Tensor amax;         // (1) f32
+};
+Fp8Weight take_fp8_weight(Arena& arena, Fp8Recipe recipe, int64_t O, int64_t C);
+void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream);  // weight (O, C) bf16 or f16
+
+// The memory of delayed scaling: two rows, for inp and dout, of (kFp8StateN) f32 for each linear layer. All layers'
+// states lie in one f32 tensor (2 layers, kFp8StateN): it starts as zeros, is saved with the model, and is advanced once
+// a step, after all micro-batches. Several ranks reduce it before, element by element, to the maximum.
+constexpr int64_t kFp8History = 16;  // steps
+constexpr int64_t kFp8StateN = 2 + kFp8History;  // [amax that scales this step, 0: none yet | this step's own | history]
+void fp8_advance(Tensor states, cudaStream_t stream);
+
+// saved (2) f32 belongs to the activations: forward and backward_input note the amax that inp and dout were scaled by,
+// and backward_weight scales by the same. state (2, kFp8StateN): delayed only. Block scaling needs neither, take {}.
+// record: this forward counts for the history; false in evaluation. A forward may be repeated (recomputation), and gives
+// the same bits.
+void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& weight, Tensor bias, Tensor state,
+                        bool record, Tensor scratch, cudaStream_t stream);
+void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8Weight& weight, bool accumulate,
+                               Tensor state, Tensor scratch, cudaStream_t stream);
+// After backward_input of the same micro-batch, now or later. dbias optional.
+void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor saved, Fp8Recipe recipe,
+                                Tensor scratch, cudaStream_t stream);
+int64_t fp8_linear_scratch_n(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O);  // enough for all three
+
+// Their parts. amax[0] = known[0] where that is given and above 0, else the largest finite |x| of inp, or 0.
+void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream);
+// to = inp, or with `transpose` to = inp^T, rounded to nearest. Mode tensor: amax (1) chooses the scale, numbers above
+// saturate, and recorded (1, optional) becomes max(recorded, largest finite |x|). Mode row128: every 128 neighbours of
+// a row of `to` have the scale of their own amax. Infinities and NaN become NaN. inp (rows, cols) bf16 or f16, cols a
+// multiple of 16, with `transpose` rows too.
+void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, Tensor recorded, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // column_sum.cu: the sum over rows in which the gradient of every bias and scale ends, in two stages of fixed order.
@@ -127,9 +202,10 @@ struct AttentionSaved {
     Tensor k, v;   // (B, K, T, D)
     Tensor probs;  // (B, H, T, T), zero above the diagonal
 };
-AttentionSaved take_attention_saved(Arena& arena, DType dtype, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);
 // scratch: one tensor of the activations' dtype, attention_*_scratch_n elements.
 void attention_forward(Tensor out, const AttentionSaved& saved, Tensor qkv, float scale, Tensor scratch, cudaStream_t stream);
+// saved.probs again from saved.q and saved.k.
+void attention_probs(const AttentionSaved& saved, float scale, cudaStream_t stream);
 void attention_backward(Tensor dqkv, Tensor dout, const AttentionSaved& saved, float scale, Tensor scratch,
                         cudaStream_t stream);
 int64_t attention_forward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);

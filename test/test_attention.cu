@@ -253,13 +253,23 @@ TEST_CASE("attention twice gives the same bits, in memory from an arena too", "[
         CHECK(first.dqkv.bits() == second.dqkv.bits());
 
         Arena arena("test");
-        take_attention_saved(arena, dtype, B, T, H, K, D);
-        arena.reserve();
-        const AttentionSaved saved = take_attention_saved(arena, dtype, B, T, H, K, D);
+        AttentionSaved saved;
+        for (int pass = 0; pass < 2; ++pass) {
+            saved.q = arena.take("q", dtype, {B, H, T, D});
+            saved.k = arena.take("k", dtype, {B, K, T, D});
+            saved.v = arena.take("v", dtype, {B, K, T, D});
+            saved.probs = arena.take("probs", dtype, {B, H, T, T});
+            if (pass == 0) arena.reserve();
+        }
         attention_forward(second.out, saved, qkv, 0.3f, second.forward_scratch, device().stream);
         attention_backward(second.dqkv, dout, saved, 0.3f, second.backward_scratch, device().stream);
         CHECK(first.out.bits() == second.out.bits());
         CHECK(first.dqkv.bits() == second.dqkv.bits());
+
+        const std::vector<float> probs = to_floats(saved.probs);
+        cudaCheck(cudaMemset(saved.probs.data, 0xff, saved.probs.bytes()));
+        attention_probs(saved, 0.3f, device().stream);
+        CHECK(to_floats(saved.probs) == probs);
     }
 }
 

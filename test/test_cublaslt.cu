@@ -276,6 +276,51 @@ void check(const Case& c) {
 
 const auto col = CUBLASLT_ORDER_COL, row = CUBLASLT_ORDER_ROW;
 
+const auto kScalar = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, kVector = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+           kSquare = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+
+// The scales of an fp8 operand with `length` rows (A) or columns (B) in blocks of 128 along k, as NVIDIA's manual lays
+// them out: 1 x 128 with the length contiguous; 128 x 128 with k contiguous, its stride a multiple of 4, NaN behind the
+// last block.
+struct BlockScales {
+    cublasLtMatmulMatrixScale_t mode;
+    int64_t length, blocks, stride;
+    std::vector<float> host;
+    float* device = nullptr;
+
+    BlockScales(cublasLtMatmulMatrixScale_t mode_, int64_t length_, int64_t k)
+        : mode(mode_), length(length_), blocks((k + 127) / 128), stride((blocks + 3) / 4 * 4) {
+        host.assign(size_t(mode == kVector ? length * blocks : stride * ((length + 127) / 128)), NAN);
+        for (int64_t i = 0; i < length; ++i)
+            for (int64_t b = 0; b < blocks; ++b)  // from 2^-6 to 2^6, not powers of two
+                if (mode == kVector || i % 128 == 0) host[index(i, b)] = std::exp2(6 * uniform());
+        REQUIRE(cudaMalloc(&device, host.size() * sizeof(float)) == cudaSuccess);
+        REQUIRE(cudaMemcpy(device, host.data(), host.size() * sizeof(float), cudaMemcpyHostToDevice) == cudaSuccess);
+    }
+    BlockScales(const BlockScales&) = delete;
+    ~BlockScales() { cudaFree(device); }
+    size_t index(int64_t i, int64_t b) const { return size_t(mode == kVector ? b * length + i : i / 128 * stride + b); }
+    double at(int64_t i, int64_t k) const { return host[index(i, k / 128)]; }
+};
+
+void use_scales(Operation& operation, const BlockScales& a, const BlockScales& b) {
+    operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
+    operation.attribute(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, int32_t(a.mode));
+    operation.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(b.mode));
+    operation.attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a.device);
+    operation.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b.device);
+}
+
+#ifndef CUDA_ON_CPU
+bool has_block_scaled_fp8() {  // Hopper
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+    return major == 9;
+}
+#else
+bool has_block_scaled_fp8() { return true; }
+#endif
+
 }  // namespace
 
 TEST_CASE("cublasLt: float32, all transposes, both orders, alpha and beta", "[cublaslt]") {
@@ -317,6 +362,89 @@ TEST_CASE("cublasLt: fp8 with scales", "[cublaslt]") {
             c.epilogue = CUBLASLT_EPILOGUE_BIAS;
             check(c);
         }
+}
+
+TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt]") {
+    if (!has_block_scaled_fp8()) SKIP_TEST("needs a GPU of compute capability 9.0");
+    const int64_t sizes[][3] = {{16, 4, 16}, {48, 36, 128}, {144, 132, 352}, {272, 20, 656}, {528, 140, 144}};
+    const cublasLtMatmulMatrixScale_t modes[][2] = {{kVector, kVector}, {kSquare, kVector}, {kVector, kSquare}};
+    for (const auto& [m, n, k] : sizes)
+        for (const auto& [a_mode, b_mode] : modes)
+            for (const Type& out : {bf16, f16, f32}) {
+                INFO("m n k " << m << " " << n << " " << k << "  modes " << a_mode << b_mode << "  out " << out.id);
+                const bool biased = out.id != f32.id, e5m2_b = m == 48;
+                const float alpha = 0.5f, beta = out.id == f16.id ? 0.0f : 0.75f;
+                Matrices A(e4m3, k, m, true, 1, false, col, 16), B(e5m2_b ? e5m2 : e4m3, k, n, true, 1, false, col, 16);
+                Matrices D(out, m, n, beta != 0), bias(out, m, 1, true);
+                const Matrices& C = D;  // in place
+                const std::vector<char> before = D.host;
+                BlockScales a(a_mode, m, k), b(b_mode, n, k);
+                Operation operation;
+                use_scales(operation, a, b);
+                if (biased) {
+                    operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_BIAS));
+                    operation.attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.device);
+                }
+                const cublasStatus_t status =
+                    cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout,
+                                   &beta, C.device, C.layout, D.device, D.layout, nullptr, nullptr, 0, nullptr);
+                REQUIRE(std::string(cublasLtGetStatusName(status)) == "CUBLAS_STATUS_SUCCESS");
+                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+                D.download();
+                double worst = 0;
+                for (int64_t i = 0; i < m; ++i)
+                    for (int64_t j = 0; j < n; ++j) {
+                        double x = 0, size = 0;
+                        for (int64_t l = 0; l < k; ++l) {
+                            const double term = alpha * a.at(i, l) * b.at(j, l) * A.at(0, l, i) * B.at(0, l, j);
+                            x += term, size += std::fabs(term);
+                        }
+                        const double c = beta == 0 ? 0 : beta * load(out, &before[C.offset(0, i, j)]),
+                                     bias_i = biased ? bias.at(0, i, 0) : 0;
+                        x += c + bias_i, size += std::fabs(c) + std::fabs(bias_i);
+                        const double tolerance = double(k + 8) * 0x1p-23 * size + rounding(out, x);
+                        worst = std::max(worst, std::fabs(D.at(0, i, j) - x) / tolerance);
+                    }
+                CHECK(worst <= 1);
+            }
+}
+
+TEST_CASE("cublasLt: block scales that do not fit are refused", "[cublaslt]") {
+    if (!has_block_scaled_fp8()) SKIP_TEST("needs a GPU of compute capability 9.0");
+    Matrices A(e4m3, 256, 32, true, 1, false, col, 16), B(e4m3, 256, 12, true, 1, false, col, 16),
+        B6(e4m3, 256, 6, true, 1, false, col, 16), D(bf16, 32, 12, false), D6(bf16, 32, 6, false),
+        D8(e4m3, 32, 12, false);
+    BlockScales a(kVector, 32, 256), b(kVector, 12, 256), a_square(kSquare, 32, 256), b_square(kSquare, 12, 256);
+    const float one = 1, zero = 0;
+    const auto multiply = [&](const Operation& operation, const Matrices& right, const Matrices& d, const Matrices& c) {
+        return cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, right.device, right.layout,
+                              &zero, c.device, c.layout, d.device, d.layout, nullptr, nullptr, 0, nullptr);
+    };
+    Operation good, squares, one_sided, shifted, epilogue;
+    use_scales(good, a, b), use_scales(squares, a_square, b_square), use_scales(one_sided, a, b);
+    CHECK(multiply(good, B, D, D) == CUBLAS_STATUS_SUCCESS);
+    CHECK(multiply(squares, B, D, D) != CUBLAS_STATUS_SUCCESS);  // 128 x 128 on both sides
+    one_sided.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, int32_t(kScalar));
+    CHECK(multiply(one_sided, B, D, D) != CUBLAS_STATUS_SUCCESS);
+    CHECK(multiply(good, B6, D6, D6) != CUBLAS_STATUS_SUCCESS);  // n is no multiple of 4
+    CHECK(multiply(good, B, D8, D) != CUBLAS_STATUS_SUCCESS);    // fp8 out
+#ifdef CUDA_ON_CPU
+    use_scales(shifted, a, b);  // scales that are not on a 16-byte boundary: a GPU may fault
+    shifted.attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a.device + 1);
+    CHECK(multiply(shifted, B, D, D) == CUBLAS_STATUS_NOT_SUPPORTED);
+    use_scales(epilogue, a, b);
+    epilogue.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_GELU));
+    CHECK(multiply(epilogue, B, D, D) == CUBLAS_STATUS_NOT_SUPPORTED);
+    Operation missing;
+    use_scales(missing, a, b);
+    missing.attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<float*>(nullptr));
+    CHECK(multiply(missing, B, D, D) == CUBLAS_STATUS_INVALID_VALUE);
+    Matrices A16(bf16, 256, 32, true), B16(bf16, 256, 12, true);
+    CHECK(cublasLtMatmul(handle(), good.description, &one, A16.device, A16.layout, B16.device, B16.layout, &zero,
+                         D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
+                         nullptr) == CUBLAS_STATUS_INVALID_VALUE);
+#endif
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
 }
 
 TEST_CASE("cublasLt: batches, also with one matrix for all", "[cublaslt]") {
@@ -412,6 +540,25 @@ TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]")
                 CHECK((D.host == with_one_thread));
             }
         }
+    // Blocks of k with scales, the last one short.
+    const int64_t m = 272, n = 516, k = 784;
+    Matrices A(e4m3, k, m, true, 1, false, col, 16), B(e4m3, k, n, true, 1, false, col, 16), D(f32, m, n, false);
+    BlockScales a(kVector, m, k), b(kSquare, n, k);
+    Operation operation;
+    use_scales(operation, a, b);
+    const float one = 1, zero = 0;
+    std::vector<char> with_one_thread;
+    for (int threads : {1, 2, 3, 7}) {
+        omp_set_num_threads(threads);
+        REQUIRE(cublasLtMatmul(handle(), operation.description, &one, A.device, A.layout, B.device, B.layout, &zero,
+                               nullptr, D.layout, D.device, D.layout, nullptr, nullptr, 0,
+                               nullptr) == CUBLAS_STATUS_SUCCESS);
+        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+        D.download();
+        if (threads == 1) with_one_thread = D.host;
+        INFO("block scales, threads " << threads);
+        CHECK((D.host == with_one_thread));
+    }
     omp_set_num_threads(threads_before);
 }
 #endif

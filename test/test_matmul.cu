@@ -143,3 +143,121 @@ TEST_CASE("matmul says what is wrong with its arguments", "[matmul][errors]") {
                  none = make_tensor(b.tensor().data, DType::f32, {0, 5});
     CHECK_THROWS_WITH(matmul(out, nothing, none, {}, s), ContainsSubstring("matmul: K is 0"));
 }
+
+TEST_CASE("matmul of fp8 factors", "[matmul]") {
+    // Small integers and powers of two: every sum is exact, so that each scale, bias and transpose is seen, not how
+    // sums round.
+    const int64_t M = 20, N = 160, K = 272, L = 3;  // blocks of K: 128, 128, 16
+    const DType pairs[][2] = {{DType::e4m3, DType::e4m3}, {DType::e5m2, DType::e4m3}, {DType::e4m3, DType::e5m2}};
+    const auto factor = [](DType dtype, int64_t n, uint64_t seed) {
+        std::vector<unsigned char> codes;
+        Values values;
+        for (int64_t i = 0; i < n; ++i) {
+            const float x = static_cast<float>(uniform_below(seed, 1, static_cast<uint64_t>(i), 5)) - 2;
+            codes.push_back(dtype == DType::e4m3 ? __nv_fp8_e4m3(x).__x : __nv_fp8_e5m2(x).__x), values.push_back(x);
+        }
+        return std::pair(codes, values);
+    };
+    for (const auto& [a_dtype, b_dtype] : pairs)
+        for (DType out_dtype : {DType::bf16, DType::f16, DType::f32})
+            for (MatmulScale a_mode : {MatmulScale::tensor, MatmulScale::row128, MatmulScale::block128})
+                for (MatmulScale b_mode : {MatmulScale::tensor, MatmulScale::row128, MatmulScale::block128}) {
+                    const bool tensor = a_mode == MatmulScale::tensor;
+                    if (tensor != (b_mode == MatmulScale::tensor) ||
+                        (!tensor && a_mode != MatmulScale::row128 && a_mode == b_mode))
+                        continue;
+                    INFO(dtype_name(a_dtype) << " " << dtype_name(b_dtype) << " " << dtype_name(out_dtype) << " "
+                                             << int(a_mode) << int(b_mode));
+                    const auto [a_codes, a_values] = factor(a_dtype, M * K, 1);
+                    const auto [b_codes, b_values] = factor(b_dtype, N * K, 2);
+                    Buffer a(a_dtype, {M, K}), b(b_dtype, {N, K});
+                    copy_to_device(a, a_codes.data()), copy_to_device(b, b_codes.data());
+                    const auto scales = [&](MatmulScale mode, int64_t rows) {  // 1/4, 1/2 or 1
+                        auto buffer = std::make_unique<Buffer>(DType::f32, std::initializer_list<int64_t>{1});
+                        if (mode == MatmulScale::row128)
+                            buffer = std::make_unique<Buffer>(DType::f32, std::initializer_list<int64_t>{L, rows});
+                        if (mode == MatmulScale::block128)
+                            buffer = std::make_unique<Buffer>(
+                                DType::f32,
+                                std::initializer_list<int64_t>{ceil_div(rows, 128), fp8_block_scale_cols(K)});
+                        Values values;
+                        for (int64_t i = 0; i < buffer->tensor().n(); ++i)
+                            values.push_back(
+                                0.25 * static_cast<double>(int64_t{1} << uniform_below(static_cast<uint64_t>(rows), 2,
+                                                                                       static_cast<uint64_t>(i), 3)));
+                        buffer->set(values);
+                        return std::pair(std::move(buffer), values);
+                    };
+                    const auto [a_scale, a_factors] = scales(a_mode, M);
+                    const auto [b_scale, b_factors] = scales(b_mode, N);
+                    const auto scale_at = [&](const Values& f, MatmulScale mode, int64_t rows, int64_t row, int64_t k) {
+                        if (mode == MatmulScale::tensor) return f[0];
+                        if (mode == MatmulScale::row128) return f[static_cast<size_t>(k / 128 * rows + row)];
+                        return f[static_cast<size_t>(row / 128 * fp8_block_scale_cols(K) + k / 128)];
+                    };
+                    Values before(M * N), want;
+                    for (size_t i = 0; i < before.size(); ++i) before[i] = static_cast<double>(i % 3);
+                    for (int64_t i = 0; i < M; ++i)
+                        for (int64_t j = 0; j < N; ++j) {
+                            double sum = before[static_cast<size_t>(i * N + j)];
+                            for (int64_t k = 0; k < K; ++k)
+                                sum += scale_at(a_factors, a_mode, M, i, k) * scale_at(b_factors, b_mode, N, j, k) *
+                                       a_values[static_cast<size_t>(i * K + k)] *
+                                       b_values[static_cast<size_t>(j * K + k)];
+                            want.push_back(sum);
+                        }
+                    Buffer out(out_dtype, {M, N}, before);
+                    MatmulOptions options{.transpose_b = true,
+                                          .beta = 1.0f,
+                                          .a_scale = *a_scale,
+                                          .b_scale = *b_scale,
+                                          .a_scale_mode = a_mode,
+                                          .b_scale_mode = b_mode};
+                    matmul(out, a, b, options, device().stream);
+                    CHECK(out.values() == rounded(want, out_dtype));
+                    if (out_dtype == DType::f32) continue;
+                    Buffer bias(out_dtype, {N}, Values(N, 3.0));
+                    options.beta = 0, options.bias = bias;
+                    for (size_t i = 0; i < want.size(); ++i) want[i] += 3 - before[i];
+                    matmul(out, a, b, options, device().stream);
+                    CHECK(out.values() == rounded(want, out_dtype));
+                }
+}
+
+TEST_CASE("matmul says what is wrong with fp8 factors", "[matmul][errors]") {
+    const int64_t M = 8, N = 32, K = 48;
+    Buffer a(DType::e4m3, {M, K}), b(DType::e4m3, {N, K}), out(DType::bf16, {M, N}), one(DType::f32, {1}, {1.0});
+    Buffer gradient_a(DType::e5m2, {M, K}), gradient_b(DType::e5m2, {N, K}), whole(DType::bf16, {N, K}),
+        a_rows(DType::f32, {1, M}), b_blocks(DType::f32, {1, 4}), bias(DType::f32, {N}), long_out(DType::f32, {M, N});
+    const auto s = device().stream;
+    const MatmulOptions good{.transpose_b = true, .a_scale = one, .b_scale = one};
+    CHECK_NOTHROW(matmul(out, a, b, good, s));
+    CHECK_THROWS_WITH(matmul(out, gradient_a, gradient_b, good, s),
+                      ContainsSubstring("there is no product of e5m2 and e5m2"));
+    CHECK_THROWS_WITH(matmul(out, a, whole, good, s), ContainsSubstring("there is no product of e4m3 and bf16"));
+    CHECK_THROWS_WITH(matmul(out, a, b.tensor().view({K, N}), {.a_scale = one, .b_scale = one}, s),
+                      ContainsSubstring("with transpose_b"));
+    CHECK_THROWS_WITH(matmul(out, a, b, {.transpose_b = true}, s),
+                      ContainsSubstring("matmul: a_scale is no tensor, expected f32 (1)"));
+    CHECK_THROWS_WITH(matmul(out.tensor().view({M * 2, N / 2}).slice(0, M), a.tensor(),
+                             b.tensor().view({N / 2, 2 * K}).slice(0, 16), good, s),
+                      ContainsSubstring("matmul: b is"));
+    CHECK_THROWS_WITH(matmul(out.tensor().view({16, 16}).slice(0, 4), a.tensor().view({16, 24}).slice(0, 4),
+                             b.tensor().view({64, 24}).slice(0, 16), good, s),
+                      ContainsSubstring("multiples of 16, not K = 24, N = 16"));
+    MatmulOptions options = good;
+    options.a_scale_mode = MatmulScale::row128, options.a_scale = a_rows;
+    CHECK_THROWS_WITH(matmul(out, a, b, options, s), ContainsSubstring("both have scales of blocks"));
+    options.b_scale_mode = MatmulScale::block128;
+    CHECK_THROWS_WITH(matmul(out, a, b, options, s),
+                      ContainsSubstring("matmul: b_scale is f32 (1), expected f32 (1, 4)"));
+    options.b_scale = b_blocks;
+    b_blocks.set({1, 1, 1, 1}), a_rows.set(Values(M, 1.0));
+    CHECK_NOTHROW(matmul(out, a, b, options, s));
+    options.a_scale_mode = MatmulScale::block128, options.a_scale = b_blocks;
+    CHECK_THROWS_WITH(matmul(out, a, b, options, s), ContainsSubstring("not both of 128 x 128"));
+    options = good, options.bias = bias;
+    CHECK_THROWS_WITH(matmul(long_out, a, b, options, s), ContainsSubstring("with a bias have a 16-bit out"));
+    CHECK_THROWS_WITH(matmul(out, whole.tensor().slice(0, M), whole, good, s),
+                      ContainsSubstring("only fp8 factors have scales"));
+}
