@@ -1,0 +1,155 @@
+// dev/plot_runs.cu: the training losses of several runs in one picture, and how far they are from each other.
+//
+//   run      make dev && build/cpu/dev/plot_runs losses.png runs/fp32 runs/bf16     (--smooth 50: means over 50)
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb --args build/cpu-debug/dev/plot_runs losses.png runs/1
+//
+// The distance of a run from the first one is   max over steps of |loss - first| / first,   for single steps and for
+// means over the last steps. Runs in two precisions see the same batches, so most of the noise of their losses is the
+// same; but rounding makes the weights drift apart, and single steps then differ by more than the runs do: compare the
+// means.
+#include "io/io.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+
+namespace {
+
+struct Run {
+    std::string folder, name;
+    std::vector<int64_t> steps;
+    std::vector<double> losses, means;  // means[i]: of losses[i + 1 - n_smooth .. i]; NaN before there are so many
+};
+
+Run read_run(const std::string& folder, int64_t n_smooth) {
+    Run run;
+    run.folder = folder;
+    while (run.folder.size() > 1 && run.folder.back() == '/') run.folder.pop_back();
+    run.name = std::filesystem::path(run.folder).filename().string();
+    const std::string log = run.folder + "/log.csv";
+    double sum = 0;
+    for (const LogRow& row : read_csv_log(log)) {
+        check(row.loss.has_value(), log, ": step ", row.step, " has no loss");
+        check(std::isfinite(*row.loss) && *row.loss > 0, log, ": the loss of step ", row.step, " is ", *row.loss,
+              ", which cannot be compared");
+        run.steps.push_back(row.step);
+        run.losses.push_back(*row.loss);
+        const size_t n = run.losses.size(), window = static_cast<size_t>(n_smooth);
+        sum += *row.loss - (n > window ? run.losses[n - 1 - window] : 0);
+        run.means.push_back(n < window ? std::nan("") : sum / static_cast<double>(window));
+    }
+    check(static_cast<int64_t>(run.steps.size()) >= n_smooth, log, " has ", run.steps.size(),
+          " steps, too few for means over ", n_smooth, ": give a smaller --smooth");
+    return run;
+}
+
+void check_same_steps(const Run& run, const Run& first) {
+    check(run.steps.size() == first.steps.size(), run.folder, " has ", run.steps.size(), " steps and ", first.folder,
+          " has ", first.steps.size(), ": compare runs of the same length");
+    for (size_t i = 0; i < run.steps.size(); ++i)
+        check(run.steps[i] == first.steps[i], run.folder, " and ", first.folder, " log different steps: ", run.steps[i],
+              " and ", first.steps[i], " in line ", i + 2);
+}
+
+struct Difference {
+    double relative = 0;
+    int64_t step = 0;
+};
+Difference largest_difference(const std::vector<double>& losses, const std::vector<double>& first,
+                              const std::vector<int64_t>& steps) {
+    Difference largest{0, steps.front()};
+    for (size_t i = 0; i < losses.size(); ++i)
+        if (const double relative = std::fabs(losses[i] - first[i]) / first[i];
+            relative > largest.relative)  // no NaN is
+            largest = {relative, steps[i]};
+    return largest;
+}
+
+void draw(const std::string& path, const std::vector<Run>& runs, int64_t n_smooth) {
+    Plot plot{n_smooth == 1 ? "Training loss" : concat("Training loss, and its mean over ", n_smooth, " steps"),
+              "step",
+              "loss (nats per token)",
+              {}};
+    for (size_t i = 0; i < runs.size(); ++i) {
+        const std::vector<double> steps(runs[i].steps.begin(), runs[i].steps.end());
+        const int color = static_cast<int>(i);
+        if (n_smooth > 1) plot.series.push_back({"", steps, runs[i].losses, false, false, color});
+        plot.series.push_back({runs[i].name, steps, runs[i].means, true, false, color});
+    }
+    write_png(path, plot);
+}
+
+int run(const std::vector<std::string>& arguments) {
+    int64_t n_smooth = 20;
+    std::string out;
+    std::vector<std::string> folders;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+        if (arguments[i] == "--help" || arguments[i] == "-h") {
+            std::printf(
+                "plot_runs OUT.png RUN_FOLDER ... [--smooth N]    training losses in one picture; means over N steps "
+                "(20)\n");
+            return 0;
+        }
+        if (arguments[i] == "--smooth") {
+            const std::string text = ++i < arguments.size() ? arguments[i] : "";
+            char* end = nullptr;
+            n_smooth = std::strtoll(text.c_str(), &end, 10);
+            check(!text.empty() && *end == 0 && n_smooth >= 1, "--smooth ", text,
+                  ": give a whole number of at least 1");
+        } else if (arguments[i].rfind("--", 0) == 0) {
+            fail(arguments[i], ": unknown flag; --help lists them");
+        } else {
+            (out.empty() ? out : folders.emplace_back()) = arguments[i];
+        }
+    }
+    check(!folders.empty(), "give a picture to write and the folders of runs: plot_runs losses.png runs/1 runs/2");
+    check(!std::filesystem::is_directory(out), out, " is a folder: the first argument is the picture to write");
+    check(folders.size() <= 8, folders.size(), " runs: a picture has colours for 8");
+
+    std::vector<Run> runs;
+    for (const std::string& folder : folders) {
+        runs.push_back(read_run(folder, n_smooth));
+        check_same_steps(runs.back(), runs.front());
+    }
+    // Two runs/1 of different places are told apart by their paths.
+    for (size_t i = 0; i < runs.size(); ++i)
+        for (size_t j = 0; j < i; ++j)
+            if (runs[i].name == runs[j].name)
+                for (Run& run : runs) run.name = run.folder;
+    draw(out, runs, n_smooth);
+
+    int width = 4;
+    for (const Run& run : runs) width = std::max(width, static_cast<int>(run.name.size()));
+    const Run& first = runs.front();
+    const std::string means = concat("mean over ", n_smooth, " steps");
+    std::printf("%-*s  %10s  %-26s  largest difference from %s in a\n", width, "run", "steps",
+                concat("last ", means).c_str(), first.name.c_str());
+    std::printf("%-*s  %10s  %-26s  %-24s  %s\n", width, "", "", "", "single step", means.c_str());
+    for (const Run& run : runs) {
+        std::printf("%-*s  %10zu  %-26.4f", width, run.name.c_str(), run.steps.size(), run.means.back());
+        for (const auto& [losses, of_first] :
+             {std::pair{&run.losses, &first.losses}, std::pair{&run.means, &first.means}}) {
+            const Difference d = largest_difference(*losses, *of_first, run.steps);
+            char text[64];
+            std::snprintf(text, sizeof text, "%.3f %% at step %lld", 100 * d.relative, static_cast<long long>(d.step));
+            std::printf("  %-24s", &run == &first ? "-" : text);
+        }
+        std::printf("\n");
+    }
+    std::printf("%s shows them\n", out.c_str());
+    return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        return run(std::vector<std::string>(argv + 1, argv + argc));
+    } catch (const std::exception& error) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "plot_runs: %s\n", error.what());
+        return 2;
+    }
+}

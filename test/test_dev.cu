@@ -1,0 +1,326 @@
+// test/test_dev.cu: the programs of dev/ that explain and compare, from outside: what they print, draw and refuse.
+#include "io/io.h"
+#include "program.h"
+
+#include <cmath>
+#include <sstream>
+
+namespace {
+
+std::vector<std::string> words(const std::string& line) {
+    std::istringstream stream(line);
+    return {std::istream_iterator<std::string>(stream), std::istream_iterator<std::string>()};
+}
+
+// The first line that begins with the words `first`, after the line that begins with `heading`.
+std::string line_of(const std::string& text, const std::string& heading, const std::string& first) {
+    std::istringstream lines(text);
+    const std::vector<std::string> wanted = words(first);
+    bool inside = heading.empty();
+    for (std::string line; std::getline(lines, line);) {
+        const std::vector<std::string> got = words(line);
+        if (inside && got.size() >= wanted.size() && std::equal(wanted.begin(), wanted.end(), got.begin())) return line;
+        inside = inside || line.rfind(heading, 0) == 0;
+    }
+    FAIL("no line \"" << first << "\" after \"" << heading << "\" in:\n" << text);
+    return "";
+}
+
+struct Stored {
+    std::string sign, exponent, mantissa, verdict;
+    double value;
+};
+Stored stored(const std::string& text, const std::string& number, const std::string& format) {
+    const std::string line = line_of(text, number, format);
+    const std::vector<std::string> w = words(line);
+    REQUIRE(w.size() >= 9);  // format sign exponent mantissa stored error relative spacing verdict...
+    return {w[1], w[2], w[3], line.substr(line.find(w[8], line.find(w[7], line.find(w[3])) + w[7].size())),
+            std::stod(w[4])};
+}
+
+std::pair<int, int> png_size(
+    const std::string& path) {  // width and height stand in the header, most significant byte first
+    const std::string bytes = slurp(path);
+    REQUIRE(bytes.size() > 24);
+    REQUIRE(bytes.substr(1, 3) == "PNG");
+    const auto integer = [&](size_t at) {
+        int value = 0;
+        for (size_t i = 0; i < 4; ++i) value = 256 * value + static_cast<unsigned char>(bytes[at + i]);
+        return value;
+    };
+    return {integer(16), integer(20)};
+}
+
+void check_refused(const std::string& program, const std::string& arguments, const std::string& reason) {
+    INFO(program << " " << arguments);
+    const Outcome outcome = run_program("dev/" + program, arguments);
+    CHECK(outcome.status == 2);
+    CHECK(outcome.out == "");
+    REQUIRE(!outcome.err.empty());
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), program + ": ", reason));
+}
+
+}  // namespace
+
+TEST_CASE("float_formats prints the formats as their standards define them", "[program][dev]") {
+    const Outcome outcome = run_program("dev/float_formats", "1");
+    REQUIRE(outcome.status == 0);
+    // bits, sign, exponent, mantissa, bias, largest, smallest normal, smallest, epsilon: IEEE 754 for fp32 and fp16,
+    // NVIDIA's PTX manual for tf32 and bf16, table 1 of arXiv:2209.05433 for the two of 8 bits.
+    const std::pair<const char*, const char*> formats[] = {{"fp32", "32 1 8 23 127 3.402823e+38 2^-126 2^-149 2^-23"},
+                                                           {"tf32", "19 1 8 10 127 3.401162e+38 2^-126 2^-136 2^-10"},
+                                                           {"bf16", "16 1 8 7 127 3.389531e+38 2^-126 2^-133 2^-7"},
+                                                           {"fp16", "16 1 5 10 15 65504 2^-14 2^-24 2^-10"},
+                                                           {"e5m2", "8 1 5 2 15 57344 2^-14 2^-16 2^-2"},
+                                                           {"e4m3", "8 1 4 3 7 448 2^-6 2^-9 2^-3"}};
+    for (const auto& [format, facts] : formats) {
+        const std::vector<std::string> wanted = words(facts), got = words(line_of(outcome.out, "THE FORMATS", format));
+        INFO(format);
+        REQUIRE(got.size() == wanted.size() + 2);
+        CHECK(std::equal(wanted.begin(), wanted.end(), got.begin() + 1));
+    }
+}
+
+TEST_CASE("float_formats shows what each format makes of a number", "[program][dev]") {
+    const Outcome outcome = run_program("dev/float_formats",
+                                        "65504 65519 65520 70000 448 464 465 500 61439 61440 2^-24 2^-25 6e-8 1e-5 0.1 "
+                                        "1.00048828125 -2049 inf nan 0.0");
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    struct Case {
+        const char *number, *format;
+        double value;
+        const char* verdict;
+    };
+    const Case cases[] = {
+        {"65504", "fp16", 65504, "normal, exact"},
+        {"65519", "fp16", 65504, "normal, rounded"},
+        {"65520", "fp16", INFINITY, "overflow to inf"},  // half of the spacing of 32 beyond the largest
+        {"70000", "fp16", INFINITY, "overflow to inf"},
+        {"70000", "bf16", 70144, "normal, rounded"},  // 137 x 512
+        {"70000", "fp32", 70000, "normal, exact"},
+        {"448", "e4m3", 448, "normal, exact"},
+        {"464", "e4m3", 448, "normal, rounded"},  // a tie; the code of 448 is even
+        {"465", "e4m3", 448, "overflow: saturates at 448 (otherwise nan)"},
+        {"500", "e4m3", 448, "overflow: saturates at 448 (otherwise nan)"},
+        {"500", "e5m2", 512, "normal, rounded"},
+        {"61439", "e5m2", 57344, "normal, rounded"},
+        {"61440", "e5m2", 57344, "overflow: saturates at 57344 (otherwise inf)"},  // a tie; the code of 57344 is odd
+        {"2^-24", "fp16", std::ldexp(1, -24), "subnormal, exact: 1 of 11 significant bits left"},
+        {"2^-25", "fp16", 0, "underflow to 0"},  // a tie; zero is even
+        {"2^-25", "bf16", std::ldexp(1, -25), "normal, exact"},
+        {"6e-8", "fp16", std::ldexp(1, -24), "subnormal, rounded: 1 of 11 significant bits left"},
+        {"1e-5", "fp16", 168 * std::ldexp(1, -24), "subnormal, rounded: 8 of 11 significant bits left"},
+        {"1e-5", "e5m2", std::ldexp(1, -16), "subnormal, rounded: 1 of 3 significant bits left"},
+        {"0.1", "fp32", 0.1f, "normal, rounded"},
+        {"0.1", "bf16", 205 * std::ldexp(1, -11), "normal, rounded"},
+        {"1.00048828125", "fp16", 1, "normal, rounded"},                       // 1 + 2^-11, a tie: to even
+        {"1.00048828125", "tf32", 1 + std::ldexp(1, -10), "normal, rounded"},  // cvt.rna: away from zero
+        {"-2049", "fp16", -2048, "normal, rounded"},
+        {"-2049", "tf32", -2050, "normal, rounded"},
+        {"inf", "fp16", INFINITY, "infinity"},
+        {"inf", "e4m3", 448, "no infinity: saturates at 448 (otherwise nan)"},
+        {"0.0", "e4m3", 0, "zero"}};
+    for (const Case& c : cases) {
+        INFO(c.number << " in " << c.format);
+        const Stored got = stored(outcome.out, c.number, c.format);
+        if (std::isinf(c.value)) CHECK(got.value == c.value);
+        else CHECK(got.value == Approx(c.value).epsilon(1e-9));  // ten digits are printed
+        CHECK(got.verdict == c.verdict);
+    }
+    for (const char* format : {"fp32", "tf32", "bf16", "fp16", "e5m2", "e4m3"}) {
+        const Stored nan = stored(outcome.out, "nan", format);
+        CHECK(std::isnan(nan.value));
+        CHECK(nan.verdict == "NaN");
+    }
+    const Stored tenth = stored(outcome.out, "0.1", "fp32");  // 0x3dcccccd
+    CHECK(tenth.sign + tenth.exponent + tenth.mantissa == "00111101110011001100110011001101");
+    CHECK(stored(outcome.out, "-2049", "fp16").sign == "1");
+}
+
+TEST_CASE("float_formats reads bits", "[program][dev]") {
+    const Outcome outcome = run_program("dev/float_formats", "fp16:0x7bff bf16:0xc040 e4m3:0x01 fp32:0x7f800000");
+    REQUIRE(outcome.status == 0);
+    CHECK(stored(outcome.out, "fp16:0x7bff: 65504", "fp16").verdict == "normal, exact");
+    CHECK(stored(outcome.out, "bf16:0xc040: -3", "bf16").mantissa == "1000000");
+    CHECK(stored(outcome.out, "e4m3:0x01: 0.001953125", "e4m3").verdict ==
+          "subnormal, exact: 1 of 4 significant bits left");
+    CHECK(stored(outcome.out, "fp32:0x7f800000: inf", "fp32").verdict == "infinity");
+}
+
+TEST_CASE("float_formats shows that big eats small", "[program][dev]") {
+    const Outcome outcome = run_program("dev/float_formats", "");
+    REQUIRE(outcome.status == 0);
+    volatile float sum = 0;
+    for (int i = 0; i < 10000; ++i) sum = sum + 0.1f;
+    // The sum stops at the power of two above which half of the spacing is more than the term; counting by one stops
+    // where the spacing becomes 2.
+    const struct {
+        const char* format;
+        double sum, count;
+    } rows[] = {{"fp32", sum, 16777216}, {"bf16", 32, 256}, {"fp16", 256, 2048}, {"e5m2", 1, 8}, {"e4m3", 2, 16}};
+    for (const auto& row : rows) {
+        INFO(row.format);
+        const std::vector<std::string> w = words(line_of(outcome.out, "0.1 added", row.format));
+        REQUIRE(w.size() == 6);
+        CHECK(std::stod(w[2]) == Approx(row.sum).epsilon(1e-9));
+        CHECK(std::stod(w[5]) == row.count);
+    }
+    const std::vector<std::string> w = words(line_of(outcome.out, "A weight", "0.001"));
+    REQUIRE(w.size() == 6);
+    CHECK(std::stod(w[4]) == 1);  // bf16: 0.001 is less than half of 2^-7
+    CHECK(std::stod(w[5]) == 2);  // with a master weight
+}
+
+TEST_CASE("loss scaling keeps the gradients of a training step in fp16", "[program][dev]") {
+    const TempFolder folder;
+    const std::string png = folder / "gradients.png";
+    const Outcome outcome = run_program("dev/float_formats", "--gradients --steps 20 --batch 8 --out " + png);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK(png_size(png) == std::pair(1100, 872));
+    CHECK(folder.listing() == "gradients.png");
+
+    // The shares of the tensors make the share of all of them.
+    double n = 0, n_flushed = 0;
+    for (const char* name : {"dlogits", "dresidual", "dnorm", "dqkv", "dattn", "dup", "dact"}) {
+        const std::vector<std::string> w = words(line_of(outcome.out, "share of the gradients", name));
+        REQUIRE(w.size() == 12);
+        n += std::stod(w[1]);
+        n_flushed += std::stod(w[1]) * std::stod(w[4]) / 100;
+    }
+    // Zeros in fp32 do not count. The first token of a sequence has one score, and its query a gradient of 0, exactly
+    // or but for rounding; counted as flushed, these alone would be a larger share than fp16 loses after scaling.
+    const std::vector<std::string> dqkv = words(line_of(outcome.out, "share of the gradients", "dqkv"));
+    const double percent_zero = 100 * (1 - std::stod(dqkv[1]) / (8 * 128 * 3 * 128));
+    CHECK(percent_zero > 0.01);
+    CHECK(std::stod(dqkv[10]) < percent_zero / 2);
+
+    std::map<std::string, std::vector<double>> shares;  // zero, subnormal, normal, overflow, by loss scale
+    const std::string dynamic = words(line_of(outcome.out, "share of the gradients", "not zero")).back();
+    for (const std::string& scale : {std::string("1"), std::string("1024"), std::string("65536"), dynamic}) {
+        const std::vector<std::string> w = words(line_of(outcome.out, "all of them", "activations " + scale));
+        REQUIRE(w.size() == 10);
+        for (const size_t i : {2, 4, 6, 8}) shares[scale].push_back(std::stod(w[i]));
+        CHECK(shares[scale][0] + shares[scale][1] + shares[scale][2] + shares[scale][3] == Approx(100).margin(0.01));
+        CHECK(shares[scale][3] == 0);
+    }
+    CHECK(shares["1"][0] == Approx(100 * n_flushed / n).margin(0.001));  // three decimals are printed
+    CHECK(shares["1"][0] > 1);
+    CHECK(shares["1"][1] > 10);
+    CHECK(shares["65536"][0] < 1);
+    CHECK(shares[dynamic][0] < 1);
+    CHECK(shares[dynamic][2] > 95);
+
+    // At twice the dynamic scale the largest gradient would overflow, at the scale itself it does not.
+    double largest = 0;
+    for (const char* name : {"dlogits", "dresidual", "dnorm", "dqkv", "dattn", "dup", "dact", "parameters"})
+        largest = std::max(largest, std::stod(words(line_of(outcome.out, "share of the gradients", name))[3]));
+    const double scale = std::ldexp(1, std::stoi(dynamic.substr(2)));
+    CHECK(largest * scale < 65520 * 1.05);  // two digits are printed
+    CHECK(2 * largest * scale > 65520 * 0.95);
+}
+
+TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
+    const std::pair<const char*, const char*> cases[] = {{"1 abc", "\"abc\" is no number"},
+                                                         {"0.1x", "is no number"},
+                                                         {"\"\"", "is no number"},
+                                                         {"0x7c00", "bits of which format"},
+                                                         {"fp17:1", "the formats are"},
+                                                         {"fp16:0x10000", "16 bits"},
+                                                         {"fp16:-1", "16 bits"},
+                                                         {"2^", "is no number"},
+                                                         {"2^5000", "exponent"},
+                                                         {"1e400", "beyond"},
+                                                         {"--wrong", "unknown flag"},
+                                                         {"--steps 3", "needs --gradients"},
+                                                         {"--gradients 1", "leave one"},
+                                                         {"--gradients --steps", "needs a value"},
+                                                         {"--gradients --steps -1", "at least 0"},
+                                                         {"--gradients --seq 1e3", "whole number"},
+                                                         {"--gradients --model nothing", "nothing"},
+                                                         {"--gradients --out /nonexistent/x.png", "/nonexistent"}};
+    for (const auto& [arguments, reason] : cases) check_refused("float_formats", arguments, reason);
+    CHECK(run_program("dev/float_formats", "--help").status == 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// A run folder whose log holds these losses.
+void write_run(const std::string& folder, const std::vector<double>& losses) {
+    make_folder(folder);
+    CsvLog log(folder + "/log.csv", -1);
+    for (size_t i = 0; i < losses.size(); ++i) {
+        LogRow row;
+        row.step = static_cast<int64_t>(i) + 1;
+        row.loss = losses[i];
+        log.write(row);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("plot_runs draws losses and prints how far they are from the first", "[program][dev]") {
+    const TempFolder folder;
+    const std::string png = folder / "losses.png";
+    std::vector<double> first, close, spike;
+    for (int i = 0; i < 60; ++i) {
+        first.push_back(4 + 0.01 * i);
+        close.push_back(first.back() * 0.99);
+        spike.push_back(first.back() * (i == 40 ? 1.5 : 1));
+    }
+    write_run(folder / "fp32", first);
+    write_run(folder / "bf16", close);
+    write_run(folder / "spike", spike);
+    const std::string folders = png + " " + folder / "fp32" + "/ " + folder / "bf16" + " " + folder / "spike";
+    const Outcome outcome = run_program("dev/plot_runs", folders);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK(png_size(png) == std::pair(960, 600));
+    // name, steps, last mean, P % at step S twice. All steps of bf16 differ by 1 %.
+    const std::vector<std::string> bf16 = words(line_of(outcome.out, "run", "bf16"));
+    CHECK(bf16[1] == "60");
+    CHECK(bf16[3] == "1.000");
+    CHECK(bf16[8] == "1.000");
+    // The spike is half of 4.4, at step 41; of the means over 20 steps that have it, it moves the smallest most: the
+    // first.
+    const std::vector<std::string> spiked = words(line_of(outcome.out, "run", "spike"));
+    CHECK(spiked[3] == "50.000");
+    CHECK(spiked[7] == "41");
+    double mean = 0;
+    for (size_t i = 21; i <= 40; ++i) mean += first[i] / 20;
+    CHECK(std::stod(spiked[8]) == Approx(100 * 2.2 / 20 / mean).margin(0.0006));  // three decimals
+    CHECK(spiked[12] == "41");
+
+    const Outcome single = run_program("dev/plot_runs", folders + " --smooth 1");
+    REQUIRE(single.status == 0);
+    CHECK(words(line_of(single.out, "run", "spike"))[8] == "50.000");
+}
+
+TEST_CASE("plot_runs refuses runs that cannot be compared", "[program][dev]") {
+    const TempFolder folder;
+    const std::string png = folder / "x.png ", good = folder / "good", other = folder / "other";
+    write_run(good, std::vector<double>(30, 2.0));
+    const auto refused = [&](const std::string& arguments, const std::string& reason) {
+        check_refused("plot_runs", arguments, reason);
+        CHECK(!std::filesystem::exists(folder / "x.png"));
+    };
+    refused("", "folders of runs");
+    refused(png, "folders of runs");
+    refused(png + good + " " + folder / "none", "none/log.csv");
+    refused(png + good + " --smooth 0", "at least 1");
+    refused(png + good + " --smooth", "at least 1");
+    refused(png + good + " --smooth 31", "too few");
+    refused(png + good + " --wrong", "unknown flag");
+    refused(good + " " + good, "is a folder");
+    write_run(other, std::vector<double>(29, 2.0));
+    refused(png + good + " " + other, "29 steps");
+    std::vector<double> losses(30, 2.0);
+    losses[6] = NAN;
+    write_run(other, losses);
+    refused(png + good + " " + other, "step 7");
+    spit(other + "/log.csv", "step,tokens\n1,16\n");
+    refused(png + other, "header");
+}
