@@ -71,7 +71,7 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt train_options huggingface test/%
+LIGHT       := train_gpt train_options trainer trainer_checkpoint plan huggingface test/%
 LIGHT_FLAGS := -O1
 ifeq ($(DEBUG),1)
   BUILD       := $(BUILD)-debug
@@ -225,7 +225,7 @@ $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
-test: tests programs
+test: tests programs dev
 	@test/run.sh $(BUILD) $(ONCE)
 
 # Address and undefined-behaviour sanitizers. Only over code without kernels: the address sanitizer cannot follow the fibers

@@ -294,7 +294,7 @@ void load_weights(Model& model, const std::string& folder) {
               stored.dtype, ", expected F32, F16 or BF16");
         std::vector<float> values = stored.floats();
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
-        from_floats(param.value.slice(0, param.value.shape[0] - param.padded_rows), values);
+        set_parameter(param, values);
         used.insert(name);
     }
     for (const auto& [name, tensor] : file.tensors()) {
@@ -311,7 +311,7 @@ void save_model(const Model& model, const std::string& folder) {
     for (const Param& param : model.params) {
         const auto fill = [&param](void* bytes) {
             const int64_t rows = param.value.shape[0] - param.padded_rows;
-            std::vector<float> values = to_floats(param.value.slice(0, rows));
+            std::vector<float> values = to_floats(param.exact().slice(0, rows));
             if (param.transposed) values = transpose(values, rows, param.value.cols());
             std::copy(values.begin(), values.end(), static_cast<float*>(bytes));
         };

@@ -13,7 +13,9 @@
 #include "llm.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdlib>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Parameters
@@ -27,15 +29,12 @@ class Placer {
     Placer(Model& model) : model_(model) {}
 
     struct Place {
-        Tensor value, grad;
+        Tensor value, grad, master;
         int64_t offset;
     };
     Place take(std::initializer_list<int64_t> dims) {
         const int64_t offset = n_;
-        Place place{make_tensor(nullptr, model_.dtype, dims), make_tensor(nullptr, model_.dtype, dims), offset};
-        const size_t byte = static_cast<size_t>(offset) * dtype_bytes(model_.dtype);
-        if (model_.values.data) place.value.data = static_cast<char*>(model_.values.data) + byte;
-        if (model_.grads.data) place.grad.data = static_cast<char*>(model_.grads.data) + byte;
+        Place place{cut(model_.values, dims), cut(model_.grads, dims), cut(model_.masters, dims), offset};
         n_ = round_up(offset + place.value.n(), 64);  // 256 bytes in f32, 128 in 16 bits
         return place;
     }
@@ -43,7 +42,8 @@ class Placer {
     void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay, bool transposed = false,
               int64_t padded_rows = 0) {
         const int64_t row_n = place.value.n() / place.value.shape[0];
-        model_.params.push_back({name, place.value.slice(first, rows), place.grad.slice(first, rows),
+        const Tensor master = model_.precision.master ? place.master.slice(first, rows) : Tensor{};
+        model_.params.push_back({name, place.value.slice(first, rows), place.grad.slice(first, rows), master,
                                  place.offset + first * row_n, decay, transposed, padded_rows});
     }
     Norm norm(const std::string& prefix, int64_t C, bool bias) {
@@ -70,11 +70,17 @@ class Placer {
             if (bias) name(prefix + ".bias", b, first, rows, false);
             first += rows;
         }
-        return {weight.value, b.value, weight.grad, b.grad};
+        return {weight.value, b.value, weight.grad, b.grad, {}, {}};
     }
     int64_t n() const { return n_; }
 
   private:
+    // The next elements of a flat array, which has no memory yet while arenas count.
+    Tensor cut(const Tensor& flat, std::initializer_list<int64_t> dims) const {
+        Tensor part = make_tensor(nullptr, flat.dtype, dims);
+        if (flat.data) part.data = static_cast<char*>(flat.data) + static_cast<size_t>(n_) * dtype_bytes(flat.dtype);
+        return part;
+    }
     Model& model_;
     int64_t n_ = 0;
 };
@@ -119,36 +125,83 @@ int64_t place_parameters(Model& model) {
     }
     model.final_norm = placer.norm(gpt2 ? "transformer.ln_f" : "model.norm", c.C, gpt2);
     if (c.tied) {
-        model.head = {model.wte, {}, model.dwte, {}};
+        model.head = {model.wte, {}, model.dwte, {}, {}, {}};
     } else {
         const Placer::Place head = placer.take({c.V_padded(), c.C});
         placer.name("lm_head.weight", head, 0, c.V_padded(), true, false, c.V_padded() - c.V);
-        model.head = {head.value, {}, head.grad, {}};
+        model.head = {head.value, {}, head.grad, {}, {}, {}};
     }
     return placer.n();
 }
 
+// The linear layers of a block, in the order of their rows in BlockSaved::fp8 and Model::fp8_states.
+enum BlockLinear : int64_t { kQkv, kAttnOut, kUp, kDown };
+std::array<Linear*, 4> linears(Block& block) { return {&block.qkv, &block.attn_out, &block.up, &block.down}; }
+
+void take_fp8(Model& model, Arena& arena) {
+    const Precision& p = model.precision;
+    if (p.fp8 == Fp8Recipe::none) return;
+    expect_fp8_device(p.fp8);
+    const bool delayed = p.fp8 == Fp8Recipe::delayed;
+    if (delayed) model.fp8_states = arena.take("fp8 histories", DType::f32, {8 * model.config.L, kFp8StateN});
+    int64_t row = 0;
+    for (Block& block : model.blocks) {
+        for (Linear* linear : linears(block)) {
+            linear->fp8 = take_fp8_weight(arena, p.fp8, linear->weight.shape[0], linear->weight.shape[1]);
+            if (delayed) linear->fp8_state = model.fp8_states.slice(row, 2);
+            row += 2;
+        }
+    }
+}
+
 }  // namespace
 
-Model build_model(const Config& config, DType dtype, int64_t T, Arena& values, Arena& grads) {
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters) {
     check_config(config);
     check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ", config.T_max,
           " positions this model has: use --seq ", config.T_max, " or less");
+    check(precision.grad_dtype == DType::f32 || precision.grad_dtype == precision.dtype, "gradients in ",
+          dtype_name(precision.grad_dtype), " of a model in ", dtype_name(precision.dtype), ": they are in f32 or as the model");
+    check(!precision.master || precision.dtype != DType::f32, "a float32 model is its own master weights");
     Model model;
     model.config = config;
-    model.dtype = dtype;
+    model.precision = precision;
+    model.values.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype, model.masters.dtype = DType::f32;
     const int64_t n = place_parameters(model);  // counts
-    model.values = values.take("parameters", dtype, {n});
-    model.grads = grads.take("gradients", dtype, {n});
+    model.values = values.take("weights", precision.dtype, {n});
+    model.grads = grads.take("gradients", precision.grad_dtype, {n});
+    if (precision.master) model.masters = masters.take("master weights", DType::f32, {n});
     place_parameters(model);  // now with memory
     if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.D});
+    take_fp8(model, values);
     if (values.counting()) return model;
 
     // The gaps between parameters and the padding rows of the vocabulary stay zero for good.
-    cudaCheck(cudaMemsetAsync(model.values.data, 0, model.values.bytes(), device().stream));
-    cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), device().stream));
+    for (const Tensor& flat : {model.values, model.grads, model.masters, model.fp8_states})
+        if (flat) cudaCheck(cudaMemsetAsync(flat.data, 0, flat.bytes(), device().stream));
     if (model.rope_table) rope_table(model.rope_table, rope_frequencies(config.D, config.rope_base, config.rope_scaling));
     return model;
+}
+
+Weights Model::weights(uint64_t seed) const {
+    if (precision.master) return {.values = masters, .copy = values};
+    return {.values = values, .stochastic = precision.dtype != DType::f32, .seed = seed};
+}
+
+void quantise_weights(const Model& model, cudaStream_t stream) {
+    if (model.precision.fp8 == Fp8Recipe::none) return;
+    for (const Block& block : model.blocks)
+        for (const Linear& linear : {block.qkv, block.attn_out, block.up, block.down})
+            fp8_quantise_weight(linear.fp8, linear.weight, stream);
+}
+
+void advance_fp8(const Model& model, cudaStream_t stream) {
+    if (model.fp8_states) fp8_advance(model.fp8_states, stream);
+}
+
+void set_parameter(const Param& param, const std::vector<float>& values) {
+    for (const Tensor& tensor : {param.value, param.master})
+        if (tensor) from_floats(tensor.slice(0, tensor.shape[0] - param.padded_rows), values);
 }
 
 void init_weights(Model& model, uint64_t seed) {
@@ -159,69 +212,149 @@ void init_weights(Model& model, uint64_t seed) {
     for (const Param& param : model.params) {
         const bool residual = ends_with(param.name, "c_proj.weight") || ends_with(param.name, "o_proj.weight") ||
                               ends_with(param.name, "down_proj.weight");
+        const int64_t n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
         if (param.decay)
-            fill_normal(param.value.slice(0, param.value.shape[0] - param.padded_rows),
-                        residual ? residual_std : model.config.init_std, seed, hash_name(param.name));
+            set_parameter(param, normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));
         else
-            fill_constant(param.value, ends_with(param.name, ".weight") ? 1.0f : 0.0f);
+            set_parameter(param, std::vector<float>(static_cast<size_t>(n), ends_with(param.name, ".weight") ? 1.0f : 0.0f));
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Activations
 
-Activations take_activations(const Config& config, DType dtype, int64_t B, int64_t T, bool training, Arena& arena) {
-    const Config& c = config;
-    const int64_t N = B * T;
+Recompute parse_recompute(const std::string& text) {
+    if (text == "none") return {};
+    if (text == "full") return {.every = 1};
+    if (text == "selective") return {.selective = true};
+    char* end = nullptr;
+    const long long every = std::strtoll(text.c_str(), &end, 10);
+    check(!text.empty() && *end == 0 && every > 0, "--recompute ", text, ": use none, selective, full, or a number of blocks");
+    return {.every = every};
+}
+
+namespace {
+
+NormSaved take_norm(const Config& c, const Activations& acts, Tensor sum, Tensor out, Arena& arena) {
+    NormSaved saved{sum, out, {}, {}};
+    const int64_t N = acts.B * acts.T;
+    if (c.family == Family::gpt2) saved.mean = arena.take("norms", DType::f32, {N});
+    saved.rstd = arena.take("norms", DType::f32, {N});
+    return saved;
+}
+
+// The activations of L blocks. Blocks l, l + n, l + 2 n, ... share one set of tensors, but for the input of a segment of n
+// blocks, from which its forward can be run again. n = 1 without inputs is what a forward without a backward needs: block 0's
+// input is the embedding, which nobody reads any more when block 1 writes its own there.
+void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inputs, Arena& arena) {
+    const Config& c = model.config;
+    const DType dtype = model.precision.dtype;
+    const int64_t N = acts.B * acts.T;
+    const bool selective = acts.recompute.selective;
+    const auto stream_tensor = [&] { return arena.take("residual stream", dtype, {N, c.C}); };
+    const auto norm_tensor = [&] { return arena.take("norms", dtype, {N, c.C}); };
+    const auto probs_tensor = [&] { return arena.take("attention", dtype, {acts.B, c.H, acts.T, acts.T}); };
+    const auto act_tensor = [&] { return arena.take("feed-forward", dtype, {N, c.F}); };
+
+    BlockSaved shared;  // with selective recomputation
+    if (selective) {
+        shared.norm1.out = norm_tensor();
+        shared.norm2.out = norm_tensor();
+        shared.attention.probs = probs_tensor();
+        shared.act = act_tensor();
+    }
+    for (int64_t l = 0; l < c.L; ++l) {
+        BlockSaved saved;
+        if (l < n) {
+            const Tensor input = l == 0 ? acts.embedded : stream_tensor();
+            saved.norm1 = take_norm(c, acts, input, selective ? shared.norm1.out : norm_tensor(), arena);
+            saved.attention.q = arena.take("attention", dtype, {acts.B, c.H, acts.T, c.D});
+            saved.attention.k = arena.take("attention", dtype, {acts.B, c.K, acts.T, c.D});
+            saved.attention.v = arena.take("attention", dtype, {acts.B, c.K, acts.T, c.D});
+            saved.attention.probs = selective ? shared.attention.probs : probs_tensor();
+            saved.attn = arena.take("attention", dtype, {N, c.H * c.D});
+            saved.norm2 = take_norm(c, acts, stream_tensor(), selective ? shared.norm2.out : norm_tensor(), arena);
+            saved.up = arena.take("feed-forward", dtype, {N, c.up_width()});
+            saved.act = selective ? shared.act : act_tensor();
+        } else {
+            saved = acts.blocks[static_cast<size_t>(l % n)];
+            if (keep_inputs && l % n == 0) saved.norm1.sum = stream_tensor();
+        }
+        // Not shared: a block that is run again does not run its last product, but needs what its input was scaled by.
+        if (model.precision.fp8 != Fp8Recipe::none) saved.fp8 = arena.take("fp8 scales", DType::f32, {4, 2});
+        acts.blocks.push_back(saved);
+    }
+}
+
+// Scratch of the linear layers of a block, forward and backward.
+int64_t linear_scratch_n(const Model& model, int64_t N) {
+    const Config& c = model.config;
+    int64_t n = linear_backward_scratch_n(N, std::max({c.qkv_width(), c.up_width(), c.C}));
+    if (model.precision.fp8 == Fp8Recipe::none) return n;
+    const std::pair<int64_t, int64_t> shapes[] = {{c.C, c.qkv_width()}, {c.H * c.D, c.C}, {c.C, c.up_width()}, {c.F, c.C}};
+    for (const auto& [C, O] : shapes) n = std::max(n, fp8_linear_scratch_n(model.precision.fp8, N, C, O));
+    return n;
+}
+
+// What forward needs around the blocks.
+Activations take_common(const Model& model, int64_t B, int64_t T, Arena& arena) {
+    const Config& c = model.config;
+    const DType dtype = model.precision.dtype;
     Activations acts;
     acts.B = B;
     acts.T = T;
     acts.tokens = arena.take("tokens", DType::i32, {B, T});
-    acts.targets = arena.take("tokens", DType::i32, {N});
-    acts.embedded = arena.take("residual stream", dtype, {N, c.C});
-    acts.losses = arena.take("losses", DType::f32, {N});
-    acts.branch = arena.take("shared by layers", dtype, {N, c.C});
-    acts.qkv = arena.take("shared by layers", dtype, {N, c.qkv_width()});
-
-    const auto take_norm = [&](bool has_branch) {
-        NormSaved saved;
-        saved.sum = has_branch ? arena.take("residual stream", dtype, {N, c.C}) : acts.embedded;
-        saved.out = arena.take("norms", dtype, {N, c.C});
-        if (c.family == Family::gpt2) saved.mean = arena.take("norms", DType::f32, {N});
-        saved.rstd = arena.take("norms", DType::f32, {N});
-        return saved;
-    };
-    const auto take_block = [&](bool first) {
-        BlockSaved saved;
-        saved.norm1 = take_norm(!first);
-        saved.attention = take_attention_saved(arena, dtype, B, T, c.H, c.K, c.D);
-        saved.attn = arena.take("attention", dtype, {N, c.H * c.D});
-        saved.norm2 = take_norm(true);
-        saved.up = arena.take("feed-forward", dtype, {N, c.up_width()});
-        saved.act = arena.take("feed-forward", dtype, {N, c.F});
-        return saved;
-    };
-    // Without a backward nothing need be kept: all blocks share the first one's tensors. Its norm1.sum is the embedding,
-    // which nobody reads any more when the second block writes its own sum there.
-    for (int64_t l = 0; l < c.L; ++l) acts.blocks.push_back(training || l == 0 ? take_block(l == 0) : acts.blocks[0]);
-    acts.final_norm = take_norm(true);
+    acts.targets = arena.take("tokens", DType::i32, {B * T});
+    acts.embedded = arena.take("residual stream", dtype, {B * T, c.C});
+    acts.losses = arena.take("losses", DType::f32, {B * T});
+    acts.branch = arena.take("shared by layers", dtype, {B * T, c.C});
+    acts.qkv = arena.take("shared by layers", dtype, {B * T, c.qkv_width()});
+    return acts;
+}
+void take_head(const Model& model, Activations& acts, Arena& arena) {
+    const Config& c = model.config;
+    const DType dtype = model.precision.dtype;
+    const int64_t N = acts.B * acts.T;
+    const Tensor sum = arena.take("residual stream", dtype, {N, c.C});
+    acts.final_norm = take_norm(c, acts, sum, arena.take("norms", dtype, {N, c.C}), arena);
     acts.logits = arena.take("logits", dtype, {N, c.V_padded()});
+}
 
-    int64_t attention_scratch_n = attention_forward_scratch_n(B, T, c.H, c.K, c.D);
-    if (training) {
-        acts.dresidual = arena.take("gradients of activations", dtype, {N, c.C});
-        acts.dnorm = arena.take("gradients of activations", dtype, {N, c.C});
-        acts.dattn = arena.take("gradients of activations", dtype, {N, c.H * c.D});
-        acts.dup = arena.take("gradients of activations", dtype, {N, c.up_width()});
-        acts.dact = arena.take("gradients of activations", dtype, {N, c.F});
-        acts.links = arena.take("shared by layers", DType::i32, {2, N});
-        attention_scratch_n = std::max(attention_scratch_n, attention_backward_scratch_n(B, T, c.H, c.K, c.D));
-        const int64_t widest = std::max({c.qkv_width(), c.up_width(), c.C});
-        const int64_t scratch_n = std::max({linear_backward_scratch_n(N, widest), layernorm_backward_scratch_n(N, c.C),
-                                            rmsnorm_backward_scratch_n(N, c.C)});
-        acts.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
-    }
+}  // namespace
+
+Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena) {
+    const Config& c = model.config;
+    const DType dtype = model.precision.dtype;
+    const int64_t N = B * T;
+    Activations acts = take_common(model, B, T, arena);
+    acts.recompute = recompute;
+    take_blocks(model, acts, recompute.every > 0 ? std::min(recompute.every, c.L) : c.L, true, arena);
+    take_head(model, acts, arena);
+
+    acts.dresidual = arena.take("gradients of activations", dtype, {N, c.C});
+    acts.dnorm = arena.take("gradients of activations", dtype, {N, c.C});
+    acts.dattn = arena.take("gradients of activations", dtype, {N, c.H * c.D});
+    acts.dup = arena.take("gradients of activations", dtype, {N, c.up_width()});
+    acts.dact = arena.take("gradients of activations", dtype, {N, c.F});
+    acts.links = arena.take("shared by layers", DType::i32, {2, N});
+    const int64_t scratch_n =
+        std::max({linear_scratch_n(model, N), layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C)});
+    acts.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
+    const int64_t attention_scratch_n =
+        std::max(attention_forward_scratch_n(B, T, c.H, c.K, c.D), attention_backward_scratch_n(B, T, c.H, c.K, c.D));
     acts.attention_scratch = arena.take("shared by layers", dtype, {attention_scratch_n});
+    return acts;
+}
+
+Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena) {
+    const Config& c = model.config;
+    Activations acts = take_common(model, B, T, arena);
+    take_blocks(model, acts, 1, false, arena);
+    take_head(model, acts, arena);
+    if (model.precision.fp8 != Fp8Recipe::none)
+        acts.scratch = arena.take("shared by layers", DType::f32, {linear_scratch_n(model, B * T)});
+    acts.attention_scratch =
+        arena.take("shared by layers", model.precision.dtype, {attention_forward_scratch_n(B, T, c.H, c.K, c.D)});
     return acts;
 }
 
@@ -253,26 +386,68 @@ void norm_backward(const Config& config, const Norm& norm, const NormSaved& save
         rmsnorm_backward(dinp, norm.dweight, dout, dsum, saved.sum, norm.weight, saved.rstd, scratch, stream);
 }
 
-// residual, acts.branch -> saved.norm2.sum, acts.branch: the block's stream and its last branch, not yet added.
-void block_forward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, Tensor residual,
-                   bool first, cudaStream_t stream) {
-    const Config& c = model.config;
-    const Tensor qkv = acts.qkv.view({acts.B, acts.T, c.qkv_width()});
-
-    norm_forward(c, block.norm1, saved.norm1, residual, first ? Tensor{} : acts.branch, stream);
-    linear_forward(acts.qkv, saved.norm1.out, block.qkv.weight, block.qkv.bias, stream);
-    if (c.family == Family::llama) rope_forward(qkv, model.rope_table, c.H, c.K, stream);
-    attention_forward(saved.attn.view({acts.B, acts.T, c.H * c.D}), saved.attention, qkv, attention_scale(c),
-                      acts.attention_scratch, stream);
-    linear_forward(acts.branch, saved.attn, block.attn_out.weight, block.attn_out.bias, stream);
-
-    norm_forward(c, block.norm2, saved.norm2, saved.norm1.sum, acts.branch, stream);
-    linear_forward(saved.up, saved.norm2.out, block.up.weight, block.up.bias, stream);
-    if (c.family == Family::llama)
+void activation_forward(const Config& config, const BlockSaved& saved, cudaStream_t stream) {
+    if (config.family == Family::llama)
         swiglu_forward(saved.act, saved.up, stream);
     else
         gelu_forward(saved.act, saved.up, stream);
-    linear_forward(acts.branch, saved.act, block.down.weight, block.down.bias, stream);
+}
+
+// A linear layer of a block, in dtype or with its products in fp8.
+void linear_forward(Tensor out, const Linear& linear, BlockLinear which, Tensor inp, const BlockSaved& saved,
+                    const Activations& acts, cudaStream_t stream) {
+    if (!saved.fp8) return linear_forward(out, inp, linear.weight, linear.bias, stream);
+    const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
+    fp8_linear_forward(out, scaled_by, inp, linear.fp8, linear.bias, linear.fp8_state, acts.training, acts.scratch, stream);
+}
+void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp, const BlockSaved& saved,
+                     const Activations& acts, cudaStream_t stream) {
+    if (!saved.fp8) {
+        linear_backward_input(dinp, dout, linear.weight, false, stream);
+        linear_backward_weight(linear.dweight, linear.dbias, dout, inp, acts.scratch, stream);
+        return;
+    }
+    const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
+    fp8_linear_backward_input(dinp, scaled_by, dout, linear.fp8, false, linear.fp8_state, acts.scratch, stream);
+    fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, linear.fp8.recipe, acts.scratch, stream);
+}
+
+// residual, acts.branch -> saved.norm2.sum, acts.branch: the block's stream and its last branch, not yet added.
+// Without a branch residual is the whole input. `last_branch` is false where a forward is run again for the sake of what it
+// saves: then nobody needs the block's output.
+void block_forward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, Tensor residual,
+                   bool has_branch, bool last_branch, cudaStream_t stream) {
+    const Config& c = model.config;
+    const Tensor qkv = acts.qkv.view({acts.B, acts.T, c.qkv_width()});
+
+    norm_forward(c, block.norm1, saved.norm1, residual, has_branch ? acts.branch : Tensor{}, stream);
+    linear_forward(acts.qkv, block.qkv, kQkv, saved.norm1.out, saved, acts, stream);
+    if (c.family == Family::llama) rope_forward(qkv, model.rope_table, c.H, c.K, stream);
+    attention_forward(saved.attn.view({acts.B, acts.T, c.H * c.D}), saved.attention, qkv, attention_scale(c),
+                      acts.attention_scratch, stream);
+    linear_forward(acts.branch, block.attn_out, kAttnOut, saved.attn, saved, acts, stream);
+
+    norm_forward(c, block.norm2, saved.norm2, saved.norm1.sum, acts.branch, stream);
+    linear_forward(saved.up, block.up, kUp, saved.norm2.out, saved, acts, stream);
+    activation_forward(c, saved, stream);
+    if (last_branch) linear_forward(acts.branch, block.down, kDown, saved.act, saved, acts, stream);
+}
+
+// Selective recomputation: fills again what the blocks share (take_blocks).
+void recompute_shared(const Config& config, const Block& block, const BlockSaved& saved, cudaStream_t stream) {
+    norm_forward(config, block.norm1, saved.norm1, saved.norm1.sum, {}, stream);
+    attention_probs(saved.attention, attention_scale(config), stream);
+    norm_forward(config, block.norm2, saved.norm2, saved.norm2.sum, {}, stream);
+    activation_forward(config, saved, stream);
+}
+
+// Recomputation by blocks: runs blocks [first, last] forward again, from the input of the first.
+void recompute_blocks(const Model& model, Activations& acts, size_t first, size_t last, cudaStream_t stream) {
+    Tensor residual = acts.blocks[first].norm1.sum;
+    for (size_t l = first; l <= last; ++l) {
+        block_forward(model, model.blocks[l], acts.blocks[l], acts, residual, l > first, l < last, stream);
+        residual = acts.blocks[l].norm2.sum;
+    }
 }
 
 // acts.dresidual holds the gradient of the block's output, which is the gradient of both its branches; it leaves as the
@@ -280,35 +455,33 @@ void block_forward(const Model& model, const Block& block, const BlockSaved& sav
 void block_backward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, cudaStream_t stream) {
     const Config& c = model.config;
     const Tensor dqkv = acts.qkv.view({acts.B, acts.T, c.qkv_width()});
+    if (acts.recompute.selective) recompute_shared(c, block, saved, stream);
 
-    linear_backward_input(acts.dact, acts.dresidual, block.down.weight, false, stream);
-    linear_backward_weight(block.down.dweight, block.down.dbias, acts.dresidual, saved.act, acts.scratch, stream);
+    linear_backward(acts.dact, block.down, kDown, acts.dresidual, saved.act, saved, acts, stream);
     if (c.family == Family::llama)
         swiglu_backward(acts.dup, acts.dact, saved.up, stream);
     else
         gelu_backward(acts.dup, acts.dact, saved.up, stream);
-    linear_backward_input(acts.dnorm, acts.dup, block.up.weight, false, stream);
-    linear_backward_weight(block.up.dweight, block.up.dbias, acts.dup, saved.norm2.out, acts.scratch, stream);
+    linear_backward(acts.dnorm, block.up, kUp, acts.dup, saved.norm2.out, saved, acts, stream);
     norm_backward(c, block.norm2, saved.norm2, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 
-    linear_backward_input(acts.dattn, acts.dresidual, block.attn_out.weight, false, stream);
-    linear_backward_weight(block.attn_out.dweight, block.attn_out.dbias, acts.dresidual, saved.attn, acts.scratch, stream);
+    linear_backward(acts.dattn, block.attn_out, kAttnOut, acts.dresidual, saved.attn, saved, acts, stream);
     attention_backward(dqkv, acts.dattn.view({acts.B, acts.T, c.H * c.D}), saved.attention, attention_scale(c),
                        acts.attention_scratch, stream);
     if (c.family == Family::llama) rope_backward(dqkv, model.rope_table, c.H, c.K, stream);
-    linear_backward_input(acts.dnorm, acts.qkv, block.qkv.weight, false, stream);
-    linear_backward_weight(block.qkv.dweight, block.qkv.dbias, acts.qkv, saved.norm1.out, acts.scratch, stream);
+    linear_backward(acts.dnorm, block.qkv, kQkv, acts.qkv, saved.norm1.out, saved, acts, stream);
     norm_backward(c, block.norm1, saved.norm1, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 }
 
 }  // namespace
 
-void forward(const Model& model, Activations& acts, cudaStream_t stream) {
+void forward(const Model& model, Activations& acts, cudaStream_t stream, bool training) {
     const Config& c = model.config;
+    acts.training = training;
     embedding_forward(acts.embedded.view({acts.B, acts.T, c.C}), acts.tokens, model.wte, model.wpe, stream);
     Tensor residual = acts.embedded;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
-        block_forward(model, model.blocks[l], acts.blocks[l], acts, residual, l == 0, stream);
+        block_forward(model, model.blocks[l], acts.blocks[l], acts, residual, l > 0, true, stream);
         residual = acts.blocks[l].norm2.sum;
     }
     norm_forward(c, model.final_norm, acts.final_norm, residual, acts.branch, stream);
@@ -328,7 +501,12 @@ void backward(const Model& model, Activations& acts, cudaStream_t stream) {
     linear_backward_input(acts.dnorm, acts.logits, model.head.weight, false, stream);
     linear_backward_weight(model.head.dweight, {}, acts.logits, acts.final_norm.out, acts.scratch, stream);
     norm_backward(c, model.final_norm, acts.final_norm, acts.dresidual, acts.dnorm, {}, acts.scratch, stream);
-    for (size_t l = model.blocks.size(); l-- > 0;) block_backward(model, model.blocks[l], acts.blocks[l], acts, stream);
+    const size_t L = model.blocks.size(), segment = acts.recompute.every > 0 ? static_cast<size_t>(acts.recompute.every) : L;
+    for (size_t l = L; l-- > 0;) {
+        // The last segment's activations are still there from the forward; those before were overwritten.
+        if ((l + 1) % segment == 0 && l + 1 < L) recompute_blocks(model, acts, l + 1 - segment, l, stream);
+        block_backward(model, model.blocks[l], acts.blocks[l], acts, stream);
+    }
     embedding_backward(model.dwte, model.dwpe, acts.dresidual.view({acts.B, acts.T, c.C}), acts.tokens, acts.links, stream);
 }
 
@@ -347,7 +525,7 @@ std::vector<int32_t> sample(const Model& model, Activations& acts, const std::ve
         const size_t length = std::min(text.size(), window.size());
         std::copy(text.end() - static_cast<std::ptrdiff_t>(length), text.end(), window.begin());
         copy_to_device(acts.tokens, window.data());
-        forward(model, acts, stream);
+        forward(model, acts, stream, false);
         const Tensor row = acts.logits.slice(static_cast<int64_t>(length) - 1, 1);
         std::vector<float> logits = to_floats(row);
         logits.resize(static_cast<size_t>(model.config.V));

@@ -6,6 +6,7 @@
 
 #include "core/core.h"
 #include "layers/layers.h"
+#include "optim/optim.h"
 
 #include <functional>
 
@@ -48,6 +49,8 @@ double flops_per_token(const Config& config, int64_t T);
 struct Linear {
     Tensor weight, bias;    // (O, C), (O); GPT-2 has biases, LLaMA none
     Tensor dweight, dbias;
+    Fp8Weight fp8;          // with fp8: the weight as the products read it
+    Tensor fp8_state;       // and, with delayed scaling, the largest values of the last steps
 };
 struct Norm {
     Tensor weight, bias;    // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
@@ -62,10 +65,21 @@ struct Block {
     Linear down;      // (C, F)
 };
 
+// The types of a model's numbers.                                        (Micikevicius et al. 2018, arXiv:1710.03740)
+// Mixed precision: forward and backward in 16 bits, and a float32 master copy of the weights for the optimizer, because a
+// step is often smaller than the distance from a 16-bit weight to the next.
+struct Precision {
+    DType dtype = DType::f32;       // of weights and activations, and of the gradients of activations
+    DType grad_dtype = DType::f32;  // of the parameters' gradients: f32, or dtype
+    bool master = false;            // f32 master weights beside 16-bit ones
+    Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' four linear layers on 8-bit floats; the rest stays in dtype
+};
+
 struct Model {
     Config config;
-    DType dtype = DType::f32;
+    Precision precision;
     Tensor values, grads;       // flat; every parameter below is a view into them
+    Tensor masters;             // flat f32 with the same offsets, where there are master weights
     std::vector<Param> params;  // by Hugging Face name, in file order
 
     Tensor wte, dwte;  // (V_padded, C) token embedding
@@ -74,13 +88,23 @@ struct Model {
     Norm final_norm;
     Linear head;        // (V_padded, C); its weight is wte where tied
     Tensor rope_table;  // (T_max, D) f32, LLaMA
+    Tensor fp8_states;  // (8 L, kFp8StateN) f32, delayed scaling
+
+    // What an optimizer updates: the masters, and values as their copy; or values alone, where 16 bits are rounded
+    // stochastically.
+    Weights weights(uint64_t seed) const;
 };
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
-Model build_model(const Config& config, DType dtype, int64_t T, Arena& values, Arena& grads);
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters);
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual branches
 // divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
+// With fp8, after every change of the weights: quantises those of the blocks; and after every step: moves the histories on.
+void quantise_weights(const Model& model, cudaStream_t stream);
+void advance_fp8(const Model& model, cudaStream_t stream);
+// Writes a parameter's rows (without the padding): the master, and the value rounded from it.
+void set_parameter(const Param& param, const std::vector<float>& values);
 
 // Hugging Face folders: config.json with model.safetensors, or its shards (bodies in huggingface.cu, like load_config).
 void load_weights(Model& model, const std::string& folder);
@@ -88,6 +112,19 @@ void save_model(const Model& model, const std::string& folder);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Activations: all that a forward keeps for its backward. The caller owns them; several sets may be in flight.
+//
+// Recomputation keeps less and computes the rest again in the backward: the same kernels on the same numbers, so the same
+// bits.                                  (Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198)
+//   none        all activations of L blocks
+//   every n     the input of every n-th block, and all activations of n blocks at a time: L/n + n, least at n = sqrt(L)
+//   full        every 1: the input of every block
+//   selective   not what is cheap to compute again: outputs of norms and activation functions, attention probabilities
+
+struct Recompute {
+    int64_t every = 0;       // 0: do not forget blocks
+    bool selective = false;
+};
+Recompute parse_recompute(const std::string& text);  // "none", "full", "selective" or a number
 
 struct NormSaved {
     Tensor sum;         // (N, C): what was normalised, inp + branch
@@ -99,12 +136,14 @@ struct BlockSaved {
     AttentionSaved attention;
     Tensor attn;     // (N, H D): attention's output
     Tensor up, act;  // (N, up_width), (N, F)
+    Tensor fp8;      // (4, 2) f32: what the inputs and output gradients of the four linear layers were scaled by
 };
 struct Activations {
     int64_t B = 0, T = 0;
+    Recompute recompute;
     Tensor tokens, targets;  // (B, T), (N) i32
     Tensor embedded;         // (N, C)
-    std::vector<BlockSaved> blocks;
+    std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
     Tensor logits;  // (N, V_padded); the loss turns them into their own gradient
     Tensor losses;  // (N) f32
@@ -113,11 +152,15 @@ struct Activations {
     Tensor qkv;                                // (N, qkv_width)
     Tensor dresidual, dnorm, dattn, dup, dact;  // training only
     Tensor attention_scratch, scratch, links;
+    bool training = false;  // the last forward was a training step's
 };
-Activations take_activations(const Config& config, DType dtype, int64_t B, int64_t T, bool training, Arena& arena);
+// For training, or only to run forward.
+Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
+Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena);
 
-// tokens -> logits. tokens and targets have been copied into the activations.
-void forward(const Model& model, Activations& acts, cudaStream_t stream);
+// tokens -> logits. tokens and targets have been copied into the activations. training: this forward counts for the histories
+// of fp8's delayed scaling, which an evaluation must not touch.
+void forward(const Model& model, Activations& acts, cudaStream_t stream, bool training = true);
 // logits -> losses. Forward only: the logits stay.
 void loss_forward(const Model& model, Activations& acts, cudaStream_t stream);
 // logits -> losses, and logits become d(dloss * sum of losses) / d logits; then all parameter gradients are added to.

@@ -6,16 +6,12 @@
 //
 // The step, which is the algorithm:
 //
-//   for each micro-batch:  forward, loss, backward         gradients add up
-//   norm of all gradients, clip                            on the device
-//   AdamW                                                  new weights
-//   read loss and norm back, log
-#include "io/io.h"
-#include "llm.h"
-#include "optim/optim.h"
-#include "train_options.h"
-
-#include <nlohmann/json.hpp>
+//   for each micro-batch:  forward, scaled loss, backward      in --dtype; gradients add up
+//   norm of all gradients, unscale, check, clip                on the device
+//   AdamW, or another optimizer, on the float32 weights        and in the same pass the 16-bit copy for the next forward;
+//                                                              with fp8 this copy is quantised
+//   read loss and norm back, log                               a norm that is inf: nothing was updated, lower the scale
+#include "trainer.h"
 
 #include <algorithm>
 #include <chrono>
@@ -23,7 +19,6 @@
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 
 #include <unistd.h>
@@ -41,207 +36,91 @@ double seconds_now() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory: everything is counted first, printed, and then taken.
+// The step
 
-struct Memory {
-    Arena values{"parameters"}, grads{"gradients"}, optimizer{"optimizer states"}, activations{"activations"},
-        sampling{"sampling"};
-    std::vector<Arena*> all() { return {&values, &grads, &optimizer, &activations, &sampling}; }
+struct StepResult {
+    double loss, grad_norm;
+    bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
 };
 
-void print_and_reserve(Memory& memory) {
-    size_t total = 0, free_bytes = 0, device_bytes = 0;
-    std::printf("memory\n");
-    const auto line = [](const char* indent, const std::string& what, size_t bytes) {
-        std::printf("  %s%-28s %10s\n", indent, what.c_str(), human_bytes(static_cast<double>(bytes)).c_str());
-    };
-    for (Arena* arena : memory.all()) total += arena->bytes();
-    for (Arena* arena : memory.all()) {
-        if (arena->bytes() == 0) continue;
-        line("", arena->name(), arena->bytes());
-        for (const auto& [what, bytes] : arena->table())
-            if (bytes < arena->bytes() && bytes >= total / 100) line("  ", what, bytes);  // smaller ones are in the sum
-    }
-    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
-    line("", "total", total);
-    check(total <= device_bytes, "this run needs ", human_bytes(static_cast<double>(total)), ", the device has ",
-          human_bytes(static_cast<double>(device_bytes)), ": use a smaller --micro-batch, --seq or --model");
-    for (Arena* arena : memory.all()) arena->reserve();
+// The device runs ahead of the host: it is asked once a step, at the end, for the losses and the norm.
+void copy_to_device_async(const Tensor& to, const void* from, cudaStream_t stream) {
+    cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, stream));
+}
+void copy_to_host_async(void* to, const Tensor& from, cudaStream_t stream) {
+    cudaCheck(cudaMemcpyAsync(to, from.data, from.bytes(), cudaMemcpyDeviceToHost, stream));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The trainer: all that a step needs.
-
-struct Trainer {
-    TrainOptions options;
-    Config config;
-    int64_t micro_batch = 0;
-    Memory memory;
-    Model model;
-    Activations acts, sample_acts;
-    std::unique_ptr<Optimizer> optimizer;
-    Tensor norm_result, norm_scratch;
-    int32_t *host_tokens = nullptr, *host_targets = nullptr;  // pinned, one step's batch
-    float *host_losses = nullptr, *host_norm = nullptr;
-
-    void allocate();
-    struct Result {
-        double loss, grad_norm;
-    };
-    Result step(const BatchReader& data, int64_t step);
-    double evaluate(const BatchReader& data, int64_t n_sequences);
-};
-
-void Trainer::allocate() {
-    const int64_t n_step = options.batch * options.seq, sample_T = std::min<int64_t>(options.seq, 256);
-    const DType dtype = DType::f32;
-    for (int pass = 0; pass < 2; ++pass) {  // counting, then for real
-        model = build_model(config, dtype, options.seq, memory.values, memory.grads);
-        optimizer = make_optimizer(options.optimizer, memory.optimizer, model.params, model.values.n(), options.optimizer_options);
-        acts = take_activations(config, dtype, micro_batch, options.seq, true, memory.activations);
-        norm_result = memory.activations.take("shared by layers", DType::f32, {2});
-        norm_scratch = memory.activations.take("shared by layers", DType::f32, {grad_norm_scratch_n(model.grads.n())});
-        if (options.sample_tokens > 0) sample_acts = take_activations(config, dtype, 1, sample_T, false, memory.sampling);
-        if (pass == 0) print_and_reserve(memory);
-    }
-    optimizer->init(device().stream);
-    cudaCheck(cudaMallocHost(&host_tokens, static_cast<size_t>(n_step) * sizeof(int32_t)));
-    cudaCheck(cudaMallocHost(&host_targets, static_cast<size_t>(n_step) * sizeof(int32_t)));
-    cudaCheck(cudaMallocHost(&host_losses, static_cast<size_t>(n_step) * sizeof(float)));
-    cudaCheck(cudaMallocHost(&host_norm, 2 * sizeof(float)));
+// For tests (--inject-overflow STEP): what a gradient too large for its type leaves behind.
+void inject_overflow(const Tensor& grads, cudaStream_t stream) {
+    static const float f32 = INFINITY;
+    static const __half f16 = __float2half(INFINITY);
+    const Tensor one = grads.slice(grads.n() / 2, 1);
+    copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
 // Step s trains on sequences [(s - 1) batch, s batch) of the run.
-Trainer::Result Trainer::step(const BatchReader& data, int64_t step) {
+StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
+    const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
-    const int64_t T = options.seq, n_step = options.batch * T, n_micro = micro_batch * T;
-    for (int64_t b = 0; b < options.batch; ++b)
-        data.sequence((step - 1) * options.batch + b, host_tokens + b * T, host_targets + b * T);
+    const int64_t T = o.seq, n_step = o.batch * T, n_micro = t.micro_batch * T;
+    for (int64_t b = 0; b < o.batch; ++b)
+        data.sequence((step - 1) * o.batch + b, t.host_tokens + b * T, t.host_targets + b * T);
 
-    cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
+    const float loss_scale = static_cast<float>(t.scaler.scale);
+    cudaCheck(cudaMemsetAsync(t.model.grads.data, 0, t.model.grads.bytes(), stream));
     for (int64_t first = 0; first < n_step; first += n_micro) {
-        const size_t bytes = static_cast<size_t>(n_micro) * sizeof(int32_t);
-        cudaCheck(cudaMemcpyAsync(acts.tokens.data, host_tokens + first, bytes, cudaMemcpyHostToDevice, stream));
-        cudaCheck(cudaMemcpyAsync(acts.targets.data, host_targets + first, bytes, cudaMemcpyHostToDevice, stream));
-        forward(model, acts, stream);
-        loss_backward(model, acts, 1.0f / static_cast<float>(n_step), stream);
-        backward(model, acts, stream);
-        cudaCheck(cudaMemcpyAsync(host_losses + first, acts.losses.data, bytes, cudaMemcpyDeviceToHost, stream));
+        copy_to_device_async(t.acts.tokens, t.host_tokens + first, stream);
+        copy_to_device_async(t.acts.targets, t.host_targets + first, stream);
+        forward(t.model, t.acts, stream);
+        loss_backward(t.model, t.acts, loss_scale / static_cast<float>(n_step), stream);
+        backward(t.model, t.acts, stream);
+        copy_to_host_async(t.host_losses + first, t.acts.losses, stream);
     }
-    grad_norm(norm_result, model.grads, static_cast<float>(options.clip), norm_scratch, stream);
-    optimizer->step(model.values, model.grads, norm_result, learning_rate(options.schedule, step), step, stream);
+    if (step == o.inject_overflow) inject_overflow(t.model.grads, stream);
+    grad_norm(t.norm_result, t.model.grads, static_cast<float>(o.clip), 1.0f / loss_scale, t.norm_scratch, stream);
+    t.optimizer->step(t.model.weights(static_cast<uint64_t>(o.seed)), t.model.grads, t.norm_result,
+                      learning_rate(o.schedule, step), t.updates + 1, stream);
+    quantise_weights(t.model, stream);
+    advance_fp8(t.model, stream);
 
-    cudaCheck(cudaMemcpyAsync(host_norm, norm_result.data, 2 * sizeof(float), cudaMemcpyDeviceToHost, stream));
+    copy_to_host_async(t.host_norm, t.norm_result, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     double loss = 0;
-    for (int64_t i = 0; i < n_step; ++i) loss += host_losses[i];
-    return {loss / static_cast<double>(n_step), host_norm[0]};
+    for (int64_t i = 0; i < n_step; ++i) loss += t.host_losses[i];
+    loss /= static_cast<double>(n_step);
+    const double norm = t.host_norm[0];
+    const bool overflow = !std::isfinite(norm);
+    check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss, " and the gradient norm ", norm,
+          "; the weights are unchanged by this step. Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
+          "checkpoint in ", o.out, " is good");
+    t.scaler.update(overflow);
+    if (!overflow) ++t.updates;
+    return {loss, norm, overflow};
 }
 
 // Mean loss over the first n_sequences of the held-out text.
-double Trainer::evaluate(const BatchReader& data, int64_t n_sequences) {
+double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     const cudaStream_t stream = device().stream;
-    const int64_t T = options.seq, n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / micro_batch);
-    const size_t bytes = static_cast<size_t>(micro_batch * T) * sizeof(int32_t);
+    const int64_t T = t.options.seq, n_micro = t.micro_batch * T;
+    const int64_t n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / t.micro_batch);
     double total = 0;
     for (int64_t batch = 0; batch < n_batches; ++batch) {
-        for (int64_t b = 0; b < micro_batch; ++b)
-            data.sequence(batch * micro_batch + b, host_tokens + b * T, host_targets + b * T);
-        cudaCheck(cudaMemcpyAsync(acts.tokens.data, host_tokens, bytes, cudaMemcpyHostToDevice, stream));
-        cudaCheck(cudaMemcpyAsync(acts.targets.data, host_targets, bytes, cudaMemcpyHostToDevice, stream));
-        forward(model, acts, stream);
-        loss_forward(model, acts, stream);
-        cudaCheck(cudaMemcpyAsync(host_losses, acts.losses.data, bytes, cudaMemcpyDeviceToHost, stream));
+        for (int64_t b = 0; b < t.micro_batch; ++b)
+            data.sequence(batch * t.micro_batch + b, t.host_tokens + b * T, t.host_targets + b * T);
+        copy_to_device_async(t.acts.tokens, t.host_tokens, stream);
+        copy_to_device_async(t.acts.targets, t.host_targets, stream);
+        forward(t.model, t.acts, stream, false);
+        loss_forward(t.model, t.acts, stream);
+        copy_to_host_async(t.host_losses, t.acts.losses, stream);
         cudaCheck(cudaStreamSynchronize(stream));
-        for (int64_t i = 0; i < micro_batch * T; ++i) total += host_losses[i];
+        for (int64_t i = 0; i < n_micro; ++i) total += t.host_losses[i];
     }
-    return total / static_cast<double>(n_batches * micro_batch * T);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Checkpoints: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
-
-// The optimizer's states as the file names them. Those that have an element for each parameter are cut by parameter
-// ("m.model.norm.weight"), so that the file does not depend on how our memory is laid out.
-std::vector<std::pair<std::string, Tensor>> optimizer_tensors(const Trainer& t) {
-    std::vector<std::pair<std::string, Tensor>> tensors;
-    for (const OptimizerState& state : t.optimizer->states()) {
-        if (!state.flat) {
-            tensors.push_back({state.name, state.tensor});
-            continue;
-        }
-        for (const Param& param : t.model.params)
-            tensors.push_back({state.name + "." + param.name, state.tensor.slice(param.offset, param.value.n())});
-    }
-    return tensors;
-}
-
-const char* stored_dtype(DType dtype) {
-    switch (dtype) {
-        case DType::f32: return "F32";
-        case DType::bf16: return "BF16";
-        case DType::f16: return "F16";
-        case DType::i32: return "I32";
-    }
-    return "?";
-}
-
-void save_checkpoint(const Trainer& t, int64_t step) {
-    CheckpointWriter writer(t.options.out, step);
-    save_model(t.model, writer.folder());
-    std::vector<TensorToStore> states;
-    for (const auto& [name, tensor] : optimizer_tensors(t))
-        states.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor = tensor](void* bytes) { copy_to_host(bytes, tensor); }});
-    write_safetensors(writer.folder() + "/optimizer.safetensors", states);
-    const nlohmann::ordered_json state = {{"step", step},
-                                          {"sequences", step * t.options.batch},
-                                          {"tokens", step * t.options.batch * t.options.seq},
-                                          {"options", t.options.identity}};
-    write_text_file(writer.folder() + "/state.json", state.dump(2) + "\n");
-    writer.commit(static_cast<int>(t.options.keep));
-}
-
-int64_t load_checkpoint(Trainer& t) {
-    const std::string folder = latest_checkpoint(t.options.out).value();
-    load_weights(t.model, folder);
-    const SafetensorsReader states(folder + "/optimizer.safetensors");
-    for (const auto& [name, tensor] : optimizer_tensors(t)) {
-        const StoredTensor& stored = states.at(name);
-        check(stored.dtype == stored_dtype(tensor.dtype) && stored.n() == tensor.n(), folder, "/optimizer.safetensors: '", name, "' does not fit the model");
-        copy_to_device(tensor, stored.data);
-    }
-    try {
-        return nlohmann::json::parse(read_text_file(folder + "/state.json")).at("step").get<int64_t>();
-    } catch (const nlohmann::json::exception& error) {
-        fail(folder, "/state.json is not a training state: ", error.what());
-    }
+    return total / static_cast<double>(n_batches * n_micro);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What a person sees
-
-// The rate of a large matrix product on this device, in FLOP/s: what a step's FLOP/s are held against.
-double measure_matmul_rate() {
-    const int64_t n = device().is_cpu ? 1024 : 8192;
-    Arena arena("matmul probe");
-    Tensor a, b, c;
-    for (int pass = 0; pass < 2; ++pass) {
-        a = arena.take("probe", DType::f32, {n, n});
-        b = arena.take("probe", DType::f32, {n, n});
-        c = arena.take("probe", DType::f32, {n, n});
-        if (pass == 0) arena.reserve();
-    }
-    fill_normal(a, 1.0, 1, 1);
-    fill_normal(b, 1.0, 1, 2);
-    double best = 1e30;
-    for (int i = 0; i < 4; ++i) {  // the first one warms up
-        const double start = seconds_now();
-        matmul(c, a, b, {}, device().stream);
-        cudaCheck(cudaStreamSynchronize(device().stream));
-        if (i > 0) best = std::min(best, seconds_now() - start);
-    }
-    return 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n) / best;
-}
 
 // What a terminal can show: control characters and bytes that are no UTF-8 become dots.
 std::string printable_text(const std::string& text) {
@@ -271,9 +150,13 @@ void print_sample(Trainer& t, const Tokenizer& tokenizer, const char* title) {
 }
 
 void print_progress(const LogRow& row, int64_t steps, double seconds_left) {
-    std::printf("step %*lld/%lld | loss %.4f | lr %.2e | norm %6.3f | %7s tok/s | %4.1f%% of matmul peak | %s left",
-                static_cast<int>(std::to_string(steps).size()), static_cast<long long>(row.step), static_cast<long long>(steps), *row.loss,
-                *row.lr, *row.grad_norm, human_count(*row.tokens_per_s).c_str(), 100 * *row.mfu, human_seconds(seconds_left).c_str());
+    std::printf("step %*lld/%lld | loss %.4f | lr %.2e | ", static_cast<int>(std::to_string(steps).size()),
+                static_cast<long long>(row.step), static_cast<long long>(steps), row.loss.value_or(NAN), *row.lr);
+    if (row.grad_norm) std::printf("norm %6.3f", *row.grad_norm);
+    else std::printf("overflow: step skipped");
+    if (row.loss_scale) std::printf(" | scale %g", *row.loss_scale);
+    std::printf(" | %7s tok/s | %4.1f%% of matmul peak | %s left", human_count(*row.tokens_per_s).c_str(), 100 * *row.mfu,
+                human_seconds(seconds_left).c_str());
     if (row.val_loss) std::printf(" | val loss %.4f", *row.val_loss);
     std::printf("\n");
     std::fflush(stdout);
@@ -295,24 +178,27 @@ void draw_loss(const std::string& out) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+size_t free_device_bytes() {
+    size_t free_bytes = 0, device_bytes = 0;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
+    return free_bytes;
+}
+
 // runs/1, runs/2, ...: the first that does not exist.
 std::string fresh_run_folder() {
     for (int i = 1;; ++i)
         if (const std::string folder = "runs/" + std::to_string(i); !std::filesystem::exists(folder)) return folder;
 }
 
-void load_model_config(Trainer& t, const Tokenizer& tokenizer) {
-    const TrainOptions& o = t.options;
-    if (o.resume) {
-        t.config = load_config(latest_checkpoint(o.out).value());
-    } else {
-        t.config = load_config(o.init.empty() ? o.model : o.init);
-        if (o.init.empty() && o.model == "tiny") {  // has no vocabulary of its own
-            t.config.V = tokenizer.vocab_size();
-            t.config.T_max = std::max(t.config.T_max, o.seq);
-        }
+// The model's configuration: that of the checkpoint, of the weights to start from, or of the preset.
+Config choose_config(const TrainOptions& o, int64_t vocab_size) {
+    if (o.resume) return load_config(latest_checkpoint(o.out).value());
+    Config config = load_config(o.init.empty() ? o.model : o.init);
+    if (o.init.empty() && o.model == "tiny") {  // has no vocabulary of its own
+        config.V = vocab_size;
+        config.T_max = std::max(config.T_max, o.seq);
     }
-    t.micro_batch = o.micro_batch == 0 ? o.batch : o.micro_batch;
+    return config;
 }
 
 void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
@@ -326,10 +212,13 @@ void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
 int run(TrainOptions options) {
     const bool is_text_readable = !options.tokenizer.empty();
     const auto tokenizer = is_text_readable ? load_tokenizer(options.tokenizer) : make_byte_tokenizer();
-    Trainer t;
-    t.options = std::move(options);
+    Trainer t(std::move(options), choose_config(options, tokenizer->vocab_size()));
     TrainOptions& o = t.options;
-    load_model_config(t, *tokenizer);
+    t.take_memory();  // counts
+    if (o.plan) {
+        print_plan(t);
+        return 0;
+    }
     const auto [train_tokens, val_tokens] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
     for (const TokenSource& tokens : {train_tokens, val_tokens}) check_tokens(tokens, t.config, o.seq);
     const BatchReader train_data(train_tokens, o.seq, static_cast<uint64_t>(o.seed)), val_data(val_tokens, o.seq, 0);
@@ -339,15 +228,17 @@ int run(TrainOptions options) {
           " already holds a run: continue it with --resume, or choose another --out");
 
     std::printf("device   %s\n", device().name.c_str());
-    std::printf("model    %s: %s parameters, %lld layers, width %lld, %lld heads, vocabulary %lld\n",
+    std::printf("model    %s: %s parameters in %s, %lld layers, width %lld, %lld heads, vocabulary %lld\n",
                 (o.init.empty() ? o.model : o.init).c_str(), human_count(static_cast<double>(parameter_count(t.config))).c_str(),
-                static_cast<long long>(t.config.L), static_cast<long long>(t.config.C), static_cast<long long>(t.config.H),
-                static_cast<long long>(t.config.V));
+                o.dtype.c_str(), static_cast<long long>(t.config.L), static_cast<long long>(t.config.C),
+                static_cast<long long>(t.config.H), static_cast<long long>(t.config.V));
     std::printf("data     %s; training on %s tokens, %s held out\n", train_tokens.description().c_str(),
                 human_count(static_cast<double>(train_tokens.n())).c_str(), human_count(static_cast<double>(val_tokens.n())).c_str());
     std::printf("output   %s\n", o.out.c_str());
-    const double matmul_rate = measure_matmul_rate();
-    t.allocate();
+    print_memory(t.memory);
+    const double matmul_rate = measure_matmul_rate(o.precision.dtype);
+    const size_t free_before = free_device_bytes();
+    t.reserve();
 
     int64_t step = 0;
     if (o.resume) {
@@ -358,6 +249,7 @@ int run(TrainOptions options) {
     } else {
         init_weights(t.model, static_cast<uint64_t>(o.seed));
     }
+    quantise_weights(t.model, device().stream);
     make_folder(o.out);
     CsvLog csv(o.out + "/log.csv", o.resume ? step : -1);
     TensorBoardLog tensorboard(o.out, o.resume ? step : -1);
@@ -370,26 +262,25 @@ int run(TrainOptions options) {
     while (!stopped && step < o.steps) {
         ++step;
         const double step_start = seconds_now();
-        const Trainer::Result result = t.step(train_data, step);
+        const StepResult result = train_step(t, train_data, step);
         const double step_seconds = seconds_now() - step_start;
-        check(std::isfinite(result.loss) && std::isfinite(result.grad_norm), "step ", step, ": the loss is ", result.loss,
-              " and the gradient norm ", result.grad_norm, "; the weights are unchanged by this step. Use a smaller --lr, a longer "
-              "--warmup or a smaller --clip; the last checkpoint in ", o.out, " is good");
 
         LogRow row;
         row.step = step;
         row.tokens = step * n_step;
-        row.loss = result.loss;
+        if (std::isfinite(result.loss)) row.loss = result.loss;
         row.lr = learning_rate(o.schedule, step);
-        row.grad_norm = result.grad_norm;
+        if (!result.skipped) row.grad_norm = result.grad_norm;
+        if (o.precision.dtype == DType::f16) row.loss_scale = t.scaler.scale;
         row.tokens_per_s = static_cast<double>(n_step) / step_seconds;
         row.mfu = flops * *row.tokens_per_s / matmul_rate;
         row.step_ms = 1e3 * step_seconds;
-        if (step == o.steps || (o.val_every > 0 && step % o.val_every == 0)) row.val_loss = t.evaluate(val_data, o.val_sequences);
+        if (step == o.steps || (o.val_every > 0 && step % o.val_every == 0)) row.val_loss = evaluate(t, val_data, o.val_sequences);
         csv.write(row);
-        tensorboard.scalar("train/loss", step, *row.loss);
+        if (row.loss) tensorboard.scalar("train/loss", step, *row.loss);
         tensorboard.scalar("train/lr", step, *row.lr);
-        tensorboard.scalar("train/grad_norm", step, *row.grad_norm);
+        if (row.grad_norm) tensorboard.scalar("train/grad_norm", step, *row.grad_norm);
+        if (row.loss_scale) tensorboard.scalar("train/loss_scale", step, *row.loss_scale);
         tensorboard.scalar("train/tokens_per_s", step, *row.tokens_per_s);
         if (row.val_loss) tensorboard.scalar("val/loss", step, *row.val_loss);
         const double per_step = (seconds_now() - start) / static_cast<double>(step - first_step);
@@ -407,6 +298,9 @@ int run(TrainOptions options) {
         return 0;
     }
     print_sample(t, *tokenizer, "sample after training");
+    const size_t taken = free_before - free_device_bytes() + device().blas_workspace_bytes;
+    std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n", human_bytes(static_cast<double>(taken)).c_str(),
+                taken, t.memory.bytes());
     std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
                 human_seconds(seconds_now() - start).c_str(), o.out.c_str(), o.out.c_str());
     return 0;

@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <set>
@@ -13,9 +14,11 @@
 namespace {
 
 // Options that belong to one call of the program and not to the run.
-const std::set<std::string> kNotSaved = {"--help", "--out", "--resume", "--stop-after"};
+const std::set<std::string> kNotSaved = {"--help", "--out", "--resume", "--stop-after", "--plan", "--device-spec", "--params",
+                                         "--inject-overflow"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
-const std::set<std::string> kMayChange = {"--val-every", "--sample", "--keep", "--save-every", "--temperature", "--micro-batch"};
+const std::set<std::string> kMayChange = {"--val-every", "--sample", "--keep", "--save-every", "--temperature", "--micro-batch",
+                                          "--recompute"};
 
 // "3e-3" and "0.003" are the same value.
 bool same_value(const std::string& a, const std::string& b) {
@@ -31,15 +34,41 @@ std::string value_of(const CLI::Option& option) {
 
 // Hyperparameters that were given: every optimizer has defaults of its own for the others.
 struct GivenHyperparameters {
+    std::optional<double> lr;
     std::optional<float> weight_decay, beta1, beta2, eps, momentum;
 };
 
-void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given) {
+// Flags that only make sense together with others.
+struct GivenPrecision {
+    std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed";
+};
+
+void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, GivenPrecision& precision) {
     app.add_option("--model", o.model, "tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1b, llama-3b, llama-8b, or a config.json")
         ->group("Model");
     app.add_option("--init", o.init, "start from the weights of this Hugging Face folder (config.json + safetensors)")->group("Model");
     app.add_option("--tokenizer", o.tokenizer, "tokenizer.json for text; without it a token is a byte")->group("Model");
-    app.add_option("--dtype", o.dtype, "precision of weights and activations: fp32")->group("Model");
+
+    app.add_option("--dtype", o.dtype, "of weights and activations: fp32, bf16, fp16, or fp8 (bf16 with the blocks' matmuls in 8 bits)")
+        ->group("Precision");
+    app.add_option("--fp8", precision.fp8, "what shares a scale: delayed or current (a tensor), or block (1x128, 128x128)")->group("Precision");
+    app.add_option("--master", precision.master, "fp32: master weights beside 16-bit ones (auto: so); none: bf16 alone, rounded stochastically")
+        ->group("Precision");
+    app.add_option("--grad-dtype", precision.grad_dtype, "fp32, or same as the weights; auto: fp32 where micro-batches add up")
+        ->group("Precision");
+    app.add_option("--loss-scale", precision.loss_scale, "dynamic, or a number; auto: dynamic for fp16, otherwise 1")->group("Precision");
+    app.add_option("--loss-scale-start", o.loss_scale.start, "dynamic: the first scale")->group("Precision");
+    app.add_option("--loss-scale-interval", o.loss_scale.interval, "dynamic: steps without overflow until the scale grows")
+        ->group("Precision");
+    app.add_option("--loss-scale-growth", o.loss_scale.growth, "dynamic: what it is multiplied by then")->group("Precision");
+    app.add_option("--loss-scale-backoff", o.loss_scale.backoff, "dynamic: what it is multiplied by at an overflow")->group("Precision");
+    app.add_option("--inject-overflow", o.inject_overflow, "test hook: makes a gradient of this step inf")->group("");
+
+    app.add_option("--recompute", precision.recompute, "activations to compute again in the backward: none, full, selective, or every N-th block kept")
+        ->group("Memory");
+    app.add_flag("--plan", o.plan, "print where the bytes, FLOPs and seconds of this run go, and end")->group("Memory");
+    app.add_option("--device-spec", o.device_spec, "the plan's device: h200, h100, a100, 4090, or this one")->group("Memory");
+    app.add_option("--params", o.plan_parameters, "the plan of any model with this many parameters (7.5e9): its states only")->group("Memory");
 
     app.add_option("--data", o.data, "text file, folder of text, or token shards *.bin; default: this machine's C++ headers")
         ->group("Data");
@@ -51,7 +80,7 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given) {
     app.add_option("--steps", o.steps, "updates in the whole run")->group("Data");
     app.add_option("--seed", o.seed, "of the weights and of the order of the data")->group("Data");
 
-    app.add_option("--lr", o.schedule.peak, "highest learning rate")->group("Optimisation");
+    app.add_option("--lr", given.lr, "highest learning rate; default: the optimizer's own, for small models (adamw: 0.003)")->group("Optimisation");
     app.add_option("--schedule", o.schedule.name, "constant, linear, cosine or wsd")->group("Optimisation");
     app.add_option("--warmup", o.schedule.warmup, "steps of linear warmup; -1: a twentieth of the steps")->group("Optimisation");
     app.add_option("--min-lr-ratio", o.schedule.min_ratio, "last learning rate / highest")->group("Optimisation");
@@ -78,13 +107,47 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given) {
     app.add_flag("--resume", o.resume, "continue the run in --out, bit for bit")->group("Output");
 }
 
+// What --dtype and its companions mean together.
+void choose_precision(TrainOptions& o, const GivenPrecision& given) {
+    const bool fp8 = o.dtype == "fp8";
+    check(fp8 || o.dtype == "fp32" || o.dtype == "bf16" || o.dtype == "fp16" || o.dtype == "float32" || o.dtype == "bfloat16" ||
+              o.dtype == "float16", "--dtype ", o.dtype, ": use fp32, bf16, fp16 or fp8");
+    Precision& p = o.precision;
+    p.dtype = fp8 ? DType::bf16 : dtype_from_name(o.dtype);
+    if (fp8) {
+        p.fp8 = fp8_recipe_from_name(given.fp8);
+        check(p.fp8 != Fp8Recipe::none, "--fp8 none with --dtype fp8: use delayed, current or block, or --dtype bf16");
+        expect_fp8_device(p.fp8);
+        check(o.seq % 16 == 0, "--dtype fp8 multiplies blocks of 16 tokens: --seq ", o.seq, " is no multiple of 16");
+    }
+    check(given.master == "auto" || given.master == "fp32" || given.master == "none", "--master ", given.master, ": use fp32 or none");
+    check(given.master != "none" || p.dtype == DType::bf16, "--master none needs --dtype bf16 or fp8: float32 has no other "
+          "weights, and float16 lacks the range");
+    p.master = p.dtype != DType::f32 && given.master != "none";
+
+    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch;
+    if (given.grad_dtype == "auto") p.grad_dtype = accumulates ? DType::f32 : p.dtype;
+    else if (given.grad_dtype == "same") p.grad_dtype = p.dtype;
+    else p.grad_dtype = dtype_from_name(given.grad_dtype);
+    check(p.grad_dtype == DType::f32 || p.grad_dtype == p.dtype, "--grad-dtype ", given.grad_dtype, " with --dtype ", o.dtype,
+          ": use fp32 or same");
+
+    const LossScaleOptions scale =
+        parse_loss_scale(given.loss_scale != "auto" ? given.loss_scale : p.dtype == DType::f16 ? "dynamic" : "1");
+    o.loss_scale.dynamic = scale.dynamic;
+    if (!scale.dynamic) o.loss_scale.start = scale.start;
+    o.loss_scale.largest = std::max(o.loss_scale.largest, o.loss_scale.start);
+    LossScaler check_it(o.loss_scale);
+    check(p.dtype == DType::f16 || !o.loss_scale.dynamic, "--loss-scale dynamic is for --dtype fp16: bf16 and fp32 have the range of float32");
+    o.recompute = parse_recompute(given.recompute);
+}
+
 void check_options(const TrainOptions& o) {
     check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
     check(o.micro_batch == 0 || o.batch % o.micro_batch == 0, "--batch ", o.batch, " cannot be divided into micro-batches of ",
           o.micro_batch, ": choose a --micro-batch that divides it");
     check(o.seed >= 0, "--seed must not be negative");
-    check(o.dtype == "fp32" || o.dtype == "float32", "--dtype ", o.dtype, ": this program trains in fp32");
     check(o.clip >= 0, "--clip must not be negative");
     const OptimizerOptions& h = o.optimizer_options;
     check(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1, "--beta1 and --beta2 must lie in [0, 1)");
@@ -95,6 +158,7 @@ void check_options(const TrainOptions& o) {
     check(o.val_fraction > 0 && o.val_fraction < 1, "--val-fraction must lie between 0 and 1");
     check(o.val_every >= 0 && o.val_sequences > 0 && o.sample_tokens >= 0 && o.save_every >= 0 && o.keep >= 0 && o.stop_after >= 0,
           "--val-every, --sample, --save-every, --keep and --stop-after must not be negative, --val-sequences must be positive");
+    check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan), "--params N belongs to --plan, and must be positive");
     check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");
     check_schedule(o.schedule);
 }
@@ -127,12 +191,12 @@ void adopt_saved_options(CLI::App& app, const std::string& out) {
 TrainOptions parse_train_options(int argc, char** argv) {
     TrainOptions options;
     GivenHyperparameters given;
-    options.schedule.peak = 3e-3;
+    GivenPrecision precision;
     options.schedule.warmup = -1;
     CLI::App app{"train_gpt: trains GPT-2 and LLaMA models from random weights or from a Hugging Face folder.\n"
                  "Without any flag it trains a small LLaMA on the C++ headers of this machine."};
     app.option_defaults()->always_capture_default();
-    add_options(app, options, given);
+    add_options(app, options, given, precision);
     app.get_formatter()->column_width(28);
     for (CLI::Option* option : app.get_options())
         if (option->get_type_size() > 0) option->take_last();
@@ -146,6 +210,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
         fail(error.what(), " (./train_gpt --help lists the flags)");
     }
     options.schedule.steps = options.steps;
+    options.schedule.peak = given.lr.value_or(default_learning_rate(options.optimizer));
     OptimizerOptions& h = options.optimizer_options = default_optimizer_options(options.optimizer);
     h.weight_decay = given.weight_decay.value_or(h.weight_decay);
     h.beta1 = given.beta1.value_or(h.beta1);
@@ -154,9 +219,10 @@ TrainOptions parse_train_options(int argc, char** argv) {
     h.momentum = given.momentum.value_or(h.momentum);
     if (options.schedule.warmup == -1) options.schedule.warmup = options.steps / 20;
     check_options(options);
+    choose_precision(options, precision);
     for (const CLI::Option* option : app.get_options()) {
-        const std::string flag = option->get_name();
-        if (!kNotSaved.count(flag)) options.identity[flag] = value_of(*option);
+        const std::string flag = option->get_name();  // hidden ones have none
+        if (!flag.empty() && !kNotSaved.count(flag)) options.identity[flag] = value_of(*option);
     }
     return options;
 }

@@ -1,6 +1,7 @@
 // train_options.h: the command line of train_gpt. Names and meanings are a contract: tests and scripts rely on them.
 #pragma once
 
+#include "llm.h"
 #include "optim/optim.h"
 
 struct TrainOptions {
@@ -11,6 +12,13 @@ struct TrainOptions {
     OptimizerOptions optimizer_options;  // that optimizer's own defaults, but for what the flags say
     double clip = 1.0;
     std::string dtype = "fp32";
+    Precision precision;  // from --dtype, --master and --grad-dtype
+    LossScaleOptions loss_scale;
+    Recompute recompute;
+    bool plan = false;               // print the plan, and end
+    std::string device_spec = "this";
+    double plan_parameters = 0;      // --params: the plan's states for this many parameters; 0: the model's
+    int64_t inject_overflow = 0;     // test hook: the step in which one gradient becomes inf
     int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
     double temperature = 0.8, val_fraction = 0.1;
     bool resume = false;

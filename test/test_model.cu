@@ -18,22 +18,23 @@ const std::string kGolden = "test/golden/";
 
 // A model with its memory, ready to train.
 struct Machine {
-    Arena values{"values"}, grads{"grads"}, states{"states"}, activations{"activations"};
+    Arena values{"values"}, grads{"grads"}, masters{"masters"}, states{"states"}, activations{"activations"};
     Config config;
     Model model;
     Activations acts;
     std::unique_ptr<Optimizer> adamw;
     Tensor norm, norm_scratch;
 
-    Machine(const Config& c, int64_t B, int64_t T, bool training = true) : config(c) {
+    Machine(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {})
+        : config(c) {
         for (int pass = 0; pass < 2; ++pass) {
-            model = build_model(config, DType::f32, T, values, grads);
+            model = build_model(config, precision, T, values, grads, masters);
             adamw = make_optimizer("adamw", states, model.params, model.values.n(), {});
-            acts = take_activations(config, DType::f32, B, T, training, activations);
+            acts = take_activations(model, B, T, recompute, activations);
             norm = activations.take("norm", DType::f32, {2});
             norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
             if (pass == 0)
-                for (Arena* arena : {&values, &grads, &states, &activations}) arena->reserve();
+                for (Arena* arena : {&values, &grads, &masters, &states, &activations}) arena->reserve();
         }
         adamw->init(device().stream);
     }
@@ -53,11 +54,13 @@ struct Machine {
     void zero_grads() { cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), device().stream)); }
     double train_step(float dloss, double lr, int64_t t) {
         zero_grads();
+        quantise_weights(model, device().stream);
         forward(model, acts, device().stream);
         loss_backward(model, acts, dloss, device().stream);
         backward(model, acts, device().stream);
-        grad_norm(norm, model.grads, 1.0f, norm_scratch, device().stream);
-        adamw->step(model.values, model.grads, norm, lr, t, device().stream);
+        grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, device().stream);
+        adamw->step(model.weights(1), model.grads, norm, lr, t, device().stream);
+        advance_fp8(model, device().stream);
         return mean_loss();
     }
 };
@@ -318,16 +321,140 @@ TEST_CASE("the same run twice gives the same bits", "[model]") {
 TEST_CASE("forward without a backward gives the same logits in less memory", "[model]") {
     for (Config config : {small_llama(), small_gpt2()}) {
         config.L = 5;
-        Machine training(config, 2, 13, true), inference(config, 2, 13, false);
+        Machine training(config, 2, 13);
+        Arena arena("inference");
+        take_forward_activations(training.model, 2, 13, arena);
+        arena.reserve();
+        Activations acts = take_forward_activations(training.model, 2, 13, arena);
         const std::vector<int32_t> tokens = random_tokens(26, config.V, 1);
-        for (Machine* m : {&training, &inference}) {
-            init_weights(m->model, 4);
-            m->set_batch(tokens, tokens);
-            forward(m->model, m->acts, device().stream);
-        }
-        CHECK(to_floats(training.acts.logits) == to_floats(inference.acts.logits));
-        CHECK(inference.activations.bytes() < training.activations.bytes() / 3);
+        init_weights(training.model, 4);
+        training.set_batch(tokens, tokens);
+        copy_to_device(acts.tokens, tokens.data());
+        forward(training.model, training.acts, device().stream);
+        forward(training.model, acts, device().stream);
+        CHECK(to_floats(training.acts.logits) == to_floats(acts.logits));
+        CHECK(arena.bytes() < training.activations.bytes() / 3);
     }
+}
+
+TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[model][recompute]") {
+    for (Config config : {small_llama(), small_gpt2()}) {
+        config.L = 5;
+        const int64_t B = 2, T = 13;
+        for (const DType dtype : {DType::f32, DType::bf16}) {
+            std::vector<float> expected;
+            size_t most = 0;
+            for (const std::string name : {"none", "full", "2", "3", "4", "5", "7", "selective"}) {
+                INFO("--recompute " << name << ", " << dtype_name(dtype));
+                Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32}, parse_recompute(name));
+                init_weights(m.model, 4);
+                for (int64_t t = 1; t <= (dtype == DType::f32 ? 20 : 2); ++t) {
+                    m.set_batch(random_tokens(B * T, config.V, static_cast<uint64_t>(t)), random_tokens(B * T, config.V, 2));
+                    m.train_step(1.0f / static_cast<float>(B * T), 1e-2, t);
+                }
+                const std::vector<float> weights = to_floats(m.model.weights(1).values);
+                if (name == "none") expected = weights, most = m.activations.bytes();
+                CHECK(weights == expected);
+                if (name == "5" || name == "7") CHECK(m.activations.bytes() == most);  // all five blocks in one segment
+                else if (name != "none") CHECK(m.activations.bytes() < most);
+            }
+        }
+    }
+    // fp8 with delayed scaling: the forward that is run again finds the histories as the first one did.
+    Config config = small_llama();
+    config.L = 5, config.C = 32, config.D = 16, config.H = 2, config.K = 2, config.F = 48;
+    std::vector<float> weights, histories;
+    for (const std::string name : {"none", "full", "2", "selective"}) {
+        INFO("--recompute " << name << ", fp8");
+        Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed}, parse_recompute(name));
+        init_weights(m.model, 4);
+        for (int64_t t = 1; t <= 3; ++t) {
+            m.set_batch(random_tokens(32, config.V, static_cast<uint64_t>(t)), random_tokens(32, config.V, 2));
+            m.train_step(1.0f / 32, 1e-2, t);
+        }
+        if (name == "none") weights = to_floats(m.model.masters), histories = to_floats(m.model.fp8_states);
+        CHECK(to_floats(m.model.masters) == weights);
+        CHECK(to_floats(m.model.fp8_states) == histories);
+    }
+    for (const std::string wrong : {"", "0", "-1", "2x", "some"})
+        CHECK_THROWS_WITH(parse_recompute(wrong), ContainsSubstring("use none, selective, full, or a number of blocks"));
+}
+
+// A 16-bit forward and backward against the float32 one on the same rounded weights. Every stored number is off by up to
+// u = 2^-9 (bf16) or 2^-12 (f16) of itself, and a sum of n such terms with random signs by sqrt(n) times as much as one: a
+// gradient passes about 30 roundings in these two layers, which adds up to sqrt(30) u of its norm; 4 times that is allowed.
+TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[model][precision]") {
+    for (const Config& config : {small_llama(), small_gpt2()}) {
+        const int64_t B = 2, T = 13;
+        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
+        for (const DType dtype : {DType::bf16, DType::f16}) {
+            Machine exact(config, B, T);
+            const auto run = [&](Machine& m, float dloss) {
+                m.set_batch(tokens, targets);
+                m.zero_grads();
+                forward(m.model, m.acts, device().stream);
+                loss_backward(m.model, m.acts, dloss, device().stream);
+                backward(m.model, m.acts, device().stream);
+                std::vector<float> grads = to_floats(m.model.grads);
+                for (float& g : grads) g /= dloss;
+                return grads;
+            };
+            for (const DType grad_dtype : {DType::f32, dtype}) {
+                Machine half(config, B, T, {dtype, grad_dtype, true});
+                init_weights(half.model, 3);
+                from_floats(exact.model.values, to_floats(half.model.values));
+                const std::vector<float> a = run(half, 8.0f), b = run(exact, 8.0f);
+                std::vector<float> difference(a.size());
+                for (size_t i = 0; i < a.size(); ++i) difference[i] = a[i] - b[i];
+                INFO(dtype_name(dtype) << " with gradients in " << dtype_name(grad_dtype));
+                const double u = dtype == DType::bf16 ? 0x1p-9 : 0x1p-12;
+                CHECK(norm_of(difference) <= 4 * std::sqrt(30.0) * u * norm_of(b));
+                CHECK(std::abs(half.mean_loss() - exact.mean_loss()) <= 4 * std::sqrt(30.0) * u * exact.mean_loss());
+            }
+        }
+    }
+}
+
+// An evaluation between two steps leaves no trace in the histories of delayed scaling.
+TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
+    Config config = small_llama();
+    config.C = 32, config.D = 16, config.H = 2, config.K = 2, config.F = 48;
+    std::vector<float> weights;
+    for (const bool evaluate : {false, true}) {
+        Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed});
+        init_weights(m.model, 4);
+        for (int64_t t = 1; t <= 4; ++t) {
+            const std::vector<int32_t> tokens = random_tokens(32, config.V, static_cast<uint64_t>(t));
+            if (evaluate) {
+                m.set_batch(random_tokens(32, config.V, 77), tokens);
+                quantise_weights(m.model, device().stream);
+                forward(m.model, m.acts, device().stream, false);
+            }
+            m.set_batch(tokens, tokens);
+            m.train_step(1.0f / 32, 1e-2, t);
+        }
+        if (!evaluate) weights = to_floats(m.model.masters);
+        CHECK(to_floats(m.model.masters) == weights);
+    }
+}
+
+TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][precision]") {
+    for (const Config& config : {small_llama(), small_gpt2()}) {
+        TempFolder folder;
+        Machine full(config, 1, 8), half(config, 1, 8, {DType::bf16, DType::bf16, true}), again(config, 1, 8, {DType::f16, DType::f32, true});
+        init_weights(full.model, 5);
+        init_weights(half.model, 5);
+        CHECK(to_floats(half.model.masters) == to_floats(full.model.values));
+        std::vector<float> rounded = to_floats(full.model.values);
+        for (float& w : rounded) w = __bfloat162float(__float2bfloat16(w));
+        CHECK(to_floats(half.model.values) == rounded);
+        save_model(half.model, folder.path);  // in float32
+        load_weights(again.model, folder.path);
+        CHECK(to_floats(again.model.masters) == to_floats(full.model.values));
+    }
+    Arena a("a"), b("b"), c("c");
+    CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::bf16, DType::f16, true}, 8, a, b, c), ContainsSubstring("in f32 or as the model"));
+    CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::f32, DType::f32, true}, 8, a, b, c), ContainsSubstring("its own master weights"));
 }
 
 TEST_CASE("gradients of the whole model equal finite differences of its loss", "[model]") {
@@ -378,6 +505,6 @@ TEST_CASE("a model that does not fit together is refused", "[model]") {
     c.D = 7;
     CHECK_THROWS_WITH(check_config(c), ContainsSubstring("must be even"));
     CHECK_THROWS_WITH(load_config("gpt5"), ContainsSubstring("use one of tiny, gpt2"));
-    Arena a("a"), b("b");
-    CHECK_THROWS_WITH(build_model(small_gpt2(), DType::f32, 41, a, b), ContainsSubstring("longer than the 40 positions"));
+    Arena a("a"), b("b"), d("d");
+    CHECK_THROWS_WITH(build_model(small_gpt2(), {}, 41, a, b, d), ContainsSubstring("longer than the 40 positions"));
 }

@@ -35,9 +35,10 @@ std::string newest_checkpoint(const std::string& run) {
 std::string log_without_times(const std::string& run) {
     std::string text;
     for (const LogRow& row : read_csv_log(run + "/log.csv")) {
-        char line[200];
-        std::snprintf(line, sizeof line, "%lld %lld %a %a %a %a\n", static_cast<long long>(row.step), static_cast<long long>(row.tokens),
-                      row.loss.value_or(-1), row.val_loss.value_or(-1), row.lr.value_or(-1), row.grad_norm.value_or(-1));
+        char line[250];
+        std::snprintf(line, sizeof line, "%lld %lld %a %a %a %a %a\n", static_cast<long long>(row.step),
+                      static_cast<long long>(row.tokens), row.loss.value_or(-1), row.val_loss.value_or(-1), row.lr.value_or(-1),
+                      row.grad_norm.value_or(-1), row.loss_scale.value_or(-1));
         text += line;
     }
     return text;
@@ -76,7 +77,13 @@ TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[p
 TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program][train_gpt]") {
     const TempFolder folder;
     std::vector<std::string> variants = {" ", " --micro-batch 1 --schedule wsd "};
-    for (const std::string& optimizer : optimizer_names()) variants.push_back(" --optimizer " + optimizer + " ");
+    for (const std::string precision : {" ", " --dtype bf16 --master none "})
+        for (const std::string& optimizer : optimizer_names()) variants.push_back(precision + "--optimizer " + optimizer + " ");
+    for (const std::string precision :
+         {"--dtype bf16", "--dtype bf16 --recompute 2 --grad-dtype fp32", "--dtype fp16", "--dtype fp16 --micro-batch 1",
+          "--dtype fp16 --loss-scale 1024 --optimizer muon", "--dtype fp16 --loss-scale-interval 3 --optimizer adam8bit",
+          "--dtype fp8", "--dtype fp8 --fp8 current --recompute 2 --micro-batch 1", "--dtype fp8 --fp8 block --recompute selective"})
+        variants.push_back(" " + precision + " ");
     for (const std::string& flags : variants) {
         INFO(flags);
         const std::string whole = folder / "whole", parts = folder / "parts";

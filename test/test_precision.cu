@@ -1,0 +1,207 @@
+// test/test_precision.cu: training in 16 bits with the program: loss scaling, overflow, the curves, and the plan.
+#include "io/io.h"
+#include "optim/optim.h"
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+// A run of a few seconds at most, on the C++ headers.
+const std::string kSmall = " --batch 2 --seq 16 --steps 20 --val-every 0 --val-sequences 4 --sample 0 --warmup 2 ";
+
+Outcome train(const std::string& arguments) { return run_program("train_gpt", kSmall + arguments); }
+
+std::string checkpoint(const std::string& run, int64_t step) {
+    char name[64];
+    std::snprintf(name, sizeof name, "/checkpoints/step-%08lld", static_cast<long long>(step));
+    return run + name;
+}
+
+// The number that follows `before` in a text.
+double number_after(const std::string& text, const std::string& before) {
+    const size_t at = text.find(before);
+    INFO(text << "\nlooking for: " << before);
+    REQUIRE(at != std::string::npos);
+    return std::strtod(text.c_str() + at + before.size(), nullptr);
+}
+
+}  // namespace
+
+TEST_CASE("an overflow skips its step, halves the scale, and changes nothing else", "[program][precision]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    const std::string flags = "--dtype fp16 --loss-scale-start 1024 --save-every 1 --keep 0 ";
+    const Outcome outcome = train(flags + "--out " + run + " --inject-overflow 6");
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("overflow: step skipped"));
+    for (const std::string file : {"/model.safetensors", "/optimizer.safetensors"}) {
+        CHECK(slurp(checkpoint(run, 5) + file) == slurp(checkpoint(run, 6) + file));
+        CHECK(slurp(checkpoint(run, 4) + file) != slurp(checkpoint(run, 5) + file));
+        CHECK(slurp(checkpoint(run, 6) + file) != slurp(checkpoint(run, 7) + file));
+    }
+    const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
+    REQUIRE(rows.size() == 20);
+    for (const LogRow& row : rows) {
+        CHECK(row.loss.has_value());
+        CHECK(row.grad_norm.has_value() == (row.step != 6));
+        CHECK(*row.loss_scale == (row.step < 6 ? 1024 : 512));
+    }
+    const std::string state = slurp(checkpoint(run, 20) + "/state.json");
+    CHECK(number_after(state, "\"updates\":") == 19);
+    CHECK(number_after(state, "\"scale\":") == 512);
+    CHECK(number_after(state, "\"good_steps\":") == 14);
+
+    // The step after it is what the step would have been without the overflow, but for the data and the learning rate: the
+    // number of updates, which Adam's bias correction needs, has not moved on.
+    const std::string plain = folder / "plain";
+    REQUIRE(train(flags + "--out " + plain + " --stop-after 6").status == 0);
+    CHECK(number_after(slurp(checkpoint(plain, 6) + "/state.json"), "\"updates\":") == 6);
+    CHECK(number_after(slurp(checkpoint(run, 7) + "/state.json"), "\"updates\":") == 6);
+}
+
+TEST_CASE("the scale grows after its interval, and the curve does not notice", "[program][precision]") {
+    const TempFolder folder;
+    const std::string a = folder / "a", b = folder / "b";
+    // The scales are powers of two. Where nothing overflows or underflows they change no other bit of the run; gradients of
+    // parameters in float32 do not underflow, those of activations do, so the curves agree to rounding.
+    const std::string flags = "--dtype fp16 --grad-dtype fp32 --loss-scale-start 512 ";
+    REQUIRE(train(flags + "--loss-scale-interval 5 --out " + a).status == 0);
+    REQUIRE(train(flags + "--out " + b).status == 0);
+    const std::vector<LogRow> grown = read_csv_log(a + "/log.csv"), fixed = read_csv_log(b + "/log.csv");
+    CHECK(*grown[3].loss_scale == 512);
+    CHECK(*grown[4].loss_scale == 1024);
+    CHECK(*grown[19].loss_scale == 8192);
+    CHECK(*fixed[19].loss_scale == 512);
+    for (size_t i = 0; i < 20; ++i) CHECK(*grown[i].loss == Approx(*fixed[i].loss).epsilon(1e-3));
+}
+
+TEST_CASE("a loss scale below 1 ends the run and says why", "[program][precision]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    const Outcome outcome = train("--dtype fp16 --loss-scale-start 1 --save-every 1 --inject-overflow 4 --out " + run);
+    CHECK(outcome.status == 2);
+    CHECK_THAT(outcome.err, ContainsSubstring("scale"));
+    CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
+    CHECK(latest_checkpoint(run).value() == checkpoint(run, 3));
+}
+
+TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
+    const std::pair<const char*, const char*> wrong[] = {
+        {"--dtype fp64", "use fp32, bf16, fp16 or fp8"},
+        {"--dtype fp16 --master none", "--master none needs --dtype bf16"},
+        {"--master none", "--master none needs --dtype bf16"},
+        {"--dtype bf16 --master bf16", "use fp32 or none"},
+        {"--dtype bf16 --grad-dtype fp16", "use fp32 or same"},
+        {"--loss-scale dynamic", "is for --dtype fp16"},
+        {"--dtype fp16 --loss-scale 0.5", "the loss scale is 0.5"},
+        {"--dtype fp16 --loss-scale big", "loss scale 'big'"},
+        {"--dtype fp16 --loss-scale-backoff 2", "backoff is 2"},
+        {"--dtype fp8 --fp8 tensor", "use none, delayed, current or block"},
+        {"--dtype fp8 --fp8 none", "use delayed, current or block"},
+        {"--dtype fp8 --batch 1 --seq 20", "--seq 20 is no multiple of 16"},
+        {"--recompute 0", "--recompute 0"},
+        {"--params 7e9", "belongs to --plan"},
+        {"--plan --device-spec h999", "use h200, h100, a100, 4090 or this"},
+    };
+    for (const auto& [flags, words] : wrong) {
+        const TempFolder folder;
+        const Outcome outcome = train(std::string(flags) + " --out " + folder / "run");
+        INFO(flags << "\n" << outcome.out << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring(words));
+        CHECK(!std::filesystem::exists(folder / "run"));
+    }
+}
+
+// The default model and text, with smaller batches: the difference of 300 losses from those of the float32 run. Both runs see
+// the same batches, so their noise is the same; means over 20 steps leave the drift.
+TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "[program][precision]") {
+    const TempFolder folder;
+    const auto curve = [&](const std::string& flags) {
+        static int number = 0;
+        const std::string run = folder / std::to_string(number++);
+        const Outcome outcome = run_program("train_gpt", "--batch 4 --seq 64 --steps 300 --val-every 0 --sample 0 --val-sequences 4 " +
+                                                             flags + " --out " + run);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        std::vector<double> means;
+        const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
+        for (size_t first = 0; first < rows.size(); first += 20) {
+            double sum = 0;
+            for (size_t i = first; i < first + 20; ++i) sum += *rows[i].loss;
+            means.push_back(sum / 20);
+        }
+        return means;
+    };
+    const std::vector<double> exact = curve("--dtype fp32");
+    CHECK(exact.back() < 0.6 * exact.front());  // it learns: the curves have something to differ about
+    const std::pair<const char*, double> precisions[] = {
+        {"--dtype bf16", 0.02},        {"--dtype fp16", 0.02},        {"--dtype bf16 --master none", 0.02},
+        {"--dtype fp8 --fp8 delayed", 0.04}, {"--dtype fp8 --fp8 current", 0.04}, {"--dtype fp8 --fp8 block", 0.04}};
+    for (const auto& [flags, tolerance] : precisions) {
+        const std::vector<double> other = curve(flags);
+        for (size_t i = 0; i < exact.size(); ++i) {
+            INFO(flags << ", steps from " << 20 * i);
+            CHECK(std::abs(other[i] / exact[i] - 1) < tolerance);
+        }
+    }
+}
+
+TEST_CASE("the plan is what the run takes", "[program][plan]") {
+    const std::string combinations[] = {
+        "--dtype fp32",
+        "--dtype fp32 --optimizer sgd --recompute full",
+        "--dtype fp32 --optimizer muon --recompute selective",
+        "--dtype bf16",
+        "--dtype bf16 --optimizer lion --recompute 2 --micro-batch 4",
+        "--dtype bf16 --optimizer adafactor --master none",
+        "--dtype bf16 --optimizer adam8bit --recompute selective",
+        "--dtype fp16 --grad-dtype fp32",
+        "--dtype fp16 --optimizer momentum --recompute full --seq 96",
+        "--dtype fp16 --optimizer adam --recompute 3 --batch 3",
+        "--dtype fp8",
+        "--dtype fp8 --fp8 block --optimizer lion --recompute full --master none",
+    };
+    for (const std::string& flags : combinations) {
+        const TempFolder folder;
+        INFO(flags);
+        const std::string size = "--batch 8 --seq 64 --steps 2 --val-every 0 --val-sequences 1 --sample 0 ";
+        const Outcome plan = run_program("train_gpt", size + flags + " --plan");
+        const Outcome run = run_program("train_gpt", size + flags + " --out " + folder / "run");
+        INFO(plan.err << run.err << run.out);
+        REQUIRE(plan.status == 0);
+        REQUIRE(run.status == 0);
+        const double planned = number_after(plan.out, "  total                     ");
+        const double taken = number_after(run.out.substr(run.out.find("taken on the device")), "taken on the device (");
+        CHECK(planned > 1e6);
+        CHECK(taken == Approx(planned).epsilon(0.01));
+    }
+}
+
+TEST_CASE("the plan has the famous figures", "[program][plan]") {
+    const auto plan = [](const std::string& flags) {
+        const Outcome outcome = run_program("train_gpt", "--plan " + flags);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        return outcome.out;
+    };
+    // Rajbhandari et al. 2020: 7.5 billion parameters in mixed precision with Adam take 120 GB.
+    for (const std::string dtype : {"fp16", "bf16"}) {
+        const std::string text = plan("--params 7.5e9 --dtype " + dtype);
+        CHECK_THAT(text, ContainsSubstring("16.00"));
+        CHECK_THAT(text, ContainsSubstring(" 120 GB"));
+        CHECK_THAT(text, ContainsSubstring(" 15 GB"));  // weights, and gradients
+        CHECK_THAT(text, ContainsSubstring(" 30 GB"));  // master weights, m, v
+    }
+    CHECK(number_after(plan("--params 1e9 --dtype bf16 --grad-dtype fp32"), "  sum ") == Approx(18));
+    CHECK(number_after(plan("--params 1e9 --dtype bf16 --master none"), "  sum ") == Approx(12));
+    CHECK(number_after(plan("--params 1e9 --optimizer lion"), "  sum ") == Approx(12));
+    CHECK(number_after(plan("--params 1e9 --optimizer sgd"), "  sum ") == Approx(8));
+    // A model that no machine of ours could hold is planned all the same, on any device.
+    const std::string large = plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --device-spec h100");
+    CHECK_THAT(large, ContainsSubstring("it does not fit"));
+    CHECK_THAT(large, ContainsSubstring("NVIDIA H100 architecture white paper"));
+}
