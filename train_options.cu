@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <filesystem>
 #include <optional>
 #include <set>
@@ -186,6 +187,13 @@ void adopt_saved_options(CLI::App& app, const std::string& out) {
     }
 }
 
+// The shortest text that reads back as the same number.
+template <class T>
+std::string number_text(T value) {
+    char text[40];
+    return std::string(text, std::to_chars(text, text + sizeof text, value).ptr);
+}
+
 }  // namespace
 
 TrainOptions parse_train_options(int argc, char** argv) {
@@ -224,5 +232,12 @@ TrainOptions parse_train_options(int argc, char** argv) {
         const std::string flag = option->get_name();  // hidden ones have none
         if (!flag.empty() && !kNotSaved.count(flag)) options.identity[flag] = value_of(*option);
     }
+    // Defaults that depend on the optimizer are saved as the numbers they are.
+    options.identity["--lr"] = number_text(options.schedule.peak);
+    options.identity["--weight-decay"] = number_text(h.weight_decay);
+    options.identity["--beta1"] = number_text(h.beta1);
+    options.identity["--beta2"] = number_text(h.beta2);
+    options.identity["--eps"] = number_text(h.eps);
+    options.identity["--momentum"] = number_text(h.momentum);
     return options;
 }
