@@ -26,57 +26,45 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernel
 
-// Element k of the tile: i in the flat arrays, j in the states.
-template <class Update, class F, class G, size_t n_states = Update::kStates.size()>
-__device__ __forceinline__ void update_element(typename F::Value* __restrict__ values,
-                                               typename F::Copy* __restrict__ copy, float* __restrict__ state_a,
-                                               float* __restrict__ state_b, const G* __restrict__ grads, float scale,
-                                               const Tile& tile, int k, const F& format, uint32_t random_bits,
-                                               const Update& update) {
-    const int64_t i = tile.first + k, j = tile.state_first + k;
-    const float g = scale * to_float(grads[i]);
-    float w = to_float(values[i]);
-    if constexpr (n_states == 0) {
-        w = update(w, g, tile.decay);
-    } else if constexpr (n_states == 1) {
-        float a = state_a[j];
-        w = update(w, g, tile.decay, a);
-        state_a[j] = a;
-    } else {
-        float a = state_a[j], b = state_b[j];
-        w = update(w, g, tile.decay, a, b);
-        state_a[j] = a;
-        state_b[j] = b;
-    }
-    format.store(values, copy, i, w, random_bits);
-}
-
 // Threads of a block: an element each, or the elements that share a draw of random bits.
 template <class F>
 constexpr int kTileThreads = F::stochastic ? kDrawStride : kTileN;
 
 // No barrier: on the CPU device the threads of a block are a loop over consecutive elements, which g++ turns into SIMD.
 // __restrict__ says that no store changes what is loaded after it: these are all different arrays.
-template <class Update, class F, class G>
+template <class Update, class F, class G, size_t n_states = Update::kStates.size()>
 __global__ void __launch_bounds__(kTileThreads<F>)
     elementwise_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
                        float* __restrict__ state_a, float* __restrict__ state_b, const G* __restrict__ grads,
                        const float* __restrict__ norm_scale, const Tile* __restrict__ tiles, F format, Update update) {
+    const unsigned x = threadIdx.x;
     const Tile tile = tiles[blockIdx.x];
     const float scale = norm_scale[1];
-    const int x = threadIdx.x;
     if (scale != scale) return;  // NaN: some gradient is inf or NaN, and this step must leave no trace
-    // In whole tiles no thread is asked for its index, so that their loop needs no masks.
-    if constexpr (!F::stochastic) {
-        if (tile.n < kTileN && x >= tile.n) return;
-        update_element(values, copy, state_a, state_b, grads, scale, tile, x, format, 0, update);
-    } else {
-        const Philox draw = draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + x);
-        for (int part = 0; part < kDrawParts; ++part) {
-            const int k = part * kDrawStride + x;
-            if (tile.n < kTileN && k >= tile.n) return;
-            update_element(values, copy, state_a, state_b, grads, scale, tile, k, format, part_of(draw, part), update);
+    Philox draw = {};
+    if constexpr (F::stochastic)
+        draw = draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + x);
+    for (int part = 0; part < (F::stochastic ? kDrawParts : 1); ++part) {
+        // Unsigned, as threadIdx is: from an int g++ could not tell that neighbours read neighbours, and made no SIMD.
+        const unsigned k = static_cast<unsigned>(part * kDrawStride) + x;
+        // In whole tiles no thread is asked for its index, so that their loop needs no masks.
+        if (tile.n < kTileN && static_cast<int>(k) >= tile.n) return;
+        const int64_t i = tile.first + k, j = tile.state_first + k;
+        const float g = scale * to_float(grads[i]);
+        float w = to_float(values[i]);
+        if constexpr (n_states == 0) {
+            w = update(w, g, tile.decay);
+        } else if constexpr (n_states == 1) {
+            float a = state_a[j];
+            w = update(w, g, tile.decay, a);
+            state_a[j] = a;
+        } else {
+            float a = state_a[j], b = state_b[j];
+            w = update(w, g, tile.decay, a, b);
+            state_a[j] = a;
+            state_b[j] = b;
         }
+        format.store(values, copy, i, w, part_of(draw, part));
     }
 }
 

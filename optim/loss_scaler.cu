@@ -9,8 +9,8 @@
 //             x 65536:  6e-6 ............ 6         now few are
 //
 // How large may scale be? As large as it can without an overflow; but that changes during a run. Dynamic scaling tries:
-// it doubles the scale now and then, and when a gradient becomes inf it halves the scale and skips that step. With steps
-// of 2000 between two trials one step in 2000 is lost. bf16 has the exponents of f32 and needs none of this.
+// it doubles the scale now and then, and when a gradient becomes inf it halves the scale and skips that step. With
+// 2000 steps between two trials one step in 2000 is lost. bf16 has the exponents of f32 and needs none of this.
 #include "optim/optim.h"
 
 #include <algorithm>

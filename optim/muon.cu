@@ -16,8 +16,8 @@
 // outputs by sqrt(C / R) of what a square one does, and sqrt(R / C) makes up for it.
 //
 // Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
-// k and v are three, also where they are one parameter (GPT-2's c_attn, whose rows they share by thirds). Embeddings and
-// head, whose rows are tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (adam.cuh).
+// k and v are three, also where they are one parameter (GPT-2's c_attn, whose rows they share by thirds). Embeddings
+// and head, whose rows are tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (adam.cuh).
 #include "layers/layers.h"
 #include "optim/adam.cuh"
 

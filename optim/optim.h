@@ -29,7 +29,7 @@ void check_schedule(const Schedule& schedule);  // Error for an unknown name, wa
 // grad_clip.cu: clipping by the global norm                                   (Pascanu et al. 2013, arXiv:1211.5063)
 //   norm = unscale * sqrt(sum over all gradients of g^2)       scale = unscale * min(1, max_norm / (norm + 1e-6))
 // grads: flat (n), f32, bf16 or f16, 1 / unscale times too large because the loss was (1 where it was not).
-// result: (2) f32 on the device = {norm, scale}: no round trip to the host; the update multiplies each gradient by scale.
+// result: (2) f32 on the device = {norm, scale}: no round trip to the host; the update multiplies gradients by scale.
 // max_norm <= 0: no clipping, scale = unscale. A norm that is inf or NaN gives scale NaN, which makes the update leave
 // everything as it is (sums are f32: a gradient beyond 8e17, before unscaling, may count as inf).
 // scratch: grad_norm_scratch_n(n) f32 on an 8-byte boundary (it holds doubles).
@@ -40,7 +40,7 @@ int64_t grad_norm_scratch_n(int64_t n);
 // ---------------------------------------------------------------------------------------------------------------------
 // loss_scaler.cu: the factor on the loss that keeps f16 gradients from becoming 0     (Micikevicius et al. 2018,
 // arXiv:1710.03740). Every gradient is `scale` times as large; grad_norm's unscale = 1 / scale takes it back in f32.
-//   dynamic   an overflow: scale *= backoff, and the step is skipped (the norm is not finite, so the update did nothing)
+//   dynamic   an overflow: scale *= backoff, and the step is skipped (its norm is not finite: no update)
 //             `interval` steps in a row without one: scale *= growth, up to `largest`
 //   static    scale stays
 
@@ -75,9 +75,9 @@ struct Tile {
     int32_t n;
     float decay;      // 1 where weight decay applies, otherwise 0
     uint64_t key;     // hash_name of the parameter's name: with
-    int64_t element;  // the place of its first element in the parameter, a multiple of tile_n, it addresses random numbers
+    int64_t element;  // its first element's place in the parameter, a multiple of tile_n, it addresses random numbers
 };
-constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are kept in tensors of (n_tiles, kTileWords) i32
+constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
 // packed: the states of these parameters lie side by side, without the parameters that are not among them.
 std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = kTileN, bool packed = false);
 
@@ -99,10 +99,10 @@ std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = 
 //
 // All of them: g = scale * grad, with the scale of grad_norm; weight decay only where Param::decay says so.
 
-// What a step updates. With 16-bit parameters an update is usually smaller than half the distance to the next number (of
-// bf16: 1/256 of the weight), and rounding to nearest loses it, step after step. There are two ways out:
+// What a step updates. With 16-bit parameters an update is usually smaller than half the distance to the next number
+// (of bf16: 1/256 of the weight), and rounding to nearest loses it, step after step. There are two ways out:
 //   master   the f32 weights are what is updated, and forward and backward read the copy      (arXiv:1710.03740)
-//   stochastic rounding    up or down at random, with the exact weight as expected value: w = 1 and 1000 updates of 1e-4
+//   stochastic rounding   up or down at random, with the exact weight as expected value: w = 1 and 1000 updates of 1e-4
 //            arrive near 1.1, where rounding to nearest stays at 1. Saves the master's 4 bytes a parameter, and adds
 //            noise.           (Gupta et al. 2015, arXiv:1502.02551; for bf16: Zamirai et al. 2020, arXiv:2010.06192)
 // The random bits are a function of the seed, the parameter's name, the element and t: the same on every mesh.
@@ -143,8 +143,8 @@ class Optimizer {
     virtual ~Optimizer() = default;
     // After arena.reserve(): zeroes the states and uploads tables.
     virtual void init(cudaStream_t stream) = 0;
-    // One update of all parameters. grads: flat (n), f32, or of the 16-bit dtype of the weights. norm_scale: grad_norm's
-    // result; a scale of NaN leaves values, copy and states as they are. t counts updates from 1, and only those that
+    // One update of all parameters. grads: flat (n), f32, or of the 16-bit dtype of the weights. norm_scale:
+    // grad_norm's result; a scale of NaN leaves values, copy and states as they are. t counts updates from 1, and only those that
     // happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no parameter (gaps,
     // padding of the flat arrays) are never touched.
     virtual void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,

@@ -27,8 +27,8 @@ namespace {
 //   draw                 | 0 1 2 ... 127 |   0   1 ... 127 | ... |   0 ...  127 |
 //
 // So a thread that updates 8 elements of a tile at this distance draws once, while threads that are neighbours still
-// read neighbours. A draw is about 100 integer instructions. One for each element would cost a GPU about as much time as
-// the 22 bytes that AdamW moves for it; an eighth of that hides behind the memory.
+// read neighbours. A draw is about 100 integer instructions. One for each element would cost a GPU about as much time
+// as the 22 bytes that AdamW moves for it; an eighth of that hides behind the memory.
 constexpr int kDrawParts = 8, kDrawStride = kTileN / kDrawParts;
 
 __device__ __forceinline__ Philox draw_of(uint64_t seed, uint64_t key, int64_t t, int64_t draw) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ uint32_t part_of(const Philox& draw, int part) {
     return draw.v[part / 2] >> (part % 2 * 16) & 0xffff;
 }
 
-// Beyond the largest bf16 the next "number" is infinity, as in rounding to nearest. Infinity and NaN stay what they are.
+// Beyond the largest bf16 the next "number" is infinity, as in rounding to nearest. Infinity and NaN stay.
 __device__ __forceinline__ __nv_bfloat16 round_stochastically(float w, uint32_t random_bits) {
     const uint32_t bits = __float_as_uint(w);
     const uint32_t up_or_down = bits + random_bits, nan = bits | 0x400000;  // so that a NaN keeps a bit of its mantissa

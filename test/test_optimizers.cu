@@ -506,8 +506,8 @@ TEST_CASE("stochastic rounding is exact on average, and keeps updates that neare
         return sum / static_cast<double>(values.size());
     };
     OwnOptimizer sgd("sgd", layout);
-    // Above 1 the next bf16 is 1 + 2^-7. A step to 1 + p 2^-7 goes up with the probability p; the mean of n such choices
-    // has a standard deviation of sqrt(p (1 - p) / n) 2^-7. Five of them: wrong once in 1.7 million tests, and this one
+    // Above 1 the next bf16 is 1 + 2^-7. A step to 1 + p 2^-7 goes up with the probability p; the mean of n such
+    // choices has a standard deviation of sqrt(p (1 - p) / n) 2^-7. Five of them: wrong once in 1.7 million tests, and this one
     // always has the same seed.
     for (const double p : {0.01, 0.25, 0.5, 0.9}) {
         Buffer values(DType::bf16, {n}, ones);
@@ -542,7 +542,7 @@ TEST_CASE("stochastic rounding does not touch infinity and NaN, and overflows as
     Layout layout;
     layout.add("weight", {6});
     Buffer values(DType::bf16, {6}), grads(DType::f32, {6});
-    grads.set({-INFINITY, INFINITY, NAN, -1e36, -1e36, 0});  // 0.3 % of the largest: half of its distance to the next "number"
+    grads.set({-INFINITY, INFINITY, NAN, -1e36, -1e36, 0});  // times lr: 45 % of a step of bf16
     Buffer norm_scale(DType::f32, {2}, {1, 1});
     OwnOptimizer sgd("sgd", layout);
     bool stayed = false, overflowed = false;
@@ -590,7 +590,8 @@ TEST_CASE("the formats of weights and gradients that do not go together", "[opti
         CHECK_THAT(error({bf16, bf16}, bf16), ContainsSubstring("or bf16 without a copy"));
         CHECK_THAT(error({f32, f32}, f32), ContainsSubstring("f32 values with a copy in f32"));
         CHECK_THAT(error({f32, shorter}, bf16), ContainsSubstring("copy is bf16"));
-        CHECK_THAT(error({.values = f32, .stochastic = true}, f32), ContainsSubstring("stochastic rounding is for bf16"));
+        CHECK_THAT(error({.values = f32, .stochastic = true}, f32),
+                   ContainsSubstring("stochastic rounding is for bf16"));
     }
 }
 
