@@ -253,14 +253,12 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
     const bool selective = acts.recompute.selective;
     const auto stream_tensor = [&] { return arena.take("residual stream", dtype, {N, c.C}); };
     const auto norm_tensor = [&] { return arena.take("norms", dtype, {N, c.C}); };
-    const auto probs_tensor = [&] { return arena.take("attention", dtype, {acts.B, c.H, acts.T, acts.T}); };
     const auto act_tensor = [&] { return arena.take("feed-forward", dtype, {N, c.F}); };
 
     BlockSaved shared;  // with selective recomputation
     if (selective) {
         shared.norm1.out = norm_tensor();
         shared.norm2.out = norm_tensor();
-        shared.attention.probs = probs_tensor();
         shared.act = act_tensor();
     }
     for (int64_t l = 0; l < c.L; ++l) {
@@ -268,10 +266,8 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
         if (l < n) {
             const Tensor input = l == 0 ? acts.embedded : stream_tensor();
             saved.norm1 = take_norm(c, acts, input, selective ? shared.norm1.out : norm_tensor(), arena);
-            saved.attention.q = arena.take("attention", dtype, {acts.B, c.H, acts.T, c.D});
-            saved.attention.k = arena.take("attention", dtype, {acts.B, c.K, acts.T, c.D});
-            saved.attention.v = arena.take("attention", dtype, {acts.B, c.K, acts.T, c.D});
-            saved.attention.probs = selective ? shared.attention.probs : probs_tensor();
+            saved.qkv = arena.take("attention", dtype, {N, c.qkv_width()});
+            saved.lse = arena.take("attention", DType::f32, {acts.B, c.H, acts.T});
             saved.attn = arena.take("attention", dtype, {N, c.H * c.D});
             saved.norm2 = take_norm(c, acts, stream_tensor(), selective ? shared.norm2.out : norm_tensor(), arena);
             saved.up = arena.take("feed-forward", dtype, {N, c.up_width()});
@@ -308,7 +304,6 @@ Activations take_common(const Model& model, int64_t B, int64_t T, Arena& arena) 
     acts.embedded = arena.take("residual stream", dtype, {B * T, c.C});
     acts.losses = arena.take("losses", DType::f32, {B * T});
     acts.branch = arena.take("shared by layers", dtype, {B * T, c.C});
-    acts.qkv = arena.take("shared by layers", dtype, {B * T, c.qkv_width()});
     return acts;
 }
 void take_head(const Model& model, Activations& acts, Arena& arena) {
@@ -333,28 +328,23 @@ Activations take_activations(const Model& model, int64_t B, int64_t T, const Rec
 
     acts.dresidual = arena.take("gradients of activations", dtype, {N, c.C});
     acts.dnorm = arena.take("gradients of activations", dtype, {N, c.C});
+    acts.dqkv = arena.take("gradients of activations", dtype, {N, c.qkv_width()});
     acts.dattn = arena.take("gradients of activations", dtype, {N, c.H * c.D});
     acts.dup = arena.take("gradients of activations", dtype, {N, c.up_width()});
     acts.dact = arena.take("gradients of activations", dtype, {N, c.F});
     acts.links = arena.take("shared by layers", DType::i32, {2, N});
-    const int64_t scratch_n =
-        std::max({linear_scratch_n(model, N), layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C)});
+    const int64_t scratch_n = std::max({linear_scratch_n(model, N), layernorm_backward_scratch_n(N, c.C),
+                                        rmsnorm_backward_scratch_n(N, c.C), flash_attention_backward_scratch_n(B, T, c.H)});
     acts.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
-    const int64_t attention_scratch_n =
-        std::max(attention_forward_scratch_n(B, T, c.H, c.K, c.D), attention_backward_scratch_n(B, T, c.H, c.K, c.D));
-    acts.attention_scratch = arena.take("shared by layers", dtype, {attention_scratch_n});
     return acts;
 }
 
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena) {
-    const Config& c = model.config;
     Activations acts = take_common(model, B, T, arena);
     take_blocks(model, acts, 1, false, arena);
     take_head(model, acts, arena);
     if (model.precision.fp8 != Fp8Recipe::none)
         acts.scratch = arena.take("shared by layers", DType::f32, {linear_scratch_n(model, B * T)});
-    acts.attention_scratch =
-        arena.take("shared by layers", model.precision.dtype, {attention_forward_scratch_n(B, T, c.H, c.K, c.D)});
     return acts;
 }
 
@@ -363,7 +353,16 @@ Activations take_forward_activations(const Model& model, int64_t B, int64_t T, A
 
 namespace {
 
-float attention_scale(const Config& config) { return 1.0f / std::sqrt(static_cast<float>(config.D)); }
+FlashAttentionOptions attention_options(const Config& config) {
+    return {.scale = 1.0f / std::sqrt(static_cast<float>(config.D))};
+}
+// A tensor of N rows as the heads in them: of queries, keys and values, or of attention's output.
+QkvHeads heads_of(const Config& config, const Activations& acts, Tensor qkv) {
+    return qkv_heads(qkv.view({acts.B, acts.T, config.qkv_width()}), config.H, config.K);
+}
+HeadColumns out_heads(const Config& config, const Activations& acts, Tensor attn) {
+    return {attn.view({acts.B, acts.T, config.H * config.D}), config.H, config.D};
+}
 
 // saved.sum = inp + branch, saved.out = norm(saved.sum). Without a branch, saved.sum is inp itself.
 void norm_forward(const Config& config, const Norm& norm, const NormSaved& saved, Tensor inp, Tensor branch,
@@ -418,13 +417,11 @@ void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tenso
 void block_forward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, Tensor residual,
                    bool has_branch, bool last_branch, cudaStream_t stream) {
     const Config& c = model.config;
-    const Tensor qkv = acts.qkv.view({acts.B, acts.T, c.qkv_width()});
-
     norm_forward(c, block.norm1, saved.norm1, residual, has_branch ? acts.branch : Tensor{}, stream);
-    linear_forward(acts.qkv, block.qkv, kQkv, saved.norm1.out, saved, acts, stream);
-    if (c.family == Family::llama) rope_forward(qkv, model.rope_table, c.H, c.K, stream);
-    attention_forward(saved.attn.view({acts.B, acts.T, c.H * c.D}), saved.attention, qkv, attention_scale(c),
-                      acts.attention_scratch, stream);
+    linear_forward(saved.qkv, block.qkv, kQkv, saved.norm1.out, saved, acts, stream);
+    const QkvHeads heads = heads_of(c, acts, saved.qkv);
+    if (c.family == Family::llama) rope_forward(heads.q.rows, model.rope_table, c.H, c.K, stream);
+    flash_attention_forward(out_heads(c, acts, saved.attn), saved.lse, heads.q, heads.k, heads.v, attention_options(c), stream);
     linear_forward(acts.branch, block.attn_out, kAttnOut, saved.attn, saved, acts, stream);
 
     norm_forward(c, block.norm2, saved.norm2, saved.norm1.sum, acts.branch, stream);
@@ -436,7 +433,6 @@ void block_forward(const Model& model, const Block& block, const BlockSaved& sav
 // Selective recomputation: fills again what the blocks share (take_blocks).
 void recompute_shared(const Config& config, const Block& block, const BlockSaved& saved, cudaStream_t stream) {
     norm_forward(config, block.norm1, saved.norm1, saved.norm1.sum, {}, stream);
-    attention_probs(saved.attention, attention_scale(config), stream);
     norm_forward(config, block.norm2, saved.norm2, saved.norm2.sum, {}, stream);
     activation_forward(config, saved, stream);
 }
@@ -454,7 +450,6 @@ void recompute_blocks(const Model& model, Activations& acts, size_t first, size_
 // gradient of the block's input.
 void block_backward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, cudaStream_t stream) {
     const Config& c = model.config;
-    const Tensor dqkv = acts.qkv.view({acts.B, acts.T, c.qkv_width()});
     if (acts.recompute.selective) recompute_shared(c, block, saved, stream);
 
     linear_backward(acts.dact, block.down, kDown, acts.dresidual, saved.act, saved, acts, stream);
@@ -466,10 +461,11 @@ void block_backward(const Model& model, const Block& block, const BlockSaved& sa
     norm_backward(c, block.norm2, saved.norm2, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 
     linear_backward(acts.dattn, block.attn_out, kAttnOut, acts.dresidual, saved.attn, saved, acts, stream);
-    attention_backward(dqkv, acts.dattn.view({acts.B, acts.T, c.H * c.D}), saved.attention, attention_scale(c),
-                       acts.attention_scratch, stream);
-    if (c.family == Family::llama) rope_backward(dqkv, model.rope_table, c.H, c.K, stream);
-    linear_backward(acts.dnorm, block.qkv, kQkv, acts.qkv, saved.norm1.out, saved, acts, stream);
+    const QkvHeads heads = heads_of(c, acts, saved.qkv), dheads = heads_of(c, acts, acts.dqkv);
+    flash_attention_backward(dheads.q, dheads.k, dheads.v, out_heads(c, acts, acts.dattn), out_heads(c, acts, saved.attn),
+                             saved.lse, heads.q, heads.k, heads.v, attention_options(c), acts.scratch, stream);
+    if (c.family == Family::llama) rope_backward(dheads.q.rows, model.rope_table, c.H, c.K, stream);
+    linear_backward(acts.dnorm, block.qkv, kQkv, acts.dqkv, saved.norm1.out, saved, acts, stream);
     norm_backward(c, block.norm1, saved.norm1, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 }
 

@@ -118,7 +118,7 @@ void save_model(const Model& model, const std::string& folder);
 //   none        all activations of L blocks
 //   every n     the input of every n-th block, and all activations of n blocks at a time: L/n + n, least at n = sqrt(L)
 //   full        every 1: the input of every block
-//   selective   not what is cheap to compute again: outputs of norms and activation functions, attention probabilities
+//   selective   not what is cheap to compute again: the outputs of norms and activation functions
 
 struct Recompute {
     int64_t every = 0;       // 0: do not forget blocks
@@ -133,7 +133,8 @@ struct NormSaved {
 };
 struct BlockSaved {
     NormSaved norm1, norm2;
-    AttentionSaved attention;
+    Tensor qkv;      // (N, qkv_width): queries, keys and values, after rope
+    Tensor lse;      // (B, H, T) f32: the logarithm of each softmax's denominator
     Tensor attn;     // (N, H D): attention's output
     Tensor up, act;  // (N, up_width), (N, F)
     Tensor fp8;      // (4, 2) f32: what the inputs and output gradients of the four linear layers were scaled by
@@ -149,9 +150,8 @@ struct Activations {
     Tensor losses;  // (N) f32
     // Shared by all layers, holding nothing between them.
     Tensor branch;                             // (N, C): output of a residual branch until the next norm adds it
-    Tensor qkv;                                // (N, qkv_width)
-    Tensor dresidual, dnorm, dattn, dup, dact;  // training only
-    Tensor attention_scratch, scratch, links;
+    Tensor dresidual, dnorm, dqkv, dattn, dup, dact;  // training only
+    Tensor scratch, links;
     bool training = false;  // the last forward was a training step's
 };
 // For training, or only to run forward.

@@ -83,21 +83,18 @@ DeviceSpec find_spec(const std::string& name, DType dtype) {
 struct Traffic {
     double forward = 0, backward = 0;
 };
-Traffic block_traffic(const Config& c, int64_t T) {
+Traffic block_traffic(const Config& c) {
     const double C = static_cast<double>(c.C), F = static_cast<double>(c.F), U = static_cast<double>(c.up_width());
     const double Q = static_cast<double>(c.H * c.D), KV = static_cast<double>(c.K * c.D), W = static_cast<double>(c.qkv_width());
-    const double P = static_cast<double>(c.H * T);  // a token's rows of attention probabilities
     const double rope = c.family == Family::llama ? 2 * (Q + KV) : 0;
     Traffic t;
     t.forward = 2 * 4 * C +                                     // norms: stream, branch -> sum, out
                 (C + W) + (Q + C) + (C + U) + (F + C) +         // linear layers
-                rope + 2 * W + (Q + KV + P) + 2 * P +           // heads apart, S = q k^T, softmax
-                (P + KV + Q) + 2 * Q +                          // o = P v, heads together
+                rope + (W + Q) +                                // attention: q, k, v -> o
                 (U + F);                                        // activation function
     t.backward = 2 * 4 * C +                                    // norms: dout, dsum, x -> dinp
                  2 * ((C + W) + (Q + C) + (C + U) + (F + C)) +  // linear layers: by input and by weight
-                 2 * Q + (P + Q + KV) + (Q + KV + P) + 3 * P +  // heads apart, dv, dP, softmax
-                 (P + KV + Q) + (P + Q + KV) + 2 * W + rope +   // dq, dk, heads together
+                 2 * Q + (3 * W + 3 * Q) + rope +               // attention: delta; dq; dk and dv (flash_attention.cu)
                  (F + 2 * U);                                   // activation function
     return t;
 }
@@ -117,7 +114,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     StepCost cost;
     cost.flops = tokens * flops_per_token(c, o.seq);
 
-    const Traffic block = block_traffic(c, o.seq);
+    const Traffic block = block_traffic(c);
     const double head = (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
     double elements = L * (block.forward + block.backward) + head;
     if (o.recompute.every > 0) {

@@ -224,6 +224,9 @@ struct BlockProgram {
 
 // Runs work at once, or in strict mode when something waits for it.
 void enqueue(cudaStream_t stream, std::function<void()> work);
+// The same, but not before may_run() says yes: work that waits for another rank. The stream stands still until then, the
+// others do not: in strict mode may_run is asked again and again (quickly, please: it holds the runtime's lock).
+void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work);
 bool runs_at_once();
 void run_grid(const Launch& launch, const BlockProgram& program);
 bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
@@ -247,6 +250,12 @@ static inline void shared_declared(void* variable, size_t bytes) {
     if (strict) shared_declared_strict(variable, bytes);
 }
 [[noreturn]] void trap(unsigned thread, const char* what, const char* file, int line);
+
+// Copies to shared memory that a thread starts now and waits for later, in groups (cp.async). They are done at once; in
+// strict mode when their thread waits for them, and until then their place is filled with 0xff. from == nullptr: zeros.
+void async_copy_strict(unsigned thread, void* to, const void* from, size_t bytes);
+void async_commit_strict(unsigned thread);
+void async_wait_strict(unsigned thread, unsigned n_groups);  // all but the latest n_groups have landed
 
 template <class Kernel>
 static void run_threads(const void* kernel_pointer, ThreadLoop& loop) {
@@ -288,6 +297,18 @@ static void launch(const char* name, const char* file, int line, const Configura
 // Threads are numbered x first; 32 consecutive numbers are a warp.
 static inline unsigned linear_index() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 static inline unsigned lane_id() { return linear_index() % 32; }
+
+static inline void async_copy(void* to, const void* from, size_t bytes) {
+    if (strict) return async_copy_strict(linear_index(), to, from, bytes);
+    if (from) std::memcpy(to, from, bytes);
+    else std::memset(to, 0, bytes);
+}
+static inline void async_commit() {
+    if (strict) async_commit_strict(linear_index());
+}
+static inline void async_wait(unsigned n_groups) {
+    if (strict) async_wait_strict(linear_index(), n_groups);
+}
 
 // Waiting is done through these, which give the thread its index back afterwards: other threads ran in between.
 static inline void wait_for_block(const char* file, int line) {

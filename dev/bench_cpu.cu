@@ -36,25 +36,15 @@ void linear_products(Tensor out, Tensor inp, Tensor weight, cudaStream_t stream)
     matmul(weight, out, inp, {.transpose_a = true}, stream);
 }
 
-// All products of a step, on tensors of the step's own sizes that lie where the model's lie.
+// The products of all linear layers of a step, on tensors of the step's own sizes that lie where the model's lie.
 void all_products(const Model& model, const Activations& acts, cudaStream_t stream) {
-    const Config& c = model.config;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
         const Block& block = model.blocks[l];
         const BlockSaved& saved = acts.blocks[l];
-        linear_products(acts.qkv, saved.norm1.out, block.qkv.dweight, stream);
+        linear_products(saved.qkv, saved.norm1.out, block.qkv.dweight, stream);
         linear_products(acts.branch, saved.attn, block.attn_out.dweight, stream);
         linear_products(saved.up, saved.norm2.out, block.up.dweight, stream);
         linear_products(acts.branch, saved.act, block.down.dweight, stream);
-        const AttentionSaved& a = saved.attention;
-        const Tensor q = a.q.view({B * c.H, T, c.D}), k = a.k.view({B * c.H, T, c.D}), v = a.v.view({B * c.H, T, c.D}),
-                     p = a.probs.view({B * c.H, T, T});
-        matmul(p, q, k, {.transpose_b = true}, stream);
-        matmul(q, p, v, {}, stream);
-        matmul(v, p, q, {.transpose_a = true}, stream);
-        matmul(p, q, v, {.transpose_b = true}, stream);
-        matmul(q, p, k, {}, stream);
-        matmul(k, p, q, {.transpose_a = true}, stream);
     }
     linear_products(acts.logits, acts.final_norm.out, model.head.dweight, stream);
 }

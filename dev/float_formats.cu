@@ -315,7 +315,7 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
     std::printf("%s after %lld steps of %lld tokens, trained in fp32; loss %.3f\n", o.model.c_str(),
                 static_cast<long long>(o.steps), static_cast<long long>(N), loss);
     return {{"dlogits", false, to_floats(acts.logits)}, {"dresidual", false, to_floats(acts.dresidual)},
-            {"dnorm", false, to_floats(acts.dnorm)},    {"dqkv", false, to_floats(acts.qkv)},
+            {"dnorm", false, to_floats(acts.dnorm)},    {"dqkv", false, to_floats(acts.dqkv)},
             {"dattn", false, to_floats(acts.dattn)},    {"dup", false, to_floats(acts.dup)},
             {"dact", false, to_floats(acts.dact)},      {"parameters", true, to_floats(model.grads)}};
 }

@@ -192,24 +192,49 @@ void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t s
 void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// attention.cu: causal self-attention with H query heads over K key/value heads: MHA (K = H), MQA (K = 1), GQA (between).
-//   probs[b,h,t,s] = softmax over s <= t of scale * q[b,h,t,:] . k[b,h/(H/K),s,:]
-//   out[b,t,h,:]   = sum over s of probs[b,h,t,s] v[b,h/(H/K),s,:]
-//   qkv (B, T, (H + 2K) D) = [H query heads | K key heads | K value heads];  out (B, T, H D)
+// flash_attention.cu: attention that never stores its probabilities. H query heads over K key/value heads: MHA
+// (K = H), MQA (K = 1), GQA (between; K divides H).
+//   probs[b,h,t,s] = softmax over the s that t sees, of scale * q[b,t,h,:] . k[b,s,h/(H/K),:]
+//   out[b,t,h,:]   = sum over s of probs[b,h,t,s] v[b,s,h/(H/K),:];      lse[b,h,t] = log(sum over s of exp(score)), f32
+//   Backward: from lse and out the probabilities are computed again, tile by tile. dq, dk, dv are written (=).
+// f32 runs on CUDA cores, bf16 and f16 on tensor cores. Heads have D columns (q, k) and Dv columns (v, out), multiples of
+// 16 bytes, at most 192. T is any length from 1 on. Any heads of one call may be parts of the same rows (MLA, packed qkv).
 
-struct AttentionSaved {
-    Tensor q;      // (B, H, T, D)
-    Tensor k, v;   // (B, K, T, D)
-    Tensor probs;  // (B, H, T, T), zero above the diagonal
+// `count` heads of D columns inside of rows (B, T, columns): head h is rows[b, t, column + h * stride ... + D). So q, k and
+// v may lie apart or in one packed row, and a head's columns may be part of a wider one (MLA).
+struct HeadColumns {
+    Tensor rows;
+    int64_t count = 0, D = 0, column = 0;
+    int64_t stride = 0;  // columns from one head to the next; 0: D
+    int64_t head_stride() const { return stride == 0 ? D : stride; }
 };
-// scratch: one tensor of the activations' dtype, attention_*_scratch_n elements.
-void attention_forward(Tensor out, const AttentionSaved& saved, Tensor qkv, float scale, Tensor scratch, cudaStream_t stream);
-// saved.probs again from saved.q and saved.k.
-void attention_probs(const AttentionSaved& saved, float scale, cudaStream_t stream);
-void attention_backward(Tensor dqkv, Tensor dout, const AttentionSaved& saved, float scale, Tensor scratch,
-                        cudaStream_t stream);
-int64_t attention_forward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);
-int64_t attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D);
+struct QkvHeads {
+    HeadColumns q, k, v;
+};
+// The heads of packed rows (B, T, (H + 2K) D) = [H query heads | K key heads | K value heads].
+QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K);
+
+// How it is computed. automatic: tensor cores (mma) for 16 bits on a GPU, otherwise CUDA cores. For tests and benchmarks.
+enum class FlashTier { automatic, cuda_cores, mma };
+
+struct FlashAttentionOptions {
+    float scale = 1.0f;     // usually 1 / sqrt(D)
+    bool causal = true;     // t sees s only if s <= t
+    int64_t window = 0;     // t sees s only if |t - s| < window; 0: no window
+    // Optional, (B, T, 2) i32: [first, end) of the document that token t of row b belongs to. No token sees another
+    // document. Documents follow each other without gaps (padding is a document of its own). Each then gets the same
+    // bits as in a row of its own, in f32.
+    Tensor documents = {};
+    FlashTier tier = FlashTier::automatic;
+};
+// lse: (B, H, T) f32, for the backward.
+void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
+                             const HeadColumns& v, const FlashAttentionOptions& options, cudaStream_t stream);
+void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, const HeadColumns& dv, const HeadColumns& dout,
+                              const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
+                              const HeadColumns& v, const FlashAttentionOptions& options, Tensor scratch,
+                              cudaStream_t stream);
+int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // cross_entropy.cu: softmax cross-entropy, forward and backward in one.

@@ -3,7 +3,7 @@
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
 //
-//   backward    da = dout op(b)^T,  db = op(a)^T dout: two more products of the same kind (linear.cu, attention.cu)
+//   backward    da = dout op(b)^T,  db = op(a)^T dout: two more products of the same kind (linear.cu)
 //
 // cuBLASLt thinks in columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols, rows) with
 // leading dimension cols, so we ask for the transposed product and swap the factors:

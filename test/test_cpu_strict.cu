@@ -92,6 +92,8 @@ const std::vector<Mistake> mistakes = {
     {"uninitialised_shared_memory", {}},
     {"uninitialised_dynamic_shared_memory", {}},
     {"reads_past_an_odd_end", {}},
+    {"async_copy_not_waited_for", {}},
+    {"async_copy_not_committed", {}},
     // 4. Guard pages, and canaries where the page is not next to the allocation.
     {"past_the_end",
      {"kernel 'fill_kernel' launched at", "block (1,0,0), thread (36,0,0)",

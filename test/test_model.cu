@@ -178,13 +178,13 @@ void check_golden(const std::string& name) {
 
 Config small_llama() {
     Config c;
-    c.V = 53, c.T_max = 40, c.L = 2, c.H = 6, c.K = 2, c.D = 6, c.C = 30, c.F = 44;
+    c.V = 53, c.T_max = 40, c.L = 2, c.H = 6, c.K = 2, c.D = 8, c.C = 30, c.F = 44;
     return c;
 }
 Config small_gpt2() {
     Config c;
     c.family = Family::gpt2;
-    c.V = 61, c.T_max = 40, c.L = 2, c.H = 3, c.K = 3, c.D = 10, c.C = 30, c.F = 50, c.tied = true;
+    c.V = 61, c.T_max = 40, c.L = 2, c.H = 3, c.K = 3, c.D = 8, c.C = 24, c.F = 50, c.tied = true;
     return c;
 }
 std::vector<int32_t> random_tokens(int64_t n, int64_t V, uint64_t seed) {

@@ -111,6 +111,28 @@ bool rotate(int which) {
 bool missing_syncwarp(bool wrong) { return rotate(wrong ? 1 : 0); }
 bool missing_second_syncwarp(bool wrong) { return rotate(wrong ? 2 : 0); }
 
+// Asynchronous copies to shared memory (cp.async) are there when the thread has waited for them, and waiting is for groups:
+// what has not been committed to one is not waited for.
+__global__ void reverse_row_kernel(float* out, const float* inp, int which) {
+    __shared__ float row[128];
+    const unsigned t = threadIdx.x;
+    cuda_cpu::async_copy(row + 4 * t, inp + 4 * t, 16);
+    if (which != 2) cuda_cpu::async_commit();
+    if (which != 1) cuda_cpu::async_wait(0);
+    __syncthreads();
+    for (unsigned i = t; i < 128; i += 32) out[i] = row[127 - i];
+}
+bool reverse_row(int which) {
+    Buffer inp(counting(128)), out(128);
+    reverse_row_kernel<<<1, 32>>>(out.data, inp.data, which);
+    const std::vector<float> values = out.read();
+    for (size_t i = 0; i < 128; ++i)
+        if (values[i] != static_cast<float>(127 - i)) return false;
+    return true;
+}
+bool async_copy_not_waited_for(bool wrong) { return reverse_row(wrong ? 1 : 0); }
+bool async_copy_not_committed(bool wrong) { return reverse_row(wrong ? 2 : 0); }
+
 // Blocks run in any order: one that needs another's result needs a launch of its own.
 __global__ void prefix_kernel(float* sums, unsigned from) {
     const unsigned i = from + blockIdx.x;
@@ -372,7 +394,8 @@ const Case cases[] = {
     CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),
     CASE(reads_past_an_odd_end), CASE(use_after_free), CASE(null_pointer), CASE(past_dynamic_shared_memory),
     CASE(stack_overflow), CASE(divergent_barrier), CASE(early_return), CASE(two_barriers),
-    CASE(missing_lane), CASE(mask_without_lane), CASE(two_collectives),
+    CASE(missing_lane), CASE(mask_without_lane), CASE(two_collectives), CASE(async_copy_not_waited_for),
+    CASE(async_copy_not_committed),
 };
 // clang-format on
 

@@ -1,0 +1,561 @@
+// test/test_flash_attention.cu: flash attention against float64 loops over every pair of tokens.
+#include "layers/layers.h"
+#include "reference.h"
+
+#include <array>
+#include <cmath>
+#include <memory>
+
+namespace {
+
+constexpr double kUnit = 0x1p-24;  // float32's unit roundoff
+
+struct Case {
+    int64_t B, T, H, K, D, Dv;
+    bool causal;
+    int64_t window;                // 0: none
+    std::vector<int64_t> lengths;  // of the documents in a row; empty: one
+    int layout;  // 0: q, k, v packed in one row; 1: apart; 2: k and v interleaved head by head, as MLA has them
+    double scale() const { return static_cast<float>(1 / std::sqrt(static_cast<double>(D))); }
+    std::string name() const {
+        std::string text =
+            concat("B T H K D Dv = ", B, " ", T, " ", H, " ", K, " ", D, " ", Dv, causal ? ", causal" : ", full",
+                   ", window ", window, ", layout ", layout, ", documents");
+        for (int64_t n : lengths) text += concat(" ", n);
+        return text;
+    }
+};
+
+// (T, 2): first and end of each token's document. Row b has its documents in another order.
+std::vector<int32_t> documents_of(const Case& c) {
+    std::vector<int32_t> all;
+    for (int64_t b = 0; b < c.B; ++b) {
+        int64_t first = 0;
+        for (size_t i = 0; i < c.lengths.size(); ++i) {
+            const int64_t n = c.lengths[(i + static_cast<size_t>(b)) % c.lengths.size()];
+            for (int64_t t = 0; t < n; ++t)
+                all.insert(all.end(), {static_cast<int32_t>(first), static_cast<int32_t>(first + n)});
+            first += n;
+        }
+        REQUIRE((c.lengths.empty() || first == c.T));
+    }
+    return all;
+}
+
+bool sees(const Case& c, const std::vector<int32_t>& documents, int64_t b, int64_t t, int64_t s) {
+    const auto document = [&](int64_t token) { return documents[static_cast<size_t>(2 * (b * c.T + token))]; };
+    return (!c.causal || s <= t) && (c.window == 0 || std::abs(t - s) < c.window) &&
+           (documents.empty() || document(t) == document(s));
+}
+
+float to_dtype(float x, DType dtype) {
+    float stored = x;
+    dispatch(dtype, [&](auto zero) { stored = static_cast<float>(static_cast<decltype(zero)>(x)); });
+    return stored;
+}
+
+// q (B, T, H, D), k (B, T, K, D), v (B, T, K, Dv), out (B, T, H, Dv), lse (B, H, T)
+struct Values {
+    std::vector<double> q, k, v, dout;
+};
+struct Result {
+    std::vector<double> out, lse, dq, dk, dv;
+};
+
+// Loops over every pair. Real = double is the truth. Real = float is the plain computation in the same precision: each
+// sum one term after the other in float32, and what PyTorch's eager operations would store in `storage` (scores,
+// probabilities, their gradients, the results) is rounded to it.
+template <class Real>
+Result attention(const Case& c, const Values& in, DType storage) {
+    const auto& [B, T, H, K, D, Dv, causal, window, lengths, layout] = c;
+    const std::vector<int32_t> documents = documents_of(c);
+    const Real scale = static_cast<Real>(c.scale());
+    const auto keep = [&](Real x) {
+        return std::is_same_v<Real, float> ? Real(to_dtype(static_cast<float>(x), storage)) : x;
+    };
+    const auto real = [](const std::vector<double>& x) { return std::vector<Real>(x.begin(), x.end()); };
+    const std::vector<Real> q = real(in.q), k = real(in.k), v = real(in.v), dout = real(in.dout);
+    std::vector<Real> dq(q.size()), dk(k.size()), dv(v.size()), out(dout.size()), row(static_cast<size_t>(Dv));
+    Result result;
+    result.lse.resize(static_cast<size_t>(B * H * T));
+    std::vector<Real> P(static_cast<size_t>(T)), dS(static_cast<size_t>(T));
+    for (int64_t b = 0; b < B; ++b)
+        for (int64_t h = 0; h < H; ++h)
+            for (int64_t t = 0; t < T; ++t) {
+                const int64_t kv = h / (H / K);
+                const Real* qt = &q[static_cast<size_t>(((b * T + t) * H + h) * D)];
+                const Real* dt = &dout[static_cast<size_t>(((b * T + t) * H + h) * Dv)];
+                const auto key = [&](int64_t s) { return static_cast<size_t>(((b * T + s) * K + kv) * D); };
+                const auto value = [&](int64_t s) { return static_cast<size_t>(((b * T + s) * K + kv) * Dv); };
+                std::vector<int64_t> keys;
+                for (int64_t s = 0; s < T; ++s)
+                    if (sees(c, documents, b, t, s)) keys.push_back(s);
+                Real max = -INFINITY, sum = 0, r = 0;
+                for (int64_t s : keys) {
+                    Real score = 0;
+                    for (int64_t d = 0; d < D; ++d) score += qt[d] * k[key(s) + static_cast<size_t>(d)];
+                    max = std::max(max, P[static_cast<size_t>(s)] = keep(scale * score));
+                }
+                for (int64_t s : keys) sum += P[static_cast<size_t>(s)] = std::exp(P[static_cast<size_t>(s)] - max);
+                result.lse[static_cast<size_t>((b * H + h) * T + t)] = max + std::log(sum);
+                std::fill(row.begin(), row.end(), Real(0));
+                for (int64_t s : keys) {  // o = P v; dP = do v^T
+                    const Real p = P[static_cast<size_t>(s)] = keep(P[static_cast<size_t>(s)] / sum);
+                    Real dp = 0;
+                    for (int64_t d = 0; d < Dv; ++d) {
+                        row[static_cast<size_t>(d)] += p * v[value(s) + static_cast<size_t>(d)];
+                        dp += dt[d] * v[value(s) + static_cast<size_t>(d)];
+                    }
+                    r += p * (dS[static_cast<size_t>(s)] = keep(dp));
+                }
+                for (int64_t d = 0; d < Dv; ++d)
+                    out[static_cast<size_t>(((b * T + t) * H + h) * Dv + d)] = keep(row[static_cast<size_t>(d)]);
+                for (int64_t s : keys) {  // dS = P * (dP - r) scale; dq = dS k; dk = dS^T q; dv = P^T do
+                    const Real p = P[static_cast<size_t>(s)], ds = keep(p * (dS[static_cast<size_t>(s)] - r) * scale);
+                    for (int64_t d = 0; d < D; ++d) {
+                        dq[static_cast<size_t>(((b * T + t) * H + h) * D + d)] +=
+                            ds * k[key(s) + static_cast<size_t>(d)];
+                        dk[key(s) + static_cast<size_t>(d)] += ds * qt[d];
+                    }
+                    for (int64_t d = 0; d < Dv; ++d) dv[value(s) + static_cast<size_t>(d)] += p * dt[d];
+                }
+            }
+    const auto kept = [&](const std::vector<Real>& x) {
+        std::vector<double> y;
+        for (Real number : x) y.push_back(keep(number));
+        return y;
+    };
+    result.out = kept(out), result.dq = kept(dq), result.dk = kept(dk), result.dv = kept(dv);
+    return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The same on the device
+
+// Heads of (B, T, count, D) values, put into the columns where `heads` says they lie, and taken from there.
+void put(std::vector<double>& rows, const HeadColumns& heads, const std::vector<double>& values) {
+    const int64_t N = heads.rows.rows(), columns = heads.rows.cols();
+    for (int64_t n = 0; n < N; ++n)
+        for (int64_t h = 0; h < heads.count; ++h)
+            for (int64_t d = 0; d < heads.D; ++d)
+                rows[static_cast<size_t>(n * columns + heads.column + h * heads.head_stride() + d)] =
+                    values[static_cast<size_t>((n * heads.count + h) * heads.D + d)];
+}
+std::vector<double> get(const std::vector<double>& rows, const HeadColumns& heads) {
+    const int64_t N = heads.rows.rows(), columns = heads.rows.cols();
+    std::vector<double> values;
+    for (int64_t n = 0; n < N; ++n)
+        for (int64_t h = 0; h < heads.count; ++h)
+            for (int64_t d = 0; d < heads.D; ++d)
+                values.push_back(rows[static_cast<size_t>(n * columns + heads.column + h * heads.head_stride() + d)]);
+    return values;
+}
+
+// q, k and v, or their gradients, in up to three buffers. What lies between heads is never touched.
+class QkvRows {
+  public:
+    QkvRows(const Case& c, DType dtype) {
+        const int64_t pad = 16;
+        const auto add = [&](int64_t columns) {
+            buffers_.push_back(std::make_unique<Buffer>(dtype, std::initializer_list<int64_t>{c.B, c.T, columns}));
+            fills_.push_back(std::vector<double>(static_cast<size_t>(c.B * c.T * columns), 7.0));
+            return buffers_.back()->tensor();
+        };
+        if (c.layout == 0) {
+            const Tensor rows = add(c.H * c.D + c.K * (c.D + c.Dv));
+            heads = {{rows, c.H, c.D, 0}, {rows, c.K, c.D, c.H * c.D}, {rows, c.K, c.Dv, (c.H + c.K) * c.D}};
+            at_ = {0, 0, 0};
+        } else if (c.layout == 1) {
+            heads = {{add(c.H * c.D + pad), c.H, c.D, pad}, {add(c.K * c.D), c.K, c.D}, {add(c.K * c.Dv), c.K, c.Dv}};
+            at_ = {0, 1, 2};
+        } else {
+            const Tensor q = add(c.H * (c.D + pad)), kv = add(c.K * (c.D + c.Dv));
+            heads = {{q, c.H, c.D, 0, c.D + pad}, {kv, c.K, c.D, 0, c.D + c.Dv}, {kv, c.K, c.Dv, c.D, c.D + c.Dv}};
+            at_ = {0, 1, 1};
+        }
+        for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i]->set(fills_[i]);
+    }
+    void set(const Values& values) {
+        put(fills_[at_[0]], heads.q, values.q);
+        put(fills_[at_[1]], heads.k, values.k);
+        put(fills_[at_[2]], heads.v, values.v);
+        for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i]->set(fills_[i]);
+    }
+    std::vector<double> q() const { return get(buffers_[at_[0]]->values(), heads.q); }
+    std::vector<double> k() const { return get(buffers_[at_[1]]->values(), heads.k); }
+    std::vector<double> v() const { return get(buffers_[at_[2]]->values(), heads.v); }
+    size_t n_untouched() const {  // the 7s between heads
+        size_t n = 0;
+        for (size_t i = 0; i < buffers_.size(); ++i) {
+            const auto values = buffers_[i]->values();
+            n += static_cast<size_t>(std::count(values.begin(), values.end(), 7.0));
+        }
+        return n;
+    }
+    QkvHeads heads;
+
+  private:
+    std::vector<std::unique_ptr<Buffer>> buffers_;
+    std::vector<std::vector<double>> fills_;
+    std::array<size_t, 3> at_;
+};
+
+Values random_inputs(const Case& c, DType dtype, uint64_t seed, double size = 1.5) {
+    return {rounded(random_values(c.B * c.T * c.H * c.D, seed, size), dtype),
+            rounded(random_values(c.B * c.T * c.K * c.D, seed + 1, size), dtype),
+            rounded(random_values(c.B * c.T * c.K * c.Dv, seed + 2, size), dtype),
+            rounded(random_values(c.B * c.T * c.H * c.Dv, seed + 3), dtype)};
+}
+
+struct Flash {
+    QkvRows qkv, dqkv;
+    Buffer out, dout, lse, scratch;
+    HeadColumns out_heads, dout_heads;
+    std::unique_ptr<Buffer> documents;
+    FlashAttentionOptions options;
+    Flash(const Case& c, DType dtype, const Values& values)
+        : qkv(c, dtype), dqkv(c, dtype), out(dtype, {c.B, c.T, c.H * c.Dv}),
+          dout(dtype, {c.B, c.T, c.H * c.Dv}, values.dout), lse(DType::f32, {c.B, c.H, c.T}),
+          scratch(DType::f32, {flash_attention_backward_scratch_n(c.B, c.T, c.H)}), out_heads{out, c.H, c.Dv},
+          dout_heads{dout, c.H, c.Dv} {
+        qkv.set(values);
+        options = {.scale = static_cast<float>(c.scale()), .causal = c.causal, .window = c.window};
+        if (!c.lengths.empty()) {
+            documents = std::make_unique<Buffer>(DType::i32, std::initializer_list<int64_t>{c.B, c.T, 2});
+            documents->set_integers(documents_of(c));
+            options.documents = *documents;
+        }
+    }
+    void forward() {
+        flash_attention_forward(out_heads, lse, qkv.heads.q, qkv.heads.k, qkv.heads.v, options, device().stream);
+    }
+    void backward() {
+        flash_attention_backward(dqkv.heads.q, dqkv.heads.k, dqkv.heads.v, dout_heads, out_heads, lse, qkv.heads.q,
+                                 qkv.heads.k, qkv.heads.v, options, scratch, device().stream);
+    }
+    Result run() {
+        forward();
+        backward();
+        return {out.values(), lse.values(), dqkv.q(), dqkv.k(), dqkv.v()};
+    }
+};
+
+double worst(const std::vector<double>& a, const std::vector<double>& b) {
+    double most = 0;
+    for (size_t i = 0; i < a.size(); ++i) most = std::max(most, std::abs(a[i] - b[i]));
+    return most;
+}
+
+// The longest row of n numbers.
+double longest(const std::vector<double>& rows, int64_t n) {
+    double most = 0;
+    for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(n)) {
+        double square = 0;
+        for (size_t j = i; j < i + static_cast<size_t>(n); ++j) square += rows[j] * rows[j];
+        most = std::max(most, square);
+    }
+    return std::sqrt(most);
+}
+
+// What the plain computation in the same precision makes of a case: its largest error in each result. With a handful of
+// tokens it may be exact by luck, so then it is the largest of eight draws of inputs.
+Result plain_errors(const Case& c, DType dtype, const Values& in, const Result& exact, uint64_t seed) {
+    Result errors{{0}, {0}, {0}, {0}, {0}};
+    for (uint64_t draw = 0; draw < (c.T <= 8 ? 8u : 1u); ++draw) {
+        const Values other = draw == 0 ? in : random_inputs(c, dtype, seed + 1000 * draw);
+        const Result truth = draw == 0 ? exact : attention<double>(c, other, dtype),
+                     plain = attention<float>(c, other, dtype);
+        for (auto member : {&Result::out, &Result::lse, &Result::dq, &Result::dk, &Result::dv})
+            (errors.*member)[0] = std::max((errors.*member)[0], worst(plain.*member, truth.*member));
+    }
+    return errors;
+}
+
+// An error may be at most twice that of the plain computation in the same precision. On top come two roundings of the
+// largest element, and 8 units of float32 of the size of the numbers that float32 sums on the way, which may cancel
+// (with one key dP - delta is 0, a difference of two do . v).
+void check_case(const Case& c, DType dtype, FlashTier tier, uint64_t seed) {
+    const Values in = random_inputs(c, dtype, seed);
+    Flash flash(c, dtype, in);
+    flash.options.tier = tier;
+    const size_t n_between = flash.dqkv.n_untouched() - in.q.size() - in.k.size() - in.v.size();
+    const Result got = flash.run(), exact = attention<double>(c, in, dtype);
+    const Result plain = plain_errors(c, dtype, in, exact, seed);
+    const auto check_result = [&](std::vector<double> Result::*member, DType stored, double size_on_the_way,
+                                  const char* name) {
+        const double two_roundings = 2 * unit_roundoff(stored) * largest(exact.*member);
+        check_close(got.*member, exact.*member, 0, 2 * (plain.*member)[0] + two_roundings + 8 * kUnit * size_on_the_way,
+                    concat(c.name(), ", ", dtype_name(dtype), ", ", name));
+    };
+    const double dS_size = longest(in.dout, c.Dv) * longest(in.v, c.Dv) * c.scale();
+    check_result(&Result::out, dtype, largest(in.v), "out");
+    check_result(&Result::lse, DType::f32, 1, "lse");
+    check_result(&Result::dq, dtype, dS_size * largest(in.k), "dq");
+    check_result(&Result::dk, dtype, dS_size * largest(in.q), "dk");
+    check_result(&Result::dv, dtype, largest(in.dout), "dv");
+    CHECK(flash.dqkv.n_untouched() >= n_between);
+}
+
+// A grid of shapes, not a product of all: number i takes the i-th of each list, and lists of lengths without a common
+// divisor meet in ever new combinations.
+std::vector<Case> grid() {
+    const int64_t lengths[] = {1,  2,  3,  5,  7,  8,  9,  15, 16,  17,  23,  31,  32,  33,  40, 47,
+                               63, 64, 65, 66, 79, 95, 96, 97, 111, 127, 128, 129, 130, 145, 161};  // 31
+    const int64_t heads[][2] = {{1, 1}, {2, 1}, {4, 2}, {2, 2}, {3, 1}};
+    const int64_t sizes[][2] = {{16, 16},   {32, 32},   {64, 64},   {80, 80}, {96, 96},
+                                {128, 128}, {192, 128}, {192, 192}, {40, 24}};
+    const int64_t windows[] = {0, 1, 0, 7, 0, 64, 33};
+    std::vector<Case> cases;
+    for (int64_t i = 0; i < 217; ++i) {
+        Case c{};
+        c.T = lengths[i % 31];
+        c.H = heads[i % 5][0], c.K = heads[i % 5][1];
+        c.D = sizes[i % 9][0], c.Dv = sizes[i % 9][1];
+        c.B = i / 2 % 3 == 0 ? 2 : 1;
+        c.causal = i % 11 < 7;
+        c.window = windows[i % 7];
+        c.layout = static_cast<int>(i % 3);
+        if (i % 4 == 1 && c.T > 2) c.lengths = {c.T / 3, c.T - c.T / 3 - c.T / 5, c.T / 5};
+        if (i % 8 == 3 && c.T > 40) c.lengths = {1, c.T - 34, 33};
+        std::erase(c.lengths, 0);
+        if (c.T > 100 && c.D > 96) c.H = c.K = 1;  // the float64 loops are slow
+        cases.push_back(c);
+    }
+    cases.push_back({1, 1025, 1, 1, 32, 32, true, 0, {}, 0});
+    cases.push_back({1, 1025, 1, 1, 16, 16, false, 100, {}, 0});
+    cases.push_back({1, 1025, 1, 1, 16, 16, true, 0, {500, 1, 524}, 1});
+    cases.push_back({1, 513, 2, 1, 64, 64, true, 0, {}, 0});
+    return cases;
+}
+
+}  // namespace
+
+TEST_CASE("flash attention: the reference's gradient is that of the reference", "[flash]") {
+    for (const Case& c : {Case{1, 5, 4, 2, 3, 2, true, 0, {}, 0}, Case{2, 6, 2, 1, 2, 3, false, 3, {2, 4}, 0}}) {
+        const Values in = random_inputs(c, DType::f32, 3);
+        const Result result = attention<double>(c, in, DType::f32);
+        for (int which = 0; which < 3; ++which) {
+            const auto loss = [&](const std::vector<double>& x) {
+                Values changed = in;
+                (which == 0 ? changed.q : which == 1 ? changed.k : changed.v) = x;
+                const auto y = attention<double>(c, changed, DType::f32).out;
+                double total = 0;
+                for (size_t i = 0; i < y.size(); ++i) total += in.dout[i] * y[i];
+                return total;
+            };
+            const auto& gradient = which == 0 ? result.dq : which == 1 ? result.dk : result.dv;
+            // step^2 = 1e-10 times third derivatives of some tens; rounding 1e-15 * 10 / 1e-5
+            for (const auto& [i, derivative] : finite_differences(loss,
+                                                                  which == 0   ? in.q
+                                                                  : which == 1 ? in.k
+                                                                               : in.v,
+                                                                  1e-5, 32))
+                CHECK(gradient[i] == Approx(derivative).margin(1e-7));
+        }
+    }
+}
+
+TEST_CASE("flash attention against float64, float32", "[flash]") {
+    uint64_t seed = 100;
+    for (const Case& c : grid()) check_case(c, DType::f32, FlashTier::automatic, seed += 10);
+}
+
+TEST_CASE("flash attention against float64, 16 bits, mma", "[flash]") {
+    uint64_t seed = 100;
+    size_t i = 0;
+    for (const Case& c : grid()) check_case(c, i++ % 2 ? DType::bf16 : DType::f16, FlashTier::mma, seed += 10);
+}
+
+TEST_CASE("flash attention against float64, 16 bits, the device's own choice", "[flash]") {
+    const std::vector<Case> cases = grid();
+    for (size_t i = 0; i < cases.size(); i += 7)
+        check_case(cases[i], i % 2 ? DType::f16 : DType::bf16, FlashTier::automatic, 20 + i);
+}
+
+TEST_CASE("flash attention: a document's bits do not depend on what stands before it", "[flash]") {
+    // Packed in a row, documents begin anywhere in a tile. In float32 they get the same bits as alone.
+    const std::vector<int64_t> lengths = {37, 64, 1, 100, 13};
+    for (const auto& [D, Dv, causal, window] : {std::tuple<int64_t, int64_t, bool, int64_t>{32, 32, true, 0},
+                                                {64, 64, true, 20},
+                                                {80, 48, false, 0},
+                                                {16, 16, false, 30}}) {
+        const Case packed{1, 215, 4, 2, D, Dv, causal, window, lengths, 0};
+        const Values in = random_inputs(packed, DType::f32, 11, 3.0);
+        const Result whole = Flash(packed, DType::f32, in).run();
+        int64_t first = 0;
+        for (int64_t n : lengths) {
+            const auto part = [&](const std::vector<double>& x, int64_t width) {
+                return std::vector<double>(x.begin() + first * width, x.begin() + (first + n) * width);
+            };
+            const Case alone{1, n, 4, 2, D, Dv, causal, window, {}, 0};
+            const Result single =
+                Flash(alone, DType::f32,
+                      {part(in.q, 4 * D), part(in.k, 2 * D), part(in.v, 2 * Dv), part(in.dout, 4 * Dv)})
+                    .run();
+            INFO("document of " << n << " tokens, D = " << D);
+            CHECK(single.out == part(whole.out, 4 * Dv));
+            CHECK(single.dq == part(whole.dq, 4 * D));
+            CHECK(single.dk == part(whole.dk, 2 * D));
+            CHECK(single.dv == part(whole.dv, 2 * Dv));
+            for (int64_t h = 0; h < 4; ++h)
+                for (int64_t t = 0; t < n; ++t)
+                    CHECK(single.lse[static_cast<size_t>(h * n + t)] ==
+                          whole.lse[static_cast<size_t>(h * 215 + first + t)]);
+            first += n;
+        }
+    }
+}
+
+TEST_CASE("flash attention that can be read by eye", "[flash]") {
+    // Keys are 32 times unit vectors, and each query asks for one of them: the others get exp(-1024) = 0.
+    for (DType dtype : kFloatDTypes) {
+        const Case c{1, 3, 1, 1, 8, 8, true, 0, {}, 1};
+        Values in{std::vector<double>(24), std::vector<double>(24), std::vector<double>(24),
+                  std::vector<double>(24, 1.0)};
+        in.q[0] = in.k[0] = in.k[9] = in.k[17] = 32;  // token 0 has key (32, 0), tokens 1 and 2 have (0, 32)
+        in.q[8] = 32;                                 // token 1 asks for (32, 0): token 0
+        in.q[17] = 32;                                // token 2 asks for (0, 32): tokens 1 and 2, half and half
+        in.v[0] = 1, in.v[8] = 3, in.v[16] = 5;
+        Flash flash(c, dtype, in);
+        flash.options.scale = 1.0f;
+        flash.forward();
+        const auto out = flash.out.values(), lse = flash.lse.values();
+        CHECK(std::vector<double>{out[0], out[8], out[16]} == std::vector<double>{1, 1, 4});
+        CHECK(lse[0] == Approx(1024));
+        CHECK(lse[2] == Approx(1024 + std::log(2.0)));
+    }
+}
+
+TEST_CASE("flash attention looks only where it may", "[flash]") {
+    // Tokens 70 to 99 change. The queries before them do not notice, nor those that are a window away.
+    for (DType dtype : kFloatDTypes)
+        for (FlashTier tier : {FlashTier::automatic, FlashTier::mma}) {
+            if (dtype == DType::f32 && tier == FlashTier::mma) continue;
+            const Case c{1, 150, 2, 1, 32, 32, true, 40, {}, 1};
+            Values in = random_inputs(c, dtype, 21);
+            Flash before(c, dtype, in);
+            for (size_t i = 70 * 32; i < 100 * 32; ++i) in.k[i] *= -7, in.v[i] *= -7;
+            Flash after(c, dtype, in);
+            before.options.tier = after.options.tier = tier;
+            before.forward();
+            after.forward();
+            const auto a = before.out.values(), b = after.out.values();
+            for (int64_t t = 0; t < 150; ++t) {
+                const bool same = std::equal(a.begin() + t * 64, a.begin() + (t + 1) * 64, b.begin() + t * 64);
+                INFO("query " << t);
+                CHECK(same == (t < 70 || t >= 100 + 39));
+            }
+        }
+}
+
+TEST_CASE("flash attention with extreme scores", "[flash]") {
+    for (DType dtype : kFloatDTypes) {
+        const Case c{1, 70, 2, 1, 16, 16, true, 0, {}, 1};
+        Values in = random_inputs(c, dtype, 31, 80.0);  // scores of some 0.25 * 16 * 80 * 80 = 25000
+        for (double& v : in.v) v = 1;
+        Flash flash(c, dtype, in);
+        flash.options.tier = dtype == DType::f32 ? FlashTier::automatic : FlashTier::mma;
+        const Result got = flash.run();
+        // Probabilities add up to 1 whatever the scores. On tensor cores each is rounded to 16 bits, and their sum is
+        // not.
+        for (double out : got.out) CHECK(out == Approx(1).epsilon(2 * unit_roundoff(dtype) + 70 * kUnit));
+        for (const auto* gradient : {&got.dq, &got.dk, &got.dv})
+            for (double value : *gradient) CHECK(std::isfinite(value));
+    }
+}
+
+TEST_CASE("flash attention backward never uses what it may not see", "[flash]") {
+    // In f16 dP = do v^T overflows for t = 0, s = 1, where P is 0: infinity times zero must not become NaN.
+    for (FlashTier tier : {FlashTier::automatic, FlashTier::mma}) {
+        const Case c{1, 2, 1, 1, 16, 16, true, 0, {}, 0};
+        Values in{std::vector<double>(32, 0.1), std::vector<double>(32, 0.1), std::vector<double>(32, 0.1),
+                  std::vector<double>(32, 0.1)};
+        for (size_t d = 0; d < 16; ++d) in.v[16 + d] = 200, in.dout[d] = 200;  // 16 * 40000
+        Flash flash(c, DType::f16, in);
+        flash.options.tier = tier;
+        const Result got = flash.run();
+        for (const auto* gradient : {&got.dq, &got.dk, &got.dv})
+            for (double value : *gradient) CHECK(std::isfinite(value));
+    }
+}
+
+TEST_CASE("flash attention twice gives the same bits", "[flash]") {
+    for (DType dtype : kFloatDTypes)
+        for (FlashTier tier : {FlashTier::automatic, FlashTier::mma}) {
+            if (dtype == DType::f32 && tier == FlashTier::mma) continue;
+            const Case c{2, 77, 6, 2, 40, 40, true, 0, {30, 47}, 0};
+            const Values in = random_inputs(c, dtype, 41);
+            Flash first(c, dtype, in), second(c, dtype, in);
+            first.options.tier = second.options.tier = tier;
+            const Result a = first.run(), b = second.run();
+            CHECK(a.out == b.out);
+            CHECK(a.lse == b.lse);
+            CHECK(a.dq == b.dq);
+            CHECK(a.dk == b.dk);
+            CHECK(a.dv == b.dv);
+        }
+}
+
+TEST_CASE("flash attention names what is wrong", "[flash]") {
+    const Case c{2, 6, 4, 2, 16, 16, true, 0, {2, 4}, 1};
+    Flash flash(c, DType::f32, random_inputs(c, DType::f32, 51));
+    const cudaStream_t stream = device().stream;
+    const QkvHeads& heads = flash.qkv.heads;
+    const auto forward = [&](HeadColumns out, Tensor lse, HeadColumns q, HeadColumns k, HeadColumns v,
+                             const FlashAttentionOptions& options) {
+        flash_attention_forward(out, lse, q, k, v, options, stream);
+    };
+    const std::string name = "flash_attention_forward: ";
+    const auto message = [&](const std::string& words) { return ContainsSubstring(name + words); };
+    HeadColumns q = heads.q, k = heads.k, v = heads.v, out = flash.out_heads;
+    FlashAttentionOptions options = flash.options;
+    const auto wrong = [&](const std::string& words) {
+        CHECK_THROWS_WITH(forward(out, flash.lse, q, k, v, options), message(words));
+        q = heads.q, k = heads.k, v = heads.v, out = flash.out_heads, options = flash.options;
+    };
+    q.D = k.D = 200;
+    wrong("heads of q have 200 columns; multiples of 4 up to 192 are possible");
+    v.D = 10;
+    wrong("heads of v have 10 columns");
+    k.count = v.count = 3;
+    wrong("H = 4 query heads are not a multiple of K = 3");
+    k.D = 12;
+    wrong("k has 2 heads of 12 columns, expected 2 of 16");
+    out.D = 12;
+    wrong("out has 4 heads of 12 columns, expected 4 of 16");
+    v.column = 4;
+    wrong("v's 2 heads of 16 columns, 16 apart, from column 4 on, are not inside of 32 columns");
+    q.column = 0, q.stride = 18;
+    wrong("q's heads start at column 0, 18 apart, in rows of 80 columns: each must be a multiple of 4");
+    q.rows = make_tensor(q.rows.data, DType::f32, {2, 6, 60});
+    wrong("q's 4 heads of 16 columns, 16 apart, from column 16 on, are not inside of 60 columns");
+    q.rows = {};
+    wrong("q is no tensor");
+    k.rows = make_tensor(static_cast<char*>(k.rows.data) + 4, DType::f32, {2, 6, 32});
+    wrong("k starts at");
+    q.rows = make_tensor(q.rows.data, DType::f32, {2, 0, 80});
+    wrong("q is f32 (2, 0, 80): there must be a token");
+    options.window = -1;
+    wrong("window is -1");
+    options.scale = 0;
+    wrong("scale is 0");
+    options.documents = make_tensor(options.documents.data, DType::i32, {2, 6});
+    wrong("options.documents is i32 (2, 6), expected i32 (2, 6, 2)");
+    options.tier = FlashTier::mma;
+    wrong("the tier mma that options ask for does not work on f32");
+    CHECK_THROWS_WITH(forward(out, flash.scratch, q, k, v, options), message("lse is"));
+    Buffer half(DType::bf16, {2, 6, 32}), few(DType::f32, {47});
+    k.rows = half;
+    wrong("k is bf16 (2, 6, 32), expected f32");
+    const auto backward = [&](HeadColumns dq, HeadColumns dout, Tensor scratch) {
+        flash_attention_backward(dq, flash.dqkv.heads.k, flash.dqkv.heads.v, dout, out, flash.lse, q, k, v, options,
+                                 scratch, stream);
+    };
+    CHECK_THROWS_WITH(backward(flash.dqkv.heads.q, out, few),
+                      ContainsSubstring("flash_attention_backward: scratch is f32 (47), expected f32 of at least 48"));
+    CHECK_THROWS_WITH(backward(flash.dqkv.heads.k, out, flash.scratch),
+                      ContainsSubstring("flash_attention_backward: dq has 2 heads of 16 columns, expected 4 of 16"));
+    CHECK_THROWS_WITH(backward(flash.dqkv.heads.q, heads.k, flash.scratch),
+                      ContainsSubstring("flash_attention_backward: dout has 2 heads of 16 columns, expected 4 of 16"));
+    CHECK_THROWS_WITH(qkv_heads(heads.k.rows, 5, 2), ContainsSubstring("columns of a head"));
+}
