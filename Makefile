@@ -85,11 +85,16 @@ ifneq ($(SANITIZE),)
   LIGHT_FLAGS :=
 endif
 
+# What `make gpu-bundle` has put aside for machines without a network: used where the system has none of its own.
+BUNDLE         := gpu-bundle
+BUNDLE_INCLUDE := -idirafter $(BUNDLE)/include
+BUNDLE_LIB     := $(wildcard $(BUNDLE)/lib)
+
 # The C++ headers of this compiler: the text that train_gpt reads when it is given no other.
 CXX_INCLUDE_DIR := $(patsubst %/vector,%,$(firstword $(filter %/vector,$(shell $(CXX) -x c++ -M -include vector /dev/null 2>/dev/null))))
 
 CXXFLAGS := -std=c++20 $(OPTIMIZE) -march=$(MARCH) $(FLOAT_FLAGS) -fopenmp $(WARNINGS) -I. \
-            -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"'
+            -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' $(BUNDLE_INCLUDE)
 
 ifeq ($(DEVICE),cpu)
   # OpenBLAS must be the one with OpenMP threads, because it is called from OpenMP threads. Debian and Ubuntu may have several
@@ -116,11 +121,27 @@ else
   endif
   NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
                $(foreach a,$(ARCH),-gencode=arch=compute_$(a)$(comma)code=sm_$(a)) -Wno-deprecated-gpu-targets \
-               -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS)))
+               -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(BUNDLE_INCLUDE)))
   CXXFLAGS  += -isystem $(CUDA_HOME)/include
   LINK      := $(NVCC) $(NVCCFLAGS)
   LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt -lgomp -lpthread
 endif
+
+# MPI and NCCL are optional: without them ranks are threads of one process. Only one file of each sees the header.
+MPI_CFLAGS := $(shell pkg-config --cflags-only-I ompi-c 2>/dev/null || mpicc --showme:compile 2>/dev/null)
+MPI_LIBS   := $(shell pkg-config --libs ompi-c 2>/dev/null || mpicc --showme:link 2>/dev/null)
+ifneq ($(MPI_LIBS),)
+  MPI_CFLAGS += -DHAVE_MPI
+  LDLIBS     += -Xlinker --as-needed $(MPI_LIBS)
+endif
+ifeq ($(DEVICE),cuda)
+  ifneq ($(wildcard $(CUDA_HOME)/include/nccl.h /usr/include/nccl.h),)
+    NCCL_CFLAGS := -DHAVE_NCCL
+    LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),-L$(CUDA_HOME)/lib -Xlinker=-rpath$(comma)$(CUDA_HOME)/lib) -lnccl
+  endif
+endif
+$(BUILD)/parallel/transport_mpi.o: CXXFLAGS += $(MPI_CFLAGS)
+$(BUILD)/parallel/transport_nccl.o: CXXFLAGS += $(NCCL_CFLAGS)
 
 ifeq ($(V),1)
   Q   :=
@@ -135,8 +156,12 @@ PROGRAMS := $(basename $(wildcard train_gpt.cu generate.cu))
 LIBRARY  := $(wildcard core/*.cu layers/*.cu optim/*.cu io/*.cu parallel/*.cu) $(filter-out $(PROGRAMS:%=%.cu),$(wildcard *.cu))
 TESTS    := $(wildcard test/test_*.cu) test/main.cu test/reference.cu
 DEV      := $(basename $(wildcard dev/*.cu))
-# Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device.
-TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels)
+# The library that writes what a GPU does (make profile) needs CUPTI, which most CUDA toolkits bring.
+CUPTI := $(if $(filter cuda,$(DEVICE)),$(firstword $(wildcard $(CUDA_HOME)/extras/CUPTI/include/cupti.h $(CUDA_HOME)/include/cupti.h \
+    $(BUNDLE)/cupti/include/cupti.h)))
+PROFILE_LIBRARY := $(if $(CUPTI),$(BUILD)/dev/libprofile.so)
+# Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device; ranks, for mpirun.
+TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 # Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
 HOST_TESTS := files safetensors log plot tokenizer dataset schedule
 # Tests that `make test` does not repeat in strict mode: those, and those that start programs in the modes they want.
@@ -147,11 +172,11 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test run_tests debug dev bench-cpu sanitize fuzz format doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
-tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%)
-dev: $(DEV:%=$(BUILD)/%)
+tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
+dev: $(DEV:%=$(BUILD)/%) $(PROFILE_LIBRARY)
 
 # ./train_gpt is the program that was built last, for whichever device; debug builds stay in their own folder.
 $(PROGRAMS): %: $(BUILD)/%
@@ -165,7 +190,7 @@ debug:
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(NVCC) $(NVCCFLAGS))
+FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(NVCC) $(NVCCFLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
@@ -208,15 +233,23 @@ $(PROGRAMS:%=$(BUILD)/%) $(DEV:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/%.o $(BUILD)/
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(LDLIBS) -o $@
 
+CUPTI_FOLDER = $(patsubst %/include/cupti.h,%,$(CUPTI))
+CUPTI_LIB    = $(abspath $(firstword $(wildcard $(CUPTI_FOLDER)/lib64 $(CUPTI_FOLDER)/lib)))
+$(BUILD)/dev/libprofile.so: dev/profile_cupti.cpp $(BUILD)/flags
+	$(say) CXX $<
+	@mkdir -p $(@D)
+	$(Q)$(CXX) -std=c++20 -O2 $(WARNINGS) -fPIC -shared -isystem $(CUPTI_FOLDER)/include -isystem $(CUDA_HOME)/include $< \
+	    -L$(CUPTI_LIB) -Wl,-rpath,$(CUPTI_LIB) -lcupti -o $@
+
 $(TEST_PROGRAMS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/test/%.o $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(LDLIBS) -o $@
 
 # Catch2 version 2 is all header; version 3 is a library.
-catch2_library = $(shell $(CXX) -x c++ -E -include catch2/catch_all.hpp /dev/null >/dev/null 2>&1 && echo -lCatch2)
+catch2_library = $(shell $(CXX) -x c++ $(BUNDLE_INCLUDE) -E -include catch2/catch_all.hpp /dev/null >/dev/null 2>&1 && echo -lCatch2)
 $(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
 	$(say) LINK $@
-	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
+	$(Q)$(LINK) $^ $(BUNDLE_LIB:%=-L%) $(catch2_library) $(LDLIBS) -o $@
 $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test_%)) \
     $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o),$(LIBRARY_OBJECTS))
 	$(say) LINK $@
@@ -263,6 +296,17 @@ build/fuzz/fuzz_%: test/fuzz_%.cpp $(FUZZ_READERS) $(BUILD)/libllm.a
 	$(Q)$(CLANGXX) $(FUZZ_FLAGS) -fsanitize=fuzzer,address,undefined $^ $(LDLIBS) -lgomp -o $@
 -include $(shell find build/fuzz -name '*.d' 2>/dev/null)
 
+# ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------
+# Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.
+gpu-check:
+	@MAKE='$(MAKE)' dev/gpu_check.sh $(BUILD)
+gpu-bundle:
+	@CXX='$(CXX)' CUDA_HOME='$(CUDA_HOME)' dev/gpu_bundle.sh $(BUNDLE)
+bench: programs dev
+	@NVCC='$(NVCC)' dev/bench.sh $(BUILD)
+profile: programs dev
+	@dev/profile.sh $(BUILD)
+
 # ---- tools -----------------------------------------------------------------------------------------------------------
 bench-cpu:
 	@$(MAKE) DEVICE=cpu build/cpu/dev/bench_cpu
@@ -308,6 +352,10 @@ help:
 	@echo 'make tests                  build the tests only; then: build/cpu/run_tests --list-tests, "[rmsnorm]", ...'
 	@echo 'make debug                  build without optimisation into build/<device>-debug, for gdb'
 	@echo 'make dev                    build the ladders and benchmarks of dev/ into build/<device>/dev'
+	@echo 'make gpu-check              all that a GPU can tell about what is right: the tests, then compute-sanitizer; one table'
+	@echo 'make bench                  kernels and training against the limits of the device, PyTorch and llm.c: tables, PNGs'
+	@echo 'make profile                where the time of a training step goes, by kernel: a table and a PNG'
+	@echo 'make gpu-bundle             put aside what a GPU machine without a network may lack (gpu-bundle/)'
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'

@@ -66,6 +66,19 @@ struct Exchange {
     void* lanes[kWarp] = {};
 };
 
+// Strict mode: copies that a thread has started and not waited for, the oldest first, and how many groups of them it has
+// closed.
+struct AsyncCopy {
+    void* to;
+    const void* from;  // nullptr: zeros
+    size_t bytes;
+    unsigned group;
+};
+struct AsyncCopies {
+    std::vector<AsyncCopy> under_way;
+    unsigned n_groups = 0;
+};
+
 std::string in_brackets(uint3 i) {
     char text[64];
     std::snprintf(text, sizeof text, "(%u,%u,%u)", i.x, i.y, i.z);
@@ -85,6 +98,7 @@ class Block {
     [[noreturn]] void finish_fiber();
     void shared_declared(void* variable, size_t bytes);
     void* dynamic_shared();
+    AsyncCopies& async_copies(unsigned thread) { return async_copies_[thread]; }
     bool running() const { return launch_; }
     bool is_stack(uintptr_t address) const;
     std::string where_launched() const;
@@ -139,6 +153,8 @@ class Block {
     Exchange exchanges_[kMaxWarps];                    // one a warp, and
     std::vector<Exchange> more_exchanges_[kMaxWarps];  // more while the warp's lanes have diverged
 
+    std::vector<AsyncCopies> async_copies_;  // strict mode: one a thread
+
     std::vector<void*> shared_filled_;
     void* shared_ = nullptr;
     size_t shared_capacity_ = 0;
@@ -166,6 +182,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
         std::iota(order_.begin(), order_.end(), 0u);
         for (unsigned i = n_; i > 1; --i) std::swap(order_[i - 1], order_[strict_random_below(i)]);
         shared_filled_.clear();
+        async_copies_.assign(n_, {});
         if (shared_) guarded_refill(shared_);
     }
     current_ = &main_;
@@ -501,6 +518,7 @@ void loop_taken_over() { block->leave_loop(); }
 
 void run_grid(const Launch& launch, const BlockProgram& program) {
     if (in_kernel()) report("kernel '" + std::string(launch.kernel) + "' is launched by a kernel: " + where_are_we());
+    const Profiled profiled(launch.kernel);
     const uint64_t n_blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
     if (strict) {
         std::vector<uint64_t> order(n_blocks);
@@ -530,6 +548,24 @@ void* dynamic_shared_memory() {
     if (!in_kernel()) report("dynamic shared memory outside of a kernel: declare it inside");
     return block->dynamic_shared();
 }
+
+// A copy may land at any time between its start and the wait for it. Nobody may read its place meanwhile, so NaN stands there.
+void async_copy_strict(unsigned thread, void* to, const void* from, size_t bytes) {
+    AsyncCopies& copies = block->async_copies(thread);
+    std::memset(to, 0xff, bytes);
+    copies.under_way.push_back({to, from, bytes, copies.n_groups});
+}
+void async_commit_strict(unsigned thread) { ++block->async_copies(thread).n_groups; }
+void async_wait_strict(unsigned thread, unsigned n_groups) {
+    AsyncCopies& copies = block->async_copies(thread);
+    auto copy = copies.under_way.begin();
+    for (; copy != copies.under_way.end() && copy->group + n_groups < copies.n_groups; ++copy) {
+        if (copy->from) std::memcpy(copy->to, copy->from, copy->bytes);
+        else std::memset(copy->to, 0, copy->bytes);
+    }
+    copies.under_way.erase(copies.under_way.begin(), copy);
+}
+
 void shared_declared_strict(void* variable, size_t bytes) { block->shared_declared(variable, bytes); }
 std::string where_are_we() {
     if (!block || !block->running()) return "host code, outside of any kernel,";

@@ -29,6 +29,7 @@
 
 #include "cublas_lt.h"
 #include "cuda_fp8.h"
+#include "device.h"
 
 namespace cuda_cpu {
 namespace {
@@ -396,6 +397,7 @@ void sum_rows(const Multiplication& p, const Matrix& matrix, int64_t rows, int t
 }  // namespace
 
 void multiply(const Multiplication& p) {
+    const Profiled profiled("matmul");
     const auto value = [](const float* pointer) { return pointer ? *pointer : 1.0f; };
     const float alpha = p.device_alpha ? *p.device_alpha : p.alpha, beta = p.device_beta ? *p.device_beta : p.beta;
     const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();

@@ -40,4 +40,18 @@ struct FaultReports {
     ~FaultReports();
 };
 
+// ---- cpu/profile.cpp
+// Times its own life for CUDA_CPU_PROFILE=FILE: one line, `name` a kernel's or "matmul".
+class Profiled {
+  public:
+    explicit Profiled(const char* name);
+    ~Profiled();
+    Profiled(const Profiled&) = delete;
+    Profiled& operator=(const Profiled&) = delete;
+
+  private:
+    const char* name_;
+    int64_t start_ns_;
+};
+
 }  // namespace cuda_cpu

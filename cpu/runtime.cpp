@@ -30,13 +30,15 @@ using Clock = std::chrono::steady_clock;
 struct Operation {
     int device = 0;
     std::function<void()> work;
+    std::function<bool()> may_run;  // what it waits for beside other operations; empty: nothing
     std::vector<std::shared_ptr<Operation>> after;
     enum { waiting, running, done } state = waiting;
     uint64_t mark = 0;       // see Wait
     Clock::time_point time;  // when it was done
     bool ready() const {
         return state == waiting &&
-               std::all_of(after.begin(), after.end(), [](const auto& earlier) { return earlier->state == done; });
+               std::all_of(after.begin(), after.end(), [](const auto& earlier) { return earlier->state == done; }) &&
+               (!may_run || may_run());
     }
 };
 
@@ -82,12 +84,10 @@ cudaError_t remember(cudaError_t error) {
     return error;
 }
 
+// Asked for each time: a program that starts ranks as threads may ask for more devices (parallel/ranks.cu).
 int device_count() {
-    static const int count = [] {
-        const char* text = std::getenv("CUDA_CPU_DEVICES");
-        return text ? std::max(1, std::atoi(text)) : 1;
-    }();
-    return count;
+    const char* text = std::getenv("CUDA_CPU_DEVICES");
+    return text ? std::max(1, std::atoi(text)) : 1;
 }
 
 DeviceState& state_of(int device) {  // with the mutex held
@@ -168,6 +168,7 @@ class Wait {
         operation->state = Operation::done;
         operation->time = Clock::now();
         operation->work = nullptr;
+        operation->may_run = nullptr;
         operation->after.clear();
         stream.queue.pop_front();
         return true;
@@ -314,6 +315,14 @@ void enqueue(cudaStream_t stream, std::function<void()> work) {
     if (!strict) return work();
     const std::lock_guard lock(mutex);
     note(resolve(stream), std::move(work));
+}
+void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work) {
+    if (!strict) {
+        while (!may_run()) std::this_thread::yield();
+        return work();
+    }
+    const std::lock_guard lock(mutex);
+    note(resolve(stream), std::move(work))->may_run = std::move(may_run);
 }
 bool runs_at_once() { return !strict; }
 

@@ -1,0 +1,313 @@
+// dev/bench_kernels.cu: times every operation of layers/ at the sizes of a model, and the two limits of this device.
+//
+//   run      make bench                                                   everything, against PyTorch (dev/bench.sh)
+//            build/cuda/dev/bench_kernels --limits --dtype bf16
+//            build/cuda/dev/bench_kernels --model gpt2 --batch 64 --seq 1024 --dtype bf16
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_kernels --batch 2 --seq 16
+//
+// Each line of the table operations() is one operation: its name, the bytes it cannot do without moving (each input read
+// once, each output written once), the floating-point operations it cannot do without, and how to launch it. Then
+//
+//   limit = max(bytes / copy bandwidth, operations / matmul rate)          share of the limit = limit / time
+//
+// with both rates measured here, in the same process: a copy counts the bytes it reads and those it writes. Causal attention
+// counts the half of the products that is needed. The time is the median over repeated launches, between CUDA events.
+//
+// All data is normal(0, 1), drawn on the device: matrix units take less power for zeros, and so run faster than real data
+// would (the clock follows the power). Tensors should be a few times larger than the L2 cache (60 MB on an H200): then no
+// launch finds in it what the last one left.
+//
+// Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name> <rate>".
+#include "dev/fill.cuh"
+#include "layers/layers.h"
+#include "llm.h"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Data
+
+// The tensors of one operation. The code that takes them runs twice: first the arena counts, then it hands out.
+class Data {
+  public:
+    explicit Data(DType dtype) : dtype_(dtype) {}
+
+    Tensor random(std::initializer_list<int64_t> dims, float scale = 1.0f) {
+        const Tensor x = empty(dims);
+        if (!x.data) return x;
+        const int blocks = narrow(ceil_div(ceil_div(x.n(), 2), 256), "blocks");
+        dispatch(x.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            fill_normal_kernel<T><<<blocks, 256, 0, device().stream>>>(x.ptr<T>(), x.n(), scale, ++key_);
+        });
+        cudaCheckLaunch();
+        return x;
+    }
+    Tensor tokens(std::initializer_list<int64_t> dims, int64_t below) {
+        const Tensor x = arena.take("tokens", DType::i32, dims);
+        if (!x.data) return x;
+        const int blocks = narrow(ceil_div(x.n(), 256), "blocks");
+        fill_tokens_kernel<<<blocks, 256, 0, device().stream>>>(x.ptr<int32_t>(), x.n(), static_cast<int>(below), ++key_);
+        cudaCheckLaunch();
+        return x;
+    }
+    Tensor empty(std::initializer_list<int64_t> dims) { return arena.take("data", dtype_, dims); }
+    Tensor floats(std::initializer_list<int64_t> dims) { return arena.take("floats", DType::f32, dims); }
+    Tensor integers(std::initializer_list<int64_t> dims) { return arena.take("integers", DType::i32, dims); }
+    bool counting() const { return arena.counting(); }
+    DType dtype() const { return dtype_; }
+
+    Arena arena{"bench"};
+
+  private:
+    DType dtype_;
+    uint64_t key_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The operations
+
+using Launch = std::function<void()>;
+struct Operation {
+    std::string name, pass, shape;
+    double bytes, flops;
+    std::function<Launch(Data&)> prepare;  // takes the tensors, and returns what is timed
+};
+
+std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType dtype) {
+    const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(), Q = c.qkv_width();
+    const bool gpt2 = c.family == Family::gpt2;
+    const double e = static_cast<double>(dtype_bytes(dtype)), rows = static_cast<double>(N);
+    const double x = rows * static_cast<double>(C) * e;       // bytes of one activation (N, C)
+    const double f = rows * static_cast<double>(F) * e;       // of one (N, F)
+    const double logits = rows * static_cast<double>(Vp) * e;
+    const double heads = rows * static_cast<double>(Q + H * D) * e;  // q, k, v and the output of attention
+    const double rotated = rows * static_cast<double>((H + K) * D) * e;
+    const double pairs = static_cast<double>(B * H * D) * static_cast<double>(T) * static_cast<double>(T) / 2;  // causal half
+    const double wte_rows = static_cast<double>(std::min(N, V) * C) * e;
+    const cudaStream_t s = device().stream;
+    const std::string nc = concat("N=", N, " C=", C), nf = concat("N=", N, " F=", F), nv = concat("N=", N, " V=", Vp),
+                      attn = concat("B=", B, " T=", T, " H=", H, " K=", K, " D=", D);
+    std::vector<Operation> table;
+
+    // Linear layers: inp (N, I), weight (O, I).
+    const auto linear = [&](const std::string& name, int64_t O, int64_t I, bool bias) {
+        const std::string shape = concat("N=", N, " C=", I, " O=", O);
+        const double n = rows, i = static_cast<double>(I), o = static_cast<double>(O);
+        const double bytes = (n * i + n * o + o * i) * e, flops = 2 * n * i * o;
+        table.push_back({name, "forward", shape, bytes, flops, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, O}), inp = d.random({N, I}), w = d.random({O, I}, 0.02f), b = bias ? d.random({O}) : Tensor{};
+            return [=] { linear_forward(out, inp, w, b, s); };
+        }});
+        table.push_back({name, "backward input", shape, bytes, flops, [=](Data& d) -> Launch {
+            const Tensor dinp = d.empty({N, I}), dout = d.random({N, O}), w = d.random({O, I}, 0.02f);
+            return [=] { linear_backward_input(dinp, dout, w, false, s); };
+        }});
+        table.push_back({name, "backward weight", shape, bytes, flops, [=](Data& d) -> Launch {
+            const Tensor dw = d.random({O, I}), db = bias ? d.random({O}) : Tensor{}, dout = d.random({N, O}), inp = d.random({N, I});
+            const Tensor scratch = d.floats({linear_backward_scratch_n(N, O)});
+            return [=] { linear_backward_weight(dw, db, dout, inp, scratch, s); };
+        }});
+    };
+    linear("linear qkv", Q, C, gpt2);
+    linear("linear attn_out", C, H * D, gpt2);
+    linear("linear up", c.up_width(), C, gpt2);
+    linear("linear down", C, F, gpt2);
+    linear("linear head", Vp, C, false);
+
+    const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D))};
+    table.push_back({"attention", "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
+        const HeadColumns out{d.empty({B, T, H * D}), H, D};
+        const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K);
+        const Tensor lse = d.floats({B, H, T});
+        return [=] { flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s); };
+    }});
+    table.push_back({"attention", "backward", attn, 2 * heads, 10 * pairs, [=](Data& d) -> Launch {
+        const HeadColumns out{d.empty({B, T, H * D}), H, D}, dout{d.random({B, T, H * D}), H, D};
+        const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K), dh = qkv_heads(d.empty({B, T, Q}), H, K);
+        const Tensor lse = d.floats({B, H, T}), scratch = d.floats({flash_attention_backward_scratch_n(B, T, H)});
+        if (!d.counting()) flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s);  // what the backward reads of it
+        return [=] { flash_attention_backward(dh.q, dh.k, dh.v, dout, out, lse, h.q, h.k, h.v, attention, scratch, s); };
+    }});
+
+    if (gpt2) {
+        table.push_back({"layernorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, C}), sum = d.empty({N, C}), mean = d.floats({N}), rstd = d.floats({N});
+            const Tensor inp = d.random({N, C}), branch = d.random({N, C}), w = d.random({C}), b = d.random({C});
+            return [=] { layernorm_forward(out, sum, mean, rstd, inp, branch, w, b, 1e-5f, s); };
+        }});
+        table.push_back({"layernorm", "backward", nc, 4 * x, 0, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, C}), mean = d.floats({N}), rstd = d.floats({N}), inp = d.random({N, C});
+            const Tensor w = d.random({C}), b = d.random({C}), dw = d.random({C}), db = d.random({C});
+            const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
+            const Tensor scratch = d.floats({layernorm_backward_scratch_n(N, C)});
+            if (!d.counting()) layernorm_forward(out, {}, mean, rstd, inp, {}, w, b, 1e-5f, s);
+            return [=] { layernorm_backward(dinp, dw, db, dout, dsum, inp, w, mean, rstd, scratch, s); };
+        }});
+        table.push_back({"gelu", "forward", nf, 2 * f, 0, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, F}), inp = d.random({N, F});
+            return [=] { gelu_forward(out, inp, s); };
+        }});
+        table.push_back({"gelu", "backward", nf, 3 * f, 0, [=](Data& d) -> Launch {
+            const Tensor dinp = d.empty({N, F}), dout = d.random({N, F}), inp = d.random({N, F});
+            return [=] { gelu_backward(dinp, dout, inp, s); };
+        }});
+        table.push_back({"column sum", "backward", nf, f, 0, [=](Data& d) -> Launch {
+            const Tensor db = d.random({F}), dout = d.random({N, F}), scratch = d.floats({column_sum_scratch_n(N, F)});
+            return [=] { column_sum(db, dout, scratch, s); };
+        }});
+    } else {
+        table.push_back({"rmsnorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, C}), sum = d.empty({N, C}), rstd = d.floats({N});
+            const Tensor inp = d.random({N, C}), branch = d.random({N, C}), w = d.random({C});
+            return [=] { rmsnorm_forward(out, sum, rstd, inp, branch, w, 1e-5f, s); };
+        }});
+        table.push_back({"rmsnorm", "backward", nc, 4 * x, 0, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, C}), rstd = d.floats({N}), inp = d.random({N, C}), w = d.random({C}), dw = d.random({C});
+            const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
+            const Tensor scratch = d.floats({rmsnorm_backward_scratch_n(N, C)});
+            if (!d.counting()) rmsnorm_forward(out, {}, rstd, inp, {}, w, 1e-5f, s);
+            return [=] { rmsnorm_backward(dinp, dw, dout, dsum, inp, w, rstd, scratch, s); };
+        }});
+        table.push_back({"swiglu", "forward", nf, 3 * f, 0, [=](Data& d) -> Launch {
+            const Tensor out = d.empty({N, F}), inp = d.random({N, 2 * F});
+            return [=] { swiglu_forward(out, inp, s); };
+        }});
+        table.push_back({"swiglu", "backward", nf, 5 * f, 0, [=](Data& d) -> Launch {
+            const Tensor dinp = d.empty({N, 2 * F}), dout = d.random({N, F}), inp = d.random({N, 2 * F});
+            return [=] { swiglu_backward(dinp, dout, inp, s); };
+        }});
+        for (const bool forward : {true, false})
+            table.push_back({"rope", forward ? "forward" : "backward", attn, 2 * rotated, 0, [=](Data& d) -> Launch {
+                const Tensor qkv = d.random({B, T, Q}), angles = d.floats({T, D});
+                if (!d.counting()) rope_table(angles, rope_frequencies(D, c.rope_base, c.rope_scaling));
+                return [=] { (forward ? rope_forward : rope_backward)(qkv, angles, H, K, s); };
+            }});
+    }
+    table.push_back({"embedding", "forward", nc, 2 * x, 0, [=](Data& d) -> Launch {
+        const Tensor out = d.empty({B, T, C}), tokens = d.tokens({B, T}, V), wte = d.random({Vp, C}), wpe = gpt2 ? d.random({T, C}) : Tensor{};
+        return [=] { embedding_forward(out, tokens, wte, wpe, s); };
+    }});
+    table.push_back({"embedding", "backward", nc, x + 2 * wte_rows, 0, [=](Data& d) -> Launch {
+        const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V), links = d.integers({2, N});
+        const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
+        return [=] { embedding_backward(dwte, dwpe, dout, tokens, links, s); };
+    }});
+    table.push_back({"cross entropy", "forward", nv, logits, 0, [=](Data& d) -> Launch {
+        const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
+        return [=] { cross_entropy_forward(losses, scores, targets, V, s); };
+    }});
+    table.push_back({"cross entropy", "forward+backward", nv, 2 * logits, 0, [=](Data& d) -> Launch {
+        const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
+        return [=] { cross_entropy_forward_backward(losses, scores, targets, V, 1 / static_cast<float>(N), s); };
+    }});
+    return table;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Timing
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+
+// Seconds of one launch. All repeats are queued before anyone waits, so the device never does, and the events stand right
+// before and after the work.
+double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
+    const cudaStream_t stream = device().stream;
+    std::vector<double> times;
+    const auto time_launches = [&](int n) {
+        std::vector<cudaEvent_t> events(static_cast<size_t>(2 * n));
+        for (cudaEvent_t& event : events) cudaCheck(cudaEventCreate(&event));
+        for (int i = 0; i < n; ++i) {
+            cudaCheck(cudaEventRecord(events[static_cast<size_t>(2 * i)], stream));
+            launch();
+            cudaCheck(cudaEventRecord(events[static_cast<size_t>(2 * i + 1)], stream));
+        }
+        cudaCheck(cudaStreamSynchronize(stream));
+        times.clear();
+        for (int i = 0; i < n; ++i) {
+            float ms = 0;
+            cudaCheck(cudaEventElapsedTime(&ms, events[static_cast<size_t>(2 * i)], events[static_cast<size_t>(2 * i + 1)]));
+            times.push_back(1e-3 * ms);
+        }
+        for (const cudaEvent_t event : events) cudaCheck(cudaEventDestroy(event));
+    };
+    time_launches(3);  // warm-up: cuBLASLt's choice of an algorithm, clocks, page faults
+    const double first = *std::min_element(times.begin(), times.end());
+    time_launches(std::clamp(static_cast<int>(budget_s / std::max(first, 1e-7)), 3, max_repeats));
+    return median(times);
+}
+
+double time_operation(const Operation& operation, DType dtype, double budget_s, int max_repeats) {
+    Data data(dtype);
+    operation.prepare(data);
+    data.arena.reserve();
+    const Launch launch = operation.prepare(data);
+    return seconds_of(launch, budget_s, max_repeats);
+}
+
+void print_limits(DType dtype, double budget_s, int max_repeats) {
+    const bool cpu = device().is_cpu;
+    const int64_t copy_n = cpu ? 1 << 22 : int64_t{1} << 30, n = cpu ? 256 : 8192;  // GPU: 4 GiB from here to there
+    const Operation copy{"", "", "", 0, 0, [=](Data& d) -> Launch {
+        const Tensor from = d.floats({copy_n}), to = d.floats({copy_n});
+        if (!d.counting()) cudaCheck(cudaMemset(from.data, 1, from.bytes()));
+        return [=] { cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, device().stream)); };
+    }};
+    const Operation product{"", "", "", 0, 0, [=](Data& d) -> Launch {
+        const Tensor out = d.empty({n, n}), a = d.random({n, n}), b = d.random({n, n});
+        return [=] { matmul(out, a, b, {.transpose_b = true}, device().stream); };
+    }};
+    const double size = static_cast<double>(n);
+    std::printf("limit\tcopy\t%.6g\n", 2 * 4 * static_cast<double>(copy_n) / time_operation(copy, dtype, budget_s, max_repeats));
+    std::printf("limit\tmatmul %s\t%.6g\n", dtype_name(dtype), 2 * size * size * size / time_operation(product, dtype, budget_s, max_repeats));
+    std::printf("device\t%s\n", device().name.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    std::string model = "tiny", dtype_text = "fp32", only;
+    int64_t B = 4, T = 64;
+    double budget_s = 0.2;
+    int max_repeats = 50;
+    bool limits = false;
+    CLI::App app{"bench_kernels: times every operation of layers/ at the sizes of a model"};
+    app.add_option("--model", model, "a preset of train_gpt, or a config.json")->capture_default_str();
+    app.add_option("--batch", B, "sequences")->capture_default_str();
+    app.add_option("--seq", T, "tokens per sequence")->capture_default_str();
+    app.add_option("--dtype", dtype_text, "fp32, bf16 or fp16")->capture_default_str();
+    app.add_option("--only", only, "only operations whose name contains this");
+    app.add_option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up")->capture_default_str();
+    app.add_option("--repeats", max_repeats, "at most so many launches")->capture_default_str();
+    app.add_flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
+    CLI11_PARSE(app, argc, argv);
+    try {
+        const DType dtype = dtype_from_name(dtype_text);
+        check(B > 0 && T > 0 && max_repeats >= 3, "--batch and --seq must be positive, --repeats at least 3");
+        if (limits) {
+            print_limits(dtype, budget_s, max_repeats);
+            return 0;
+        }
+        for (const Operation& operation : operations(load_config(model), B, T, dtype)) {
+            if (operation.name.find(only) == std::string::npos) continue;
+            const double seconds = time_operation(operation, dtype, budget_s, max_repeats);
+            std::printf("kernel\t%s\t%s\t%s\t%.6g\t%.6g\t%.6g\n", operation.name.c_str(), operation.pass.c_str(), operation.shape.c_str(),
+                        seconds, operation.bytes, operation.flops);
+            std::fflush(stdout);
+        }
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "bench_kernels: %s\n", error.what());
+        return 2;
+    }
+}

@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# dev/gpu_check.sh BUILD_FOLDER: all that this machine's GPU can tell about what is right.     make gpu-check
+#
+#   1. build        the programs, the tests and dev/, for the GPU found (sm_90a on Hopper)
+#   2. tests        the whole suite: kernels against float64, goldens, programs, ranks that share the GPU (test/run.sh)
+#   3. full size    the tests [full_size] at the sizes of GPT-2 and LLaMA, which tensors of billions of elements take
+#   4. sanitizers   compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the kernel tests, side by side,
+#                   every tensor in an allocation of its own
+#
+# A step that fails does not end the others. At the end stands one table; the log has all that was said. The exit status is 0
+# if every line of the table is ok. Nothing is fetched: what the machine lacks comes from gpu-bundle/ (make gpu-bundle).
+# On the CPU device (make gpu-check DEVICE=cpu) strict mode stands for compute-sanitizer.
+#
+# In the environment, or after `make gpu-check`:
+#   CHECK_OUT=build/<device>/gpu_check     where log.txt and table.md go
+#   CHECK_SECONDS=0                        stop what runs after so many seconds, and print what there is; 0: never
+#   CHECK_TESTS=                           only tests of these files, for 2 and 4: "gelu rope"
+#   CHECK_STEPS="build tests full_size sanitizers"
+set -u
+cd "$(dirname "$0")/.."
+build=$1
+case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
+: "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=0}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests full_size sanitizers}" "${MAKE:=make}"
+mkdir -p "$CHECK_OUT"
+out=$(cd "$CHECK_OUT" && pwd)
+log=$out/log.txt
+: > "$log"
+rows=()
+failed=0
+# MPI and libraries of the bundle, where the system has none.
+if [ -d gpu-bundle/mpi ] && ! command -v mpirun > /dev/null; then
+    # shellcheck disable=SC1091
+    source gpu-bundle/mpi/use.sh
+fi
+
+seconds_left() { if [ "$CHECK_SECONDS" = 0 ]; then echo 36000; else echo $((CHECK_SECONDS - SECONDS > 1 ? CHECK_SECONDS - SECONDS : 1)); fi; }
+wants() { [[ " $CHECK_STEPS " == *" $1 "* ]]; }
+# add NAME STATUS SECONDS DETAIL
+add() {
+    local result=ok
+    case $2 in
+        0) ;;
+        124) result="STOPPED" && failed=1 ;;
+        absent) result="MISSING" && failed=1 ;;
+        *) result="FAILED" && failed=1 ;;
+    esac
+    rows+=("| $1 | $result | $3 | $4 |")
+    echo "  $1: $result, $3 s  $4"
+}
+# run NAME FILE COMMAND...: the output goes to FILE, and to the log.
+run() {
+    local file=$2 status=0
+    { echo "==== $1: ${*:3}"; } >> "$log"
+    timeout "$(seconds_left)" "${@:3}" > "$file" 2>&1 || status=$?
+    cat "$file" >> "$log"
+    return $status
+}
+first_error() { grep -m 1 -iE 'error|FAILED|fatal' "$1" | tr '|' '/' | cut -c 1-120; }
+
+{
+    date -u
+    git log -1 --format='commit %h %s' 2> /dev/null
+    nvidia-smi 2> /dev/null | head -n 20
+    "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version 2> /dev/null | tail -n 2
+    nproc && head -n 1 /proc/meminfo
+} >> "$log" 2>&1
+where=$([ $device = cuda ] && nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2> /dev/null | head -n 1 || echo "the CPU device")
+echo "gpu-check on ${where:-no GPU}"
+
+if wants build; then
+    started=$SECONDS status=0
+    run build "$out/build.txt" env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS "$MAKE" DEVICE=$device programs tests dev || status=$?
+    add build $status $((SECONDS - started)) "$([ $status = 0 ] && echo "$(grep -cE '^  (NVCC|CXX)' "$out/build.txt") files compiled" || first_error "$out/build.txt")"
+fi
+
+# Tests by file, as Catch2 takes them: "[#test_gelu],[#test_rope]".
+tags_of() {
+    local tags=""
+    for name in "$@"; do tags+="${tags:+,}[#test_$name]"; done
+    echo "$tags"
+}
+tests_end() { # from Catch2's last lines
+    sed -nE 's/^(All tests passed.*|test cases:.*|No tests ran.*)/\1/p' "$1" | tail -n 1 | tr -s ' ' | tr '|' ','
+}
+if wants tests; then
+    started=$SECONDS status=0
+    if [ -z "$CHECK_TESTS" ]; then
+        run tests "$out/tests.txt" test/run.sh "$build" || status=$?
+        detail=$(tail -n 1 "$out/tests.txt")
+    else
+        # shellcheck disable=SC2046,SC2086
+        run tests "$out/tests.txt" "$build/run_tests" -# "$(tags_of $CHECK_TESTS)" || status=$?
+        detail=$(tests_end "$out/tests.txt")
+    fi
+    add tests $status $((SECONDS - started)) "$detail"
+fi
+if wants full_size; then
+    started=$SECONDS status=0
+    run "full size" "$out/full_size.txt" env LLM_FULL_SIZE=$([ $device = cuda ] && echo 1 || echo 0) "$build/run_tests" "[full_size]" || status=$?
+    add "full size" $status $((SECONDS - started)) "$(tests_end "$out/full_size.txt")"
+fi
+
+# The tests of kernels: those of the files in layers/ and optim/.
+kernel_tests=()
+for file in layers/*.cu optim/*.cu; do
+    name=$(basename "$file" .cu)
+    [ -e "test/test_$name.cu" ] || continue
+    if [ -z "$CHECK_TESTS" ] || [[ " $CHECK_TESTS " == *" $name "* ]]; then kernel_tests+=("$name"); fi
+done
+filter=$(tags_of "${kernel_tests[@]}")
+if wants sanitizers && [ $device = cpu ]; then
+    for seed in 1 2; do
+        started=$SECONDS status=0
+        run "strict mode" "$out/strict-$seed.txt" env CUDA_CPU_STRICT=$seed ARENA_SEPARATE=1 "$build/run_tests" -# "$filter" || status=$?
+        add "strict mode, seed $seed" $status $((SECONDS - started)) "$(tests_end "$out/strict-$seed.txt")"
+    done
+elif wants sanitizers; then
+    sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
+    tools=(memcheck racecheck initcheck synccheck)
+    for tool in "${tools[@]}"; do
+        # In one process at a time the GPU waits for the host most of the time, so the four run side by side.
+        {
+            started=$SECONDS status=0
+            [ -z "$sanitizer" ] || timeout "$(seconds_left)" env ARENA_SEPARATE=1 "$sanitizer" --tool $tool --error-exitcode 86 \
+                --print-limit 20 "$build/run_tests" -# "$filter" > "$out/$tool.txt" 2>&1 || status=$?
+            echo "$status $((SECONDS - started))" > "$out/$tool.status"
+        } &
+    done
+    wait
+    for tool in "${tools[@]}"; do
+        if [ -z "$sanitizer" ]; then add "$tool" absent 0 "no compute-sanitizer here" && continue; fi
+        read -r status seconds < "$out/$tool.status"
+        { echo "==== $tool" && cat "$out/$tool.txt"; } >> "$log"
+        add "$tool" "$status" "$seconds" "$(grep -E '(ERROR|RACECHECK|HAZARD) SUMMARY' "$out/$tool.txt" | tail -n 1 | sed 's/^=* *//'); $(tests_end "$out/$tool.txt")"
+    done
+fi
+
+{
+    echo "| gpu-check, ${where:-no GPU} | result | s | |"
+    echo "| --- | --- | ---: | --- |"
+    printf '%s\n' "${rows[@]}"
+} > "$out/table.md"
+echo
+cat "$out/table.md"
+echo "all that was said: $CHECK_OUT/log.txt"
+exit $failed

@@ -1,0 +1,234 @@
+// test/test_harness.cu: make bench, make profile, make gpu-check and make gpu-bundle, at toy sizes and with programs that only
+// pretend: what they will do on a GPU must not be found out there.
+#include "llm.h"
+#include "program.h"
+
+#include <cmath>
+#include <cstdio>
+
+namespace {
+
+// The build folder that this program lies in, which the scripts are given.
+std::string build_folder() { return std::filesystem::path(program_path("run_tests")).parent_path().string(); }
+
+Outcome run_script(const std::string& script, const std::string& variables, const std::string& build = build_folder()) {
+    return run_shell(concat("env -u MAKEFLAGS OMP_NUM_THREADS=1 ", variables, " dev/", script, " ", build));
+}
+
+size_t count(const std::string& text, const std::string& what) {
+    size_t n = 0;
+    for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
+    return n;
+}
+
+bool is_png(const std::string& path) { return std::filesystem::exists(path) && slurp(path).substr(1, 3) == "PNG"; }
+
+std::string python() {
+    const char* set = std::getenv("LLM_PYTHON");
+    return set ? set : "python3";
+}
+bool torch_is_here() {
+    static const bool found = run_shell(python() + " -c 'import importlib.util as u, sys; sys.exit(not u.find_spec(\"torch\"))'").status == 0;
+    return found;
+}
+
+void make_executable(const std::string& path, const std::string& text) {
+    spit(path, "#!/usr/bin/env bash\n" + text);
+    std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+}
+
+}  // namespace
+
+TEST_CASE("make bench: every operation and a training run, alone", "[program][harness]") {
+    const TempFolder folder;
+    const Outcome outcome = run_script("bench.sh", "OPPONENTS= KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 BENCH_OUT=" + folder.path);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    const std::string table = slurp(folder / "results.md");
+    CHECK(table == outcome.out);
+    // Forward and backward of each operation in layers/: GPT-2's and LLaMA's.
+    for (const std::string name : {"linear qkv", "linear attn_out", "linear up", "linear down", "linear head"})
+        for (const std::string pass : {"forward", "backward input", "backward weight"}) CHECK(count(table, "| " + name + " | " + pass + " |") == 2);
+    for (const std::string name : {"attention", "embedding"})
+        for (const std::string pass : {"forward", "backward"}) CHECK(count(table, "| " + name + " | " + pass + " |") == 2);
+    for (const std::string name : {"layernorm", "rmsnorm", "gelu", "swiglu", "rope"})
+        for (const std::string pass : {"forward", "backward"}) CHECK(count(table, "| " + name + " | " + pass + " |") == 1);
+    CHECK(count(table, "| cross entropy | forward+backward |") == 2);
+    CHECK(count(table, "| column sum |") == 1);
+    CHECK(count(table, " | ours | 2 | ") == 2);  // two models trained
+    CHECK(count(table, "failed") == 0);
+    CHECK_THAT(table, ContainsSubstring("limits, measured"));
+    for (const std::string picture : {"kernels.png", "training.png"}) CHECK(is_png(folder / picture));
+    // Every training run has its peak memory.
+    for (const std::string line : {"train\tours\ttoy-gpt2\t16\t2\t", "train\tours\ttiny\t16\t2\t"}) {
+        const std::string tsv = slurp(folder / "results.tsv");
+        REQUIRE(count(tsv, line) == 1);
+        double tokens_per_s = 0, bytes = 0;
+        REQUIRE(std::sscanf(tsv.c_str() + tsv.find(line) + line.size(), "%lf %lf", &tokens_per_s, &bytes) == 2);
+        CHECK(tokens_per_s > 0);
+        CHECK(bytes > 1e6);
+    }
+}
+
+TEST_CASE("make bench: PyTorch beside ours, at the same shapes", "[program][harness]") {
+    if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
+    const TempFolder folder;
+    const Outcome outcome = run_script("bench.sh", "KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" +
+                                                       folder.path + " LLM_PYTHON=" + python());
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    // Each operation has a ratio: the last column of its line is a number. bench_report has compared the shapes.
+    const std::string tsv = slurp(folder / "results.tsv");
+    CHECK_THAT(outcome.out, ContainsSubstring(concat("(", count(tsv, "kernel\tours\t"), " operations)")));
+    CHECK(count(outcome.out, "| PyTorch | 2 |") == 1);
+    CHECK(count(outcome.err, "failed") == 0);
+}
+
+TEST_CASE("bench_torch: a LLaMA in bf16 learns, and one that does not is an error", "[program][harness]") {
+    if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
+    const TempFolder folder;
+    REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
+    const std::string command = concat("OMP_NUM_THREADS=1 ", python(), " dev/bench_torch.py train --config ", folder / "tiny.json",
+                                       " --batch 2 --seq 16 --dtype bf16 --steps 2 --budget 0.001 ");
+    const Outcome learns = run_shell(command + "--precision master");
+    INFO(learns.err);
+    CHECK(learns.status == 0);
+    CHECK_THAT(learns.out, ContainsSubstring("train\tPyTorch\t16\t2\t"));
+    CHECK_THAT(learns.out, ContainsSubstring("master bf16"));
+    const Outcome still = run_shell(command + "--precision pure --lr 0");
+    CHECK(still.status == 2);
+    CHECK_THAT(still.err, ContainsSubstring("does not go down"));
+}
+
+TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") {
+    const TempFolder folder;
+    REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
+    const std::string head = "info\tdevice\ta device\ninfo\tdate\ttoday\nlimit\tours\tcopy\t1e9\nlimit\tPyTorch\tcopy\t2e9\nlimit\tours\tmatmul f32\t1e12\n";
+    const double flops = flops_per_token(load_config("tiny"), 64);
+    char half_of_limit[40];  // tokens/s at which the model's operations are half the matmul rate
+    std::snprintf(half_of_limit, sizeof half_of_limit, "%.10g", 0.5e12 / flops);
+    spit(folder / "results.tsv", head +
+                                     // 2e6 bytes at 2e9 bytes/s are 1 ms; ours takes 2 ms: half the limit. PyTorch's best takes 3 ms.
+                                     "kernel\tours\ttiny\tgelu\tforward\tN=1\t2e-3\t2e6\t0\nkernel\teager\ttiny\tgelu\tforward\tN=1\t8e-3\t0\t0\n"
+                                     "kernel\tcompile\ttiny\tgelu\tforward\tN=1\t3e-3\t0\t0\n"
+                                     "train\tours\ttiny\t64\t4\t1000\t0\tslow batch\ntrain\tours\ttiny\t64\t8\t" + half_of_limit + "\t1048576\tnote\n"
+                                     "train\tPyTorch\ttiny\t64\t8\t1000\t0\tnote\n");
+    const std::string command = concat(program_path("dev/bench_report"), " results ", folder.path);
+    const Outcome outcome = run_shell(command);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("| gelu | forward | N=1 | 2000 | 1000 | 50 % | 8000 | 3000 |  | 1.50 |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| 50.0 % | 1.00 MiB |"));
+    CHECK(count(outcome.out, "slow batch") == 0);
+    char ratio[40];
+    std::snprintf(ratio, sizeof ratio, "| %.2f | note |", 0.5e12 / flops / 1000);
+    CHECK_THAT(outcome.out, ContainsSubstring(ratio));
+
+    // Shapes that differ, and lines that nobody writes.
+    for (const std::string bad : {"kernel\tours\ttiny\tgelu\tforward\tN=1\t1\t1\t1\nkernel\teager\ttiny\tgelu\tforward\tN=2\t1\t0\t0\n",
+                                  "kernel\tours\n", "limit\tours\tcopy\tmuch\n", "nonsense\n"}) {
+        spit(folder / "results.tsv", head + bad);
+        CHECK(run_shell(command).status == 2);
+    }
+}
+
+TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]") {
+    const TempFolder folder;
+    REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
+    spit(folder / "results.tsv", "limit\tours\tcopy\t1e9\nlimit\tours\tmatmul f32\t1e12\nstep\ttiny\t2\t16\tfp32\n");
+    // Steps of 10 ms: a product of 6 ms in two launches, RoPE for 1 ms, AdamW in two launches of 1 ms, and 1 ms of nothing.
+    std::string trace = "0\t500\tfill_kernel\n";
+    for (int64_t step = 0; step < 6; ++step) {
+        const auto at = [&](int64_t from_us, int64_t us, const std::string& name) { trace += concat(step * 10000000 + from_us * 1000, "\t", us * 1000, "\t", name, "\n"); };
+        at(1000, 3000, "void nvjet_tst_128x256(CUtensorMap)");
+        at(4000, 3000, "nvjet_tst_128x256");
+        at(7000, 1000, "void (anonymous namespace)::rope_kernel<float, 4>(float*, float const*)");
+        at(8000, 1000, "void (anonymous namespace)::elementwise_kernel<(anonymous namespace)::AdamW, float>(float*)");
+        at(9000, 1000, "void (anonymous namespace)::elementwise_kernel<(anonymous namespace)::AdamW, float>(float*)");
+    }
+    spit(folder / "trace.tsv", trace + "60001000\t1\tafter_kernel\n60002");  // the last line was cut off by a kill
+    const Outcome outcome = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("10.000 ms a step (mean of 4)"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| matrix products | 6.000 | 60.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| AdamW | 2.000 | 20.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| no kernel runs | 1.000 | 10.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| `nvjet_tst_128x256` | matrix products | 2 | 6.000 | 60.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| `rope_kernel<float, 4>` | rope | 1 | 1.000 | 10.0 % |"));
+    CHECK(is_png(folder / "profile.png"));
+
+    spit(folder / "trace.tsv", "0\t5\tAdamW\n9\t5\tmatmul\n");
+    const Outcome few = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
+    CHECK(few.status == 2);
+    CHECK_THAT(few.err, ContainsSubstring("whole training steps"));
+}
+
+TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]") {
+#ifdef CUDA_ON_CPU
+    const TempFolder folder;
+    const Outcome outcome = run_script("profile.sh", "PROFILE_OUT=" + folder.path);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    for (const std::string part : {"| matrix products |", "| attention backward |", "| norms forward |", "| AdamW |", "| loss |", "| `matmul` |", "| rope |"})
+        CHECK_THAT(outcome.out, ContainsSubstring(part));
+    CHECK(count(outcome.out, "| other kernels |") == 0);  // a kernel that belongs to no part: add it to bench_report.cu
+    CHECK(is_png(folder / "profile.png"));
+#else
+    SKIP_TEST("at toy sizes on the CPU device only");
+#endif
+}
+
+TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
+    const TempFolder folder;
+    const std::string variables = "CHECK_TESTS=swiglu CHECK_STEPS='tests full_size sanitizers' CHECK_OUT=" + folder.path;
+#ifdef CUDA_ON_CPU
+    const Outcome outcome = run_script("gpu_check.sh", variables);
+    INFO(outcome.err << outcome.out);
+    CHECK(outcome.status == 0);
+    for (const std::string row : {"| tests | ok |", "| full size | ok |", "| strict mode, seed 1 | ok |", "| strict mode, seed 2 | ok |"})
+        CHECK_THAT(slurp(folder / "table.md"), ContainsSubstring(row));
+    CHECK_THAT(slurp(folder / "log.txt"), ContainsSubstring("==== strict mode"));
+#endif
+    // The GPU's way through the script, with tests and a compute-sanitizer that pretend: racecheck finds something.
+    const std::string build = folder / "build-cuda", bin = folder / "bin";
+    std::filesystem::create_directories(build);
+    std::filesystem::create_directories(bin);
+    make_executable(build + "/run_tests", "echo 'All tests passed (3 assertions in 1 test case)'\n");
+    make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
+    make_executable(bin + "/compute-sanitizer",
+                    "[ $2 = racecheck ] && { echo '========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)'; exit 86; }\n"
+                    "echo \"========= ERROR SUMMARY: 0 errors\"; shift 6; \"$@\"\n");
+    const Outcome pretended = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH ", variables), build);
+    INFO(pretended.err << pretended.out);
+    CHECK(pretended.status == 1);
+    const std::string table = slurp(folder / "table.md");
+    for (const std::string row : {"NVIDIA Pretender, 1.2", "| tests | ok |", "| memcheck | ok |", "| racecheck | FAILED |", "1 hazard", "| initcheck | ok |", "| synccheck | ok |"})
+        CHECK_THAT(table, ContainsSubstring(row));
+
+    // Tests that fail, tests that take too long.
+    make_executable(build + "/run_tests", "echo 'test cases: 2 | 1 passed | 1 failed'; exit 1\n");
+    const Outcome failing = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path), build);
+    CHECK(failing.status == 1);
+    CHECK_THAT(failing.out, ContainsSubstring("| tests | FAILED |"));
+    make_executable(build + "/run_tests", "sleep 60\n");
+    const Outcome slow = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH CHECK_SECONDS=2 CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path), build);
+    CHECK(slow.status == 1);
+    CHECK_THAT(slow.out, ContainsSubstring("| tests | STOPPED |"));
+}
+
+TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][harness]") {
+    const TempFolder folder;
+    const std::string bundle = folder / "bundle";
+    const Outcome outcome = run_script("gpu_bundle.sh", "", bundle);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    // The headers alone are enough for a program that uses all of them.
+    spit(folder / "program.cpp", "#include <CLI/CLI.hpp>\n#include <nlohmann/json.hpp>\n#include <stb/stb_image_write.h>\n"
+                                 "#if __has_include(<catch2/catch_all.hpp>)\n#include <catch2/catch_all.hpp>\n#else\n#include <catch2/catch.hpp>\n#endif\nint main() {}\n");
+    const Outcome compiled = run_shell(concat("g++ -std=c++20 -fsyntax-only -H -I", bundle, "/include ", folder / "program.cpp"));
+    INFO(compiled.err);
+    CHECK(compiled.status == 0);
+    for (const std::string header : {"CLI/CLI.hpp", "nlohmann/json.hpp", "stb/stb_image_write.h"}) CHECK_THAT(compiled.err, ContainsSubstring(bundle + "/include/" + header));
+    CHECK(run_shell(concat("[ $(du -sk ", bundle, " | cut -f 1) -lt 60000 ]")).status == 0);
+}
