@@ -1,0 +1,135 @@
+// dev/all_reduce.cu: races the all_reduce algorithms over sizes and ranks, and draws time against size with the limit.
+//
+//   run      build/cpu/dev/all_reduce                        2, 4 and 8 threads, 1 Ki to 1 Mi floats
+//            build/cpu/dev/all_reduce --ranks 3 --max 65536 --out FOLDER
+//            mpirun -np 4 build/cpu/dev/all_reduce           processes
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/all_reduce --ranks 2
+//
+// The limit: of N bytes each rank must send 2 (n-1)/n N. How fast bytes leave a rank is measured as the ring loads them: all ranks
+// send the largest message to their right neighbour at once. So the limit knows of no latency, and of no addition.
+// Times are the slowest rank's; of several rounds the median.
+#include "io/io.h"
+#include "parallel/parallel.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+namespace {
+
+constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving, AllReduce::two_level};
+
+double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Median over rounds of the time until the slowest rank is done.
+template <class F>
+double race(Comm& comm, int n_rounds, F&& f) {
+    const cudaStream_t stream = device().stream;
+    std::vector<double> times;
+    Tensor slowest = make_tensor(nullptr, DType::f32, {1});
+    cudaCheck(cudaMalloc(&slowest.data, slowest.bytes()));
+    for (int round = 0; round <= n_rounds; ++round) {  // the first one warms up
+        comm.barrier(stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+        const double start = seconds_now();
+        f();
+        cudaCheck(cudaStreamSynchronize(stream));
+        fill_constant(slowest, static_cast<float>(seconds_now() - start));
+        comm.algorithm = AllReduce::library;
+        comm.all_reduce(slowest, slowest, ReduceOp::max, stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+        if (round > 0) times.push_back(to_floats(slowest)[0]);
+    }
+    cudaCheck(cudaFree(slowest.data));
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+}
+
+void race_all(Comm& world, int64_t max_n, const std::string& folder) {
+    const int n_ranks = world.size, right = (world.rank + 1) % n_ranks, left = (world.rank + n_ranks - 1) % n_ranks;
+    const cudaStream_t stream = device().stream;
+    const bool prints = world.rank == 0;
+    Tensor x = make_tensor(nullptr, DType::f32, {max_n}), y = x;
+    cudaCheck(cudaMalloc(&x.data, x.bytes()));
+    cudaCheck(cudaMalloc(&y.data, y.bytes()));
+    fill_constant(x, 0);
+
+    const double message_s = race(world, 9, [&] {
+        world.group_start();
+        world.send(x, right, stream);
+        world.recv(y, left, stream);
+        world.group_end();
+    });
+    const double bytes_per_s = static_cast<double>(x.bytes()) / message_s;
+    Plot plot;
+    plot.title = concat("all_reduce of float32 over ", n_ranks, " ranks");
+    plot.x_label = "bytes";
+    plot.y_label = "microseconds";
+    plot.log_x = plot.log_y = true;
+    for (const AllReduce algorithm : kAlgorithms) plot.series.push_back({all_reduce_name(algorithm), {}, {}, true, true});
+    plot.series.push_back({concat("2(n-1)/n N at ", human_bytes(bytes_per_s), "/s"), {}, {}});
+
+    if (prints) {
+        std::printf("\n%d ranks, microseconds; a message: %s/s and rank\n%12s", n_ranks, human_bytes(bytes_per_s).c_str(), "bytes");
+        for (const Series& series : plot.series) std::printf("%12s", series.label.substr(0, 9).c_str());
+        std::printf("\n");
+    }
+    for (int64_t n = std::min<int64_t>(1024, max_n); n <= max_n; n *= 4) {
+        const Tensor part = x.slice(0, n);
+        const double bytes = static_cast<double>(part.bytes());
+        if (prints) std::printf("%12s", human_bytes(bytes).c_str());
+        for (size_t i = 0; i < plot.series.size(); ++i) {
+            double s = 2.0 * (n_ranks - 1) / n_ranks * bytes / bytes_per_s;
+            if (i < std::size(kAlgorithms))
+                s = race(world, n <= 65536 ? 15 : 5, [&] {
+                    world.algorithm = kAlgorithms[i];
+                    world.all_reduce(part, stream);
+                });
+            plot.series[i].x.push_back(bytes);
+            plot.series[i].y.push_back(1e6 * s);
+            if (prints) std::printf("%12.0f", 1e6 * s);
+        }
+        if (prints) std::printf("\n");
+    }
+    cudaCheck(cudaFree(x.data));
+    cudaCheck(cudaFree(y.data));
+    if (!prints) return;
+    const std::string path = concat(folder, "/all_reduce_", n_ranks, ".png");
+    write_png(path, plot);
+    std::printf("%s\n", path.c_str());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        std::vector<int> ranks{2, 4, 8};
+        int64_t max_n = 1 << 20;
+        std::string folder = ".";
+        for (int i = 1; i + 1 < argc; i += 2) {
+            const std::string argument = argv[i];
+            if (argument == "--ranks") ranks = {std::atoi(argv[i + 1])};
+            else if (argument == "--max") max_n = std::max<int64_t>(1, std::atoll(argv[i + 1]));
+            else if (argument == "--out") folder = argv[i + 1];
+            else fail("unknown option ", argument, ": use --ranks N, --max NUMBERS, --out FOLDER");
+        }
+        if (started_by_mpirun()) ranks = {0};
+        make_folder(folder);
+        for (const int n : ranks) {
+            RankOptions options;
+            options.ranks = n;
+            options.ranks_per_node = (n + 1) / 2;  // two machines, for two-level
+            run_ranks(options, [&](Comm& world) {
+                check(world.size > 1, "one rank has nobody to race with: --ranks 2 or more");
+                race_all(world, max_n, folder);
+            });
+        }
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "all_reduce: %s\n", error.what());
+        return 2;
+    }
+}

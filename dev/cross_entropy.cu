@@ -1,0 +1,219 @@
+// dev/cross_entropy.cu: the loss of a language model and its gradient, four times.
+//
+//   loss_n   = -log p_n[target_n],    p_n = softmax(x_n)               x: logits (N, V) f32, targets (N) i32
+//   dx_n[v]  = (p_n[v] - [v == target_n]) dloss                        dloss = 1 / N for a mean
+//
+// The logits are the largest tensor of a training step: 8 x 1024 tokens times a vocabulary of 50304 are 1.6 GB. What a
+// version moves is one cost; what it keeps is the other: a second tensor of that size is memory that the model could
+// have. The least is one tensor, read once and written once. (Rows of 50304 do not fit in registers, so the product
+// reads them twice; the second time mostly from the L2 cache.)
+//
+//   run      make dev && build/cpu/dev/cross_entropy            (on a GPU build/cuda/dev/cross_entropy)
+//            build/cpu/dev/cross_entropy --check | --size 64x50304 | --rung 3
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/cross_entropy --check --rung 3
+#include "dev/ladder.h"
+
+#include <cfloat>
+
+namespace {
+
+constexpr int kBlock = 256;  // threads of a block
+
+unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
+
+struct Problem {
+    Tensor losses;          // (N) f32
+    Tensor logits;          // (N, V): rungs 3 and 4 leave the gradient here
+    Tensor targets;         // (N) i32
+    Tensor probs, dlogits;  // (N, V): of rungs 1 and 2
+    float dloss;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1. Naive: the three formulas, a kernel each: softmax with the probabilities stored, loss, gradient.
+//
+// Three tensors of the size of the logits exist, and 6 N V numbers move: the logits are read three times (maximum, sum,
+// quotient), the probabilities written and read, the gradient written. A thread does a row of the softmax: neighbouring
+// threads are V numbers apart, and N threads are few.
+
+__global__ void softmax_naive_kernel(float* probs, const float* logits, int64_t N, int V) {
+    const int64_t row = global_thread();
+    if (row >= N) return;
+    const float* x = logits + row * V;
+    float m = -INFINITY, s = 0.0f;
+    for (int v = 0; v < V; ++v) m = fmaxf(m, x[v]);
+    for (int v = 0; v < V; ++v) s += __expf(x[v] - m);
+    for (int v = 0; v < V; ++v) probs[row * V + v] = __expf(x[v] - m) / s;
+}
+
+__global__ void loss_kernel(float* losses, const float* probs, const int* targets, int64_t N, int V) {
+    const int64_t row = global_thread();
+    // A probability below 10^-38 is 0 as a float, and its loss infinite, where it should be 88 or more: the other
+    // reason not to go through the probabilities. log s + m - x never has this problem.
+    if (row < N) losses[row] = -logf(probs[row * V + targets[row]]);
+}
+
+__global__ void gradient_kernel(float* dlogits, const float* probs, const int* targets, float dloss, int64_t n, int V) {
+    const int64_t i = global_thread();
+    if (i >= n) return;
+    dlogits[i] = (probs[i] - (i % V == targets[i / V] ? 1.0f : 0.0f)) * dloss;
+}
+
+void loss_and_gradient(const Problem& p, cudaStream_t stream) {
+    const int64_t N = p.logits.shape[0], n = p.logits.n();
+    const int V = narrow(p.logits.shape[1], "vocabulary");
+    loss_kernel<<<blocks_for(N), kBlock, 0, stream>>>(p.losses.ptr<float>(), p.probs.ptr<float>(), p.targets.ptr<int>(),
+                                                      N, V);
+    cudaCheckLaunch();
+    gradient_kernel<<<blocks_for(n), kBlock, 0, stream>>>(p.dlogits.ptr<float>(), p.probs.ptr<float>(),
+                                                          p.targets.ptr<int>(), p.dloss, n, V);
+    cudaCheckLaunch();
+}
+
+void cross_entropy_naive(const Problem& p, cudaStream_t stream) {
+    const int64_t N = p.logits.shape[0];
+    const int V = narrow(p.logits.shape[1], "vocabulary");
+    softmax_naive_kernel<<<blocks_for(N), kBlock, 0, stream>>>(p.probs.ptr<float>(), p.logits.ptr<float>(), N, V);
+    cudaCheckLaunch();
+    loss_and_gradient(p, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The statistics of a row by a block, for rungs 2 and 3: the maximum and the sum of exponentials in one pass, each
+// thread for its part of the row, joined at the end (dev/softmax.cu, rungs 3 and 4). scratch: shared, 64 floats.
+
+struct RowStatistics {
+    float m, s;
+};
+__device__ __forceinline__ RowStatistics block_statistics(const float* x, int V, float* scratch) {
+    float m = -FLT_MAX, s = 0.0f;
+    for (int v = threadIdx.x; v < V; v += kBlock) {
+        const float larger = fmaxf(m, x[v]);
+        s = s * __expf(m - larger) + __expf(x[v] - larger);
+        m = larger;
+    }
+    const float row_m = block_reduce<Max>(m, scratch);
+    return {row_m, block_reduce<Sum>(s * __expf(m - row_m), scratch + kWarp)};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 2. Block: a block a row in the softmax: neighbours read neighbours, 256 N threads are enough for any GPU, and one
+// pass less. Everything else as before: three tensors, 5 N V numbers moved.
+
+__global__ void __launch_bounds__(kBlock) softmax_block_kernel(float* probs, const float* logits, int V) {
+    __shared__ float scratch[2 * kWarp];
+    const float* x = logits + blockIdx.x * static_cast<int64_t>(V);
+    float* p = probs + blockIdx.x * static_cast<int64_t>(V);
+    const RowStatistics row = block_statistics(x, V, scratch);
+    const float r = 1.0f / row.s;
+    for (int v = threadIdx.x; v < V; v += kBlock) p[v] = __expf(x[v] - row.m) * r;
+}
+
+void cross_entropy_block(const Problem& p, cudaStream_t stream) {
+    const unsigned N = static_cast<unsigned>(narrow(p.logits.shape[0], "rows"));
+    const int V = narrow(p.logits.shape[1], "vocabulary");
+    softmax_block_kernel<<<N, kBlock, 0, stream>>>(p.probs.ptr<float>(), p.logits.ptr<float>(), V);
+    cudaCheckLaunch();
+    loss_and_gradient(p, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 3. Fused: one kernel. With m and s of a row at hand, each logit becomes its gradient on the spot: nobody else wants
+// the probabilities. One tensor instead of three, 3 N V numbers moved.
+//
+// In place has a catch: the loss needs the target's logit, and some thread is about to overwrite it. Here the thread
+// that overwrites it reads it first, so that no barrier is needed.
+
+__global__ void __launch_bounds__(kBlock)
+    cross_entropy_fused_kernel(float* losses, float* logits, const int* targets, int V, float dloss) {
+    __shared__ float scratch[2 * kWarp];
+    float* x = logits + blockIdx.x * static_cast<int64_t>(V);
+    const int target = targets[blockIdx.x];
+    const RowStatistics row = block_statistics(x, V, scratch);
+    const float scale = dloss / row.s;
+    for (int v = threadIdx.x; v < V; v += kBlock) {
+        if (v == target) losses[blockIdx.x] = logf(row.s) + (row.m - x[v]);
+        x[v] = __expf(x[v] - row.m) * scale - (v == target ? dloss : 0.0f);
+    }
+}
+
+void cross_entropy_fused(const Problem& p, cudaStream_t stream) {
+    const unsigned N = static_cast<unsigned>(narrow(p.logits.shape[0], "rows"));
+    const int V = narrow(p.logits.shape[1], "vocabulary");
+    cross_entropy_fused_kernel<<<N, kBlock, 0, stream>>>(p.losses.ptr<float>(), p.logits.ptr<float>(),
+                                                         p.targets.ptr<int>(), V, p.dloss);
+    cudaCheckLaunch();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 4. The product: layers/cross_entropy.cu. Rung 3 with 16 bytes a load, one exponential an element in the first pass
+// instead of two (layers/softmax.cuh), 16-bit logits, ignored targets and a padded vocabulary.
+
+void cross_entropy_product(const Problem& p, cudaStream_t stream) {
+    cross_entropy_forward_backward(p.losses, p.logits, p.targets, p.logits.shape[1], p.dloss, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The climb
+
+struct Reference {
+    std::vector<double> losses, dlogits;
+};
+
+Reference cross_entropy_reference(const std::vector<float>& x, const std::vector<int32_t>& targets, int64_t V,
+                                  double dloss) {
+    Reference y{{}, std::vector<double>(x.size())};
+    for (size_t row = 0; row < targets.size(); ++row) {
+        const size_t first = row * static_cast<size_t>(V), columns = static_cast<size_t>(V);
+        const double m =
+            *std::max_element(x.begin() + static_cast<int64_t>(first), x.begin() + static_cast<int64_t>(first) + V);
+        double s = 0;
+        for (size_t v = 0; v < columns; ++v) s += std::exp(x[first + v] - m);
+        const size_t target = static_cast<size_t>(targets[row]);
+        y.losses.push_back(std::log(s) + m - x[first + target]);
+        for (size_t v = 0; v < columns; ++v)
+            y.dlogits[first + v] = (std::exp(x[first + v] - m) / s - (v == target ? 1 : 0)) * dloss;
+    }
+    return y;
+}
+
+void climb(Ladder& ladder) {
+    const int64_t N = ladder.size(0), V = ladder.size(1);
+    const float dloss = 1.0f / static_cast<float>(N);
+    const Tensor logits = ladder.in_place(ladder.normal({N, V}, 2.0)), targets = ladder.take(DType::i32, {N});
+    std::vector<int32_t> target_values;
+    for (int64_t row = 0; row < N; ++row)
+        target_values.push_back(
+            static_cast<int32_t>(uniform_below(1, 2, static_cast<uint64_t>(row), static_cast<uint64_t>(V))));
+    copy_to_device(targets, target_values.data());
+    const Problem p{ladder.output({N}), logits, targets, ladder.output({N, V}), ladder.output({N, V}), dloss};
+    const Reference y = cross_entropy_reference(ladder.host(logits), target_values, V, dloss);
+
+    // Probabilities have the relative error that dev/softmax.cu explains; logits of standard deviation 2 differ by 24
+    // at most. It is an absolute error of the loss, which is at most log V + 24 and rounded three times. The gradient
+    // at the target is a difference of numbers up to dloss.
+    const double p_error = (24 + 2 * (2 + 1.16 * 24) + static_cast<double>(V) + 3) * 0x1p-24;
+    const double loss_error = p_error + 3 * (std::log(static_cast<double>(V)) + 24) * 0x1p-24;
+    ladder.table("cross-entropy, forward and backward", Limit::copy, 2.0 * static_cast<double>(logits.bytes()));
+    const Expectation losses{"losses", p.losses, y.losses, 0, loss_error};
+    ladder.expects({losses, {"dlogits", p.dlogits, y.dlogits, p_error, 2 * dloss * 0x1p-24}});
+    ladder.rung("naive", "three kernels, three tensors, a thread a row",
+                [&](cudaStream_t s) { cross_entropy_naive(p, s); });
+    ladder.rung("block", "a block a row", [&](cudaStream_t s) { cross_entropy_block(p, s); });
+    ladder.expects({losses, {"dlogits", p.logits, y.dlogits, p_error, 2 * dloss * 0x1p-24}});
+    ladder.rung("fused", "one kernel, in place", [&](cudaStream_t s) { cross_entropy_fused(p, s); });
+    ladder.rung("product", "16 bytes a load, one exponential less",
+                [&](cudaStream_t s) { cross_entropy_product(p, s); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    return run_ladder(argc, argv,
+                      {.name = "cross_entropy",
+                       .sizes = "rows x vocabulary",
+                       .cpu_size = {128, 50304},
+                       .gpu_size = {2048, 50304},
+                       .check_sizes = {{1, 1}, {3, 33}, {67, 129}, {5, 1028}, {2, 4099}},
+                       .climb = climb});
+}

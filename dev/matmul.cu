@@ -1,0 +1,391 @@
+// dev/matmul.cu: the matrix product, seven times.
+//
+//   out (M, N) = a (M, K) b (K, N)          all row-major; f32, bf16 or f16, sums in float32;  2 M N K flops
+//
+// This is where a language model spends its time, and the one operation that can be bound by arithmetic instead of
+// memory: each of the M K + K N inputs takes part in N or M products. The climb is about getting that reuse out of fast
+// memory. A multiprocessor of an H100 makes 128 multiply-adds a clock. They want 256 numbers, and it gets from
+//
+//     device memory     4 numbers a clock      so each number must be used 64 times once it is there
+//     shared memory    32                                                   8 times
+//     registers        as many as it needs
+//
+//   rung               out elements a thread    reads for each multiply-add: of device memory, of shared memory
+//   naive, coalesced         1                                                2                 0
+//   shared tiles             1                                                2/32              2
+//   register tiles           8 x 8                                            2/128             2/8
+//
+// Tensor cores multiply small matrices in one instruction, 7 (f32 cut to TF32) to 15 times (16 bits) as fast as all
+// this. cuBLASLt uses them for 16-bit numbers, so with --dtype bf16 the last rung is far away.
+//
+//   run      make dev && build/cpu/dev/matmul                   (on a GPU build/cuda/dev/matmul)
+//            build/cpu/dev/matmul --check | --size 512x512x512 | --dtype bf16 | --rung 4
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/matmul --check --rung 4
+#include "dev/ladder.h"
+
+namespace {
+
+// What each rung is called with. A rung for one dtype only says so with check().
+struct Problem {
+    Tensor out, a, b;
+    int64_t M, N, K;
+};
+
+unsigned blocks_along(int64_t n, int64_t tile) { return static_cast<unsigned>(narrow(ceil_div(n, tile), "blocks")); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 1. Naive: a thread an element of out; threadIdx.x runs down the rows, as one might write it first.
+//
+// The 32 threads of a warp have 32 rows and one column: they read a[m][k] at addresses that are K numbers apart, 32
+// sectors of 32 bytes for 128 bytes of use, and write out the same way. All of them want the same b[k][n]: that is one
+// load.
+
+constexpr int kSide = 32;  // of the square that a block computes in rungs 1 to 3
+
+template <class T>
+__global__ void __launch_bounds__(kSide* kSide)
+    matmul_naive_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
+    const int64_t m = static_cast<int64_t>(blockIdx.y) * kSide + threadIdx.x;
+    const int64_t n = static_cast<int64_t>(blockIdx.x) * kSide + threadIdx.y;
+    if (m >= M || n >= N) return;
+    float sum = 0.0f;
+    for (int64_t k = 0; k < K; ++k) sum = fmaf(to_float(a[m * K + k]), to_float(b[k * N + n]), sum);
+    out[m * N + n] = from_float<T>(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 2. Coalesced: threadIdx.x runs along the columns. Only x and y have changed places; now the warp reads 32 neighbours
+// of b and writes 32 neighbours of out, 4 sectors each, and all want the same a[m][k].
+
+template <class T>
+__global__ void __launch_bounds__(kSide* kSide)
+    matmul_coalesced_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
+    const int64_t m = static_cast<int64_t>(blockIdx.y) * kSide + threadIdx.y;
+    const int64_t n = static_cast<int64_t>(blockIdx.x) * kSide + threadIdx.x;
+    if (m >= M || n >= N) return;
+    float sum = 0.0f;
+    for (int64_t k = 0; k < K; ++k) sum = fmaf(to_float(a[m * K + k]), to_float(b[k * N + n]), sum);
+    out[m * N + n] = from_float<T>(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 3. Shared tiles: the 1024 threads of a block need 32 rows of a and 32 columns of b, and each number of them 32 times.
+// So they fetch a tile of 32 x 32 of both into shared memory, one number a thread, multiply the tiles, and go on along
+// K. Device memory is read 32 times less. Now each multiply-add waits for two reads of shared memory, which gives 32
+// numbers a clock and so feeds 16 multiply-adds, an eighth of what the multiprocessor could do.
+//
+// No bank conflicts: a_tile[y][k] is one word for the whole warp (y is the same), b_tile[k][x] are 32 neighbours.
+
+template <class T>
+__global__ void __launch_bounds__(kSide* kSide)
+    matmul_shared_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
+    __shared__ float a_tile[kSide][kSide], b_tile[kSide][kSide];
+    const int x = threadIdx.x, y = threadIdx.y;
+    const int64_t m = static_cast<int64_t>(blockIdx.y) * kSide + y, n = static_cast<int64_t>(blockIdx.x) * kSide + x;
+    float sum = 0.0f;
+    for (int64_t first = 0; first < K; first += kSide) {
+        // Zeros behind the edges add nothing; so every thread stays for the barriers.
+        a_tile[y][x] = m < M && first + x < K ? to_float(a[m * K + first + x]) : 0.0f;
+        b_tile[y][x] = first + y < K && n < N ? to_float(b[(first + y) * N + n]) : 0.0f;
+        __syncthreads();  // both tiles are complete
+        for (int k = 0; k < kSide; ++k) sum = fmaf(a_tile[y][k], b_tile[k][x], sum);
+        __syncthreads();  // nobody reads them any more: they may be overwritten
+    }
+    if (m < M && n < N) out[m * N + n] = from_float<T>(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 4. Register tiles: a thread computes 8 x 8 elements. For one k it reads 8 numbers of a and 8 of b from shared memory,
+// and makes 64 multiply-adds of them: a quarter of a read for each instead of two. A block of 16 x 16 threads computes
+// 128 x 128 elements, so device memory is read 4 times less than before, too. The price is registers: 64 sums, 16
+// factors and the addresses. A multiprocessor has 65536, so with 128 a thread two such blocks fit, and that is what the
+// 2 in __launch_bounds__ asks the compiler for. (It would take 162, and then there is no second block to work while the
+// first one waits.)
+//
+// Its 8 columns are x, x + 16, ..., x + 112, not 8 neighbours: so 16 threads read 16 neighbouring words of b_tile and
+// the stores are coalesced. a_tile is transposed, (k, m): the same for rows.
+
+constexpr int kTile = 128;               // rows and columns of out that a block computes
+constexpr int kTileK = 16;               // of K at a time
+constexpr int kThreads = 16, kEach = 8;  // kThreads x kThreads threads, kEach x kEach elements each
+constexpr int kBlock = kThreads * kThreads;
+constexpr int kLoads = kTile * kTileK / kBlock;  // numbers of each tile that a thread fetches
+static_assert(kThreads * kEach == kTile && kLoads * kBlock == kTile * kTileK);
+
+template <class T>
+__global__ void __launch_bounds__(kBlock, 2)
+    matmul_registers_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
+    // + 1: the 16 lanes that store the 16 k of one row of a meet 16 banks, not one.
+    __shared__ float a_tile[kTileK][kTile + 1];
+    __shared__ float b_tile[kTileK][kTile];
+    const int t = threadIdx.x, x = t % kThreads, y = t / kThreads;
+    const int64_t first_m = static_cast<int64_t>(blockIdx.y) * kTile,
+                  first_n = static_cast<int64_t>(blockIdx.x) * kTile;
+    float sums[kEach][kEach] = {};
+    for (int64_t first = 0; first < K; first += kTileK) {
+#pragma unroll
+        for (int l = 0; l < kLoads; ++l) {
+            const int i = l * kBlock + t, a_k = i % kTileK, a_m = i / kTileK, b_n = i % kTile, b_k = i / kTile;
+            const int64_t m = first_m + a_m, n = first_n + b_n;
+            a_tile[a_k][a_m] = m < M && first + a_k < K ? to_float(a[m * K + first + a_k]) : 0.0f;
+            b_tile[b_k][b_n] = n < N && first + b_k < K ? to_float(b[(first + b_k) * N + n]) : 0.0f;
+        }
+        __syncthreads();  // both tiles are complete
+        for (int k = 0; k < kTileK; ++k) {
+            float a_k[kEach], b_k[kEach];
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) a_k[i] = a_tile[k][y + i * kThreads], b_k[i] = b_tile[k][x + i * kThreads];
+#pragma unroll
+            for (int i = 0; i < kEach; ++i)
+                for (int j = 0; j < kEach; ++j) sums[i][j] = fmaf(a_k[i], b_k[j], sums[i][j]);
+        }
+        __syncthreads();  // nobody reads them any more
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+        for (int j = 0; j < kEach; ++j) {
+            const int64_t m = first_m + y + i * kThreads, n = first_n + x + j * kThreads;
+            if (m < M && n < N) out[m * N + n] = from_float<T>(sums[i][j]);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 5. Vectorised: 16 bytes a load. Fetching from device memory takes a quarter of the instructions (an eighth for 16
+// bits), and so does reading shared memory: the 8 columns of a thread are two groups of 4 neighbours, 4 x ... and 64 +
+// 4 x ..., which are two 16-byte reads. kN is the number of elements in a load: matrices whose rows are no multiple of
+// 16 bytes are fetched one by one, kN = 1.
+
+// 4 more columns: rows stay on 16-byte boundaries, and fewer of the stores of a column meet in one bank.
+struct alignas(16) Tiles {
+    float a[kTileK][kTile + 4], b[kTileK][kTile];
+};
+
+// What a thread fetches of a tile, on its way from device to shared memory.
+template <class T, int kN>
+struct Fetched {
+    Packed<T, kN> a[kLoads / kN], b[kLoads / kN];
+};
+
+template <class T, int kN>
+__device__ __forceinline__ void fetch(Fetched<T, kN>& f, const T* a, const T* b, int64_t first, int64_t M, int64_t N,
+                                      int64_t K) {
+    const int64_t first_m = static_cast<int64_t>(blockIdx.y) * kTile,
+                  first_n = static_cast<int64_t>(blockIdx.x) * kTile;
+#pragma unroll
+    for (int l = 0; l < kLoads / kN; ++l) {
+        const int i = (l * kBlock + static_cast<int>(threadIdx.x)) * kN;
+        const int64_t m = first_m + i / kTileK, a_k = first + i % kTileK, n = first_n + i % kTile,
+                      b_k = first + i / kTile;
+        f.a[l] = f.b[l] = Packed<T, kN>{};
+        if (m < M && a_k < K) f.a[l] = load_packed<T, kN>(a + m * K + a_k);
+        if (n < N && b_k < K) f.b[l] = load_packed<T, kN>(b + b_k * N + n);
+    }
+}
+template <class T, int kN>
+__device__ __forceinline__ void put(Tiles& tiles, const Fetched<T, kN>& f) {
+#pragma unroll
+    for (int l = 0; l < kLoads / kN; ++l) {
+        const int i = (l * kBlock + static_cast<int>(threadIdx.x)) * kN;
+        for (int e = 0; e < kN; ++e) {
+            tiles.a[i % kTileK + e][i / kTileK] = to_float(f.a[l].v[e]);
+            tiles.b[i / kTile][i % kTile + e] = to_float(f.b[l].v[e]);
+        }
+    }
+}
+
+// Row or column number i (of 8) of thread number `thread` (of 16).
+__device__ __forceinline__ int place(int thread, int i) { return i / 4 * (kTile / 2) + 4 * thread + i % 4; }
+
+__device__ __forceinline__ void multiply(float (&sums)[kEach][kEach], const Tiles& tiles) {
+    const int x = threadIdx.x % kThreads, y = threadIdx.x / kThreads;
+    for (int k = 0; k < kTileK; ++k) {
+        Packed<float> a[kEach / 4], b[kEach / 4];
+#pragma unroll
+        for (int i = 0; i < kEach / 4; ++i) {
+            a[i] = load_packed(&tiles.a[k][place(y, 4 * i)]);
+            b[i] = load_packed(&tiles.b[k][place(x, 4 * i)]);
+        }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            for (int j = 0; j < kEach; ++j) sums[i][j] = fmaf(a[i / 4].v[i % 4], b[j / 4].v[j % 4], sums[i][j]);
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void store(T* out, const float (&sums)[kEach][kEach], int64_t M, int64_t N) {
+    const int x = threadIdx.x % kThreads, y = threadIdx.x / kThreads;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+        for (int j = 0; j < kEach; ++j) {
+            const int64_t m = static_cast<int64_t>(blockIdx.y) * kTile + place(y, i);
+            const int64_t n = static_cast<int64_t>(blockIdx.x) * kTile + place(x, j);
+            if (m < M && n < N) out[m * N + n] = from_float<T>(sums[i][j]);
+        }
+}
+
+template <class T, int kN>
+__global__ void __launch_bounds__(kBlock, 2)
+    matmul_vectorised_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
+    __shared__ Tiles tiles;
+    Fetched<T, kN> fetched;
+    float sums[kEach][kEach] = {};
+    for (int64_t first = 0; first < K; first += kTileK) {
+        fetch(fetched, a, b, first, M, N, K);
+        put(tiles, fetched);
+        __syncthreads();  // both tiles are complete
+        multiply(sums, tiles);
+        __syncthreads();  // nobody reads them any more
+    }
+    store(out, sums, M, N);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 6. Double buffered: the loads of the next tile are on their way while this one is multiplied. A load from device
+// memory takes some 600 clocks, and in rung 5 all threads of a block wait for it together. Two tiles in turn also save
+// a barrier a round: what is written now is read in the next round, and was last read in the round before, behind this
+// round's barrier.
+
+template <class T, int kN>
+__global__ void __launch_bounds__(kBlock, 2)
+    matmul_double_buffered_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
+    __shared__ Tiles tiles[2];
+    Fetched<T, kN> fetched;
+    float sums[kEach][kEach] = {};
+    fetch(fetched, a, b, 0, M, N, K);
+    put(tiles[0], fetched);
+    int turn = 0;
+    for (int64_t first = 0; first < K; first += kTileK, turn ^= 1) {
+        __syncthreads();  // this turn's tiles are complete, and nobody reads the other ones any more
+        fetch(fetched, a, b, first + kTileK, M, N, K);  // behind K: nothing but zeros
+        multiply(sums, tiles[turn]);
+        put(tiles[turn ^ 1], fetched);
+    }
+    store(out, sums, M, N);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers: one form for the rungs 1 to 3, one for 4, one for 5 and 6.
+
+template <class T>
+using MatmulKernel = void(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K);
+
+template <class T, MatmulKernel<T>* kernel>
+void launch(const Problem& p, int tile, dim3 block, cudaStream_t stream) {
+    const dim3 grid(blocks_along(p.N, tile), blocks_along(p.M, tile));
+    kernel<<<grid, block, 0, stream>>>(p.out.ptr<T>(), p.a.ptr<T>(), p.b.ptr<T>(), p.M, p.N, p.K);
+    cudaCheckLaunch();
+}
+
+void matmul_naive(const Problem& p, cudaStream_t stream) {
+    dispatch(p.out.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch<T, matmul_naive_kernel<T>>(p, kSide, dim3(kSide, kSide), stream);
+    });
+}
+void matmul_coalesced(const Problem& p, cudaStream_t stream) {
+    dispatch(p.out.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch<T, matmul_coalesced_kernel<T>>(p, kSide, dim3(kSide, kSide), stream);
+    });
+}
+void matmul_shared(const Problem& p, cudaStream_t stream) {
+    dispatch(p.out.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch<T, matmul_shared_kernel<T>>(p, kSide, dim3(kSide, kSide), stream);
+    });
+}
+void matmul_registers(const Problem& p, cudaStream_t stream) {
+    dispatch(p.out.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch<T, matmul_registers_kernel<T>>(p, kTile, kBlock, stream);
+    });
+}
+
+template <class T>
+bool rows_are_packs(const Problem& p) {
+    return p.K % Packed<T>::n == 0 && p.N % Packed<T>::n == 0;
+}
+void matmul_vectorised(const Problem& p, cudaStream_t stream) {
+    dispatch(p.out.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if (rows_are_packs<T>(p)) launch<T, matmul_vectorised_kernel<T, Packed<T>::n>>(p, kTile, kBlock, stream);
+        else launch<T, matmul_vectorised_kernel<T, 1>>(p, kTile, kBlock, stream);
+    });
+}
+void matmul_double_buffered(const Problem& p, cudaStream_t stream) {
+    dispatch(p.out.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        if (rows_are_packs<T>(p)) launch<T, matmul_double_buffered_kernel<T, Packed<T>::n>>(p, kTile, kBlock, stream);
+        else launch<T, matmul_double_buffered_kernel<T, 1>>(p, kTile, kBlock, stream);
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 7. The product: cuBLASLt (OpenBLAS on the CPU device), layers/matmul.cu. For 16-bit numbers it uses the tensor cores.
+
+void matmul_product(const Problem& p, cudaStream_t stream) { matmul(p.out, p.a, p.b, {}, stream); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The climb
+
+// Rows [first, first + count) of a b.
+std::vector<double> matmul_reference(const std::vector<float>& a, const std::vector<float>& b, int64_t first,
+                                     int64_t count, int64_t N, int64_t K) {
+    std::vector<double> out(static_cast<size_t>(count * N));
+#pragma omp parallel for
+    for (int64_t m = 0; m < count; ++m)
+        for (int64_t k = 0; k < K; ++k) {
+            const double factor = a[static_cast<size_t>((first + m) * K + k)];
+            for (int64_t n = 0; n < N; ++n)
+                out[static_cast<size_t>(m * N + n)] += factor * b[static_cast<size_t>(k * N + n)];
+        }
+    return out;
+}
+
+void climb(Ladder& ladder) {
+    const int64_t M = ladder.size(0), N = ladder.size(1), K = ladder.size(2);
+    const Problem p{ladder.output({M, N}, ladder.dtype()), ladder.normal({M, K}), ladder.normal({K, N}), M, N, K};
+
+    // An element is a random sum of K terms; random_sum_error covers the rounding of its products too (half of them are
+    // fused with the sum, none is larger). Then it is rounded to the dtype. In float64 a large product takes minutes:
+    // of more than 256 rows the first and the last 16 are checked.
+    const std::vector<float> a = ladder.host(p.a), b = ladder.host(p.b);
+    std::vector<Expectation> expectations;
+    const auto expect_rows = [&](int64_t first, int64_t count) {
+        expectations.push_back({"out", p.out.slice(first, count), matmul_reference(a, b, first, count, N, K),
+                                ladder.dtype() == DType::f32 ? 0 : unit_roundoff(ladder.dtype()), random_sum_error(K)});
+    };
+    if (M <= 256) {
+        expect_rows(0, M);
+    } else {
+        expect_rows(0, 16);
+        expect_rows(M - 16, 16);
+    }
+
+    ladder.table("matmul", Limit::matmul,
+                 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K));
+    ladder.expects(expectations);
+    const auto rung = [&](const char* name, const char* why, void (*launch)(const Problem&, cudaStream_t)) {
+        ladder.rung(name, why, [&](cudaStream_t stream) { launch(p, stream); });
+    };
+    rung("naive", "a thread an element, a warp along a column", matmul_naive);
+    rung("coalesced", "a warp along a row", matmul_coalesced);
+    rung("shared tiles", "each number fetched once for 32 threads", matmul_shared);
+    rung("register tiles", "8 x 8 elements a thread", matmul_registers);
+    rung("vectorised", "16 bytes a load", matmul_vectorised);
+    rung("double buffered", "load the next tile while multiplying this one", matmul_double_buffered);
+    rung("product", "cuBLASLt", matmul_product);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    return run_ladder(argc, argv,
+                      {.name = "matmul",
+                       .sizes = "M x N x K",
+                       .cpu_size = {512, 512, 512},
+                       .gpu_size = {4096, 4096, 4096},
+                       .check_sizes = {{1, 1, 1}, {33, 65, 31}, {130, 144, 40}, {5, 131, 129}},
+                       .dtypes = {DType::f32, DType::bf16, DType::f16},
+                       .climb = climb});
+}

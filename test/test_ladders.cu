@@ -1,0 +1,83 @@
+// test/test_ladders.cu: every rung of every ladder of dev/, as a person would run them.
+//
+// The programs check themselves against float64 (dev/ladder.h); here they are started, at the small sizes of --check.
+// The line with the bits of all that they computed must not depend on the order in which threads run.
+#include "program.h"
+
+#include <algorithm>
+
+namespace {
+
+const std::vector<std::string> kLadders = {"softmax", "reduce", "rmsnorm", "cross_entropy", "adamw", "matmul"};
+
+std::string last_line(const std::string& text) {
+    const size_t end = text.find_last_not_of('\n');
+    return text.substr(text.rfind('\n', end) + 1, end - text.rfind('\n', end));
+}
+
+}  // namespace
+
+TEST_CASE("every rung of every ladder agrees with float64, bit for bit in any order of threads", "[program][ladders]") {
+    for (const std::string& name : kLadders) {
+        const Outcome normal = run_program("dev/" + name, "--check");
+        INFO(name << '\n' << normal.out << normal.err);
+        REQUIRE(normal.status == 0);
+        CHECK_THAT(normal.out, ContainsSubstring("rungs agree with float64"));
+        CHECK_THAT(last_line(normal.out), ContainsSubstring(name + ": bits "));
+        if (!device().is_cpu) continue;
+        for (const std::string seed : {"1", "2", "3"}) {
+            const Outcome strict = run_program("dev/" + name, "--check", "CUDA_CPU_STRICT=" + seed);
+            INFO("strict mode, seed " << seed << '\n' << strict.out << strict.err);
+            REQUIRE(strict.status == 0);
+            CHECK(last_line(strict.out) == last_line(normal.out));
+        }
+    }
+}
+
+TEST_CASE("a ladder's table has a row for every rung, or for the one that was asked for", "[program][ladders]") {
+    const auto rows = [](const std::string& out) {
+        size_t n = 0;
+        for (size_t at = out.find("\n| "); at != std::string::npos; at = out.find("\n| ", at + 1)) ++n;
+        return n - 1;  // without the head
+    };
+    const Outcome all = run_program("dev/softmax", "--size 5x36");
+    INFO(all.out << all.err);
+    CHECK(all.status == 0);
+    CHECK(rows(all.out) == 6);
+    CHECK_THAT(all.out, ContainsSubstring("| 6 | product |"));
+    const Outcome one = run_program("dev/softmax", "--size 5x36 --rung 4");
+    INFO(one.out << one.err);
+    CHECK(one.status == 0);
+    CHECK(rows(one.out) == 1);
+    CHECK_THAT(one.out, ContainsSubstring("| 4 | warp |"));
+    const Outcome half = run_program("dev/matmul", "--size 20x24x16 --dtype bf16 --check");
+    INFO(half.out << half.err);
+    CHECK(half.status == 0);
+    CHECK_THAT(half.out, ContainsSubstring("20 x 24 x 16 bf16"));
+    CHECK(run_program("dev/adamw", "--help").status == 0);
+}
+
+TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
+    struct Case {
+        std::string name, arguments, says;
+    };
+    const std::vector<Case> cases = {
+        {"softmax", "--size 4x", "--size"},
+        {"softmax", "--size 4x4x4", "expected rows x columns"},
+        {"softmax", "--size 0x4", "\"0\" is no whole number"},
+        {"softmax", "--size", "needs a value"},
+        {"softmax", "--size 2x9000 --check", "at most 8192 columns"},
+        {"softmax", "--rung 7 --check", "this ladder has 6"},
+        {"softmax", "--dtype bf16", "not written for it"},
+        {"matmul", "--dtype int3", "int3"},
+        {"reduce", "--speed", "unknown option --speed"},
+    };
+    for (const Case& c : cases) {
+        const Outcome outcome = run_program("dev/" + c.name, c.arguments);
+        INFO(c.name << ' ' << c.arguments << "\nstderr: " << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK(outcome.err.rfind(c.name + ": ", 0) == 0);
+        CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
+        CHECK_THAT(outcome.err, ContainsSubstring(c.says));
+    }
+}
