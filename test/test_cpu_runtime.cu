@@ -270,6 +270,21 @@ TEST_CASE("host functions run in their stream's order", "[cpu]") {
     must(cudaFreeHost(record.pinned));
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("work that must wait holds up its own stream only", "[cpu]") {
+    Stream first, second;
+    std::atomic<bool> open{false};
+    std::vector<int> seen;
+    // In the order of the calls where work runs at once; in strict mode the gate may be opened by what is asked for later.
+    if (!cuda_cpu::strict) open = true;
+    cuda_cpu::enqueue_when(first, [&] { return open.load(); }, [&] { seen.push_back(open ? 1 : -1); });
+    cuda_cpu::enqueue(first, [&] { seen.push_back(2); });
+    cuda_cpu::enqueue(second, [&] { open = true; });
+    must(cudaDeviceSynchronize());
+    CHECK(seen == std::vector<int>{1, 2});
+}
+#endif
+
 TEST_CASE("a program that asks until a stream is done gets there", "[cpu]") {
     Stream stream;
     Event event;

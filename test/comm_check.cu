@@ -1,0 +1,124 @@
+// test/comm_check.cu: ranks as a program of its own, for what a test cannot do to itself: to be started by mpirun, to be killed.
+//
+//   comm_check [--ranks N] [--trace FOLDER] [--timeout S] [--comm NAME] MODE
+//     check     every collective against a serial sum
+//     throw     rank 1 throws in step 3        exit   it leaves without a word      hang   it sleeps for ever
+//     sizes     ranks disagree on a size
+//     work      all_reduce for ever, printing each rank's process id first: to be killed
+//     overlap   gradients are reduced on a stream of their own while the next are computed, as data parallelism does;
+//               overlap-early and overlap-late leave out one of the two event waits: wrong, and strict mode shows it
+#include "comm_check.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace {
+
+void endless(Comm& world, const std::string& mode) {
+    const cudaStream_t stream = device().stream;
+    comm_check::Buffer x(DType::f32, 1003);
+    comm_check::fill(x, std::vector<float>(1003, 0), stream);
+    std::printf("rank %d pid %d\n", world.rank, static_cast<int>(getpid()));
+    std::fflush(stdout);
+    for (int64_t step = 1;; ++step) {
+        world.set_step(step);
+        if (step == 3 && world.rank == 1) {
+            if (mode == "throw") fail("the disk is full");
+            if (mode == "exit") std::_Exit(7);
+            if (mode == "hang")
+                for (;;) sleep(1000);
+        }
+        const int64_t n = mode == "sizes" && step == 3 && world.rank == 1 ? 1002 : 1003;
+        world.algorithm = comm_check::kAlgorithms[step % 5];
+        world.all_reduce(make_tensor(x.tensor.data, DType::f32, {n}), stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+    }
+}
+
+// Per step and bucket: "backward" writes the gradients, they are summed over ranks, and the "optimizer" reads the sums.
+void overlap(Comm& world, bool wait_before, bool wait_after) {
+    constexpr int kBuckets = 3, kSteps = 8;
+    constexpr int64_t n = 257;
+    const cudaStream_t compute = device().stream;
+    cudaStream_t reduction;
+    cudaEvent_t is_written, is_reduced;
+    cudaCheck(cudaStreamCreateWithFlags(&reduction, cudaStreamNonBlocking));
+    for (cudaEvent_t* event : {&is_written, &is_reduced}) cudaCheck(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    std::vector<std::unique_ptr<comm_check::Buffer>> grads, sources, weights;
+    for (int b = 0; b < kBuckets; ++b) {
+        grads.push_back(std::make_unique<comm_check::Buffer>(DType::f32, n));
+        sources.push_back(std::make_unique<comm_check::Buffer>(DType::f32, n));
+        weights.push_back(std::make_unique<comm_check::Buffer>(DType::f32, n));
+    }
+    std::string wrong;
+    for (int step = 1; step <= kSteps; ++step) {
+        world.set_step(step);
+        for (size_t b = 0; b < kBuckets; ++b) {
+            const float value = static_cast<float>(100 * step + 10 * static_cast<int>(b) + world.rank);
+            comm_check::fill(*sources[b], std::vector<float>(n, value), compute);
+            cudaCheck(cudaMemcpyAsync(grads[b]->tensor.data, sources[b]->tensor.data, n * sizeof(float), cudaMemcpyDeviceToDevice, compute));
+            cudaCheck(cudaEventRecord(is_written, compute));
+            if (wait_before) cudaCheck(cudaStreamWaitEvent(reduction, is_written));
+            world.all_reduce(*grads[b], reduction);
+        }
+        cudaCheck(cudaEventRecord(is_reduced, reduction));
+        if (wait_after) cudaCheck(cudaStreamWaitEvent(compute, is_reduced));
+        for (size_t b = 0; b < kBuckets; ++b)
+            cudaCheck(cudaMemcpyAsync(weights[b]->tensor.data, grads[b]->tensor.data, n * sizeof(float), cudaMemcpyDeviceToDevice, compute));
+        for (size_t b = 0; b < kBuckets; ++b) {
+            float want = 0;
+            for (int r = 0; r < world.size; ++r) want += static_cast<float>(100 * step + 10 * static_cast<int>(b) + r);
+            for (float x : comm_check::read(*weights[b], compute))
+                if (wrong.empty() && x != want) wrong = concat("step ", step, ", bucket ", b, ": ", x, " instead of ", want);
+        }
+    }
+    cudaCheck(cudaDeviceSynchronize());
+    for (cudaEvent_t event : {is_written, is_reduced}) cudaCheck(cudaEventDestroy(event));
+    cudaCheck(cudaStreamDestroy(reduction));
+    check(wrong.empty(), "wrong sums: ", wrong);
+}
+
+void run(int argc, char** argv) {
+    RankOptions options;
+    std::string mode;
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i];
+        const auto value = [&] { return std::string(i + 1 < argc ? argv[++i] : ""); };
+        if (argument == "--ranks") options.ranks = std::atoi(value().c_str());
+        else if (argument == "--timeout") options.timeout_s = std::atof(value().c_str());
+        else if (argument == "--comm") options.comm = value();
+        else if (argument == "--trace") options.trace = true, options.trace_folder = value();
+        else mode = argument;
+    }
+    run_ranks(options, [&](Comm& world) {
+        if (mode.rfind("overlap", 0) == 0) {
+            overlap(world, mode != "overlap-early", mode != "overlap-late");
+            if (world.rank == 0) std::printf("all right\n");
+            return;
+        }
+        if (mode != "check") return endless(world, mode);
+        const cudaStream_t stream = device().stream;
+        comm_check::check_all(world, options.trace ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003}, stream);
+        if (world.size % 2 == 0) {
+            Mesh mesh(world, {{"dp", world.size / 2}, {"tp", 2}});
+            if (world.rank == 0) std::fputs(mesh.picture().c_str(), stdout);
+            comm_check::check_all(mesh.comm("dp"), {33}, stream);
+            comm_check::check_all(mesh.comm("tp"), {33}, stream);
+        }
+        if (world.rank == 0) std::printf("all right\n");
+    });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        run(argc, argv);
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "comm_check: %s\n", error.what());
+        return 2;
+    }
+}

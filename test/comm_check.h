@@ -1,0 +1,205 @@
+// test/comm_check.h: every collective against a serial sum; used by test_comm.cu (ranks as threads) and by comm_check.cu (as
+// processes, and for the faults). A difference is an Error, because ranks are no place for Catch2's macros.
+#pragma once
+
+#include "parallel/parallel.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace comm_check {
+
+// Device memory with its own end (strict mode's guard page finds who goes beyond).
+struct Buffer {
+    Tensor tensor;
+    Buffer(DType dtype, int64_t n) : tensor(make_tensor(nullptr, dtype, {n})) {
+        if (n > 0) cudaCheck(cudaMalloc(&tensor.data, tensor.bytes()));
+    }
+    ~Buffer() { cudaFree(tensor.data); }
+    Buffer(const Buffer&) = delete;
+    operator Tensor() const { return tensor; }
+};
+
+// Element i of rank r's input. Sums of the integers are exact in every dtype: up to 8 ranks of |x| <= 15 stay below 2^7, and
+// bf16 has 8 bits. The fractions are not exact, and show the order of the additions.
+enum class Values { integers, fractions };
+inline float value_of(Values values, int rank, int64_t i) {
+    if (values == Values::integers) return static_cast<float>((7 * i + 13 * rank + i / 31) % 31 - 15);
+    return static_cast<float>(uniform(2, static_cast<uint64_t>(rank), static_cast<uint64_t>(i)) * 2 - 1);
+}
+
+// Reads and writes as floats (int32 too).
+inline void fill(const Tensor& tensor, const std::vector<float>& values, cudaStream_t stream) {
+    if (values.empty()) return;
+    std::vector<char> bytes(tensor.bytes());
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (tensor.dtype == DType::i32) {
+            reinterpret_cast<int32_t*>(bytes.data())[i] = static_cast<int32_t>(values[i]);
+        } else {
+            dispatch(tensor.dtype, [&](auto zero) {
+                reinterpret_cast<decltype(zero)*>(bytes.data())[i] = static_cast<decltype(zero)>(values[i]);
+            });
+        }
+    }
+    cudaCheck(cudaMemcpyAsync(tensor.data, bytes.data(), bytes.size(), cudaMemcpyHostToDevice, stream));
+}
+inline std::vector<float> read(const Tensor& tensor, cudaStream_t stream) {
+    std::vector<char> bytes(tensor.bytes());
+    std::vector<float> values(static_cast<size_t>(tensor.n()));
+    if (values.empty()) return values;
+    cudaCheck(cudaMemcpyAsync(bytes.data(), tensor.data, bytes.size(), cudaMemcpyDeviceToHost, stream));
+    cudaCheck(cudaStreamSynchronize(stream));
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (tensor.dtype == DType::i32) {
+            values[i] = static_cast<float>(reinterpret_cast<int32_t*>(bytes.data())[i]);
+        } else {
+            dispatch(tensor.dtype, [&](auto zero) {
+                values[i] = static_cast<float>(reinterpret_cast<decltype(zero)*>(bytes.data())[i]);
+            });
+        }
+    }
+    return values;
+}
+inline float rounded(float x, DType dtype) {
+    float result = x;
+    if (dtype != DType::i32) dispatch(dtype, [&](auto zero) { result = static_cast<float>(static_cast<decltype(zero)>(x)); });
+    return result;
+}
+
+inline std::vector<float> inputs(Values values, int rank, int64_t n, DType dtype) {
+    std::vector<float> all(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) all[static_cast<size_t>(i)] = rounded(value_of(values, rank, i), dtype);
+    return all;
+}
+
+// The serial sum or maximum over ranks 0 .. size-1, in float32, rounded once.
+inline std::vector<float> serial(Values values, int size, int64_t n, DType dtype, ReduceOp op) {
+    std::vector<float> all = inputs(values, 0, n, dtype);
+    for (int r = 1; r < size; ++r) {
+        const std::vector<float> next = inputs(values, r, n, dtype);
+        for (size_t i = 0; i < all.size(); ++i) all[i] = op == ReduceOp::max ? std::max(all[i], next[i]) : all[i] + next[i];
+    }
+    for (float& x : all) x = rounded(x, dtype);
+    return all;
+}
+
+// tolerance: of each element, absolute; 0: bit for bit.
+inline void compare(const std::string& what, const std::vector<float>& got, const std::vector<float>& want, double tolerance = 0) {
+    check(got.size() == want.size(), what, ": ", got.size(), " elements instead of ", want.size());
+    for (size_t i = 0; i < got.size(); ++i)
+        check(std::abs(static_cast<double>(got[i]) - want[i]) <= tolerance, what, ": element ", i, " of ", got.size(), " is ",
+              got[i], ", expected ", want[i]);
+}
+
+// all_reduce by one algorithm, for one size and dtype, in place and out of place.
+inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType dtype, ReduceOp op, Values values,
+                             cudaStream_t stream) {
+    comm.algorithm = algorithm;
+    const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype), " over ",
+                                    comm.size, " ranks, rank ", comm.rank);
+    const std::vector<float> mine = inputs(values, comm.rank, n, dtype), want = serial(values, comm.size, n, dtype, op);
+    // Integers are exact in any order, and so is what adds in rank order. Fractions in another order: size - 1 additions of
+    // |x| < 1, each rounded by 2^-24 of a sum below `size`, on both sides; and at 16 bits two roundings of the result, to
+    // 2^-8 (bf16) or 2^-11 (f16) of it, may fall to neighbouring numbers.
+    double tolerance = 0;
+    if (values == Values::fractions && algorithm != AllReduce::library && op == ReduceOp::sum) {
+        const double unit = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0x1p-24;
+        tolerance = 2.0 * comm.size * (comm.size * 0x1p-24 + (dtype == DType::f32 ? 0 : unit));
+    }
+    for (const bool in_place : {false, true}) {
+        Buffer inp(dtype, n), other(dtype, n);
+        const Tensor out = in_place ? inp.tensor : other.tensor;
+        fill(inp, mine, stream);
+        comm.all_reduce(out, inp, op, stream);
+        compare(what + (in_place ? ", in place" : ""), read(out, stream), want, tolerance);
+        if (!in_place) compare(what + ": its input afterwards", read(inp, stream), mine);
+    }
+    comm.algorithm = AllReduce::library;
+}
+
+// Everything else, for one size of a piece and dtype.
+inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream) {
+    const int size = comm.size, rank = comm.rank;
+    const Values values = dtype == DType::i32 ? Values::integers : Values::fractions;
+    const std::string where = concat(" of ", n, " ", dtype_name(dtype), " over ", size, " ranks, rank ", rank);
+    const auto part = [&](const std::vector<float>& all, int j) {
+        return std::vector<float>(all.begin() + j * n, all.begin() + (j + 1) * n);
+    };
+    const auto part_of = [&](const Tensor& all, int j) {
+        return make_tensor(static_cast<char*>(all.data) + static_cast<size_t>(j * n) * dtype_bytes(dtype), dtype, {n});
+    };
+    for (const bool in_place : {false, true}) {
+        const std::string suffix = where + (in_place ? ", in place" : "");
+        Buffer whole(dtype, n * size), piece(dtype, n), other(dtype, n * size);
+        for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) {
+            fill(whole, inputs(values, rank, n * size, dtype), stream);
+            const Tensor out = in_place ? part_of(whole, rank) : piece.tensor;
+            comm.reduce_scatter(out, whole, op, stream);
+            compare("reduce_scatter" + suffix, read(out, stream), part(serial(values, size, n * size, dtype, op), rank));
+        }
+
+        std::vector<float> all;
+        for (int j = 0; j < size; ++j)
+            for (float x : inputs(values, j, n, dtype)) all.push_back(x);
+        const Tensor mine = in_place ? part_of(whole, rank) : piece.tensor;
+        fill(mine, inputs(values, rank, n, dtype), stream);
+        comm.all_gather(whole, mine, stream);
+        compare("all_gather" + suffix, read(whole, stream), all);
+
+        std::vector<float> transposed;
+        for (int j = 0; j < size; ++j)
+            for (float x : part(inputs(values, j, n * size, dtype), rank)) transposed.push_back(x);
+        fill(whole, inputs(values, rank, n * size, dtype), stream);
+        comm.all_to_all(in_place ? whole.tensor : other.tensor, whole, stream);
+        compare("all_to_all" + suffix, read(in_place ? whole : other, stream), transposed);
+
+        for (const int root : {0, size - 1}) {
+            fill(whole, inputs(values, rank, n * size, dtype), stream);
+            comm.broadcast(whole, root, stream);
+            compare("broadcast" + suffix, read(whole, stream), inputs(values, root, n * size, dtype));
+            fill(whole, inputs(values, rank, n * size, dtype), stream);
+            Tensor out = in_place ? whole.tensor : other.tensor;
+            if (rank != root && !in_place) out = Tensor{};
+            comm.reduce(out, whole, ReduceOp::sum, root, stream);
+            if (rank == root) compare("reduce" + suffix, read(out, stream), serial(values, size, n * size, dtype, ReduceOp::sum));
+        }
+    }
+
+    // Messages: once around the ring, the second of two with its own number.
+    if (size > 1 && n > 0) {
+        Buffer first(dtype, n), second(dtype, n), from_left(dtype, n), from_left_too(dtype, n);
+        const int right = (rank + 1) % size, left = (rank + size - 1) % size;
+        fill(first, inputs(values, rank, n, dtype), stream);
+        fill(second, inputs(values, rank + size, n, dtype), stream);
+        comm.group_start();
+        comm.send(first, right, stream);
+        comm.send(second, right, stream);
+        comm.recv(from_left, left, stream);
+        comm.recv(from_left_too, left, stream);
+        comm.group_end();
+        compare("send and recv" + where, read(from_left, stream), inputs(values, left, n, dtype));
+        compare("second send and recv" + where, read(from_left_too, stream), inputs(values, left + size, n, dtype));
+    }
+    comm.barrier(stream);
+}
+
+constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
+                                     AllReduce::two_level};
+
+// n: as in the issue from nothing to 10^6 + 3; the long ones only for some, because they take time.
+inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_t stream) {
+    for (const AllReduce algorithm : kAlgorithms)
+        for (const int64_t n : sizes)
+            for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32}) {
+                if (n > 10000 && dtype != DType::f32 && (dtype != DType::bf16 || algorithm != AllReduce::ring)) continue;
+                check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::integers, stream);
+                if (n > 10000) continue;
+                check_all_reduce(comm, algorithm, n, dtype, ReduceOp::max, Values::integers, stream);
+                if (dtype != DType::i32) check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::fractions, stream);
+            }
+    for (const int64_t n : sizes)
+        for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32})
+            if (n <= 10000) check_others(comm, n, dtype, stream);
+}
+
+}  // namespace comm_check

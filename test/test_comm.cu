@@ -1,0 +1,386 @@
+// Communicators, collectives, meshes: ranks as threads of this process, and as processes under mpirun; and what happens when a
+// rank fails. What is compared is in comm_check.h; the program that mpirun starts is comm_check.cu.
+#include "comm_check.h"
+#include "program.h"
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <set>
+#include <thread>
+
+namespace {
+
+RankOptions threads(int n) {
+    RankOptions options;
+    options.ranks = n;
+    options.quiet = true;
+    options.timeout_s = 60;
+    return options;
+}
+
+std::string error_of(const RankOptions& options, const std::function<void(Comm&)>& f) {
+    try {
+        run_ranks(options, f);
+    } catch (const Error& error) {
+        return error.what();
+    }
+    return "no error";
+}
+
+bool strict() {
+#ifdef CUDA_ON_CPU
+    return cuda_cpu::strict;
+#else
+    return false;
+#endif
+}
+
+double seconds(const std::function<void()>& f) {
+    const auto start = std::chrono::steady_clock::now();
+    f();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Every element of x on each rank, into the test's bits: strict mode's seeds must agree on them.
+std::mutex bits_mutex;
+void record(const std::vector<float>& x) {
+    const std::lock_guard lock(bits_mutex);
+    record_bits(x.data(), x.size() * sizeof(float));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Results
+
+TEST_CASE("collectives and all algorithms against a serial sum, 1 to 8 ranks", "[comm]") {
+    const int n = GENERATE(1, 2, 3, 4, 5, 6, 7, 8);
+    CAPTURE(n);
+    run_ranks(threads(n), [&](Comm& world) {
+        // 33 numbers over 8 ranks: some pieces are empty. 1003: the last piece is shorter.
+        comm_check::check_all(world, strict() && n > 3 ? std::vector<int64_t>{0, 33} : std::vector<int64_t>{0, 1, 33, 1003},
+                              device().stream);
+    });
+}
+
+TEST_CASE("a million numbers and three", "[comm]") {
+    if (strict()) SKIP_TEST("strict mode has looked at the same code at smaller sizes");
+    const int n = GENERATE(2, 7);
+    run_ranks(threads(n), [](Comm& world) { comm_check::check_all(world, {1'000'003}, device().stream); });
+}
+
+TEST_CASE("two levels: machines of equal and of different numbers of ranks", "[comm]") {
+    const auto [n, per_node] = GENERATE(std::pair{8, 4}, std::pair{6, 2}, std::pair{7, 3}, std::pair{5, 4}, std::pair{3, 1});
+    CAPTURE(n, per_node);
+    RankOptions options = threads(n);
+    options.ranks_per_node = per_node;
+    run_ranks(options, [&, per = per_node](Comm& world) {
+        check(world.node_of(world.size - 1) == (world.size - 1) / per, "node_of is wrong");
+        for (const int64_t size : {int64_t{1}, int64_t{33}, int64_t{1003}})
+            for (const DType dtype : {DType::f32, DType::bf16, DType::i32}) {
+                const auto values = dtype == DType::i32 ? comm_check::Values::integers : comm_check::Values::fractions;
+                comm_check::check_all_reduce(world, AllReduce::two_level, size, dtype, ReduceOp::sum, values, device().stream);
+            }
+    });
+}
+
+TEST_CASE("all_reduce repeats bit for bit, and the library's is reduce_scatter and all_gather", "[comm]") {
+    const int n = GENERATE(3, 4);
+    run_ranks(threads(n), [&](Comm& world) {
+        const cudaStream_t stream = device().stream;
+        const int64_t piece = 101;  // cut elsewhere than all_reduce cuts
+        const std::vector<float> mine = comm_check::inputs(comm_check::Values::fractions, world.rank, piece * n, DType::f32);
+        comm_check::Buffer x(DType::f32, piece * n), y(DType::f32, piece), z(DType::f32, piece * n);
+        for (const AllReduce algorithm : comm_check::kAlgorithms) {
+            world.algorithm = algorithm;
+            std::vector<float> first;
+            for (int i = 0; i < 3; ++i) {
+                comm_check::fill(x, mine, stream);
+                world.all_reduce(x, stream);
+                const std::vector<float> sums = comm_check::read(x, stream);
+                if (i == 0) first = sums;
+                check(first == sums, all_reduce_name(algorithm), ": not the same bits again");
+            }
+            record(first);
+            if (algorithm != AllReduce::library) continue;
+            comm_check::fill(x, mine, stream);
+            world.reduce_scatter(y, x, ReduceOp::sum, stream);
+            world.all_gather(z, y, stream);
+            check(first == comm_check::read(z, stream), "reduce_scatter and all_gather differ from all_reduce");
+        }
+    });
+}
+
+TEST_CASE("two communicators on two streams", "[comm]") {
+    run_ranks(threads(4), [](Comm& world) {
+        cudaStream_t second;
+        cudaCheck(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+        {
+            const auto other = world.split({0, 1, 2, 3}, "other");
+            comm_check::Buffer a(DType::f32, 500), b(DType::f32, 500);
+            comm_check::fill(a, std::vector<float>(500, 1), device().stream);
+            comm_check::fill(b, std::vector<float>(500, 2), second);
+            // The ranks put them on their streams in different orders: nobody may wait for the other stream's turn.
+            for (int i = 0; i < 3; ++i) {
+                world.send(a, (world.rank + 1) % 4, device().stream);
+                other->send(b, (world.rank + 1) % 4, second);
+                if (world.rank % 2 == 0) world.recv(a, (world.rank + 3) % 4, device().stream);
+                other->recv(b, (world.rank + 3) % 4, second);
+                if (world.rank % 2 == 1) world.recv(a, (world.rank + 3) % 4, device().stream);
+                world.all_reduce(a, device().stream);
+                other->all_reduce(b, second);
+            }
+            comm_check::compare("world", comm_check::read(a, device().stream), std::vector<float>(500, 64));
+            comm_check::compare("other", comm_check::read(b, second), std::vector<float>(500, 128));
+            // One communicator on two streams: its calls do not overlap.
+            for (int i = 0; i < 4; ++i) world.all_reduce(i % 2 ? a : b, i % 2 ? second : device().stream);
+            cudaCheck(cudaDeviceSynchronize());
+            check(world.workspace_bytes() > 0, "no workspace?");
+        }
+        cudaCheck(cudaStreamDestroy(second));
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Mesh
+
+TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
+    std::string picture;
+    run_ranks(threads(8), [&](Comm& world) {
+        Mesh mesh(world, {{"dp", 2}, {"pp", 2}, {"cp", 1}, {"tp", 2}});
+        const int rank = world.rank;
+        check(mesh.index("tp") == rank % 2 && mesh.index("pp") == rank / 2 % 2 && mesh.index("dp") == rank / 4 &&
+                  mesh.index("cp") == 0 && mesh.size("pp") == 2,
+              "wrong place");
+        check(mesh.rank_at(mesh.indices_of(rank)) == rank, "rank_at");
+        check(mesh.comm("cp").size == 1, "cp");
+        const auto sum_along = [&](Comm& comm) {
+            comm_check::Buffer x(DType::i32, 1);
+            comm_check::fill(x, {static_cast<float>(1 << rank)}, device().stream);
+            comm.all_reduce(x, device().stream);
+            return static_cast<int>(comm_check::read(x, device().stream)[0]);
+        };
+        check(sum_along(mesh.comm("tp")) == (1 << (rank & ~1)) + (1 << (rank | 1)), "tp");
+        check(sum_along(mesh.comm("pp")) == (1 << (rank & ~2)) + (1 << (rank | 2)), "pp");
+        check(sum_along(mesh.comm("dp")) == (1 << (rank & ~4)) + (1 << (rank | 4)), "dp");
+        check(sum_along(*mesh.make_comm({"dp", "tp"})) == (rank & 2 ? 0b11001100 : 0b00110011), "dp+tp");
+        if (rank == 0) picture = mesh.picture();
+    });
+    CHECK(picture ==
+          "mesh     8 ranks = dp 2 x pp 2 x cp 1 x tp 2\n"
+          "         dp 0                tp 0   tp 1   \n"
+          "               pp 0          0      1      \n"
+          "               pp 1          2      3      \n"
+          "         dp 1                tp 0   tp 1   \n"
+          "               pp 0          4      5      \n"
+          "               pp 1          6      7      \n");
+    CHECK_THAT(error_of(threads(4), [](Comm& world) { Mesh(world, {{"dp", 3}, {"tp", 1}}); }),
+               ContainsSubstring("dp 3 x tp 1 = 3 ranks, but there are 4"));
+    CHECK_THAT(error_of(threads(1), [](Comm& world) { Mesh(world, {{"dp", 1}}).comm("tp"); }), ContainsSubstring("no axis 'tp'"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors
+
+TEST_CASE("a rank that fails ends the job with its rank and its reason", "[comm]") {
+    const auto step = [](Comm& world, int64_t n) {
+        comm_check::Buffer x(DType::f32, n);
+        comm_check::fill(x, std::vector<float>(static_cast<size_t>(n), 0), device().stream);
+        world.all_reduce(x, device().stream);
+        cudaCheck(cudaStreamSynchronize(device().stream));
+    };
+    CHECK(error_of(threads(3), [&](Comm& world) {
+              for (int i = 0; i < 5; ++i) {
+                  if (i == 3 && world.rank == 2) fail("the disk is full");
+                  step(world, 100);
+              }
+          }) == "rank 2: the disk is full");
+    CHECK_THAT(error_of(threads(3), [&](Comm& world) { step(world, world.rank == 1 ? 300 : 400); }),
+               ContainsSubstring("all_reduce #0 of world at step 0 expects"));
+
+    // One rank does not come: the others do not wait for ever, and know whom they miss.
+    RankOptions options = threads(3);
+    options.timeout_s = 0.3;
+    std::string text;
+    CHECK(seconds([&] {
+              text = error_of(options, [&](Comm& world) {
+                  world.set_step(7);
+                  step(world, 100);
+                  if (world.rank == 1) std::this_thread::sleep_for(std::chrono::seconds(2));
+                  step(world, 100);
+              });
+          }) < 30);
+    CHECK_THAT(text, ContainsSubstring("all_reduce #1 of world at step 7 has waited 0.3"));
+    CHECK_THAT(text, ContainsSubstring("missing: rank 1 (last seen after all_reduce #0 of world at step 7"));
+    // A message that is never sent.
+    text = error_of(options, [&](Comm& world) {
+        comm_check::Buffer x(DType::f32, 10);
+        if (world.rank == 2) world.recv(x, 0, device().stream);
+        cudaCheck(cudaDeviceSynchronize());
+    });
+    CHECK_THAT(text, ContainsSubstring("rank 2: recv of world at step 0 has waited 0.3"));
+    CHECK_THAT(text, ContainsSubstring("rank 0 (has not communicated yet)"));
+}
+
+TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
+    const auto call = [](const std::function<void(Comm&, Tensor, Tensor)>& f) {
+        return error_of(threads(2), [&](Comm& world) {
+            comm_check::Buffer a(DType::f32, 10), b(DType::bf16, 10);
+            f(world, a, b);
+        });
+    };
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor b) { c.all_reduce(a, b, ReduceOp::sum, nullptr); }), ContainsSubstring("all_reduce: out is f32"));
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.all_gather(a, a, nullptr); }), ContainsSubstring("expected out : inp = 2 : 1"));
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.broadcast(a, 2, nullptr); }), ContainsSubstring("root 2 of 2"));
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.send(a, c.rank, nullptr); }), ContainsSubstring("send: rank"));
+    CHECK_THAT(call([](Comm& c, Tensor, Tensor) { c.split({1 - c.rank}, "x"); }), ContainsSubstring("among them"));
+    RankOptions options = threads(2);
+    options.comm = "carrier pigeon";
+    CHECK_THAT(error_of(options, [](Comm&) {}), ContainsSubstring("--comm carrier pigeon: use auto"));
+    options.comm = "mpi";
+    CHECK_THAT(error_of(options, [](Comm&) {}), ContainsSubstring("start the program with mpirun"));
+    options = threads(2);
+    options.all_reduce = "magic";
+    CHECK_THAT(error_of(options, [](Comm&) {}), ContainsSubstring("use library, ring"));
+    // One rank alone: its error is the caller's, as if there were no ranks.
+    CHECK(error_of(threads(1), [](Comm&) { fail("plain"); }) == "plain");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Trace
+
+TEST_CASE("a trace has every collective and every message of every rank", "[comm][program]") {
+    const TempFolder folder;
+    const std::string launchers[] = {"", "mpirun --oversubscribe -np 4"};
+    for (const std::string& launcher : launchers) {
+        if (!launcher.empty() && run_shell("command -v mpirun").status != 0) continue;
+        CAPTURE(launcher);
+        const Outcome run = run_shell(concat("export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; env -u CUDA_CPU_STRICT ",
+                                             launcher, " ", program_path("comm_check"), launcher.empty() ? " --ranks 4" : "",
+                                             " --trace ", folder.path, " check"));
+        INFO(run.err);
+        REQUIRE(run.status == 0);
+        CHECK_THAT(run.out, ContainsSubstring("rank 1 -> 2"));
+        CHECK_THAT(run.out, ContainsSubstring("rank 2 <- 1"));
+        const auto events = nlohmann::json::parse(slurp(folder / "trace.json"))["traceEvents"];
+        std::map<std::string, int> n_of;
+        std::set<int> ranks;
+        for (const auto& event : events) {
+            if (event["ph"] == "X") {
+                n_of[event["cat"] == "collective" ? "collectives" : event["name"].get<std::string>()[0] == 's' ? "sends" : "receives"]++;
+                ranks.insert(event["tid"].get<int>());
+                CHECK(event["dur"].get<double>() >= 0);
+            } else if (event["ph"] == "s" || event["ph"] == "f") {
+                n_of["arrow ends"]++;
+            }
+        }
+        CHECK(ranks == std::set<int>{0, 1, 2, 3});
+        CHECK(n_of["collectives"] > 1000);
+        CHECK(n_of["sends"] == n_of["receives"]);
+        CHECK(n_of["arrow ends"] == 2 * n_of["sends"]);
+        CHECK(slurp(folder / "trace.png").substr(1, 3) == "PNG");
+        std::filesystem::remove(folder / "trace.json");
+        std::filesystem::remove(folder / "trace.png");
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Processes
+
+namespace {
+
+bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
+
+Outcome mpirun(int n, const std::string& arguments, const std::string& before = "") {
+    return run_shell(concat("export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; unset CUDA_CPU_STRICT; ", before,
+                            " timeout 60 mpirun --oversubscribe -np ", n, " ", program_path("comm_check"), " ", arguments));
+}
+
+}  // namespace
+
+TEST_CASE("collectives between processes", "[comm][program]") {
+    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    for (const int n : {2, 3}) {
+        const Outcome run = mpirun(n, "check");
+        CAPTURE(n, run.out, run.err);
+        CHECK(run.status == 0);
+        CHECK_THAT(run.out, ContainsSubstring("all right"));
+        CHECK_THAT(run.out, ContainsSubstring(concat("ranks    ", n, " processes (MPI)")));
+    }
+    CHECK_THAT(mpirun(2, "--comm threads check").err, ContainsSubstring("--comm threads under mpirun"));
+}
+
+TEST_CASE("a process that fails, hangs or is killed takes the job down, named", "[comm][program]") {
+    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    Outcome run;
+    CHECK(seconds([&] { run = mpirun(3, "throw"); }) < 30);
+    CHECK(run.status != 0);
+    CHECK_THAT(run.err, ContainsSubstring("rank 1: the disk is full"));
+
+    CHECK(seconds([&] { run = mpirun(3, "--timeout 1 hang"); }) < 30);
+    CHECK(run.status != 0);
+    CHECK_THAT(run.err, ContainsSubstring("at step 3 has waited 1"));
+    CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
+
+    CHECK(seconds([&] { run = mpirun(3, "exit"); }) < 30);
+    CHECK(run.status != 0);
+    CHECK_THAT(run.err, ContainsSubstring("Exit code:    7"));
+
+    // kill -9 at moments of its own: the pid is in the output; mpirun's report names the rank and the signal.
+    for (const char* moment : {"0.3", "0.7"}) {
+        const TempFolder folder;
+        const std::string out = folder / "pids";
+        CHECK(seconds([&] {
+                  run = mpirun(3, concat("work > ", out),
+                               concat("( while [ \"$(grep -c pid ", out, " 2> /dev/null)\" != 3 ]; do sleep 0.05; done; sleep ", moment,
+                                      "; kill -9 $(sed -n 's/^rank 2 pid //p' ", out, ") ) & "));
+              }) < 30);
+        CAPTURE(run.err);
+        CHECK(run.status != 0);
+        CHECK_THAT(run.err, ContainsSubstring("rank 2"));
+        CHECK_THAT(run.err, ContainsSubstring("signal 9"));
+        const std::string pids = slurp(out);
+        std::istringstream lines(pids);
+        for (std::string line; std::getline(lines, line);) {
+            if (line.find("pid ") == std::string::npos) continue;
+            // None is left. (One whose parent has gone may stay a zombie for want of somebody to bury it.)
+            const std::string state = slurp(concat("/proc/", line.substr(line.find("pid ") + 4), "/stat"));
+            CHECK((state.empty() || state.find(") Z") != std::string::npos));
+        }
+    }
+}
+
+TEST_CASE("threads that hang take the process down", "[comm][program]") {
+    Outcome run;
+    CHECK(seconds([&] { run = run_program("comm_check", "--ranks 3 --timeout 1 hang", "env -u CUDA_CPU_STRICT timeout 60"); }) < 30);
+    CHECK(run.status == 2);
+    CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
+    CHECK_THAT(run.err, ContainsSubstring("1 of 3 ranks have not ended"));
+}
+
+#ifdef CUDA_ON_CPU
+// An event wait between computing and reducing is missing: by default the CPU device runs everything in the order of the calls,
+// and the result is right by luck. In strict mode it is not.
+TEST_CASE("strict mode finds a missing event wait around a collective", "[comm][program]") {
+    const auto run = [](const std::string& mode, int seed) {
+        return run_program("comm_check", "--ranks 3 " + mode,
+                           seed == 0 ? "env -u CUDA_CPU_STRICT timeout 60" : concat("env CUDA_CPU_STRICT=", seed, " timeout 60"));
+    };
+    for (const int seed : {0, 1, 2, 3}) {
+        CAPTURE(seed);
+        const Outcome right = run("overlap", seed);
+        CHECK(right.err == "");
+        CHECK(right.status == 0);
+        for (const char* mode : {"overlap-early", "overlap-late"}) {
+            CAPTURE(mode);
+            const Outcome wrong = run(mode, seed);
+            if (seed == 0) CHECK(wrong.status == 0);
+            else CHECK_THAT(wrong.err, ContainsSubstring("wrong sums: step"));
+        }
+    }
+}
+#endif
