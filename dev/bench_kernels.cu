@@ -28,6 +28,7 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <tuple>
 
 namespace {
 
@@ -81,6 +82,15 @@ struct Operation {
     std::function<Launch(Data&)> prepare;  // takes the tensors, and returns what is timed
 };
 
+bool has_fp8(Fp8Recipe recipe) {
+    try {
+        expect_fp8_device(recipe);
+        return true;
+    } catch (const Error&) {
+        return false;
+    }
+}
+
 std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType dtype) {
     const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(), Q = c.qkv_width();
     const bool gpt2 = c.family == Family::gpt2;
@@ -121,6 +131,46 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     linear("linear up", c.up_width(), C, gpt2);
     linear("linear down", C, F, gpt2);
     linear("linear head", Vp, C, false);
+
+    // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products: it may be above 100 %.
+    const int64_t O = c.up_width();
+    for (const Fp8Recipe recipe : {Fp8Recipe::delayed, Fp8Recipe::current, Fp8Recipe::block}) {
+        if (dtype == DType::f32 || !has_fp8(recipe)) continue;
+        const std::string name = concat("linear up fp8 ", fp8_recipe_name(recipe)), shape = concat("N=", N, " C=", C, " O=", O);
+        const double n = rows, i = static_cast<double>(C), o = static_cast<double>(O);
+        const double bytes = (n * i + n * o) * e + o * i, flops = 2 * n * i * o;
+        const auto scratch_of = [=](Data& d) { return d.floats({fp8_linear_scratch_n(recipe, N, C, O)}); };
+        table.push_back({name, "quantise weight", shape, o * i * (e + 2), 0, [=](Data& d) -> Launch {
+            const Fp8Weight w8 = take_fp8_weight(d.arena, recipe, O, C);
+            const Tensor w = d.random({O, C}, 0.02f);
+            return [=] { fp8_quantise_weight(w8, w, s); };
+        }});
+        const auto ready = [=](Data& d) {  // a quantised weight, and the memory of its scaling
+            const Fp8Weight w8 = take_fp8_weight(d.arena, recipe, O, C);
+            const Tensor w = d.random({O, C}, 0.02f), state = d.floats({2, kFp8StateN}), saved = d.floats({2});
+            if (!d.counting()) {
+                fp8_quantise_weight(w8, w, s);
+                cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), s));
+                fill_constant(saved, 4.0f);
+            }
+            return std::tuple(w8, state, saved);
+        };
+        table.push_back({name, "forward", shape, bytes, flops, [=](Data& d) -> Launch {
+            const auto [w8, state, saved] = ready(d);
+            const Tensor out = d.empty({N, O}), inp = d.random({N, C}), scratch = scratch_of(d);
+            return [=, w8 = w8, state = state, saved = saved] { fp8_linear_forward(out, saved, inp, w8, {}, state, true, scratch, s); };
+        }});
+        table.push_back({name, "backward input", shape, bytes, flops, [=](Data& d) -> Launch {
+            const auto [w8, state, saved] = ready(d);
+            const Tensor dinp = d.empty({N, C}), dout = d.random({N, O}), scratch = scratch_of(d);
+            return [=, w8 = w8, state = state, saved = saved] { fp8_linear_backward_input(dinp, saved, dout, w8, false, state, scratch, s); };
+        }});
+        table.push_back({name, "backward weight", shape, (n * i + n * o + o * i) * e, flops, [=](Data& d) -> Launch {
+            const auto [w8, state, saved] = ready(d);
+            const Tensor dw = d.random({O, C}), dout = d.random({N, O}), inp = d.random({N, C}), scratch = scratch_of(d);
+            return [=, saved = saved] { fp8_linear_backward_weight(dw, {}, dout, inp, saved, recipe, scratch, s); };
+        }});
+    }
 
     const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D))};
     table.push_back({"attention", "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
