@@ -30,34 +30,6 @@ constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks have a 
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMaxWarps = 32;  // a block has at most 1024 threads
 
-struct Fiber {
-    void* stopped = nullptr;  // where to go on; valid while it is not running
-    Fiber* next = nullptr;    // in the list that it waits in
-    unsigned thread = 0;      // the thread that it runs, as of its last wait (strict mode: always)
-    char* stack_top = nullptr;
-};
-
-// Fibers in the order in which they came.
-struct FiberList {
-    Fiber *first = nullptr, *last = nullptr;
-    void push(Fiber* fiber) {
-        fiber->next = nullptr;
-        (first ? last->next : first) = fiber;
-        last = fiber;
-    }
-    void append(FiberList& other) {
-        if (!other.first) return;
-        (first ? last->next : first) = other.first;
-        last = other.last;
-        other.first = nullptr;
-    }
-    Fiber* pop() {
-        Fiber* fiber = first;
-        first = fiber->next;
-        return fiber;
-    }
-};
-
 // A warp exchange that some lanes wait in. mask == 0: free.
 struct Exchange {
     unsigned mask = 0, arrived = 0;
@@ -104,13 +76,18 @@ class Block {
     std::string where_launched() const;
     std::string where() const { return where_launched() + ", thread " + name(current_->thread); }
     void set_thread(unsigned thread) { current_->thread = thread; }
+    void park(unsigned thread, FiberList& list);
+    void give_way(unsigned thread);
+    void set_ready(FiberList& fibers);
+    unsigned n_threads() const { return n_; }
+    size_t shared_bytes() const { return launch_->shared_bytes; }
+    std::string name(unsigned thread) const { return in_brackets(index_of(thread)); }
 
   private:
     uint3 index_of(unsigned thread) const {
         if (thread < size_.x) return {thread, 0, 0};  // two divisions are as dear as a switch
         return {thread % size_.x, thread / size_.x % size_.y, thread / size_.x / size_.y};
     }
-    std::string name(unsigned thread) const { return in_brackets(index_of(thread)); }
     void take_over(unsigned thread);  // the running thread waits for the first time: its loop ends with it
     void arrive(Exchange& e, unsigned lane, void* operands, unsigned thread);
     void wait(unsigned thread);  // the running fiber is in a list: goes on with another. Returns when it is let go on
@@ -121,7 +98,7 @@ class Block {
     [[gnu::noinline]] void complete_barrier(unsigned thread);
     [[gnu::noinline, gnu::cold]] void barrier_elsewhere(unsigned thread, const char* file, int line);
     void arrive_at_barrier(unsigned thread);
-    void set_ready(FiberList& fibers);
+    bool anything_ready();
     Fiber* pick_ready();  // the next ready fiber; nullptr: start a thread
     Fiber* fresh_fiber();
     void add_stacks();
@@ -189,7 +166,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
     for (;;) {
         run_loop();
         // Every thread has run without waiting, or the one that kept this stack has just finished, in whatever order.
-        if (ready_.first || !ready_strict_.empty()) {
+        if (anything_ready()) {
             Fiber* to = pick_ready();
             if (!to) continue;
             current_ = to;
@@ -200,6 +177,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
         if (n_live_ > 0) report_divergence();
         break;
     }
+    hopper_leave_block();
     if (strict) check_end_canaries(where_launched());
     launch_ = nullptr;
 }
@@ -239,7 +217,7 @@ void Block::leave_loop() {
 
 void Block::finish_fiber() {
     Fiber *self = current_, *to = nullptr;
-    if (ready_.first || !ready_strict_.empty()) to = pick_ready();
+    if (anything_ready()) to = pick_ready();
     else if (next_ == n_) to = n_live_ == 0 ? &main_ : report_divergence();
     if (to) {
         self->next = pool_.first;
@@ -309,12 +287,19 @@ inline void Block::set_ready(FiberList& fibers) {
 
 inline Fiber* Block::pick_ready() {
     if (!strict) return ready_.pop();
+    hopper_step();
     const uint64_t pick = strict_random_below(ready_strict_.size() + (n_ - next_));
     if (pick >= ready_strict_.size()) return nullptr;
     std::swap(ready_strict_[pick], ready_strict_.back());
     Fiber* fiber = ready_strict_.back();
     ready_strict_.pop_back();
     return fiber;
+}
+
+// If every thread waits, asynchronous copies land until one of them may go on.
+bool Block::anything_ready() {
+    while (!ready_.first && ready_strict_.empty() && next_ == n_ && n_live_ > 0 && hopper_land_one()) {}
+    return ready_.first || !ready_strict_.empty();
 }
 
 // The switch is the last thing done, so that a fiber that goes on returns straight into its kernel. What is rare is
@@ -335,7 +320,7 @@ inline void Block::wait(unsigned thread) {
 void Block::wait_slowly(unsigned thread) {
     if (loop_) take_over(thread);
     Fiber* self = current_;
-    if (ready_.first || !ready_strict_.empty()) {
+    if (anything_ready()) {
         Fiber* to = pick_ready();
         if (to) {
             current_ = to;
@@ -361,6 +346,21 @@ inline void Block::arrive_at_barrier(unsigned thread) {
     wait(thread);
 }
 
+// For waits of other kinds: the thread goes on when somebody has called set_ready(list).
+void Block::park(unsigned thread, FiberList& list) {
+    current_->thread = thread;
+    list.push(current_);
+    wait(thread);
+}
+
+// Strict mode: others may go on before this thread does.
+void Block::give_way(unsigned thread) {
+    if (!strict) return;
+    current_->thread = thread;
+    ready_strict_.push_back(current_);
+    wait(thread);
+}
+
 // Another barrier than the last one: right if nobody waits.
 void Block::barrier_elsewhere(unsigned thread, const char* file, int line) {
     if (n_arrived_ > 0 && (line != barrier_line_ || std::strcmp(file, barrier_file_) != 0))
@@ -375,6 +375,7 @@ void Block::complete_barrier(unsigned thread) {
     n_arrived_ = 0;
     set_ready(at_barrier_);
     if (!strict) return;
+    hopper_meet(0, n_, ~0u);
     // The last to arrive need not be the first to go on.
     ready_strict_.push_back(current_);
     wait(thread);
@@ -428,9 +429,11 @@ void Block::exchange_slowly(unsigned thread, unsigned mask, void* operands, cons
 
 void Block::complete_exchange(Exchange& e, unsigned thread) {
     e.collective->complete(e.lanes, e.mask);
+    const unsigned mask = e.mask;
     e.mask = e.arrived = 0;
     set_ready(e.waiting);
     if (!strict) return;
+    hopper_meet(thread / kWarp * kWarp, std::min(kWarp, n_ - thread / kWarp * kWarp), mask);
     ready_strict_.push_back(current_);
     wait(thread);
 }
@@ -460,7 +463,7 @@ Fiber* Block::report_divergence() {
                     name(warp * kWarp + static_cast<unsigned>(__builtin_ctz(absent))) + " is the first that never came";
         }
     }
-    report(text);
+    report(text + hopper_waits());
 }
 
 std::string Block::where_launched() const {
@@ -564,6 +567,17 @@ void async_wait_strict(unsigned thread, unsigned n_groups) {
         else std::memset(copy->to, 0, copy->bytes);
     }
     copies.under_way.erase(copies.under_way.begin(), copy);
+}
+
+void park(unsigned thread, FiberList& list) { block->park(thread, list); }
+void let_go(FiberList& list) { block->set_ready(list); }
+void give_way(unsigned thread) { block->give_way(thread); }
+unsigned block_threads() { return block->n_threads(); }
+size_t dynamic_shared_bytes() { return block->shared_bytes(); }
+std::string thread_name(unsigned thread) { return block->name(thread); }
+void report_in(unsigned thread, const std::string& what, const std::string& details) {
+    block->set_thread(thread);
+    report(what + " in " + block->where() + ":\n  " + details);
 }
 
 void shared_declared_strict(void* variable, size_t bytes) { block->shared_declared(variable, bytes); }

@@ -172,6 +172,12 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
+// The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled (cuda.h).
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
+constexpr unsigned long long cudaEnableDefault = 0;
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version, unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result = nullptr);
+
 // A CPU block gets whatever shared memory it asks for up to the limit of an H100 (227 KiB): nothing to set.
 template <class Function>
 cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) {
@@ -531,3 +537,5 @@ static inline void __stcs(T* address, T value) { *address = value; }
 template <class T>
 static inline void __stcg(T* address, T value) { *address = value; }
 // clang-format on
+
+#include "hopper.h"  // asynchronous copies and matrix products

@@ -9,11 +9,57 @@
 namespace cuda_cpu {
 
 // ---- cpu/block.cpp
+struct Fiber {
+    void* stopped = nullptr;  // where to go on; valid while it is not running
+    Fiber* next = nullptr;    // in the list that it waits in
+    unsigned thread = 0;      // the thread that it runs, as of its last wait (strict mode: always)
+    char* stack_top = nullptr;
+};
+
+// Fibers in the order in which they came.
+struct FiberList {
+    Fiber *first = nullptr, *last = nullptr;
+    void push(Fiber* fiber) {
+        fiber->next = nullptr;
+        (first ? last->next : first) = fiber;
+        last = fiber;
+    }
+    void append(FiberList& other) {
+        if (!other.first) return;
+        (first ? last->next : first) = other.first;
+        last = other.last;
+        other.first = nullptr;
+    }
+    Fiber* pop() {
+        Fiber* fiber = first;
+        first = fiber->next;
+        return fiber;
+    }
+};
+
+// A wait of any kind, for cpu/hopper.cpp: the running thread waits in a list, others run, and it goes on some time after
+// somebody has let the list go. give_way: in strict mode others may run now.
+void park(unsigned thread, FiberList& list);
+void let_go(FiberList& list);
+void give_way(unsigned thread);
+unsigned block_threads();
+size_t dynamic_shared_bytes();
+std::string thread_name(unsigned thread);  // "(5,0,0)"
+// Reports "what in kernel ..., block ..., thread ...:" and the details.
+[[noreturn]] void report_in(unsigned thread, const std::string& what, const std::string& details);
+
 // "kernel 'foo' launched at file:line, block (1,0,0), thread (5,0,0)" of this OS thread. Which thread of the block it
 // is, only strict mode knows at any time.
 std::string where_are_we();
 bool in_kernel();
 bool is_fiber_stack(uintptr_t address);
+
+// ---- cpu/hopper.cpp, called by the scheduler
+void hopper_leave_block();  // all threads of a block have ended: has it waited for what it started?
+void hopper_meet(unsigned first_thread, unsigned n_threads, unsigned mask);  // these threads have met at a barrier
+void hopper_step();                                                          // strict mode: perhaps a copy lands
+bool hopper_land_one();      // every thread waits: a copy lands. False: none is under way
+std::string hopper_waits();  // who waits at which mbarrier or named barrier, for the report when all wait for ever
 
 // ---- cpu/strict.cpp
 // Strict mode's random numbers: splitmix64 from CUDA_CPU_STRICT=seed.

@@ -50,8 +50,9 @@
 // interval of keys (flash_attention.cuh). A block walks through the union of its rows' intervals, and tests each pair
 // only in tiles that an interval ends in: a causal mask costs half of a full one, a window T window instead of T^2.
 //
-// THE TIERS behind one function: CUDA cores (flash_attention_cores.cuh) for f32, and mma.sync
-// (flash_attention_mma.cuh), the tensor cores that all GPUs since sm_80 have, for bf16 and f16.
+// THE TIERS behind one function: CUDA cores (flash_attention_cores.cuh) for f32, and for bf16 and f16 mma.sync
+// (flash_attention_mma.cuh), the tensor cores that all GPUs since sm_80 have. A third, wgmma with the copy engine of
+// sm_90a (flash_attention_hopper.cu, forward only), is chosen by option until a GPU has said that it is faster.
 #include "layers/chunk.cuh"
 #include "layers/flash_attention.cuh"
 
@@ -148,14 +149,24 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     return a;
 }
 
+// wgmma is there on GPUs of compute capability 9.0, and only on those.
+bool has_wgmma() {
+    if (device().is_cpu) return true;
+    int index = 0, major = 0, minor = 0;
+    cudaCheck(cudaGetDevice(&index));
+    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
+    return major == 9 && minor == 0;
+}
+
 // Each tensor core instruction is played by a function on the CPU device, 30 times slower than its CUDA cores' loops.
 FlashTier tier_of(const char* operation, FlashTier wanted, DType dtype) {
     const bool can_cores = dtype == DType::f32 || device().is_cpu, can_mma = dtype != DType::f32;
-    const FlashTier tier = wanted != FlashTier::automatic ? wanted : can_cores ? FlashTier::cuda_cores : FlashTier::mma;
-    check(tier == FlashTier::mma ? can_mma : can_cores, operation, ": the tier ",
-          tier == FlashTier::mma ? "mma" : "cuda_cores", " that options ask for does not work on ", dtype_name(dtype),
-          " here");
-    return tier;
+    if (wanted == FlashTier::automatic) return can_cores ? FlashTier::cuda_cores : FlashTier::mma;
+    const bool can = wanted == FlashTier::cuda_cores ? can_cores : can_mma && (wanted == FlashTier::mma || has_wgmma());
+    const char* name = wanted == FlashTier::cuda_cores ? "cuda_cores" : wanted == FlashTier::mma ? "mma" : "hopper";
+    check(can, operation, ": the tier ", name, " that options ask for does not work on ", dtype_name(dtype), " here");
+    return wanted;
 }
 
 }  // namespace
@@ -173,8 +184,11 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
                              const HeadColumns& v, const FlashAttentionOptions& options, cudaStream_t stream) {
     const char* operation = "flash_attention_forward";
     const FlashArguments a = check_arguments(operation, "out", out, lse, q, k, v, options);
-    if (tier_of(operation, options.tier, q.rows.dtype) == FlashTier::cuda_cores) flash_forward_cores(a, stream);
-    else flash_forward_mma(a, stream);
+    switch (tier_of(operation, options.tier, q.rows.dtype)) {
+        case FlashTier::cuda_cores: return flash_forward_cores(a, stream);
+        case FlashTier::hopper: return flash_forward_hopper(a, stream);
+        default: return flash_forward_mma(a, stream);
+    }
 }
 
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H) { return B * H * T; }  // delta

@@ -215,7 +215,8 @@ struct QkvHeads {
 QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K);
 
 // How it is computed. automatic: tensor cores (mma) for 16 bits on a GPU, otherwise CUDA cores. For tests and benchmarks.
-enum class FlashTier { automatic, cuda_cores, mma };
+// hopper: wgmma and the copy engine, on GPUs of compute capability 9.0 and on the CPU device; the backward is mma's.
+enum class FlashTier { automatic, cuda_cores, mma, hopper };
 
 struct FlashAttentionOptions {
     float scale = 1.0f;     // usually 1 / sqrt(D)

@@ -296,6 +296,35 @@ void check_case(const Case& c, DType dtype, FlashTier tier, uint64_t seed) {
     CHECK(flash.dqkv.n_untouched() >= n_between);
 }
 
+// The same for the results of the forward, on Hopper's tier, whose backward is mma's.
+void check_forward_on_hopper(const Case& c, DType dtype, uint64_t seed) {
+    const Values in = random_inputs(c, dtype, seed);
+    Flash flash(c, dtype, in);
+    flash.options.tier = FlashTier::hopper;
+    flash.forward();
+    const Result exact = attention<double>(c, in, dtype), plain = plain_errors(c, dtype, in, exact, seed);
+    const std::string what = concat(c.name(), ", ", dtype_name(dtype));
+    const double two_roundings = 2 * unit_roundoff(dtype) * largest(exact.out);
+    check_close(flash.out.values(), exact.out, 0, 2 * plain.out[0] + two_roundings + 8 * kUnit * largest(in.v),
+                what + ", out");
+    check_close(flash.lse.values(), exact.lse, 0, 2 * plain.lse[0] + 2 * kUnit * largest(exact.lse) + 8 * kUnit,
+                what + ", lse");
+}
+
+// wgmma is there on GPUs of compute capability 9.0 only.
+bool has_hopper() {
+    int index = 0, major = 0, minor = 0;
+    cudaCheck(cudaGetDevice(&index));
+    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
+    return device().is_cpu || (major == 9 && minor == 0);
+}
+std::vector<FlashTier> tiers_of(DType dtype) {
+    if (dtype == DType::f32) return {FlashTier::automatic};
+    if (!has_hopper()) return {FlashTier::automatic, FlashTier::mma};
+    return {FlashTier::automatic, FlashTier::mma, FlashTier::hopper};
+}
+
 // A grid of shapes, not a product of all: number i takes the i-th of each list, and lists of lengths without a common
 // divisor meet in ever new combinations.
 std::vector<Case> grid() {
@@ -366,6 +395,17 @@ TEST_CASE("flash attention against float64, 16 bits, mma", "[flash]") {
     for (const Case& c : grid()) check_case(c, i++ % 2 ? DType::bf16 : DType::f16, FlashTier::mma, seed += 10);
 }
 
+TEST_CASE("flash attention against float64, 16 bits, hopper", "[flash][hopper]") {
+    if (!has_hopper()) SKIP_TEST("needs a GPU of compute capability 9.0");
+    uint64_t seed = 100;
+    size_t i = 0;
+    for (const Case& c : grid()) check_forward_on_hopper(c, i++ % 2 ? DType::bf16 : DType::f16, seed += 10);
+    // Four tiles of keys and more: both stages are filled again.
+    check_forward_on_hopper({1, 700, 2, 1, 128, 128, false, 0, {}, 0}, DType::bf16, 1);
+    check_forward_on_hopper({1, 600, 1, 1, 64, 64, true, 0, {}, 0}, DType::f16, 2);
+    check_forward_on_hopper({1, 400, 1, 1, 192, 128, true, 150, {100, 290, 10}, 2}, DType::bf16, 3);
+}
+
 TEST_CASE("flash attention against float64, 16 bits, the device's own choice", "[flash]") {
     const std::vector<Case> cases = grid();
     for (size_t i = 0; i < cases.size(); i += 7)
@@ -429,8 +469,7 @@ TEST_CASE("flash attention that can be read by eye", "[flash]") {
 TEST_CASE("flash attention looks only where it may", "[flash]") {
     // Tokens 70 to 99 change. The queries before them do not notice, nor those that are a window away.
     for (DType dtype : kFloatDTypes)
-        for (FlashTier tier : {FlashTier::automatic, FlashTier::mma}) {
-            if (dtype == DType::f32 && tier == FlashTier::mma) continue;
+        for (FlashTier tier : tiers_of(dtype)) {
             const Case c{1, 150, 2, 1, 32, 32, true, 40, {}, 1};
             Values in = random_inputs(c, dtype, 21);
             Flash before(c, dtype, in);
@@ -481,8 +520,7 @@ TEST_CASE("flash attention backward never uses what it may not see", "[flash]") 
 
 TEST_CASE("flash attention twice gives the same bits", "[flash]") {
     for (DType dtype : kFloatDTypes)
-        for (FlashTier tier : {FlashTier::automatic, FlashTier::mma}) {
-            if (dtype == DType::f32 && tier == FlashTier::mma) continue;
+        for (FlashTier tier : tiers_of(dtype)) {
             const Case c{2, 77, 6, 2, 40, 40, true, 0, {30, 47}, 0};
             const Values in = random_inputs(c, dtype, 41);
             Flash first(c, dtype, in), second(c, dtype, in);

@@ -8,7 +8,7 @@
 // test/test_cpu_strict.cu runs every case under several seeds: the wrong version must be caught, the right one must
 // pass. A line that a report must name is marked "// <- case". Several of these mistakes go unnoticed on a GPU, most of
 // the time.
-#include <cuda_runtime.h>
+#include "layers/ptx.cuh"
 
 #include <cmath>
 #include <cstdio>
@@ -381,6 +381,129 @@ bool missing_lane(bool wrong) { return warp_sum(wrong ? 1 : 0); }
 bool mask_without_lane(bool wrong) { return warp_sum(wrong ? 2 : 0); }
 bool two_collectives(bool wrong) { return warp_sum(wrong ? 3 : 0); }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Hopper's asynchronous copies and products (layers/ptx.cuh). A producer loads tiles of A into two stages; a warp group multiplies
+// each by a B of ones, which threads have written. Tile i is full of the number i + 1, so layouts do not matter here.
+
+constexpr int kTiles = 5, kTileNumbers = 64 * 16, kTileBytes = kTileNumbers * 2;
+enum Mistake {
+    none, no_wait, other_parity, no_empty_wait, no_expect_tx, no_init_fence, no_fence, no_wgmma_fence, no_wgmma_commit, no_wgmma_wait,
+    early_release, b_overwritten
+};
+
+__global__ void __launch_bounds__(160) product_kernel(float* out, const __nv_bfloat16* inp, int which) {
+    // clang-format off
+    unsigned char* stages = shared_tiles();
+    __nv_bfloat16* b = reinterpret_cast<__nv_bfloat16*>(stages + 2 * kTileBytes);
+    uint64_t* full = reinterpret_cast<uint64_t*>(stages + 3 * kTileBytes);
+    uint64_t* empty = full + 2;
+    const unsigned t = threadIdx.x;
+    if (which != no_fence && t < 128) b[t] = from_float<__nv_bfloat16>(1.0f);
+    if (which == no_init_fence) fence_proxy_async();
+    __syncthreads();
+    if (t == 0)
+        for (int i = 0; i < 2; ++i) mbarrier_init(&full[i], 1), mbarrier_init(&empty[i], 1); // <- missing_empty_wait
+    if (which != no_init_fence && (which != no_fence || t == 0)) fence_proxy_async();
+    if (which == no_fence && t < 128) b[t] = from_float<__nv_bfloat16>(1.0f);
+    __syncthreads();
+    if (t == 128) {
+        for (int tile = 0; tile < kTiles; ++tile) {
+            const int i = tile % 2;
+            if (which != no_empty_wait) mbarrier_wait(&empty[i], (tile / 2 + 1) % 2); // <- wrong_parity
+            if (which == no_expect_tx) mbarrier_arrive(&full[i]);
+            else mbarrier_arrive_expect_tx(&full[i], kTileBytes); // <- missing_empty_wait
+            bulk_load(stages + i * kTileBytes, inp + tile * kTileNumbers, kTileBytes, &full[i]); // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier released_too_early missing_wgmma_commit missing_wgmma_wait
+        }
+    } else if (t < 128) {
+        float d[1][4] = {};
+        const uint64_t ones = wgmma_descriptor<0>(b, 128, 256);
+        for (int tile = 0; tile < kTiles; ++tile) {
+            const int i = tile % 2;
+            if (which != no_wait) mbarrier_wait(&full[i], (tile / 2 + (which == other_parity)) % 2); // <- wrong_parity
+            if (which != no_wgmma_fence) wgmma_fence();
+            wgmma_m64k16<__nv_bfloat16>(d, wgmma_descriptor<0>(stages + i * kTileBytes, 128, 256), ones, true); // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
+            if (which != no_wgmma_commit) wgmma_commit();
+            if (which == early_release && t == 0) mbarrier_arrive(&empty[i]);
+            if (which == early_release) __syncwarp();
+            if (which == b_overwritten && tile == 2) b[t] = from_float<__nv_bfloat16>(2.0f);
+            if (which != no_wgmma_wait) wgmma_wait<0>(d);
+            if (which != early_release && t == 0) mbarrier_arrive(&empty[i]);
+        }
+        out[t] = d[0][0];
+    }
+    // clang-format on
+}
+bool product(Mistake mistake) {
+    std::vector<__nv_bfloat16> tiles;
+    for (int i = 0; i < kTiles * kTileNumbers; ++i) tiles.push_back(from_float<__nv_bfloat16>(static_cast<float>(i / kTileNumbers + 1)));
+    Buffer inp(tiles.size() / 2), out(128);
+    must(cudaMemcpy(inp.data, tiles.data(), tiles.size() * 2, cudaMemcpyHostToDevice));
+    const __nv_bfloat16* numbers = reinterpret_cast<const __nv_bfloat16*>(inp.data);
+    product_kernel<<<1, 160, 4 * kTileBytes + kTileAlignment>>>(out.data, numbers, mistake);  // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
+    must(cudaDeviceSynchronize());
+    for (float x : out.read())
+        if (x != 16.0f * (1 + 2 + 3 + 4 + 5)) return false;
+    return true;
+}
+bool missing_mbarrier_wait(bool wrong) { return product(wrong ? no_wait : none); }
+bool wrong_parity(bool wrong) { return product(wrong ? other_parity : none); }
+bool missing_empty_wait(bool wrong) { return product(wrong ? no_empty_wait : none); }
+bool missing_expect_tx(bool wrong) { return product(wrong ? no_expect_tx : none); }
+bool missing_fence_of_mbarrier(bool wrong) { return product(wrong ? no_init_fence : none); }
+bool missing_proxy_fence(bool wrong) { return product(wrong ? no_fence : none); }
+bool missing_wgmma_fence(bool wrong) { return product(wrong ? no_wgmma_fence : none); }
+bool missing_wgmma_commit(bool wrong) { return product(wrong ? no_wgmma_commit : none); }
+bool missing_wgmma_wait(bool wrong) { return product(wrong ? no_wgmma_wait : none); }
+bool released_too_early(bool wrong) { return product(wrong ? early_release : none); }
+bool operand_overwritten(bool wrong) { return product(wrong ? b_overwritten : none); }
+
+// Loads 64 numbers, adds 1, stores them; then clears the place.
+__global__ void round_trip_kernel(float* out, const float* inp, int which) {
+    // clang-format off
+    __shared__ __align__(8) uint64_t landed;
+    float* row = reinterpret_cast<float*>(shared_tiles());
+    const unsigned t = threadIdx.x;
+    if (t == 0) mbarrier_init(&landed, which == 5 ? 2 : 1);
+    fence_proxy_async();
+    __syncthreads();
+    if (t == 0) {
+        mbarrier_arrive_expect_tx(&landed, 256);
+        bulk_load(row, inp, 256, &landed);
+    }
+    if (which != 1 || t == 0) mbarrier_wait(&landed, 0); // <- arrival_that_never_comes
+    row[t] += 1.0f;
+    if (which != 2) fence_proxy_async();
+    if (which == 6 && t >= 32) named_barrier_sync(1, 32); // <- named_barrier_of_other_size
+    else named_barrier_sync(1, 64);                       // <- named_barrier_of_other_size
+    if (t == 0) {
+        bulk_store(out, row, 256); // <- missing_store_fence missing_bulk_wait_read missing_bulk_wait
+        bulk_commit();
+        if (which < 3) bulk_wait_read<0>();
+    }
+    if (which != 4) {
+        __syncthreads();
+        row[t] = 0.0f;
+        __syncthreads();
+    }
+    if (t == 0 && which != 4) bulk_wait<0>();
+    // clang-format on
+}
+bool round_trip(int which) {
+    Buffer inp(counting(64)), out(64);
+    round_trip_kernel<<<1, 64, 2 * kTileAlignment>>>(out.data, inp.data, which);  // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read missing_bulk_wait
+    must(cudaDeviceSynchronize());
+    const std::vector<float> row = out.read();
+    for (size_t i = 0; i < 64; ++i)
+        if (row[i] != static_cast<float>(i + 1)) return false;
+    return true;
+}
+bool ordinary_read_in_flight(bool wrong) { return round_trip(wrong ? 1 : 0); }
+bool missing_store_fence(bool wrong) { return round_trip(wrong ? 2 : 0); }
+bool missing_bulk_wait_read(bool wrong) { return round_trip(wrong ? 3 : 0); }
+bool missing_bulk_wait(bool wrong) { return round_trip(wrong ? 4 : 0); }
+bool arrival_that_never_comes(bool wrong) { return round_trip(wrong ? 5 : 0); }
+bool named_barrier_of_other_size(bool wrong) { return round_trip(wrong ? 6 : 0); }
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -395,7 +518,11 @@ const Case cases[] = {
     CASE(reads_past_an_odd_end), CASE(use_after_free), CASE(null_pointer), CASE(past_dynamic_shared_memory),
     CASE(stack_overflow), CASE(divergent_barrier), CASE(early_return), CASE(two_barriers),
     CASE(missing_lane), CASE(mask_without_lane), CASE(two_collectives), CASE(async_copy_not_waited_for),
-    CASE(async_copy_not_committed),
+    CASE(async_copy_not_committed), CASE(missing_mbarrier_wait), CASE(wrong_parity), CASE(missing_empty_wait),
+    CASE(missing_expect_tx), CASE(missing_fence_of_mbarrier), CASE(missing_proxy_fence), CASE(missing_wgmma_fence),
+    CASE(missing_wgmma_commit), CASE(missing_wgmma_wait), CASE(released_too_early), CASE(operand_overwritten),
+    CASE(ordinary_read_in_flight), CASE(missing_store_fence), CASE(missing_bulk_wait_read), CASE(missing_bulk_wait),
+    CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size),
 };
 // clang-format on
 

@@ -1,0 +1,67 @@
+// cpu/hopper.h: the machine underneath Hopper's asynchronous instructions (cpu/hopper.cpp). Kernels use it through
+// layers/ptx.cuh, where each instruction is explained; cpu/README.md tells what strict mode makes of them.
+#pragma once
+
+#include "cuda_runtime.h"
+
+struct CUtensorMap;
+
+namespace cuda_cpu {
+
+// Where in the kernel's source an instruction stands, for reports.
+struct Here {
+    const char* file;
+    int line;
+};
+
+// Shared memory as instructions see it: 18 bits of an address say where. A block's dynamic shared memory is smaller
+// than 2^18 bytes, so that the low bits of an ordinary pointer are enough.
+constexpr uint32_t kSharedAddressMask = (1u << 18) - 1;
+
+// ---- mbarriers
+void mbarrier_init_by(unsigned thread, void* barrier, unsigned n_arrivals, Here here);
+void mbarrier_invalidate_by(unsigned thread, void* barrier, Here here);
+void mbarrier_arrive_by(unsigned thread, void* barrier, unsigned n_arrivals, unsigned expected_bytes, Here here);
+void mbarrier_wait_by(unsigned thread, void* barrier, unsigned parity, Here here);  // other threads run meanwhile
+
+// ---- named barriers
+void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool wait, Here here);
+
+// ---- bulk copies. A load is announced to an mbarrier; a store belongs to the thread's group of stores.
+void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Here here);
+void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Here here);
+void tensor_load_by(unsigned thread, void* to, const CUtensorMap& map, const int* coordinates, unsigned rank,
+                    void* barrier, Here here);
+void tensor_store_by(unsigned thread, const CUtensorMap& map, const int* coordinates, unsigned rank, const void* from,
+                     Here here);
+void bulk_commit_by(unsigned thread);
+void bulk_wait_by(unsigned thread, unsigned n_groups, bool read_only);
+void fence_proxy_async_by(unsigned thread);
+
+// ---- wgmma: 128 threads bring their operands, the last one multiplies.
+struct Wgmma {
+    float* d;           // this thread's part of the accumulator
+    const uint32_t* a;  // its part of A; null: A lies in shared memory
+    uint64_t a_descriptor, b_descriptor;
+    bool accumulate;
+};
+constexpr unsigned kWarpGroup = 128;
+using WgmmaComplete = void (*)(Wgmma** lanes);
+void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaComplete complete, Here here);
+void wgmma_fence_by(unsigned thread);
+void wgmma_commit_by(unsigned thread);
+void wgmma_wait_by(unsigned thread, unsigned n_groups);
+// The 16 bytes of dynamic shared memory at an 18-bit address, for WgmmaComplete.
+const uint16_t* wgmma_shared(uint32_t address);
+
+unsigned elected_lane(unsigned mask);
+
+// Calls f, in which other threads may run, and gives the thread its index back.
+template <class F>
+static inline void keeping_thread(F&& f) {
+    const uint3 thread = threadIdx;
+    f();
+    threadIdx = thread;
+}
+
+}  // namespace cuda_cpu
