@@ -212,7 +212,8 @@ void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
 int run(TrainOptions options) {
     const bool is_text_readable = !options.tokenizer.empty();
     const auto tokenizer = is_text_readable ? load_tokenizer(options.tokenizer) : make_byte_tokenizer();
-    Trainer t(std::move(options), choose_config(options, tokenizer->vocab_size()));
+    const Config config = choose_config(options, tokenizer->vocab_size());
+    Trainer t(std::move(options), config);
     TrainOptions& o = t.options;
     t.take_memory();  // counts
     if (o.plan) {
