@@ -294,7 +294,7 @@ void load_weights(Model& model, const std::string& folder) {
               stored.dtype, ", expected F32, F16 or BF16");
         std::vector<float> values = stored.floats();
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
-        set_parameter(param, values);
+        model.write(param, values);
         used.insert(name);
     }
     for (const auto& [name, tensor] : file.tensors()) {
@@ -306,12 +306,17 @@ void load_weights(Model& model, const std::string& folder) {
 }
 
 void save_model(const Model& model, const std::string& folder) {
+    DataParallel* const ranks = model.data_parallel;
+    if (ranks && ranks->comm().rank != 0) {  // hand over the parts, in the order in which rank 0 writes
+        for (const Param& param : model.params) ranks->read(model, param);
+        return;
+    }
     make_folder(folder);
     std::vector<TensorToStore> tensors;
     for (const Param& param : model.params) {
-        const auto fill = [&param](void* bytes) {
+        const auto fill = [&param, &model, ranks](void* bytes) {
             const int64_t rows = param.value.shape[0] - param.padded_rows;
-            std::vector<float> values = to_floats(param.exact().slice(0, rows));
+            std::vector<float> values = ranks ? ranks->read(model, param) : to_floats(param.exact().slice(0, rows));
             if (param.transposed) values = transpose(values, rows, param.value.cols());
             std::copy(values.begin(), values.end(), static_cast<float*>(bytes));
         };

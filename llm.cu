@@ -26,7 +26,24 @@ namespace {
 // (q, k and v; gate and up) get one place; their parts are rows of it.
 class Placer {
   public:
-    Placer(Model& model) : model_(model) {}
+    // counting: decides the places; otherwise the units have memory.
+    Placer(Model& model, bool counting) : model_(model), counting_(counting) {}
+
+    // What is taken from here on belongs to this unit.
+    void begin_unit(const std::string& name) {
+        end_unit();
+        if (counting_) model_.units.push_back({.name = name, .offset = n_});
+        unit_ = unit_ == kNone ? 0 : unit_ + 1;
+        unit_offset_ = n_;
+        if (counting_) {
+            values_ = {nullptr, model_.values.dtype}, grads_ = {nullptr, model_.grads.dtype}, masters_ = {nullptr, DType::f32};
+        } else {
+            values_ = model_.unit_values(unit_), grads_ = model_.unit_grads(unit_), masters_ = model_.unit_masters(unit_);
+        }
+    }
+    void end_unit() {
+        if (unit_ != kNone) model_.units[unit_].n = n_ - unit_offset_;
+    }
 
     struct Place {
         Tensor value, grad, master;
@@ -34,7 +51,7 @@ class Placer {
     };
     Place take(std::initializer_list<int64_t> dims) {
         const int64_t offset = n_;
-        Place place{cut(model_.values, dims), cut(model_.grads, dims), cut(model_.masters, dims), offset};
+        Place place{cut(values_, dims), cut(grads_, dims), cut(masters_, dims), offset};
         n_ = round_up(offset + place.value.n(), 64);  // 256 bytes in f32, 128 in 16 bits
         return place;
     }
@@ -42,7 +59,7 @@ class Placer {
     void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay, bool transposed = false,
               int64_t padded_rows = 0) {
         const int64_t row_n = place.value.n() / place.value.shape[0];
-        const Tensor master = model_.precision.master ? place.master.slice(first, rows) : Tensor{};
+        const Tensor master = place.master.data ? place.master.slice(first, rows) : Tensor{};
         model_.params.push_back({name, place.value.slice(first, rows), place.grad.slice(first, rows), master,
                                  place.offset + first * row_n, decay, transposed, padded_rows});
     }
@@ -75,23 +92,29 @@ class Placer {
     int64_t n() const { return n_; }
 
   private:
-    // The next elements of a flat array, which has no memory yet while arenas count.
-    Tensor cut(const Tensor& flat, std::initializer_list<int64_t> dims) const {
-        Tensor part = make_tensor(nullptr, flat.dtype, dims);
-        if (flat.data) part.data = static_cast<char*>(flat.data) + static_cast<size_t>(n_) * dtype_bytes(flat.dtype);
+    // The next elements of the unit, which has no memory yet while arenas count.
+    Tensor cut(const Tensor& unit, std::initializer_list<int64_t> dims) const {
+        Tensor part = make_tensor(nullptr, unit.dtype, dims);
+        if (unit.data) part.data = static_cast<char*>(unit.data) + static_cast<size_t>(n_ - unit_offset_) * dtype_bytes(unit.dtype);
         return part;
     }
+    static constexpr size_t kNone = static_cast<size_t>(-1);
     Model& model_;
-    int64_t n_ = 0;
+    const bool counting_;
+    int64_t n_ = 0, unit_offset_ = 0;
+    size_t unit_ = kNone;
+    Tensor values_, grads_, masters_;  // of the unit
 };
 
-int64_t place_parameters(Model& model) {
+// Returns how many elements there are.
+int64_t place_parameters(Model& model, bool counting) {
     const Config& c = model.config;
     const bool gpt2 = c.family == Family::gpt2;
-    Placer placer(model);
+    Placer placer(model, counting);
     model.params.clear();
     model.blocks.clear();
 
+    placer.begin_unit("embedding");
     const Placer::Place wte = placer.take({c.V_padded(), c.C});
     placer.name(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight", wte, 0, c.V_padded(), true, false,
                 c.V_padded() - c.V);
@@ -103,6 +126,7 @@ int64_t place_parameters(Model& model) {
     }
     for (int64_t l = 0; l < c.L; ++l) {
         Block block;
+        placer.begin_unit(concat("block ", l));
         if (gpt2) {
             const std::string p = concat("transformer.h.", l, ".");
             block.norm1 = placer.norm(p + "ln_1", c.C, true);
@@ -123,6 +147,7 @@ int64_t place_parameters(Model& model) {
         }
         model.blocks.push_back(block);
     }
+    placer.begin_unit("head");
     model.final_norm = placer.norm(gpt2 ? "transformer.ln_f" : "model.norm", c.C, gpt2);
     if (c.tied) {
         model.head = {model.wte, {}, model.dwte, {}, {}, {}};
@@ -131,6 +156,7 @@ int64_t place_parameters(Model& model) {
         placer.name("lm_head.weight", head, 0, c.V_padded(), true, false, c.V_padded() - c.V);
         model.head = {head.value, {}, head.grad, {}, {}, {}};
     }
+    placer.end_unit();
     return placer.n();
 }
 
@@ -145,10 +171,13 @@ void take_fp8(Model& model, Arena& arena) {
     const bool delayed = p.fp8 == Fp8Recipe::delayed;
     if (delayed) model.fp8_states = arena.take("fp8 histories", DType::f32, {8 * model.config.L, kFp8StateN});
     int64_t row = 0;
-    for (Block& block : model.blocks) {
-        for (Linear* linear : linears(block)) {
-            linear->fp8 = take_fp8_weight(arena, p.fp8, linear->weight.shape[0], linear->weight.shape[1]);
-            if (delayed) linear->fp8_state = model.fp8_states.slice(row, 2);
+    for (size_t l = 0; l < model.blocks.size(); ++l) {
+        for (size_t i = 0; i < 4; ++i) {
+            Linear& linear = *linears(model.blocks[l])[i];
+            // ZeRO 3: the 8-bit weights of a unit come and go with it.
+            if (model.sharding.cuts_values() && l >= 2) linear.fp8 = linears(model.blocks[l - 2])[i]->fp8;
+            else linear.fp8 = take_fp8_weight(arena, p.fp8, linear.weight.shape[0], linear.weight.shape[1]);
+            if (delayed) linear.fp8_state = model.fp8_states.slice(row, 2);
             row += 2;
         }
     }
@@ -156,7 +185,8 @@ void take_fp8(Model& model, Arena& arena) {
 
 }  // namespace
 
-Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters) {
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters,
+                  const Sharding& sharding) {
     check_config(config);
     check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ", config.T_max,
           " positions this model has: use --seq ", config.T_max, " or less");
@@ -166,12 +196,11 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     Model model;
     model.config = config;
     model.precision = precision;
-    model.values.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype, model.masters.dtype = DType::f32;
-    const int64_t n = place_parameters(model);  // counts
-    model.values = values.take("weights", precision.dtype, {n});
-    model.grads = grads.take("gradients", precision.grad_dtype, {n});
-    if (precision.master) model.masters = masters.take("master weights", DType::f32, {n});
-    place_parameters(model);  // now with memory
+    model.values.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
+    model.n = place_parameters(model, true);
+    model.cut(sharding, config.tied);
+    model.take(precision.dtype, precision.grad_dtype, precision.master, values, grads, masters);
+    place_parameters(model, false);
     if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.D});
     take_fp8(model, values);
     if (values.counting()) return model;
@@ -188,20 +217,45 @@ Weights Model::weights(uint64_t seed) const {
     return {.values = values, .stochastic = precision.dtype != DType::f32, .seed = seed};
 }
 
+namespace {
+
+// Units by their place in Model::units: 0 the embedding, 1 + l block l, L + 1 the head.
+size_t head_unit(const Model& model) { return model.units.size() - 1; }
+
+void quantise_block(const Block& block, cudaStream_t stream) {
+    for (const Linear& linear : {block.qkv, block.attn_out, block.up, block.down})
+        fp8_quantise_weight(linear.fp8, linear.weight, stream);
+}
+
+// Before a unit's weights are read; `next` is the one that follows, or -1. No-op on one rank.
+void gather(const Model& model, size_t unit, int64_t next, cudaStream_t stream) {
+    if (!model.data_parallel) return;
+    model.data_parallel->gather(model, unit, next, stream);
+    const bool is_block = unit > 0 && unit < head_unit(model);
+    if (is_block && model.precision.fp8 != Fp8Recipe::none && model.sharding.cuts_values())
+        quantise_block(model.blocks[unit - 1], stream);
+}
+void begin_grads(const Model& model, size_t unit, cudaStream_t stream) {
+    if (model.data_parallel) model.data_parallel->begin_grads(model, unit, stream);
+}
+void end_grads(const Model& model, size_t unit, cudaStream_t stream) {
+    if (model.data_parallel) model.data_parallel->end_grads(model, unit, stream);
+}
+
+}  // namespace
+
 void quantise_weights(const Model& model, cudaStream_t stream) {
-    if (model.precision.fp8 == Fp8Recipe::none) return;
-    for (const Block& block : model.blocks)
-        for (const Linear& linear : {block.qkv, block.attn_out, block.up, block.down})
-            fp8_quantise_weight(linear.fp8, linear.weight, stream);
+    if (model.precision.fp8 == Fp8Recipe::none || model.sharding.cuts_values()) return;
+    for (size_t l = 0; l < model.blocks.size(); ++l) {
+        gather(model, 1 + l, -1, stream);
+        quantise_block(model.blocks[l], stream);
+    }
 }
 
 void advance_fp8(const Model& model, cudaStream_t stream) {
-    if (model.fp8_states) fp8_advance(model.fp8_states, stream);
-}
-
-void set_parameter(const Param& param, const std::vector<float>& values) {
-    for (const Tensor& tensor : {param.value, param.master})
-        if (tensor) from_floats(tensor.slice(0, tensor.shape[0] - param.padded_rows), values);
+    if (!model.fp8_states) return;
+    if (model.data_parallel) model.data_parallel->comm().all_reduce(model.fp8_states, model.fp8_states, ReduceOp::max, stream);
+    fp8_advance(model.fp8_states, stream);
 }
 
 void init_weights(Model& model, uint64_t seed) {
@@ -214,9 +268,9 @@ void init_weights(Model& model, uint64_t seed) {
                               ends_with(param.name, "down_proj.weight");
         const int64_t n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
         if (param.decay)
-            set_parameter(param, normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));
+            model.write(param, normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));
         else
-            set_parameter(param, std::vector<float>(static_cast<size_t>(n), ends_with(param.name, ".weight") ? 1.0f : 0.0f));
+            model.write(param, std::vector<float>(static_cast<size_t>(n), ends_with(param.name, ".weight") ? 1.0f : 0.0f));
     }
 }
 
@@ -441,6 +495,7 @@ void recompute_shared(const Config& config, const Block& block, const BlockSaved
 void recompute_blocks(const Model& model, Activations& acts, size_t first, size_t last, cudaStream_t stream) {
     Tensor residual = acts.blocks[first].norm1.sum;
     for (size_t l = first; l <= last; ++l) {
+        gather(model, 1 + l, l < last ? static_cast<int64_t>(2 + l) : -1, stream);
         block_forward(model, model.blocks[l], acts.blocks[l], acts, residual, l > first, l < last, stream);
         residual = acts.blocks[l].norm2.sum;
     }
@@ -474,12 +529,16 @@ void block_backward(const Model& model, const Block& block, const BlockSaved& sa
 void forward(const Model& model, Activations& acts, cudaStream_t stream, bool training) {
     const Config& c = model.config;
     acts.training = training;
+    gather(model, 0, 1, stream);
     embedding_forward(acts.embedded.view({acts.B, acts.T, c.C}), acts.tokens, model.wte, model.wpe, stream);
     Tensor residual = acts.embedded;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
+        gather(model, 1 + l, static_cast<int64_t>(2 + l), stream);
         block_forward(model, model.blocks[l], acts.blocks[l], acts, residual, l > 0, true, stream);
         residual = acts.blocks[l].norm2.sum;
     }
+    gather(model, head_unit(model), -1, stream);
+    if (c.tied) gather(model, 0, -1, stream);
     norm_forward(c, model.final_norm, acts.final_norm, residual, acts.branch, stream);
     linear_forward(acts.logits, acts.final_norm.out, model.head.weight, {}, stream);
 }
@@ -494,16 +553,28 @@ void loss_backward(const Model& model, Activations& acts, float dloss, cudaStrea
 
 void backward(const Model& model, Activations& acts, cudaStream_t stream) {
     const Config& c = model.config;
+    const size_t head = head_unit(model);
+    gather(model, head, -1, stream);
+    if (c.tied) gather(model, 0, -1, stream);
+    begin_grads(model, head, stream);
+    if (c.tied) begin_grads(model, 0, stream);
     linear_backward_input(acts.dnorm, acts.logits, model.head.weight, false, stream);
     linear_backward_weight(model.head.dweight, {}, acts.logits, acts.final_norm.out, acts.scratch, stream);
     norm_backward(c, model.final_norm, acts.final_norm, acts.dresidual, acts.dnorm, {}, acts.scratch, stream);
+    end_grads(model, head, stream);
     const size_t L = model.blocks.size(), segment = acts.recompute.every > 0 ? static_cast<size_t>(acts.recompute.every) : L;
     for (size_t l = L; l-- > 0;) {
         // The last segment's activations are still there from the forward; those before were overwritten.
         if ((l + 1) % segment == 0 && l + 1 < L) recompute_blocks(model, acts, l + 1 - segment, l, stream);
+        const bool next_is_run_again = l % segment == 0;  // then its segment is gathered from the front
+        gather(model, 1 + l, next_is_run_again ? -1 : static_cast<int64_t>(l), stream);
+        begin_grads(model, 1 + l, stream);
         block_backward(model, model.blocks[l], acts.blocks[l], acts, stream);
+        end_grads(model, 1 + l, stream);
     }
+    if (!c.tied) begin_grads(model, 0, stream);
     embedding_backward(model.dwte, model.dwpe, acts.dresidual.view({acts.B, acts.T, c.C}), acts.tokens, acts.links, stream);
+    end_grads(model, 0, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

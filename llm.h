@@ -7,6 +7,7 @@
 #include "core/core.h"
 #include "layers/layers.h"
 #include "optim/optim.h"
+#include "parallel/parallel.h"
 
 #include <functional>
 
@@ -75,12 +76,12 @@ struct Precision {
     Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' four linear layers on 8-bit floats; the rest stays in dtype
 };
 
-struct Model {
+// The parameters' memory is FlatParameters' (parallel/parallel.h): flat arrays of units, which are the embedding, the blocks and
+// the head. Every parameter below is a view into its unit.
+struct Model : FlatParameters {
     Config config;
     Precision precision;
-    Tensor values, grads;       // flat; every parameter below is a view into them
-    Tensor masters;             // flat f32 with the same offsets, where there are master weights
-    std::vector<Param> params;  // by Hugging Face name, in file order
+    DataParallel* data_parallel = nullptr;  // many ranks: gathers units before they are used, and reduces their gradients
 
     Tensor wte, dwte;  // (V_padded, C) token embedding
     Tensor wpe, dwpe;  // (T_max, C) position embedding, GPT-2
@@ -90,23 +91,23 @@ struct Model {
     Tensor rope_table;  // (T_max, D) f32, LLaMA
     Tensor fp8_states;  // (8 L, kFp8StateN) f32, delayed scaling
 
-    // What an optimizer updates: the masters, and values as their copy; or values alone, where 16 bits are rounded
-    // stochastically.
+    // What an optimizer of all parameters updates: the masters, and values as their copy; or values alone, where 16 bits are
+    // rounded stochastically.
     Weights weights(uint64_t seed) const;
 };
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
-Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters);
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters,
+                  const Sharding& sharding = {});
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual branches
 // divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
 // With fp8, after every change of the weights: quantises those of the blocks; and after every step: moves the histories on.
 void quantise_weights(const Model& model, cudaStream_t stream);
 void advance_fp8(const Model& model, cudaStream_t stream);
-// Writes a parameter's rows (without the padding): the master, and the value rounded from it.
-void set_parameter(const Param& param, const std::vector<float>& values);
 
 // Hugging Face folders: config.json with model.safetensors, or its shards (bodies in huggingface.cu, like load_config).
+// With many ranks all of them call these, and rank 0 writes.
 void load_weights(Model& model, const std::string& folder);
 void save_model(const Model& model, const std::string& folder);
 

@@ -140,11 +140,12 @@ StepCost step_cost(Trainer& t, double state_bytes) {
 // The optimizer's states by kind: "m", "v", "row", ...
 std::vector<std::pair<std::string, double>> optimizer_states(const Trainer& t) {
     std::vector<std::pair<std::string, double>> kinds;
-    for (const OptimizerState& state : t.optimizer->states()) {
-        const std::string kind = state.name.substr(0, state.name.find('.'));
-        auto at = std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == kind; });
-        if (at == kinds.end()) at = kinds.insert(kinds.end(), {kind, 0.0});
-        at->second += static_cast<double>(state.tensor.bytes());
+    for (const auto& optimizer : t.optimizers) {
+        for (const OptimizerState& state : optimizer->states()) {
+            auto at = std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
+            if (at == kinds.end()) at = kinds.insert(kinds.end(), {state.kind, 0.0});
+            at->second += static_cast<double>(state.tensor.bytes());
+        }
     }
     return kinds;
 }

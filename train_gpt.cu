@@ -41,6 +41,7 @@ double seconds_now() {
 struct StepResult {
     double loss, grad_norm;
     bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
+    bool stop;     // some rank was asked to
 };
 
 // The device runs ahead of the host: it is asked once a step, at the end, for the losses and the norm.
@@ -52,71 +53,98 @@ void copy_to_host_async(void* to, const Tensor& from, cudaStream_t stream) {
 }
 
 // For tests (--inject-overflow STEP): what a gradient too large for its type leaves behind.
-void inject_overflow(const Tensor& grads, cudaStream_t stream) {
+void inject_overflow(const Model& model, cudaStream_t stream) {
     static const float f32 = INFINITY;
     static const __half f16 = __float2half(INFINITY);
-    const Tensor one = grads.slice(grads.n() / 2, 1);
+    const Tensor grads = model.part_of_grads(1), one = grads.slice(grads.n() / 2, 1);
     copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
-// Step s trains on sequences [(s - 1) batch, s batch) of the run.
+// Sequences [first, first + n) of the run or of the held-out text, to the device.
+void read_sequences(Trainer& t, const BatchReader& data, int64_t first, int64_t n, int64_t to) {
+    const int64_t T = t.options.seq;
+    for (int64_t b = 0; b < n; ++b) data.sequence(first + b, t.host_tokens + (to + b) * T, t.host_targets + (to + b) * T);
+}
+void upload_micro_batch(Trainer& t, int64_t first, cudaStream_t stream) {
+    copy_to_device_async(t.acts.tokens, t.host_tokens + first * t.options.seq, stream);
+    copy_to_device_async(t.acts.targets, t.host_targets + first * t.options.seq, stream);
+}
+
+// Step s trains on sequences [(s - 1) batch, s batch) of the run; each rank on its share of them.
 StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
-    const int64_t T = o.seq, n_step = o.batch * T, n_micro = t.micro_batch * T;
-    for (int64_t b = 0; b < o.batch; ++b)
-        data.sequence((step - 1) * o.batch + b, t.host_tokens + b * T, t.host_targets + b * T);
+    Model& model = t.model;
+    DataParallel& ranks = t.data_parallel;
+    const double n_step = static_cast<double>(o.batch * o.seq);  // tokens, of all ranks
+    t.world.set_step(step);
+    read_sequences(t, data, (step - 1) * o.batch + t.world.rank * t.local_batch, t.local_batch, 0);
 
     const float loss_scale = static_cast<float>(t.scaler.scale);
-    cudaCheck(cudaMemsetAsync(t.model.grads.data, 0, t.model.grads.bytes(), stream));
-    for (int64_t first = 0; first < n_step; first += n_micro) {
-        copy_to_device_async(t.acts.tokens, t.host_tokens + first, stream);
-        copy_to_device_async(t.acts.targets, t.host_targets + first, stream);
-        forward(t.model, t.acts, stream);
-        loss_backward(t.model, t.acts, loss_scale / static_cast<float>(n_step), stream);
-        backward(t.model, t.acts, stream);
-        copy_to_host_async(t.host_losses + first, t.acts.losses, stream);
+    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
+    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+        upload_micro_batch(t, micro * t.micro_batch, stream);
+        forward(model, t.acts, stream);
+        loss_backward(model, t.acts, static_cast<float>(loss_scale / n_step), stream);
+        add_losses(t.loss_sum(), t.acts.losses, stream);
+        ranks.begin_backward(model, micro, stream);
+        backward(model, t.acts, stream);
     }
-    if (step == o.inject_overflow) inject_overflow(t.model.grads, stream);
-    grad_norm(t.norm_result, t.model.grads, static_cast<float>(o.clip), 1.0f / loss_scale, t.norm_scratch, stream);
-    t.optimizer->step(t.model.weights(static_cast<uint64_t>(o.seed)), t.model.grads, t.norm_result,
-                      learning_rate(o.schedule, step), t.updates + 1, stream);
-    quantise_weights(t.model, stream);
-    advance_fp8(t.model, stream);
+    ranks.finish_grads(model, stream);
+    if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(model, stream);
 
-    copy_to_host_async(t.host_norm, t.norm_result, stream);
+    // Each rank squares its part, also where it holds all gradients: so the norm has the same bits with and without ZeRO.
+    const int64_t n_units = static_cast<int64_t>(model.units.size());
+    for (int64_t u = 0; u < n_units; ++u)
+        sum_squares(t.totals.slice(u, 1).view({2}), model.part_of_grads(static_cast<size_t>(u)), t.norm_scratch, stream);
+    t.host_totals[4] = stop_requested ? 1.0f : 0.0f, t.host_totals[5] = 0;
+    copy_to_device_async(t.stop_count(), t.host_totals + 4, stream);
+    ranks.add_up(t.totals, stream);
+    clip_scale(t.norm_result, t.totals.slice(0, n_units), static_cast<float>(o.clip), 1.0f / loss_scale, stream);
+    for (size_t u = 0; u < model.units.size(); ++u) {
+        t.optimizers[u]->step(model.updated_weights(u, static_cast<uint64_t>(o.seed)), model.updated_grads(u), t.norm_result,
+                              learning_rate(o.schedule, step), t.updates + 1, stream);
+        ranks.share_update(model, u, stream);
+    }
+    quantise_weights(model, stream);
+    advance_fp8(model, stream);
+
+    copy_to_host_async(t.host_totals, t.norm_result, stream);
+    copy_to_host_async(t.host_totals + 2, t.loss_sum(), stream);
+    copy_to_host_async(t.host_totals + 4, t.stop_count(), stream);
     cudaCheck(cudaStreamSynchronize(stream));
-    double loss = 0;
-    for (int64_t i = 0; i < n_step; ++i) loss += t.host_losses[i];
-    loss /= static_cast<double>(n_step);
-    const double norm = t.host_norm[0];
+    const double loss = (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) / n_step, norm = t.host_totals[0];
     const bool overflow = !std::isfinite(norm);
     check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss, " and the gradient norm ", norm,
           "; the weights are unchanged by this step. Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
           "checkpoint in ", o.out, " is good");
     t.scaler.update(overflow);
     if (!overflow) ++t.updates;
-    return {loss, norm, overflow};
+    return {loss, norm, overflow, t.host_totals[4] > 0};
 }
 
-// Mean loss over the first n_sequences of the held-out text.
+// Mean loss over the first n_sequences of the held-out text. The ranks take micro-batches in turn.
 double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     const cudaStream_t stream = device().stream;
-    const int64_t T = t.options.seq, n_micro = t.micro_batch * T;
     const int64_t n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / t.micro_batch);
-    double total = 0;
-    for (int64_t batch = 0; batch < n_batches; ++batch) {
-        for (int64_t b = 0; b < t.micro_batch; ++b)
-            data.sequence(batch * t.micro_batch + b, t.host_tokens + b * T, t.host_targets + b * T);
-        copy_to_device_async(t.acts.tokens, t.host_tokens, stream);
-        copy_to_device_async(t.acts.targets, t.host_targets, stream);
-        forward(t.model, t.acts, stream, false);
+    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
+    for (int64_t first = 0; first < n_batches; first += t.world.size) {
+        const int64_t batch = first + t.world.rank;
+        if (batch < n_batches) {
+            read_sequences(t, data, batch * t.micro_batch, t.micro_batch, 0);
+            upload_micro_batch(t, 0, stream);
+        } else if (!t.model.sharding.cuts_values()) {
+            break;
+        }
+        forward(t.model, t.acts, stream, false);  // with ZeRO 3 all ranks must take part in every forward
         loss_forward(t.model, t.acts, stream);
-        copy_to_host_async(t.host_losses, t.acts.losses, stream);
+        if (batch < n_batches) add_losses(t.loss_sum(), t.acts.losses, stream);
         cudaCheck(cudaStreamSynchronize(stream));
-        for (int64_t i = 0; i < n_micro; ++i) total += t.host_losses[i];
     }
-    return total / static_cast<double>(n_batches * n_micro);
+    t.data_parallel.add_up(t.totals, stream);
+    copy_to_host_async(t.host_totals + 2, t.loss_sum(), stream);
+    cudaCheck(cudaStreamSynchronize(stream));
+    return (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) / static_cast<double>(n_batches * t.micro_batch * t.options.seq);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -134,16 +162,20 @@ std::string printable_text(const std::string& text) {
     return out;
 }
 
+// Rank 0 writes; with ZeRO 3 no rank has all weights, so all of them run the model, and rank 0 says when it is enough.
 void print_sample(Trainer& t, const Tokenizer& tokenizer, const char* title) {
-    if (t.options.sample_tokens == 0) return;
+    const bool together = t.model.sharding.cuts_values() && t.world.size > 1;
+    if (t.options.sample_tokens == 0 || (t.world.rank != 0 && !together)) return;
     const std::vector<int32_t> prompt = tokenizer.encode("\n");
     std::vector<int32_t> text;
     const double deadline = seconds_now() + 10;  // large models write slowly without a KV cache
     sample(t.model, t.sample_acts, prompt, t.options.sample_tokens, t.options.temperature, static_cast<uint64_t>(t.options.seed),
            [&](int32_t token) {
                text.push_back(token);
-               return seconds_now() < deadline;
+               const int64_t go_on = seconds_now() < deadline;
+               return (together ? gather_numbers(t.world, {go_on})[0][0] : go_on) != 0;
            });
+    if (t.world.rank != 0) return;
     const std::string printable = printable_text(tokenizer.decode(text));
     std::printf("---- %s ----\n%s\n----\n", title, printable.c_str());
     std::fflush(stdout);
@@ -209,25 +241,8 @@ void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
           ", beyond the model's vocabulary of ", config.V, ": use the --tokenizer and --model that belong together");
 }
 
-int run(TrainOptions options) {
-    const bool is_text_readable = !options.tokenizer.empty();
-    const auto tokenizer = is_text_readable ? load_tokenizer(options.tokenizer) : make_byte_tokenizer();
-    const Config config = choose_config(options, tokenizer->vocab_size());
-    Trainer t(std::move(options), config);
-    TrainOptions& o = t.options;
-    t.take_memory();  // counts
-    if (o.plan) {
-        print_plan(t);
-        return 0;
-    }
-    const auto [train_tokens, val_tokens] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
-    for (const TokenSource& tokens : {train_tokens, val_tokens}) check_tokens(tokens, t.config, o.seq);
-    const BatchReader train_data(train_tokens, o.seq, static_cast<uint64_t>(o.seed)), val_data(val_tokens, o.seq, 0);
-
-    if (o.out.empty()) o.out = fresh_run_folder();
-    check(o.resume || !std::filesystem::exists(o.out + "/log.csv"), o.out,
-          " already holds a run: continue it with --resume, or choose another --out");
-
+void print_start(Trainer& t, const TokenSource& train_tokens, const TokenSource& val_tokens) {
+    const TrainOptions& o = t.options;
     std::printf("device   %s\n", device().name.c_str());
     std::printf("model    %s: %s parameters in %s, %lld layers, width %lld, %lld heads, vocabulary %lld\n",
                 (o.init.empty() ? o.model : o.init).c_str(), human_count(static_cast<double>(parameter_count(t.config))).c_str(),
@@ -237,74 +252,141 @@ int run(TrainOptions options) {
                 human_count(static_cast<double>(train_tokens.n())).c_str(), human_count(static_cast<double>(val_tokens.n())).c_str());
     std::printf("output   %s\n", o.out.c_str());
     print_memory(t.memory);
-    const double matmul_rate = measure_matmul_rate(o.precision.dtype);
+}
+
+LogRow make_row(const Trainer& t, int64_t step, const StepResult& result, double step_seconds, double matmul_rate) {
+    const TrainOptions& o = t.options;
+    const int64_t n_step = o.batch * o.seq;
+    LogRow row;
+    row.step = step;
+    row.tokens = step * n_step;
+    if (std::isfinite(result.loss)) row.loss = result.loss;
+    row.lr = learning_rate(o.schedule, step);
+    if (!result.skipped) row.grad_norm = result.grad_norm;
+    if (o.precision.dtype == DType::f16) row.loss_scale = t.scaler.scale;
+    row.tokens_per_s = static_cast<double>(n_step) / step_seconds;
+    row.mfu = flops_per_token(t.config, o.seq) * *row.tokens_per_s / (matmul_rate * t.world.size);
+    row.step_ms = 1e3 * step_seconds;
+    return row;
+}
+
+void log_row(CsvLog& csv, TensorBoardLog& tensorboard, const LogRow& row) {
+    csv.write(row);
+    if (row.loss) tensorboard.scalar("train/loss", row.step, *row.loss);
+    tensorboard.scalar("train/lr", row.step, *row.lr);
+    if (row.grad_norm) tensorboard.scalar("train/grad_norm", row.step, *row.grad_norm);
+    if (row.loss_scale) tensorboard.scalar("train/loss_scale", row.step, *row.loss_scale);
+    tensorboard.scalar("train/tokens_per_s", row.step, *row.tokens_per_s);
+    if (row.val_loss) tensorboard.scalar("val/loss", row.step, *row.val_loss);
+}
+
+// Which build this is.
+std::string program_hash() {
+    const std::string path = "/proc/self/exe";
+    return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path))) : std::string(__DATE__ " " __TIME__);
+}
+
+// What must not differ between ranks, for check_same_everywhere.
+std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& t, const TokenSource& train, const TokenSource& val) {
+    std::vector<std::pair<std::string, std::string>> things = {{"the program", program_hash()}};
+    for (const auto& [flag, value] : t.options.identity) things.push_back({flag, value});
+    const DataParallelOptions& d = t.options.data_parallel;
+    things.push_back({"--zero", std::to_string(d.zero)});
+    things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
+    things.push_back({"--bucket-mib", std::to_string(d.bucket_mib)});
+    things.push_back({"--all-reduce", t.options.ranks.all_reduce});
+    things.push_back({"--resume", t.options.resume ? "given" : "absent"});
+    things.push_back({"config.json", config_to_json(t.config)});
+    things.push_back({"the length of the data in tokens", concat(train.n(), " and ", val.n())});
+    return things;
+}
+
+// All of a run on one rank. Rank 0 speaks and writes.
+void run_rank(const TrainOptions& given, Comm& world) {
+    TrainOptions options = given;
+    const bool speaks = world.rank == 0;
+    const bool is_text_readable = !options.tokenizer.empty();
+    const auto tokenizer = is_text_readable ? load_tokenizer(options.tokenizer) : make_byte_tokenizer();
+    const Config config = choose_config(options, tokenizer->vocab_size());
+    Trainer t(std::move(options), config, world);
+    TrainOptions& o = t.options;
+    t.take_memory();  // counts
+    if (o.plan) return print_plan(t);
+    const auto [train_tokens, val_tokens] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
+    for (const TokenSource& tokens : {train_tokens, val_tokens}) check_tokens(tokens, t.config, o.seq);
+    const BatchReader train_data(train_tokens, o.seq, static_cast<uint64_t>(o.seed)), val_data(val_tokens, o.seq, 0);
+    if (world.size > 1) {
+        check_same_everywhere(world, what_must_agree(t, train_tokens, val_tokens));
+        o.out = broadcast_text(world, o.out.empty() && speaks ? fresh_run_folder() : o.out);
+    } else if (o.out.empty()) {
+        o.out = fresh_run_folder();
+    }
+    check(o.resume || !speaks || !std::filesystem::exists(o.out + "/log.csv"), o.out,
+          " already holds a run: continue it with --resume, or choose another --out");
+    if (speaks) print_start(t, train_tokens, val_tokens);
+    const double matmul_rate = speaks ? measure_matmul_rate(o.precision.dtype) : 0;
     const size_t free_before = free_device_bytes();
     t.reserve();
 
     int64_t step = 0;
     if (o.resume) {
         step = load_checkpoint(t);
-        std::printf("resumed after step %lld\n", static_cast<long long>(step));
+        if (speaks) std::printf("resumed after step %lld\n", static_cast<long long>(step));
     } else if (!o.init.empty()) {
         load_weights(t.model, o.init);
     } else {
         init_weights(t.model, static_cast<uint64_t>(o.seed));
     }
     quantise_weights(t.model, device().stream);
-    make_folder(o.out);
-    CsvLog csv(o.out + "/log.csv", o.resume ? step : -1);
-    TensorBoardLog tensorboard(o.out, o.resume ? step : -1);
+    std::optional<CsvLog> csv;
+    std::optional<TensorBoardLog> tensorboard;
+    if (speaks) {
+        make_folder(o.out);
+        csv.emplace(o.out + "/log.csv", o.resume ? step : -1);
+        tensorboard.emplace(o.out, o.resume ? step : -1);
+    }
     if (!o.resume) print_sample(t, *tokenizer, "sample before training");
 
-    const double flops = flops_per_token(t.config, o.seq);
-    const int64_t n_step = o.batch * o.seq, first_step = step;
+    const int64_t first_step = step;
     const double start = seconds_now();
     bool stopped = step >= o.steps;
     while (!stopped && step < o.steps) {
         ++step;
         const double step_start = seconds_now();
         const StepResult result = train_step(t, train_data, step);
-        const double step_seconds = seconds_now() - step_start;
-
-        LogRow row;
-        row.step = step;
-        row.tokens = step * n_step;
-        if (std::isfinite(result.loss)) row.loss = result.loss;
-        row.lr = learning_rate(o.schedule, step);
-        if (!result.skipped) row.grad_norm = result.grad_norm;
-        if (o.precision.dtype == DType::f16) row.loss_scale = t.scaler.scale;
-        row.tokens_per_s = static_cast<double>(n_step) / step_seconds;
-        row.mfu = flops * *row.tokens_per_s / matmul_rate;
-        row.step_ms = 1e3 * step_seconds;
+        LogRow row = make_row(t, step, result, seconds_now() - step_start, matmul_rate);
         if (step == o.steps || (o.val_every > 0 && step % o.val_every == 0)) row.val_loss = evaluate(t, val_data, o.val_sequences);
-        csv.write(row);
-        if (row.loss) tensorboard.scalar("train/loss", step, *row.loss);
-        tensorboard.scalar("train/lr", step, *row.lr);
-        if (row.grad_norm) tensorboard.scalar("train/grad_norm", step, *row.grad_norm);
-        if (row.loss_scale) tensorboard.scalar("train/loss_scale", step, *row.loss_scale);
-        tensorboard.scalar("train/tokens_per_s", step, *row.tokens_per_s);
-        if (row.val_loss) tensorboard.scalar("val/loss", step, *row.val_loss);
-        const double per_step = (seconds_now() - start) / static_cast<double>(step - first_step);
-        print_progress(row, o.steps, per_step * static_cast<double>(o.steps - step));
-
-        stopped = stop_requested || step == o.stop_after;
+        if (speaks) {
+            log_row(*csv, *tensorboard, row);
+            const double per_step = (seconds_now() - start) / static_cast<double>(step - first_step);
+            print_progress(row, o.steps, per_step * static_cast<double>(o.steps - step));
+        }
+        stopped = result.stop || step == o.stop_after;
         if (stopped || step == o.steps || (o.save_every > 0 && step % o.save_every == 0)) {
             save_checkpoint(t, step);
-            draw_loss(o.out);
+            if (speaks) draw_loss(o.out);
         }
     }
+    if (step == o.steps) print_sample(t, *tokenizer, "sample after training");
+    if (!speaks) return;
     if (step < o.steps) {
         std::printf("stopped after step %lld of %lld; saved. Continue with:  ./train_gpt --out %s --resume\n",
                     static_cast<long long>(step), static_cast<long long>(o.steps), o.out.c_str());
-        return 0;
+        return;
     }
-    print_sample(t, *tokenizer, "sample after training");
     const size_t taken = free_before - free_device_bytes() + device().blas_workspace_bytes;
     std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n", human_bytes(static_cast<double>(taken)).c_str(),
                 taken, t.memory.bytes());
     std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
                 human_seconds(seconds_now() - start).c_str(), o.out.c_str(), o.out.c_str());
-    return 0;
+}
+
+void run(const TrainOptions& options) {
+    RankOptions ranks = options.ranks;
+    if (options.plan) ranks.ranks = 1;  // one rank plans for all
+    ranks.quiet = rank_count(ranks) == 1;
+    ranks.trace_folder = options.out.empty() ? "." : options.out;
+    run_ranks(ranks, [&](Comm& world) { run_rank(options, world); });
 }
 
 }  // namespace
@@ -314,7 +396,8 @@ int main(int argc, char** argv) {
     std::signal(SIGTERM, request_stop);
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
     try {
-        return run(parse_train_options(argc, argv));
+        run(parse_train_options(argc, argv));
+        return 0;
     } catch (const std::exception& error) {
         std::fflush(stdout);
         std::fprintf(stderr, "train_gpt: %s\n", error.what());

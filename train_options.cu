@@ -16,7 +16,8 @@ namespace {
 
 // Options that belong to one call of the program and not to the run.
 const std::set<std::string> kNotSaved = {"--help", "--out", "--resume", "--stop-after", "--plan", "--device-spec", "--params",
-                                         "--inject-overflow"};
+                                         "--inject-overflow", "--ranks", "--comm", "--all-reduce", "--comm-timeout",
+                                         "--ranks-per-node", "--trace", "--dp-mode", "--zero", "--bucket-mib"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 const std::set<std::string> kMayChange = {"--val-every", "--sample", "--keep", "--save-every", "--temperature", "--micro-batch",
                                           "--recompute"};
@@ -41,7 +42,7 @@ struct GivenHyperparameters {
 
 // Flags that only make sense together with others.
 struct GivenPrecision {
-    std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed";
+    std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed", dp_mode = "ddp";
 };
 
 void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, GivenPrecision& precision) {
@@ -70,6 +71,18 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, Gi
     app.add_flag("--plan", o.plan, "print where the bytes, FLOPs and seconds of this run go, and end")->group("Memory");
     app.add_option("--device-spec", o.device_spec, "the plan's device: h200, h100, a100, 4090, or this one")->group("Memory");
     app.add_option("--params", o.plan_parameters, "the plan of any model with this many parameters (7.5e9): its states only")->group("Memory");
+
+    app.add_option("--ranks", o.ranks.ranks, "that many ranks, as threads of this process; mpirun -np N starts them as processes")
+        ->group("Ranks");
+    app.add_option("--zero", o.data_parallel.zero, "cut over the ranks: 1 optimizer states, 2 and gradients, 3 and weights (FSDP)")
+        ->group("Ranks");
+    app.add_option("--dp-mode", precision.dp_mode, "ddp, or naive: rank 0 collects, updates and sends (to see why not)")->group("Ranks");
+    app.add_option("--bucket-mib", o.data_parallel.bucket_mib, "ddp: gradients that are all-reduced at once")->group("Ranks");
+    app.add_option("--comm", o.ranks.comm, "who carries messages: auto, threads, mpi or nccl")->group("Ranks");
+    app.add_option("--all-reduce", o.ranks.all_reduce, "library, ring, tree, halving or two-level")->group("Ranks");
+    app.add_option("--ranks-per-node", o.ranks.ranks_per_node, "threads: pretend that so many share a machine; 0: all")->group("Ranks");
+    app.add_option("--comm-timeout", o.ranks.timeout_s, "seconds that a rank waits for another before the run ends")->group("Ranks");
+    app.add_flag("--trace", o.ranks.trace, "print every message; write trace.json (Perfetto) and trace.png")->group("Ranks");
 
     app.add_option("--data", o.data, "text file, folder of text, or token shards *.bin; default: this machine's C++ headers")
         ->group("Data");
@@ -126,7 +139,7 @@ void choose_precision(TrainOptions& o, const GivenPrecision& given) {
           "weights, and float16 lacks the range");
     p.master = p.dtype != DType::f32 && given.master != "none";
 
-    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch;
+    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch / rank_count(o.ranks);
     if (given.grad_dtype == "auto") p.grad_dtype = accumulates ? DType::f32 : p.dtype;
     else if (given.grad_dtype == "same") p.grad_dtype = p.dtype;
     else p.grad_dtype = dtype_from_name(given.grad_dtype);
@@ -146,8 +159,15 @@ void choose_precision(TrainOptions& o, const GivenPrecision& given) {
 void check_options(const TrainOptions& o) {
     check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
-    check(o.micro_batch == 0 || o.batch % o.micro_batch == 0, "--batch ", o.batch, " cannot be divided into micro-batches of ",
-          o.micro_batch, ": choose a --micro-batch that divides it");
+    check(o.ranks.ranks >= 0, "--ranks must not be negative");
+    const int64_t n_ranks = rank_count(o.ranks);
+    check(o.batch % n_ranks == 0, "--batch ", o.batch, " cannot be divided among ", n_ranks, " ranks: choose a multiple of ", n_ranks);
+    check(o.micro_batch == 0 || o.batch / n_ranks % o.micro_batch == 0, n_ranks > 1 ? "a rank's share of --batch, " : "--batch ",
+          o.batch / n_ranks, n_ranks > 1 ? "," : "", " cannot be divided into micro-batches of ", o.micro_batch,
+          ": choose a --micro-batch that divides it");
+    check(o.data_parallel.zero >= 0 && o.data_parallel.zero <= 3, "--zero ", o.data_parallel.zero, ": use 0, 1, 2 or 3");
+    check(!o.data_parallel.naive || o.data_parallel.zero == 0, "--dp-mode naive keeps all states with rank 0: leave --zero away");
+    check(o.data_parallel.bucket_mib > 0, "--bucket-mib must be positive");
     check(o.seed >= 0, "--seed must not be negative");
     check(o.clip >= 0, "--clip must not be negative");
     const OptimizerOptions& h = o.optimizer_options;
@@ -226,6 +246,8 @@ TrainOptions parse_train_options(int argc, char** argv) {
     h.eps = given.eps.value_or(h.eps);
     h.momentum = given.momentum.value_or(h.momentum);
     if (options.schedule.warmup == -1) options.schedule.warmup = options.steps / 20;
+    check(precision.dp_mode == "ddp" || precision.dp_mode == "naive", "--dp-mode ", precision.dp_mode, ": use ddp or naive");
+    options.data_parallel.naive = precision.dp_mode == "naive";
     check_options(options);
     choose_precision(options, precision);
     for (const CLI::Option* option : app.get_options()) {

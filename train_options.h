@@ -3,6 +3,7 @@
 
 #include "llm.h"
 #include "optim/optim.h"
+#include "parallel/parallel.h"
 
 struct TrainOptions {
     std::string model = "tiny", init, data, val, tokenizer, out;
@@ -15,6 +16,8 @@ struct TrainOptions {
     Precision precision;  // from --dtype, --master and --grad-dtype
     LossScaleOptions loss_scale;
     Recompute recompute;
+    RankOptions ranks;
+    DataParallelOptions data_parallel;
     bool plan = false;               // print the plan, and end
     std::string device_spec = "this";
     double plan_parameters = 0;      // --params: the plan's states for this many parameters; 0: the model's

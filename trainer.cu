@@ -1,6 +1,8 @@
 // trainer.cu: the memory of a training run.
 #include "trainer.h"
 
+#include <algorithm>
+
 namespace {
 
 template <class T>
@@ -16,17 +18,35 @@ size_t Memory::bytes() {
     return total;
 }
 
-Trainer::Trainer(TrainOptions options_, Config config_)
-    : options(std::move(options_)), config(std::move(config_)),
-      micro_batch(options.micro_batch == 0 ? options.batch : options.micro_batch), scaler(options.loss_scale) {}
+Trainer::Trainer(TrainOptions options_, Config config_, Comm& world_)
+    : options(std::move(options_)), config(std::move(config_)), world(world_), data_parallel(world, options.data_parallel),
+      local_batch(options.batch / rank_count(options.ranks)),
+      micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), scaler(options.loss_scale) {}
 
 void Trainer::take_memory() {
     const TrainOptions& o = options;
-    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters);
-    optimizer = make_optimizer(o.optimizer, memory.optimizer, model.params, model.values.n(), o.optimizer_options);
+    Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
+    sharding.size = rank_count(o.ranks);  // a plan is made by one rank for many
+    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding);
+    model.data_parallel = &data_parallel;
+    data_parallel.take_memory(model, local_batch / micro_batch, memory.communication);
+
+    optimizers.clear();
+    int64_t scratch_n = 0, norm_n = 0;
+    for (size_t u = 0; u < model.units.size(); ++u) {
+        optimizers.push_back(make_optimizer(o.optimizer, memory.optimizer, model.updated_params(u), model.updated(u).n,
+                                            o.optimizer_options, false));
+        scratch_n = std::max(scratch_n, optimizers[u]->scratch_n());
+        norm_n = std::max(norm_n, grad_norm_scratch_n(model.part(u).n));
+    }
+    if (scratch_n > 0) {  // they take turns
+        const Tensor scratch = memory.optimizer.take("optimizer scratch", DType::f32, {scratch_n});
+        for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
+    }
     acts = take_activations(model, micro_batch, o.seq, o.recompute, memory.activations);
+    totals = memory.activations.take("shared by layers", DType::f32, {static_cast<int64_t>(model.units.size()) + 2, 2});
     norm_result = memory.activations.take("shared by layers", DType::f32, {2});
-    norm_scratch = memory.activations.take("shared by layers", DType::f32, {grad_norm_scratch_n(model.grads.n())});
+    norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
     if (o.sample_tokens > 0)
         sample_acts = take_forward_activations(model, 1, std::min<int64_t>(o.seq, 256), memory.sampling);
 }
@@ -39,10 +59,9 @@ void Trainer::reserve() {
           ": use a smaller --micro-batch, --seq or --model, --recompute, or --dtype bf16");
     for (Arena* arena : memory.all()) arena->reserve();
     take_memory();
-    optimizer->init(device().stream);
-    const int64_t n_step = options.batch * options.seq;
+    for (const auto& optimizer : optimizers) optimizer->init(device().stream);
+    const int64_t n_step = local_batch * options.seq;
     take_pinned(host_tokens, n_step);
     take_pinned(host_targets, n_step);
-    take_pinned(host_losses, n_step);
-    take_pinned(host_norm, 2);
+    take_pinned(host_totals, 6);
 }

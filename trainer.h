@@ -9,26 +9,33 @@
 // Everything on the device comes from here. It is counted first, printed, and then taken.
 struct Memory {
     Arena weights{"weights"}, masters{"master weights"}, grads{"gradients"}, optimizer{"optimizer states"},
-        activations{"activations"}, sampling{"sampling"};
-    std::vector<Arena*> all() { return {&weights, &masters, &grads, &optimizer, &activations, &sampling}; }
+        activations{"activations"}, communication{"communication"}, sampling{"sampling"};
+    std::vector<Arena*> all() { return {&weights, &masters, &grads, &optimizer, &activations, &communication, &sampling}; }
     size_t bytes();  // of all, and cuBLASLt's workspace
 };
 
 struct Trainer {
     TrainOptions options;
     Config config;
-    int64_t micro_batch = 0;
+    Comm& world;
+    DataParallel data_parallel;
+    int64_t local_batch = 0, micro_batch = 0;  // sequences of a step on this rank; and at a time
     Memory memory;
     Model model;
     Activations acts, sample_acts;
-    std::unique_ptr<Optimizer> optimizer;
+    std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
     LossScaler scaler;
     int64_t updates = 0;                // steps of the optimizer; steps of the run that overflowed are not among them
-    Tensor norm_result, norm_scratch;   // grad_norm's
-    int32_t *host_tokens = nullptr, *host_targets = nullptr;  // pinned, one step's batch
-    float *host_losses = nullptr, *host_norm = nullptr;
+    // What the ranks add up in a step, each number as a pair of floats {high, low}: the squares of each unit's gradients, the
+    // losses, and how many ranks were asked to stop.
+    Tensor totals;                      // (units + 2, 2)
+    Tensor norm_result, norm_scratch;   // clip_scale's, sum_squares'
+    int32_t *host_tokens = nullptr, *host_targets = nullptr;  // pinned, one step's batch of this rank
+    float *host_totals = nullptr;       // pinned: {norm, scale}, {loss}, {stop}
 
-    explicit Trainer(TrainOptions options, Config config);
+    Trainer(TrainOptions options, Config config, Comm& world);
+    Tensor loss_sum() const { return totals.slice(totals.shape[0] - 2, 1).view({2}); }
+    Tensor stop_count() const { return totals.slice(totals.shape[0] - 1, 1).view({2}); }
     // Goes through all that the run takes: while the arenas count, and again once they are reserved.
     void take_memory();
     void reserve();  // Error where it is more than the device has
@@ -41,5 +48,6 @@ double measure_matmul_rate(DType dtype);
 void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this run; nothing is allocated
 
 // trainer_checkpoint.cu: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
-void save_checkpoint(const Trainer& trainer, int64_t step);
+// Collective; any number of ranks and any --zero can go on from it.
+void save_checkpoint(Trainer& trainer, int64_t step);
 int64_t load_checkpoint(Trainer& trainer);  // the newest; returns its step

@@ -211,6 +211,7 @@ struct Param {
     bool decay = false;  // weight decay applies (matrices, not biases and norm weights)
     bool transposed = false;   // Hugging Face stores it (C, O): GPT-2's Conv1D
     int64_t padded_rows = 0;   // rows that only round the vocabulary up; zero, and never written to files
+    int64_t first = 0;         // of a part of a parameter: its first element in the whole one
 
     Tensor exact() const { return master ? master : value; }  // the most precise version there is: what checkpoints keep
 };

@@ -207,7 +207,9 @@ void climb(Ladder& ladder) {
     optimizer = make_optimizer("adamw", arena, params, n, options);
     optimizer->init(ladder.stream());
     cudaCheck(cudaStreamSynchronize(ladder.stream()));
-    const Tensor m = optimizer->states()[0].tensor, v = optimizer->states()[1].tensor;
+    // The states lie like the parameters, the first of which begins at 0.
+    const auto flat_state = [&](size_t k) { return make_tensor(optimizer->states()[k].tensor.data, DType::f32, {n}); };
+    const Tensor m = flat_state(0), v = flat_state(params.size());
     fill_normal(m, 0.1, 1, 101);
     const Tensor grads = ladder.normal({n});
     std::vector<float> squares = ladder.host(grads);

@@ -74,6 +74,22 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
     });
 }
 
+constexpr int kSumThreads = 256;
+
+// One block: thread t adds losses t, t + 256, ...; thread 0 adds up the threads.
+__global__ void __launch_bounds__(kSumThreads) add_losses_kernel(float* sum, const float* losses, int64_t n) {
+    __shared__ double shared[kSumThreads];
+    double mine = 0;
+    for (int64_t i = threadIdx.x; i < n; i += kSumThreads) mine += losses[i];
+    shared[threadIdx.x] = mine;
+    __syncthreads();  // all are there
+    if (threadIdx.x > 0) return;
+    double total = static_cast<double>(sum[0]) + sum[1];
+    for (int i = 0; i < kSumThreads; ++i) total += shared[i];
+    sum[0] = static_cast<float>(total);
+    sum[1] = sum[0] - sum[0] == 0 ? static_cast<float>(total - sum[0]) : 0.0f;  // inf and NaN leave nothing over
+}
+
 }  // namespace
 
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream) {
@@ -82,4 +98,11 @@ void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t
 
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream) {
     launch<true>("cross_entropy_forward_backward", losses, logits, targets, V, dloss, stream);
+}
+
+void add_losses(Tensor sum, Tensor losses, cudaStream_t stream) {
+    expect("add_losses", "sum", sum, DType::f32, {2});
+    expect("add_losses", "losses", losses, DType::f32, {-1});
+    add_losses_kernel<<<1, kSumThreads, 0, stream>>>(sum.ptr<float>(), losses.ptr<float>(), losses.n());
+    cudaCheckLaunch();
 }

@@ -247,3 +247,6 @@ int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream);
+// sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum += losses, in an order that depends on N
+// alone.
+void add_losses(Tensor sum, Tensor losses, cudaStream_t stream);

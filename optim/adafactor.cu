@@ -247,11 +247,11 @@ class Adafactor final : public Optimizer {
         matrix_table_ = arena.take("optimizer tiles", DType::i32, {count(matrices_), sizeof(Matrix) / 4});
         tile_table_ = arena.take("optimizer tiles", DType::i32, {count(tiles_), sizeof(Place) / 4});
         line_table_ = arena.take("optimizer tiles", DType::i32, {count(lines_), sizeof(Place) / 4});
-        for (Tensor* sums : {&row_sums_, &col_sums_})
-            *sums = arena.take("optimizer scratch", DType::f32, {count(tiles_), kTile});
-        for (Tensor* sums : {&w_sums_, &u_sums_}) *sums = arena.take("optimizer scratch", DType::f32, {count(tiles_)});
-        scales_ = arena.take("optimizer scratch", DType::f32, {count(matrices_), sizeof(MatrixScale) / 4});
     }
+    int64_t scratch_n() const override {
+        return static_cast<int64_t>(tiles_.size() * (2 * kTile + 2) + matrices_.size() * sizeof(MatrixScale) / sizeof(float));
+    }
+    void use_scratch(Tensor scratch) override { scratch_ = scratch; }
     void init(cudaStream_t stream) override {
         if (tiles_.empty()) return;
         check(tile_table_.data != nullptr, kName, ": init before the arena is reserved");
@@ -268,8 +268,8 @@ class Adafactor final : public Optimizer {
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
         for (size_t k = 0; k < matrices_.size(); ++k) {
-            all.push_back({"row." + params_[k].name, rows_.slice(matrices_[k].row_first, matrices_[k].R), false});
-            all.push_back({"col." + params_[k].name, cols_.slice(matrices_[k].col_first, matrices_[k].C), false});
+            all.push_back({"row", params_[k].name, rows_.slice(matrices_[k].row_first, matrices_[k].R), 0});
+            all.push_back({"col", params_[k].name, cols_.slice(matrices_[k].col_first, matrices_[k].C), 0});
         }
         return all;
     }
@@ -280,7 +280,7 @@ class Adafactor final : public Optimizer {
     OptimizerOptions options_;
     std::vector<Matrix> matrices_;
     std::vector<Place> tiles_, lines_;
-    Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, row_sums_, col_sums_, w_sums_, u_sums_, scales_;
+    Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, scratch_;
 };
 
 void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
@@ -289,8 +289,10 @@ void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, do
     check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
     const Tables tables = {static_cast<const Matrix*>(matrix_table_.data), static_cast<const Place*>(tile_table_.data),
                            static_cast<const Place*>(line_table_.data)};
-    const Partials p = {row_sums_.ptr<float>(), col_sums_.ptr<float>(), w_sums_.ptr<float>(), u_sums_.ptr<float>(),
-                        static_cast<MatrixScale*>(scales_.data)};
+    float* const scratch = scratch_.ptr<float>();
+    const size_t tile_n = tiles_.size(), rows_n = tile_n * kTile;
+    const Partials p = {scratch, scratch + rows_n, scratch + 2 * rows_n, scratch + 2 * rows_n + tile_n,
+                        reinterpret_cast<MatrixScale*>(scratch + 2 * rows_n + 2 * tile_n)};
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>(), *const norm = norm_scale.ptr<float>();
     const float rest = static_cast<float>(std::pow(static_cast<double>(t), -static_cast<double>(options_.decay_power)));
     const float relative_lr = static_cast<float>(std::min(lr, 1 / std::sqrt(static_cast<double>(t))));

@@ -170,10 +170,10 @@ class Adam8bit final : public Optimizer {
         int64_t first = 0;
         for (const Param& param : params_) {
             const int64_t n_blocks = ceil_div(param.value.n(), kBlockN);
-            const std::pair<const char*, Tensor> parts[] = {
-                {"m_codes.", m_codes_}, {"v_codes.", v_codes_}, {"m_scales.", m_scales_}, {"v_scales.", v_scales_}};
-            for (const auto& [name, tensor] : parts)
-                all.push_back({name + param.name, tensor.slice(first, n_blocks), false});
+            for (const auto& [kind, codes] : {std::pair("m_codes", m_codes_), {"v_codes", v_codes_}})
+                all.push_back({kind, param.name, codes.slice(first, n_blocks), 4});
+            for (const auto& [kind, scales] : {std::pair("m_scales", m_scales_), {"v_scales", v_scales_}})
+                all.push_back({kind, param.name, scales.slice(first, n_blocks), kBlockN});
             first += n_blocks;
         }
         return all;

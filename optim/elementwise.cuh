@@ -97,11 +97,11 @@ class Elementwise final : public Optimizer {
     // packed: the states hold these parameters only, side by side, instead of n elements (Muon's AdamW).
     Elementwise(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options,
                 bool packed = false)
-        : options_(options), n_(n), packed_(packed), host_tiles_(make_tiles(params, kTileN, packed)) {
+        : options_(options), n_(n), host_tiles_(make_tiles(params, kTileN, packed)) {
         check_optimizer_input(Update::kName, params, n, options);
         int64_t state_n = packed ? 0 : n;
         for (const Param& param : params) {
-            if (packed) places_.push_back({param.name, state_n, param.value.n()});
+            places_.push_back({param.name, packed ? state_n : param.offset, param.value.n()});
             if (packed) state_n += param.value.n();
         }
         for (int k = 0; k < kN; ++k)
@@ -133,12 +133,9 @@ class Elementwise final : public Optimizer {
 
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
-        for (int k = 0; k < kN; ++k) {
-            if (!packed_) all.push_back({Update::kStates[k], states_[k], true});
+        for (int k = 0; k < kN; ++k)
             for (const Place& place : places_)
-                all.push_back(
-                    {concat(Update::kStates[k], ".", place.name), states_[k].slice(place.first, place.n), false});
-        }
+                all.push_back({Update::kStates[k], place.name, states_[k].slice(place.first, place.n)});
         return all;
     }
 
@@ -151,9 +148,8 @@ class Elementwise final : public Optimizer {
 
     OptimizerOptions options_;
     int64_t n_;
-    bool packed_;
     std::vector<Tile> host_tiles_;
-    std::vector<Place> places_;  // of packed states
+    std::vector<Place> places_;  // of the parameters' states
     std::array<Tensor, 2> states_;
     Tensor tiles_;
 };

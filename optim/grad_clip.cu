@@ -11,6 +11,7 @@
 // The sum is made in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
 //   1. each thread sums kRows squares in f32 and stores its sum as a double;
 //   2. one block adds these in double, and with them the squares of the last n % kChunkN elements.
+// It leaves as two floats, high + low, 48 bits together: ranks can add those.
 #include "core/kernel.cuh"
 #include "optim/optim.h"
 
@@ -50,11 +51,11 @@ __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict_
     sums[run * kRow<T> + threadIdx.x] = sum;
 }
 
-// result = {norm, scale}. One block, because all has to come together somewhere; it reads 1 / 256 of what stage 1 read.
+// One block, because all has to come together somewhere; it reads 1 / 256 of what stage 1 read.
 template <class T>
 __global__ void __launch_bounds__(kLastBlock)
-    norm_scale_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
-                      const T* __restrict__ rest, int64_t n_rest, float max_norm, float unscale) {
+    add_sums_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
+                    const T* __restrict__ rest, int64_t n_rest) {
     __shared__ double shared[kLastBlock];
     const int t = threadIdx.x;
     double sum = 0;
@@ -72,7 +73,13 @@ __global__ void __launch_bounds__(kLastBlock)
     __syncwarp();     // the 32 sums of this warp are in shared
     if (t > 0) return;
     for (int i = 1; i < kWarp; ++i) sum += shared[i];
+    result[0] = static_cast<float>(sum);
+    result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
+}
 
+__global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, float max_norm, float unscale) {
+    double sum = 0;
+    for (int i = 0; i < n_sums; ++i) sum += static_cast<double>(sums[2 * i]) + sums[2 * i + 1];
     const float norm = static_cast<float>(unscale * sqrt(sum));
     float scale = unscale;
     if (max_norm > 0) scale *= fminf(1.0f, max_norm / (norm + 1e-6f));
@@ -89,27 +96,40 @@ __global__ void __launch_bounds__(kLastBlock)
 // kBlock doubles a chunk. (Rounded up, so that it is never 0.)
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
-void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream) {
+void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) {
     const int64_t n = grads.n(), n_chunks = n / kChunkN, n_rest = n % kChunkN;
-    expect("grad_norm", "result", result, DType::f32, {2});
-    expect("grad_norm", "grads", grads, grads.dtype, {-1});
-    expect("grad_norm", "scratch", scratch, DType::f32, {grad_norm_scratch_n(n)});
-    check(is_aligned(scratch.data, sizeof(double)), "grad_norm: scratch must be on an 8-byte boundary");
-    check(!std::isnan(max_norm), "grad_norm: max_norm is NaN");
-    check(unscale > 0 && std::isfinite(unscale), "grad_norm: unscale is ", unscale, ": it must be a number above 0");
+    expect("sum_squares", "sum", sum, DType::f32, {2});
+    expect("sum_squares", "grads", grads, grads.dtype, {-1});
+    check(scratch.dtype == DType::f32 && scratch.n() >= grad_norm_scratch_n(n), "sum_squares: scratch is ", scratch.describe(),
+          ", expected at least f32 (", grad_norm_scratch_n(n), ")");
+    check(is_aligned(scratch.data, sizeof(double)), "sum_squares: scratch must be on an 8-byte boundary");
 
     double* sums = static_cast<double*>(scratch.data);
     dispatch(grads.dtype, [&](auto zero) {
         using T = decltype(zero);
         if (n_chunks > 0) {
             const dim3 block(kRow<T>, kBlock / kRow<T>);
-            const int n_blocks = narrow(n_chunks, "grad_norm: the number of blocks");
+            const int n_blocks = narrow(n_chunks, "sum_squares: the number of blocks");
             sum_squares_kernel<T><<<n_blocks, block, 0, stream>>>(sums, grads.ptr<T>());
             cudaCheckLaunch();
         }
-        norm_scale_kernel<T><<<1, kLastBlock, 0, stream>>>(result.ptr<float>(), sums, n_chunks * kBlock,
-                                                           grads.ptr<T>() + n_chunks * kChunkN, n_rest, max_norm,
-                                                           unscale);
+        add_sums_kernel<T><<<1, kLastBlock, 0, stream>>>(sum.ptr<float>(), sums, n_chunks * kBlock,
+                                                         grads.ptr<T>() + n_chunks * kChunkN, n_rest);
         cudaCheckLaunch();
     });
+}
+
+void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream) {
+    expect("clip_scale", "result", result, DType::f32, {2});
+    expect("clip_scale", "sums", sums, DType::f32, {-1, 2});
+    check(!std::isnan(max_norm), "clip_scale: max_norm is NaN");
+    check(unscale > 0 && std::isfinite(unscale), "clip_scale: unscale is ", unscale, ": it must be a number above 0");
+    clip_scale_kernel<<<1, 1, 0, stream>>>(result.ptr<float>(), sums.ptr<float>(), narrow(sums.shape[0], "clip_scale: sums"), max_norm,
+                                           unscale);
+    cudaCheckLaunch();
+}
+
+void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream) {
+    sum_squares(result, grads, scratch, stream);
+    clip_scale(result, result.view({1, 2}), max_norm, unscale, stream);
 }

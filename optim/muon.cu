@@ -101,21 +101,35 @@ class Muon final : public Optimizer {
         : params_(select(params, true)), n_(n), options_(options),
           adamw_(arena, select(params, false), n, options, true) {
         check_optimizer_input(kName, params, n, options);
-        int64_t m_n = 0, max_n = 0, max_side = 0;
+        int64_t m_n = 0;
         for (const Param& param : params_) {
             const int64_t n_parts = param.name.ends_with(".attn.c_attn.weight") ? 3 : 1, C = param.value.cols(),
                           R = div_exact(param.value.rows(), n_parts, "rows of q, k and v");
             for (int64_t part = 0; part < n_parts; ++part, m_n += R * C)
                 matrices_.push_back({param.offset + part * R * C, R, C, m_n, hash_name(param.name), part * R * C,
                                      param.decay});
-            max_n = std::max(max_n, R * C);
-            max_side = std::max(max_side, std::min(R, C));
+            max_n_ = std::max(max_n_, R * C);
+            max_side_ = std::max(max_side_, std::min(R, C));
         }
         m_ = arena.take("optimizer m", DType::f32, {m_n});
-        for (Tensor* x : {&x_, &y_}) *x = arena.take("optimizer scratch", options.ns_dtype, {max_n});
-        for (Tensor* a : {&a_, &b_}) *a = arena.take("optimizer scratch", options.ns_dtype, {max_side * max_side});
-        norm_ = arena.take("optimizer scratch", DType::f32, {2});
-        norm_scratch_ = arena.take("optimizer scratch", DType::f32, {grad_norm_scratch_n(max_n)});
+    }
+    // Two matrices, two products, a norm: each on a boundary that matrix products like.
+    int64_t scratch_n() const override {
+        if (matrices_.empty()) return 0;
+        return 2 * words(max_n_) + 2 * words(max_side_ * max_side_) + kAlignN + round_up(grad_norm_scratch_n(max_n_), kAlignN);
+    }
+    void use_scratch(Tensor scratch) override {
+        int64_t first = 0;
+        const auto take = [&](DType dtype, int64_t n, int64_t n_words) {
+            char* const data = static_cast<char*>(scratch.data);
+            const Tensor part = make_tensor(data ? data + static_cast<size_t>(first) * sizeof(float) : nullptr, dtype, {n});
+            first += n_words;
+            return part;
+        };
+        for (Tensor* x : {&x_, &y_}) *x = take(options_.ns_dtype, max_n_, words(max_n_));
+        for (Tensor* a : {&a_, &b_}) *a = take(options_.ns_dtype, max_side_ * max_side_, words(max_side_ * max_side_));
+        norm_ = take(DType::f32, 2, kAlignN);
+        norm_scratch_ = take(DType::f32, grad_norm_scratch_n(max_n_), 0);
     }
     void init(cudaStream_t stream) override {
         adamw_.init(stream);
@@ -144,13 +158,17 @@ class Muon final : public Optimizer {
         std::vector<OptimizerState> all = adamw_.states();
         int64_t first = 0;
         for (const Param& param : params_) {
-            all.push_back({"m." + param.name, m_.slice(first, param.value.n()), false});
+            all.push_back({"m", param.name, m_.slice(first, param.value.n())});
             first += param.value.n();
         }
         return all;
     }
 
   private:
+    static constexpr int64_t kAlignN = 64;  // 256 bytes
+    int64_t words(int64_t n) const {        // f32 elements that n of ns_dtype take
+        return round_up(ceil_div(n * static_cast<int64_t>(dtype_bytes(options_.ns_dtype)), 4), kAlignN);
+    }
     // values, copy, grads: the matrix's elements.
     template <class F, class G, class T>
     void update_matrix(const Matrix& matrix, typename F::Value* values, typename F::Copy* copy, const G* grads,
@@ -196,7 +214,7 @@ class Muon final : public Optimizer {
 
     std::vector<Param> params_;  // the hidden ones
     std::vector<Matrix> matrices_;
-    int64_t n_;
+    int64_t n_, max_n_ = 0, max_side_ = 0;
     OptimizerOptions options_;
     Elementwise<AdamUpdate<true>> adamw_;
     Tensor m_, x_, y_, a_, b_, norm_, norm_scratch_;

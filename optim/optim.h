@@ -37,6 +37,12 @@ void check_schedule(const Schedule& schedule);  // Error for an unknown name, wa
 void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream);
 int64_t grad_norm_scratch_n(int64_t n);
 
+// The two halves of grad_norm, for gradients that lie in several arrays or on several ranks.
+// sum: (2) f32 = {high, low}: a double as the f32 nearest to it and what that leaves over, so that collectives can add it.
+void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
+// sums: (k, 2), rows like `sum`.
+void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // loss_scaler.cu: the factor on the loss that keeps f16 gradients from becoming 0     (Micikevicius et al. 2018,
 // arXiv:1710.03740). Every gradient is `scale` times as large; grad_norm's unscale = 1 / scale takes it back in f32.
@@ -75,7 +81,7 @@ struct Tile {
     int32_t n;
     float decay;      // 1 where weight decay applies, otherwise 0
     uint64_t key;     // hash_name of the parameter's name: with
-    int64_t element;  // its first element's place in the parameter, a multiple of tile_n, it addresses random numbers
+    int64_t element;  // its first element's place in the (whole) parameter, a multiple of tile_n, it addresses random numbers
 };
 constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
 // packed: the states of these parameters lie side by side, without the parameters that are not among them.
@@ -129,13 +135,14 @@ struct OptimizerOptions {
     float adamw_lr_ratio = 0.015f;  // muon: lr of the parameters that AdamW updates / lr of the matrices
 };
 
-// One state of an optimizer, for checkpoints: saving its bytes and copying them back continues bit for bit.
+// What one state of an optimizer holds for one parameter: saving its bytes and copying them back continues bit for bit.
 struct OptimizerState {
-    std::string name;
+    std::string kind;   // "m", "v", "row", ...
+    std::string param;  // name of the parameter
     Tensor tensor;
-    // True: f32 (n), element i belongs to element i of the flat parameters, so it can be cut by Param::offset.
-    // False: of another shape or dtype, to be kept whole under its name, which is unique ("row.model.norm.weight").
-    bool flat = true;
+    // Its element i stands for elements [i per, (i + 1) per) of the parameter, so a shard's states are a part of the
+    // whole's. 0: for the parameter as a whole.
+    int64_t per = 1;
 };
 
 class Optimizer {
@@ -150,12 +157,18 @@ class Optimizer {
     virtual void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
                       cudaStream_t stream) = 0;
     virtual std::vector<OptimizerState> states() const = 0;
+    // f32 elements of scratch that step() writes before it reads them. Optimizers that take turns may share it; hand it over
+    // before the first step. make_optimizer does, unless it is told otherwise.
+    virtual int64_t scratch_n() const { return 0; }
+    virtual void use_scratch(Tensor) {}
 };
 
 // Takes states, tables and scratch from the arena, also a counting one: construct it while the arena counts, reserve(),
 // and construct it again. n: elements of the flat arrays. An unknown name is an Error that lists the names.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
-                                          int64_t n, const OptimizerOptions& options);
+                                          int64_t n, const OptimizerOptions& options, bool own_scratch = true);
+// Where a parameter may be cut between ranks: at multiples of so many elements. 0: nowhere, its update needs all of it.
+int64_t optimizer_granularity(const std::string& name);
 std::vector<std::string> optimizer_names();
 OptimizerOptions default_optimizer_options(const std::string& name);
 // For the small default model of train_gpt; models of 100M and more want the smaller ones of the table above.

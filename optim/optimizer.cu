@@ -9,6 +9,7 @@ struct Entry {
     const char* name;
     MakeOptimizer* make;
     double lr;
+    int64_t granularity;
     OptimizerOptions defaults;
 };
 
@@ -17,17 +18,17 @@ struct Entry {
 // its lr is smaller than AdamW's, and its weight decay larger.
 const std::vector<Entry>& entries() {
     static const std::vector<Entry> table = {
-        {"sgd", make_sgd, 0.3, {.weight_decay = 0}},
-        {"momentum", make_momentum, 0.1, {.weight_decay = 0}},
-        {"nesterov", make_nesterov, 0.1, {.weight_decay = 0}},
-        {"adagrad", make_adagrad, 1e-2, {.eps = 1e-10f, .weight_decay = 0}},
-        {"rmsprop", make_rmsprop, 1e-3, {.beta2 = 0.99f, .weight_decay = 0}},
-        {"adam", make_adam, 3e-3, {.beta2 = 0.999f, .weight_decay = 0}},
-        {"adamw", make_adamw, 3e-3, {}},
-        {"adafactor", make_adafactor, 3e-2, {.eps = 1e-30f, .weight_decay = 0}},
-        {"lion", make_lion, 1e-3, {.beta2 = 0.99f, .weight_decay = 1}},
-        {"muon", make_muon, 5e-2, {.momentum = 0.95f}},
-        {"adam8bit", make_adam8bit, 3e-3, {}},
+        {"sgd", make_sgd, 0.3, kTileN, {.weight_decay = 0}},
+        {"momentum", make_momentum, 0.1, kTileN, {.weight_decay = 0}},
+        {"nesterov", make_nesterov, 0.1, kTileN, {.weight_decay = 0}},
+        {"adagrad", make_adagrad, 1e-2, kTileN, {.eps = 1e-10f, .weight_decay = 0}},
+        {"rmsprop", make_rmsprop, 1e-3, kTileN, {.beta2 = 0.99f, .weight_decay = 0}},
+        {"adam", make_adam, 3e-3, kTileN, {.beta2 = 0.999f, .weight_decay = 0}},
+        {"adamw", make_adamw, 3e-3, kTileN, {}},
+        {"adafactor", make_adafactor, 3e-2, 0, {.eps = 1e-30f, .weight_decay = 0}},
+        {"lion", make_lion, 1e-3, kTileN, {.beta2 = 0.99f, .weight_decay = 1}},
+        {"muon", make_muon, 5e-2, 0, {.momentum = 0.95f}},
+        {"adam8bit", make_adam8bit, 3e-3, kTileN, {}},
     };
     return table;
 }
@@ -44,9 +45,14 @@ const Entry& entry(const std::string& name) {
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
-                                          int64_t n, const OptimizerOptions& options) {
-    return entry(name).make(arena, params, n, options);
+                                          int64_t n, const OptimizerOptions& options, bool own_scratch) {
+    auto optimizer = entry(name).make(arena, params, n, options);
+    if (own_scratch && optimizer->scratch_n() > 0)
+        optimizer->use_scratch(arena.take("optimizer scratch", DType::f32, {optimizer->scratch_n()}));
+    return optimizer;
 }
+
+int64_t optimizer_granularity(const std::string& name) { return entry(name).granularity; }
 
 std::vector<std::string> optimizer_names() {
     std::vector<std::string> names;

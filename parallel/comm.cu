@@ -23,10 +23,14 @@ void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream) {
 
 // Empty pieces are no messages: both sides know the sizes.
 void send_tensor(Comm& comm, const Tensor& tensor, int to, cudaStream_t stream) {
-    if (tensor.n() > 0) comm.transport().send(tensor.data, tensor.bytes(), to, stream);
+    if (tensor.n() == 0) return;
+    comm.state().bytes_sent += static_cast<int64_t>(tensor.bytes());
+    comm.transport().send(tensor.data, tensor.bytes(), to, stream);
 }
 void recv_tensor(Comm& comm, const Tensor& tensor, int from, cudaStream_t stream) {
-    if (tensor.n() > 0) comm.transport().recv(tensor.data, tensor.bytes(), from, stream);
+    if (tensor.n() == 0) return;
+    comm.state().bytes_received += static_cast<int64_t>(tensor.bytes());
+    comm.transport().recv(tensor.data, tensor.bytes(), from, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -89,6 +93,7 @@ Tensor Comm::scratch(int slot, DType dtype, int64_t n) {
     }
     return make_tensor(buffer.data, dtype, {n});
 }
+Traffic Comm::traffic() const { return {state_->bytes_sent, state_->bytes_received}; }
 size_t Comm::workspace_bytes() const { return scratch_[0].bytes + scratch_[1].bytes + scratch_[2].bytes; }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +140,9 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
             case AllReduce::two_level: return two_level_all_reduce(*this, out, inp, op, stream);
             case AllReduce::library: break;
         }
-        if (NativeCollectives* native = transport_->native()) native->all_reduce(out, inp, op, stream);
+        NativeCollectives* native = transport_->native();
+        if (native) count_native(2 * out.bytes() / static_cast<size_t>(size));
+        if (native) native->all_reduce(out, inp, op, stream);
         else rank_order_all_reduce(*this, out, inp, op, stream);
     });
 }
@@ -155,39 +162,88 @@ void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cuda
     gather_from_owners(comm, group, out, stream);
 }
 
-// Like reduce_to_owners, with equal pieces at exactly n/size.
+// Equal pieces: the library's own collective, where there is one.
 void Comm::reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     check_pair("reduce_scatter", out, inp, 1, size);
+    NativeCollectives* native = transport_->native();
+    if (!native || size == 1) return reduce_scatter(out, inp, equal_cuts(out.n()), op, stream);
+    collective("reduce_scatter", inp.bytes(), stream, [&] {
+        count_native(out.bytes());
+        if (out.n() > 0) native->reduce_scatter(out, inp, op, stream);
+    });
+}
+void Comm::all_gather(Tensor out, Tensor inp, cudaStream_t stream) {
+    check_pair("all_gather", out, inp, size, 1);
+    NativeCollectives* native = transport_->native();
+    if (!native || size == 1) return all_gather(out, inp, equal_cuts(inp.n()), stream);
+    collective("all_gather", out.bytes(), stream, [&] {
+        count_native(inp.bytes());
+        if (inp.n() > 0) native->all_gather(out, inp, stream);
+    });
+}
+
+std::vector<int64_t> Comm::equal_cuts(int64_t n) const {
+    std::vector<int64_t> cuts;
+    for (int j = 0; j <= size; ++j) cuts.push_back(j * n);
+    return cuts;
+}
+// What a ring sends for a reduce_scatter or all_gather of pieces of this size.
+void Comm::count_native(size_t piece_bytes) {
+    const int64_t bytes = static_cast<int64_t>(piece_bytes) * (size - 1);
+    state_->bytes_sent += bytes;
+    state_->bytes_received += bytes;
+}
+
+namespace {
+void check_cuts(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& cuts, int rank, int size) {
+    check(cuts.size() == static_cast<size_t>(size) + 1 && cuts[0] == 0 && std::is_sorted(cuts.begin(), cuts.end()) &&
+              cuts.back() == whole.n(), what, ": ", cuts.size(), " cuts up to ", cuts.empty() ? 0 : cuts.back(), " of ",
+          whole.describe(), " for ", size, " ranks: expected one more than ranks, from 0 to all elements, in order");
+    const size_t r = static_cast<size_t>(rank);
+    check(piece.dtype == whole.dtype && piece.n() == cuts[r + 1] - cuts[r], what, ": rank ", rank, "'s piece is ", piece.describe(),
+          "; expected ", cuts[r + 1] - cuts[r], " elements of ", dtype_name(whole.dtype));
+}
+}  // namespace
+
+// Everybody sends everybody the piece that is theirs, and each adds what it got in rank order: an element's sum is that of
+// rank_order_all_reduce, whatever the cuts.
+void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, ReduceOp op, cudaStream_t stream) {
+    check_cuts("reduce_scatter", out, inp, cuts, rank, size);
     if (size == 1) return copy_tensor(out, inp, stream);
     collective("reduce_scatter", inp.bytes(), stream, [&] {
+        const auto piece = [&](int j) {
+            const size_t k = static_cast<size_t>(j);
+            return part_of(inp, cuts[k], cuts[k + 1] - cuts[k]);
+        };
         const int64_t n = out.n();
-        if (n == 0) return;
-        if (NativeCollectives* native = transport_->native()) return native->reduce_scatter(out, inp, op, stream);
-        const Tensor parts = scratch(0, inp.dtype, n * size);
+        Tensor parts;
+        if (n > 0) parts = scratch(0, inp.dtype, n * size);
         transport_->group_start();
         for (int j = 0; j < size; ++j)
-            if (j != rank) send_tensor(*this, part_of(inp, j * n, n), j, stream);
-        for (int j = 0; j < size; ++j)
+            if (j != rank) send_tensor(*this, piece(j), j, stream);
+        for (int j = 0; j < size && n > 0; ++j)
             if (j != rank) recv_tensor(*this, part_of(parts, j * n, n), j, stream);
         transport_->group_end();
-        copy_tensor(part_of(parts, rank * n, n), part_of(inp, rank * n, n), stream);
+        if (n == 0) return;
+        copy_tensor(part_of(parts, rank * n, n), piece(rank), stream);
         reduce_rows(out, parts, size, op, stream);
     });
 }
 
-void Comm::all_gather(Tensor out, Tensor inp, cudaStream_t stream) {
-    check_pair("all_gather", out, inp, size, 1);
+void Comm::all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, cudaStream_t stream) {
+    check_cuts("all_gather", inp, out, cuts, rank, size);
     if (size == 1) return copy_tensor(out, inp, stream);
     collective("all_gather", out.bytes(), stream, [&] {
-        const int64_t n = inp.n();
-        if (n == 0) return;
-        if (NativeCollectives* native = transport_->native()) return native->all_gather(out, inp, stream);
-        copy_tensor(part_of(out, rank * n, n), inp, stream);
+        const auto piece = [&](int j) {
+            const size_t k = static_cast<size_t>(j);
+            return part_of(out, cuts[k], cuts[k + 1] - cuts[k]);
+        };
+        copy_tensor(piece(rank), inp, stream);
         transport_->group_start();
         for (int j = 0; j < size; ++j)
             if (j != rank) send_tensor(*this, inp, j, stream);
         for (int j = 0; j < size; ++j)
-            if (j != rank) recv_tensor(*this, part_of(out, j * n, n), j, stream);
+            if (j != rank) recv_tensor(*this, piece(j), j, stream);
         transport_->group_end();
     });
 }

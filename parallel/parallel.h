@@ -19,13 +19,17 @@
 //     ring_all_reduce.cu        all_reduce written out, four times: ring, tree, halving, two levels; and in rank_order.cu the
 //     tree.cu, halving_all_reduce.cu, two_level_all_reduce.cu, rank_order.cu      one whose result does not depend on n's cut
 //     reduce.cu                 the additions, as kernels
+//     host_messages.cu          what the hosts tell each other
 //     mesh.cu                   ranks as a grid of named axes
+//     shards.cu                 which rank holds which part of the parameters: plain data parallelism and ZeRO 1, 2, 3
+//     data_parallel.cu          when the parts are gathered and reduced
 //     ranks.cu                  starts the ranks, chooses the transport, ends the job when one of them fails
 //     trace.cu                  --trace: who sent what to whom when, as text, Perfetto trace and PNG
 //     transport.h, transport*.cu   how bytes travel: between threads, with MPI, with NCCL
 #pragma once
 
 #include "core/core.h"
+#include "optim/optim.h"
 
 #include <functional>
 
@@ -50,6 +54,10 @@ enum class AllReduce {
 };
 AllReduce all_reduce_from_name(const std::string& name);  // "library", "ring", "tree", "halving", "two-level"
 const char* all_reduce_name(AllReduce algorithm);
+
+struct Traffic {
+    int64_t sent = 0, received = 0;  // bytes
+};
 
 // A group of ranks that talk to each other. Every member makes the same calls in the same order; each call is put on a stream,
 // like a kernel, and takes place when the stream gets there. Calls of one communicator never overlap, on whatever streams they
@@ -76,6 +84,9 @@ class Comm {
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
     // out: size equal pieces; piece j = inp of rank j. In place: inp is piece `rank` of out.
     void all_gather(Tensor out, Tensor inp, cudaStream_t stream);
+    // The same with pieces of any size: piece j is elements [cuts[j], cuts[j + 1]) of the whole tensor; size + 1 cuts.
+    void reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, ReduceOp op, cudaStream_t stream);
+    void all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, cudaStream_t stream);
     // Piece j of out = piece `rank` of rank j's inp.
     void all_to_all(Tensor out, Tensor inp, cudaStream_t stream);
     // tensor = root's.
@@ -99,6 +110,8 @@ class Comm {
     void set_step(int64_t step);
     // Rank of this communicator -> the machine that it runs on, counted from 0.
     int node_of(int member) const;
+    // Bytes that this rank has sent and received so far, through all its communicators.
+    Traffic traffic() const;
     // Device memory for pieces under way; grows at the first call of each size. For the memory plan.
     size_t workspace_bytes() const;
 
@@ -113,6 +126,8 @@ class Comm {
     void call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& body);
     template <class Body>
     void collective(const char* what, size_t bytes, cudaStream_t stream, Body&& body);
+    std::vector<int64_t> equal_cuts(int64_t n) const;
+    void count_native(size_t piece_bytes);
 
     std::shared_ptr<RankState> state_;
     std::shared_ptr<Transport> transport_;
@@ -141,6 +156,15 @@ void ring_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream
 void tree_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
 void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
 void two_level_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// host_messages.cu: what the ranks' hosts tell each other at the start and the end of a run. Collective; they wait.
+
+std::string broadcast_text(Comm& comm, const std::string& text);  // rank 0's
+// Row r: the numbers of rank r. All give equally many.
+std::vector<std::vector<int64_t>> gather_numbers(Comm& comm, const std::vector<int64_t>& numbers);
+// Error on a rank where something differs from what rank 0 has: things that have to be the same, as name -> value.
+void check_same_everywhere(Comm& comm, const std::vector<std::pair<std::string, std::string>>& things);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // mesh.cu: ranks as a grid of named axes
@@ -176,6 +200,156 @@ class Mesh {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// shards.cu: which rank holds which part of the parameters
+//
+// A unit is what is gathered, reduced and updated together: the embedding, a block, the head. Its parameters lie side by side.
+// It is cut into one part a rank, and what is cut along those lines is the stage:
+//
+//                weights   gradients   optimizer states, masters     bytes a rank, mixed precision, AdamW, n ranks
+//     ddp        whole     whole       whole                         (2 + 2 + 12) P
+//     naive      whole     whole       all with rank 0               rank 0: 16 P, the others 4 P
+//     zero 1     whole     whole       cut                           (2 + 2 + 12/n) P
+//     zero 2     whole     cut         cut                           (2 + (2 + 12)/n) P
+//     zero 3     cut       cut         cut                           (2 + 2 + 12)/n P          (Rajbhandari et al. 2020,
+//                                                                                               arXiv:1910.02054)
+// Where weights or gradients are cut, the layers still want them whole: there are rooms for whole units, two for the blocks,
+// which take turns, and those of the embedding and the head.
+
+struct Range {
+    int64_t first, n;
+};
+struct Unit {
+    std::string name;
+    int64_t offset = 0, n = 0;  // in the flat arrays
+    // Rank r's part is elements [cuts[r], cuts[r + 1]) of the unit.
+    std::vector<int64_t> cuts = {};
+    int64_t packed = 0;  // where this rank's part begins in an array of its parts only
+    int room = 0;
+};
+
+struct Sharding {
+    int rank = 0, size = 1;
+    int zero = 0;
+    bool naive = false;
+    // Cuts lie at multiples of so many elements of a parameter (optimizer_granularity); 0: only between parameters.
+    int64_t granularity = 1024;
+
+    bool cuts_states() const { return zero >= 1 || naive; }
+    bool cuts_grads() const { return zero >= 2; }
+    bool cuts_values() const { return zero >= 3; }
+};
+
+// The memory of the parameters on this rank.
+struct FlatParameters {
+    Sharding sharding;
+    std::vector<Unit> units;    // in the order of the forward
+    std::vector<Param> params;  // by Hugging Face name, in the order of their places
+    int64_t n = 0;              // elements of all units
+    int64_t part_n = 0;         // of this rank's parts, packed
+    // Flat arrays of all n elements with a place for each parameter; or, where the stage cuts them, of this rank's parts.
+    Tensor values, grads, masters;  // masters: f32, in mixed precision
+    std::vector<Tensor> value_rooms, grad_rooms;
+
+    // Decides the cuts and the rooms, from params and units. tied: the embedding is in use until the head is.
+    void cut(const Sharding& sharding, bool tied);
+    // Takes the memory.
+    void take(DType dtype, DType grad_dtype, bool with_masters, Arena& values, Arena& grads, Arena& masters);
+
+    // A unit as the layers see it: in the flat array or in its room.
+    Tensor unit_values(size_t unit) const;
+    Tensor unit_grads(size_t unit) const;
+    Tensor unit_masters(size_t unit) const;  // none if they are cut
+    // This rank's part of a unit, in whatever array has it.
+    Range part(size_t unit) const;
+    Tensor part_of_values(size_t unit) const;
+    Tensor part_of_grads(size_t unit) const;
+    Tensor part_of_masters(size_t unit) const;
+    // What this rank's optimizer updates of a unit: its part, or all of it where the states are not cut. The offsets of the
+    // parameters, whole ones and pieces, count from there.
+    Range updated(size_t unit) const;
+    Tensor updated_grads(size_t unit) const;
+    Weights updated_weights(size_t unit, uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
+    std::vector<Param> updated_params(size_t unit) const;
+
+    size_t unit_of(const Param& param) const;
+    // Writes a parameter's rows, of which each rank knows all (without the padding): those that it holds, rounded.
+    void write(const Param& param, const std::vector<float>& rows) const;
+
+  private:
+    Tensor slice(const Tensor& array, bool is_cut, size_t unit, Range range) const;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// data_parallel.cu: every rank has a part of the batch; their gradients are added.
+//
+//     ddp     the gradients are summed in buckets, last layers first, on a stream of their own while the backward goes on
+//     naive   rank 0 gets the sum, updates, and sends the new weights to everybody: the old DataParallel, here to show why not
+//     zero 1  each rank gets the sum of its part of each unit, updates that, and everybody gathers the new weights
+//     zero 2  the same, after each micro-batch; a unit's gradients are forgotten as soon as they are reduced
+//     zero 3  weights, too, are gathered for as long as a unit needs them: before its forward and before its backward;
+//             the next unit's while this one computes
+//
+// A rank sends (n-1)/n of:  2 P with ddp, zero 1 and zero 2 (a micro-batch more with zero 2: P each), 3 P with zero 3.
+// All of them give the same bits, as long as each step is one micro-batch a rank and sums are in rank order.
+
+struct DataParallelOptions {
+    bool naive = false;
+    int zero = 0;
+    double bucket_mib = 25;  // ddp
+};
+
+class DataParallel {
+  public:
+    DataParallel(Comm& comm, const DataParallelOptions& options);
+    ~DataParallel();
+    DataParallel(const DataParallel&) = delete;
+    DataParallel& operator=(const DataParallel&) = delete;
+
+    Comm& comm() { return comm_; }
+    Sharding sharding(int64_t granularity) const;
+    // micro_batches: of a step on this rank.
+    void take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena);
+
+    // Before a unit's weights are read: after this call the stream has them whole. `next` (or -1) is the unit that will be asked
+    // for next: it is fetched meanwhile.
+    void gather(const FlatParameters& p, size_t unit, int64_t next, cudaStream_t stream);
+
+    // Before each micro-batch's backward; before the first kernel that adds to a unit's gradients; after the last one.
+    void begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream);
+    void begin_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
+    void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
+    // After the last backward: the stream waits for all sums.
+    void finish_grads(const FlatParameters& p, cudaStream_t stream);
+    // After the update of this rank's part of a unit.
+    void share_update(const FlatParameters& p, size_t unit, cudaStream_t stream);
+
+    // The norm's sums, the loss and the like: small tensors of f32, added up.
+    void add_up(Tensor tensor, cudaStream_t stream);
+
+    // The most precise values of a parameter, on rank 0, without padding. Collective if they are cut.
+    std::vector<float> read(const FlatParameters& p, const Param& param);
+
+  private:
+    void fetch(const FlatParameters& p, size_t unit, cudaStream_t stream);
+    void reduce_buckets(const FlatParameters& p, int64_t low, bool all, cudaStream_t stream);
+    void reduce_unit(const FlatParameters& p, size_t unit, cudaStream_t stream);
+    // comm_stream_ goes on when `stream` has come here; and the other way round.
+    void comm_after(cudaStream_t stream);
+
+    Comm& comm_;
+    const DataParallelOptions options_;
+    cudaStream_t comm_stream_ = nullptr;
+    cudaEvent_t reached_ = nullptr;              // a point of the computing stream
+    std::vector<cudaEvent_t> gathered_;          // by unit: its weights are there
+    std::vector<cudaEvent_t> reduced_;           // by room: its gradients have been read
+    std::vector<int64_t> in_room_;               // room -> unit whose weights it holds, or -1
+    int64_t micro_batches_ = 1, micro_batch_ = 0;
+    int64_t bucket_end_ = 0;                     // gradients from here on have been given to a bucket
+    Tensor sum_rows_;                            // zero 2 and 3 with several micro-batches: (2, largest part)
+    Tensor staging_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // ranks.cu: starts the ranks and ends them
 
 struct RankOptions {
@@ -201,5 +375,6 @@ struct RankOptions {
 //   - A rank that waits for longer than timeout_s ends the job, with what it waits for, and who is missing since when.
 void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f);
 bool started_by_mpirun();  // is this process one of several that mpirun started?
+int rank_count(const RankOptions& options);  // how many there will be
 // True in the one process that should print and write files, also before run_ranks.
 bool is_first_process();

@@ -192,6 +192,11 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
 
 bool started_by_mpirun() { return launcher_value("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") != nullptr; }
 
+int rank_count(const RankOptions& options) {
+    const char* size = launcher_value("OMPI_COMM_WORLD_SIZE", "PMI_SIZE");
+    return size ? std::atoi(size) : std::max(1, options.ranks);
+}
+
 bool is_first_process() {
     const char* rank = launcher_value("OMPI_COMM_WORLD_RANK", "PMI_RANK");
     return !rank || std::atoi(rank) == 0;

@@ -96,6 +96,7 @@ struct RankState {
     std::shared_ptr<Trace> trace;  // nullptr without --trace
     double started = 0;         // now_s() when all ranks were there
     std::atomic<int64_t> step{0};
+    std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -229,9 +230,6 @@ std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state,
 Tensor part_of(const Tensor& tensor, int64_t first, int64_t n);
 // Element range of piece j when n elements are cut into n_pieces: all of the same length, a multiple of 32 so that each starts
 // on a boundary that kernels like, but the last ones, which may be shorter, or empty.
-struct Range {
-    int64_t first, n;
-};
 Range piece_of(int64_t n, int n_pieces, int j);
 
 void send_tensor(Comm& comm, const Tensor& tensor, int to, cudaStream_t stream);
