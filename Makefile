@@ -71,7 +71,7 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt train_options trainer trainer_checkpoint plan huggingface test/%
+LIGHT       := train_gpt train_options trainer trainer_checkpoint plan account huggingface test/%
 LIGHT_FLAGS := -O1
 ifeq ($(DEBUG),1)
   BUILD       := $(BUILD)-debug
@@ -172,7 +172,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test test-ranks run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -260,6 +260,10 @@ $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test
 # ---- tests -----------------------------------------------------------------------------------------------------------
 test: tests programs dev
 	@test/run.sh $(BUILD) $(ONCE)
+
+# All combinations of ranks with everything else, as processes under mpirun; make test runs a part of them as threads.
+test-ranks: tests programs
+	@env -u CUDA_CPU_STRICT OMP_NUM_THREADS=1 LLM_TEST_RANKS=1 $(BUILD)/run_tests "[ranks]" -d yes
 
 # Address and undefined-behaviour sanitizers. Only over code without kernels: the address sanitizer cannot follow the fibers
 # that kernels run on. (For kernels there is strict mode, whose guard pages and NaNs find the same mistakes.)

@@ -106,9 +106,9 @@ struct StepCost {
 StepCost step_cost(Trainer& t, double state_bytes) {
     const Config& c = t.config;
     const TrainOptions& o = t.options;
-    const double tokens = static_cast<double>(o.batch * o.seq), n_micro = static_cast<double>(o.batch / t.micro_batch);
+    const double tokens = static_cast<double>(t.local_batch * o.seq), n_micro = static_cast<double>(t.local_batch / t.micro_batch);
     const double L = static_cast<double>(c.L), C = static_cast<double>(c.C), V = static_cast<double>(c.V_padded());
-    const double n = static_cast<double>(t.model.values.n());
+    const double n = static_cast<double>(t.model.n);
     const double value_bytes = static_cast<double>(dtype_bytes(o.precision.dtype));
     const double grad_bytes = static_cast<double>(dtype_bytes(o.precision.grad_dtype));
     StepCost cost;
@@ -137,7 +137,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-// The optimizer's states by kind: "m", "v", "row", ...
+// The optimizer's states by kind: "m", "v", "row", ...; of what this rank updates.
 std::vector<std::pair<std::string, double>> optimizer_states(const Trainer& t) {
     std::vector<std::pair<std::string, double>> kinds;
     for (const auto& optimizer : t.optimizers) {
@@ -229,21 +229,43 @@ void print_memory(Memory& memory) {
     line("", "total", total);
 }
 
+namespace {
+
+// What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1).
+void print_stages(const Trainer& t, double psi, double weights, double grads, double all) {
+    const double n = rank_count(t.options.ranks), states = all - weights - grads;
+    const std::pair<const char*, double> stages[] = {{"0 (ddp)", all},
+                                                     {"1", weights + grads + states / n},
+                                                     {"2", weights + (grads + states) / n},
+                                                     {"3", all / n}};
+    std::printf("on each of %d ranks         bytes a parameter        in all\n", rank_count(t.options.ranks));
+    for (const auto& [stage, bytes] : stages)
+        std::printf("  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
+                    stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
+    if (t.options.plan_parameters == 0)
+        std::printf("  a rank sends              %18s %s in a step\n", "", size_text(static_cast<double>(expected_traffic(t)) / n).c_str());
+}
+
+}  // namespace
+
 void print_plan(Trainer& t) {
     const TrainOptions& o = t.options;
-    const double n = static_cast<double>(t.model.values.n());
+    const double n = static_cast<double>(t.model.n);
+    double updated_n = 0;
+    for (size_t u = 0; u < t.model.units.size(); ++u) updated_n += static_cast<double>(t.model.updated(u).n);
     const double psi = o.plan_parameters > 0 ? o.plan_parameters : static_cast<double>(parameter_count(t.config));
     std::printf("plan     %s parameters, --dtype %s, --optimizer %s, --batch %lld in micro-batches of %lld, --seq %lld\n",
                 human_count(psi).c_str(), o.dtype.c_str(), o.optimizer.c_str(), static_cast<long long>(o.batch),
                 static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
 
     // Bytes for each element of the flat arrays. With --params that is all there is to tell: the rest depends on the shape.
-    std::vector<std::pair<std::string, double>> rows = {{"weights", static_cast<double>(t.model.values.bytes())},
-                                                        {"gradients", static_cast<double>(t.model.grads.bytes())}};
+    const double weights = n * static_cast<double>(dtype_bytes(o.precision.dtype)),
+                 grads = n * static_cast<double>(dtype_bytes(o.precision.grad_dtype));
+    std::vector<std::pair<std::string, double>> rows = {{"weights", weights}, {"gradients", grads}};
     if (o.precision.fp8 != Fp8Recipe::none) rows.push_back({"fp8 weights, both ways", table_bytes(t.memory.weights, "fp8 weights")});
-    if (o.precision.master) rows.push_back({"master weights", static_cast<double>(t.model.masters.bytes())});
-    double optimizer_bytes = 0;
-    for (const auto& [kind, bytes] : optimizer_states(t)) rows.push_back({"optimizer " + kind, bytes}), optimizer_bytes += bytes;
+    if (o.precision.master) rows.push_back({"master weights", 4 * n});
+    double optimizer_bytes = 0;  // of this rank
+    for (const auto& [kind, bytes] : optimizer_states(t)) rows.push_back({"optimizer " + kind, bytes * n / updated_n}), optimizer_bytes += bytes;
     double per_parameter = 0;
     std::printf("states                      bytes a parameter        in all\n");
     for (const auto& [name, bytes] : rows) {
@@ -251,11 +273,16 @@ void print_plan(Trainer& t) {
         std::printf("  %-24s %18.2f %s\n", name.c_str(), bytes / n, size_text(o.plan_parameters > 0 ? bytes / n * psi : bytes).c_str());
     }
     std::printf("  %-24s %18.2f %s\n", "sum", per_parameter, size_text(per_parameter * (o.plan_parameters > 0 ? psi : n)).c_str());
+    if (rank_count(o.ranks) > 1) print_stages(t, psi, weights / n, grads / n, per_parameter);
     if (o.plan_parameters > 0) return;
 
     print_activations(t);
-    std::printf("in all                               bytes\n");
-    const size_t states = static_cast<size_t>(per_parameter * n + 0.5), total = t.memory.bytes();
+    std::printf("%-26s           bytes\n", rank_count(o.ranks) > 1 ? "in all, on rank 0" : "in all");
+    const size_t total = t.memory.bytes();
+    size_t states = t.model.values.bytes() + t.model.grads.bytes() + t.model.masters.bytes() + static_cast<size_t>(optimizer_bytes);
+    if (o.precision.fp8 != Fp8Recipe::none) states += static_cast<size_t>(table_bytes(t.memory.weights, "fp8 weights"));
+    for (const auto& rooms : {t.model.value_rooms, t.model.grad_rooms})
+        for (const Tensor& room : rooms) states += room.bytes();
     const size_t activations = t.memory.activations.bytes(), sampling = t.memory.sampling.bytes();
     const std::pair<const char*, size_t> parts[] = {{"states", states},
                                                     {"activations and scratch", activations},
@@ -265,7 +292,7 @@ void print_plan(Trainer& t) {
     for (const auto& [name, bytes] : parts)
         std::printf("  %-26s %13zu %s\n", name, bytes, size_text(static_cast<double>(bytes)).c_str());
 
-    const double tokens = static_cast<double>(o.batch * o.seq);
+    const double tokens = static_cast<double>(t.local_batch * o.seq);
     const StepCost cost = step_cost(t, optimizer_bytes);
     std::printf("FLOPs a token   6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
                 human_count(6 * psi).c_str(), human_count(flops_per_token(t.config, o.seq)).c_str());

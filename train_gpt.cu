@@ -78,6 +78,7 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     DataParallel& ranks = t.data_parallel;
     const double n_step = static_cast<double>(o.batch * o.seq);  // tokens, of all ranks
     t.world.set_step(step);
+    ranks.start_clock();
     read_sequences(t, data, (step - 1) * o.batch + t.world.rank * t.local_batch, t.local_batch, 0);
 
     const float loss_scale = static_cast<float>(t.scaler.scale);
@@ -348,14 +349,27 @@ void run_rank(const TrainOptions& given, Comm& world) {
     if (!o.resume) print_sample(t, *tokenizer, "sample before training");
 
     const int64_t first_step = step;
+    Traffic step_traffic;
+    bool follows_a_step = false;  // nothing but training since the last one: its traffic is the formula's
     const double start = seconds_now();
     bool stopped = step >= o.steps;
+    CommTime comm_time;  // of the last step
     while (!stopped && step < o.steps) {
         ++step;
         const double step_start = seconds_now();
+        const Traffic before = world.traffic();
         const StepResult result = train_step(t, train_data, step);
+        if (follows_a_step || step_traffic.sent == 0) {
+            const Traffic after = world.traffic();
+            step_traffic = {after.sent - before.sent, after.received - before.received};
+        }
+        follows_a_step = true;
+        if (step == o.steps || step == o.stop_after) comm_time = t.data_parallel.read_clock();
         LogRow row = make_row(t, step, result, seconds_now() - step_start, matmul_rate);
-        if (step == o.steps || (o.val_every > 0 && step % o.val_every == 0)) row.val_loss = evaluate(t, val_data, o.val_sequences);
+        if (step == o.steps || (o.val_every > 0 && step % o.val_every == 0)) {
+            row.val_loss = evaluate(t, val_data, o.val_sequences);
+            follows_a_step = false;
+        }
         if (speaks) {
             log_row(*csv, *tensorboard, row);
             const double per_step = (seconds_now() - start) / static_cast<double>(step - first_step);
@@ -367,6 +381,7 @@ void run_rank(const TrainOptions& given, Comm& world) {
             if (speaks) draw_loss(o.out);
         }
     }
+    if (world.size > 1 && step > first_step) print_account(t, step_traffic, comm_time);
     if (step == o.steps) print_sample(t, *tokenizer, "sample after training");
     if (!speaks) return;
     if (step < o.steps) {

@@ -47,6 +47,11 @@ void print_memory(Memory& memory);
 double measure_matmul_rate(DType dtype);
 void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this run; nothing is allocated
 
+// account.cu: at the end of a run on many ranks, measured bytes beside the formulas. step: what this rank sent and received in one
+// step that followed another. Collective; rank 0 prints.
+void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
+int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
+
 // trainer_checkpoint.cu: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
 // Collective; any number of ranks and any --zero can go on from it.
 void save_checkpoint(Trainer& trainer, int64_t step);

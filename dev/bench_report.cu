@@ -296,11 +296,11 @@ std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dty
         {"activation forward", "(gelu|swiglu)_forward", (gpt2 ? 2 : 3) * acts, 0},
         {"activation backward", "(gelu|swiglu)_backward", (gpt2 ? 3 : 5) * acts, 0},
         {"rope", "rope", 2 * rope, 0},
-        {"loss", "cross_entropy", 2 * N * static_cast<double>(c.V_padded()) * e, 0},
+        {"loss", "cross_entropy|add_losses", 2 * N * static_cast<double>(c.V_padded()) * e, 0},
         {"embedding forward", "embedding_forward", 2 * x, 0},
         {"embedding backward", "embedding", x + 2 * static_cast<double>(std::min(B * T, c.V)) * C * e, 0},
         {"column sums", "column_sum", biases, 0},
-        {"norm of the gradients", "sum_squares|grad_norm|norm_scale|clip", params * e, 0},
+        {"norm of the gradients", "sum_squares|add_sums|clip_scale", params * e, 0},
         // AdamW reads and writes the weight, m and v, and reads the gradient; 16-bit weights have a float32 master.
         {"AdamW", "adamw|adamupdate", params * (e < 4 ? 24 + 2 * e : 28), 0},
         {"matrix products", "matmul|gemm|nvjet|xmma|cutlass|cublas|splitk|sm[0-9]+_", 0, linear_flops},

@@ -52,9 +52,44 @@ void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, A
     if (comm_.size > 1 && p.sharding.cuts_states()) staging_ = arena.take("staging", DType::f32, {1 << 18});
 }
 
-void DataParallel::comm_after(cudaStream_t stream) {
+template <class Call>
+void DataParallel::communicate(cudaStream_t stream, Call&& call) {
     cudaCheck(cudaEventRecord(reached_, stream));
     cudaCheck(cudaStreamWaitEvent(comm_stream_, reached_));
+    busy_.start(comm_stream_);
+    call();
+    busy_.stop(comm_stream_);
+}
+void DataParallel::wait(cudaStream_t stream, cudaEvent_t event) {
+    waiting_.start(stream);
+    cudaCheck(cudaStreamWaitEvent(stream, event));
+    waiting_.stop(stream);
+}
+
+void DataParallel::Stopwatch::start(cudaStream_t stream) {
+    if (n == laps.size()) {
+        laps.emplace_back();
+        cudaCheck(cudaEventCreate(&laps[n].first));
+        cudaCheck(cudaEventCreate(&laps[n].second));
+    }
+    cudaCheck(cudaEventRecord(laps[n].first, stream));
+}
+void DataParallel::Stopwatch::stop(cudaStream_t stream) { cudaCheck(cudaEventRecord(laps[n++].second, stream)); }
+double DataParallel::Stopwatch::seconds() const {
+    double sum = 0;
+    for (size_t i = 0; i < n; ++i) {
+        float ms = 0;
+        cudaCheck(cudaEventElapsedTime(&ms, laps[i].first, laps[i].second));
+        sum += 1e-3 * ms;
+    }
+    return sum;
+}
+DataParallel::Stopwatch::~Stopwatch() {
+    for (const auto& [begin, end] : laps) cudaEventDestroy(begin), cudaEventDestroy(end);
+}
+CommTime DataParallel::read_clock() {
+    cudaCheck(cudaDeviceSynchronize());
+    return {busy_.seconds(), waiting_.seconds()};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -66,15 +101,14 @@ void DataParallel::fetch(const FlatParameters& p, size_t u, cudaStream_t stream)
     int64_t& in_room = in_room_[static_cast<size_t>(unit.room)];
     if (in_room == static_cast<int64_t>(u)) return;
     in_room = static_cast<int64_t>(u);
-    comm_after(stream);
-    comm_.all_gather(p.unit_values(u), p.part_of_values(u), unit.cuts, comm_stream_);
+    communicate(stream, [&] { comm_.all_gather(p.unit_values(u), p.part_of_values(u), unit.cuts, comm_stream_); });
     cudaCheck(cudaEventRecord(gathered_[u], comm_stream_));
 }
 
 void DataParallel::gather(const FlatParameters& p, size_t u, int64_t next, cudaStream_t stream) {
     if (!p.sharding.cuts_states()) return;
     if (p.sharding.cuts_values()) fetch(p, u, stream);
-    cudaCheck(cudaStreamWaitEvent(stream, gathered_[u]));
+    wait(stream, gathered_[u]);
     if (p.sharding.cuts_values() && next >= 0 && p.units[static_cast<size_t>(next)].room != p.units[u].room)
         fetch(p, static_cast<size_t>(next), stream);
 }
@@ -86,8 +120,7 @@ void DataParallel::share_update(const FlatParameters& p, size_t u, cudaStream_t 
         if (in_room == static_cast<int64_t>(u)) in_room = -1;
         return;
     }
-    comm_after(stream);
-    comm_.all_gather(p.unit_values(u), p.part_of_values(u), p.units[u].cuts, comm_stream_);
+    communicate(stream, [&] { comm_.all_gather(p.unit_values(u), p.part_of_values(u), p.units[u].cuts, comm_stream_); });
     cudaCheck(cudaEventRecord(gathered_[u], comm_stream_));
 }
 
@@ -102,7 +135,7 @@ void DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch, 
 
 void DataParallel::begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
     if (!p.sharding.cuts_grads()) return;
-    cudaCheck(cudaStreamWaitEvent(stream, reduced_[static_cast<size_t>(p.units[u].room)]));  // the last unit has left the room
+    wait(stream, reduced_[static_cast<size_t>(p.units[u].room)]);  // the last unit has left the room
     const Tensor room = p.unit_grads(u);
     cudaCheck(cudaMemsetAsync(room.data, 0, room.bytes(), stream));
 }
@@ -120,8 +153,7 @@ void DataParallel::reduce_buckets(const FlatParameters& p, int64_t low, bool all
     if (comm_.size == 1) return;
     while (bucket_end_ - low >= bucket_n || (all && bucket_end_ > low)) {
         const int64_t first = std::max(low, bucket_end_ - bucket_n);
-        comm_after(stream);
-        comm_.all_reduce(p.grads.slice(first, bucket_end_ - first), comm_stream_);
+        communicate(stream, [&] { comm_.all_reduce(p.grads.slice(first, bucket_end_ - first), comm_stream_); });
         bucket_end_ = first;
     }
 }
@@ -130,21 +162,20 @@ void DataParallel::reduce_buckets(const FlatParameters& p, int64_t low, bool all
 // on by way of two rows, {sum so far, this one}.
 void DataParallel::reduce_unit(const FlatParameters& p, size_t u, cudaStream_t stream) {
     const Tensor whole = p.unit_grads(u), mine = p.part_of_grads(u);
-    comm_after(stream);
-    if (!p.sharding.cuts_grads() || micro_batch_ == 0) {
-        comm_.reduce_scatter(mine, whole, p.units[u].cuts, ReduceOp::sum, comm_stream_);
-    } else {
+    communicate(stream, [&] {
+        if (!p.sharding.cuts_grads() || micro_batch_ == 0)
+            return comm_.reduce_scatter(mine, whole, p.units[u].cuts, ReduceOp::sum, comm_stream_);
         const Tensor rows = sum_rows_.slice(0, 2 * mine.n());
         copy_tensor(rows.slice(0, mine.n()), mine, comm_stream_);
         comm_.reduce_scatter(rows.slice(mine.n(), mine.n()), whole, p.units[u].cuts, ReduceOp::sum, comm_stream_);
         reduce_rows(mine, rows, 2, ReduceOp::sum, comm_stream_);
-    }
+    });
     cudaCheck(cudaEventRecord(reduced_[static_cast<size_t>(p.units[u].room)], comm_stream_));
 }
 
 void DataParallel::finish_grads(const FlatParameters&, cudaStream_t stream) {
     cudaCheck(cudaEventRecord(reached_, comm_stream_));
-    cudaCheck(cudaStreamWaitEvent(stream, reached_));
+    wait(stream, reached_);
 }
 
 void DataParallel::add_up(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, stream); }

@@ -290,12 +290,18 @@ struct FlatParameters {
 //             the next unit's while this one computes
 //
 // A rank sends (n-1)/n of:  2 P with ddp, zero 1 and zero 2 (a micro-batch more with zero 2: P each), 3 P with zero 3.
-// All of them give the same bits, as long as each step is one micro-batch a rank and sums are in rank order.
+// ddp and the three stages give the same bits, as long as a step is one micro-batch a rank and sums are in rank order. (With more
+// of them zero 2 and 3 add up the ranks before the micro-batches; naive adds up the norm in another order.)
 
 struct DataParallelOptions {
     bool naive = false;
     int zero = 0;
     double bucket_mib = 25;  // ddp
+};
+
+// Seconds of a step: in collectives, and those of them that the computing stream spent waiting.
+struct CommTime {
+    double total = 0, exposed = 0;
 };
 
 class DataParallel {
@@ -325,6 +331,9 @@ class DataParallel {
 
     // The norm's sums, the loss and the like: small tensors of f32, added up.
     void add_up(Tensor tensor, cudaStream_t stream);
+    // Of what was done since start_clock(). Waits for the streams.
+    void start_clock() { busy_.n = waiting_.n = 0; }
+    CommTime read_clock();
 
     // The most precise values of a parameter, on rank 0, without padding. Collective if they are cut.
     std::vector<float> read(const FlatParameters& p, const Param& param);
@@ -333,13 +342,25 @@ class DataParallel {
     void fetch(const FlatParameters& p, size_t unit, cudaStream_t stream);
     void reduce_buckets(const FlatParameters& p, int64_t low, bool all, cudaStream_t stream);
     void reduce_unit(const FlatParameters& p, size_t unit, cudaStream_t stream);
-    // comm_stream_ goes on when `stream` has come here; and the other way round.
-    void comm_after(cudaStream_t stream);
+    // A collective on comm_stream_, when `stream` has come here.
+    template <class Call>
+    void communicate(cudaStream_t stream, Call&& call);
+    void wait(cudaStream_t stream, cudaEvent_t event);
+    // Pairs of events around what is timed; used again each step.
+    struct Stopwatch {
+        std::vector<std::pair<cudaEvent_t, cudaEvent_t>> laps;
+        size_t n = 0;
+        void start(cudaStream_t stream);
+        void stop(cudaStream_t stream);
+        double seconds() const;
+        ~Stopwatch();
+    };
 
     Comm& comm_;
     const DataParallelOptions options_;
     cudaStream_t comm_stream_ = nullptr;
-    cudaEvent_t reached_ = nullptr;              // a point of the computing stream
+    cudaEvent_t reached_ = nullptr;              // a point of a stream that the other one waits for
+    Stopwatch busy_, waiting_;                   // of comm_stream_ with collectives; of the computing stream for them
     std::vector<cudaEvent_t> gathered_;          // by unit: its weights are there
     std::vector<cudaEvent_t> reduced_;           // by room: its gradients have been read
     std::vector<int64_t> in_room_;               // room -> unit whose weights it holds, or -1

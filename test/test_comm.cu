@@ -293,11 +293,8 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
 
 namespace {
 
-bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
-
 Outcome mpirun(int n, const std::string& arguments, const std::string& before = "") {
-    return run_shell(concat("export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; unset CUDA_CPU_STRICT; ", before,
-                            " timeout 60 mpirun --oversubscribe -np ", n, " ", program_path("comm_check"), " ", arguments));
+    return run_shell(concat("unset CUDA_CPU_STRICT; ", before, mpirun_command(n), program_path("comm_check"), " ", arguments));
 }
 
 }  // namespace

@@ -163,10 +163,10 @@ TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
         return error_of([&] { grad_norm(result, grads, max_norm, 1.0f, scratch, device().stream); });
     };
     CHECK(error(result, grads, 1.0f, scratch).empty());
-    CHECK_THAT(error(one, grads, 1.0f, scratch), ContainsSubstring("grad_norm: result is f32 (1)"));
-    CHECK_THAT(error(result, matrix, 1.0f, scratch), ContainsSubstring("grad_norm: grads is f32 (2, 5)"));
+    CHECK_THAT(error(one, grads, 1.0f, scratch), ContainsSubstring("sum_squares: sum is f32 (1)"));
+    CHECK_THAT(error(result, matrix, 1.0f, scratch), ContainsSubstring("sum_squares: grads is f32 (2, 5)"));
     CHECK_THAT(error(result, integers, 1.0f, scratch), ContainsSubstring("i32"));
-    CHECK_THAT(error(result, grads, 1.0f, short_scratch), ContainsSubstring("grad_norm: scratch"));
+    CHECK_THAT(error(result, grads, 1.0f, short_scratch), ContainsSubstring("sum_squares: scratch"));
     CHECK_THAT(error(result, grads, NAN, scratch), ContainsSubstring("max_norm is NaN"));
     for (float unscale : {0.0f, -1.0f, INFINITY, NAN})
         CHECK_THAT(error_of([&] { grad_norm(result, grads, 1.0f, unscale, scratch, device().stream); }),

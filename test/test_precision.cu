@@ -67,7 +67,7 @@ TEST_CASE("the scale grows after its interval, and the curve does not notice", "
     const std::string a = folder / "a", b = folder / "b";
     // The scales are powers of two. Where nothing overflows or underflows they change no other bit of the run; gradients of
     // parameters in float32 do not underflow, those of activations do, so the curves agree to rounding.
-    const std::string flags = "--dtype fp16 --grad-dtype fp32 --loss-scale-start 32 ";
+    const std::string flags = "--lr 1e-3 --dtype fp16 --grad-dtype fp32 --loss-scale-start 32 ";
     REQUIRE(train(flags + "--loss-scale-interval 5 --out " + a).status == 0);
     REQUIRE(train(flags + "--out " + b).status == 0);
     const std::vector<LogRow> grown = read_csv_log(a + "/log.csv"), fixed = read_csv_log(b + "/log.csv");
@@ -117,13 +117,14 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
 }
 
 // The default model and text, with smaller batches: the difference of 300 losses from those of the float32 run. Both runs see
-// the same batches, so their noise is the same; means over 20 steps leave the drift.
+// the same batches, so their noise is the same; means over 20 steps leave the drift. A gentle warmup: while it learns fastest, any
+// two roundings drive the runs apart for a few steps. Measured: 0.04 %, 0.003 %, 0.16 %, and up to 0.27 % for fp8.
 TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "[program][precision]") {
     const TempFolder folder;
     const auto curve = [&](const std::string& flags) {
         static int number = 0;
         const std::string run = folder / std::to_string(number++);
-        const Outcome outcome = run_program("train_gpt", "--batch 4 --seq 64 --steps 300 --val-every 0 --sample 0 --val-sequences 4 " +
+        const Outcome outcome = run_program("train_gpt", "--batch 4 --seq 64 --steps 300 --lr 1e-3 --warmup 100 --val-every 0 --sample 0 --val-sequences 4 " +
                                                              flags + " --out " + run);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);
@@ -139,8 +140,8 @@ TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "
     const std::vector<double> exact = curve("--dtype fp32");
     CHECK(exact.back() < 0.6 * exact.front());  // it learns: the curves have something to differ about
     const std::pair<const char*, double> precisions[] = {
-        {"--dtype bf16", 0.02},        {"--dtype fp16", 0.02},        {"--dtype bf16 --master none", 0.02},
-        {"--dtype fp8 --fp8 delayed", 0.04}, {"--dtype fp8 --fp8 current", 0.04}, {"--dtype fp8 --fp8 block", 0.04}};
+        {"--dtype bf16", 0.004},       {"--dtype fp16", 0.004},       {"--dtype bf16 --master none", 0.01},
+        {"--dtype fp8 --fp8 delayed", 0.015}, {"--dtype fp8 --fp8 current", 0.015}, {"--dtype fp8 --fp8 block", 0.015}};
     for (const auto& [flags, tolerance] : precisions) {
         const std::vector<double> other = curve(flags);
         for (size_t i = 0; i < exact.size(); ++i) {

@@ -1,0 +1,327 @@
+// test/test_ranks.cu: train_gpt on many ranks against the same run on one.
+//
+// The loss curve is a function of the flags and the seed, not of the ranks. Two kinds of "the same":
+//   to the bit    with the same number of ranks, DDP, naive and ZeRO 1, 2, 3 add the same numbers in the same order
+//   to 1e-5       over other numbers of ranks the batch is cut differently, so sums of gradients round differently. At a rate of
+//                 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two roundings (also two
+//                 sizes of micro-batch on one rank) are 1e-4 apart
+#include "io/io.h"
+#include "llm.h"
+#include "parallel/parallel.h"
+#include "program.h"
+
+#include <chrono>
+#include <cmath>
+
+namespace {
+
+const std::string kRun = " --steps 20 --seq 16 --lr 1e-3 --warmup 10 --sample 0 --val-every 10 --val-sequences 24 ";
+
+const std::string& text_file() {
+    static const TempFolder folder;
+    static const std::string path = [] {
+        std::string text;
+        for (int i = 0; i < 1200; ++i) text += concat("Line ", i * i % 97, " of a text that a test made, with ", i % 7, " words.\n");
+        spit(folder / "text.txt", text);
+        return folder / "text.txt";
+    }();
+    return path;
+}
+
+// A model whose vocabulary, width and parameter count no number of ranks divides.
+const std::string& odd_model(bool gpt2) {
+    static const TempFolder folder;
+    static const std::string paths[] = {folder / "llama.json", folder / "gpt2.json"};
+    static const bool written = [] {
+        spit(paths[0], R"({"model_type":"llama","vocab_size":257,"hidden_size":40,"intermediate_size":52,"num_hidden_layers":3,
+            "num_attention_heads":5,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,"rms_norm_eps":1e-5,
+            "rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})");
+        spit(paths[1], R"({"model_type":"gpt2","vocab_size":259,"n_positions":64,"n_embd":24,"n_layer":2,"n_head":3,
+            "activation_function":"gelu_new","layer_norm_epsilon":1e-5})");
+        return true;
+    }();
+    static_cast<void>(written);
+    return paths[gpt2];
+}
+
+// `make test-ranks`: all of the matrix, as processes under mpirun. Otherwise a part of it, as threads of one process.
+bool is_full() { return std::getenv("LLM_TEST_RANKS") != nullptr; }
+
+Outcome run_ranks(std::string flags, const std::string& run, std::string before = "OMP_NUM_THREADS=1 ") {
+    const std::string flag = "--ranks ";
+    const size_t at = flags.find(flag);
+    if (is_full() && at != std::string::npos) {
+        const size_t end = flags.find_first_not_of("0123456789", at + flag.size());
+        before += mpirun_command(std::stoi(flags.substr(at + flag.size())));
+        flags.erase(at, end == std::string::npos ? end : end - at);
+    }
+    return run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + run, before);
+}
+std::vector<LogRow> train(const std::string& flags, const std::string& run, const std::string& before = "OMP_NUM_THREADS=1 ") {
+    const Outcome outcome = run_ranks(flags, run, before);
+    INFO(flags << "\n" << outcome.err);
+    REQUIRE(outcome.status == 0);
+    return read_csv_log(run + "/log.csv");
+}
+
+// The largest relative difference of two curves: losses, validation losses, norms.
+double difference(const std::vector<LogRow>& a, const std::vector<LogRow>& b) {
+    REQUIRE(a.size() == b.size());
+    double largest = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+        REQUIRE(a[i].val_loss.has_value() == b[i].val_loss.has_value());
+        largest = std::max(largest, std::abs(*a[i].loss / *b[i].loss - 1));
+        if (a[i].val_loss) largest = std::max(largest, std::abs(*a[i].val_loss / *b[i].val_loss - 1));
+    }
+    return largest;
+}
+bool same_bits(const std::vector<LogRow>& a, const std::vector<LogRow>& b) {
+    for (size_t i = 0; i < a.size(); ++i)
+        if (a[i].loss != b[i].loss || a[i].val_loss != b[i].val_loss || a[i].grad_norm != b[i].grad_norm) return false;
+    return a.size() == b.size();
+}
+std::string weights_of(const std::string& run) { return slurp(latest_checkpoint(run).value() + "/model.safetensors"); }
+
+const std::vector<std::string> kModes = {"--zero 0", "--dp-mode naive", "--zero 1", "--zero 2", "--zero 3"};
+
+}  // namespace
+
+TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", "[ranks]") {
+    const TempFolder folder;
+    const std::string flags = " --batch 24 --model " + odd_model(false);
+    const std::vector<LogRow> one = train(flags, folder / "one");
+    CHECK(*one.back().loss < *one.front().loss - 0.05);  // there is something to get wrong
+    int number = 0;
+    for (int ranks : is_full() ? std::vector<int>{1, 2, 3, 4, 8} : std::vector<int>{1, 3, 8}) {
+        std::string ddp;
+        for (const std::string& mode : kModes) {
+            const std::string run = folder / std::to_string(number++);
+            INFO(ranks << " ranks, " << mode);
+            const std::vector<LogRow> rows = train(flags + concat(" --ranks ", ranks, " ") + mode, run);
+            CHECK(difference(rows, one) < 1e-5);
+            if (ddp.empty()) ddp = run;
+            if (mode == "--dp-mode naive") continue;  // rank 0 adds up the norm alone: another order
+            CHECK(same_bits(rows, read_csv_log(ddp + "/log.csv")));
+            CHECK((weights_of(run) == weights_of(ddp)));
+        }
+    }
+}
+
+TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and under strict mode", "[ranks][strict]") {
+    const TempFolder folder;
+    int number = 0;
+    for (const std::string& mode : kModes) {
+        const std::string flags = " --steps 4 --warmup 2 --batch 6 --ranks 3 --val-every 2 --val-sequences 4 --model " + odd_model(true) + " " + mode;
+        const std::vector<LogRow> first = train(flags, folder / std::to_string(number++));
+        CHECK(same_bits(first, train(flags + " --bucket-mib 0.01", folder / std::to_string(number++))));
+        for (int seed : {1, 2}) {
+            INFO(mode << ", seed " << seed);
+            const std::vector<LogRow> strict =
+                train(flags + " --bucket-mib 0.02", folder / std::to_string(number++), concat("OMP_NUM_THREADS=1 CUDA_CPU_STRICT=", seed, " "));
+            CHECK(same_bits(first, strict));
+        }
+    }
+}
+
+// What a method does to another shows only together. Everything is compared with one rank: float32 to 1e-5, and 16 bits to what
+// their roundings make (the gradients of three ranks are rounded to 16 bits before they are added).
+TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[ranks]") {
+    const TempFolder folder;
+    struct Case {
+        const char *flags, *modes;  // modes: stages to try
+        double tolerance;
+        bool bits = true;           // of all modes
+    };
+    const Case cases[] = {
+        {"--optimizer sgd --lr 0.1", "0123", 1e-5},
+        {"--optimizer nesterov --lr 0.05", "13", 1e-5},
+        {"--optimizer adagrad", "2", 1e-5},
+        {"--optimizer rmsprop", "3", 1e-5},
+        {"--optimizer adam", "1", 1e-5},
+        {"--optimizer lion --lr 1e-4", "23", 1e-5},
+        {"--optimizer adafactor --lr 1e-2", "0123", 1e-5},
+        {"--optimizer muon --lr 1e-2", "0123", 1e-5},
+        {"--optimizer adam8bit", "0123", 2e-4},  // a last bit of a gradient may choose another of 256 codes
+        {"--micro-batch 2", "0123", 1e-5, false},
+        {"--micro-batch 1 --recompute selective", "3", 1e-5, false},
+        {"--recompute full --clip 0.1", "03", 1e-5},
+        {"--recompute 2 --optimizer momentum --lr 0.05", "3", 1e-5},
+        {"--dtype bf16", "0123", 5e-3},
+        {"--dtype bf16 --grad-dtype fp32 --recompute full", "13", 5e-3},
+        {"--dtype bf16 --micro-batch 2 --grad-dtype same", "023", 5e-3, false},
+        {"--dtype bf16 --master none", "0123", 5e-3},
+        {"--dtype bf16 --master none --optimizer muon --lr 1e-2", "03", 1e-2},
+        {"--dtype fp16 --loss-scale-start 1024 --loss-scale-interval 5", "0123", 5e-3},
+        {"--dtype fp16 --inject-overflow 7 --micro-batch 2", "023", 5e-3, false},
+    };
+    int number = 0;
+    for (const Case& c : cases) {
+        const bool gpt2 = number++ % 2;
+        const std::string flags = concat(" --batch 12 --model ", odd_model(gpt2), " ", c.flags), id = std::to_string(number);
+        const std::vector<LogRow> one = train(flags, folder / (id + "-one"));
+        std::string reference;
+        for (const char* stage = c.modes; *stage; ++stage) {
+            if (!is_full() && stage != c.modes && stage[1]) continue;  // the first and the last
+            INFO(flags << " --zero " << *stage);
+            const std::string run = folder / concat(id, "-", *stage);
+            const std::vector<LogRow> rows = train(flags + concat(" --ranks 3 --zero ", *stage), run);
+            CHECK(difference(rows, one) < c.tolerance);
+            if (reference.empty()) reference = run;
+            if (!c.bits) continue;
+            CHECK(same_bits(rows, read_csv_log(reference + "/log.csv")));
+            CHECK((weights_of(run) == weights_of(reference)));
+        }
+    }
+}
+
+TEST_CASE("fp8 on many ranks: one history, whatever the stage", "[ranks][fp8]") {
+    const TempFolder folder;
+    const std::string flags = " --batch 6 --model tiny --steps 8 --warmup 2 --dtype fp8 ";
+    for (const std::string recipe : {"delayed", "block"}) {
+        const std::vector<LogRow> one = train(flags + "--fp8 " + recipe, folder / (recipe + "-one"));
+        const std::vector<LogRow> ddp = train(flags + "--ranks 3 --fp8 " + recipe, folder / (recipe + "-ddp"));
+        CHECK(difference(ddp, one) < 2e-2);
+        for (int zero : {1, 3}) {
+            INFO(recipe << ", zero " << zero);
+            const std::string run = folder / concat(recipe, zero);
+            CHECK(same_bits(train(flags + concat("--ranks 3 --zero ", zero, " --fp8 ", recipe), run), ddp));
+        }
+    }
+}
+
+TEST_CASE("a checkpoint goes on with any number of ranks, stage and optimizer", "[ranks]") {
+    const TempFolder folder;
+    int number = 0;
+    const auto resumed = [&](const std::string& flags, const std::string& before, const std::string& after) {
+        const std::string run = folder / concat("run", number++);
+        train(flags + before + " --stop-after 10", run);
+        return train(flags + after + " --resume", run);
+    };
+    for (const std::string optimizer : {"adamw", "adam8bit", "muon", "adafactor"}) {
+        const std::string flags = " --batch 12 --model " + odd_model(number % 2) + " --optimizer " + optimizer + " ";
+        const std::vector<LogRow> whole = train(flags + " --ranks 3 --zero 1", folder / ("whole-" + optimizer));
+        INFO(optimizer);
+        CHECK(same_bits(resumed(flags, "--ranks 3 --zero 1", "--ranks 3 --zero 3"), whole));
+        CHECK(same_bits(resumed(flags, "--ranks 3 --zero 3", "--ranks 3"), whole));
+        const double tolerance = optimizer == "adam8bit" ? 2e-4 : 1e-5;
+        CHECK(difference(resumed(flags, "--ranks 4 --zero 2", "--ranks 1"), whole) < tolerance);
+        CHECK(difference(resumed(flags, " ", "--ranks 2 --zero 3"), whole) < tolerance);
+        CHECK(difference(resumed(flags, "--ranks 3 --dp-mode naive", "--ranks 3 --zero 2"), whole) < tolerance);
+    }
+    const std::string flags = " --batch 12 --dtype bf16 --model " + odd_model(false) + " ";
+    const std::vector<LogRow> whole = train(flags + " --ranks 2 --zero 2", folder / "whole-bf16");
+    CHECK(same_bits(resumed(flags, "--ranks 2 --zero 3", "--ranks 2 --zero 1"), whole));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The account
+
+namespace {
+
+// "  weights   1115648   1114112   1118208": the numbers of a line.
+std::vector<double> numbers_of(const std::string& output, const std::string& name) {
+    const std::string text = output.substr(output.find("\naccount"));
+    const size_t at = text.find("\n  " + name);
+    REQUIRE(at != std::string::npos);
+    std::istringstream line(text.substr(at + 3 + name.size(), text.find('\n', at + 1) - at - 3 - name.size()));
+    std::vector<double> numbers;
+    for (double x; line >> x;) numbers.push_back(x);
+    return numbers;
+}
+
+}  // namespace
+
+TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[ranks]") {
+    const TempFolder folder;
+    int number = 0;
+    for (const std::string mode : {"--zero 0", "--dp-mode naive", "--zero 1", "--zero 2", "--zero 3", "--zero 3 --recompute 2",
+                                   "--zero 2 --micro-batch 2", "--zero 3 --micro-batch 1", "--zero 3 --dtype bf16", "--zero 1 --dtype fp16"}) {
+        for (const std::string& model : {std::string("tiny"), odd_model(true)}) {
+            INFO(mode << " " << model);
+            const Outcome run = run_ranks("--batch 12 --steps 3 --warmup 1 --ranks 3 --val-every 0 --model " + model + " " + mode,
+                                          folder / std::to_string(number++));
+            INFO(run.out << run.err);
+            REQUIRE(run.status == 0);
+            const auto traffic = numbers_of(run.out, "sent by all");
+            REQUIRE(traffic.size() == 2);
+            CHECK(traffic[0] == traffic[1]);
+            if (model != "tiny") continue;  // of a few thousand elements, parts of whole tiles are not even to 5 %
+            for (const std::string what : {"weights", "gradients", "masters, optimizer"}) {
+                const auto row = numbers_of(run.out, what);  // formula, least, most
+                REQUIRE(row.size() == 3);
+                CHECK(row[2] == Approx(row[0]).epsilon(0.05));
+                if (mode != "--dp-mode naive") CHECK(row[1] == Approx(row[0]).epsilon(0.05));
+            }
+        }
+    }
+}
+
+TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[ranks][plan]") {
+    const Outcome plan = run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --batch 64 --device-spec h100");
+    INFO(plan.out << plan.err);
+    REQUIRE(plan.status == 0);
+    for (const std::string gb : {"120 GB", "31.41 GB", "16.64 GB", "1.875 GB"}) CHECK_THAT(plan.out, ContainsSubstring(" " + gb));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What goes wrong
+
+TEST_CASE("ranks that were started differently are refused by name", "[ranks]") {
+    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    const TempFolder folder;
+    spit(folder / "other.txt", slurp(text_file()) + "one line more\n");
+    const std::string program = program_path("train_gpt"), common = kRun + " --batch 4 --out " + (folder / "run");
+    std::filesystem::copy_file(program, folder / "train_gpt");
+    run_shell("printf x >> " + (folder / "train_gpt"));
+    const std::string data = " --data " + text_file();
+    const std::tuple<std::string, std::string, std::string> others[] = {
+        {program, data + common + " --lr 2e-3", "--lr is '0.002' here"},
+        {program, data + common + " --zero 1", "--zero is '1' here"},
+        {program, data + common + " --model gpt2", "--model is 'gpt2' here"},
+        {program, " --data " + (folder / "other.txt") + common, "--data is "},
+        {folder / "train_gpt", data + common, "the program is "}};
+    for (const auto& [its_program, flags, words] : others) {
+        const Outcome run = run_shell(concat(mpirun_command(1), program, data, common, " : -np 1 ", its_program, flags));
+        INFO(run.out << run.err);
+        CHECK(run.status != 0);
+        CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
+        CHECK(!std::filesystem::exists(folder / "run/log.csv"));
+    }
+    for (const auto& [flags, words] : {std::pair("--ranks 3 --batch 16", "--batch 16 cannot be divided among 3 ranks"),
+                                       {"--ranks 2 --zero 4", "--zero 4"},
+                                       {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero away"},
+                                       {"--ranks -1", "--ranks"},
+                                       {"--comm pigeon", "--comm pigeon"}}) {
+        const Outcome run = run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + (folder / "run"));
+        INFO(flags << run.err);
+        CHECK(run.status == 2);
+        CHECK_THAT(run.err, ContainsSubstring(words));
+    }
+}
+
+TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[ranks]") {
+    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    const TempFolder folder;
+    const std::string flags = " --batch 6 --steps 200 --save-every 50 --zero 2 --val-every 100 --model " + odd_model(false);
+    const std::vector<LogRow> whole = train(flags + " --ranks 3 ", folder / "whole");
+    const int n_kills = is_full() ? 20 : 2;
+    for (int i = 0; i < n_kills; ++i) {
+        const std::string run = folder / concat("run", i);
+        // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed some time
+        // after the first checkpoint is there.
+        const std::string killer = concat("( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,
+                                          "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");
+        const auto start = std::chrono::steady_clock::now();
+        const Outcome killed = run_shell(concat(killer, "OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(),
+                                                kRun, flags, " --out ", run));
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        INFO(i << ": " << killed.out << killed.err);
+        CHECK(seconds < 45);  // of which the steps before the kill are a few
+        if (killed.status != 0) CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
+        const Outcome resumed = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(), kRun, flags,
+                                                 " --out ", run, " --resume"));
+        INFO(resumed.err);
+        REQUIRE(resumed.status == 0);
+        CHECK(same_bits(read_csv_log(run + "/log.csv"), whole));
+    }
+}
