@@ -65,12 +65,14 @@ struct LadderOptions {
 
 enum class Limit { copy, matmul };
 
-// What a rung must leave in a tensor: |x - value| <= absolute + relative |value| for every element.
+// What a rung must leave in a tensor: |x - value| <= absolute + relative |value| for every element. Where a value is a
+// sum whose terms cancel, `sizes` stands for |value|: the sum of the terms' magnitudes.
 struct Expectation {
     const char* name;
     Tensor tensor;
     std::vector<double> values;
     double relative, absolute;
+    std::vector<double> sizes = {};
 };
 
 // 2^-24 for f32, 2^-8 for bf16, 2^-11 for f16: the largest relative error of one rounding.
@@ -214,7 +216,8 @@ class Ladder {
         for (size_t i = 0; i < actual.size(); ++i) {
             const double value = expectation.values[i];
             const double difference = std::abs(actual[i] - value);
-            const double allowed = expectation.absolute + expectation.relative * std::abs(value);
+            const double size = expectation.sizes.empty() ? std::abs(value) : expectation.sizes[i];
+            const double allowed = expectation.absolute + expectation.relative * size;
             const double error = difference == 0 ? 0 : difference / allowed;
             if (!(error <= worst)) worst = error, at = i;  // NaN counts as worst
             if (std::isnan(error)) break;

@@ -8,7 +8,8 @@
 
 namespace {
 
-const std::vector<std::string> kLadders = {"softmax", "reduce", "rmsnorm", "cross_entropy", "adamw", "matmul"};
+const std::vector<std::string> kLadders = {"softmax", "reduce", "rmsnorm",           "cross_entropy",
+                                           "adamw",   "matmul", "attention_forward", "attention_backward"};
 
 std::string last_line(const std::string& text) {
     const size_t end = text.find_last_not_of('\n');
@@ -71,6 +72,8 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
         {"softmax", "--dtype bf16", "not written for it"},
         {"matmul", "--dtype int3", "int3"},
         {"reduce", "--speed", "unknown option --speed"},
+        {"attention_forward", "--dtype f32", "not written for it"},
+        {"attention_forward", "--size 70000x1 --check", "at most 65535"},
     };
     for (const Case& c : cases) {
         const Outcome outcome = run_program("dev/" + c.name, c.arguments);
