@@ -407,8 +407,8 @@ Activations take_forward_activations(const Model& model, int64_t B, int64_t T, A
 
 namespace {
 
-FlashAttentionOptions attention_options(const Config& config) {
-    return {.scale = 1.0f / std::sqrt(static_cast<float>(config.D))};
+FlashAttentionOptions attention_options(const Model& model) {
+    return {.scale = 1.0f / std::sqrt(static_cast<float>(model.config.D)), .tier = model.attention};
 }
 // A tensor of N rows as the heads in them: of queries, keys and values, or of attention's output.
 QkvHeads heads_of(const Config& config, const Activations& acts, Tensor qkv) {
@@ -475,7 +475,7 @@ void block_forward(const Model& model, const Block& block, const BlockSaved& sav
     linear_forward(saved.qkv, block.qkv, kQkv, saved.norm1.out, saved, acts, stream);
     const QkvHeads heads = heads_of(c, acts, saved.qkv);
     if (c.family == Family::llama) rope_forward(heads.q.rows, model.rope_table, c.H, c.K, stream);
-    flash_attention_forward(out_heads(c, acts, saved.attn), saved.lse, heads.q, heads.k, heads.v, attention_options(c), stream);
+    flash_attention_forward(out_heads(c, acts, saved.attn), saved.lse, heads.q, heads.k, heads.v, attention_options(model), stream);
     linear_forward(acts.branch, block.attn_out, kAttnOut, saved.attn, saved, acts, stream);
 
     norm_forward(c, block.norm2, saved.norm2, saved.norm1.sum, acts.branch, stream);
@@ -518,7 +518,7 @@ void block_backward(const Model& model, const Block& block, const BlockSaved& sa
     linear_backward(acts.dattn, block.attn_out, kAttnOut, acts.dresidual, saved.attn, saved, acts, stream);
     const QkvHeads heads = heads_of(c, acts, saved.qkv), dheads = heads_of(c, acts, acts.dqkv);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, out_heads(c, acts, acts.dattn), out_heads(c, acts, saved.attn),
-                             saved.lse, heads.q, heads.k, heads.v, attention_options(c), acts.scratch, stream);
+                             saved.lse, heads.q, heads.k, heads.v, attention_options(model), acts.scratch, stream);
     if (c.family == Family::llama) rope_backward(dheads.q.rows, model.rope_table, c.H, c.K, stream);
     linear_backward(acts.dnorm, block.qkv, kQkv, acts.dqkv, saved.norm1.out, saved, acts, stream);
     norm_backward(c, block.norm1, saved.norm1, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);

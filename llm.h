@@ -82,6 +82,7 @@ struct Model : FlatParameters {
     Config config;
     Precision precision;
     DataParallel* data_parallel = nullptr;  // many ranks: gathers units before they are used, and reduces their gradients
+    FlashTier attention = FlashTier::automatic;
 
     Tensor wte, dwte;  // (V_padded, C) token embedding
     Tensor wpe, dwpe;  // (T_max, C) position embedding, GPT-2

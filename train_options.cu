@@ -20,7 +20,7 @@ const std::set<std::string> kNotSaved = {"--help", "--out", "--resume", "--stop-
                                          "--ranks-per-node", "--trace", "--dp-mode", "--zero", "--bucket-mib"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 const std::set<std::string> kMayChange = {"--val-every", "--sample", "--keep", "--save-every", "--temperature", "--micro-batch",
-                                          "--recompute"};
+                                          "--recompute", "--attention"};
 
 // "3e-3" and "0.003" are the same value.
 bool same_value(const std::string& a, const std::string& b) {
@@ -42,7 +42,8 @@ struct GivenHyperparameters {
 
 // Flags that only make sense together with others.
 struct GivenPrecision {
-    std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed", dp_mode = "ddp";
+    std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed", dp_mode = "ddp",
+                attention = "auto";
 };
 
 void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, GivenPrecision& precision) {
@@ -66,6 +67,8 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, Gi
     app.add_option("--loss-scale-backoff", o.loss_scale.backoff, "dynamic: what it is multiplied by at an overflow")->group("Precision");
     app.add_option("--inject-overflow", o.inject_overflow, "test hook: makes a gradient of this step inf")->group("");
 
+    app.add_option("--attention", precision.attention, "units that compute attention: cores (fp32), mma, hopper (sm_90a), or auto")
+        ->group("Precision");
     app.add_option("--recompute", precision.recompute, "activations to compute again in the backward: none, full, selective, or every N-th block kept")
         ->group("Memory");
     app.add_flag("--plan", o.plan, "print where the bytes, FLOPs and seconds of this run go, and end")->group("Memory");
@@ -154,6 +157,8 @@ void choose_precision(TrainOptions& o, const GivenPrecision& given) {
     LossScaler check_it(o.loss_scale);
     check(p.dtype == DType::f16 || !o.loss_scale.dynamic, "--loss-scale dynamic is for --dtype fp16: bf16 and fp32 have the range of float32");
     o.recompute = parse_recompute(given.recompute);
+    o.attention = flash_tier_from_name(given.attention);
+    expect_flash_tier(o.attention, p.dtype);
 }
 
 void check_options(const TrainOptions& o) {

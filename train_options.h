@@ -14,6 +14,7 @@ struct TrainOptions {
     double clip = 1.0;
     std::string dtype = "fp32";
     Precision precision;  // from --dtype, --master and --grad-dtype
+    FlashTier attention = FlashTier::automatic;
     LossScaleOptions loss_scale;
     Recompute recompute;
     RankOptions ranks;

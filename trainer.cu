@@ -29,6 +29,7 @@ void Trainer::take_memory() {
     sharding.size = rank_count(o.ranks);  // a plan is made by one rank for many
     model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding);
     model.data_parallel = &data_parallel;
+    model.attention = o.attention;
     data_parallel.take_memory(model, local_batch / micro_batch, memory.communication);
 
     optimizers.clear();

@@ -1,4 +1,4 @@
-// dev/attention_backward.cu: the gradient of softmax(q k^T) v, seven times.
+// dev/attention_backward.cu: the gradient of softmax(q k^T) v, eight times.
 //
 //   forward     S_ts = q_t . k_s / sqrt(D)     P_ts = exp(S_ts - lse_t), s <= t     out_t = sum_s P_ts v_s
 //   backward    dP_ts = do_t . v_s             dS_ts = P_ts (dP_ts - delta_t)       delta_t = sum_s P_ts dP_ts
@@ -562,6 +562,9 @@ void climb(Ladder& ladder) {
         });
         rung("product, mma", "32 rows a warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
+        if (!is_hopper()) return;
+        rung("product, Hopper", "wgmma and TMA; a producer, two groups that consume",
+             [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }
 

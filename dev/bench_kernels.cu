@@ -91,6 +91,15 @@ bool has_fp8(Fp8Recipe recipe) {
     }
 }
 
+bool has_tier(FlashTier tier, DType dtype) {
+    try {
+        expect_flash_tier(tier, dtype);
+        return true;
+    } catch (const Error&) {
+        return false;
+    }
+}
+
 std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType dtype) {
     const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(), Q = c.qkv_width();
     const bool gpt2 = c.family == Family::gpt2;
@@ -172,20 +181,25 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
         }});
     }
 
-    const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D))};
-    table.push_back({"attention", "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
-        const HeadColumns out{d.empty({B, T, H * D}), H, D};
-        const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K);
-        const Tensor lse = d.floats({B, H, T});
-        return [=] { flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s); };
-    }});
-    table.push_back({"attention", "backward", attn, 2 * heads, 10 * pairs, [=](Data& d) -> Launch {
-        const HeadColumns out{d.empty({B, T, H * D}), H, D}, dout{d.random({B, T, H * D}), H, D};
-        const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K), dh = qkv_heads(d.empty({B, T, Q}), H, K);
-        const Tensor lse = d.floats({B, H, T}), scratch = d.floats({flash_attention_backward_scratch_n(B, T, H)});
-        if (!d.counting()) flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s);  // what the backward reads of it
-        return [=] { flash_attention_backward(dh.q, dh.k, dh.v, dout, out, lse, h.q, h.k, h.v, attention, scratch, s); };
-    }});
+    // As the model has it, and on each of the tiers for 16 bits that this device has (kHopperIsFaster, flash_attention.cu).
+    for (const auto& [name, tier] : {std::pair{"attention", FlashTier::automatic}, {"attention mma", FlashTier::mma},
+                                     {"attention hopper", FlashTier::hopper}}) {
+        if (!has_tier(tier, dtype)) continue;
+        const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
+        table.push_back({name, "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
+            const HeadColumns out{d.empty({B, T, H * D}), H, D};
+            const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K);
+            const Tensor lse = d.floats({B, H, T});
+            return [=] { flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s); };
+        }});
+        table.push_back({name, "backward", attn, 2 * heads, 10 * pairs, [=](Data& d) -> Launch {
+            const HeadColumns out{d.empty({B, T, H * D}), H, D}, dout{d.random({B, T, H * D}), H, D};
+            const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K), dh = qkv_heads(d.empty({B, T, Q}), H, K);
+            const Tensor lse = d.floats({B, H, T}), scratch = d.floats({flash_attention_backward_scratch_n(B, T, H)});
+            if (!d.counting()) flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s);  // what the backward reads of it
+            return [=] { flash_attention_backward(dh.q, dh.k, dh.v, dout, out, lse, h.q, h.k, h.v, attention, scratch, s); };
+        }});
+    }
 
     if (gpt2) {
         table.push_back({"layernorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {

@@ -51,8 +51,8 @@
 // only in tiles that an interval ends in: a causal mask costs half of a full one, a window T window instead of T^2.
 //
 // THE TIERS behind one function: CUDA cores (flash_attention_cores.cuh) for f32, and for bf16 and f16 mma.sync
-// (flash_attention_mma.cuh), the tensor cores that all GPUs since sm_80 have. A third, wgmma with the copy engine of
-// sm_90a (flash_attention_hopper.cu, forward only), is chosen by option until a GPU has said that it is faster.
+// (flash_attention_mma.cuh), the tensor cores that all GPUs since sm_80 have, or wgmma with the copy engine of sm_90a
+// (flash_attention_hopper.cuh). kHopperIsFaster decides between these two.
 #include "layers/chunk.cuh"
 #include "layers/flash_attention.cuh"
 
@@ -159,17 +159,49 @@ bool has_wgmma() {
     return major == 9 && minor == 0;
 }
 
+// Does automatic take hopper, on GPUs that have wgmma, or mma? No GPU has run hopper yet, so mma. To decide, on an H100 or
+// H200: `make gpu-check` passes, and in the table of `make bench` "attention hopper" takes less time than "attention mma",
+// forward and backward, for heads of 64 and of 128 columns (gpt2, llama-8b). Then this becomes true.
+constexpr bool kHopperIsFaster = false;
+
 // Each tensor core instruction is played by a function on the CPU device, 30 times slower than its CUDA cores' loops.
-FlashTier tier_of(const char* operation, FlashTier wanted, DType dtype) {
-    const bool can_cores = dtype == DType::f32 || device().is_cpu, can_mma = dtype != DType::f32;
-    if (wanted == FlashTier::automatic) return can_cores ? FlashTier::cuda_cores : FlashTier::mma;
-    const bool can = wanted == FlashTier::cuda_cores ? can_cores : can_mma && (wanted == FlashTier::mma || has_wgmma());
-    const char* name = wanted == FlashTier::cuda_cores ? "cuda_cores" : wanted == FlashTier::mma ? "mma" : "hopper";
-    check(can, operation, ": the tier ", name, " that options ask for does not work on ", dtype_name(dtype), " here");
+FlashTier automatic_tier(DType dtype) {
+    if (dtype == DType::f32 || device().is_cpu) return FlashTier::cuda_cores;
+    return kHopperIsFaster && has_wgmma() ? FlashTier::hopper : FlashTier::mma;
+}
+FlashTier tier_of(FlashTier wanted, DType dtype) {
+    if (wanted == FlashTier::automatic) return automatic_tier(dtype);
+    expect_flash_tier(wanted, dtype);
     return wanted;
 }
 
+constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automatic, "auto"},
+                                                            {FlashTier::cuda_cores, "cores"},
+                                                            {FlashTier::mma, "mma"},
+                                                            {FlashTier::hopper, "hopper"}};
+
 }  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiers by name
+
+FlashTier flash_tier_from_name(const std::string& name) {
+    for (const auto& [tier, its_name] : kTierNames)
+        if (name == its_name) return tier;
+    fail("unknown tier of attention '", name, "': use auto, cores, mma or hopper");
+}
+
+void expect_flash_tier(FlashTier tier, DType dtype) {
+    const char* name = kTierNames[static_cast<size_t>(tier)].second;
+    const bool f32 = dtype == DType::f32;
+    if (tier == FlashTier::cuda_cores)
+        check(f32 || device().is_cpu, "attention on '", name, "' is for f32 on a GPU, not for ", dtype_name(dtype),
+              ": use mma or auto");
+    if (tier == FlashTier::mma || tier == FlashTier::hopper)
+        check(!f32, "attention on '", name, "' is for bf16 and f16, not for f32: use cores or auto");
+    if (tier == FlashTier::hopper)
+        check(has_wgmma(), "attention on 'hopper' needs a GPU of compute capability 9.0 (H100, H200): use mma or auto");
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
@@ -184,7 +216,7 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
                              const HeadColumns& v, const FlashAttentionOptions& options, cudaStream_t stream) {
     const char* operation = "flash_attention_forward";
     const FlashArguments a = check_arguments(operation, "out", out, lse, q, k, v, options);
-    switch (tier_of(operation, options.tier, q.rows.dtype)) {
+    switch (tier_of(options.tier, q.rows.dtype)) {
         case FlashTier::cuda_cores: return flash_forward_cores(a, stream);
         case FlashTier::hopper: return flash_forward_hopper(a, stream);
         default: return flash_forward_mma(a, stream);
@@ -207,6 +239,9 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
     a.dq = dq, a.dk = dk, a.dv = dv;
     a.delta = scratch_as(operation, scratch, {flash_attention_backward_scratch_n(a.B, a.T, q.count)}).ptr<float>();
     compute_delta(a, dout, out, stream);
-    if (tier_of(operation, options.tier, dtype) == FlashTier::cuda_cores) flash_backward_cores(a, stream);
-    else flash_backward_mma(a, stream);
+    switch (tier_of(options.tier, dtype)) {
+        case FlashTier::cuda_cores: return flash_backward_cores(a, stream);
+        case FlashTier::hopper: return flash_backward_hopper(a, stream);
+        default: return flash_backward_mma(a, stream);
+    }
 }

@@ -114,8 +114,9 @@ struct FlashArguments {
 void flash_forward_cores(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_cores(const FlashArguments& arguments, cudaStream_t stream);
 void flash_forward_mma(const FlashArguments& arguments, cudaStream_t stream);
-void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_mma(const FlashArguments& arguments, cudaStream_t stream);
+void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
+void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 
 namespace {
 

@@ -185,4 +185,58 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kOtherTile
         }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// The running softmax of the rows that a thread has a part of: m * 16 + half * 8 + quad(). The sum is this lane's own
+// part; the quad adds its four up at the end.
+
+template <int kRowTiles>
+struct OnlineRows {
+    float max[kRowTiles][2], sum[kRowTiles][2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) max[m][half] = -INFINITY, sum[m][half] = 0.0f;
+    }
+    // Scores become probabilities times 2^(scale2 max), scale2 = scale log2(e). What has been summed with the old
+    // maximum is to be multiplied by rescale.
+    template <int kOtherTiles>
+    __device__ __forceinline__ void add(float (&scores)[kRowTiles][kOtherTiles][4], float (&rescale)[kRowTiles][2],
+                                        float scale2) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float larger = max[m][half];
+#pragma unroll
+                for (int n = 0; n < kOtherTiles; ++n)
+                    larger = fmaxf(larger, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+                larger = warp_max(larger, 4);
+                // A row that has seen nothing yet: its scores are all -infinity, and less 0 they stay so.
+                const float shift = larger == -INFINITY ? 0.0f : larger * scale2;
+                rescale[m][half] = ex2_approx(fmaf(max[m][half], scale2, -shift));
+                float tile_sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < kOtherTiles; ++n)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i)
+                        tile_sum += scores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -shift));
+                sum[m][half] = fmaf(sum[m][half], rescale[m][half], tile_sum);
+                max[m][half] = larger;
+            }
+    }
+};
+
+template <int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_rows(float (&acc)[kRowTiles][kColumnTiles][4],
+                                              const float (&factor)[kRowTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[m][n][i] *= factor[m][i / 2];
+}
+
 }  // namespace

@@ -21,50 +21,6 @@ struct ForwardTile {
     static constexpr size_t kSharedBytes = 2 * (kQElements + kKElements + kVElements);
 };
 
-// The running softmax of the rows that a thread has a part of: m * 16 + half * 8 + quad(). The sum is this lane's own
-// part; the quad adds its four up at the end.
-template <int kRowTiles>
-struct OnlineRows {
-    float max[kRowTiles][2], sum[kRowTiles][2];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) max[m][half] = -INFINITY, sum[m][half] = 0.0f;
-    }
-    // Scores become probabilities times 2^(scale2 max), and o is rescaled to the new maximum. scale2 = scale log2(e).
-    template <int kOtherTiles, int kColumnTiles>
-    __device__ __forceinline__ void add(float (&scores)[kRowTiles][kOtherTiles][4],
-                                        float (&o)[kRowTiles][kColumnTiles][4], float scale2) {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float larger = max[m][half];
-#pragma unroll
-                for (int n = 0; n < kOtherTiles; ++n)
-                    larger = fmaxf(larger, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-                larger = warp_max(larger, 4);
-                // A row that has seen nothing yet: its scores are all -infinity, and less 0 they stay so.
-                const float shift = larger == -INFINITY ? 0.0f : larger * scale2;
-                const float rescale = ex2_approx(fmaf(max[m][half], scale2, -shift));
-                float tile_sum = 0.0f;
-#pragma unroll
-                for (int n = 0; n < kOtherTiles; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        tile_sum += scores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -shift));
-                sum[m][half] = fmaf(sum[m][half], rescale, tile_sum);
-                max[m][half] = larger;
-#pragma unroll
-                for (int n = 0; n < kColumnTiles; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i) o[m][n][i] *= rescale;
-            }
-    }
-};
-
 // Block (query tile, query head, b). The longest rows of a causal mask come first, so that no block is left alone at
 // the end.
 template <class Number, class T>
@@ -112,7 +68,9 @@ __global__ void __launch_bounds__(kThreads)
 
         if (!work) continue;
         if (view.needs_mask(s0, T::kKeys)) apply_mask<true>(scores, mask, b, first_row, s0);
-        softmax.add(scores, o, scale2);
+        float rescale[T::kRowTiles][2];
+        softmax.add(scores, rescale, scale2);
+        multiply_rows(o, rescale);
         Packs<T::kRowTiles, T::kKeys> P;
         pack_fragments<Number>(P, scores);
         multiply_columns(o, P, v_tile);

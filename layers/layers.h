@@ -214,9 +214,12 @@ struct QkvHeads {
 // The heads of packed rows (B, T, (H + 2K) D) = [H query heads | K key heads | K value heads].
 QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K);
 
-// How it is computed. automatic: tensor cores (mma) for 16 bits on a GPU, otherwise CUDA cores. For tests and benchmarks.
-// hopper: wgmma and the copy engine, on GPUs of compute capability 9.0 and on the CPU device; the backward is mma's.
+// How it is computed: on CUDA cores (f32, and on the CPU device 16 bits too), on tensor cores by mma.sync (16 bits), or by
+// wgmma and the copy engine (hopper: 16 bits on GPUs of compute capability 9.0, and on the CPU device). automatic chooses by
+// device and type (flash_attention.cu).
 enum class FlashTier { automatic, cuda_cores, mma, hopper };
+FlashTier flash_tier_from_name(const std::string& name);   // auto, cores, mma or hopper
+void expect_flash_tier(FlashTier tier, DType dtype);       // throws an Error if this device has no such tier for this type
 
 struct FlashAttentionOptions {
     float scale = 1.0f;     // usually 1 / sqrt(D)

@@ -271,53 +271,41 @@ Result plain_errors(const Case& c, DType dtype, const Values& in, const Result& 
     return errors;
 }
 
-// An error may be at most twice that of the plain computation in the same precision. On top come two roundings of the
-// largest element, and 8 units of float32 of the size of the numbers that float32 sums on the way, which may cancel
-// (with one key dP - delta is 0, a difference of two do . v).
-void check_case(const Case& c, DType dtype, FlashTier tier, uint64_t seed) {
+// All tiers have the same inputs and the same reference. An error may be at most twice that of the plain computation in
+// the same precision. On top come two roundings of the largest element, and 8 units of float32 of the size of the numbers
+// that float32 sums on the way, which may cancel (with one key dP - delta is 0, a difference of two do . v).
+void check_case(const Case& c, DType dtype, const std::vector<FlashTier>& tiers, uint64_t seed) {
     const Values in = random_inputs(c, dtype, seed);
-    Flash flash(c, dtype, in);
-    flash.options.tier = tier;
-    const size_t n_between = flash.dqkv.n_untouched() - in.q.size() - in.k.size() - in.v.size();
-    const Result got = flash.run(), exact = attention<double>(c, in, dtype);
-    const Result plain = plain_errors(c, dtype, in, exact, seed);
-    const auto check_result = [&](std::vector<double> Result::*member, DType stored, double size_on_the_way,
-                                  const char* name) {
-        const double two_roundings = 2 * unit_roundoff(stored) * largest(exact.*member);
-        check_close(got.*member, exact.*member, 0, 2 * (plain.*member)[0] + two_roundings + 8 * kUnit * size_on_the_way,
-                    concat(c.name(), ", ", dtype_name(dtype), ", ", name));
-    };
-    const double dS_size = longest(in.dout, c.Dv) * longest(in.v, c.Dv) * c.scale();
-    check_result(&Result::out, dtype, largest(in.v), "out");
-    check_result(&Result::lse, DType::f32, 1, "lse");
-    check_result(&Result::dq, dtype, dS_size * largest(in.k), "dq");
-    check_result(&Result::dk, dtype, dS_size * largest(in.q), "dk");
-    check_result(&Result::dv, dtype, largest(in.dout), "dv");
-    CHECK(flash.dqkv.n_untouched() >= n_between);
-}
-
-// The same for the results of the forward, on Hopper's tier, whose backward is mma's.
-void check_forward_on_hopper(const Case& c, DType dtype, uint64_t seed) {
-    const Values in = random_inputs(c, dtype, seed);
-    Flash flash(c, dtype, in);
-    flash.options.tier = FlashTier::hopper;
-    flash.forward();
     const Result exact = attention<double>(c, in, dtype), plain = plain_errors(c, dtype, in, exact, seed);
-    const std::string what = concat(c.name(), ", ", dtype_name(dtype));
-    const double two_roundings = 2 * unit_roundoff(dtype) * largest(exact.out);
-    check_close(flash.out.values(), exact.out, 0, 2 * plain.out[0] + two_roundings + 8 * kUnit * largest(in.v),
-                what + ", out");
-    check_close(flash.lse.values(), exact.lse, 0, 2 * plain.lse[0] + 2 * kUnit * largest(exact.lse) + 8 * kUnit,
-                what + ", lse");
+    const double dS_size = longest(in.dout, c.Dv) * longest(in.v, c.Dv) * c.scale();
+    for (const FlashTier tier : tiers) {
+        Flash flash(c, dtype, in);
+        flash.options.tier = tier;
+        const size_t n_between = flash.dqkv.n_untouched() - in.q.size() - in.k.size() - in.v.size();
+        const Result got = flash.run();
+        const auto check_result = [&](std::vector<double> Result::*member, DType stored, double size_on_the_way,
+                                      const char* name) {
+            const double two_roundings = 2 * unit_roundoff(stored) * largest(exact.*member);
+            const double tolerance = 2 * (plain.*member)[0] + two_roundings + 8 * kUnit * size_on_the_way;
+            check_close(got.*member, exact.*member, 0, tolerance,
+                        concat(c.name(), ", ", dtype_name(dtype), ", tier ", static_cast<int>(tier), ", ", name));
+        };
+        check_result(&Result::out, dtype, largest(in.v), "out");
+        check_result(&Result::lse, DType::f32, 1, "lse");
+        check_result(&Result::dq, dtype, dS_size * largest(in.k), "dq");
+        check_result(&Result::dk, dtype, dS_size * largest(in.q), "dk");
+        check_result(&Result::dv, dtype, largest(in.dout), "dv");
+        CHECK(flash.dqkv.n_untouched() >= n_between);
+    }
 }
 
-// wgmma is there on GPUs of compute capability 9.0 only.
 bool has_hopper() {
-    int index = 0, major = 0, minor = 0;
-    cudaCheck(cudaGetDevice(&index));
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
-    return device().is_cpu || (major == 9 && minor == 0);
+    try {
+        expect_flash_tier(FlashTier::hopper, DType::bf16);
+        return true;
+    } catch (const Error&) {
+        return false;
+    }
 }
 std::vector<FlashTier> tiers_of(DType dtype) {
     if (dtype == DType::f32) return {FlashTier::automatic};
@@ -386,30 +374,28 @@ TEST_CASE("flash attention: the reference's gradient is that of the reference", 
 
 TEST_CASE("flash attention against float64, float32", "[flash]") {
     uint64_t seed = 100;
-    for (const Case& c : grid()) check_case(c, DType::f32, FlashTier::automatic, seed += 10);
+    for (const Case& c : grid()) check_case(c, DType::f32, {FlashTier::automatic}, seed += 10);
 }
 
-TEST_CASE("flash attention against float64, 16 bits, mma", "[flash]") {
+TEST_CASE("flash attention against float64, 16 bits, tensor cores", "[flash][hopper]") {
+    std::vector<FlashTier> tiers = {FlashTier::mma};
+    if (has_hopper()) tiers.push_back(FlashTier::hopper);
     uint64_t seed = 100;
     size_t i = 0;
-    for (const Case& c : grid()) check_case(c, i++ % 2 ? DType::bf16 : DType::f16, FlashTier::mma, seed += 10);
+    for (const Case& c : grid()) check_case(c, i++ % 2 ? DType::bf16 : DType::f16, tiers, seed += 10);
 }
 
-TEST_CASE("flash attention against float64, 16 bits, hopper", "[flash][hopper]") {
+TEST_CASE("flash attention on hopper when all stages are filled again", "[flash][hopper]") {
     if (!has_hopper()) SKIP_TEST("needs a GPU of compute capability 9.0");
-    uint64_t seed = 100;
-    size_t i = 0;
-    for (const Case& c : grid()) check_forward_on_hopper(c, i++ % 2 ? DType::bf16 : DType::f16, seed += 10);
-    // Four tiles of keys and more: both stages are filled again.
-    check_forward_on_hopper({1, 700, 2, 1, 128, 128, false, 0, {}, 0}, DType::bf16, 1);
-    check_forward_on_hopper({1, 600, 1, 1, 64, 64, true, 0, {}, 0}, DType::f16, 2);
-    check_forward_on_hopper({1, 400, 1, 1, 192, 128, true, 150, {100, 290, 10}, 2}, DType::bf16, 3);
+    check_case({1, 450, 2, 1, 128, 128, false, 0, {}, 0}, DType::bf16, {FlashTier::hopper}, 1);
+    check_case({1, 600, 1, 1, 64, 64, true, 0, {}, 0}, DType::f16, {FlashTier::hopper}, 2);
+    check_case({1, 400, 1, 1, 192, 128, true, 150, {100, 290, 10}, 2}, DType::bf16, {FlashTier::hopper}, 3);
 }
 
 TEST_CASE("flash attention against float64, 16 bits, the device's own choice", "[flash]") {
     const std::vector<Case> cases = grid();
     for (size_t i = 0; i < cases.size(); i += 7)
-        check_case(cases[i], i % 2 ? DType::f16 : DType::bf16, FlashTier::automatic, 20 + i);
+        check_case(cases[i], i % 2 ? DType::f16 : DType::bf16, {FlashTier::automatic}, 20 + i);
 }
 
 TEST_CASE("flash attention: a document's bits do not depend on what stands before it", "[flash]") {
@@ -488,24 +474,25 @@ TEST_CASE("flash attention looks only where it may", "[flash]") {
 }
 
 TEST_CASE("flash attention with extreme scores", "[flash]") {
-    for (DType dtype : kFloatDTypes) {
-        const Case c{1, 70, 2, 1, 16, 16, true, 0, {}, 1};
-        Values in = random_inputs(c, dtype, 31, 80.0);  // scores of some 0.25 * 16 * 80 * 80 = 25000
-        for (double& v : in.v) v = 1;
-        Flash flash(c, dtype, in);
-        flash.options.tier = dtype == DType::f32 ? FlashTier::automatic : FlashTier::mma;
-        const Result got = flash.run();
-        // Probabilities add up to 1 whatever the scores. On tensor cores each is rounded to 16 bits, and their sum is
-        // not.
-        for (double out : got.out) CHECK(out == Approx(1).epsilon(2 * unit_roundoff(dtype) + 70 * kUnit));
-        for (const auto* gradient : {&got.dq, &got.dk, &got.dv})
-            for (double value : *gradient) CHECK(std::isfinite(value));
-    }
+    for (DType dtype : kFloatDTypes)
+        for (FlashTier tier : tiers_of(dtype)) {
+            const Case c{1, 70, 2, 1, 16, 16, true, 0, {}, 1};
+            Values in = random_inputs(c, dtype, 31, 80.0);  // scores of some 0.25 * 16 * 80 * 80 = 25000
+            for (double& v : in.v) v = 1;
+            Flash flash(c, dtype, in);
+            flash.options.tier = tier;
+            const Result got = flash.run();
+            // Probabilities add up to 1 whatever the scores. On tensor cores each is rounded to 16 bits, and their sum
+            // is not.
+            for (double out : got.out) CHECK(out == Approx(1).epsilon(2 * unit_roundoff(dtype) + 70 * kUnit));
+            for (const auto* gradient : {&got.dq, &got.dk, &got.dv})
+                for (double value : *gradient) CHECK(std::isfinite(value));
+        }
 }
 
 TEST_CASE("flash attention backward never uses what it may not see", "[flash]") {
     // In f16 dP = do v^T overflows for t = 0, s = 1, where P is 0: infinity times zero must not become NaN.
-    for (FlashTier tier : {FlashTier::automatic, FlashTier::mma}) {
+    for (FlashTier tier : tiers_of(DType::f16)) {
         const Case c{1, 2, 1, 1, 16, 16, true, 0, {}, 0};
         Values in{std::vector<double>(32, 0.1), std::vector<double>(32, 0.1), std::vector<double>(32, 0.1),
                   std::vector<double>(32, 0.1)};
@@ -580,7 +567,9 @@ TEST_CASE("flash attention names what is wrong", "[flash]") {
     options.documents = make_tensor(options.documents.data, DType::i32, {2, 6});
     wrong("options.documents is i32 (2, 6), expected i32 (2, 6, 2)");
     options.tier = FlashTier::mma;
-    wrong("the tier mma that options ask for does not work on f32");
+    CHECK_THROWS_WITH(forward(out, flash.lse, q, k, v, options),
+                      "attention on 'mma' is for bf16 and f16, not for f32: use cores or auto");
+    options = flash.options;
     CHECK_THROWS_WITH(forward(out, flash.scratch, q, k, v, options), message("lse is"));
     Buffer half(DType::bf16, {2, 6, 32}), few(DType::f32, {47});
     k.rows = half;

@@ -241,11 +241,11 @@ TEST_CASE("full size: rope and attention", "[full_size]") {
     Large before(kDType, {few, T, Q}), small_out(kDType, {few, T, H * D}), small_dqkv(kDType, {few, T, Q});
     rope_table(table, rope_frequencies(D, 500000.0, {}));
     // A sequence is a row here; the scores of 5 sequences of 4096 tokens and 32 heads are 2.7e9 numbers.
-    const auto attend = [&](int64_t n, Tensor o, Tensor d_qkv, Tensor in, Tensor d_out) {
+    const auto attend = [&](FlashTier tier, int64_t n, Tensor o, Tensor d_qkv, Tensor in, Tensor d_out) {
         const HeadColumns out_heads{o, H, D}, dout_heads{d_out, H, D};
         const QkvHeads h = qkv_heads(in, H, K), dh = qkv_heads(d_qkv, H, K);
         Large lse(DType::f32, {n, H, T}), scratch(DType::f32, {flash_attention_backward_scratch_n(n, T, H)});
-        const FlashAttentionOptions options{.scale = 1 / std::sqrt(static_cast<float>(D))};
+        const FlashAttentionOptions options{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
         flash_attention_forward(out_heads, lse, h.q, h.k, h.v, options, nullptr);
         flash_attention_backward(dh.q, dh.k, dh.v, dout_heads, out_heads, lse, h.q, h.k, h.v, options, scratch, nullptr);
         cudaCheck(cudaDeviceSynchronize());
@@ -257,9 +257,17 @@ TEST_CASE("full size: rope and attention", "[full_size]") {
         rope_forward(qkv, table, H, K, nullptr);
         rope_forward(before, table, H, K, nullptr);
         check_same(rows, before, concat("rope, sequence ", first));
-        attend(B, out, dqkv, qkv, dout);
-        attend(few, small_out, small_dqkv, before, dout.rows(first, few));
-        check_same(out.rows(first, few), small_out, concat("attention out, sequence ", first), kOtherOrder);
-        check_same(dqkv.rows(first, few), small_dqkv, concat("attention dqkv, sequence ", first), kOtherOrder);
+        for (const FlashTier tier : {FlashTier::automatic, FlashTier::hopper}) {
+            try {
+                expect_flash_tier(tier, kDType);
+            } catch (const Error&) {
+                continue;
+            }
+            attend(tier, B, out, dqkv, qkv, dout);
+            attend(tier, few, small_out, small_dqkv, before, dout.rows(first, few));
+            const std::string where = concat(", sequence ", first, ", tier ", static_cast<int>(tier));
+            check_same(out.rows(first, few), small_out, "attention out" + where, kOtherOrder);
+            check_same(dqkv.rows(first, few), small_dqkv, "attention dqkv" + where, kOtherOrder);
+        }
     }
 }

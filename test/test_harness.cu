@@ -111,6 +111,10 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
                                      // 2e6 bytes at 2e9 bytes/s are 1 ms; ours takes 2 ms: half the limit. PyTorch's best takes 3 ms.
                                      "kernel\tours\ttiny\tgelu\tforward\tN=1\t2e-3\t2e6\t0\nkernel\teager\ttiny\tgelu\tforward\tN=1\t8e-3\t0\t0\n"
                                      "kernel\tcompile\ttiny\tgelu\tforward\tN=1\t3e-3\t0\t0\n"
+                                     // Two ways to attention, against the same time of PyTorch's.
+                                     "kernel\tours\ttiny\tattention\tforward\tB=1\t2e-3\t2e6\t0\n"
+                                     "kernel\tours\ttiny\tattention hopper\tforward\tB=1\t1e-3\t2e6\t0\n"
+                                     "kernel\tsdpa cudnn\ttiny\tattention\tforward\tB=1\t4e-3\t0\t0\n"
                                      "train\tours\ttiny\t64\t4\t1000\t0\tslow batch\ntrain\tours\ttiny\t64\t8\t" + half_of_limit + "\t1048576\tnote\n"
                                      "train\tPyTorch\ttiny\t64\t8\t1000\t0\tnote\n");
     const std::string command = concat(program_path("dev/bench_report"), " results ", folder.path);
@@ -118,6 +122,9 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("| gelu | forward | N=1 | 2000 | 1000 | 50 % | 8000 | 3000 |  | 1.50 |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| attention | forward | B=1 | 2000 | 1000 | 50 % |  |  | 4000 cudnn | 2.00 |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| attention hopper | forward | B=1 | 1000 | 1000 | 100 % |  |  | 4000 cudnn | 4.00 |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("Geometric mean of the ratios: 1.73 (2 operations)"));  // sqrt(1.5 * 2)
     CHECK_THAT(outcome.out, ContainsSubstring("| 50.0 % | 1.00 MiB |"));
     CHECK(count(outcome.out, "slow batch") == 0);
     char ratio[40];

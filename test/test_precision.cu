@@ -103,6 +103,8 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
         {"--dtype fp8 --fp8 none", "use delayed, current or block"},
         {"--dtype fp8 --batch 1 --seq 20", "--seq 20 is no multiple of 16"},
         {"--recompute 0", "--recompute 0"},
+        {"--attention tensor", "unknown tier of attention 'tensor': use auto, cores, mma or hopper"},
+        {"--attention mma", "attention on 'mma' is for bf16 and f16, not for f32"},
         {"--params 7e9", "belongs to --plan"},
         {"--plan --device-spec h999", "use h200, h100, a100, 4090 or this"},
     };
