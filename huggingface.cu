@@ -34,13 +34,47 @@ Config llama3(int64_t L, int64_t H, int64_t C, int64_t D, int64_t F, double fact
     return c;
 }
 
+Config qwen(int64_t V, int64_t T_max, int64_t L, int64_t H, int64_t K, int64_t C, int64_t D, int64_t F, bool tied) {
+    Config c;
+    c.V = V, c.T_max = T_max, c.L = L, c.H = H, c.K = K, c.D = D, c.C = C, c.F = F, c.tied = tied;
+    c.rope_base = 1e6, c.norm_eps = 1e-6;
+    return c;
+}
+Config qwen2(int64_t V, int64_t L, int64_t H, int64_t K, int64_t C, int64_t F, bool tied) {
+    Config c = qwen(V, 32768, L, H, K, C, C / H, F, tied);
+    c.qkv_bias = true;
+    return c;
+}
+Config qwen3(int64_t L, int64_t H, int64_t C, int64_t F, bool tied) {
+    Config c = qwen(151936, 40960, L, H, 8, C, 128, F, tied);
+    c.qk_norm = true;
+    return c;
+}
+
 Config tiny() {
     Config c;  // bytes as tokens: the defaults of llm.h
     c.tied = true;
     return c;
 }
 
-// Sizes as published: GPT-2 by OpenAI (2019), LLaMA 3.1 and 3.2 by Meta (2024).
+// tiny, and a model of LLaMA 3.2 1B's shape, with other attention. Ours: DeepSeek and StepFun have published none without
+// experts.
+Config with_mla(Config c, int64_t q_rank, int64_t kv_rank, int64_t D_nope, int64_t D_rope, int64_t D_v) {
+    c.attention = AttentionKind::mla, c.rope_pairs = RopePairs::neighbours, c.norm_eps = 1e-6;
+    c.K = c.H, c.q_rank = q_rank, c.kv_rank = kv_rank, c.D = D_nope + D_rope, c.D_rope = D_rope, c.D_v = D_v;
+    return c;
+}
+Config with_mfa(Config c, int64_t H, int64_t D, int64_t q_rank) {
+    c.attention = AttentionKind::mfa, c.H = H, c.K = 1, c.D = D, c.q_rank = q_rank;
+    return c;
+}
+Config one_billion() {
+    Config c = llama3(16, 16, 2048, 128, 8192, 1.0, true);
+    c.T_max = 4096, c.rope_base = 10000.0, c.rope_scaling = {};
+    return c;
+}
+
+// Sizes as published: GPT-2 by OpenAI (2019), LLaMA 3.1 and 3.2 by Meta (2024), Qwen2.5 and Qwen3 by Alibaba (2024, 2025).
 const std::vector<std::pair<std::string, Config>>& presets() {
     static const std::vector<std::pair<std::string, Config>> all = {
         {"tiny", tiny()},
@@ -51,6 +85,17 @@ const std::vector<std::pair<std::string, Config>>& presets() {
         {"llama-1b", llama3(16, 32, 2048, 64, 8192, 32.0, true)},
         {"llama-3b", llama3(28, 24, 3072, 128, 8192, 32.0, true)},
         {"llama-8b", llama3(32, 32, 4096, 128, 14336, 8.0, false)},
+        {"qwen2.5-0.5b", qwen2(151936, 24, 14, 2, 896, 4864, true)},
+        {"qwen2.5-1.5b", qwen2(151936, 28, 12, 2, 1536, 8960, true)},
+        {"qwen2.5-7b", qwen2(152064, 28, 28, 4, 3584, 18944, false)},
+        {"qwen3-0.6b", qwen3(28, 16, 1024, 3072, true)},
+        {"qwen3-1.7b", qwen3(28, 16, 2048, 6144, true)},
+        {"qwen3-4b", qwen3(36, 32, 2560, 9728, true)},
+        {"qwen3-8b", qwen3(36, 32, 4096, 12288, false)},
+        {"deepseek-tiny", with_mla(tiny(), 64, 32, 32, 16, 32)},
+        {"deepseek-1b", with_mla(one_billion(), 768, 512, 128, 64, 128)},
+        {"mfa-tiny", with_mfa(tiny(), 4, 64, 64)},
+        {"mfa-1b", with_mfa(one_billion(), 20, 192, 1024)},
     };
     return all;
 }
@@ -86,11 +131,14 @@ class ConfigReader {
         return value;
     }
     double number(const char* key, double otherwise) const { return number(object_, key, otherwise); }
-    bool boolean(const char* key, bool otherwise) const {
-        if (!has(key)) return otherwise;
-        check(object_.at(key).is_boolean(), path_, ": \"", key, "\" is not true or false");
-        return object_.at(key).get<bool>();
+    // A whole number that may be 0.
+    int64_t count(const char* key) const { return object_.at(key) == 0 ? 0 : integer(key); }
+    bool boolean(const json& object, const char* key, bool otherwise) const {
+        if (!has(object, key)) return otherwise;
+        check(object.at(key).is_boolean(), path_, ": \"", key, "\" is not true or false");
+        return object.at(key).get<bool>();
     }
+    bool boolean(const char* key, bool otherwise) const { return boolean(object_, key, otherwise); }
     std::string text(const json& object, const char* key, const std::string& otherwise) const {
         if (!has(object, key)) return otherwise;
         check(object.at(key).is_string(), path_, ": \"", key, "\" is not a string");
@@ -134,17 +182,33 @@ void read_rope(const ConfigReader& in, Config& c) {
     check(rope.is_object(), in.path(), ": \"", key, "\" is not an object");
     c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));
     const std::string type = in.text(rope, "rope_type", in.text(rope, "type", "default"));
-    check(type == "default" || type == "llama3", in.path(), ": rope_type \"", type, "\" is not supported, only default and llama3");
+    check(type == "default" || type == "llama3" || type == "yarn", in.path(), ": rope_type \"", type,
+          "\" is not supported, only default, llama3 and yarn");
+    RopeScaling& to = c.rope_scaling;
     if (type == "default") return;
-    c.rope_scaling = {in.number(rope, "factor", 8.0), in.number(rope, "low_freq_factor", 1.0),
-                      in.number(rope, "high_freq_factor", 4.0), in.integer(rope, "original_max_position_embeddings")};
+    to.original_max_position = in.integer(rope, "original_max_position_embeddings");
+    if (type == "llama3") {
+        to.factor = in.number(rope, "factor", 8.0);
+        to.low_freq_factor = in.number(rope, "low_freq_factor", 1.0);
+        to.high_freq_factor = in.number(rope, "high_freq_factor", 4.0);
+        return;
+    }
+    check(!in.has(rope, "attention_factor") && in.boolean(rope, "truncate", true), in.path(),
+          ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
+    to.kind = RopeKind::yarn;
+    to.factor = in.number(rope, "factor", static_cast<double>(c.T_max) / static_cast<double>(to.original_max_position));
+    to.beta_fast = in.number(rope, "beta_fast", 32.0);
+    to.beta_slow = in.number(rope, "beta_slow", 1.0);
+    if (in.has(rope, "mscale")) to.mscale = in.number(rope, "mscale", 1.0);
+    if (in.has(rope, "mscale_all_dim")) to.mscale_all_dim = in.number(rope, "mscale_all_dim", 1.0);
 }
 
-Config read_llama(const ConfigReader& in) {
+// What LLaMA and all that are built like it have.
+Config read_llama_like(const ConfigReader& in) {
     Config c;
     in.must_be("hidden_act", "silu");
     check(!in.boolean("attention_bias", false) && !in.boolean("mlp_bias", false), in.path(),
-          ": attention_bias and mlp_bias are not supported, LLaMA has none");
+          ": attention_bias and mlp_bias are not supported");
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("max_position_embeddings", 2048);
     c.L = in.integer("num_hidden_layers");
@@ -152,12 +216,41 @@ Config read_llama(const ConfigReader& in) {
     c.K = in.integer("num_key_value_heads", c.H);
     c.C = in.integer("hidden_size");
     c.F = in.integer("intermediate_size");
-    check(in.has("head_dim") || c.C % c.H == 0, in.path(), ": hidden_size ", c.C, " cannot be divided by num_attention_heads ", c.H);
-    c.D = in.integer("head_dim", c.C / c.H);
     c.norm_eps = in.number("rms_norm_eps", 1e-6);
     c.tied = in.boolean("tie_word_embeddings", false);
     c.init_std = in.number("initializer_range", 0.02);
     read_rope(in, c);
+    return c;
+}
+
+// llama, qwen2, qwen3. mfa, our own: one key/value head, and share_q_dim numbers of the latent that queries come from.
+Config read_llama(const ConfigReader& in, const std::string& type) {
+    Config c = read_llama_like(in);
+    check(in.has("head_dim") || c.C % c.H == 0, in.path(), ": hidden_size ", c.C, " cannot be divided by num_attention_heads ",
+          c.H);
+    c.D = in.integer("head_dim", c.C / c.H);
+    check(!in.boolean("use_sliding_window", false), in.path(), ": use_sliding_window is not supported");
+    c.qkv_bias = type == "qwen2";
+    c.qk_norm = type == "qwen3";
+    if (type == "mfa") c.attention = AttentionKind::mfa, c.q_rank = in.integer("share_q_dim");
+    return c;
+}
+
+// deepseek_v3, and deepseek_v2, which is the same where there are no experts.
+Config read_deepseek(const ConfigReader& in, bool v3) {
+    Config c = read_llama_like(in);
+    const int64_t n_dense = in.has("first_k_dense_replace") ? in.count("first_k_dense_replace") : v3 ? 3 : 0;
+    check(n_dense >= c.L, in.path(), ": layers from ", n_dense, " on have experts (first_k_dense_replace ", n_dense,
+          ", num_hidden_layers ", c.L, "), which are not there yet: only models without experts can be used");
+    check(c.K == c.H, in.path(), ": num_key_value_heads ", c.K, " must be num_attention_heads ", c.H,
+          ": every head has its own key");
+    c.attention = AttentionKind::mla;
+    c.q_rank = in.has("q_lora_rank") ? in.integer("q_lora_rank") : 0;
+    c.kv_rank = in.integer("kv_lora_rank");
+    c.D_rope = in.integer("qk_rope_head_dim");
+    c.D = in.integer("qk_nope_head_dim") + c.D_rope;
+    c.D_v = in.integer("v_head_dim");
+    c.rope_pairs = !v3 || in.boolean("rope_interleave", true) ? RopePairs::neighbours : RopePairs::halves;
     return c;
 }
 
@@ -173,8 +266,13 @@ void check_config(const Config& c) {
     check(c.V > 0 && c.T_max > 0 && c.L > 0 && c.H > 0 && c.K > 0 && c.D > 0 && c.C > 0 && c.F > 0,
           "model configuration: every size must be positive");
     check(c.H % c.K == 0, "model configuration: ", c.H, " query heads cannot share ", c.K, " key/value heads evenly");
-    check(c.family != Family::llama || c.D % 2 == 0, "model configuration: rotary embedding turns pairs, so the head size ", c.D,
-          " must be even");
+    check(c.family != Family::llama || (c.rope_D() > 0 && c.rope_D() % 2 == 0),
+          "model configuration: rotary embedding turns pairs, so the head size ", c.rope_D(), " must be even");
+    check(c.attention != AttentionKind::mfa || (c.K == 1 && c.q_rank > 0),
+          "model configuration: MFA has one key/value head, not ", c.K, ", and a query latent (share_q_dim ", c.q_rank, ")");
+    check(c.attention != AttentionKind::mla || (c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0),
+          "model configuration: MLA needs as many key/value heads as query heads, kv_lora_rank ", c.kv_rank,
+          ", qk_nope_head_dim ", c.D - c.D_rope, " and v_head_dim ", c.D_v, " above 0");
 }
 
 Config load_config(const std::string& preset_or_path) {
@@ -189,11 +287,45 @@ Config load_config(const std::string& preset_or_path) {
     }
     const ConfigReader in(path);
     const std::string type = in.text("model_type", "");
-    check(type == "gpt2" || type == "llama", path, ": model_type \"", type, "\" is not supported, only gpt2 and llama");
-    const Config config = type == "gpt2" ? read_gpt2(in) : read_llama(in);
+    Config config;
+    if (type == "gpt2") config = read_gpt2(in);
+    else if (type == "llama" || type == "qwen2" || type == "qwen3" || type == "mfa") config = read_llama(in, type);
+    else if (type == "deepseek_v2" || type == "deepseek_v3") config = read_deepseek(in, type == "deepseek_v3");
+    else
+        fail(path, ": model_type \"", type,
+             "\" is not supported, only gpt2, llama, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
     check_config(config);
     return config;
 }
+
+namespace {
+
+// model_type and the class of transformers.
+std::pair<std::string, std::string> type_of(const Config& c) {
+    if (c.attention == AttentionKind::mla) return {"deepseek_v3", "DeepseekV3ForCausalLM"};
+    if (c.attention == AttentionKind::mfa) return {"mfa", "MfaForCausalLM"};  // transformers has none
+    if (c.qkv_bias) return {"qwen2", "Qwen2ForCausalLM"};
+    if (c.qk_norm) return {"qwen3", "Qwen3ForCausalLM"};
+    return {"llama", "LlamaForCausalLM"};
+}
+
+ordered_json rope_scaling_to_json(const RopeScaling& s) {
+    ordered_json out = {{"rope_type", s.kind == RopeKind::yarn ? "yarn" : "llama3"},
+                        {"factor", s.factor},
+                        {"original_max_position_embeddings", s.original_max_position}};
+    if (s.kind == RopeKind::llama3) {
+        out["low_freq_factor"] = s.low_freq_factor;
+        out["high_freq_factor"] = s.high_freq_factor;
+        return out;
+    }
+    out["beta_fast"] = s.beta_fast;
+    out["beta_slow"] = s.beta_slow;
+    if (s.mscale != 0) out["mscale"] = s.mscale;
+    if (s.mscale_all_dim != 0) out["mscale_all_dim"] = s.mscale_all_dim;
+    return out;
+}
+
+}  // namespace
 
 std::string config_to_json(const Config& c) {
     ordered_json out;
@@ -207,37 +339,54 @@ std::string config_to_json(const Config& c) {
                {"tie_word_embeddings", c.tied},        {"torch_dtype", "float32"}};
         return out.dump(2) + "\n";
     }
-    out = {{"architectures", {"LlamaForCausalLM"}}, {"model_type", "llama"},
+    const auto [type, architecture] = type_of(c);
+    out = {{"architectures", {architecture}},       {"model_type", type},
            {"hidden_act", "silu"},                  {"vocab_size", c.V},
            {"max_position_embeddings", c.T_max},    {"hidden_size", c.C},
            {"num_hidden_layers", c.L},              {"num_attention_heads", c.H},
-           {"num_key_value_heads", c.K},            {"head_dim", c.D},
-           {"intermediate_size", c.F},              {"rms_norm_eps", c.norm_eps},
-           {"rope_theta", c.rope_base},             {"attention_bias", false},
-           {"mlp_bias", false},                     {"initializer_range", c.init_std},
-           {"tie_word_embeddings", c.tied},         {"torch_dtype", "float32"}};
-    const RopeScaling& s = c.rope_scaling;
-    if (s.factor != 1.0)
-        out["rope_scaling"] = {{"rope_type", "llama3"},
-                               {"factor", s.factor},
-                               {"low_freq_factor", s.low_freq_factor},
-                               {"high_freq_factor", s.high_freq_factor},
-                               {"original_max_position_embeddings", s.original_max_position}};
+           {"num_key_value_heads", c.K},            {"intermediate_size", c.F},
+           {"rms_norm_eps", c.norm_eps},            {"rope_theta", c.rope_base},
+           {"attention_bias", false},               {"mlp_bias", false},
+           {"initializer_range", c.init_std},       {"tie_word_embeddings", c.tied},
+           {"torch_dtype", "float32"}};
+    if (c.attention == AttentionKind::mla) {
+        out["q_lora_rank"] = c.q_rank > 0 ? ordered_json(c.q_rank) : ordered_json(nullptr);
+        out["kv_lora_rank"] = c.kv_rank;
+        out["qk_nope_head_dim"] = c.D - c.D_rope;
+        out["qk_rope_head_dim"] = c.D_rope;
+        out["v_head_dim"] = c.D_v;
+        out["rope_interleave"] = c.rope_pairs == RopePairs::neighbours;
+        out["first_k_dense_replace"] = c.L;  // no layer has experts
+        out["num_nextn_predict_layers"] = 0;
+    } else {
+        out["head_dim"] = c.D;
+        if (c.attention == AttentionKind::mfa) out["share_q_dim"] = c.q_rank;
+    }
+    if (c.rope_scaling.factor != 1.0) out["rope_scaling"] = rope_scaling_to_json(c.rope_scaling);
     return out.dump(2) + "\n";
+}
+
+std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
+    std::vector<std::pair<int64_t, int64_t>> shapes = {
+        {c.C, c.qkv_width()}, {c.attn_width(), c.C}, {c.C, c.up_width()}, {c.F, c.C}};
+    if (c.q_rank > 0) shapes.push_back({c.q_rank, c.H * c.D});
+    if (c.attention == AttentionKind::mla) shapes.push_back({c.kv_rank, c.H * (c.D - c.D_rope + c.D_v)});
+    return shapes;
 }
 
 int64_t parameter_count(const Config& c) {
     const bool gpt2 = c.family == Family::gpt2;
-    const int64_t biases = gpt2 ? c.qkv_width() + c.C + c.up_width() + c.C : 0;
     const int64_t norm = gpt2 ? 2 * c.C : c.C;
-    const int64_t block = c.qkv_width() * c.C + c.H * c.D * c.C + c.up_width() * c.C + c.F * c.C + biases + 2 * norm;
+    int64_t block = 2 * norm + (c.has_qkv_bias() ? c.qkv_width() : 0) + (gpt2 ? c.C + c.up_width() + c.C : 0) +
+                    (c.qk_norm ? 2 * c.D : 0) + c.q_rank + c.kv_rank;  // biases, norms of heads and of latents
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) block += inputs * outputs;
     return (c.tied ? 1 : 2) * c.V * c.C + (gpt2 ? c.T_max * c.C : 0) + c.L * block + norm;
 }
 
 double flops_per_token(const Config& c, int64_t T) {
-    const double block = static_cast<double>(c.qkv_width() * c.C + c.H * c.D * c.C + c.up_width() * c.C + c.F * c.C);
-    const double multiplying = static_cast<double>(c.L) * block + static_cast<double>(c.V * c.C);
-    return 6.0 * multiplying + 6.0 * static_cast<double>(c.L * c.H * c.D * T);
+    int64_t multiplying = c.V * c.C;
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) multiplying += c.L * inputs * outputs;
+    return 6.0 * static_cast<double>(multiplying) + 3.0 * static_cast<double>(c.L * c.H * (c.D + c.value_D()) * T);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -300,7 +449,7 @@ void load_weights(Model& model, const std::string& folder) {
     for (const auto& [name, tensor] : file.tensors()) {
         const bool tied_head = model.config.tied && name == "lm_head.weight";
         check(used.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
-              "' belongs to no parameter of this ", model.config.family == Family::gpt2 ? "GPT-2" : "LLaMA",
+              "' belongs to no parameter of this ", model.config.family == Family::gpt2 ? "GPT-2" : type_of(model.config).second,
               " configuration; is config.json the right one?");
     }
 }

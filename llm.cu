@@ -1,4 +1,4 @@
-// llm.cu: GPT-2 and LLaMA, forward and, in mirrored order, backward.
+// llm.cu: GPT-2, LLaMA and their kin, forward and, in mirrored order, backward.
 //
 // A model is a token embedding, L blocks and a head. A block adds two branches to the residual stream x:
 //
@@ -7,13 +7,13 @@
 //
 // GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases, GELU, tied head.
 // LLaMA (Touvron et al. 2023, arXiv:2302.13971): rotary positions, RMSNorm, no biases, SwiGLU, grouped-query attention.
+// Qwen2, Qwen3, DeepSeek and MFA differ from LLaMA in their attention alone: attention.h has the variants.
 //
 // The addition to the stream is done by the norm that comes next (it reads the sum anyway), so a block hands on two things:
 // the stream before its last branch (norm2.sum), and that branch (acts.branch).
-#include "llm.h"
+#include "attention.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdlib>
 
@@ -106,6 +106,35 @@ class Placer {
     Tensor values_, grads_, masters_;  // of the unit
 };
 
+// The attention of a LLaMA-like block, in reading order; `a` is the names' prefix.
+void place_attention(Placer& placer, const Config& c, Block& block, const std::string& a) {
+    switch (c.attention) {
+        case AttentionKind::gqa:
+            block.qkv = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}}, c.C,
+                                      c.qkv_bias, false);
+            if (!c.qk_norm) break;
+            block.q_norm = placer.norm(a + "q_norm", c.D, false);
+            block.k_norm = placer.norm(a + "k_norm", c.D, false);
+            break;
+        case AttentionKind::mla:
+            block.qkv = placer.linear({c.q_rank > 0 ? std::pair{a + "q_a_proj", c.q_rank} : std::pair{a + "q_proj", c.H * c.D},
+                                       {a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope}}, c.C, false, false);
+            if (c.q_rank > 0) {
+                block.q_norm = placer.norm(a + "q_a_layernorm", c.q_rank, false);
+                block.q_up = placer.linear({{a + "q_b_proj", c.H * c.D}}, c.q_rank, false, false);
+            }
+            block.k_norm = placer.norm(a + "kv_a_layernorm", c.kv_rank, false);
+            block.kv_up = placer.linear({{a + "kv_b_proj", c.H * (c.D - c.D_rope + c.D_v)}}, c.kv_rank, false, false);
+            break;
+        case AttentionKind::mfa:
+            block.qkv = placer.linear({{a + "q_proj", c.q_rank}, {a + "k_proj", c.D}, {a + "v_proj", c.D}}, c.C, false, false);
+            block.q_norm = placer.norm(a + "inter_norm", c.q_rank, false);
+            block.q_up = placer.linear({{a + "wq", c.H * c.D}}, c.q_rank, false, false);
+            break;
+    }
+    block.attn_out = placer.linear({{a + "o_proj", c.C}}, c.attn_width(), false, false);
+}
+
 // Returns how many elements there are.
 int64_t place_parameters(Model& model, bool counting) {
     const Config& c = model.config;
@@ -138,9 +167,7 @@ int64_t place_parameters(Model& model, bool counting) {
         } else {
             const std::string p = concat("model.layers.", l, "."), a = p + "self_attn.", m = p + "mlp.";
             block.norm1 = placer.norm(p + "input_layernorm", c.C, false);
-            block.qkv = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}}, c.C,
-                                      false, false);
-            block.attn_out = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, false, false);
+            place_attention(placer, c, block, a);
             block.norm2 = placer.norm(p + "post_attention_layernorm", c.C, false);
             block.up = placer.linear({{m + "gate_proj", c.F}, {m + "up_proj", c.F}}, c.C, false, false);
             block.down = placer.linear({{m + "down_proj", c.C}}, c.F, false, false);
@@ -160,19 +187,24 @@ int64_t place_parameters(Model& model, bool counting) {
     return placer.n();
 }
 
-// The linear layers of a block, in the order of their rows in BlockSaved::fp8 and Model::fp8_states.
-enum BlockLinear : int64_t { kQkv, kAttnOut, kUp, kDown };
-std::array<Linear*, 4> linears(Block& block) { return {&block.qkv, &block.attn_out, &block.up, &block.down}; }
+// The linear layers that a block has, in the order of their rows in Model::fp8_states.
+std::vector<Linear*> linears(Block& block) {
+    std::vector<Linear*> present;
+    for (Linear* linear : {&block.qkv, &block.attn_out, &block.up, &block.down, &block.q_up, &block.kv_up})
+        if (linear->weight.rank > 0) present.push_back(linear);
+    return present;
+}
 
 void take_fp8(Model& model, Arena& arena) {
     const Precision& p = model.precision;
     if (p.fp8 == Fp8Recipe::none) return;
     expect_fp8_device(p.fp8);
     const bool delayed = p.fp8 == Fp8Recipe::delayed;
-    if (delayed) model.fp8_states = arena.take("fp8 histories", DType::f32, {8 * model.config.L, kFp8StateN});
+    const int64_t n_linears = model.config.L * static_cast<int64_t>(linears(model.blocks[0]).size());
+    if (delayed) model.fp8_states = arena.take("fp8 histories", DType::f32, {2 * n_linears, kFp8StateN});
     int64_t row = 0;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
-        for (size_t i = 0; i < 4; ++i) {
+        for (size_t i = 0; i < linears(model.blocks[l]).size(); ++i) {
             Linear& linear = *linears(model.blocks[l])[i];
             // ZeRO 3: the 8-bit weights of a unit come and go with it.
             if (model.sharding.cuts_values() && l >= 2) linear.fp8 = linears(model.blocks[l - 2])[i]->fp8;
@@ -201,14 +233,16 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     model.cut(sharding, config.tied);
     model.take(precision.dtype, precision.grad_dtype, precision.master, values, grads, masters);
     place_parameters(model, false);
-    if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.D});
+    if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.rope_D()});
     take_fp8(model, values);
     if (values.counting()) return model;
 
     // The gaps between parameters and the padding rows of the vocabulary stay zero for good.
     for (const Tensor& flat : {model.values, model.grads, model.masters, model.fp8_states})
         if (flat) cudaCheck(cudaMemsetAsync(flat.data, 0, flat.bytes(), device().stream));
-    if (model.rope_table) rope_table(model.rope_table, rope_frequencies(config.D, config.rope_base, config.rope_scaling));
+    if (model.rope_table)
+        rope_table(model.rope_table, rope_frequencies(config.rope_D(), config.rope_base, config.rope_scaling),
+                   rope_amplitude(config.rope_scaling));
     return model;
 }
 
@@ -222,9 +256,8 @@ namespace {
 // Units by their place in Model::units: 0 the embedding, 1 + l block l, L + 1 the head.
 size_t head_unit(const Model& model) { return model.units.size() - 1; }
 
-void quantise_block(const Block& block, cudaStream_t stream) {
-    for (const Linear& linear : {block.qkv, block.attn_out, block.up, block.down})
-        fp8_quantise_weight(linear.fp8, linear.weight, stream);
+void quantise_block(Block block, cudaStream_t stream) {
+    for (const Linear* linear : linears(block)) fp8_quantise_weight(linear->fp8, linear->weight, stream);
 }
 
 // Before a unit's weights are read; `next` is the one that follows, or -1. No-op on one rank.
@@ -308,21 +341,25 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
     const auto stream_tensor = [&] { return arena.take("residual stream", dtype, {N, c.C}); };
     const auto norm_tensor = [&] { return arena.take("norms", dtype, {N, c.C}); };
     const auto act_tensor = [&] { return arena.take("feed-forward", dtype, {N, c.F}); };
+    const AttentionVariant& attention = attention_variant(c);
 
     BlockSaved shared;  // with selective recomputation
     if (selective) {
         shared.norm1.out = norm_tensor();
         shared.norm2.out = norm_tensor();
         shared.act = act_tensor();
+        attention.take_cheap(shared, c, dtype, N, arena);
     }
     for (int64_t l = 0; l < c.L; ++l) {
-        BlockSaved saved;
+        BlockSaved saved = shared;
         if (l < n) {
             const Tensor input = l == 0 ? acts.embedded : stream_tensor();
             saved.norm1 = take_norm(c, acts, input, selective ? shared.norm1.out : norm_tensor(), arena);
             saved.qkv = arena.take("attention", dtype, {N, c.qkv_width()});
             saved.lse = arena.take("attention", DType::f32, {acts.B, c.H, acts.T});
-            saved.attn = arena.take("attention", dtype, {N, c.H * c.D});
+            saved.attn = arena.take("attention", dtype, {N, c.attn_width()});
+            attention.take_saved(saved, c, dtype, N, arena);
+            if (!selective) attention.take_cheap(saved, c, dtype, N, arena);
             saved.norm2 = take_norm(c, acts, stream_tensor(), selective ? shared.norm2.out : norm_tensor(), arena);
             saved.up = arena.take("feed-forward", dtype, {N, c.up_width()});
             saved.act = selective ? shared.act : act_tensor();
@@ -331,18 +368,17 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
             if (keep_inputs && l % n == 0) saved.norm1.sum = stream_tensor();
         }
         // Not shared: a block that is run again does not run its last product, but needs what its input was scaled by.
-        if (model.precision.fp8 != Fp8Recipe::none) saved.fp8 = arena.take("fp8 scales", DType::f32, {4, 2});
+        if (model.precision.fp8 != Fp8Recipe::none) saved.fp8 = arena.take("fp8 scales", DType::f32, {kBlockLinearN, 2});
         acts.blocks.push_back(saved);
     }
 }
 
 // Scratch of the linear layers of a block, forward and backward.
 int64_t linear_scratch_n(const Model& model, int64_t N) {
-    const Config& c = model.config;
-    int64_t n = linear_backward_scratch_n(N, std::max({c.qkv_width(), c.up_width(), c.C}));
-    if (model.precision.fp8 == Fp8Recipe::none) return n;
-    const std::pair<int64_t, int64_t> shapes[] = {{c.C, c.qkv_width()}, {c.H * c.D, c.C}, {c.C, c.up_width()}, {c.F, c.C}};
-    for (const auto& [C, O] : shapes) n = std::max(n, fp8_linear_scratch_n(model.precision.fp8, N, C, O));
+    const Fp8Recipe fp8 = model.precision.fp8;
+    int64_t n = 0;
+    for (const auto& [C, O] : block_linear_shapes(model.config))
+        n = std::max({n, linear_backward_scratch_n(N, O), fp8 == Fp8Recipe::none ? 0 : fp8_linear_scratch_n(fp8, N, C, O)});
     return n;
 }
 
@@ -383,12 +419,14 @@ Activations take_activations(const Model& model, int64_t B, int64_t T, const Rec
     acts.dresidual = arena.take("gradients of activations", dtype, {N, c.C});
     acts.dnorm = arena.take("gradients of activations", dtype, {N, c.C});
     acts.dqkv = arena.take("gradients of activations", dtype, {N, c.qkv_width()});
-    acts.dattn = arena.take("gradients of activations", dtype, {N, c.H * c.D});
+    acts.dattn = arena.take("gradients of activations", dtype, {N, c.attn_width()});
+    attention_variant(c).take_gradients(acts, c, dtype, N, arena);
     acts.dup = arena.take("gradients of activations", dtype, {N, c.up_width()});
     acts.dact = arena.take("gradients of activations", dtype, {N, c.F});
     acts.links = arena.take("shared by layers", DType::i32, {2, N});
     const int64_t scratch_n = std::max({linear_scratch_n(model, N), layernorm_backward_scratch_n(N, c.C),
-                                        rmsnorm_backward_scratch_n(N, c.C), flash_attention_backward_scratch_n(B, T, c.H)});
+                                        rmsnorm_backward_scratch_n(N, c.C), flash_attention_backward_scratch_n(B, T, c.H),
+                                        attention_variant(c).scratch_n(c, N)});
     acts.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
     return acts;
 }
@@ -405,18 +443,26 @@ Activations take_forward_activations(const Model& model, int64_t B, int64_t T, A
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-namespace {
+// A linear layer of a block, in dtype or with its products in fp8.
+void linear_forward(Tensor out, const Linear& linear, BlockLinear which, Tensor inp, const BlockSaved& saved,
+                    const Activations& acts, cudaStream_t stream) {
+    if (!saved.fp8) return linear_forward(out, inp, linear.weight, linear.bias, stream);
+    const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
+    fp8_linear_forward(out, scaled_by, inp, linear.fp8, linear.bias, linear.fp8_state, acts.training, acts.scratch, stream);
+}
+void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp, const BlockSaved& saved,
+                     const Activations& acts, cudaStream_t stream) {
+    if (!saved.fp8) {
+        linear_backward_input(dinp, dout, linear.weight, false, stream);
+        linear_backward_weight(linear.dweight, linear.dbias, dout, inp, acts.scratch, stream);
+        return;
+    }
+    const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
+    fp8_linear_backward_input(dinp, scaled_by, dout, linear.fp8, false, linear.fp8_state, acts.scratch, stream);
+    fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, linear.fp8.recipe, acts.scratch, stream);
+}
 
-FlashAttentionOptions attention_options(const Model& model) {
-    return {.scale = 1.0f / std::sqrt(static_cast<float>(model.config.D)), .tier = model.attention};
-}
-// A tensor of N rows as the heads in them: of queries, keys and values, or of attention's output.
-QkvHeads heads_of(const Config& config, const Activations& acts, Tensor qkv) {
-    return qkv_heads(qkv.view({acts.B, acts.T, config.qkv_width()}), config.H, config.K);
-}
-HeadColumns out_heads(const Config& config, const Activations& acts, Tensor attn) {
-    return {attn.view({acts.B, acts.T, config.H * config.D}), config.H, config.D};
-}
+namespace {
 
 // saved.sum = inp + branch, saved.out = norm(saved.sum). Without a branch, saved.sum is inp itself.
 void norm_forward(const Config& config, const Norm& norm, const NormSaved& saved, Tensor inp, Tensor branch,
@@ -446,25 +492,6 @@ void activation_forward(const Config& config, const BlockSaved& saved, cudaStrea
         gelu_forward(saved.act, saved.up, stream);
 }
 
-// A linear layer of a block, in dtype or with its products in fp8.
-void linear_forward(Tensor out, const Linear& linear, BlockLinear which, Tensor inp, const BlockSaved& saved,
-                    const Activations& acts, cudaStream_t stream) {
-    if (!saved.fp8) return linear_forward(out, inp, linear.weight, linear.bias, stream);
-    const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
-    fp8_linear_forward(out, scaled_by, inp, linear.fp8, linear.bias, linear.fp8_state, acts.training, acts.scratch, stream);
-}
-void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp, const BlockSaved& saved,
-                     const Activations& acts, cudaStream_t stream) {
-    if (!saved.fp8) {
-        linear_backward_input(dinp, dout, linear.weight, false, stream);
-        linear_backward_weight(linear.dweight, linear.dbias, dout, inp, acts.scratch, stream);
-        return;
-    }
-    const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
-    fp8_linear_backward_input(dinp, scaled_by, dout, linear.fp8, false, linear.fp8_state, acts.scratch, stream);
-    fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, linear.fp8.recipe, acts.scratch, stream);
-}
-
 // residual, acts.branch -> saved.norm2.sum, acts.branch: the block's stream and its last branch, not yet added.
 // Without a branch residual is the whole input. `last_branch` is false where a forward is run again for the sake of what it
 // saves: then nobody needs the block's output.
@@ -473,9 +500,7 @@ void block_forward(const Model& model, const Block& block, const BlockSaved& sav
     const Config& c = model.config;
     norm_forward(c, block.norm1, saved.norm1, residual, has_branch ? acts.branch : Tensor{}, stream);
     linear_forward(saved.qkv, block.qkv, kQkv, saved.norm1.out, saved, acts, stream);
-    const QkvHeads heads = heads_of(c, acts, saved.qkv);
-    if (c.family == Family::llama) rope_forward(heads.q.rows, model.rope_table, c.H, c.K, stream);
-    flash_attention_forward(out_heads(c, acts, saved.attn), saved.lse, heads.q, heads.k, heads.v, attention_options(model), stream);
+    attention_variant(c).forward(model, block, saved, acts, stream);
     linear_forward(acts.branch, block.attn_out, kAttnOut, saved.attn, saved, acts, stream);
 
     norm_forward(c, block.norm2, saved.norm2, saved.norm1.sum, acts.branch, stream);
@@ -485,8 +510,11 @@ void block_forward(const Model& model, const Block& block, const BlockSaved& sav
 }
 
 // Selective recomputation: fills again what the blocks share (take_blocks).
-void recompute_shared(const Config& config, const Block& block, const BlockSaved& saved, cudaStream_t stream) {
+void recompute_shared(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+                      cudaStream_t stream) {
+    const Config& config = model.config;
     norm_forward(config, block.norm1, saved.norm1, saved.norm1.sum, {}, stream);
+    attention_variant(config).recompute_cheap(model, block, saved, acts, stream);
     norm_forward(config, block.norm2, saved.norm2, saved.norm2.sum, {}, stream);
     activation_forward(config, saved, stream);
 }
@@ -505,7 +533,7 @@ void recompute_blocks(const Model& model, Activations& acts, size_t first, size_
 // gradient of the block's input.
 void block_backward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, cudaStream_t stream) {
     const Config& c = model.config;
-    if (acts.recompute.selective) recompute_shared(c, block, saved, stream);
+    if (acts.recompute.selective) recompute_shared(model, block, saved, acts, stream);
 
     linear_backward(acts.dact, block.down, kDown, acts.dresidual, saved.act, saved, acts, stream);
     if (c.family == Family::llama)
@@ -516,10 +544,7 @@ void block_backward(const Model& model, const Block& block, const BlockSaved& sa
     norm_backward(c, block.norm2, saved.norm2, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 
     linear_backward(acts.dattn, block.attn_out, kAttnOut, acts.dresidual, saved.attn, saved, acts, stream);
-    const QkvHeads heads = heads_of(c, acts, saved.qkv), dheads = heads_of(c, acts, acts.dqkv);
-    flash_attention_backward(dheads.q, dheads.k, dheads.v, out_heads(c, acts, acts.dattn), out_heads(c, acts, saved.attn),
-                             saved.lse, heads.q, heads.k, heads.v, attention_options(model), acts.scratch, stream);
-    if (c.family == Family::llama) rope_backward(dheads.q.rows, model.rope_table, c.H, c.K, stream);
+    attention_variant(c).backward(model, block, saved, acts, stream);
     linear_backward(acts.dnorm, block.qkv, kQkv, acts.dqkv, saved.norm1.out, saved, acts, stream);
     norm_backward(c, block.norm1, saved.norm1, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 }

@@ -1,4 +1,4 @@
-// llm.h: the model. GPT-2 and LLaMA: configuration, parameters, activations, forward and backward.
+// llm.h: the model. GPT-2, LLaMA, Qwen and DeepSeek's dense form: configuration, parameters, activations, forward and backward.
 //
 // Letters as in layers/layers.h: B batch, T sequence length, C channels, H query heads, K key/value heads, D head size,
 // V vocabulary, F feed-forward width, L layers; N = B T rows.
@@ -14,7 +14,14 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Configuration
 
+// gpt2: learned positions, LayerNorm, biases, GELU.  llama: rotary positions, RMSNorm, SwiGLU; Qwen and DeepSeek too.
 enum class Family { gpt2, llama };
+
+// How a block's queries, keys and values come from its input; attention.h has a module for each.
+//   gqa   each from its own matrix: MHA (K = H), MQA (K = 1), GQA                                        attention_gqa.cu
+//   mla   keys and values of all heads from one latent of kv_rank numbers                                attention_mla.cu
+//   mfa   queries of all heads from one latent of q_rank numbers; one key and value head                 attention_mfa.cu
+enum class AttentionKind { gqa, mla, mfa };
 
 struct Config {
     Family family = Family::llama;
@@ -27,28 +34,51 @@ struct Config {
     bool tied = false;       // the head is the token embedding
     double init_std = 0.02;
 
+    AttentionKind attention = AttentionKind::gqa;
+    bool qkv_bias = false;  // gqa: biases on queries, keys and values alone (Qwen2)
+    bool qk_norm = false;   // gqa: RMSNorm of each query and key head before rope (Qwen3)
+    int64_t q_rank = 0;     // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
+    int64_t kv_rank = 0;    // mla: numbers of the latent that keys and values come from
+    int64_t D_rope = 0;     // mla: of the D columns of a query or key head the last D_rope are rotated; heads share the key's
+    int64_t D_v = 0;        // mla: columns of a value head
+    RopePairs rope_pairs = RopePairs::halves;  // mla
+
     int64_t V_padded() const { return round_up(V, 128); }  // rows of the embedding and of the head: GEMMs like multiples
-    int64_t qkv_width() const { return (H + 2 * K) * D; }
+    bool has_qkv_bias() const { return family == Family::gpt2 || qkv_bias; }
+    int64_t rope_D() const { return attention == AttentionKind::mla ? D_rope : D; }    // columns of a head that rope rotates
+    int64_t value_D() const { return attention == AttentionKind::mla ? D_v : D; }      // columns of a value head
+    // Columns of what the block's first product gives: queries, keys and values, or what they are made from.
+    int64_t qkv_width() const {
+        if (attention == AttentionKind::mfa) return q_rank + 2 * D;
+        if (attention == AttentionKind::mla) return (q_rank > 0 ? q_rank : H * D) + kv_rank + D_rope;
+        return (H + 2 * K) * D;
+    }
+    int64_t attn_width() const { return H * value_D(); }  // of attention's output
+    // Numbers that a token leaves in the cache of one layer while text is generated.
+    int64_t cache_width() const { return attention == AttentionKind::mla ? kv_rank + D_rope : 2 * K * D; }
     // Inputs of the activation: LLaMA's SwiGLU has two, gate and up.
     int64_t up_width() const { return family == Family::llama ? 2 * F : F; }
 };
 void check_config(const Config& config);  // Error for sizes that do not fit together
 
-// tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1b, llama-3b, llama-8b; or a Hugging Face config.json (or its folder).
+// A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, qwen2, qwen3, deepseek_v2
+// and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
 Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();
 std::string config_to_json(const Config& config);  // a config.json that transformers reads
 
 int64_t parameter_count(const Config& config);  // without the padding of the vocabulary
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
-// tied; the embedding lookup does not), and 6 L H D T for the attention scores and values, causal half counted.
+// tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half counted.
 double flops_per_token(const Config& config, int64_t T);
+// (inputs, outputs) of the linear layers of a block.
+std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& config);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Parameters
 
 struct Linear {
-    Tensor weight, bias;    // (O, C), (O); GPT-2 has biases, LLaMA none
+    Tensor weight, bias;    // (O, C), (O); GPT-2 has biases, Qwen2 on q, k and v, LLaMA none
     Tensor dweight, dbias;
     Fp8Weight fp8;          // with fp8: the weight as the products read it
     Tensor fp8_state;       // and, with delayed scaling, the largest values of the last steps
@@ -59,8 +89,12 @@ struct Norm {
 };
 struct Block {
     Norm norm1;
-    Linear qkv;       // ((H + 2K) D, C): queries, keys and values in one product
-    Linear attn_out;  // (C, H D)
+    Linear qkv;       // (qkv_width, C): queries, keys and values in one product, or the latents they are made from
+    Norm q_norm;      // (D) of query heads (Qwen3); (q_rank) of the query latent (MLA, MFA)
+    Norm k_norm;      // (D) of key heads (Qwen3); (kv_rank) of the key/value latent (MLA)
+    Linear q_up;      // MLA, MFA: (H D, q_rank), latent to queries
+    Linear kv_up;     // MLA: (H (D - D_rope + D_v), kv_rank), latent to [key | value] of each head
+    Linear attn_out;  // (C, H value_D)
     Norm norm2;
     Linear up;        // GPT-2 (F, C); LLaMA (2F, C) = [gate | up]
     Linear down;      // (C, F)
@@ -73,7 +107,7 @@ struct Precision {
     DType dtype = DType::f32;       // of weights and activations, and of the gradients of activations
     DType grad_dtype = DType::f32;  // of the parameters' gradients: f32, or dtype
     bool master = false;            // f32 master weights beside 16-bit ones
-    Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' four linear layers on 8-bit floats; the rest stays in dtype
+    Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' linear layers on 8-bit floats; the rest stays in dtype
 };
 
 // The parameters' memory is FlatParameters' (parallel/parallel.h): flat arrays of units, which are the embedding, the blocks and
@@ -89,8 +123,8 @@ struct Model : FlatParameters {
     std::vector<Block> blocks;
     Norm final_norm;
     Linear head;        // (V_padded, C); its weight is wte where tied
-    Tensor rope_table;  // (T_max, D) f32, LLaMA
-    Tensor fp8_states;  // (8 L, kFp8StateN) f32, delayed scaling
+    Tensor rope_table;  // (T, rope_D) f32, LLaMA
+    Tensor fp8_states;  // (2 x linear layers, kFp8StateN) f32, delayed scaling
 
     // What an optimizer of all parameters updates: the masters, and values as their copy; or values alone, where 16 bits are
     // rounded stochastically.
@@ -135,11 +169,15 @@ struct NormSaved {
 };
 struct BlockSaved {
     NormSaved norm1, norm2;
-    Tensor qkv;      // (N, qkv_width): queries, keys and values, after rope
+    Tensor qkv;      // (N, qkv_width): the first product; what is a query or a key in it, after rope
+    Tensor q, k, kv;             // queries, keys, [key | value] of each head: where they do not stand in qkv (attention.h)
+    Tensor q_latent, kv_latent;  // (N, q_rank), (N, kv_rank) after their norms
+    Tensor q_rstd, k_rstd;       // (N, heads) f32, of q_norm and k_norm
     Tensor lse;      // (B, H, T) f32: the logarithm of each softmax's denominator
-    Tensor attn;     // (N, H D): attention's output
+    Tensor attn;     // (N, H value_D): attention's output
     Tensor up, act;  // (N, up_width), (N, F)
-    Tensor fp8;      // (4, 2) f32: what the inputs and output gradients of the four linear layers were scaled by
+    Tensor fp8;      // (6, 2) f32: what the inputs and output gradients of the linear layers were scaled by
+    Tensor cache;    // this layer's rows of a LatentCache; set only by forward_cached
 };
 struct Activations {
     int64_t B = 0, T = 0;
@@ -153,8 +191,10 @@ struct Activations {
     // Shared by all layers, holding nothing between them.
     Tensor branch;                             // (N, C): output of a residual branch until the next norm adds it
     Tensor dresidual, dnorm, dqkv, dattn, dup, dact;  // training only
+    Tensor dq, dk, dkv, dq_latent, dkv_latent;        // training only, where attention has them
     Tensor scratch, links;
     bool training = false;  // the last forward was a training step's
+    int64_t first = 0;      // position of the first token: 0 but in forward_cached
 };
 // For training, or only to run forward.
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
@@ -168,6 +208,19 @@ void loss_forward(const Model& model, Activations& acts, cudaStream_t stream);
 // logits -> losses, and logits become d(dloss * sum of losses) / d logits; then all parameter gradients are added to.
 void loss_backward(const Model& model, Activations& acts, float dloss, cudaStream_t stream);
 void backward(const Model& model, Activations& acts, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// MLA with a cache. A token leaves kv_rank + D_rope numbers a layer, its latent and its rotated key, and a later token's
+// attention reads those alone: the absorbed form (layers/latent_attention.cu), which never expands keys and values.
+
+struct LatentCache {
+    std::vector<Tensor> layers;  // L of (B, T_max, kv_rank + D_rope)
+    int64_t length = 0;          // tokens of each sequence that are in it
+};
+LatentCache take_latent_cache(const Model& model, int64_t B, int64_t T_max, Arena& arena);
+// tokens -> logits, as forward, for T more tokens of each sequence, which see those in the cache and are appended to it. T is
+// that of the activations: a whole prompt, or 1. The model must have been built for as many positions as there are then.
+void forward_cached(const Model& model, Activations& acts, LatentCache& cache, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sampling: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).

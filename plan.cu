@@ -85,17 +85,26 @@ struct Traffic {
 };
 Traffic block_traffic(const Config& c) {
     const double C = static_cast<double>(c.C), F = static_cast<double>(c.F), U = static_cast<double>(c.up_width());
-    const double Q = static_cast<double>(c.H * c.D), KV = static_cast<double>(c.K * c.D), W = static_cast<double>(c.qkv_width());
-    const double rope = c.family == Family::llama ? 2 * (Q + KV) : 0;
+    const bool mla = c.attention == AttentionKind::mla, mfa = c.attention == AttentionKind::mfa;
+    const double q = static_cast<double>(c.H * c.D), O = static_cast<double>(c.attn_width());
+    const double k = mfa ? static_cast<double>(c.D) : static_cast<double>(c.K * c.D);
+    const double v = mfa ? static_cast<double>(c.D) : static_cast<double>(c.K * c.value_D());
+    // Columns that rope turns: of all query heads, and of the key heads, of which MLA shares one.
+    const double turned = static_cast<double>((c.H + (mla ? 1 : c.K)) * c.rope_D());
+    const double rope = c.family == Family::llama ? 2 * turned : 0;
+    const double normed = c.qk_norm ? q + k : static_cast<double>(c.q_rank + c.kv_rank);  // heads, or latents
+    const double keys = mla ? k - static_cast<double>(c.H * c.D_rope) + k : 0;            // put together (latent_keys.cu)
+    double linears = 0;
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) linears += static_cast<double>(inputs + outputs);
     Traffic t;
-    t.forward = 2 * 4 * C +                                     // norms: stream, branch -> sum, out
-                (C + W) + (Q + C) + (C + U) + (F + C) +         // linear layers
-                rope + (W + Q) +                                // attention: q, k, v -> o
-                (U + F);                                        // activation function
-    t.backward = 2 * 4 * C +                                    // norms: dout, dsum, x -> dinp
-                 2 * ((C + W) + (Q + C) + (C + U) + (F + C)) +  // linear layers: by input and by weight
-                 2 * Q + (3 * W + 3 * Q) + rope +               // attention: delta; dq; dk and dv (flash_attention.cu)
-                 (F + 2 * U);                                   // activation function
+    t.forward = 2 * 4 * C + 2 * normed +         // norms: stream, branch -> sum, out; heads, latents
+                linears +                        // linear layers
+                rope + keys + (q + k + v + O) +  // attention: q, k, v -> o
+                (U + F);                         // activation function
+    t.backward = 2 * 4 * C + 3 * normed +        // norms: dout, dsum, x -> dinp
+                 2 * linears +                   // linear layers: by input and by weight
+                 2 * O + (3 * (q + k + v) + 3 * O) + rope + keys +  // attention: delta; dq; dk and dv (flash_attention.cu)
+                 (F + 2 * U);                    // activation function
     return t;
 }
 
@@ -124,8 +133,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
         cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
     }
     if (o.precision.fp8 != Fp8Recipe::none) {
-        const double block_n = static_cast<double>(c.qkv_width() * c.C + c.H * c.D * c.C + c.up_width() * c.C + c.F * c.C);
-        cost.fp8_flops = tokens * L * 6 * block_n;
+        for (const auto& [inputs, outputs] : block_linear_shapes(c))
+            cost.fp8_flops += tokens * L * 6 * static_cast<double>(inputs * outputs);
     }
     // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for their
     // norm, and read by the optimizer, which reads and writes what it updates and its states.

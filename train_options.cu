@@ -47,7 +47,9 @@ struct GivenPrecision {
 };
 
 void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, GivenPrecision& precision) {
-    app.add_option("--model", o.model, "tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-1b, llama-3b, llama-8b, or a config.json")
+    app.add_option("--model", o.model,
+                   "tiny, gpt2 (-medium, -large, -xl), llama-1b (-3b, -8b), qwen2.5-0.5b (-1.5b, -7b),\n"
+                   "qwen3-0.6b (-1.7b, -4b, -8b), deepseek-tiny (-1b), mfa-tiny (-1b), or a config.json")
         ->group("Model");
     app.add_option("--init", o.init, "start from the weights of this Hugging Face folder (config.json + safetensors)")->group("Model");
     app.add_option("--tokenizer", o.tokenizer, "tokenizer.json for text; without it a token is a byte")->group("Model");
@@ -226,7 +228,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
     GivenHyperparameters given;
     GivenPrecision precision;
     options.schedule.warmup = -1;
-    CLI::App app{"train_gpt: trains GPT-2 and LLaMA models from random weights or from a Hugging Face folder.\n"
+    CLI::App app{"train_gpt: trains GPT-2, LLaMA, Qwen and DeepSeek-like models from random weights or from a Hugging Face folder.\n"
                  "Without any flag it trains a small LLaMA on the C++ headers of this machine."};
     app.option_defaults()->always_capture_default();
     add_options(app, options, given, precision);

@@ -101,6 +101,7 @@ bool has_tier(FlashTier tier, DType dtype) {
 }
 
 std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType dtype) {
+    check(c.attention == AttentionKind::gqa && !c.qk_norm, "bench_kernels: models with MHA, MQA or GQA, such as llama-1b");
     const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(), Q = c.qkv_width();
     const bool gpt2 = c.family == Family::gpt2;
     const double e = static_cast<double>(dtype_bytes(dtype)), rows = static_cast<double>(N);
@@ -252,7 +253,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
             table.push_back({"rope", forward ? "forward" : "backward", attn, 2 * rotated, 0, [=](Data& d) -> Launch {
                 const Tensor qkv = d.random({B, T, Q}), angles = d.floats({T, D});
                 if (!d.counting()) rope_table(angles, rope_frequencies(D, c.rope_base, c.rope_scaling));
-                return [=] { (forward ? rope_forward : rope_backward)(qkv, angles, H, K, s); };
+                return [=] { forward ? rope_forward(qkv, angles, H, K, s) : rope_backward(qkv, angles, H, K, s); };
             }});
     }
     table.push_back({"embedding", "forward", nc, 2 * x, 0, [=](Data& d) -> Launch {

@@ -287,13 +287,15 @@ struct Part {
 std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dtype) {
     const double e = static_cast<double>(dtype_bytes(dtype)), L = static_cast<double>(c.L), N = static_cast<double>(B * T), C = static_cast<double>(c.C);
     const double x = N * C * e, f = N * static_cast<double>(c.F) * e, params = static_cast<double>(parameter_count(c));
-    const double pairs = static_cast<double>(B * c.H * c.D) * static_cast<double>(T) * static_cast<double>(T) / 2;
+    // Scores have D columns, values perhaps others (MLA): half of both together is what a product has on average.
+    const double columns = static_cast<double>(c.D + c.value_D()) / 2;
+    const double pairs = static_cast<double>(B * c.H) * columns * static_cast<double>(T) * static_cast<double>(T) / 2;
     const double attention_flops = L * 14 * pairs;  // two products forward; five backward, one of them a recomputation
     const double linear_flops = flops_per_token(c, T) * N - L * 12 * pairs;
-    const double heads = N * static_cast<double>(c.qkv_width() + c.H * c.D) * e;
+    const double heads = N * static_cast<double>(c.H + c.K) * 2 * columns * e;  // q and output, k and v
     const bool gpt2 = c.family == Family::gpt2;
     const double biases = gpt2 ? L * N * static_cast<double>(c.qkv_width() + c.C + c.F + c.C) * e : 0;
-    const double norms = (2 * L + 1) * 4 * x, acts = L * f, rope = gpt2 ? 0 : L * 2 * N * static_cast<double>((c.H + c.K) * c.D) * e;
+    const double norms = (2 * L + 1) * 4 * x, acts = L * f, rope = gpt2 ? 0 : L * 2 * N * static_cast<double>((c.H + c.K) * c.rope_D()) * e;
     return {
         {"attention backward", "flash_d", L * 2 * heads, attention_flops * 5 / 7},
         {"attention forward", "flash_forward", L * heads, attention_flops * 2 / 7},
@@ -302,6 +304,7 @@ std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dty
         {"activation forward", "(gelu|swiglu)_forward", (gpt2 ? 2 : 3) * acts, 0},
         {"activation backward", "(gelu|swiglu)_backward", (gpt2 ? 3 : 5) * acts, 0},
         {"rope", "rope", 2 * rope, 0},
+        {"MLA's keys", "latent_keys", c.attention == AttentionKind::mla ? L * 4 * N * static_cast<double>(c.H * c.D) * e : 0, 0},
         {"loss", "cross_entropy|add_losses", 2 * N * static_cast<double>(c.V_padded()) * e, 0},
         {"embedding forward", "embedding_forward", 2 * x, 0},
         {"embedding backward", "embedding", x + 2 * static_cast<double>(std::min(B * T, c.V)) * C * e, 0},

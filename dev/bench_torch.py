@@ -60,6 +60,8 @@ class Sizes:
     def __init__(self, path):
         with open(path, encoding="utf-8") as file:
             c = json.load(file)
+        if c["model_type"] not in ("gpt2", "llama"):
+            sys.exit(f"bench_torch: {path}: model_type {c['model_type']}: only gpt2 and llama are written here")
         self.gpt2 = c["model_type"] == "gpt2"
         self.V = c["vocab_size"]
         self.Vp = (self.V + 127) // 128 * 128

@@ -18,6 +18,18 @@
 #include "core/core.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Heads inside of rows. Attention's projections are packed in all ways: [q | k | v], or [key | value] head by head, or a latent
+// beside a rotary key. Operations on heads (rope, RMSNorm of heads, flash attention) are told where to find them.
+
+// `count` heads of D columns inside of rows (B, T, columns): head h is rows[b, t, column + h * stride ... + D). So q, k and
+// v may lie apart or in one packed row, and a head's columns may be part of a wider one (MLA).
+struct HeadColumns {
+    Tensor rows;
+    int64_t count = 0, D = 0, column = 0;
+    int64_t stride = 0;  // columns from one head to the next; 0: D
+    int64_t head_stride() const { return stride == 0 ? D : stride; }
+};
+// ---------------------------------------------------------------------------------------------------------------------
 // matmul.cu: the one matrix product, row-major, on cuBLASLt (OpenBLAS on the CPU device).
 //
 //   out = alpha op(a) op(b) + beta out + bias          op(x) = x or its transpose
@@ -161,6 +173,13 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
                       Tensor scratch, cudaStream_t stream);
 int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C);
 
+// The same over the D columns of each head, all with one weight (D): Qwen3's norm of queries and keys; with one head, of the
+// part of a row: the latents of MLA and MFA. rstd (N, heads) f32; scratch: rmsnorm_backward_scratch_n(N heads, D).
+void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumns& inp, Tensor weight, float eps,
+                           cudaStream_t stream);
+void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, const HeadColumns& inp,
+                            Tensor weight, Tensor rstd, Tensor scratch, cudaStream_t stream);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // gelu.cu:  out = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))      the tanh form, as in GPT-2; any shape
 // dinp may be the same memory as dout.
@@ -175,19 +194,33 @@ void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream);
 void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// rope.cu: rotary position embedding, in place on the q and k heads of qkv (B, T, (H + 2K) D).
-//   (x_i, x_{i+D/2}) -> (x_i cos - x_{i+D/2} sin,  x_{i+D/2} cos + x_i sin)      angle = t * frequency_i
-// The pairs are (i, i + D/2), as Hugging Face lays LLaMA out. The backward rotates by the negative angle.
+// rope.cu: rotary position embedding, in place.
+//   (x1, x2) -> a (x1 cos - x2 sin,  x2 cos + x1 sin)         angle = t * frequency_i,   i = 0 ... D/2 - 1
+// Pair i of a head of D columns is (x_i, x_{i+D/2}), as Hugging Face lays LLaMA out, or two neighbours (x_2i, x_2i+1), as
+// DeepSeek does. The backward rotates by the negative angle. a is 1 but for YaRN.
 
-struct RopeScaling {  // "rope_type": "llama3"; factor 1 means none
-    double factor = 1.0, low_freq_factor = 1.0, high_freq_factor = 4.0;
+enum class RopePairs { halves, neighbours };
+enum class RopeKind { llama3, yarn };
+struct RopeScaling {  // factor 1 means none
+    double factor = 1.0;
+    double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
     int64_t original_max_position = 8192;
+    RopeKind kind = RopeKind::llama3;
+    double beta_fast = 32.0, beta_slow = 1.0;  // yarn: turns in the original context from which on points are kept; slowed
+    double mscale = 0.0, mscale_all_dim = 0.0;
 };
-// D/2 frequencies base^(-2i/D), with llama3's scaling: long waves are slowed by `factor`, those between the two limits
+// D/2 frequencies base^(-2i/D), scaled for long contexts: long waves are slowed by `factor`, those between two limits
 // partly, short ones not.
 std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling);
-// table (at least T, D) f32: cos in the first D/2 columns, sin in the others, computed in double on the host.
-void rope_table(Tensor table, const std::vector<double>& frequencies);
+// YaRN's a, and what it (in DeepSeek's form) multiplies the softmax scale by. Both 1 without YaRN.
+double rope_amplitude(const RopeScaling& scaling);
+double rope_softmax_factor(const RopeScaling& scaling);
+// table (at least T, D) f32: a cos in the first D/2 columns, a sin in the others, computed in double on the host.
+void rope_table(Tensor table, const std::vector<double>& frequencies, double amplitude = 1.0);
+// Heads of rows (B, T, columns); table's row t is that of position t: a slice of it starts later.
+void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor table, cudaStream_t stream);
+void rope_backward(const HeadColumns& dheads, RopePairs pairs, Tensor table, cudaStream_t stream);
+// The q and k heads of qkv (B, T, (H + 2K) D), in halves.
 void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
 void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
 
@@ -200,14 +233,6 @@ void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t
 // f32 runs on CUDA cores, bf16 and f16 on tensor cores. Heads have D columns (q, k) and Dv columns (v, out), multiples of
 // 16 bytes, at most 192. T is any length from 1 on. Any heads of one call may be parts of the same rows (MLA, packed qkv).
 
-// `count` heads of D columns inside of rows (B, T, columns): head h is rows[b, t, column + h * stride ... + D). So q, k and
-// v may lie apart or in one packed row, and a head's columns may be part of a wider one (MLA).
-struct HeadColumns {
-    Tensor rows;
-    int64_t count = 0, D = 0, column = 0;
-    int64_t stride = 0;  // columns from one head to the next; 0: D
-    int64_t head_stride() const { return stride == 0 ? D : stride; }
-};
 struct QkvHeads {
     HeadColumns q, k, v;
 };
@@ -239,6 +264,27 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
                               const HeadColumns& v, const FlashAttentionOptions& options, Tensor scratch,
                               cudaStream_t stream);
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// latent_keys.cu: MLA's keys. Every head's key ends in the same columns, those that rope turns:
+//   keys[b,t,h] = [own[b,t,h] | shared[b,t]]       own H heads of Dn columns, shared 1 head of Dr, keys H heads of Dn + Dr
+//   down = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]
+
+void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared, cudaStream_t stream);
+void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, const HeadColumns& dkeys, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// latent_attention.cu: MLA over a cache of latents, without ever expanding them to keys and values.
+//   cache (B, at least first + T, R + Dr): row s is [latent c_s (R) | rotated shared key r_s (Dr)]
+//   q     H heads of Dn + Dr columns in rows (B, T, ...): [q_h | rotated part], of the positions first ... first + T - 1
+//   kv_b  (H (Dn + Dv), R): for each head Wk (Dn, R), by which keys are expanded from latents, and Wv (Dv, R), values
+//   score[s] = scale ((Wk^T q_h) . c_s + rotated part . r_s),   s <= first + t
+//   out[b,t,h] = Wv (sum over s of softmax(score)[s] c_s)         H heads of Dv columns in rows (B, T, H Dv)
+
+void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tensor cache, Tensor kv_b, int64_t first,
+                              float scale, cudaStream_t stream);
+// cache[b, first + t] = [latent[b,t] | key[b,t]]       latent (B, T, R), key one head of Dr columns in rows (B, T, ...)
+void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadColumns& key, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // cross_entropy.cu: softmax cross-entropy, forward and backward in one.

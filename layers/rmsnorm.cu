@@ -13,20 +13,43 @@
 //               is read once and kept in registers. norm.cuh says how. r is saved: N floats.
 //
 // Rows of more than 8192 channels do not fit.
+//
+// What is normalised may also be heads inside of wider rows (Qwen3's queries and keys; the latents of MLA and MFA): then row r
+// of the kernels is head r % heads of token r / heads.
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
+#include <numeric>
+
 namespace {
+
+// Where rows are. Plain ones are one head in rows as wide as itself.
+template <class T>
+struct NormRows {
+    T* data;
+    int64_t token_stride, head_stride;
+    int heads;
+
+    __device__ __forceinline__ T* operator[](int64_t row) const {
+        if (heads == 1) return data + row * token_stride;
+        return data + row / heads * token_stride + row % heads * head_stride;
+    }
+};
+template <class T>
+NormRows<T> norm_rows(const HeadColumns& heads) {
+    return {heads.rows.ptr<std::remove_const_t<T>>() + heads.column, heads.rows.cols(), heads.head_stride(),
+            narrow(heads.count, "heads")};
+}
 
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    rmsnorm_forward_kernel(T* out, T* sum, float* rstd, const T* inp, const T* branch, const T* __restrict__ weight,
-                           int64_t N, int64_t C, float eps) {
+    rmsnorm_forward_kernel(NormRows<T> out, T* sum, float* rstd, NormRows<const T> inp, const T* branch,
+                           const T* __restrict__ weight, int64_t N, int64_t C, float eps) {
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
     RowShare<n> x, g;
-    load_row<n>(x, inp + row * C, row_C);
+    load_row<n>(x, inp[row], row_C);
     if (branch) {
         RowShare<n> b;
         load_row<n>(b, branch + row * C, row_C);
@@ -44,15 +67,15 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 #pragma unroll
     for (int k = 0; k < row_chunks<n>(row_C); ++k)
         for (int i = 0; i < n; ++i) x[k][i] *= r * g[k][i];
-    store_row<n>(out + row * C, x, row_C);
+    store_row<n>(out[row], x, row_C);
     if (threadIdx.x == 0 && row < N) rstd[row] = r;
 }
 
 // partial: (gridDim.x, C), the sum of dy n over this block's rows.
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
-    rmsnorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
-                            const T* __restrict__ weight, const float* rstd, int64_t N, int64_t C) {
+    rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
+                            NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N, int64_t C) {
     // Rows wider than a warp: there is one barrier a row, behind which its sum is read, perhaps while a faster thread is
     // already writing the next row's. So the rows take the two arrays in turn; a third row is behind the second's barrier.
     __shared__ float scratch[2][kWarp];
@@ -64,8 +87,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
         // Every thread of the block goes through the same number of rounds: sums and barriers need all of them.
         const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
         RowShare<n> dy, x, g, past;
-        load_row<n>(dy, dout + row * C, row_C);
-        load_row<n>(x, inp + row * C, row_C);
+        load_row<n>(dy, dout[row], row_C);
+        load_row<n>(x, inp[row], row_C);
         load_row<n>(g, weight, row_C);
         if (dsum) load_row<n>(past, dsum + row * C, row_C);
         else zero_row<n>(past, row_C);
@@ -83,10 +106,65 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 #pragma unroll
         for (int k = 0; k < row_chunks<n>(row_C); ++k)
             for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - x[k][i] * mean) + past[k][i];
-        store_row<n>(dinp + row * C, dy, row_C);
+        store_row<n>(dinp[row], dy, row_C);
     }
     store_partial<n>(partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
 }
+
+// What launchers share. sum, branch and dsum, where there are any, are rows by themselves: (N, C).
+void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor rstd, const HeadColumns& inp, Tensor branch,
+                    Tensor weight, float eps, int64_t chunk_columns, cudaStream_t stream) {
+    const int64_t N = rstd.n(), C = inp.D;
+    expect_aligned(name, {{"out", out.rows}, {"sum", sum}, {"inp", inp.rows}, {"branch", branch}, {"weight", weight}});
+    if (N == 0) return;
+    const NormGeometry geometry = norm_geometry(name, N, C);
+    const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
+    dispatch_chunks(inp.rows.dtype, chunk_columns, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        rmsnorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
+            norm_rows<T>(out), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), norm_rows<const T>(inp),
+            branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), N, C, eps);
+    });
+    cudaCheckLaunch();
+}
+
+void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, Tensor dsum,
+                     const HeadColumns& inp, Tensor weight, Tensor rstd, Tensor scratch, int64_t chunk_columns,
+                     cudaStream_t stream) {
+    const int64_t N = rstd.n(), C = inp.D;
+    expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.rows.dtype, {C});
+    expect_aligned(name, {{"dinp", dinp.rows}, {"dout", dout.rows}, {"dsum", dsum}, {"inp", inp.rows}, {"weight", weight}});
+    if (N == 0) return;
+    const NormGeometry geometry = norm_geometry(name, N, C);
+    const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
+    const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
+    dispatch_chunks(inp.rows.dtype, chunk_columns, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        rmsnorm_backward_kernel<T, Chunk::n><<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
+            norm_rows<T>(dinp), partial.ptr<float>(), norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,
+            norm_rows<const T>(inp), weight.ptr<T>(), rstd.ptr<float>(), N, C);
+    });
+    cudaCheckLaunch();
+    add_column_sums(dweight, partial, stream);
+}
+
+// Heads of D columns in as many tokens as `like` has. Returns the number that divides every address, for packed loads.
+int64_t check_norm_heads(const char* name, const char* argument, const HeadColumns& heads, const HeadColumns& like) {
+    const Tensor& rows = heads.rows;
+    check(rows.data && rows.dtype == like.rows.dtype && rows.rows() == like.rows.rows(), name, ": ", argument, " is ",
+          rows.describe(), ", expected ", dtype_name(like.rows.dtype), " with ", like.rows.rows(), " rows");
+    check(heads.count == like.count && heads.D == like.D && heads.count >= 1 && heads.D >= 1, name, ": ", argument, " has ",
+          heads.count, " heads of ", heads.D, " columns, expected ", like.count, " of ", like.D);
+    check(heads.column >= 0 && heads.head_stride() >= heads.D &&
+              heads.column + (heads.count - 1) * heads.head_stride() + heads.D <= rows.cols(),
+          name, ": ", argument, "'s ", heads.count, " heads of ", heads.D, " columns are not inside of ", rows.cols(),
+          " columns");
+    return std::gcd(std::gcd(heads.D, heads.column), std::gcd(heads.head_stride(), rows.cols()));
+}
+
+HeadColumns one_head(Tensor rows) { return {rows, 1, rows.cols()}; }
 
 }  // namespace
 
@@ -102,18 +180,7 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor bra
         expect(name, "branch", branch, inp.dtype, {N, C});
         expect(name, "sum", sum, inp.dtype, {N, C});
     }
-    expect_aligned(name, {{"out", out}, {"sum", sum}, {"inp", inp}, {"branch", branch}, {"weight", weight}});
-    if (N == 0) return;
-    const NormGeometry geometry = norm_geometry(name, N, C);
-    const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
-    dispatch_chunks(inp.dtype, C, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        rmsnorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
-            out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), inp.ptr<T>(),
-            branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), N, C, eps);
-    });
-    cudaCheckLaunch();
+    launch_forward(name, one_head(out), sum, rstd, one_head(inp), branch, weight, eps, C, stream);
 }
 
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Tensor inp, Tensor weight, Tensor rstd,
@@ -125,22 +192,28 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
     expect(name, "dout", dout, inp.dtype, {N, C});
     if (dsum) expect(name, "dsum", dsum, inp.dtype, {N, C});
     expect(name, "weight", weight, inp.dtype, {C});
-    expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
     expect(name, "rstd", rstd, DType::f32, {N});
-    expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
-    if (N == 0) return;
-    const NormGeometry geometry = norm_geometry(name, N, C);
-    const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
-    const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
-    dispatch_chunks(inp.dtype, C, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        rmsnorm_backward_kernel<T, Chunk::n><<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
-            dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(),
-            weight.ptr<T>(), rstd.ptr<float>(), N, C);
-    });
-    cudaCheckLaunch();
-    add_column_sums(dweight, partial, stream);
+    launch_backward(name, one_head(dinp), dweight, one_head(dout), dsum, one_head(inp), weight, rstd, scratch, C, stream);
+}
+
+void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumns& inp, Tensor weight, float eps,
+                           cudaStream_t stream) {
+    const char* name = "rmsnorm_heads_forward";
+    const int64_t of_inp = check_norm_heads(name, "inp", inp, inp), of_out = check_norm_heads(name, "out", out, inp);
+    expect(name, "rstd", rstd, DType::f32, {inp.rows.rows(), inp.count});
+    expect(name, "weight", weight, inp.rows.dtype, {inp.D});
+    launch_forward(name, out, {}, rstd, inp, {}, weight, eps, std::gcd(of_inp, of_out), stream);
+}
+
+void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, const HeadColumns& inp,
+                            Tensor weight, Tensor rstd, Tensor scratch, cudaStream_t stream) {
+    const char* name = "rmsnorm_heads_backward";
+    const int64_t of_inp = check_norm_heads(name, "inp", inp, inp), of_dinp = check_norm_heads(name, "dinp", dinp, inp),
+                  of_dout = check_norm_heads(name, "dout", dout, inp);
+    expect(name, "rstd", rstd, DType::f32, {inp.rows.rows(), inp.count});
+    expect(name, "weight", weight, inp.rows.dtype, {inp.D});
+    launch_backward(name, dinp, dweight, dout, {}, inp, weight, rstd, scratch, std::gcd(of_inp, std::gcd(of_dinp, of_dout)),
+                    stream);
 }
 
 int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C) {

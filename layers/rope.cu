@@ -10,53 +10,87 @@
 // Queries and keys are rotated, values are not. Two rotated vectors at t and s have the dot product that they would have at
 // t - s and 0: attention sees distances instead of positions.
 //
-// Hugging Face lays LLaMA out so that a point's two numbers are D/2 apart; Meta's own files and the paper have them side by
-// side. The two differ by a fixed order of the rows of the query and key weights.
+// Hugging Face lays LLaMA out so that a point's two numbers are D/2 apart; Meta's own files, the paper and DeepSeek have them
+// side by side. The two differ by a fixed order of the rows of the query and key weights.
 //
-// Long contexts (llama3 scaling, transformers' modeling_rope_utils.py): a model that was trained on P positions has never
-// seen the slow points turn once. With wavelength = 2 pi / w and turns = P / wavelength, the turns made in training:
+// Long contexts: a model that was trained on P positions has never seen the slow points turn once. With wavelength =
+// 2 pi / w and turns = P / wavelength, the turns made in training, fast points, which tell neighbours apart, stay as they are;
+// slow points get w/factor: `factor` times the positions, the same angles; those between are mixed, (1 - a) w/factor + a w.
 //
-//   turns > high_freq_factor     w         fast points tell neighbours apart: unchanged
-//   turns < low_freq_factor      w/factor  slow points: `factor` times the positions, the same angles
-//   between                      (1 - a) w/factor + a w,      a = (turns - low) / (high - low)
+//   llama3   (transformers' modeling_rope_utils.py)     a = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+//   yarn     (Peng et al. 2023, arXiv:2309.00071)           a falls linearly in the point's number i, from 1 where a point
+//            turns beta_fast times (rounded down) to 0 where it turns beta_slow times (rounded up)
+//
+// YaRN also sharpens the softmax, which blurs over more keys: scores grow by mscale^2 with mscale = 0.1 m ln(factor) + 1. Its
+// authors put mscale into the table's numbers (m = 1); DeepSeek (arXiv:2405.04434) puts mscale(mscale_all_dim) into the
+// softmax's scale, and leaves mscale(mscale) / mscale(mscale_all_dim) in the table, which is 1 in all of their models.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
 #include <cmath>
+#include <numeric>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The table, on the host
 
+namespace {
+
+// The share a of its own frequency that point i of a head of D columns keeps.
+double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling& scaling) {
+    const double positions = static_cast<double>(scaling.original_max_position);
+    if (scaling.kind == RopeKind::llama3) {
+        const double low = scaling.low_freq_factor, high = scaling.high_freq_factor, turns = positions * w / (2 * M_PI);
+        check(low < high, "rope_frequencies: low_freq_factor = ", low, " is not below high_freq_factor = ", high);
+        return std::clamp((turns - low) / (high - low), 0.0, 1.0);
+    }
+    const double fast = scaling.beta_fast, slow = scaling.beta_slow, n = static_cast<double>(D);
+    check(0 < slow && slow < fast, "rope_frequencies: beta_slow = ", slow, " is not below beta_fast = ", fast);
+    // The point (a real number) that turns so many times: positions base^(-2i/D) = 2 pi turns.
+    const auto point = [&](double turns) { return n * std::log(positions / (turns * 2 * M_PI)) / (2 * std::log(base)); };
+    const double first = std::max(std::floor(point(fast)), 0.0), last = std::min(std::ceil(point(slow)), n - 1);
+    return 1 - std::clamp((static_cast<double>(i) - first) / std::max(last - first, 0.001), 0.0, 1.0);
+}
+
+double yarn_mscale(double factor, double m) { return factor <= 1 ? 1.0 : 0.1 * m * std::log(factor) + 1; }
+
+}  // namespace
+
 std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling) {
     check(D > 0 && D % 2 == 0, "rope_frequencies: head size D = ", D, " is not even: it is made of pairs");
     check(base > 0, "rope_frequencies: base = ", base, " is not positive");
-    const double factor = scaling.factor, low = scaling.low_freq_factor, high = scaling.high_freq_factor;
-    check(factor > 0, "rope_frequencies: scaling factor = ", factor, " is not positive");
+    check(scaling.factor > 0, "rope_frequencies: scaling factor = ", scaling.factor, " is not positive");
     std::vector<double> frequencies(static_cast<size_t>(D / 2));
     for (int64_t i = 0; i < D / 2; ++i) {
         double& w = frequencies[static_cast<size_t>(i)];
         w = std::pow(base, -2.0 * static_cast<double>(i) / static_cast<double>(D));
-        if (factor == 1.0) continue;
-        check(low < high, "rope_frequencies: low_freq_factor = ", low, " is not below high_freq_factor = ", high);
-        const double turns = static_cast<double>(scaling.original_max_position) * w / (2 * M_PI);
-        if (turns < low)
-            w /= factor;
-        else if (turns <= high)
-            w *= (1 - (turns - low) / (high - low)) / factor + (turns - low) / (high - low);
+        if (scaling.factor == 1.0) continue;
+        const double a = kept_share(i, w, D, base, scaling);
+        w *= (1 - a) / scaling.factor + a;
     }
     return frequencies;
 }
 
+double rope_amplitude(const RopeScaling& s) {
+    if (s.factor == 1.0 || s.kind != RopeKind::yarn) return 1.0;
+    if (s.mscale == 0 || s.mscale_all_dim == 0) return yarn_mscale(s.factor, 1.0);
+    return yarn_mscale(s.factor, s.mscale) / yarn_mscale(s.factor, s.mscale_all_dim);
+}
+
+double rope_softmax_factor(const RopeScaling& s) {
+    if (s.factor == 1.0 || s.kind != RopeKind::yarn || s.mscale_all_dim == 0) return 1.0;
+    return yarn_mscale(s.factor, s.mscale_all_dim) * yarn_mscale(s.factor, s.mscale_all_dim);
+}
+
 // Angles grow to thousands of radians, where a float knows only three digits behind the point: they are computed in double.
-void rope_table(Tensor table, const std::vector<double>& frequencies) {
+void rope_table(Tensor table, const std::vector<double>& frequencies, double amplitude) {
     const int64_t half = static_cast<int64_t>(frequencies.size()), D = 2 * half;
     expect("rope_table", "table", table, DType::f32, {-1, D});
     std::vector<float> values(static_cast<size_t>(table.n()));
     for (int64_t t = 0; t < table.shape[0]; ++t)
         for (int64_t i = 0; i < half; ++i) {
             const double angle = static_cast<double>(t) * frequencies[static_cast<size_t>(i)];
-            values[static_cast<size_t>(t * D + i)] = static_cast<float>(std::cos(angle));
-            values[static_cast<size_t>(t * D + half + i)] = static_cast<float>(std::sin(angle));
+            values[static_cast<size_t>(t * D + i)] = static_cast<float>(amplitude * std::cos(angle));
+            values[static_cast<size_t>(t * D + half + i)] = static_cast<float>(amplitude * std::sin(angle));
         }
     copy_to_device(table, values.data());
 }
@@ -67,56 +101,99 @@ namespace {
 // Kernel. Block (t, b, group of heads); threadIdx.y is the head in the group, threadIdx.x the chunk of kN points of it.
 // A thread reads and writes its own points only: in place.
 
-template <class Number, int kN>
-__global__ void rope_kernel(Number* qkv, const float* table, int n_rotated, int n_heads, int64_t D, float direction) {
+template <int kN>
+__device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN], const float (&s)[kN], int l, float direction) {
+    const float sine = direction * s[l], y1 = x1 * c[l] - x2 * sine;
+    x2 = x2 * c[l] + x1 * sine;
+    x1 = y1;
+}
+
+template <class Number, int kN, bool kNeighbours>
+__global__ void rope_kernel(Number* heads, const float* table, int n_heads, int64_t token_stride, int64_t head_stride,
+                            int64_t D, float direction) {
     const int head = blockIdx.z * blockDim.y + threadIdx.y;
     const int64_t half = D / 2, i = static_cast<int64_t>(threadIdx.x) * kN, n_left = half - i;
-    if (head >= n_rotated || n_left <= 0) return;  // the last n_heads - n_rotated heads are values
-    const int64_t t = blockIdx.x, row = static_cast<int64_t>(blockIdx.y) * gridDim.x + t;
-    Number* point = qkv + (row * n_heads + head) * D + i;
+    if (head >= n_heads || n_left <= 0) return;
+    const int64_t t = blockIdx.x, token = static_cast<int64_t>(blockIdx.y) * gridDim.x + t;
+    Number* point = heads + token * token_stride + head * head_stride;
     const float* cosines = table + t * D + i;
-    float x1[kN], x2[kN], c[kN], s[kN];
-    load_chunk(x1, point, n_left);
-    load_chunk(x2, point + half, n_left);
+    float c[kN], s[kN];
     load_chunk(c, cosines, n_left);
     load_chunk(s, cosines + half, n_left);
-    for (int l = 0; l < kN; ++l) {
-        const float sine = direction * s[l], y1 = x1[l] * c[l] - x2[l] * sine;
-        x2[l] = x2[l] * c[l] + x1[l] * sine;
-        x1[l] = y1;
+    if constexpr (kNeighbours) {
+        float x[2 * kN];
+        load_chunk(x, point + 2 * i, 2 * n_left);
+        for (int l = 0; l < kN; ++l) turn(x[2 * l], x[2 * l + 1], c, s, l, direction);
+        store_chunk(point + 2 * i, x, 2 * n_left);
+    } else {
+        float x1[kN], x2[kN];
+        load_chunk(x1, point + i, n_left);
+        load_chunk(x2, point + i + half, n_left);
+        for (int l = 0; l < kN; ++l) turn(x1[l], x2[l], c, s, l, direction);
+        store_chunk(point + i, x1, n_left);
+        store_chunk(point + i + half, x2, n_left);
     }
-    store_chunk(point, x1, n_left);
-    store_chunk(point + half, x2, n_left);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-void rotate(const char* operation, const char* argument, Tensor qkv, Tensor table, int64_t H, int64_t K, float direction,
-            cudaStream_t stream) {
-    check(H > 0 && K > 0 && H % K == 0, operation, ": H = ", H, " query heads are not a multiple of K = ", K, " key heads");
-    expect(operation, argument, qkv, qkv.dtype, {-1, -1, -1});
-    const int64_t B = qkv.shape[0], T = qkv.shape[1], n_heads = H + 2 * K, D = qkv.shape[2] / n_heads, half = D / 2;
-    check(qkv.shape[2] == n_heads * D && D % 2 == 0 && D > 0, operation, ": ", argument, " has ", qkv.shape[2],
-          " columns, expected (H + 2K) D = ", n_heads, " D with an even D");
+void rotate(const char* operation, const char* argument, const HeadColumns& heads, RopePairs pairs, Tensor table,
+            float direction, cudaStream_t stream) {
+    const Tensor& rows = heads.rows;
+    expect(operation, argument, rows, rows.dtype, {-1, -1, -1});
+    const int64_t B = rows.shape[0], T = rows.shape[1], columns = rows.shape[2], D = heads.D, half = D / 2;
+    check(heads.count > 0 && D > 0 && D % 2 == 0, operation, ": ", argument, " has ", heads.count, " heads of ", D,
+          " columns, expected an even number of columns");
+    check(heads.column >= 0 && heads.head_stride() >= D &&
+              heads.column + (heads.count - 1) * heads.head_stride() + D <= columns,
+          operation, ": ", argument, "'s ", heads.count, " heads of ", D, " columns, ", heads.head_stride(),
+          " apart, from column ", heads.column, " on, are not inside of ", columns, " columns");
     expect(operation, "table", table, DType::f32, {-1, D});
     check(table.shape[0] >= T, operation, ": table is ", table.describe(), ", expected a row for each of T = ", T, " positions");
-    expect_aligned(operation, {{argument, qkv}, {"table", table}});
-    dispatch_chunks(qkv.dtype, half, [&](auto chunk) {
+    expect_aligned(operation, {{argument, rows}});
+    // Packed loads need every head, and each half of it, on a whole number of chunks. (So are the table's rows then.)
+    int64_t chunk_columns = std::gcd(std::gcd(half, heads.column), std::gcd(heads.head_stride(), columns));
+    if (!is_aligned(table.data, 16)) chunk_columns = 1;
+    dispatch_chunks(rows.dtype, chunk_columns, [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
-        const HeadLaunch to = head_launch(B, T, H + K, ceil_div(half, kN));
-        rope_kernel<Number, kN><<<to.grid, to.block, 0, stream>>>(qkv.ptr<Number>(), table.ptr<float>(), narrow(H + K, "heads"),
-                                                                  narrow(n_heads, "heads"), D, direction);
+        const HeadLaunch to = head_launch(B, T, heads.count, ceil_div(half, kN));
+        Number* first = rows.ptr<Number>() + heads.column;
+        const int n_heads = narrow(heads.count, "heads");
+        if (pairs == RopePairs::neighbours)
+            rope_kernel<Number, kN, true><<<to.grid, to.block, 0, stream>>>(first, table.ptr<float>(), n_heads, columns,
+                                                                            heads.head_stride(), D, direction);
+        else
+            rope_kernel<Number, kN, false><<<to.grid, to.block, 0, stream>>>(first, table.ptr<float>(), n_heads, columns,
+                                                                             heads.head_stride(), D, direction);
         cudaCheckLaunch();
     });
 }
 
+// The first H + K of the H + 2K heads: the others are values.
+HeadColumns rotated_heads(const char* operation, const char* argument, Tensor qkv, int64_t H, int64_t K) {
+    check(H > 0 && K > 0 && H % K == 0, operation, ": H = ", H, " query heads are not a multiple of K = ", K, " key heads");
+    expect(operation, argument, qkv, qkv.dtype, {-1, -1, -1});
+    const int64_t n_heads = H + 2 * K, D = qkv.shape[2] / n_heads;
+    check(qkv.shape[2] == n_heads * D && D % 2 == 0 && D > 0, operation, ": ", argument, " has ", qkv.shape[2],
+          " columns, expected (H + 2K) D = ", n_heads, " D with an even D");
+    return {qkv, H + K, D};
+}
+
 }  // namespace
 
+void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor table, cudaStream_t stream) {
+    rotate("rope_forward", "heads", heads, pairs, table, 1.0f, stream);
+}
+void rope_backward(const HeadColumns& dheads, RopePairs pairs, Tensor table, cudaStream_t stream) {
+    rotate("rope_backward", "dheads", dheads, pairs, table, -1.0f, stream);
+}
 void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream) {
-    rotate("rope_forward", "qkv", qkv, table, H, K, 1.0f, stream);
+    const HeadColumns heads = rotated_heads("rope_forward", "qkv", qkv, H, K);
+    rotate("rope_forward", "qkv", heads, RopePairs::halves, table, 1.0f, stream);
 }
 void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream) {
-    rotate("rope_backward", "dqkv", dqkv, table, H, K, -1.0f, stream);
+    const HeadColumns heads = rotated_heads("rope_backward", "dqkv", dqkv, H, K);
+    rotate("rope_backward", "dqkv", heads, RopePairs::halves, table, -1.0f, stream);
 }

@@ -22,21 +22,22 @@ struct Machine {
     Config config;
     Model model;
     Activations acts;
-    std::unique_ptr<Optimizer> adamw;
+    std::unique_ptr<Optimizer> optimizer;
     Tensor norm, norm_scratch;
 
-    Machine(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {})
+    Machine(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {},
+            const std::string& optimizer_name = "adamw")
         : config(c) {
         for (int pass = 0; pass < 2; ++pass) {
             model = build_model(config, precision, T, values, grads, masters);
-            adamw = make_optimizer("adamw", states, model.params, model.values.n(), {});
+            optimizer = make_optimizer(optimizer_name, states, model.params, model.values.n(), {});
             acts = take_activations(model, B, T, recompute, activations);
             norm = activations.take("norm", DType::f32, {2});
             norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
             if (pass == 0)
                 for (Arena* arena : {&values, &grads, &masters, &states, &activations}) arena->reserve();
         }
-        adamw->init(device().stream);
+        optimizer->init(device().stream);
     }
     void set_batch(const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets) {
         copy_to_device(acts.tokens, tokens.data());
@@ -59,7 +60,7 @@ struct Machine {
         loss_backward(model, acts, dloss, device().stream);
         backward(model, acts, device().stream);
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, device().stream);
-        adamw->step(model.weights(1), model.grads, norm, lr, t, device().stream);
+        optimizer->step(model.weights(1), model.grads, norm, lr, t, device().stream);
         advance_fp8(model, device().stream);
         return mean_loss();
     }
@@ -187,6 +188,42 @@ Config small_gpt2() {
     c.V = 61, c.T_max = 40, c.L = 2, c.H = 3, c.K = 3, c.D = 8, c.C = 24, c.F = 50, c.tied = true;
     return c;
 }
+Config small_qwen2() {
+    Config c = small_llama();
+    c.qkv_bias = true, c.tied = true;
+    return c;
+}
+Config small_qwen3() {
+    Config c = small_llama();
+    c.qk_norm = true, c.D = 16;
+    return c;
+}
+// q_rank 0: queries come from the input, as in DeepSeek-V2-Lite.
+Config small_mla(int64_t q_rank) {
+    Config c = small_llama();
+    c.attention = AttentionKind::mla, c.H = c.K = 3, c.D = 24, c.D_rope = 8, c.D_v = 8, c.q_rank = q_rank, c.kv_rank = 24;
+    c.rope_pairs = q_rank > 0 ? RopePairs::neighbours : RopePairs::halves;
+    if (q_rank > 0)
+        c.rope_scaling = {
+            .factor = 4, .original_max_position = 64, .kind = RopeKind::yarn, .beta_fast = 4, .mscale = 1, .mscale_all_dim = 1};
+    return c;
+}
+Config small_mfa() {
+    Config c = small_llama();
+    c.attention = AttentionKind::mfa, c.H = 3, c.K = 1, c.D = 16, c.q_rank = 24;
+    return c;
+}
+std::vector<Config> small_models() {
+    return {small_llama(), small_gpt2(), small_qwen2(), small_qwen3(), small_mla(16), small_mla(0), small_mfa()};
+}
+// One whose every linear layer has multiples of 16.
+Config for_fp8(Config c) {
+    c.C = 32, c.F = 48;
+    if (c.attention == AttentionKind::mla) c.H = c.K = 2, c.D = 32, c.D_rope = 16, c.D_v = 16, c.kv_rank = 32;
+    else c.H = 2, c.D = 16, c.K = c.attention == AttentionKind::mfa ? 1 : 2;
+    if (c.q_rank > 0) c.q_rank = 32;
+    return c;
+}
 std::vector<int32_t> random_tokens(int64_t n, int64_t V, uint64_t seed) {
     std::vector<int32_t> tokens(static_cast<size_t>(n));
     for (size_t i = 0; i < tokens.size(); ++i)
@@ -198,6 +235,11 @@ std::vector<int32_t> random_tokens(int64_t n, int64_t V, uint64_t seed) {
 
 TEST_CASE("GPT-2 equals transformers: logits, loss, gradients, ten AdamW steps", "[model][golden]") { check_golden("gpt2"); }
 TEST_CASE("LLaMA with GQA and llama3 RoPE scaling equals transformers", "[model][golden]") { check_golden("llama"); }
+TEST_CASE("Qwen2 equals transformers", "[model][golden]") { check_golden("qwen2"); }
+TEST_CASE("Qwen3 equals transformers", "[model][golden]") { check_golden("qwen3"); }
+TEST_CASE("DeepSeek-V3 without experts, with YaRN, equals transformers", "[model][golden]") { check_golden("deepseek"); }
+TEST_CASE("DeepSeek without a query latent equals transformers", "[model][golden]") { check_golden("deepseek_lite"); }
+TEST_CASE("MFA equals its PyTorch module", "[model][golden]") { check_golden("mfa"); }
 TEST_CASE("LLaMA with a tied head and bf16 weights equals transformers", "[model][golden]") { check_golden("llama_tied"); }
 
 TEST_CASE("a sharded Hugging Face folder gives the same weights as one file", "[model][golden]") {
@@ -237,7 +279,7 @@ TEST_CASE("targets that are ignored count neither in the loss nor in the gradien
 }
 
 TEST_CASE("what we save we load again bit for bit", "[model]") {
-    for (const Config& config : {small_llama(), small_gpt2()}) {
+    for (const Config& config : small_models()) {
         TempFolder folder;
         Machine a(config, 1, 8), b(config, 1, 8);
         init_weights(a.model, 5);
@@ -250,12 +292,14 @@ TEST_CASE("what we save we load again bit for bit", "[model]") {
 }
 
 TEST_CASE("transformers gives the same logits for what we save", "[model][export]") {
-    const char* python = std::getenv("LLM_PYTHON");
-    for (const Config& config : {small_llama(), small_gpt2()}) {
-        TempFolder folder;
+    TempFolder all;
+    std::string folders;
+    for (const Config& config : small_models()) {
+        if (config.attention == AttentionKind::mfa) continue;  // transformers has none
+        const std::string folder = concat(all.path, "/", folders.size());
         Machine m(config, 2, 13);
         init_weights(m.model, 5);
-        save_model(m.model, folder.path);
+        save_model(m.model, folder);
         const std::vector<int32_t> tokens = random_tokens(26, config.V, 3);
         m.set_batch(tokens, tokens);
         forward(m.model, m.acts, device().stream);
@@ -264,22 +308,28 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
             for (int64_t n = 0; n < 26; ++n)
                 std::copy_n(padded.begin() + n * config.V_padded(), config.V, static_cast<float*>(bytes) + n * config.V);
         };
-        write_safetensors(folder.path + "/logits.safetensors",
-                          {{"tokens", "I32", {2, 13}, [&](void* bytes) { std::copy_n(tokens.data(), 26, static_cast<int32_t*>(bytes)); }},
-                           {"logits", "F32", {2, 13, config.V}, fill_logits}});
-        const std::string command = concat(python ? python : "python3", " test/golden/check_export.py ", folder.path, " > ",
-                                           folder.path, "/said 2>&1");
-        const int status = std::system(command.c_str());
-        if (WEXITSTATUS(status) == 77 || WEXITSTATUS(status) == 127) {
-            SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
-        }
-        INFO(read_text_file(folder.path + "/said"));
-        CHECK(status == 0);
+        write_safetensors(
+            folder + "/logits.safetensors",
+            {{"tokens", "I32", {2, 13}, [&](void* bytes) { std::copy_n(tokens.data(), 26, static_cast<int32_t*>(bytes)); }},
+             {"logits", "F32", {2, 13, config.V}, fill_logits}});
+        folders += folder + " ";
     }
+    const char* python = std::getenv("LLM_PYTHON");
+    const std::string said = all.path + "/said";
+    const int status =
+        std::system(concat(python ? python : "python3", " test/golden/check_export.py ", folders, "> ", said, " 2>&1").c_str());
+    if (WEXITSTATUS(status) == 77 || WEXITSTATUS(status) == 127) {
+        SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
+    }
+    INFO(read_text_file(said));
+    CHECK(status == 0);
+    size_t n_ok = 0;
+    for (size_t at = 0; (at = read_text_file(said).find("check_export: ok", at)) != std::string::npos; ++at) ++n_ok;
+    CHECK(n_ok == small_models().size() - 1);
 }
 
 TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
-    for (const Config& config : {small_llama(), small_gpt2()}) {
+    for (const Config& config : small_models()) {
         const int64_t T = 11;
         const std::vector<int32_t> tokens = random_tokens(8 * T, config.V, 1), targets = random_tokens(8 * T, config.V, 2);
         Machine whole(config, 8, T), parts(config, 2, T);
@@ -304,7 +354,7 @@ TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
 }
 
 TEST_CASE("the same run twice gives the same bits", "[model]") {
-    for (const Config& config : {small_llama(), small_gpt2()}) {
+    for (const Config& config : small_models()) {
         std::vector<float> first;
         for (int run = 0; run < 2; ++run) {
             Machine m(config, 3, 13);
@@ -319,7 +369,7 @@ TEST_CASE("the same run twice gives the same bits", "[model]") {
 }
 
 TEST_CASE("forward without a backward gives the same logits in less memory", "[model]") {
-    for (Config config : {small_llama(), small_gpt2()}) {
+    for (Config config : small_models()) {
         config.L = 5;
         Machine training(config, 2, 13);
         Arena arena("inference");
@@ -338,7 +388,7 @@ TEST_CASE("forward without a backward gives the same logits in less memory", "[m
 }
 
 TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[model][recompute]") {
-    for (Config config : {small_llama(), small_gpt2()}) {
+    for (Config config : small_models()) {
         config.L = 5;
         const int64_t B = 2, T = 13;
         for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -361,20 +411,22 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
         }
     }
     // fp8 with delayed scaling: the forward that is run again finds the histories as the first one did.
-    Config config = small_llama();
-    config.L = 5, config.C = 32, config.D = 16, config.H = 2, config.K = 2, config.F = 48;
-    std::vector<float> weights, histories;
-    for (const std::string name : {"none", "full", "2", "selective"}) {
-        INFO("--recompute " << name << ", fp8");
-        Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed}, parse_recompute(name));
-        init_weights(m.model, 4);
-        for (int64_t t = 1; t <= 3; ++t) {
-            m.set_batch(random_tokens(32, config.V, static_cast<uint64_t>(t)), random_tokens(32, config.V, 2));
-            m.train_step(1.0f / 32, 1e-2, t);
+    for (Config config : {small_llama(), small_mla(16), small_mfa()}) {
+        config = for_fp8(config);
+        config.L = 5;
+        std::vector<float> weights, histories;
+        for (const std::string name : {"none", "full", "2", "selective"}) {
+            INFO("--recompute " << name << ", fp8");
+            Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed}, parse_recompute(name));
+            init_weights(m.model, 4);
+            for (int64_t t = 1; t <= 3; ++t) {
+                m.set_batch(random_tokens(32, config.V, static_cast<uint64_t>(t)), random_tokens(32, config.V, 2));
+                m.train_step(1.0f / 32, 1e-2, t);
+            }
+            if (name == "none") weights = to_floats(m.model.masters), histories = to_floats(m.model.fp8_states);
+            CHECK(to_floats(m.model.masters) == weights);
+            CHECK(to_floats(m.model.fp8_states) == histories);
         }
-        if (name == "none") weights = to_floats(m.model.masters), histories = to_floats(m.model.fp8_states);
-        CHECK(to_floats(m.model.masters) == weights);
-        CHECK(to_floats(m.model.fp8_states) == histories);
     }
     for (const std::string wrong : {"", "0", "-1", "2x", "some"})
         CHECK_THROWS_WITH(parse_recompute(wrong), ContainsSubstring("use none, selective, full, or a number of blocks"));
@@ -384,7 +436,7 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
 // u = 2^-9 (bf16) or 2^-12 (f16) of itself, and a sum of n such terms with random signs by sqrt(n) times as much as one: a
 // gradient passes about 30 roundings in these two layers, which adds up to sqrt(30) u of its norm; 4 times that is allowed.
 TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[model][precision]") {
-    for (const Config& config : {small_llama(), small_gpt2()}) {
+    for (const Config& config : small_models()) {
         const int64_t B = 2, T = 13;
         const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
         for (const DType dtype : {DType::bf16, DType::f16}) {
@@ -449,8 +501,7 @@ TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][preci
 
 // An evaluation between two steps leaves no trace in the histories of delayed scaling.
 TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
-    Config config = small_llama();
-    config.C = 32, config.D = 16, config.H = 2, config.K = 2, config.F = 48;
+    const Config config = for_fp8(small_llama());
     std::vector<float> weights;
     for (const bool evaluate : {false, true}) {
         Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed});
@@ -471,7 +522,7 @@ TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
 }
 
 TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][precision]") {
-    for (const Config& config : {small_llama(), small_gpt2()}) {
+    for (const Config& config : small_models()) {
         TempFolder folder;
         Machine full(config, 1, 8), half(config, 1, 8, {DType::bf16, DType::bf16, true}), again(config, 1, 8, {DType::f16, DType::f32, true});
         init_weights(full.model, 5);
@@ -490,7 +541,7 @@ TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][pr
 }
 
 TEST_CASE("gradients of the whole model equal finite differences of its loss", "[model]") {
-    for (const Config& config : {small_llama(), small_gpt2()}) {
+    for (const Config& config : small_models()) {
         const int64_t B = 2, T = 9;
         Machine m(config, B, T);
         init_weights(m.model, 11);
@@ -517,6 +568,20 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
     }
 }
 
+TEST_CASE("every optimizer learns a batch by heart with every attention", "[model]") {
+    for (const Config& config : {small_qwen3(), small_mla(16), small_mfa()})
+        for (const std::string& name : optimizer_names()) {
+            INFO(name << ", attention " << static_cast<int>(config.attention));
+            Machine m(config, 2, 13, {}, {}, name);
+            init_weights(m.model, 4);
+            m.set_batch(random_tokens(26, config.V, 1), random_tokens(26, config.V, 2));
+            const double first = m.train_step(1.0f / 26, default_learning_rate(name), 1);
+            double last = first;
+            for (int64_t t = 2; t <= 8; ++t) last = m.train_step(1.0f / 26, default_learning_rate(name), t);
+            CHECK(last < first - 0.005);
+        }
+}
+
 TEST_CASE("sizes of the presets are the published ones", "[model]") {
     CHECK(parameter_count(load_config("gpt2")) == 124439808);
     CHECK(parameter_count(load_config("gpt2-medium")) == 354823168);
@@ -525,8 +590,126 @@ TEST_CASE("sizes of the presets are the published ones", "[model]") {
     CHECK(parameter_count(load_config("llama-1b")) == 1235814400);
     CHECK(parameter_count(load_config("llama-3b")) == 3212749824);
     CHECK(parameter_count(load_config("llama-8b")) == 8030261248);
+    CHECK(parameter_count(load_config("qwen2.5-0.5b")) == 494032768);
+    CHECK(parameter_count(load_config("qwen2.5-1.5b")) == 1543714304);
+    CHECK(parameter_count(load_config("qwen2.5-7b")) == 7615616512);
+    CHECK(parameter_count(load_config("qwen3-0.6b")) == 596049920);
+    CHECK(parameter_count(load_config("qwen3-1.7b")) == 1720574976);
+    CHECK(parameter_count(load_config("qwen3-4b")) == 4022468096);
+    CHECK(parameter_count(load_config("qwen3-8b")) == 8190735360);
     // 6 N for GPT-2 124M (the position embedding multiplies nothing) plus the causal half of attention.
     CHECK(flops_per_token(load_config("gpt2"), 1024) == Approx(6.0 * 123.53e6 + 6.0 * 12 * 768 * 1024).epsilon(0.001));
+}
+
+TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplies", "[model]") {
+    for (const Config& config : small_models()) {
+        Arena values("values"), grads("grads"), masters("masters");
+        const Model model = build_model(config, {}, 8, values, grads, masters);
+        int64_t n = 0, multiplying = config.tied ? config.V * config.C : 0;  // a tied head multiplies by the embedding
+        for (const Param& param : model.params) {
+            const int64_t rows = param.value.shape[0] - param.padded_rows,
+                          param_n = rows * (param.value.n() / param.value.shape[0]);
+            n += param_n;
+            const bool lookup = param.name.find("wte") != std::string::npos || param.name.find("wpe") != std::string::npos ||
+                                param.name.find("embed_tokens") != std::string::npos;
+            if (param.value.rank == 2 && !lookup) multiplying += param_n;
+        }
+        CHECK(parameter_count(config) == n);
+        // Scores and values: 2 H (D + Dv) per pair, T / 2 pairs a token, and twice that backward.
+        const int64_t attention = 3 * config.L * config.H * (config.D + config.value_D()) * 8;
+        CHECK(flops_per_token(config, 8) == Approx(static_cast<double>(6 * multiplying + attention)).epsilon(1e-12));
+    }
+}
+
+// The absorbed form sums in another order: over kv_rank numbers of the latent where the training form sums over a head's own
+// columns. In float32 both are within sum_error of the exact logits, relative to the largest, times the layers' handful of
+// such sums; in bf16 the training form rounds keys and values once more: sqrt(30) roundings as in the test of 16 bits.
+TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][latent]") {
+    const int64_t B = 2, T = 13, prompt = 6;
+    for (const int64_t q_rank : {0, 16})
+        for (const DType dtype : {DType::f32, DType::bf16}) {
+            const Config config = small_mla(q_rank);
+            Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32});
+            Arena arena("decoding");
+            Activations all, one;
+            LatentCache cache;
+            for (int pass = 0; pass < 2; ++pass) {
+                all = take_forward_activations(m.model, B, prompt, arena);
+                one = take_forward_activations(m.model, B, 1, arena);
+                cache = take_latent_cache(m.model, B, T, arena);
+                if (pass == 0) arena.reserve();
+            }
+            init_weights(m.model, 4);
+            // Weights of size 0.3 instead of 0.02: attention is far from uniform.
+            for (const Param& param : m.model.params)
+                if (param.decay) {
+                    std::vector<float> w = in_file_layout(param, param.exact());
+                    for (float& x : w) x *= 15;
+                    set_parameter(param, w);
+                }
+            const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1);
+            m.set_batch(tokens, tokens);
+            forward(m.model, m.acts, device().stream, false);
+            const std::vector<float> expected = to_floats(m.acts.logits);
+            const double tolerance =
+                (dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : 4 * std::sqrt(30.0) * 0x1p-9) * largest(expected);
+
+            // The prompt at once, then token by token.
+            for (int64_t first = 0; first < T; first = cache.length) {
+                Activations& acts = first == 0 ? all : one;
+                std::vector<int32_t> next;
+                for (int64_t b = 0; b < B; ++b)
+                    next.insert(next.end(), tokens.begin() + b * T + first, tokens.begin() + b * T + first + acts.T);
+                copy_to_device(acts.tokens, next.data());
+                forward_cached(m.model, acts, cache, device().stream);
+                CHECK(cache.length == first + acts.T);
+                const std::vector<float> logits = to_floats(acts.logits);
+                const int64_t V = config.V_padded();
+                double worst = 0;
+                for (int64_t b = 0; b < B; ++b)
+                    for (int64_t i = 0; i < acts.T * V; ++i)
+                        worst = std::max<double>(worst, std::abs(logits[static_cast<size_t>(b * acts.T * V + i)] -
+                                                                 expected[static_cast<size_t>((b * T + first) * V + i)]));
+                INFO(dtype_name(dtype) << ", q_rank " << q_rank << ", token " << first << " off by " << worst << " of "
+                                       << largest(expected));
+                CHECK(worst <= tolerance);
+            }
+            CHECK_THROWS_WITH(forward_cached(m.model, one, cache, device().stream),
+                              ContainsSubstring("13 + 1 tokens, but the cache has 13 rows"));
+            // 32 numbers a token and layer, instead of 96 with keys (H D) and values (H D_v) expanded.
+            CHECK(cache.layers[0].bytes() == static_cast<size_t>(B * T * (24 + 8)) * dtype_bytes(dtype));
+            CHECK(config.cache_width() == 32);
+        }
+    // DeepSeek-V3's numbers: 576 against 128 heads of 192 + 128.                                  (arXiv:2412.19437)
+    Config v3 = small_mla(16);
+    v3.kv_rank = 512, v3.D_rope = 64;
+    CHECK(v3.cache_width() == 576);
+}
+
+TEST_CASE("configurations of transformers: what is not supported is said", "[model]") {
+    TempFolder folder;
+    const auto load = [&](const std::string& golden, const std::string& from, const std::string& to) {
+        std::string text = read_text_file(kGolden + golden + "/config.json");
+        const size_t at = text.find(from);
+        REQUIRE(at != std::string::npos);
+        write_text_file(folder.path + "/config.json", text.replace(at, from.size(), to));
+        return load_config(folder.path);
+    };
+    CHECK_THROWS_WITH(load("deepseek", "\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 1"),
+                      ContainsSubstring("layers from 1 on have experts"));
+    CHECK_THROWS_WITH(load("deepseek", "\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 0"),
+                      ContainsSubstring("which are not there yet"));
+    CHECK_THROWS_WITH(load("deepseek", "\"attention_bias\": false", "\"attention_bias\": true"),
+                      ContainsSubstring("attention_bias"));
+    CHECK_THROWS_WITH(load("deepseek", "\"num_key_value_heads\": 3", "\"num_key_value_heads\": 1"),
+                      ContainsSubstring("every head has its own key"));
+    CHECK_THROWS_WITH(load("qwen2", "\"use_sliding_window\": false", "\"use_sliding_window\": true"),
+                      ContainsSubstring("use_sliding_window"));
+    CHECK_THROWS_WITH(load("mfa", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"),
+                      ContainsSubstring("MFA has one key/value head"));
+    // A DeepSeek-V2 config without experts is a V3 one.
+    const Config v3 = load_config(kGolden + "deepseek"), v2 = load("deepseek", "\"deepseek_v3\"", "\"deepseek_v2\"");
+    CHECK(config_to_json(v2) == config_to_json(v3));
 }
 
 TEST_CASE("a model that does not fit together is refused", "[model]") {

@@ -147,6 +147,69 @@ TEST_CASE("rmsnorm backward against float64", "[rmsnorm]") {
     });
 }
 
+// Heads inside of wider rows against the same numbers as rows by themselves: the same kernels, so the same bits, and what lies
+// between the heads stays as it is. (For rows by themselves see above.)
+TEST_CASE("rmsnorm of heads equals rmsnorm of rows, bit for bit", "[rmsnorm]") {
+    struct Place {
+        int64_t N, heads, D, column, stride, columns;
+    };
+    const Place places[] = {
+        {5, 3, 16, 8, 24, 88}, {7, 1, 24, 16, 24, 48}, {3, 5, 7, 2, 9, 50}, {33, 2, 128, 0, 128, 384}, {4, 1, 20, 0, 20, 20}};
+    with_both_geometries([&](const std::string&) {
+        for (DType dtype : kFloatDTypes)
+            for (const auto& [N, heads, D, column, stride, columns] : places) {
+                const auto inside = [&, D = D, columns = columns, column = column, stride = stride,
+                                     heads = heads](const Values& all) {
+                    Values rows;
+                    for (size_t n = 0; n < all.size() / static_cast<size_t>(columns); ++n)
+                        for (int64_t h = 0; h < heads; ++h)
+                            for (int64_t d = 0; d < D; ++d)
+                                rows.push_back(all[at(static_cast<int64_t>(n), column + h * stride + d, columns)]);
+                    return rows;
+                };
+                const Values x = random_values(N * columns, 1), dy = random_values(N * columns, 2), g = random_values(D, 3);
+                const int64_t M = N * heads;
+                Buffer inp(dtype, {1, N, columns}, x), dout(dtype, {1, N, columns}, dy), weight(dtype, {D}, g);
+                Buffer out(dtype, {1, N, columns}, x), dinp(dtype, {1, N, columns}, x), rstd(DType::f32, {N, heads});
+                Buffer rows(dtype, {M, D}, inside(x)), drows(dtype, {M, D}, inside(dy)), row_out(dtype, {M, D}),
+                    row_dinp(dtype, {M, D}), row_rstd(DType::f32, {M});
+                Buffer dweight(DType::f32, {D}, g), row_dweight(DType::f32, {D}, g),
+                    scratch(DType::f32, {rmsnorm_backward_scratch_n(M, D)});
+                const auto in = [&, D = D, column = column, stride = stride, heads = heads](const Buffer& b) {
+                    return HeadColumns{b, heads, D, column, stride};
+                };
+                rmsnorm_heads_forward(in(out), rstd, in(inp), weight, kEps, device().stream);
+                rmsnorm_heads_backward(in(dinp), dweight, in(dout), in(inp), weight, rstd, scratch, device().stream);
+                rmsnorm_forward(row_out, {}, row_rstd, rows, {}, weight, kEps, device().stream);
+                rmsnorm_backward(row_dinp, row_dweight, drows, {}, rows, weight, row_rstd, scratch, device().stream);
+                INFO(dtype_name(dtype) << ", " << heads << " heads of " << D);
+                CHECK(rstd.values() == row_rstd.values());
+                CHECK(dweight.values() == row_dweight.values());
+                for (const auto& [all, mine] :
+                     {std::pair{out.values(), row_out.values()}, std::pair{dinp.values(), row_dinp.values()}}) {
+                    CHECK(inside(all) == mine);
+                    Values untouched = all, before = inp.values();
+                    for (int64_t n = 0; n < N; ++n)
+                        for (int64_t h = 0; h < heads; ++h)
+                            for (int64_t d = 0; d < D; ++d)
+                                untouched[at(n, column + h * stride + d, columns)] =
+                                    before[at(n, column + h * stride + d, columns)] = 0;
+                    CHECK(untouched == before);
+                }
+            }
+    });
+    Buffer x(DType::f32, {1, 4, 40}), g(DType::f32, {8}), r(DType::f32, {4, 3}), few(DType::f32, {4, 2}),
+        y(DType::f32, {1, 5, 40});
+    const auto s = device().stream;
+    CHECK_THROWS_WITH(rmsnorm_heads_forward({x, 3, 8, 20}, r, {x, 3, 8}, g, kEps, s),
+                      ContainsSubstring("out's 3 heads of 8 columns are not inside of 40"));
+    CHECK_THROWS_WITH(rmsnorm_heads_forward({x, 2, 8}, r, {x, 3, 8}, g, kEps, s),
+                      ContainsSubstring("out has 2 heads of 8 columns, expected 3 of 8"));
+    CHECK_THROWS_WITH(rmsnorm_heads_forward({x, 3, 8}, few, {x, 3, 8}, g, kEps, s), ContainsSubstring("rstd"));
+    CHECK_THROWS_WITH(rmsnorm_heads_backward({y, 3, 8}, g, {x, 3, 8}, {x, 3, 8}, g, r, r, s),
+                      ContainsSubstring("rmsnorm_heads_backward: dinp is"));
+}
+
 TEST_CASE("rmsnorm repeats bit for bit", "[rmsnorm]") {
     with_both_geometries([](const std::string&) {
         const int64_t N = 77, C = 200;

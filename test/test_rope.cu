@@ -75,6 +75,63 @@ TEST_CASE("rope against float64", "[rope]") {
         }
 }
 
+// DeepSeek's form: pairs of neighbours, in the last columns of every head, from a later position on.
+TEST_CASE("rope of neighbours inside of wider heads against float64", "[rope]") {
+    struct Place {
+        int64_t B, T, heads, D, column, stride, columns, first;
+    };
+    const Place places[] = {
+        {2, 5, 3, 16, 8, 24, 72, 0}, {1, 9, 1, 8, 32, 8, 40, 3}, {3, 2, 2, 6, 1, 9, 23, 1}, {1, 3, 4, 64, 128, 192, 768, 7}};
+    for (DType dtype : kFloatDTypes)
+        for (const auto& [B, T, heads, D, column, stride, columns, first] : places)
+            for (RopePairs pairs : {RopePairs::neighbours, RopePairs::halves}) {
+                const auto frequencies = rope_frequencies(D, 10000, {});
+                const double amplitude = 1.25;
+                const auto x = rounded(random_values(B * T * columns, 3), dtype);
+                const auto turned = [&, T = T, heads = heads, D = D, column = column, stride = stride, columns = columns,
+                                     first = first](double direction) {
+                    std::vector<double> y = x;
+                    for (size_t n = 0; n < x.size() / static_cast<size_t>(columns); ++n)
+                        for (int64_t h = 0; h < heads; ++h)
+                            for (int64_t i = 0; i < D / 2; ++i) {
+                                const double angle = direction * static_cast<double>(static_cast<int64_t>(n) % T + first) *
+                                                     frequencies[static_cast<size_t>(i)];
+                                const size_t head = n * static_cast<size_t>(columns) + static_cast<size_t>(column + h * stride);
+                                const bool next = pairs == RopePairs::neighbours;
+                                const size_t a = head + static_cast<size_t>(next ? 2 * i : i),
+                                             b = next ? a + 1 : a + static_cast<size_t>(D / 2);
+                                y[a] = amplitude * (x[a] * std::cos(angle) - x[b] * std::sin(angle));
+                                y[b] = amplitude * (x[b] * std::cos(angle) + x[a] * std::sin(angle));
+                            }
+                    return y;
+                };
+                Buffer table(DType::f32, {T + first, D}), forward(dtype, {B, T, columns}, x),
+                    backward(dtype, {B, T, columns}, x);
+                rope_table(table, frequencies, amplitude);
+                const Tensor rows = table.tensor().slice(first, T);
+                rope_forward({forward, heads, D, column, stride}, pairs, rows, device().stream);
+                rope_backward({backward, heads, D, column, stride}, pairs, rows, device().stream);
+                // As above, with cosines up to the amplitude.
+                const double absolute = amplitude * 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
+                const std::string what = concat(heads, " heads of ", D, " of ", columns, ", ", dtype_name(dtype));
+                check_close(forward.values(), turned(1), unit_roundoff(dtype), absolute, "rope forward, " + what);
+                check_close(backward.values(), turned(-1), unit_roundoff(dtype), absolute, "rope backward, " + what);
+                size_t n_changed = 0;  // between the heads
+                const auto y = forward.values();
+                for (size_t i = 0; i < y.size(); ++i) {
+                    const int64_t c = static_cast<int64_t>(i) % columns - column;
+                    if (c < 0 || c >= heads * stride || c % stride >= D) n_changed += y[i] != x[i];
+                }
+                CHECK(n_changed == 0);
+            }
+    Buffer rows(DType::f32, {1, 3, 40}), table(DType::f32, {3, 8}), odd(DType::f32, {3, 7});
+    CHECK_THROWS_WITH(
+        rope_forward({rows, 5, 8, 8}, RopePairs::halves, table, device().stream),
+        ContainsSubstring("rope_forward: heads's 5 heads of 8 columns, 8 apart, from column 8 on, are not inside of 40"));
+    CHECK_THROWS_WITH(rope_backward({rows, 5, 7}, RopePairs::halves, odd, device().stream),
+                      ContainsSubstring("dheads has 5 heads of 7 columns, expected an even"));
+}
+
 TEST_CASE("rope: attention scores depend on distances only", "[rope]") {
     // The same query and key at every position: q_t . k_s must be the same along each diagonal.
     const int64_t T = 40, D = 16;
@@ -148,6 +205,33 @@ TEST_CASE("rope frequencies by transformers' formula in float64", "[rope]") {
     const auto plain = rope_frequencies(D, base, {});
     for (size_t i = 0; i < plain.size(); ++i)
         CHECK(plain[i] == Approx(std::pow(base, -static_cast<double>(i) / 32)).epsilon(1e-14));
+}
+
+TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
+    // transformers 5.23, ROPE_INIT_FUNCTIONS["yarn"] with DeepSeek-V3's numbers: theta 10000, head size 64, factor 40, 4096 original
+    // positions, beta_fast 32, beta_slow 1, mscale = mscale_all_dim = 1.
+    RopeScaling v3{.factor = 40, .original_max_position = 4096, .kind = RopeKind::yarn, .mscale = 1, .mscale_all_dim = 1};
+    const auto frequencies = rope_frequencies(64, 10000, v3);
+    const std::pair<size_t, double> golden[] = {{0, 1.0},
+                                                {5, 0.23713736236095428},
+                                                {10, 0.05623412877321243},
+                                                {11, 0.039006926119327545},
+                                                {15, 0.0083345090970397},
+                                                {20, 0.0007905694073997438},
+                                                {22, 0.00017782794020604342},
+                                                {23, 3.333803397254087e-05},
+                                                {24, 2.499999936844688e-05},
+                                                {31, 3.3338035336782923e-06}};
+    // As for llama3: a power in float32, and an interpolation.
+    for (const auto& [i, expected] : golden) CHECK(frequencies[i] == Approx(expected).epsilon(40 * 0x1p-24));
+    CHECK(rope_amplitude(v3) == 1.0);
+    CHECK(rope_softmax_factor(v3) == Approx(std::pow(0.1 * std::log(40.0) + 1, 2)).epsilon(1e-14));
+    v3.mscale = v3.mscale_all_dim = 0;  // the YaRN of its authors
+    CHECK(rope_amplitude(v3) == Approx(0.1 * std::log(40.0) + 1).epsilon(1e-14));
+    CHECK(rope_softmax_factor(v3) == 1.0);
+    CHECK(rope_amplitude({8.0, 1.0, 4.0, 8192}) == 1.0);
+    v3.beta_slow = 32;
+    CHECK_THROWS_WITH(rope_frequencies(64, 10000, v3), ContainsSubstring("beta_slow = 32 is not below"));
 }
 
 TEST_CASE("rope names what is wrong", "[rope]") {

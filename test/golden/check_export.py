@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Does Hugging Face transformers see the same model in a folder that OUR program saved?
 
-    python3 check_export.py DIR [TOKENS_FILE]
+    python3 check_export.py DIR...
 
-DIR is a Hugging Face folder (config.json and model.safetensors, or shards with their index). TOKENS_FILE, by default
-DIR/logits.safetensors, holds `tokens` (B,T) int32 and `logits` (B,T,V) float32: what our program computed. transformers
-computes the same in float32; the largest difference, relative to the largest logit, may be 1e-4.
+DIR is a Hugging Face folder (config.json and model.safetensors, or shards with their index). DIR/logits.safetensors holds
+`tokens` (B,T) int32 and `logits` (B,T,V) float32: what our program computed. transformers computes the same in float32; the
+largest difference, relative to the largest logit, may be 1e-4. Several folders take little longer than one: most of the time
+goes into starting Python.
 
 Exit status: 0 the same; 1 different, or not loadable; 77 (skipped) torch, transformers or safetensors is missing.
 """
@@ -29,15 +30,8 @@ def fail(message):
     sys.exit(1)
 
 
-def main():
-    if len(sys.argv) not in (2, 3):
-        fail("usage: check_export.py DIR [TOKENS_FILE]")
-    folder = pathlib.Path(sys.argv[1])
-    tokens_file = pathlib.Path(sys.argv[2]) if len(sys.argv) == 3 else folder / "logits.safetensors"
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
+def check(folder):
+    tokens_file = folder / "logits.safetensors"
     try:
         ours = load_file(tokens_file)
         tokens, logits = ours["tokens"], ours["logits"].float()
@@ -62,6 +56,16 @@ def main():
     if not difference <= TOLERANCE:             # so that NaN fails too
         fail(f"logits differ by {difference:.2e} of the largest, allowed {TOLERANCE:.0e}")
     print(f"check_export: ok: {folder}: logits {tuple(logits.shape)} differ by {difference:.2e} of the largest")
+
+
+def main():
+    if len(sys.argv) < 2:
+        fail("usage: check_export.py DIR...")
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for folder in sys.argv[1:]:
+        check(pathlib.Path(folder))
 
 
 if __name__ == "__main__":

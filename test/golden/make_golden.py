@@ -4,12 +4,17 @@
     python3 make_golden.py               writes beside this script: the models' folders, tokenizer/, versions.json
     python3 make_golden.py --out DIR     writes there instead; `diff -r` shows whether anything changed
 
-Three small models, all with odd sizes (no power of two where the architecture leaves the choice):
+Small models, all with odd sizes (no power of two where the architecture leaves the choice):
 
     gpt2          LayerNorm, biases, gelu_new, learned positions, tied head
     llama         RMSNorm, SwiGLU, RoPE with llama3 scaling, 6 query heads over 2 key/value heads, untied head
     llama_sharded the weights of `llama` in several shards, its config.json in the older style of the hub
     llama_tied    multi-head, plain RoPE, tied head, weights stored in bfloat16; logits and loss only
+    qwen2         biases on queries, keys and values; grouped-query, tied head
+    qwen3         RMSNorm of each query and key head; a head size that is not C / H; grouped-query
+    deepseek      multi-head latent attention with a query latent, RoPE of neighbours, YaRN with mscale; no experts
+    deepseek_lite the same without a query latent and with RoPE of halves, tied head; logits and loss only
+    mfa           multi-matrix factorization attention: transformers has none, so its model is written here (`MfaAttention`)
 
 What is true?  The reference is the float64 model, rounded to float32 once at the end. It starts from the same float32
 (or bfloat16) weights that the folder holds, so its error against the exact result is half a float32 rounding, and
@@ -35,7 +40,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm, apply_rotary_pos_emb
 
 import make_tokenizer_golden
 
@@ -61,10 +68,86 @@ LLAMA_TIED = LlamaConfig(
     num_key_value_heads=5, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True,
     rope_parameters=dict(rope_type="default", rope_theta=500000.0), bos_token_id=65, eos_token_id=66)
 
+QWEN2 = Qwen2Config(
+    vocab_size=89, hidden_size=40, intermediate_size=60, num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=1,
+    max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=False,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=87, eos_token_id=88)
+
+QWEN3 = Qwen3Config(
+    vocab_size=83, hidden_size=36, intermediate_size=52, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    head_dim=12, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=False, use_sliding_window=False,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=81, eos_token_id=82)
+
+# With 64 original positions and theta 10000 the four points turn 10, 1.0, 0.1, 0.01 times: between 4 and 0.5 lie one kept,
+# one mixed and two slowed ones. mscale and mscale_all_dim differ (in DeepSeek's own files they don't), so that the cosines
+# have a factor of their own, beside the softmax's.
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=4, beta_slow=0.5, mscale=1.2, mscale_all_dim=0.8,
+            original_max_position_embeddings=64)
+
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=97, hidden_size=44, intermediate_size=56, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3,
+    q_lora_rank=20, kv_lora_rank=28, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=2,
+    max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=False, rope_interleave=True, rope_parameters=YARN,
+    num_nextn_predict_layers=0, bos_token_id=95, eos_token_id=96)
+
+DEEPSEEK_LITE = DeepseekV3Config(
+    vocab_size=71, hidden_size=36, intermediate_size=52, num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=5,
+    q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, first_k_dense_replace=2,
+    max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True, rope_interleave=False,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0), num_nextn_predict_layers=0, bos_token_id=69, eos_token_id=70)
+
+
+class MfaConfig(LlamaConfig):
+    model_type = "mfa"
+    share_q_dim: int = 16
+
+
+class MfaAttention(torch.nn.Module):
+    """One key head and one value head; all query heads from one latent (Hu et al. 2024, arXiv:2412.19255)."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        linear = lambda columns, rows: torch.nn.Linear(columns, rows, bias=False)
+        self.H, self.D = config.num_attention_heads, config.head_dim
+        self.q_proj = linear(config.hidden_size, config.share_q_dim)
+        self.k_proj = linear(config.hidden_size, self.D)
+        self.v_proj = linear(config.hidden_size, self.D)
+        self.inter_norm = LlamaRMSNorm(config.share_q_dim, eps=config.rms_norm_eps)
+        self.wq = linear(config.share_q_dim, self.H * self.D)
+        self.o_proj = linear(self.H * self.D, config.hidden_size)
+
+    def forward(self, hidden_states, position_embeddings, **_):
+        B, T, _ = hidden_states.shape
+        q = self.wq(self.inter_norm(self.q_proj(hidden_states))).view(B, T, self.H, self.D).transpose(1, 2)
+        k, v = self.k_proj(hidden_states)[:, None], self.v_proj(hidden_states)[:, None]
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.D)
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)
+        out = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1)), None
+
+
+class MfaForCausalLM(LlamaForCausalLM):
+    config_class = MfaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = MfaAttention(config, index)
+
+
+AutoConfig.register("mfa", MfaConfig)
+AutoModelForCausalLM.register(MfaConfig, MfaForCausalLM)
+MFA = MfaConfig(
+    vocab_size=79, hidden_size=42, intermediate_size=52, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+    head_dim=24, share_q_dim=28, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0), bos_token_id=77, eos_token_id=78)
+
 # The tensors whose gradients the case with ignored targets keeps.
 IGNORED_GRADS = {
     "gpt2": ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"],
     "llama": ["lm_head.weight", "model.layers.0.self_attn.k_proj.weight"],
+    "qwen2": [], "qwen3": [], "deepseek": [], "mfa": [],            # ten steps, but not this case
 }
 
 
@@ -309,7 +392,12 @@ def main():
 
     noise = {"gpt2": make_model(out, "gpt2", GPT2, seed=1),
              "llama": make_model(out, "llama", LLAMA, seed=2),
-             "llama_tied": make_model(out, "llama_tied", LLAMA_TIED, seed=3, dtype=torch.bfloat16)}
+             "llama_tied": make_model(out, "llama_tied", LLAMA_TIED, seed=3, dtype=torch.bfloat16),
+             "qwen2": make_model(out, "qwen2", QWEN2, seed=4),
+             "qwen3": make_model(out, "qwen3", QWEN3, seed=5),
+             "deepseek": make_model(out, "deepseek", DEEPSEEK, seed=7),
+             "deepseek_lite": make_model(out, "deepseek_lite", DEEPSEEK_LITE, seed=9),
+             "mfa": make_model(out, "mfa", MFA, seed=9)}
     make_sharded(out)
     for name in noise:
         check_float64(out / name)
