@@ -58,8 +58,8 @@ inline HeadColumns heads_in(Tensor rows, const Activations& acts, int64_t count,
 // The rotations of the tokens' positions.
 inline Tensor rope_rows(const Model& model, const Activations& acts) { return model.rope_table.slice(acts.first, acts.T); }
 
-inline FlashAttentionOptions attention_options(const Model& model) {
+inline FlashAttentionOptions attention_options(const Model& model, const Activations& acts) {
     const Config& config = model.config;
     const double sharper = config.attention == AttentionKind::mla ? rope_softmax_factor(config.rope_scaling) : 1.0;
-    return {.scale = static_cast<float>(sharper) / std::sqrt(static_cast<float>(config.D)), .tier = model.attention};
+    return {.scale = static_cast<float>(sharper) / std::sqrt(static_cast<float>(config.D)), .documents = acts.documents, .tier = model.attention};
 }

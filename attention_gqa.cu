@@ -44,16 +44,16 @@ void norm_queries_and_keys(const Model& model, const Block& block, const BlockSa
     const float eps = static_cast<float>(c.norm_eps);
     rmsnorm_heads_forward(heads.q, saved.q_rstd, raw.q, block.q_norm.weight, eps, stream);
     rmsnorm_heads_forward(heads.k, saved.k_rstd, raw.k, block.k_norm.weight, eps, stream);
-    rope_forward(heads.q, RopePairs::halves, rope_rows(model, acts), stream);
-    rope_forward(heads.k, RopePairs::halves, rope_rows(model, acts), stream);
+    rope_forward(heads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
+    rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
 }
 
 void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
     const Config& c = model.config;
     const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
     if (c.qk_norm) norm_queries_and_keys(model, block, saved, acts, stream);
-    else if (c.family == Family::llama) rope_forward(heads.q.rows, rope_rows(model, acts), c.H, c.K, stream);
-    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model),
+    else if (c.family == Family::llama) rope_forward(heads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
+    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
                             stream);
 }
 
@@ -62,14 +62,14 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
     const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
     const QkvHeads dheads = heads_of(c, acts, acts.dqkv, acts.dq, acts.dk);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
-                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model),
+                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
                              acts.scratch, stream);
     if (!c.qk_norm) {
-        if (c.family == Family::llama) rope_backward(dheads.q.rows, rope_rows(model, acts), c.H, c.K, stream);
+        if (c.family == Family::llama) rope_backward(dheads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
         return;
     }
-    rope_backward(dheads.q, RopePairs::halves, rope_rows(model, acts), stream);
-    rope_backward(dheads.k, RopePairs::halves, rope_rows(model, acts), stream);
+    rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
+    rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     const QkvHeads raw = qkv_heads(saved.qkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
     const QkvHeads draw = qkv_heads(acts.dqkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
     rmsnorm_heads_backward(draw.q, block.q_norm.dweight, dheads.q, raw.q, block.q_norm.weight, saved.q_rstd, acts.scratch,

@@ -45,9 +45,9 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     const Heads heads = heads_of(c, acts, saved.qkv, saved.q);
     norm_latent(model, block, saved, acts, stream);
     linear_forward(saved.q, block.q_up, kQUp, saved.q_latent, saved, acts, stream);
-    rope_forward(heads.q, RopePairs::halves, rope_rows(model, acts), stream);
-    rope_forward(heads.k, RopePairs::halves, rope_rows(model, acts), stream);
-    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model),
+    rope_forward(heads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
+    rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
+    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
                             stream);
 }
 
@@ -55,10 +55,10 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
     const Config& c = model.config;
     const Heads heads = heads_of(c, acts, saved.qkv, saved.q), dheads = heads_of(c, acts, acts.dqkv, acts.dq);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
-                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model),
+                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
                              acts.scratch, stream);
-    rope_backward(dheads.k, RopePairs::halves, rope_rows(model, acts), stream);
-    rope_backward(dheads.q, RopePairs::halves, rope_rows(model, acts), stream);
+    rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
+    rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     linear_backward(acts.dq_latent, block.q_up, kQUp, acts.dq, saved.q_latent, saved, acts, stream);
     rmsnorm_heads_backward(dheads.latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank), heads.latent,
                            block.q_norm.weight, saved.q_rstd, acts.scratch, stream);

@@ -78,11 +78,11 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     const Config& c = model.config;
     const Parts p = saved_parts(c, acts, saved);
     const HeadColumns out = heads_in(saved.attn, acts, c.H, c.D_v);
-    const float scale = attention_options(model).scale;
+    const float scale = attention_options(model, acts).scale;
     norm_latents(model, block, saved, acts, stream);
     if (c.q_rank > 0) linear_forward(saved.q, block.q_up, kQUp, saved.q_latent, saved, acts, stream);
-    rope_forward(p.q_rotated, c.rope_pairs, rope_rows(model, acts), stream);
-    rope_forward(p.shared_key, c.rope_pairs, rope_rows(model, acts), stream);
+    rope_forward(p.q_rotated, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
+    rope_forward(p.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
     if (saved.cache) {  // absorbed
         latent_cache_append(saved.cache, acts.first, saved.kv_latent.view({acts.B, acts.T, c.kv_rank}), p.shared_key, stream);
         latent_attention_forward(out, p.q, saved.cache, block.kv_up.weight, acts.first, scale, stream);
@@ -90,7 +90,7 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     }
     linear_forward(saved.kv, block.kv_up, kKvUp, saved.kv_latent, saved, acts, stream);
     latent_keys_forward(p.keys, p.own_keys, p.shared_key, stream);
-    flash_attention_forward(out, saved.lse, p.q, p.keys, p.values, attention_options(model), stream);
+    flash_attention_forward(out, saved.lse, p.q, p.keys, p.values, attention_options(model, acts), stream);
 }
 
 void recompute_cheap(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
@@ -104,12 +104,12 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
     const Config& c = model.config;
     const Parts p = saved_parts(c, acts, saved), d = parts_of(c, acts, acts.dqkv, acts.dq, acts.dkv, acts.dk);
     flash_attention_backward(d.q, d.keys, d.values, heads_in(acts.dattn, acts, c.H, c.D_v),
-                             heads_in(saved.attn, acts, c.H, c.D_v), saved.lse, p.q, p.keys, p.values, attention_options(model),
+                             heads_in(saved.attn, acts, c.H, c.D_v), saved.lse, p.q, p.keys, p.values, attention_options(model, acts),
                              acts.scratch, stream);
     latent_keys_backward(d.own_keys, d.shared_key, d.keys, stream);
     linear_backward(acts.dkv_latent, block.kv_up, kKvUp, acts.dkv, saved.kv_latent, saved, acts, stream);
-    rope_backward(d.shared_key, c.rope_pairs, rope_rows(model, acts), stream);
-    rope_backward(d.q_rotated, c.rope_pairs, rope_rows(model, acts), stream);
+    rope_backward(d.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
+    rope_backward(d.q_rotated, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
     rmsnorm_heads_backward(d.latent, block.k_norm.dweight, heads_in(acts.dkv_latent, acts, 1, c.kv_rank), p.latent,
                            block.k_norm.weight, saved.k_rstd, acts.scratch, stream);
     if (c.q_rank == 0) return;

@@ -440,6 +440,11 @@ Activations take_forward_activations(const Model& model, int64_t B, int64_t T, A
     return acts;
 }
 
+void take_documents(Activations& acts, Arena& arena) {
+    acts.documents = arena.take("tokens", DType::i32, {acts.B, acts.T, 2});
+    acts.positions = arena.take("tokens", DType::i32, {acts.B, acts.T});
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
@@ -555,7 +560,7 @@ void forward(const Model& model, Activations& acts, cudaStream_t stream, bool tr
     const Config& c = model.config;
     acts.training = training;
     gather(model, 0, 1, stream);
-    embedding_forward(acts.embedded.view({acts.B, acts.T, c.C}), acts.tokens, model.wte, model.wpe, stream);
+    embedding_forward(acts.embedded.view({acts.B, acts.T, c.C}), acts.tokens, acts.positions, model.wte, model.wpe, stream);
     Tensor residual = acts.embedded;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
         gather(model, 1 + l, static_cast<int64_t>(2 + l), stream);
@@ -598,7 +603,8 @@ void backward(const Model& model, Activations& acts, cudaStream_t stream) {
         end_grads(model, 1 + l, stream);
     }
     if (!c.tied) begin_grads(model, 0, stream);
-    embedding_backward(model.dwte, model.dwpe, acts.dresidual.view({acts.B, acts.T, c.C}), acts.tokens, acts.links, stream);
+    embedding_backward(model.dwte, model.dwpe, acts.dresidual.view({acts.B, acts.T, c.C}), acts.tokens, acts.positions,
+                       acts.links, stream);
     end_grads(model, 0, stream);
 }
 

@@ -183,6 +183,9 @@ struct Activations {
     int64_t B = 0, T = 0;
     Recompute recompute;
     Tensor tokens, targets;  // (B, T), (N) i32
+    // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2): [first, end)
+    // of each token's document in its row; positions (B, T): counted from its first token. Filled like tokens.
+    Tensor documents, positions;
     Tensor embedded;         // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
@@ -199,9 +202,10 @@ struct Activations {
 // For training, or only to run forward.
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena);
+void take_documents(Activations& acts, Arena& arena);  // documents and positions, for rows that need them
 
-// tokens -> logits. tokens and targets have been copied into the activations. training: this forward counts for the histories
-// of fp8's delayed scaling, which an evaluation must not touch.
+// tokens -> logits. tokens and targets (and documents and positions) have been copied into the activations. training: this
+// forward counts for the histories of fp8's delayed scaling, which an evaluation must not touch.
 void forward(const Model& model, Activations& acts, cudaStream_t stream, bool training = true);
 // logits -> losses. Forward only: the logits stay.
 void loss_forward(const Model& model, Activations& acts, cudaStream_t stream);

@@ -65,9 +65,13 @@ void read_sequences(Trainer& t, const BatchReader& data, int64_t first, int64_t 
     const int64_t T = t.options.seq;
     for (int64_t b = 0; b < n; ++b) data.sequence(first + b, t.host_tokens + (to + b) * T, t.host_targets + (to + b) * T);
 }
-void upload_micro_batch(Trainer& t, int64_t first, cudaStream_t stream) {
-    copy_to_device_async(t.acts.tokens, t.host_tokens + first * t.options.seq, stream);
-    copy_to_device_async(t.acts.targets, t.host_targets + first * t.options.seq, stream);
+void upload_micro_batch(Trainer& t, const Activations& acts, int64_t first, cudaStream_t stream) {
+    const int64_t T = t.options.seq;
+    copy_to_device_async(acts.tokens, t.host_tokens + first * T, stream);
+    copy_to_device_async(acts.targets, t.host_targets + first * T, stream);
+    if (!acts.documents) return;
+    copy_to_device_async(acts.documents, t.host_documents + 2 * first * T, stream);
+    copy_to_device_async(acts.positions, t.host_positions + first * T, stream);
 }
 
 // Step s trains on sequences [(s - 1) batch, s batch) of the run; each rank on its share of them.
@@ -79,12 +83,17 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     const double n_step = static_cast<double>(o.batch * o.seq);  // tokens, of all ranks
     t.world.set_step(step);
     ranks.start_clock();
-    read_sequences(t, data, (step - 1) * o.batch + t.world.rank * t.local_batch, t.local_batch, 0);
+    const int64_t first = (step - 1) * o.batch + t.world.rank * t.local_batch;
+    read_sequences(t, data, first, t.local_batch, 0);
+    // The last token of a document keeps its target, the first of the next one: where that is an end-of-text token, it is how
+    // a model learns to end.
+    for (int64_t b = 0; o.mask_documents && b < t.local_batch; ++b)
+        data.documents(first + b, t.host_documents + 2 * b * o.seq, t.host_positions + b * o.seq);
 
     const float loss_scale = static_cast<float>(t.scaler.scale);
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
-        upload_micro_batch(t, micro * t.micro_batch, stream);
+        upload_micro_batch(t, t.acts, micro * t.micro_batch, stream);
         forward(model, t.acts, stream);
         loss_backward(model, t.acts, static_cast<float>(loss_scale / n_step), stream);
         add_losses(t.loss_sum(), t.acts.losses, stream);
@@ -124,8 +133,11 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     return {loss, norm, overflow, t.host_totals[4] > 0};
 }
 
-// Mean loss over the first n_sequences of the held-out text. The ranks take micro-batches in turn.
+// Mean loss over the first n_sequences of the held-out text; never masked, so that runs can be compared. The ranks take
+// micro-batches in turn.
 double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
+    Activations acts = t.acts;  // the same memory
+    acts.documents = acts.positions = {};
     const cudaStream_t stream = device().stream;
     const int64_t n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / t.micro_batch);
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
@@ -133,13 +145,13 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         const int64_t batch = first + t.world.rank;
         if (batch < n_batches) {
             read_sequences(t, data, batch * t.micro_batch, t.micro_batch, 0);
-            upload_micro_batch(t, 0, stream);
+            upload_micro_batch(t, acts, 0, stream);
         } else if (!t.model.sharding.cuts_values()) {
             break;
         }
-        forward(t.model, t.acts, stream, false);  // with ZeRO 3 all ranks must take part in every forward
-        loss_forward(t.model, t.acts, stream);
-        if (batch < n_batches) add_losses(t.loss_sum(), t.acts.losses, stream);
+        forward(t.model, acts, stream, false);  // with ZeRO 3 all ranks must take part in every forward
+        loss_forward(t.model, acts, stream);
+        if (batch < n_batches) add_losses(t.loss_sum(), acts.losses, stream);
         cudaCheck(cudaStreamSynchronize(stream));
     }
     t.data_parallel.add_up(t.totals, stream);
@@ -242,6 +254,12 @@ void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
           ", beyond the model's vocabulary of ", config.V, ": use the --tokenizer and --model that belong together");
 }
 
+void check_documents(const TokenSource& source) {
+    check(source.n() < 2 || !source.document_starts(1, source.n() - 1).empty(), "--mask-documents: ", source.description(),
+          ": all of it is one document: give a folder with a file for each, or text or shards with an end-of-text token "
+          "before each, or leave the flag away");
+}
+
 void print_start(Trainer& t, const TokenSource& train_tokens, const TokenSource& val_tokens) {
     const TrainOptions& o = t.options;
     std::printf("device   %s\n", device().name.c_str());
@@ -315,6 +333,7 @@ void run_rank(const TrainOptions& given, Comm& world) {
     if (o.plan) return print_plan(t);
     const auto [train_tokens, val_tokens] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
     for (const TokenSource& tokens : {train_tokens, val_tokens}) check_tokens(tokens, t.config, o.seq);
+    if (o.mask_documents) check_documents(train_tokens);
     const BatchReader train_data(train_tokens, o.seq, static_cast<uint64_t>(o.seed)), val_data(val_tokens, o.seq, 0);
     if (world.size > 1) {
         check_same_everywhere(world, what_must_agree(t, train_tokens, val_tokens));

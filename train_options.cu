@@ -93,6 +93,8 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, Gi
         ->group("Data");
     app.add_option("--val", o.val, "held-out text or shards; default: the last part of --data")->group("Data");
     app.add_option("--val-fraction", o.val_fraction, "how much of --data is held out when there is no --val")->group("Data");
+    app.add_flag("--mask-documents", o.mask_documents, "in training no token attends to another document, and positions count from its beginning")
+        ->group("Data");
     app.add_option("--batch", o.batch, "sequences per step")->group("Data");
     app.add_option("--micro-batch", o.micro_batch, "sequences at a time; gradients are accumulated; 0: the whole batch")->group("Data");
     app.add_option("--seq", o.seq, "tokens per sequence")->group("Data");

@@ -25,6 +25,7 @@ struct TrainOptions {
     int64_t inject_overflow = 0;     // test hook: the step in which one gradient becomes inf
     int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
     double temperature = 0.8, val_fraction = 0.1;
+    bool mask_documents = false;
     bool resume = false;
 
     // What decides the loss curve, as flag -> value: kept in checkpoints, so that a resumed run is the same run.

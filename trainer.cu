@@ -45,6 +45,7 @@ void Trainer::take_memory() {
         for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
     }
     acts = take_activations(model, micro_batch, o.seq, o.recompute, memory.activations);
+    if (o.mask_documents) take_documents(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {static_cast<int64_t>(model.units.size()) + 2, 2});
     norm_result = memory.activations.take("shared by layers", DType::f32, {2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
@@ -65,4 +66,5 @@ void Trainer::reserve() {
     take_pinned(host_tokens, n_step);
     take_pinned(host_targets, n_step);
     take_pinned(host_totals, 6);
+    if (options.mask_documents) take_pinned(host_documents, 2 * n_step), take_pinned(host_positions, n_step);
 }

@@ -31,6 +31,7 @@ struct Trainer {
     Tensor totals;                      // (units + 2, 2)
     Tensor norm_result, norm_scratch;   // clip_scale's, sum_squares'
     int32_t *host_tokens = nullptr, *host_targets = nullptr;  // pinned, one step's batch of this rank
+    int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents
     float *host_totals = nullptr;       // pinned: {norm, scale}, {loss}, {stop}
 
     Trainer(TrainOptions options, Config config, Comm& world);

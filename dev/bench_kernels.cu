@@ -253,17 +253,17 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
             table.push_back({"rope", forward ? "forward" : "backward", attn, 2 * rotated, 0, [=](Data& d) -> Launch {
                 const Tensor qkv = d.random({B, T, Q}), angles = d.floats({T, D});
                 if (!d.counting()) rope_table(angles, rope_frequencies(D, c.rope_base, c.rope_scaling));
-                return [=] { forward ? rope_forward(qkv, angles, H, K, s) : rope_backward(qkv, angles, H, K, s); };
+                return [=] { forward ? rope_forward(qkv, {}, angles, H, K, s) : rope_backward(qkv, {}, angles, H, K, s); };
             }});
     }
     table.push_back({"embedding", "forward", nc, 2 * x, 0, [=](Data& d) -> Launch {
         const Tensor out = d.empty({B, T, C}), tokens = d.tokens({B, T}, V), wte = d.random({Vp, C}), wpe = gpt2 ? d.random({T, C}) : Tensor{};
-        return [=] { embedding_forward(out, tokens, wte, wpe, s); };
+        return [=] { embedding_forward(out, tokens, {}, wte, wpe, s); };
     }});
     table.push_back({"embedding", "backward", nc, x + 2 * wte_rows, 0, [=](Data& d) -> Launch {
         const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V), links = d.integers({2, N});
         const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
-        return [=] { embedding_backward(dwte, dwpe, dout, tokens, links, s); };
+        return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, links, s); };
     }});
     table.push_back({"cross entropy", "forward", nv, logits, 0, [=](Data& d) -> Launch {
         const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);

@@ -51,7 +51,7 @@ struct LadderInfo {
     const char* sizes;                              // what --size counts, "rows x columns"
     std::vector<int64_t> cpu_size, gpu_size;        // timed unless --size says otherwise
     std::vector<std::vector<int64_t>> check_sizes;  // for --check
-    std::vector<DType> dtypes = {DType::f32};       // for --dtype; --check goes through all of them
+    std::vector<DType> dtypes = {DType::f32};       // for --dtype; --check without it goes through all of them
     void (*climb)(Ladder&);
     void (*show)(Ladder&) = nullptr;  // a demonstration after the climb
 };
@@ -59,7 +59,7 @@ struct LadderInfo {
 struct LadderOptions {
     bool help = false, check = false;
     std::vector<int64_t> size;
-    DType dtype = DType::f32;
+    std::vector<DType> dtypes;
     int rung = 0;  // 0: all
 };
 
@@ -189,6 +189,14 @@ class Ladder {
         std::fflush(stdout);
     }
 
+    // A rung that this dtype, size or device rules out keeps its number. Who asks for it by --rung is told why not.
+    void no_rung(const char* name, const char* why_not) {
+        ++number_;
+        check(options_.rung != number_, size_text(), ' ', dtype_name(dtype_), ": rung ", number_, " (", name, ") ", why_not);
+        if (options_.rung == 0 && !checking())
+            std::printf("| %d | %s | - | - | - | - | - | %s |\n", number_, name, why_not);
+    }
+
     int n_rungs() const { return number_; }
     int n_checked() const { return n_checked_; }
     double worst() const { return worst_; }
@@ -310,7 +318,6 @@ class Ladder {
 
 inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInfo& info) {
     LadderOptions options;
-    options.dtype = info.dtypes.front();
     const auto number = [](const std::string& flag, const std::string& text) {
         char* end = nullptr;
         const long long value = std::strtoll(text.c_str(), &end, 10);
@@ -331,9 +338,10 @@ inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInf
         } else if (flag == "--rung") {
             options.rung = narrow(number(flag, value()), "--rung");
         } else if (flag == "--dtype") {
-            options.dtype = dtype_from_name(value());
-            check(std::count(info.dtypes.begin(), info.dtypes.end(), options.dtype) > 0, "--dtype ",
-                  dtype_name(options.dtype), ": this ladder is not written for it");
+            const DType dtype = dtype_from_name(value());
+            check(std::count(info.dtypes.begin(), info.dtypes.end(), dtype) > 0, "--dtype ", dtype_name(dtype),
+                  ": this ladder is not written for it");
+            options.dtypes = {dtype};
         } else if (flag == "--size") {
             std::istringstream text(value());
             for (std::string part; std::getline(text, part, 'x');) options.size.push_back(number(flag, part));
@@ -343,6 +351,7 @@ inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInf
             fail("unknown option ", flag, "; use --check, --size \"", info.sizes, "\", --rung N, --dtype NAME");
         }
     }
+    if (options.dtypes.empty()) options.dtypes = options.check ? info.dtypes : std::vector<DType>{info.dtypes.front()};
     return options;
 }
 
@@ -368,7 +377,7 @@ inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
             return 0;
         }
         uint64_t bits = 0;
-        for (DType dtype : options.check ? info.dtypes : std::vector<DType>{options.dtype}) {
+        for (DType dtype : options.dtypes) {
             for (const std::vector<int64_t>& size : sizes) {
                 Ladder ladder(info, options, size, dtype);
                 info.climb(ladder);

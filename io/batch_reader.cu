@@ -47,7 +47,8 @@ BatchReader::BatchReader(TokenSource source, int64_t T, uint64_t seed)
 
 int64_t BatchReader::sequences_per_epoch() const { return n_windows_; }
 
-void BatchReader::sequence(int64_t i, int32_t* tokens, int32_t* targets) const {
+// Where in the text sequence i begins.
+int64_t BatchReader::first_token(int64_t i) const {
     check(i >= 0, "sequence number ", i, " is negative");
     static const uint64_t offset_key = hash_name("batch_reader.offset"), order_key = hash_name("batch_reader.order");
     const uint64_t epoch = static_cast<uint64_t>(i / n_windows_);
@@ -55,6 +56,23 @@ void BatchReader::sequence(int64_t i, int32_t* tokens, int32_t* targets) const {
         static_cast<int64_t>(uniform_below(seed_, offset_key, epoch, static_cast<uint64_t>(n_offsets_)));
     // Rounds of one epoch are keys in a row; 2^32 keeps the epochs apart.
     const int64_t window = shuffled(i % n_windows_, n_windows_, seed_, order_key + (epoch << 32));
-    source_.read(offset + window * T_, T_, tokens);
-    source_.read(offset + window * T_ + 1, T_, targets);
+    return offset + window * T_;
+}
+
+void BatchReader::sequence(int64_t i, int32_t* tokens, int32_t* targets) const {
+    const int64_t first = first_token(i);
+    source_.read(first, T_, tokens);
+    source_.read(first + 1, T_, targets);
+}
+
+void BatchReader::documents(int64_t i, int32_t* spans, int32_t* positions) const {
+    const int64_t first = first_token(i);
+    std::vector<int64_t> ends = source_.document_starts(first + 1, T_ - 1);  // the first one begins with the sequence
+    ends.push_back(first + T_);
+    int32_t begin = 0;
+    for (const int64_t document_end : ends) {
+        const int32_t end = static_cast<int32_t>(document_end - first);
+        for (int32_t t = begin; t < end; ++t) spans[2 * t] = begin, spans[2 * t + 1] = end, positions[t] = t - begin;
+        begin = end;
+    }
 }

@@ -136,6 +136,14 @@ std::string_view without_leading_comments(std::string_view text) {
     }
 }
 
+// What stands between documents in text, if this tokenizer has it as one token: GPT-2's and Qwen 2's <|endoftext|>, LLaMA 3's
+// <|begin_of_text|>. Those who write them put one before each document, or between two: either way a document begins there.
+int32_t find_document_token(const Tokenizer& tokenizer) {
+    for (const char* text : {"<|endoftext|>", "<|begin_of_text|>"})
+        if (const std::vector<int32_t> tokens = tokenizer.encode(text); tokens.size() == 1) return tokens[0];
+    return -1;
+}
+
 // Calls f(token) for n tokens of a shard from `first` on. Little-endian, as all machines with CUDA are.
 template <class F>
 void for_each_token(const TokenShard& shard, int64_t first, int64_t n, F&& f) {
@@ -177,7 +185,7 @@ TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std:
     check(version == version_wanted, name, ": version ", version, ", expected ", version_wanted, " for magic number ",
           magic);
 
-    TokenShard shard{data + header_bytes, n, narrow ? 2 : 4};
+    TokenShard shard{data + header_bytes, n, narrow ? 2 : 4, narrow ? 50256 : 128000};
     check(n >= 0, name, ": token count ", n, " in the header is negative");
     const size_t wanted = header_bytes + static_cast<size_t>(n) * shard.token_bytes;
     check(bytes == wanted, name, ": the header promises ", n, " tokens, so the file should have ", wanted,
@@ -194,6 +202,7 @@ struct TokenSource::Impl {
     std::vector<uint16_t> narrow_text;
     std::vector<uint32_t> wide_text;
     std::vector<Piece> pieces;
+    std::vector<int64_t> file_starts;  // of text
     std::string description;
     int64_t n = 0;
 
@@ -255,6 +264,7 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
         if (text.empty()) continue;
         if (is_default && text_bytes + text.size() > default_text_bytes) break;
         if (n_files > 0 && !ends_in_newline) append("\n");  // or this file would go on in the last line of the other
+        file_starts.push_back(static_cast<int64_t>(narrow_text.size() + wide_text.size()));
         ++n_files;
         text_bytes += text.size();
         ends_in_newline = text.ends_with('\n');
@@ -267,10 +277,13 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
     check(n_files > 0, "there is no text in ", path, n_skipped > 0 ? ", only files with zero bytes" : "");
     narrow_text.shrink_to_fit();
     wide_text.shrink_to_fit();
+    const int32_t document_token = find_document_token(tokenizer);
     if (narrow)
-        add({reinterpret_cast<const unsigned char*>(narrow_text.data()), static_cast<int64_t>(narrow_text.size()), 2});
+        add({reinterpret_cast<const unsigned char*>(narrow_text.data()), static_cast<int64_t>(narrow_text.size()), 2,
+             document_token});
     else
-        add({reinterpret_cast<const unsigned char*>(wide_text.data()), static_cast<int64_t>(wide_text.size()), 4});
+        add({reinterpret_cast<const unsigned char*>(wide_text.data()), static_cast<int64_t>(wide_text.size()), 4,
+             document_token});
     description =
         concat(is_default ? "C++ standard library headers, " + fs::path(found.paths[0]).parent_path().string() : path,
                ": ", found.is_folder ? concat(n_files, " files, ") : "", human_bytes(static_cast<double>(text_bytes)),
@@ -302,6 +315,22 @@ void TokenSource::read(int64_t first, int64_t count, int32_t* out) const {
     impl_->visit(first_ + first, count, [&](const TokenShard& shard, int64_t begin, int64_t n) {
         for_each_token(shard, begin, n, [&](int32_t token) { *out++ = token; });
     });
+}
+
+std::vector<int64_t> TokenSource::document_starts(int64_t first, int64_t count) const {
+    check(first >= 0 && count >= 0 && first <= n_ - count, "tokens ", first, " to ", first + count, " asked of ", n_);
+    std::vector<int64_t> starts;
+    int64_t position = first_ + first;
+    auto file = std::lower_bound(impl_->file_starts.begin(), impl_->file_starts.end(), position);
+    impl_->visit(position, count, [&](const TokenShard& shard, int64_t begin, int64_t n) {
+        for_each_token(shard, begin, n, [&](int32_t token) {
+            const bool is_file = file != impl_->file_starts.end() && *file == position;
+            if (is_file) ++file;
+            if (is_file || token == shard.document_token) starts.push_back(position - first_);
+            ++position;
+        });
+    });
+    return starts;
 }
 
 int32_t TokenSource::max_token() const {

@@ -181,11 +181,13 @@ bool is_surely_nfc(std::string_view text);
 // dataset.cu: the tokens of a file, a folder, or the built-in text, as one long row
 
 // llm.c's token shard: 256 int32 header (magic, version, number of tokens), then the tokens, little-endian. Two
-// variants: magic 20240520, version 1: uint16 (made for GPT-2); magic 20240801, version 7: uint32 (made for LLaMA 3).
+// variants: magic 20240520, version 1: uint16 (made for GPT-2, whose documents begin with <|endoftext|>, 50256); magic
+// 20240801, version 7: uint32 (made for LLaMA 3, whose documents begin with <|begin_of_text|>, 128000).
 struct TokenShard {
     const unsigned char* tokens = nullptr;  // into the file; need not be aligned
     int64_t n = 0;
     int token_bytes = 2;
+    int32_t document_token = -1;  // the one that every document begins with; -1: none is known
 };
 TokenShard parse_token_shard(const unsigned char* data, size_t bytes, const std::string& name);
 
@@ -203,6 +205,10 @@ class TokenSource {
     static TokenSource open(const std::string& path, const Tokenizer& tokenizer, bool held_out = false);
     int64_t n() const { return n_; }                               // number of tokens
     void read(int64_t first, int64_t count, int32_t* out) const;  // crosses shard borders
+    // Where documents begin, within [first, first + count). Shards: at each document token; what a shard begins with may
+    // be the rest of a document. Text: at each file, and at each <|endoftext|> or <|begin_of_text|> in it, if that is one
+    // token of the tokenizer.
+    std::vector<int64_t> document_starts(int64_t first, int64_t count) const;
     int32_t max_token() const;  // largest id present, to be held against the vocabulary; reads all tokens (GB/s)
     const std::string& description() const;  // one line for the start of the log
     // Splits off the last `fraction` as held-out text: [0, split) trains, [split, n) validates.
@@ -231,9 +237,13 @@ class BatchReader {
     BatchReader(TokenSource source, int64_t T, uint64_t seed);
     // Sequence number i of the run (i counts sequences over all epochs): T tokens and T targets.
     void sequence(int64_t i, int32_t* tokens, int32_t* targets) const;
+    // The documents in it, cut at its ends: for each of its T tokens [first, end) of its document, counted from the
+    // sequence's first token, and how far into the document it stands.
+    void documents(int64_t i, int32_t* spans, int32_t* positions) const;
     int64_t sequences_per_epoch() const;
 
   private:
+    int64_t first_token(int64_t i) const;
     TokenSource source_;
     int64_t T_;
     uint64_t seed_;

@@ -141,14 +141,16 @@ int64_t column_sum_scratch_n(int64_t N, int64_t C);
 void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[t,:]
+// embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[positions[b,t],:]
 //   out (B, T, C), tokens (B, T) i32, wte (rows, C), wpe (at least T, C) optional
-//   dwte[v,:] += sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t);   dwpe[t,:] += sum over b
-// A token outside [0, rows) is an error of the data reader: the kernels stop with a trap.
+//   positions (B, T) i32 optional: where in its document a token stands; without them t
+//   dwte[v,:] += sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t);   dwpe in the same way
+// A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
-void embedding_forward(Tensor out, Tensor tokens, Tensor wte, Tensor wpe, cudaStream_t stream);
+void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
 // links: i32 scratch (2, B T).
-void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor links, cudaStream_t stream);
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor links,
+                        cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // layernorm.cu:  out = (x - mean) * rstd * weight + bias      x = inp, or x = inp + branch  (the residual add, fused)
@@ -198,6 +200,8 @@ void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
 //   (x1, x2) -> a (x1 cos - x2 sin,  x2 cos + x1 sin)         angle = t * frequency_i,   i = 0 ... D/2 - 1
 // Pair i of a head of D columns is (x_i, x_{i+D/2}), as Hugging Face lays LLaMA out, or two neighbours (x_2i, x_2i+1), as
 // DeepSeek does. The backward rotates by the negative angle. a is 1 but for YaRN.
+// t is the token's place in its row, or positions (B, T) i32, as for the embedding; one outside of the table stops the kernel
+// with a trap.
 
 enum class RopePairs { halves, neighbours };
 enum class RopeKind { llama3, yarn };
@@ -218,11 +222,11 @@ double rope_softmax_factor(const RopeScaling& scaling);
 // table (at least T, D) f32: a cos in the first D/2 columns, a sin in the others, computed in double on the host.
 void rope_table(Tensor table, const std::vector<double>& frequencies, double amplitude = 1.0);
 // Heads of rows (B, T, columns); table's row t is that of position t: a slice of it starts later.
-void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor table, cudaStream_t stream);
-void rope_backward(const HeadColumns& dheads, RopePairs pairs, Tensor table, cudaStream_t stream);
+void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);
+void rope_backward(const HeadColumns& dheads, RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);
 // The q and k heads of qkv (B, T, (H + 2K) D), in halves.
-void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
-void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
+void rope_forward(Tensor qkv, Tensor positions, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
+void rope_backward(Tensor dqkv, Tensor positions, Tensor table, int64_t H, int64_t K, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // flash_attention.cu: attention that never stores its probabilities. H query heads over K key/value heads: MHA

@@ -1,6 +1,7 @@
 // RoPE: rotary position embedding.                                              (Su et al. 2021, arXiv:2104.09864)
 //
 // A head's D numbers are D/2 points of the plane, (x_i, x_{i+D/2}); at position t point i is rotated by the angle t w_i.
+// In a row of several documents positions count from the beginning of each.
 //
 //   forward     y1 = x1 cos - x2 sin               w_i = base^(-2i/D): from one radian a token (i = 0) down to 1/base
 //               y2 = x2 cos + x1 sin
@@ -109,14 +110,16 @@ __device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN],
 }
 
 template <class Number, int kN, bool kNeighbours>
-__global__ void rope_kernel(Number* heads, const float* table, int n_heads, int64_t token_stride, int64_t head_stride,
-                            int64_t D, float direction) {
+__global__ void rope_kernel(Number* heads, const int32_t* positions, const float* table, int64_t n_positions, int n_heads,
+                            int64_t token_stride, int64_t head_stride, int64_t D, float direction) {
     const int head = blockIdx.z * blockDim.y + threadIdx.y;
     const int64_t half = D / 2, i = static_cast<int64_t>(threadIdx.x) * kN, n_left = half - i;
     if (head >= n_heads || n_left <= 0) return;
     const int64_t t = blockIdx.x, token = static_cast<int64_t>(blockIdx.y) * gridDim.x + t;
     Number* point = heads + token * token_stride + head * head_stride;
-    const float* cosines = table + t * D + i;
+    const int64_t position = positions ? positions[token] : t;
+    if (position < 0 || position >= n_positions) __trap();
+    const float* cosines = table + position * D + i;
     float c[kN], s[kN];
     load_chunk(c, cosines, n_left);
     load_chunk(s, cosines + half, n_left);
@@ -138,8 +141,8 @@ __global__ void rope_kernel(Number* heads, const float* table, int n_heads, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-void rotate(const char* operation, const char* argument, const HeadColumns& heads, RopePairs pairs, Tensor table,
-            float direction, cudaStream_t stream) {
+void rotate(const char* operation, const char* argument, const HeadColumns& heads, RopePairs pairs, Tensor positions,
+            Tensor table, float direction, cudaStream_t stream) {
     const Tensor& rows = heads.rows;
     expect(operation, argument, rows, rows.dtype, {-1, -1, -1});
     const int64_t B = rows.shape[0], T = rows.shape[1], columns = rows.shape[2], D = heads.D, half = D / 2;
@@ -150,6 +153,7 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
           operation, ": ", argument, "'s ", heads.count, " heads of ", D, " columns, ", heads.head_stride(),
           " apart, from column ", heads.column, " on, are not inside of ", columns, " columns");
     expect(operation, "table", table, DType::f32, {-1, D});
+    if (positions) expect(operation, "positions", positions, DType::i32, {B, T});
     check(table.shape[0] >= T, operation, ": table is ", table.describe(), ", expected a row for each of T = ", T, " positions");
     expect_aligned(operation, {{argument, rows}});
     // Packed loads need every head, and each half of it, on a whole number of chunks. (So are the table's rows then.)
@@ -160,13 +164,14 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
         constexpr int kN = decltype(chunk)::n;
         const HeadLaunch to = head_launch(B, T, heads.count, ceil_div(half, kN));
         Number* first = rows.ptr<Number>() + heads.column;
+        const int32_t* its_positions = positions ? positions.ptr<int32_t>() : nullptr;
         const int n_heads = narrow(heads.count, "heads");
         if (pairs == RopePairs::neighbours)
-            rope_kernel<Number, kN, true><<<to.grid, to.block, 0, stream>>>(first, table.ptr<float>(), n_heads, columns,
-                                                                            heads.head_stride(), D, direction);
+            rope_kernel<Number, kN, true><<<to.grid, to.block, 0, stream>>>(
+                first, its_positions, table.ptr<float>(), table.shape[0], n_heads, columns, heads.head_stride(), D, direction);
         else
-            rope_kernel<Number, kN, false><<<to.grid, to.block, 0, stream>>>(first, table.ptr<float>(), n_heads, columns,
-                                                                             heads.head_stride(), D, direction);
+            rope_kernel<Number, kN, false><<<to.grid, to.block, 0, stream>>>(
+                first, its_positions, table.ptr<float>(), table.shape[0], n_heads, columns, heads.head_stride(), D, direction);
         cudaCheckLaunch();
     });
 }
@@ -183,17 +188,17 @@ HeadColumns rotated_heads(const char* operation, const char* argument, Tensor qk
 
 }  // namespace
 
-void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor table, cudaStream_t stream) {
-    rotate("rope_forward", "heads", heads, pairs, table, 1.0f, stream);
+void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream) {
+    rotate("rope_forward", "heads", heads, pairs, positions, table, 1.0f, stream);
 }
-void rope_backward(const HeadColumns& dheads, RopePairs pairs, Tensor table, cudaStream_t stream) {
-    rotate("rope_backward", "dheads", dheads, pairs, table, -1.0f, stream);
+void rope_backward(const HeadColumns& dheads, RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream) {
+    rotate("rope_backward", "dheads", dheads, pairs, positions, table, -1.0f, stream);
 }
-void rope_forward(Tensor qkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream) {
+void rope_forward(Tensor qkv, Tensor positions, Tensor table, int64_t H, int64_t K, cudaStream_t stream) {
     const HeadColumns heads = rotated_heads("rope_forward", "qkv", qkv, H, K);
-    rotate("rope_forward", "qkv", heads, RopePairs::halves, table, 1.0f, stream);
+    rotate("rope_forward", "qkv", heads, RopePairs::halves, positions, table, 1.0f, stream);
 }
-void rope_backward(Tensor dqkv, Tensor table, int64_t H, int64_t K, cudaStream_t stream) {
+void rope_backward(Tensor dqkv, Tensor positions, Tensor table, int64_t H, int64_t K, cudaStream_t stream) {
     const HeadColumns heads = rotated_heads("rope_backward", "dqkv", dqkv, H, K);
-    rotate("rope_backward", "dqkv", heads, RopePairs::halves, table, -1.0f, stream);
+    rotate("rope_backward", "dqkv", heads, RopePairs::halves, positions, table, -1.0f, stream);
 }

@@ -311,6 +311,84 @@ TEST_CASE("the order is well shuffled") {
     CHECK(std::abs(distance / static_cast<double>(n) - 1.0 / 3) < 0.03);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Documents
+
+TEST_CASE("documents of shards begin with llm.c's document token, those of text with a file or the tokenizer's token") {
+    TempFolder folder;
+    using Starts = std::vector<int64_t>;
+    const auto starts = [](const TokenSource& source) { return source.document_starts(0, source.n()); };
+    // Documents of length 1 (two tokens in a row), one at the very end; a shard may begin in the middle of a document.
+    fs::create_directories(folder / "narrow");
+    spit(folder / "narrow/a.bin", shard_bytes(std::vector<uint16_t>{50256, 1, 2, 50256, 50256, 3, 128}));
+    spit(folder / "narrow/b.bin", shard_bytes(std::vector<uint16_t>{4, 50256, 5, 50256}));
+    const TokenSource narrow = open(folder / "narrow");
+    CHECK(starts(narrow) == Starts{0, 3, 4, 8, 10});
+    CHECK(narrow.document_starts(4, 5) == Starts{4, 8});
+    CHECK(narrow.document_starts(5, 3) == Starts{});
+    CHECK(narrow.document_starts(11, 0) == Starts{});
+    CHECK(narrow.split(0.3).second.document_starts(0, 3) == Starts{0, 2});  // tokens 8 to 10
+    CHECK(one_line_with(error_of([&] { narrow.document_starts(9, 3); }), "tokens 9 to 12 asked of 11"));
+    spit(folder / "wide.bin", shard_bytes(std::vector<uint32_t>{128000, 50256, 128000}));
+    CHECK(starts(open(folder / "wide.bin")) == Starts{0, 2});
+
+    fs::create_directories(folder / "text");
+    spit(folder / "text/a", "ab");  // and a newline that is put between the files: it is the end of this one
+    spit(folder / "text/b", "");
+    spit(folder / "text/c", "c\n");
+    spit(folder / "text/d", "<|endoftext|>d");  // to a tokenizer of bytes this is text
+    CHECK(starts(open(folder / "text")) == Starts{0, 3, 5});
+    CHECK(starts(open(folder / "text").split(0.5).second) == Starts{});
+    CHECK(starts(open(folder / "text/a")) == Starts{0});
+
+    const fs::path golden = fs::path(__FILE__).parent_path() / "golden" / "tokenizer";
+    for (const auto& [name, mark] : {std::pair("gpt2", "<|endoftext|>"), {"llama3", "<|begin_of_text|>"}}) {
+        const auto tokenizer = load_tokenizer((golden / name / "tokenizer.json").string());
+        const int32_t mark_token = tokenizer->encode(mark).at(0);
+        spit(folder / "marked.txt", concat("one", mark, "two", mark, mark, "three"));
+        const TokenSource marked = TokenSource::open(folder / "marked.txt", *tokenizer);
+        Starts expected = {0};
+        const std::vector<int32_t> tokens = all_tokens(marked);
+        for (size_t i = 0; i < tokens.size(); ++i)
+            if (tokens[i] == mark_token) expected.push_back(static_cast<int64_t>(i));
+        REQUIRE(expected.size() == 4);
+        CHECK(starts(marked) == expected);
+    }
+}
+
+TEST_CASE("the documents of a sequence are cut at its ends") {
+    TempFolder folder;
+    // Every document begins with 50256 and has as many more tokens as its number: lengths 1, 2, 3, ...
+    std::vector<uint16_t> tokens;
+    for (uint16_t n = 0; tokens.size() < 300; ++n) {
+        tokens.push_back(50256);
+        tokens.insert(tokens.end(), n, n);
+    }
+    spit(folder / "documents.bin", shard_bytes(tokens));
+    bool begins_at_last = false, begins_at_first = false, inside = false;
+    for (const int64_t T : {1, 2, 7, 16}) {
+        const BatchReader reader(open(folder / "documents.bin"), T, 5);
+        for (int64_t i = 0; i < 3 * reader.sequences_per_epoch(); ++i) {
+            std::vector<int32_t> row(static_cast<size_t>(T)), targets(row), spans(2 * row.size(), -1), positions(row.size(), -1);
+            reader.sequence(i, row.data(), targets.data());
+            reader.documents(i, spans.data(), positions.data());
+            int32_t first = 0;
+            for (int32_t t = 0; t < T; ++t) {
+                if (row[static_cast<size_t>(t)] == 50256) first = t;
+                int32_t end = t + 1;
+                while (end < T && row[static_cast<size_t>(end)] != 50256) ++end;
+                CHECK(spans[static_cast<size_t>(2 * t)] == first);
+                CHECK(spans[static_cast<size_t>(2 * t + 1)] == end);
+                CHECK(positions[static_cast<size_t>(t)] == t - first);
+            }
+            begins_at_first |= T > 1 && row[0] == 50256;
+            begins_at_last |= T > 1 && row.back() == 50256;
+            inside |= std::count(row.begin(), row.end(), 50256) == 0;
+        }
+    }
+    CHECK((begins_at_first && begins_at_last && inside));  // or this test would not have seen the edges
+}
+
 TEST_CASE("sequence numbers reach far") {
     TempFolder folder;
     BatchReader reader(counting_source(folder, 100), 4, 3);

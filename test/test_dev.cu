@@ -62,6 +62,32 @@ void check_refused(const std::string& program, const std::string& arguments, con
 
 }  // namespace
 
+TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]") {
+    const TempFolder folder;
+    const std::string picture = folder / "law.png";
+    const Outcome outcome = run_program("dev/recompute", picture + " --layers 6 --width 32 --seq 10 --batch 1 --steps 1");
+    INFO(outcome.out << outcome.err);
+    REQUIRE(outcome.status == 0);
+    const auto taken = [&](const std::string& way) {
+        const std::vector<std::string> w = words(line_of(outcome.out, "--recompute ", way));
+        REQUIRE(w.size() >= 4);
+        CHECK(w[1] == w[2]);  // planned, taken
+        return std::stod(w[2]);
+    };
+    // N = 1, 2, 3, 6 must be three numbers' worth of law: fixed + 6/N s + N b.
+    const double one = taken("1"), two = taken("2"), three = taken("3"), none = taken("none");
+    const double s = 10 * 32 * 4, b = (two - one) + 3 * s;  // a block's input is T x C floats
+    CHECK(three == one - 4 * s + 2 * b);
+    CHECK(taken("6") == one - 5 * s + 5 * b);
+    CHECK(taken("6") == none);
+    CHECK(taken("selective") < none);
+    CHECK(png_size(picture).first > 100);
+    check_refused("recompute", "", "give a picture");
+    check_refused("recompute", "x.png --layers 0", "--layers 0");
+    check_refused("recompute", "x.png --width 40", "multiple of 32");
+    check_refused("recompute", "x.png --depth 4", "--depth");
+}
+
 TEST_CASE("float_formats prints the formats as their standards define them", "[program][dev]") {
     const Outcome outcome = run_program("dev/float_formats", "1");
     REQUIRE(outcome.status == 0);

@@ -47,7 +47,7 @@ TEST_CASE("embedding forward against float64", "[embedding]") {
                 Buffer tokens(DType::i32, {B, T}), wte(dtype, {rows, C}, e), wpe(dtype, {T + 2, C}, p),
                     out(dtype, {B, T, C});
                 tokens.set_integers(ids);
-                embedding_forward(out, tokens, wte, positions ? wpe.tensor() : Tensor{}, device().stream);
+                embedding_forward(out, tokens, {}, wte, positions ? wpe.tensor() : Tensor{}, device().stream);
                 Values expected(static_cast<size_t>(B * T * C));
                 for (int64_t i = 0; i < B * T; ++i)
                     for (int64_t c = 0; c < C; ++c)
@@ -72,7 +72,7 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), dout(dtype, {B, T, C}, dy);
                 Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
                 tokens.set_integers(ids);
-                embedding_backward(dwte, dwpe, dout, tokens, links, device().stream);
+                embedding_backward(dwte, dwpe, dout, tokens, {}, links, device().stream);
                 for (int64_t i = 0; i < B * T; ++i)
                     for (int64_t c = 0; c < C; ++c) {
                         de[at(ids[static_cast<size_t>(i)], c, C)] +=
@@ -86,10 +86,57 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 check_close(dwpe.values(), dp, unit_roundoff(gradient_dtype), absolute, "embedding dwpe, " + what);
                 // Once more, without positions: the same bits are added to dwte, and dwpe stays.
                 const std::vector<unsigned char> positions = dwpe.bits(), first = dwte.bits();
-                embedding_backward(dwte, {}, dout, tokens, links, device().stream);
+                embedding_backward(dwte, {}, dout, tokens, {}, links, device().stream);
                 CHECK(dwpe.bits() == positions);
                 CHECK((dwte.bits() != first));
             }
+}
+
+// The same against loops with positions that begin anew, at places of each row's own.
+TEST_CASE("embedding with positions against float64", "[embedding]") {
+    for (DType dtype : kFloatDTypes)
+        for (const Case& s : kCases) {
+            const auto [B, T, C, rows] = s;
+            const Values e = rounded(random_values(rows * C, 1), dtype), p = rounded(random_values(T * C, 2), dtype);
+            const Values dy = rounded(random_values(B * T * C, 3), dtype);
+            Values dp = random_values(T * C, 5), expected(static_cast<size_t>(B * T * C));
+            for (double& x : dp) x = static_cast<float>(x);
+            const std::vector<int32_t> ids = random_tokens(s);
+            std::vector<int32_t> positions(ids.size());
+            for (int64_t i = 0; i < B * T; ++i) {
+                const bool begins = i % T == 0 || uniform(9, 9, static_cast<uint64_t>(i)) < 0.2;
+                positions[static_cast<size_t>(i)] = begins ? 0 : positions[static_cast<size_t>(i - 1)] + 1;
+            }
+            Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}), links(DType::i32, {2, B * T}), wte(dtype, {rows, C}, e),
+                wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy), dwpe(DType::f32, {T, C}, dp),
+                dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))), dwte_without(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C)));
+            tokens.set_integers(ids);
+            places.set_integers(positions);
+            embedding_forward(out, tokens, places, wte, wpe, device().stream);
+            embedding_backward(dwte, dwpe, dout, tokens, places, links, device().stream);
+            embedding_backward(dwte_without, {}, dout, tokens, {}, links, device().stream);
+            for (int64_t i = 0; i < B * T; ++i)
+                for (int64_t c = 0; c < C; ++c) {
+                    const int64_t position = positions[static_cast<size_t>(i)];
+                    expected[at(i, c, C)] = e[at(ids[static_cast<size_t>(i)], c, C)] + p[at(position, c, C)];
+                    dp[at(position, c, C)] += dy[at(i, c, C)];
+                }
+            INFO(name(s, dtype));
+            CHECK(out.values() == rounded(expected, dtype));  // as without positions: one rounding of the exact sum
+            check_close(dwpe.values(), dp, unit_roundoff(DType::f32), sum_error(B * T) * 4 * std::sqrt(static_cast<double>(B * T)),
+                        "embedding dwpe with positions, " + name(s, dtype));
+            CHECK(dwte.bits() == dwte_without.bits());
+            // Positions that only say t change no bit.
+            for (int64_t i = 0; i < B * T; ++i) positions[static_cast<size_t>(i)] = static_cast<int32_t>(i % T);
+            places.set_integers(positions);
+            std::vector<unsigned char> bits[2];
+            for (const bool given : {false, true}) {
+                dwpe.set(dp);
+                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, links, device().stream);
+                bits[given] = dwpe.bits();
+            }
+            CHECK(bits[0] == bits[1]);
+        }
 }
 
 TEST_CASE("embedding backward links the positions of each token in order", "[embedding]") {
@@ -98,7 +145,7 @@ TEST_CASE("embedding backward links the positions of each token in order", "[emb
     tokens.set_integers({7, 2, 7, 7, 2, 9});  // the picture in embedding.cu
     // In ascending order 1 + 2^24 - 2^24 is 0: the 1 is lost. In another order it would not be.
     dout.set({1, 5, 0x1p24, -0x1p24, 6, 7});
-    embedding_backward(dwte, {}, dout, tokens, links, device().stream);
+    embedding_backward(dwte, {}, dout, tokens, {}, links, device().stream);
     CHECK(links.values() == Values{2, 4, 3, -1, -1, -1, -1, -1, 0, 2, 1, -1});
     CHECK(dwte.values() == Values{0, 0, 11, 0, 0, 0, 0, 0, 0, 7});
 }
@@ -114,8 +161,8 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
         dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
     Buffer dwpe(DType::f32, {T, C}, Values(T * C, 0.0));
     tokens.set_integers(random_tokens(s));
-    embedding_forward(out, tokens, wte, wpe, device().stream);
-    embedding_backward(dwte, dwpe, dout, tokens, links, device().stream);
+    embedding_forward(out, tokens, {}, wte, wpe, device().stream);
+    embedding_backward(dwte, dwpe, dout, tokens, {}, links, device().stream);
     const auto dot = [](const Values& a, const Values& b) {
         return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
     };
@@ -127,7 +174,7 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
 TEST_CASE("embedding of a token beyond the table", "[.][embedding_trap]") {
     Buffer tokens(DType::i32, {1, 3}), wte(DType::f32, {4, 8}, Values(32)), out(DType::f32, {1, 3, 8});
     tokens.set_integers({0, 4, 1});
-    embedding_forward(out, tokens, wte, {}, device().stream);
+    embedding_forward(out, tokens, {}, wte, {}, device().stream);
     out.values();
 }
 TEST_CASE("embedding stops at a token beyond the table", "[embedding][errors]") {
@@ -141,23 +188,25 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
     Buffer links(DType::i32, {2, 6}), short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}),
         half(DType::bf16, {5, 8});
     const auto s = device().stream;
-    CHECK_THROWS_WITH(embedding_forward(flat, tokens, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
-    CHECK_THROWS_WITH(embedding_forward(out, wte, wte, wpe, s), ContainsSubstring("embedding_forward: tokens"));
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, half, wpe, s), ContainsSubstring("embedding_forward: wte"));
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, wte, half, s), ContainsSubstring("embedding_forward: wpe"));
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, wte, short_wpe, s),
+    CHECK_THROWS_WITH(embedding_forward(flat, tokens, {}, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
+    CHECK_THROWS_WITH(embedding_forward(out, wte, {}, wte, wpe, s), ContainsSubstring("embedding_forward: tokens"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, half, wpe, s), ContainsSubstring("embedding_forward: wte"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, wte, half, s), ContainsSubstring("embedding_forward: wpe"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, wte, short_wpe, s),
                       ContainsSubstring("embedding_forward: wpe has 2 positions, but T is 3"));
-    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, links, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, {}, links, s),
                       ContainsSubstring("embedding_backward: dwpe"));
-    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, links, s),
+    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, {}, links, s),
                       ContainsSubstring("embedding_backward: dwte"));
-    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, links, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, links, s),
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
-    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, tokens, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, tokens, s),
                       ContainsSubstring("embedding_backward: links"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, links, wte, wpe, s), ContainsSubstring("embedding_forward: positions"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, links, links, s), ContainsSubstring("embedding_backward: positions"));
     const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, shifted, {}, s),
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, shifted, {}, s),
                       ContainsSubstring("embedding_forward: wte starts at"));
-    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, links, s),
+    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, links, s),
                       ContainsSubstring("embedding_backward: dwte starts at"));
 }

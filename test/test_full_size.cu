@@ -218,17 +218,17 @@ TEST_CASE("full size: embedding", "[full_size]") {
     const int64_t V = full_size() ? 128256 : 50, C = full_size() ? 2048 : 40, T = full_size() ? 4096 : 5, B = full_size() ? 257 : 5;
     Large tokens(DType::i32, {B, T}), wte(kDType, {V, C}), wpe(kDType, {T, C}), out(kDType, {B, T, C}), small_out(kDType, {kCount, T, C});
     tokens.tokens(V, 1), wte.normal(2), wpe.normal(3);
-    embedding_forward(out, tokens, wte, wpe, nullptr);
+    embedding_forward(out, tokens, {}, wte, wpe, nullptr);
     for (const int64_t first : places(B, T * C)) {
-        embedding_forward(small_out, tokens.rows(first, kCount), wte, wpe, nullptr);
+        embedding_forward(small_out, tokens.rows(first, kCount), {}, wte, wpe, nullptr);
         check_same(out.rows(first, kCount), small_out, concat("out, sequence ", first));
     }
     Large dwte(kDType, {V, C}), dwpe(kDType, {T, C}), links(DType::i32, {2, B * T});
     Large small_dwte(kDType, {V, C}), small_dwpe(kDType, {T, C}), small_links(DType::i32, {2, kCount * T});
     for (const int64_t first : places(B, T * C)) {
         out.normal(4).only(first, kCount), dwte.zero(), dwpe.zero(), small_dwte.zero(), small_dwpe.zero();
-        embedding_backward(dwte, dwpe, out, tokens, links, nullptr);
-        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), small_links, nullptr);
+        embedding_backward(dwte, dwpe, out, tokens, {}, links, nullptr);
+        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {}, small_links, nullptr);
         check_same(dwte, small_dwte, concat("dwte, sequence ", first), kOtherOrder);
         check_same(dwpe, small_dwpe, concat("dwpe, sequence ", first), kOtherOrder);
     }
@@ -254,8 +254,8 @@ TEST_CASE("full size: rope and attention", "[full_size]") {
         qkv.normal(1), dout.normal(2);
         const Tensor rows = qkv.rows(first, few);
         cudaCheck(cudaMemcpy(Tensor(before).data, rows.data, rows.bytes(), cudaMemcpyDeviceToDevice));
-        rope_forward(qkv, table, H, K, nullptr);
-        rope_forward(before, table, H, K, nullptr);
+        rope_forward(qkv, {}, table, H, K, nullptr);
+        rope_forward(before, {}, table, H, K, nullptr);
         check_same(rows, before, concat("rope, sequence ", first));
         for (const FlashTier tier : {FlashTier::automatic, FlashTier::hopper}) {
             try {

@@ -54,7 +54,14 @@ TEST_CASE("a ladder's table has a row for every rung, or for the one that was as
     const Outcome half = run_program("dev/matmul", "--size 20x24x16 --dtype bf16 --check");
     INFO(half.out << half.err);
     CHECK(half.status == 0);
-    CHECK_THAT(half.out, ContainsSubstring("20 x 24 x 16 bf16"));
+    CHECK_THAT(half.out, ContainsSubstring("20 x 24 x 16 bf16: 11 rungs agree"));
+    // Rungs on tensor cores keep their numbers where they cannot be.
+    const Outcome odd = run_program("dev/matmul", "--size 9x20x3 --dtype f16"), full = run_program("dev/matmul", "--size 9x20x3");
+    INFO(odd.out << odd.err << full.out << full.err);
+    CHECK((odd.status == 0 && full.status == 0));
+    CHECK((rows(odd.out) == 11 && rows(full.out) == 11));
+    CHECK_THAT(odd.out, ContainsSubstring("| 8 | three stages | ") && ContainsSubstring("| 9 | wgmma | - |"));
+    CHECK_THAT(full.out, ContainsSubstring("| 7 | tensor cores | - |") && ContainsSubstring("| 11 | product |"));
     CHECK(run_program("dev/adamw", "--help").status == 0);
 }
 
@@ -71,6 +78,8 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
         {"softmax", "--rung 7 --check", "this ladder has 6"},
         {"softmax", "--dtype bf16", "not written for it"},
         {"matmul", "--dtype int3", "int3"},
+        {"matmul", "--rung 7 --check", "rung 7 (tensor cores) needs --dtype bf16 or f16"},
+        {"matmul", "--rung 10 --check --dtype bf16 --size 8x8x12", "rung 10 (persistent) needs rows of whole 16 bytes"},
         {"reduce", "--speed", "unknown option --speed"},
         {"attention_forward", "--dtype f32", "not written for it"},
         {"attention_forward", "--size 70000x1 --check", "at most 65535"},

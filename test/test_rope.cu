@@ -57,8 +57,8 @@ TEST_CASE("rope against float64", "[rope]") {
             const auto x = rounded(random_values(B * T * columns, 3), dtype);
             Buffer table(DType::f32, {T + 2, D}), qkv(dtype, {B, T, columns}, x), dqkv(dtype, {B, T, columns}, x);
             rope_table(table, frequencies);
-            rope_forward(qkv, table, H, K, device().stream);
-            rope_backward(dqkv, table, H, K, device().stream);
+            rope_forward(qkv, {}, table, H, K, device().stream);
+            rope_backward(dqkv, {}, table, H, K, device().stream);
             // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x): 5 units of 2^-24.
             const double absolute = 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
             const std::string what = concat("B T H K D = ", B, " ", T, " ", H, " ", K, " ", D, ", ", dtype_name(dtype));
@@ -109,8 +109,8 @@ TEST_CASE("rope of neighbours inside of wider heads against float64", "[rope]") 
                     backward(dtype, {B, T, columns}, x);
                 rope_table(table, frequencies, amplitude);
                 const Tensor rows = table.tensor().slice(first, T);
-                rope_forward({forward, heads, D, column, stride}, pairs, rows, device().stream);
-                rope_backward({backward, heads, D, column, stride}, pairs, rows, device().stream);
+                rope_forward({forward, heads, D, column, stride}, pairs, {}, rows, device().stream);
+                rope_backward({backward, heads, D, column, stride}, pairs, {}, rows, device().stream);
                 // As above, with cosines up to the amplitude.
                 const double absolute = amplitude * 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
                 const std::string what = concat(heads, " heads of ", D, " of ", columns, ", ", dtype_name(dtype));
@@ -126,10 +126,38 @@ TEST_CASE("rope of neighbours inside of wider heads against float64", "[rope]") 
             }
     Buffer rows(DType::f32, {1, 3, 40}), table(DType::f32, {3, 8}), odd(DType::f32, {3, 7});
     CHECK_THROWS_WITH(
-        rope_forward({rows, 5, 8, 8}, RopePairs::halves, table, device().stream),
+        rope_forward({rows, 5, 8, 8}, RopePairs::halves, {}, table, device().stream),
         ContainsSubstring("rope_forward: heads's 5 heads of 8 columns, 8 apart, from column 8 on, are not inside of 40"));
-    CHECK_THROWS_WITH(rope_backward({rows, 5, 7}, RopePairs::halves, odd, device().stream),
+    CHECK_THROWS_WITH(rope_backward({rows, 5, 7}, RopePairs::halves, {}, odd, device().stream),
                       ContainsSubstring("dheads has 5 heads of 7 columns, expected an even"));
+}
+
+TEST_CASE("rope with positions gives each document the bits that it has alone", "[rope]") {
+    const int64_t T = 12, H = 4, K = 2, D = 10, columns = (H + 2 * K) * D;
+    const std::vector<int64_t> lengths = {1, 5, 6, 12};  // two rows: 1 + 5 + 6, and 12
+    for (DType dtype : kFloatDTypes) {
+        const auto x = rounded(random_values(2 * T * columns, 3), dtype);
+        Buffer table(DType::f32, {T, D}), qkv(dtype, {2, T, columns}, x), positions(DType::i32, {2, T});
+        rope_table(table, rope_frequencies(D, 10000, {}));
+        std::vector<int32_t> counted;
+        for (int64_t n : lengths)
+            for (int32_t t = 0; t < n; ++t) counted.push_back(t);
+        positions.set_integers(counted);
+        using OfQkv = void (*)(Tensor, Tensor, Tensor, int64_t, int64_t, cudaStream_t);
+        for (const OfQkv operation : {OfQkv{rope_forward}, OfQkv{rope_backward}}) {
+            qkv.set(x);
+            operation(qkv, positions, table, H, K, device().stream);
+            const auto packed = qkv.values();
+            auto at = packed.begin(), in = x.begin();
+            for (int64_t n : lengths) {
+                Buffer alone(dtype, {1, n, columns}, {in, in + n * columns});
+                operation(alone, {}, table, H, K, device().stream);
+                INFO("document of " << n << " tokens, " << dtype_name(dtype));
+                CHECK(alone.values() == std::vector<double>(at, at + n * columns));
+                at += n * columns, in += n * columns;
+            }
+        }
+    }
 }
 
 TEST_CASE("rope: attention scores depend on distances only", "[rope]") {
@@ -144,7 +172,7 @@ TEST_CASE("rope: attention scores depend on distances only", "[rope]") {
     }
     Buffer table(DType::f32, {T, D}), qkv(DType::f32, {1, T, 3 * D}, x);
     rope_table(table, rope_frequencies(D, 10000, {}));
-    rope_forward(qkv, table, 1, 1, device().stream);
+    rope_forward(qkv, {}, table, 1, 1, device().stream);
     const auto y = qkv.values();
     const auto score = [&](int64_t t, int64_t s) {
         double sum = 0;
@@ -240,18 +268,20 @@ TEST_CASE("rope names what is wrong", "[rope]") {
         long_row(DType::f32, {181});
     Tensor shifted = make_tensor(static_cast<char*>(long_row.tensor().data) + 4, DType::f32, {2, 3, 30});
     cudaStream_t stream = device().stream;
-    CHECK_THROWS_WITH(rope_forward(qkv, table, 3, 2, stream),
+    CHECK_THROWS_WITH(rope_forward(qkv, {}, table, 3, 2, stream),
                       ContainsSubstring("rope_forward: H = 3 query heads are not a multiple of K = 2"));
-    CHECK_THROWS_WITH(rope_forward(qkv, table, 4, 2, stream), ContainsSubstring("rope_forward: qkv has 30 columns"));
-    CHECK_THROWS_WITH(rope_forward(odd, table, 3, 1, stream), ContainsSubstring("with an even D"));
-    CHECK_THROWS_WITH(rope_forward(qkv, short_table, 3, 1, stream),
+    CHECK_THROWS_WITH(rope_forward(qkv, {}, table, 4, 2, stream), ContainsSubstring("rope_forward: qkv has 30 columns"));
+    CHECK_THROWS_WITH(rope_forward(odd, {}, table, 3, 1, stream), ContainsSubstring("with an even D"));
+    CHECK_THROWS_WITH(rope_forward(qkv, {}, short_table, 3, 1, stream),
                       ContainsSubstring("rope_forward: table is f32 (2, 6), expected a row for each of T = 3 positions"));
-    CHECK_THROWS_WITH(rope_forward(qkv, wide_table, 3, 1, stream),
+    CHECK_THROWS_WITH(rope_forward(qkv, {}, wide_table, 3, 1, stream),
                       ContainsSubstring("rope_forward: table is f32 (3, 8), expected f32 (*, 6)"));
-    CHECK_THROWS_WITH(rope_forward(qkv, half, 3, 1, stream), ContainsSubstring("rope_forward: table is f16"));
-    CHECK_THROWS_WITH(rope_forward(flat, table, 3, 1, stream), ContainsSubstring("rope_forward: qkv is"));
-    CHECK_THROWS_WITH(rope_forward(whole, table, 3, 1, stream), ContainsSubstring("i32"));
-    CHECK_THROWS_WITH(rope_backward(shifted, table, 3, 1, stream), ContainsSubstring("rope_backward: dqkv starts at"));
+    CHECK_THROWS_WITH(rope_forward(qkv, {}, half, 3, 1, stream), ContainsSubstring("rope_forward: table is f16"));
+    CHECK_THROWS_WITH(rope_forward(flat, {}, table, 3, 1, stream), ContainsSubstring("rope_forward: qkv is"));
+    CHECK_THROWS_WITH(rope_forward(whole, {}, table, 3, 1, stream), ContainsSubstring("i32"));
+    CHECK_THROWS_WITH(rope_backward(shifted, {}, table, 3, 1, stream), ContainsSubstring("rope_backward: dqkv starts at"));
+    CHECK_THROWS_WITH(rope_forward(qkv, table, table, 3, 1, stream),
+                      ContainsSubstring("rope_forward: positions is f32 (3, 6), expected i32 (2, 3)"));
     CHECK_THROWS_WITH(rope_frequencies(7, 10000, {}), ContainsSubstring("D = 7 is not even"));
     CHECK_THROWS_WITH(rope_frequencies(8, -1, {}), ContainsSubstring("base = -1"));
     CHECK_THROWS_WITH(rope_frequencies(8, 10000, {8.0, 4.0, 4.0, 8192}), ContainsSubstring("low_freq_factor = 4"));

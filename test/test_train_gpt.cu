@@ -101,6 +101,28 @@ TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program
     }
 }
 
+TEST_CASE("--mask-documents changes the run, belongs to it, and needs documents", "[program][train_gpt]") {
+    const TempFolder folder;
+    std::filesystem::create_directories(folder / "text");
+    for (int i = 0; i < 300; ++i) spit(folder / concat("text/", 1000 + i), concat("File ", i * i % 97, " of many.\n"));
+    const std::string data = "--data " + (folder / "text") + " ", whole = folder / "whole", parts = folder / "parts", plain = folder / "plain";
+    const std::string masked = data + "--mask-documents --micro-batch 1 --recompute 2 ";
+    const Outcome outcome = train(masked + "--out " + whole);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    REQUIRE(train(masked + "--stop-after 10 --out " + parts).status == 0);
+    REQUIRE(run_program("train_gpt", "--resume --out " + parts).status == 0);  // without the flag: it is the run's
+    check_same_end(whole, parts);
+    REQUIRE(train(data + "--micro-batch 1 --out " + plain + " --stop-after 10").status == 0);
+    const std::vector<LogRow> with = read_csv_log(whole + "/log.csv"), without = read_csv_log(plain + "/log.csv");
+    CHECK(*with[0].loss != *without[0].loss);  // the same weights and tokens
+    CHECK(*with[0].loss == Approx(*without[0].loss).margin(0.2));
+    Outcome other = run_program("train_gpt", "--resume --mask-documents --out " + plain);
+    CHECK(other.status == 2);
+    CHECK(one_line_with(other.err.substr(0, other.err.size() - 1), "--mask-documents", "differs from the run in"));
+    CHECK(run_program("train_gpt", "--resume --mask-documents --out " + parts).status == 0);
+}
+
 TEST_CASE("the same command twice gives the same bits", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string a = folder / "a", b = folder / "b";
@@ -241,6 +263,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--temperature 0", "--temperature"},
         {"--val-fraction 1", "--val-fraction"},
         {"--resume", "no checkpoint"},
+        {"--mask-documents", "all of it is one document"},
         {"--model llama-8b --batch 64 --seq 8192 --data " + file("long.txt", std::string(200000, 'x')), "needs"},
     };
     REQUIRE(cases.size() >= 25);
