@@ -111,7 +111,8 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     }
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
-    const bool known = t.world.algorithm == AllReduce::library;
+    // --compress says in parallel.h what it sends; other algorithms than the library's send wider numbers or more of them.
+    const bool known = t.world.algorithm == AllReduce::library && t.options.data_parallel.compress.kind == Compression::none;
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "", static_cast<long long>(sent));
     if (time.total == 0) return;  // stopped by a signal: the last step was not timed
     if (device().is_cpu)

@@ -43,7 +43,7 @@ struct GivenHyperparameters {
 // Flags that only make sense together with others.
 struct GivenPrecision {
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed", dp_mode = "ddp",
-                attention = "auto";
+                attention = "auto", compress = "none";
 };
 
 void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, GivenPrecision& precision) {
@@ -83,6 +83,9 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, Gi
         ->group("Ranks");
     app.add_option("--dp-mode", precision.dp_mode, "ddp, or naive: rank 0 collects, updates and sends (to see why not)")->group("Ranks");
     app.add_option("--bucket-mib", o.data_parallel.bucket_mib, "ddp: gradients that are all-reduced at once")->group("Ranks");
+    app.add_option("--compress", precision.compress, "ddp: gradients travel as bf16, fp8, powersgd (low rank) or 1bit; none: float32")
+        ->group("Ranks");
+    app.add_option("--compress-rank", o.data_parallel.compress.rank, "powersgd: columns that stand for a matrix, 1 to 16")->group("Ranks");
     app.add_option("--comm", o.ranks.comm, "who carries messages: auto, threads, mpi or nccl")->group("Ranks");
     app.add_option("--all-reduce", o.ranks.all_reduce, "library, ring, tree, halving or two-level")->group("Ranks");
     app.add_option("--ranks-per-node", o.ranks.ranks_per_node, "threads: pretend that so many share a machine; 0: all")->group("Ranks");
@@ -163,6 +166,20 @@ void choose_precision(TrainOptions& o, const GivenPrecision& given) {
     o.recompute = parse_recompute(given.recompute);
     o.attention = flash_tier_from_name(given.attention);
     expect_flash_tier(o.attention, p.dtype);
+}
+
+// Gradient compression changes the loss curve, so it is part of the run; but one rank sends nothing, and has nothing to compress.
+void choose_compression(TrainOptions& o, const std::string& name) {
+    CompressOptions& c = o.data_parallel.compress;
+    c.kind = compression_from_name(name);
+    check(c.rank >= 1 && c.rank <= 16, "--compress-rank ", c.rank, ": use 1 to 16");
+    if (c.kind == Compression::none) return;
+    const std::string mode = o.data_parallel.naive ? "--dp-mode naive" : concat("--zero ", o.data_parallel.zero);
+    check(o.data_parallel.zero == 0 && !o.data_parallel.naive, "--compress ", name, " with ", mode, ": compressors make the whole "
+          "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two away");
+    check(o.precision.grad_dtype == DType::f32, "--compress ", name, " compresses float32 gradients: add --grad-dtype fp32");
+    check(c.kind == Compression::bf16 || o.precision.dtype != DType::f16, "--compress ", name, " adds the errors of a step to the "
+          "gradients of the next, which --dtype fp16 may have scaled otherwise, or made infinite: use --dtype bf16 or --compress bf16");
 }
 
 void check_options(const TrainOptions& o) {
@@ -259,6 +276,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
     options.data_parallel.naive = precision.dp_mode == "naive";
     check_options(options);
     choose_precision(options, precision);
+    choose_compression(options, precision.compress);
     for (const CLI::Option* option : app.get_options()) {
         const std::string flag = option->get_name();  // hidden ones have none
         if (!flag.empty() && !kNotSaved.count(flag)) options.identity[flag] = value_of(*option);

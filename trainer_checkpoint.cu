@@ -6,9 +6,11 @@
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
 //     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces, "m.model.norm.weight@4096"
 //                                             from element 4096 on
+//     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients
 //     state.json                              the rest
 //
 // Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
+// Only compression's errors belong to a number of ranks: with another one they begin as 0 again, and the run says so.
 #include "trainer.h"
 
 #include <nlohmann/json.hpp>
@@ -46,11 +48,12 @@ const std::string kHistories = "fp8.histories";
 
 // How many files hold the optimizer's states, and whether this rank writes one.
 int n_state_files(const Trainer& t) { return t.model.sharding.zero >= 1 ? t.world.size : 1; }
-std::string state_file(int i, int n) {
+std::string numbered_file(const char* what, int i, int n) {
     char name[64];
-    std::snprintf(name, sizeof name, n == 1 ? "optimizer.safetensors" : "optimizer-%05d-of-%05d.safetensors", i + 1, n);
+    std::snprintf(name, sizeof name, "%s-%05d-of-%05d.safetensors", what, i + 1, n);
     return name;
 }
+std::string state_file(int i, int n) { return n == 1 ? "optimizer.safetensors" : numbered_file("optimizer", i, n); }
 
 const char* stored_dtype(DType dtype) {
     switch (dtype) {
@@ -123,6 +126,33 @@ void write_states(const Trainer& t, const std::string& path) {
     write_safetensors(path, tensors);
 }
 
+void write_compression(const Trainer& t, const std::string& folder) {
+    std::vector<TensorToStore> tensors;
+    for (const auto& [name, tensor] : t.data_parallel.compression_states())
+        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [from = tensor](void* bytes) { copy_to_host(bytes, from); }});
+    if (!tensors.empty()) write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors);
+}
+void read_compression(const Trainer& t, const std::string& folder) {
+    const auto states = t.data_parallel.compression_states();
+    const std::string path = folder + "/" + numbered_file("compression", t.world.rank, t.world.size);
+    if (states.empty()) return;
+    // All ranks or none: one that began anew beside one that did not would have another Q.
+    bool all = true;
+    for (const auto& row : gather_numbers(t.world, {std::filesystem::exists(path)})) all = all && row[0];
+    if (!all) {
+        if (t.world.rank == 0)
+            std::printf("--compress: the checkpoint has no errors of %d ranks: they begin as 0\n", t.world.size);
+        return;
+    }
+    const SafetensorsReader saved(path);
+    for (const auto& [name, tensor] : states) {
+        const StoredTensor& stored = saved.at(name);
+        check(stored.dtype == stored_dtype(tensor.dtype) && stored.n() == tensor.n(), path, ": '", name, "' is ", stored.dtype, " of ",
+              stored.n(), " elements, expected ", stored_dtype(tensor.dtype), " of ", tensor.n());
+        copy_to_device(tensor, stored.data);
+    }
+}
+
 }  // namespace
 
 void save_checkpoint(Trainer& t, int64_t step) {
@@ -134,6 +164,7 @@ void save_checkpoint(Trainer& t, int64_t step) {
     save_model(t.model, folder);
     const int n_files = n_state_files(t);
     if (t.world.rank < n_files) write_states(t, folder + "/" + state_file(t.world.rank, n_files));
+    write_compression(t, folder);
     gather_numbers(t.world, {step});  // all have written
     if (!first) return;
     const nlohmann::ordered_json state = {
@@ -153,6 +184,7 @@ int64_t load_checkpoint(Trainer& t) {
     const SavedStates saved(folder);
     for (const PlacedState& state : placed_states(t)) saved.read(state.name, state.tensor, state.per, state.first);
     if (t.model.fp8_states) saved.read(kHistories, t.model.fp8_states, 1, 0);
+    read_compression(t, folder);
     try {
         const nlohmann::json state = nlohmann::json::parse(read_text_file(folder + "/state.json"));
         const nlohmann::json& scale = state.at("loss_scale");

@@ -24,6 +24,9 @@ DataParallel::DataParallel(Comm& comm, const DataParallelOptions& options) : com
     check(options.zero >= 0 && options.zero <= 3, "--zero ", options.zero, ": use 0, 1, 2 or 3");
     check(!options.naive || options.zero == 0, "--dp-mode naive keeps everything with rank 0: leave --zero away");
     check(options.bucket_mib > 0, "--bucket-mib ", options.bucket_mib, ": it must be more than 0");
+    check(options.compress.kind == Compression::none || (options.zero == 0 && !options.naive),
+          "--compress works on the whole sums of --dp-mode ddp without --zero: leave the others away");
+    compressor_ = make_compressor(comm, options.compress);
     cudaCheck(cudaStreamCreateWithFlags(&comm_stream_, cudaStreamNonBlocking));
     reached_ = make_event();
 }
@@ -49,6 +52,7 @@ void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, A
         for (size_t u = 0; u < p.units.size(); ++u) largest = std::max(largest, p.part(u).n);
         sum_rows_ = arena.take("sums of micro-batches", p.grads.dtype, {2 * largest});
     }
+    if (compressor_ && p.sharding.size > 1) compressor_->take_memory(p, arena);
     if (comm_.size > 1 && p.sharding.cuts_states()) staging_ = arena.take("staging", DType::f32, {1 << 18});
 }
 
@@ -142,8 +146,14 @@ void DataParallel::begin_grads(const FlatParameters& p, size_t u, cudaStream_t s
 
 void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
     const bool last = micro_batch_ + 1 == micro_batches_;
-    if (p.sharding.cuts_grads() || (last && p.sharding.cuts_states())) reduce_unit(p, u, stream);
-    else if (last) reduce_buckets(p, p.units[u].offset, u == 0, stream);
+    if (p.sharding.cuts_grads() || (last && p.sharding.cuts_states())) {
+        reduce_unit(p, u, stream);
+    } else if (last && compressor_) {
+        if (comm_.size == 1) return;
+        communicate(stream, [&] { compressor_->reduce(p, u, comm_stream_); });
+    } else if (last) {
+        reduce_buckets(p, p.units[u].offset, u == 0, stream);
+    }
 }
 
 // Buckets from the end of the array to its beginning, which is the order in which the backward fills it.
@@ -182,6 +192,11 @@ void DataParallel::add_up(Tensor tensor, cudaStream_t stream) { comm_.all_reduce
 
 // ---------------------------------------------------------------------------------------------------------------------
 // For checkpoints
+
+std::vector<std::pair<std::string, Tensor>> DataParallel::compression_states() const {
+    if (!compressor_ || comm_.size == 1) return {};
+    return compressor_->states();
+}
 
 std::vector<float> DataParallel::read(const FlatParameters& p, const Param& param) {
     const int64_t n = param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);

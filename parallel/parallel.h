@@ -23,6 +23,7 @@
 //     mesh.cu                   ranks as a grid of named axes
 //     shards.cu                 which rank holds which part of the parameters: plain data parallelism and ZeRO 1, 2, 3
 //     data_parallel.cu          when the parts are gathered and reduced
+//     compress.cu, power_sgd.cu gradients that travel in fewer bits
 //     ranks.cu                  starts the ranks, chooses the transport, ends the job when one of them fails
 //     trace.cu                  --trace: who sent what to whom when, as text, Perfetto trace and PNG
 //     transport.h, transport*.cu   how bytes travel: between threads, with MPI, with NCCL
@@ -280,6 +281,36 @@ struct FlatParameters {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// compress.cu, power_sgd.cu: gradients that travel in fewer bits, for ddp. Sums are in float32. Bytes that one of n ranks sends
+// for R x C gradients:
+//
+//     none        (n-1)/n of 2 x  4 R C
+//     bf16                    2 x  2 R C
+//     fp8                     2 x  (1 + 4/1024) R C       errors are kept and added to the next step's gradients
+//     1bit                    2 x  (1/8 + 4/1024) R C     the same
+//     powersgd                2 x  4 r (R + C)            the same; r = --compress-rank
+
+enum class Compression { none, bf16, fp8, power_sgd, one_bit };
+Compression compression_from_name(const std::string& name);  // "none", "bf16", "fp8", "powersgd", "1bit"
+
+struct CompressOptions {
+    Compression kind = Compression::none;
+    int64_t rank = 4;  // powersgd
+};
+
+class Compressor {
+  public:
+    virtual ~Compressor() = default;
+    // For p.sharding.size ranks. Once the arena is reserved: the errors begin as 0.
+    virtual void take_memory(const FlatParameters& p, Arena& arena) = 0;
+    // The unit's gradients (f32) = the sum over the ranks of what they sent: the same bits everywhere.
+    virtual void reduce(const FlatParameters& p, size_t unit, cudaStream_t stream) = 0;
+    // What the next step needs from this one, by name; different on every rank.
+    virtual std::vector<std::pair<std::string, Tensor>> states() const = 0;
+};
+std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& options);  // none: nullptr
+
+// ---------------------------------------------------------------------------------------------------------------------
 // data_parallel.cu: every rank has a part of the batch; their gradients are added.
 //
 //     ddp     the gradients are summed in buckets, last layers first, on a stream of their own while the backward goes on
@@ -297,6 +328,7 @@ struct DataParallelOptions {
     bool naive = false;
     int zero = 0;
     double bucket_mib = 25;  // ddp
+    CompressOptions compress;  // ddp: a unit at a time, instead of buckets
 };
 
 // Seconds of a step: in collectives, and those of them that the computing stream spent waiting.
@@ -337,6 +369,8 @@ class DataParallel {
 
     // The most precise values of a parameter, on rank 0, without padding. Collective if they are cut.
     std::vector<float> read(const FlatParameters& p, const Param& param);
+    // What --compress keeps on this rank between steps; empty without, and where there is one rank only.
+    std::vector<std::pair<std::string, Tensor>> compression_states() const;
 
   private:
     void fetch(const FlatParameters& p, size_t unit, cudaStream_t stream);
@@ -358,6 +392,7 @@ class DataParallel {
 
     Comm& comm_;
     const DataParallelOptions options_;
+    std::unique_ptr<Compressor> compressor_;     // nullptr without --compress
     cudaStream_t comm_stream_ = nullptr;
     cudaEvent_t reached_ = nullptr;              // a point of a stream that the other one waits for
     Stopwatch busy_, waiting_;                   // of comm_stream_ with collectives; of the computing stream for them
