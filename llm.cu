@@ -231,7 +231,7 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     model.values.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
     model.n = place_parameters(model, true);
     model.cut(sharding, config.tied);
-    model.take(precision.dtype, precision.grad_dtype, precision.master, values, grads, masters);
+    model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer, values, grads, masters);
     place_parameters(model, false);
     if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.rope_D()});
     take_fp8(model, values);

@@ -137,9 +137,9 @@ StepCost step_cost(Trainer& t, double state_bytes) {
             cost.fp8_flops += tokens * L * 6 * static_cast<double>(inputs * outputs);
     }
     // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for their
-    // norm, and read by the optimizer, which reads and writes what it updates and its states.
+    // norm, and read by the optimizer, which reads and writes what it updates and its states: here, or on the host.
     cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) + 3 * n * grad_bytes +
-                 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes);
+                 (t.model.sharding.host_updates() ? 0 : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
     return cost;
 }
 
@@ -229,14 +229,21 @@ void print_memory(Memory& memory) {
     const auto line = [](const char* indent, const std::string& what, size_t bytes) {
         std::printf("  %s%-28s %10s\n", indent, what.c_str(), human_bytes(static_cast<double>(bytes)).c_str());
     };
-    for (const Arena* arena : memory.all()) {
-        if (arena->bytes() == 0) continue;
-        line("", arena->name(), arena->bytes());
-        for (const auto& [what, bytes] : arena->table())
-            if (bytes < arena->bytes() && bytes >= total / 100) line("  ", what, bytes);  // smaller ones are in the sum
-    }
+    const auto arenas = [&](bool on_device) {
+        for (const Arena* arena : memory.all()) {
+            if (arena->bytes() == 0 || (arena->kind() == MemoryKind::device) != on_device) continue;
+            line("", arena->name(), arena->bytes());
+            for (const auto& [what, bytes] : arena->table())
+                if (bytes < arena->bytes() && bytes >= total / 100) line("  ", what, bytes);  // smaller ones are in the sum
+        }
+    };
+    arenas(true);
     if (device().blas_workspace_bytes > 0) line("", "cuBLASLt's workspace", device().blas_workspace_bytes);
     line("", "total", total);
+    if (memory.host_bytes() == 0) return;
+    std::printf("memory of the host\n");
+    arenas(false);
+    line("", "total", memory.host_bytes());
 }
 
 namespace {
@@ -271,34 +278,51 @@ void print_plan(Trainer& t) {
     // Bytes for each element of the flat arrays. With --params that is all there is to tell: the rest depends on the shape.
     const double weights = n * static_cast<double>(dtype_bytes(o.precision.dtype)),
                  grads = n * static_cast<double>(dtype_bytes(o.precision.grad_dtype));
-    std::vector<std::pair<std::string, double>> rows = {{"weights", weights}, {"gradients", grads}};
+    std::vector<std::pair<std::string, double>> rows, host_rows;
+    const bool states_here = t.memory.optimizer.kind() == MemoryKind::device, weights_here = o.offload != Offload::params;
+    auto &value_rows = weights_here ? rows : host_rows, &state_rows = states_here ? rows : host_rows;
+    value_rows.push_back({"weights", weights});
+    rows.push_back({"gradients", grads});
     if (o.precision.fp8 != Fp8Recipe::none) rows.push_back({"fp8 weights, both ways", table_bytes(t.memory.weights, "fp8 weights")});
-    if (o.precision.master) rows.push_back({"master weights", 4 * n});
+    if (o.precision.master) state_rows.push_back({"master weights", 4 * n});
     double optimizer_bytes = 0;  // of this rank
-    for (const auto& [kind, bytes] : optimizer_states(t)) rows.push_back({"optimizer " + kind, bytes * n / updated_n}), optimizer_bytes += bytes;
-    double per_parameter = 0;
+    for (const auto& [kind, bytes] : optimizer_states(t)) state_rows.push_back({"optimizer " + kind, bytes * n / updated_n}), optimizer_bytes += bytes;
+    double all_bytes = 0;
+    for (const auto& table : {rows, host_rows})
+        for (const auto& row : table) all_bytes += row.second;
+    for (const auto& [what, bytes] : t.memory.transit.table()) host_rows.push_back({what + " in transit", static_cast<double>(bytes)});
+    const auto print_rows = [&](const std::vector<std::pair<std::string, double>>& table) {
+        double sum = 0;
+        for (const auto& [name, bytes] : table) {
+            sum += bytes / n;
+            std::printf("  %-24s %18.2f %s\n", name.c_str(), bytes / n, size_text(o.plan_parameters > 0 ? bytes / n * psi : bytes).c_str());
+        }
+        std::printf("  %-24s %18.2f %s\n", "sum", sum, size_text(sum * (o.plan_parameters > 0 ? psi : n)).c_str());
+    };
     std::printf("states                      bytes a parameter        in all\n");
-    for (const auto& [name, bytes] : rows) {
-        per_parameter += bytes / n;
-        std::printf("  %-24s %18.2f %s\n", name.c_str(), bytes / n, size_text(o.plan_parameters > 0 ? bytes / n * psi : bytes).c_str());
+    print_rows(rows);
+    if (!host_rows.empty()) {
+        std::printf("on the host\n");
+        print_rows(host_rows);
     }
-    std::printf("  %-24s %18.2f %s\n", "sum", per_parameter, size_text(per_parameter * (o.plan_parameters > 0 ? psi : n)).c_str());
-    if (rank_count(o.ranks) > 1) print_stages(t, psi, weights / n, grads / n, per_parameter);
+    if (rank_count(o.ranks) > 1) print_stages(t, psi, weights / n, grads / n, all_bytes / n);
     if (o.plan_parameters > 0) return;
 
     print_activations(t);
     std::printf("%-26s           bytes\n", rank_count(o.ranks) > 1 ? "in all, on rank 0" : "in all");
     const size_t total = t.memory.bytes();
-    size_t states = t.model.values.bytes() + t.model.grads.bytes() + t.model.masters.bytes() + static_cast<size_t>(optimizer_bytes);
+    size_t states = t.model.grads.bytes() + (weights_here ? t.model.values.bytes() : 0);  // on the device
+    if (states_here) states += t.model.masters.bytes() + static_cast<size_t>(optimizer_bytes);
     if (o.precision.fp8 != Fp8Recipe::none) states += static_cast<size_t>(table_bytes(t.memory.weights, "fp8 weights"));
     for (const auto& rooms : {t.model.value_rooms, t.model.grad_rooms})
         for (const Tensor& room : rooms) states += room.bytes();
     const size_t activations = t.memory.activations.bytes(), sampling = t.memory.sampling.bytes();
-    const std::pair<const char*, size_t> parts[] = {{"states", states},
-                                                    {"activations and scratch", activations},
-                                                    {"sampling", sampling},
-                                                    {"tables, cuBLASLt workspace", total - states - activations - sampling},
-                                                    {"total", total}};
+    std::vector<std::pair<const char*, size_t>> parts = {{"states", states},
+                                                         {"activations and scratch", activations},
+                                                         {"sampling", sampling},
+                                                         {"tables, cuBLASLt workspace", total - states - activations - sampling},
+                                                         {"total", total}};
+    if (t.memory.host_bytes() > 0) parts.push_back({"on the host", t.memory.host_bytes()});
     for (const auto& [name, bytes] : parts)
         std::printf("  %-26s %13zu %s\n", name, bytes, size_text(static_cast<double>(bytes)).c_str());
 
@@ -319,6 +343,6 @@ void print_plan(Trainer& t) {
                 human_seconds(move).c_str(), human_seconds(least).c_str(), human_seconds(most).c_str(),
                 human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
     if (static_cast<double>(total) > spec.bytes)
-        std::printf("  it does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none or another --optimizer\n",
+        std::printf("  it does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none, another --optimizer, or --offload\n",
                     spec.name, human_bytes(spec.bytes).c_str());
 }

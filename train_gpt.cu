@@ -9,7 +9,8 @@
 //   for each micro-batch:  forward, scaled loss, backward      in --dtype; gradients add up
 //   norm of all gradients, unscale, check, clip                on the device
 //   AdamW, or another optimizer, on the float32 weights        and in the same pass the 16-bit copy for the next forward;
-//                                                              with fp8 this copy is quantised
+//                                                              with fp8 this copy is quantised. With --offload on the
+//                                                              host, and without clipping already during the backward
 //   read loss and norm back, log                               a norm that is inf: nothing was updated, lower the scale
 #include "trainer.h"
 
@@ -91,6 +92,7 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
         data.documents(first + b, t.host_documents + 2 * b * o.seq, t.host_positions + b * o.seq);
 
     const float loss_scale = static_cast<float>(t.scaler.scale);
+    if (t.offload) t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale, static_cast<uint64_t>(o.seed));
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
         upload_micro_batch(t, t.acts, micro * t.micro_batch, stream);
@@ -112,8 +114,9 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     ranks.add_up(t.totals, stream);
     clip_scale(t.norm_result, t.totals.slice(0, n_units), static_cast<float>(o.clip), 1.0f / loss_scale, stream);
     for (size_t u = 0; u < model.units.size(); ++u) {
-        t.optimizers[u]->step(model.updated_weights(u, static_cast<uint64_t>(o.seed)), model.updated_grads(u), t.norm_result,
-                              learning_rate(o.schedule, step), t.updates + 1, stream);
+        if (t.offload) t.offload->update(u, t.norm_result, stream);
+        else t.optimizers[u]->step(model.updated_weights(u, static_cast<uint64_t>(o.seed)), model.updated_grads(u), t.norm_result,
+                                   learning_rate(o.schedule, step), t.updates + 1, stream);
         ranks.share_update(model, u, stream);
     }
     quantise_weights(model, stream);
@@ -125,8 +128,9 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     cudaCheck(cudaStreamSynchronize(stream));
     const double loss = (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) / n_step, norm = t.host_totals[0];
     const bool overflow = !std::isfinite(norm);
+    const bool unchanged = !model.sharding.host_updates() || o.updates_after_norm();
     check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss, " and the gradient norm ", norm,
-          "; the weights are unchanged by this step. Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
+          unchanged ? "; the weights are unchanged by this step" : "", ". Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
           "checkpoint in ", o.out, " is good");
     t.scaler.update(overflow);
     if (!overflow) ++t.updates;
@@ -312,6 +316,7 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     const DataParallelOptions& d = t.options.data_parallel;
     things.push_back({"--zero", std::to_string(d.zero)});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
+    things.push_back({"--offload", concat(static_cast<int>(t.options.offload))});
     things.push_back({"--bucket-mib", std::to_string(d.bucket_mib)});
     things.push_back({"--all-reduce", t.options.ranks.all_reduce});
     things.push_back({"--resume", t.options.resume ? "given" : "absent"});
@@ -411,6 +416,9 @@ void run_rank(const TrainOptions& given, Comm& world) {
     const size_t taken = free_before - free_device_bytes() + device().blas_workspace_bytes;
     std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n", human_bytes(static_cast<double>(taken)).c_str(),
                 taken, t.memory.bytes());
+    if (t.offload)
+        std::printf("         %s on the host (%zu bytes)\n", human_bytes(static_cast<double>(t.memory.host_bytes())).c_str(),
+                    t.memory.host_bytes());
     std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
                 human_seconds(seconds_now() - start).c_str(), o.out.c_str(), o.out.c_str());
 }

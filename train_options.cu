@@ -17,7 +17,7 @@ namespace {
 // Options that belong to one call of the program and not to the run.
 const std::set<std::string> kNotSaved = {"--help", "--out", "--resume", "--stop-after", "--plan", "--device-spec", "--params",
                                          "--inject-overflow", "--ranks", "--comm", "--all-reduce", "--comm-timeout",
-                                         "--ranks-per-node", "--trace", "--dp-mode", "--zero", "--bucket-mib"};
+                                         "--ranks-per-node", "--trace", "--dp-mode", "--zero", "--bucket-mib", "--offload"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 const std::set<std::string> kMayChange = {"--val-every", "--sample", "--keep", "--save-every", "--temperature", "--micro-batch",
                                           "--recompute", "--attention"};
@@ -43,7 +43,8 @@ struct GivenHyperparameters {
 // Flags that only make sense together with others.
 struct GivenPrecision {
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed", dp_mode = "ddp",
-                attention = "auto", compress = "none";
+                attention = "auto", compress = "none",
+                offload = "none";
 };
 
 void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, GivenPrecision& precision) {
@@ -72,6 +73,9 @@ void add_options(CLI::App& app, TrainOptions& o, GivenHyperparameters& given, Gi
     app.add_option("--attention", precision.attention, "units that compute attention: cores (fp32), mma, hopper (sm_90a), or auto")
         ->group("Precision");
     app.add_option("--recompute", precision.recompute, "activations to compute again in the backward: none, full, selective, or every N-th block kept")
+        ->group("Memory");
+    app.add_option("--offload", precision.offload, "keep on the host: optimizer (states and masters, updated there; during the backward with "
+                   "--clip 0, otherwise after it, when the norm is known), params (also the weights; needs --zero 3), unified (pages that move)")
         ->group("Memory");
     app.add_flag("--plan", o.plan, "print where the bytes, FLOPs and seconds of this run go, and end")->group("Memory");
     app.add_option("--device-spec", o.device_spec, "the plan's device: h200, h100, a100, 4090, or this one")->group("Memory");
@@ -210,6 +214,17 @@ void check_options(const TrainOptions& o) {
     check_schedule(o.schedule);
 }
 
+void check_offload(const TrainOptions& o) {
+    if (o.offload != Offload::optimizer && o.offload != Offload::params) return;
+    const char* name = o.offload == Offload::params ? "params" : "optimizer";
+    check(o.offload != Offload::params || o.data_parallel.zero == 3, "--offload params needs --zero 3, which fetches a unit's weights "
+          "before each use, also on one rank; with --zero ", o.data_parallel.zero, " use --offload optimizer");
+    check(has_host_optimizer(o.optimizer), "--offload ", name, " with --optimizer ", o.optimizer,
+          ": the host updates by adamw and adam; use one of them, or --offload unified");
+    check(o.precision.master || o.precision.dtype == DType::f32, "--offload ", name,
+          " with --master none: the host updates float32 weights; leave --master away, or use --offload unified");
+}
+
 // The options of the checkpoint stand in for those that were not given; one that was given must say the same.
 void adopt_saved_options(CLI::App& app, const std::string& out) {
     const auto checkpoint = latest_checkpoint(out);
@@ -274,9 +289,11 @@ TrainOptions parse_train_options(int argc, char** argv) {
     if (options.schedule.warmup == -1) options.schedule.warmup = options.steps / 20;
     check(precision.dp_mode == "ddp" || precision.dp_mode == "naive", "--dp-mode ", precision.dp_mode, ": use ddp or naive");
     options.data_parallel.naive = precision.dp_mode == "naive";
+    options.offload = offload_from_name(precision.offload);
     check_options(options);
     choose_precision(options, precision);
     choose_compression(options, precision.compress);
+    check_offload(options);
     for (const CLI::Option* option : app.get_options()) {
         const std::string flag = option->get_name();  // hidden ones have none
         if (!flag.empty() && !kNotSaved.count(flag)) options.identity[flag] = value_of(*option);

@@ -19,6 +19,7 @@ struct TrainOptions {
     Recompute recompute;
     RankOptions ranks;
     DataParallelOptions data_parallel;
+    Offload offload = Offload::none;
     bool plan = false;               // print the plan, and end
     std::string device_spec = "this";
     double plan_parameters = 0;      // --params: the plan's states for this many parameters; 0: the model's
@@ -27,6 +28,9 @@ struct TrainOptions {
     double temperature = 0.8, val_fraction = 0.1;
     bool mask_documents = false;
     bool resume = false;
+
+    // Must an update wait for the norm of all gradients? To clip by it, or because float16 may have overflowed.
+    bool updates_after_norm() const { return clip > 0 || precision.dtype == DType::f16; }
 
     // What decides the loss curve, as flag -> value: kept in checkpoints, so that a resumed run is the same run.
     std::map<std::string, std::string> identity;

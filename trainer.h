@@ -6,12 +6,16 @@
 #include "optim/optim.h"
 #include "train_options.h"
 
-// Everything on the device comes from here. It is counted first, printed, and then taken.
+// Everything on the device comes from here, and what --offload keeps on the host. It is counted first, printed, and then taken.
 struct Memory {
-    Arena weights{"weights"}, masters{"master weights"}, grads{"gradients"}, optimizer{"optimizer states"},
-        activations{"activations"}, communication{"communication"}, sampling{"sampling"};
-    std::vector<Arena*> all() { return {&weights, &masters, &grads, &optimizer, &activations, &communication, &sampling}; }
-    size_t bytes();  // of all, and cuBLASLt's workspace
+    explicit Memory(Offload offload);
+    Arena weights, masters, grads, optimizer, activations, communication, sampling;
+    Arena transit;  // pinned: what is on its way between host and device
+    std::vector<Arena*> all() {
+        return {&weights, &masters, &grads, &optimizer, &activations, &communication, &sampling, &transit};
+    }
+    size_t bytes();       // on the device, with cuBLASLt's workspace
+    size_t host_bytes();  // pinned, and pages that move
 };
 
 struct Trainer {
@@ -24,6 +28,7 @@ struct Trainer {
     Model model;
     Activations acts, sample_acts;
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
+    std::unique_ptr<OffloadedUpdate> offload;            // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
     int64_t updates = 0;                // steps of the optimizer; steps of the run that overflowed are not among them
     // What the ranks add up in a step, each number as a pair of floats {high, low}: the squares of each unit's gradients, the

@@ -11,12 +11,21 @@ bool separate_allocations() {
     static const bool on = std::getenv("ARENA_SEPARATE") || std::getenv("CUDA_CPU_STRICT");
     return on;
 }
+cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
+    switch (kind) {
+        case MemoryKind::pinned: return cudaMallocHost(pointer, bytes);
+        case MemoryKind::managed: return cudaMallocManaged(pointer, bytes);
+        default: return cudaMalloc(pointer, bytes);
+    }
+}
+cudaError_t free_memory(void* pointer, MemoryKind kind) { return kind == MemoryKind::pinned ? cudaFreeHost(pointer) : cudaFree(pointer); }
+
 }  // namespace
 
 Arena::~Arena() {
     // Errors are of no use in a destructor: the process is ending or another error is on its way.
-    for (auto& [offset, allocation] : separate_) cudaFree(allocation.first);
-    cudaFree(base_);
+    for (auto& [offset, allocation] : separate_) free_memory(allocation.first, kind_);
+    free_memory(base_, kind_);
 }
 
 Tensor Arena::take(const std::string& what, DType dtype, std::initializer_list<int64_t> dims) {
@@ -40,8 +49,8 @@ Tensor Arena::take(const std::string& what, DType dtype, std::initializer_list<i
     }
     auto& [pointer, pointer_bytes] = separate_[offset];
     if (pointer_bytes != tensor.bytes()) {
-        if (pointer) cudaCheck(cudaFree(pointer));
-        cudaCheck(cudaMalloc(&pointer, tensor.bytes()));
+        if (pointer) cudaCheck(free_memory(pointer, kind_));
+        cudaCheck(allocate(&pointer, tensor.bytes(), kind_));
         pointer_bytes = tensor.bytes();
     }
     tensor.data = pointer;
@@ -51,7 +60,11 @@ Tensor Arena::take(const std::string& what, DType dtype, std::initializer_list<i
 void Arena::reserve() {
     check(!reserved_, "arena '", name_, "' is already reserved");
     capacity_bytes_ = high_bytes_;
-    if (capacity_bytes_ > 0 && !separate_allocations()) cudaCheck(cudaMalloc(&base_, capacity_bytes_));
+    if (capacity_bytes_ > 0 && !separate_allocations()) {
+        void* base = nullptr;
+        cudaCheck(allocate(&base, capacity_bytes_, kind_));
+        base_ = static_cast<char*>(base);
+    }
     used_bytes_ = 0;
     reserved_ = true;
 }

@@ -152,14 +152,15 @@ void expect(const char* operation, const char* argument, const Tensor& tensor, D
 // True if data is a multiple of `bytes` (16 for the 128-bit loads of the fast kernels).
 bool is_aligned(const void* data, size_t bytes);
 
-// Host <-> device copies of whole tensors, for initialisation, checkpoints and tests: they wait for completion.
+// Copies of whole tensors to and from ordinary host memory, for initialisation, checkpoints and tests: they wait for completion.
+// The tensor is wherever its arena is.
 void copy_to_device(const Tensor& tensor, const void* host);
 void copy_to_host(void* host, const Tensor& tensor);
 std::vector<float> to_floats(const Tensor& tensor);                       // any float dtype, converted
 void from_floats(const Tensor& tensor, const std::vector<float>& values);  // rounded to the tensor's dtype
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Arena: device memory taken once, before the first step, and handed out in order.
+// Arena: memory taken once, before the first step, and handed out in order.
 //
 // The same code runs twice: once over a counting arena (reserve() not yet called: tensors come back with data == nullptr
 // and only the bytes are counted), then for real. So nothing calls cudaMalloc during training, and the memory plan that is
@@ -168,9 +169,13 @@ void from_floats(const Tensor& tensor, const std::vector<float>& values);  // ro
 // ARENA_SEPARATE=1 in the environment gives each tensor an allocation of its own, so that compute-sanitizer and the CPU
 // device's guard pages (strict mode switches this on) see where each one ends.
 
+// Where an arena's memory is: on the device; in host memory whose pages stay in place, so that copies can run beside the
+// kernels; or in pages that move to whoever touches them (cudaMallocManaged).
+enum class MemoryKind : uint8_t { device, pinned, managed };
+
 class Arena {
   public:
-    explicit Arena(std::string name) : name_(std::move(name)) {}
+    explicit Arena(std::string name, MemoryKind kind = MemoryKind::device) : name_(std::move(name)), kind_(kind) {}
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -183,6 +188,7 @@ class Arena {
 
     size_t bytes() const { return reserved_ ? capacity_bytes_ : used_bytes_; }
     const std::string& name() const { return name_; }
+    MemoryKind kind() const { return kind_; }
     // Bytes by the name given to take(), in the order of first use: the rows of the memory plan.
     const std::vector<std::pair<std::string, size_t>>& table() const { return table_; }
 
@@ -192,6 +198,7 @@ class Arena {
 
   private:
     std::string name_;
+    MemoryKind kind_;
     char* base_ = nullptr;
     size_t used_bytes_ = 0, high_bytes_ = 0, capacity_bytes_ = 0;
     bool reserved_ = false;

@@ -90,13 +90,13 @@ bool is_aligned(const void* data, size_t bytes) { return reinterpret_cast<uintpt
 
 void copy_to_device(const Tensor& tensor, const void* host) {
     if (tensor.n() == 0) return;
-    cudaCheck(cudaMemcpyAsync(tensor.data, host, tensor.bytes(), cudaMemcpyHostToDevice, device().stream));
+    cudaCheck(cudaMemcpyAsync(tensor.data, host, tensor.bytes(), cudaMemcpyDefault, device().stream));
     cudaCheck(cudaStreamSynchronize(device().stream));
 }
 
 void copy_to_host(void* host, const Tensor& tensor) {
     if (tensor.n() == 0) return;
-    cudaCheck(cudaMemcpyAsync(host, tensor.data, tensor.bytes(), cudaMemcpyDeviceToHost, device().stream));
+    cudaCheck(cudaMemcpyAsync(host, tensor.data, tensor.bytes(), cudaMemcpyDefault, device().stream));
     cudaCheck(cudaStreamSynchronize(device().stream));
 }
 

@@ -66,9 +66,11 @@ struct DeviceState {
     }
 };
 
+enum class MemoryKind { device, pinned_host, managed };
+
 struct Allocation {
     size_t bytes;
-    bool pinned_host;
+    MemoryKind kind;
     int device;
 };
 
@@ -237,7 +239,12 @@ const Allocation* find(const void* pointer, size_t bytes) {
 bool is_device_memory(const void* pointer, size_t bytes) {
     const std::lock_guard lock(mutex);
     const Allocation* allocation = find(pointer, bytes);
-    return allocation && !allocation->pinned_host;
+    return allocation && allocation->kind != MemoryKind::pinned_host;
+}
+bool is_managed(const void* pointer, size_t bytes) {
+    const std::lock_guard lock(mutex);
+    const Allocation* allocation = find(pointer, bytes);
+    return allocation && allocation->kind == MemoryKind::managed;
 }
 bool is_known(const void* pointer, size_t bytes) {
     const std::lock_guard lock(mutex);
@@ -255,7 +262,7 @@ size_t available_bytes() {
     return uint64_t{fallback.freeram} * fallback.mem_unit;
 }
 
-cudaError_t allocate(void** pointer, size_t bytes, bool pinned_host) {
+cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
     if (!pointer) return remember(cudaErrorInvalidValue);
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
@@ -263,7 +270,8 @@ cudaError_t allocate(void** pointer, size_t bytes, bool pinned_host) {
     if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
     void* memory = nullptr;
     if (strict) {
-        memory = guarded_allocate(bytes, pinned_host ? "pinned host memory" : "device memory");
+        memory = guarded_allocate(bytes, kind == MemoryKind::pinned_host ? "pinned host memory" :
+                                         kind == MemoryKind::managed     ? "managed memory" : "device memory");
     } else {
         const size_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : 256;
         memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
@@ -271,7 +279,7 @@ cudaError_t allocate(void** pointer, size_t bytes, bool pinned_host) {
     }
     if (!memory) return remember(cudaErrorMemoryAllocation);
     const std::lock_guard lock(mutex);
-    allocations[reinterpret_cast<uintptr_t>(memory)] = {bytes, pinned_host, current_device};
+    allocations[reinterpret_cast<uintptr_t>(memory)] = {bytes, kind, current_device};
     *pointer = memory;
     return cudaSuccess;
 }
@@ -282,7 +290,7 @@ cudaError_t release(void* pointer, bool pinned_host) {
     {
         const std::lock_guard lock(mutex);
         const auto at = allocations.find(reinterpret_cast<uintptr_t>(pointer));
-        if (at == allocations.end() || at->second.pinned_host != pinned_host) return remember(cudaErrorInvalidValue);
+        if (at == allocations.end() || (at->second.kind == MemoryKind::pinned_host) != pinned_host) return remember(cudaErrorInvalidValue);
         device = at->second.device;
     }
     if (strict) wait_for_device(device);  // cudaFree waits for the device
@@ -297,6 +305,7 @@ cudaError_t release(void* pointer, bool pinned_host) {
 
 bool valmark_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     if (!to || !from) return false;
+    if (kind == cudaMemcpyDefault) return is_known(to, bytes) || is_known(from, bytes);  // ordinary memory on one side only
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     return (!to_device || is_device_memory(to, bytes)) && (!from_device || is_device_memory(from, bytes));
@@ -407,6 +416,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
             break;
         case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
         case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
+        case cudaDevAttrConcurrentManagedAccess: *value = 1; break;
         default: return remember(cudaErrorInvalidValue);
     }
     return cudaSuccess;
@@ -419,11 +429,20 @@ cudaError_t cudaDeviceReset() { return cudaDeviceSynchronize(); }
 cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 
-cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, false); }
+cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, MemoryKind::device); }
 cudaError_t cudaFree(void* pointer) { return release(pointer, false); }
-cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, true); }
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, true); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, MemoryKind::pinned_host); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, MemoryKind::pinned_host); }
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true); }
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, MemoryKind::managed); }
+cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation, unsigned, cudaStream_t stream) {
+    if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
+    enqueue(stream, [] {});
+    return cudaSuccess;
+}
+cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise, cudaMemLocation) {
+    return is_managed(pointer, bytes) ? cudaSuccess : remember(cudaErrorInvalidValue);
+}
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};
     sysinfo(&info);
@@ -434,7 +453,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     size_t allocated = 0;
     const std::lock_guard lock(mutex);
     for (const auto& [address, allocation] : allocations)
-        if (!allocation.pinned_host && allocation.device == current_device) allocated += allocation.bytes;
+        if (allocation.kind == MemoryKind::device && allocation.device == current_device) allocated += allocation.bytes;
     *free_bytes = at_start > allocated ? at_start - allocated : 0;
     return cudaSuccess;
 }
@@ -461,7 +480,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 }
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream) {
     if (bytes == 0) return cudaSuccess;
-    if (!is_device_memory(pointer, bytes)) return remember(cudaErrorInvalidValue);
+    if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
     enqueue(stream, [=] { std::memset(pointer, value, bytes); });
     return cudaSuccess;
 }

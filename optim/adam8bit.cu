@@ -1,6 +1,6 @@
 // 8-bit Adam: AdamW whose two states take a byte each.                       (Dettmers et al. 2022, arXiv:2110.02861)
 //
-//   m, v from their codes     m = table_m[code] * scale_m                optim/adam.cuh does the rest in f32
+//   m, v from their codes     m = table_m[code] * scale_m                optim/adam.h does the rest in f32
 //   m, v back to codes        scale_m = max |m| of the block;  code = place of the number nearest to m / scale_m
 //
 // Blockwise: 256 neighbouring elements share a scale, so that one outlier spoils 255 others and not millions.
@@ -15,7 +15,8 @@
 //
 // One deviation from the paper: a v above 0 never becomes 0, but the table's smallest number. m would be divided by eps
 // alone if the next gradient of this weight were 0, and the weight thrown far away.
-#include "optim/adam.cuh"
+#include "optim/adam.h"
+#include "optim/elementwise.cuh"
 
 #include <algorithm>
 

@@ -17,9 +17,10 @@
 //
 // Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
 // k and v are three, also where they are one parameter (GPT-2's c_attn, whose rows they share by thirds). Embeddings
-// and head, whose rows are tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (adam.cuh).
+// and head, whose rows are tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (adam.h).
 #include "layers/layers.h"
-#include "optim/adam.cuh"
+#include "optim/adam.h"
+#include "optim/elementwise.cuh"
 
 #include <algorithm>
 #include <cctype>

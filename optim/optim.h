@@ -167,6 +167,13 @@ class Optimizer {
 // and construct it again. n: elements of the flat arrays. An unknown name is an Error that lists the names.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
                                           int64_t n, const OptimizerOptions& options, bool own_scratch = true);
+// adam_host.cu: adam and adamw on the host's cores, for states that do not fit on the device (--offload). The same updates, bit
+// for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and step() puts the update on
+// the stream, as a host function that reads them when the stream gets there; only one at a time may be under way. The copy may
+// also be missing beside f32 values. Another name is an Error.
+std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params, int64_t n,
+                                               const OptimizerOptions& options);
+bool has_host_optimizer(const std::string& name);
 // Where a parameter may be cut between ranks: at multiples of so many elements. 0: nowhere, its update needs all of it.
 int64_t optimizer_granularity(const std::string& name);
 std::vector<std::string> optimizer_names();

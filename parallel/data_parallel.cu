@@ -105,7 +105,16 @@ void DataParallel::fetch(const FlatParameters& p, size_t u, cudaStream_t stream)
     int64_t& in_room = in_room_[static_cast<size_t>(unit.room)];
     if (in_room == static_cast<int64_t>(u)) return;
     in_room = static_cast<int64_t>(u);
-    communicate(stream, [&] { comm_.all_gather(p.unit_values(u), p.part_of_values(u), unit.cuts, comm_stream_); });
+    const Tensor whole = p.unit_values(u);
+    Tensor mine = p.part_of_values(u);
+    communicate(stream, [&] {
+        if (p.sharding.offload == Offload::params) {  // from the host to its place
+            const Tensor place = whole.slice(p.part(u).first, p.part(u).n);
+            cudaCheck(cudaMemcpyAsync(place.data, mine.data, mine.bytes(), cudaMemcpyHostToDevice, comm_stream_));
+            mine = place;
+        }
+        comm_.all_gather(whole, mine, unit.cuts, comm_stream_);
+    });
     cudaCheck(cudaEventRecord(gathered_[u], comm_stream_));
 }
 
@@ -134,6 +143,7 @@ void DataParallel::share_update(const FlatParameters& p, size_t u, cudaStream_t 
 void DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream) {
     micro_batch_ = micro_batch;
     bucket_end_ = p.n;
+    not_final_ = p.units.size();
     if (micro_batch == 0 && !p.sharding.cuts_grads()) cudaCheck(cudaMemsetAsync(p.grads.data, 0, p.grads.bytes(), stream));
 }
 
@@ -148,11 +158,20 @@ void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t str
     const bool last = micro_batch_ + 1 == micro_batches_;
     if (p.sharding.cuts_grads() || (last && p.sharding.cuts_states())) {
         reduce_unit(p, u, stream);
-    } else if (last && compressor_) {
-        if (comm_.size == 1) return;
+        if (last) announce(p, p.units[u].offset, comm_stream_);
+    } else if (last && compressor_ && comm_.size > 1) {
         communicate(stream, [&] { compressor_->reduce(p, u, comm_stream_); });
+        announce(p, p.units[u].offset, comm_stream_);
     } else if (last) {
         reduce_buckets(p, p.units[u].offset, u == 0, stream);
+    }
+}
+
+// All gradients from element `first` on are final, at the place where the stream is now.
+void DataParallel::announce(const FlatParameters& p, int64_t first, cudaStream_t stream) {
+    while (not_final_ > 0 && p.units[not_final_ - 1].offset >= first) {
+        --not_final_;
+        if (grads_are_final) grads_are_final(not_final_, stream);
     }
 }
 
@@ -160,12 +179,13 @@ void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t str
 void DataParallel::reduce_buckets(const FlatParameters& p, int64_t low, bool all, cudaStream_t stream) {
     const int64_t bucket_n = std::max<int64_t>(1, static_cast<int64_t>(options_.bucket_mib * 0x1p20) /
                                                       static_cast<int64_t>(dtype_bytes(p.grads.dtype)));
-    if (comm_.size == 1) return;
+    if (comm_.size == 1) return announce(p, low, stream);
     while (bucket_end_ - low >= bucket_n || (all && bucket_end_ > low)) {
         const int64_t first = std::max(low, bucket_end_ - bucket_n);
         communicate(stream, [&] { comm_.all_reduce(p.grads.slice(first, bucket_end_ - first), comm_stream_); });
         bucket_end_ = first;
     }
+    announce(p, bucket_end_, comm_stream_);
 }
 
 // Stage 1 (and naive): in place, in the flat array. Stages 2 and 3: from the room to this rank's part; from the second micro-batch
@@ -213,9 +233,12 @@ std::vector<float> DataParallel::read(const FlatParameters& p, const Param& para
         const int64_t first = std::max(begin, cuts[static_cast<size_t>(r)]), last = std::min(end, cuts[static_cast<size_t>(r) + 1]);
         for (int64_t low = first; low < last;) {
             const int64_t piece_n = std::min(last - low, comm_.size == 1 ? last - low : staging_.n());
-            Tensor piece = part;
-            if (comm_.rank == r) piece = part.slice(low - cuts[static_cast<size_t>(r)], piece_n);
-            else piece = make_tensor(staging_.data, part.dtype, {piece_n});
+            Tensor piece = make_tensor(staging_.data, part.dtype, {piece_n});  // messages lie on the device, the part perhaps not
+            if (comm_.rank == r) {
+                const Tensor mine = part.slice(low - cuts[static_cast<size_t>(r)], piece_n);
+                if (r == 0) piece = mine;
+                else cudaCheck(cudaMemcpyAsync(piece.data, mine.data, mine.bytes(), cudaMemcpyDefault, comm_stream_));
+            }
             if (comm_.rank == r && r != 0) comm_.send(piece, 0, comm_stream_);
             if (comm_.rank == 0 && r != 0) comm_.recv(piece, r, comm_stream_);
             cudaCheck(cudaStreamSynchronize(comm_stream_));

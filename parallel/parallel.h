@@ -24,6 +24,7 @@
 //     shards.cu                 which rank holds which part of the parameters: plain data parallelism and ZeRO 1, 2, 3
 //     data_parallel.cu          when the parts are gathered and reduced
 //     compress.cu, power_sgd.cu gradients that travel in fewer bits
+//     offload.cu                states, and parts of the weights, in the host's memory
 //     ranks.cu                  starts the ranks, chooses the transport, ends the job when one of them fails
 //     trace.cu                  --trace: who sent what to whom when, as text, Perfetto trace and PNG
 //     transport.h, transport*.cu   how bytes travel: between threads, with MPI, with NCCL
@@ -228,16 +229,22 @@ struct Unit {
     int room = 0;
 };
 
+// What lies in the host's memory (offload.cu).
+enum class Offload { none, optimizer, params, unified };
+Offload offload_from_name(const std::string& name);  // "none", "optimizer", "params", "unified"
+
 struct Sharding {
     int rank = 0, size = 1;
     int zero = 0;
     bool naive = false;
+    Offload offload = Offload::none;
     // Cuts lie at multiples of so many elements of a parameter (optimizer_granularity); 0: only between parameters.
     int64_t granularity = 1024;
 
     bool cuts_states() const { return zero >= 1 || naive; }
     bool cuts_grads() const { return zero >= 2; }
     bool cuts_values() const { return zero >= 3; }
+    bool host_updates() const { return offload == Offload::optimizer || offload == Offload::params; }
 };
 
 // The memory of the parameters on this rank.
@@ -248,12 +255,12 @@ struct FlatParameters {
     int64_t n = 0;              // elements of all units
     int64_t part_n = 0;         // of this rank's parts, packed
     // Flat arrays of all n elements with a place for each parameter; or, where the stage cuts them, of this rank's parts.
-    Tensor values, grads, masters;  // masters: f32, in mixed precision
+    Tensor values, grads, masters;  // masters: f32, in mixed precision, and where only the host's weights are updated
     std::vector<Tensor> value_rooms, grad_rooms;
 
     // Decides the cuts and the rooms, from params and units. tied: the embedding is in use until the head is.
     void cut(const Sharding& sharding, bool tied);
-    // Takes the memory.
+    // Takes the memory. The masters' arena is that of what lies on the host, if something does.
     void take(DType dtype, DType grad_dtype, bool with_masters, Arena& values, Arena& grads, Arena& masters);
 
     // A unit as the layers see it: in the flat array or in its room.
@@ -328,7 +335,7 @@ struct DataParallelOptions {
     bool naive = false;
     int zero = 0;
     double bucket_mib = 25;  // ddp
-    CompressOptions compress;  // ddp: a unit at a time, instead of buckets
+    CompressOptions compress = {};  // ddp: a unit at a time, instead of buckets
 };
 
 // Seconds of a step: in collectives, and those of them that the computing stream spent waiting.
@@ -361,6 +368,10 @@ class DataParallel {
     // After the update of this rank's part of a unit.
     void share_update(const FlatParameters& p, size_t unit, cudaStream_t stream);
 
+    // If set: called in each step, once for every unit, last ones first, when its gradients are final: when this stream has done
+    // what it has been given so far. (offload.cu)
+    std::function<void(size_t unit, cudaStream_t stream)> grads_are_final;
+
     // The norm's sums, the loss and the like: small tensors of f32, added up.
     void add_up(Tensor tensor, cudaStream_t stream);
     // Of what was done since start_clock(). Waits for the streams.
@@ -375,6 +386,7 @@ class DataParallel {
   private:
     void fetch(const FlatParameters& p, size_t unit, cudaStream_t stream);
     void reduce_buckets(const FlatParameters& p, int64_t low, bool all, cudaStream_t stream);
+    void announce(const FlatParameters& p, int64_t first, cudaStream_t stream);
     void reduce_unit(const FlatParameters& p, size_t unit, cudaStream_t stream);
     // A collective on comm_stream_, when `stream` has come here.
     template <class Call>
@@ -401,8 +413,62 @@ class DataParallel {
     std::vector<int64_t> in_room_;               // room -> unit whose weights it holds, or -1
     int64_t micro_batches_ = 1, micro_batch_ = 0;
     int64_t bucket_end_ = 0;                     // gradients from here on have been given to a bucket
+    size_t not_final_ = 0;                       // units 0 to here - 1 have gradients that are not final
     Tensor sum_rows_;                            // zero 2 and 3 with several micro-batches: (2, largest part)
     Tensor staging_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// offload.cu: the host has ten times the device's memory, behind a bus of a fiftieth of its bandwidth. What is used once a step
+// moves there.                                  (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840; Rajbhandari et al. 2021, arXiv:2104.07857)
+//
+//     --offload    on the device                          on the host                            updates     crosses the bus in a step
+//     none         weights, gradients, masters, m, v                                             device
+//     optimizer    weights, gradients                     masters, m, v (pinned)                 host        gradients, new weights
+//     params       rooms for units, gradients             the same, and the parts of the weights host        gradients, weights twice
+//     unified      weights, gradients                     masters, m, v (pages that move)        device      those, both ways
+//
+// Each rank does so with what it updates: its parts, where ZeRO cuts them; params needs ZeRO 3 (on one rank, too: then a unit
+// comes to the device for its forward and for its backward). A host update needs masters of its own: in float32 those are
+// host copies of the weights, from which the device's are written.
+
+class OffloadedUpdate {
+  public:
+    // optimizers: one a unit; on the host (make_host_optimizer), but for unified. norm_first: an update must wait for the norm of
+    // all gradients, because it clips, or because fp16 may have overflowed. Otherwise it begins as soon as its unit's are final.
+    OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers, bool norm_first);
+    ~OffloadedUpdate();
+    OffloadedUpdate(const OffloadedUpdate&) = delete;
+    OffloadedUpdate& operator=(const OffloadedUpdate&) = delete;
+
+    // Pinned memory for what crosses the bus; after p and the optimizers have theirs.
+    void take_memory(Arena& pinned);
+    // Before a step's backward: what its updates will need. The last step must be over. unscale: 1 / loss scale.
+    void begin_step(double lr, int64_t t, float unscale, uint64_t seed);
+    void grads_are_final(size_t unit, cudaStream_t stream);  // DataParallel's call
+    // For unit 0, 1, ...: after this call the stream has this rank's part of its new weights. norm_scale: grad_norm's result.
+    void update(size_t unit, Tensor norm_scale, cudaStream_t stream);
+
+  private:
+    void update_on_host(size_t unit);
+    void update_on_device(size_t unit, Tensor norm_scale, cudaStream_t stream);
+    std::vector<Tensor> pages(size_t unit) const;
+    void move_pages(size_t unit, bool to_device, cudaStream_t stream);
+    // `later` goes on when `earlier` has come here.
+    void after(cudaStream_t later, cudaStream_t earlier);
+
+    const FlatParameters& p_;
+    const std::vector<std::unique_ptr<Optimizer>>& optimizers_;
+    const bool norm_first_;
+    cudaStream_t to_host_ = nullptr, host_ = nullptr, to_device_ = nullptr;
+    cudaEvent_t reached_ = nullptr;
+    std::vector<cudaEvent_t> arrived_;  // by unit: its gradients on the host; unified: its pages on the device
+    std::vector<cudaEvent_t> done_;     // by unit: its new weights on the device; unified: its pages on the host again
+    std::vector<Tensor> host_grads_, host_copies_;  // by unit; copies: new 16-bit weights
+    Tensor host_norm_;                  // {norm, scale}
+    double lr_ = 0;
+    int64_t t_ = 1;
+    uint64_t seed_ = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

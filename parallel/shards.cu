@@ -74,7 +74,8 @@ void FlatParameters::take(DType dtype, DType grad_dtype, bool with_masters, Aren
         for (int64_t its_n : room_n) rooms.push_back(arena.take("units in use", type, {its_n}));
         return rooms;
     };
-    values = value_arena.take("weights", dtype, {sharding.cuts_values() ? part_n : n});
+    Arena& value_home = sharding.offload == Offload::params ? master_arena : value_arena;
+    values = value_home.take("weights", dtype, {sharding.cuts_values() ? part_n : n});
     grads = grad_arena.take("gradients", grad_dtype, {sharding.cuts_grads() ? part_n : n});
     masters = with_masters ? master_arena.take("master weights", DType::f32, {sharding.cuts_states() ? part_n : n}) : Tensor{};
     if (sharding.cuts_values()) value_rooms = take_rooms(value_arena, dtype);

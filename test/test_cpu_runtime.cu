@@ -113,9 +113,42 @@ TEST_CASE("copies to where no memory is are errors, not faults", "[cpu]") {
     must(cudaMemcpy(host, device.data, 0, cudaMemcpyDeviceToHost));
     must(cudaMemcpy(device.data, device.data + 5, 5 * 4, cudaMemcpyDeviceToDevice));
     must(cudaMemcpy(device.data, pinned, 40, cudaMemcpyDefault));
+    must(cudaMemset(pinned, 0, 40));
+    CHECK(fails(cudaMemcpy(host, host + 10, 4, cudaMemcpyDefault)));
+    CHECK(fails(cudaMemset(pinned + 9, 0, 8)));
     must(cudaFreeHost(pinned));
 }
 #endif
+
+TEST_CASE("managed memory: the host's and the device's", "[cpu]") {
+    int concurrent = 0, *managed = nullptr;
+    must(cudaDeviceGetAttribute(&concurrent, cudaDevAttrConcurrentManagedAccess, 0));
+    if (!concurrent) SKIP_TEST("needs a device that shares pages with the host while kernels run");
+    size_t free_before = 0, free_after = 0, total_bytes = 0;
+    must(cudaMemGetInfo(&free_before, &total_bytes));
+    must(cudaMallocManaged(reinterpret_cast<void**>(&managed), 400));
+    must(cudaMemGetInfo(&free_after, &total_bytes));
+    Stream stream;
+    for (int i = 0; i < 100; ++i) managed[i] = i;
+#if CUDART_VERSION >= 13000
+    const cudaMemLocation host{cudaMemLocationTypeHost, 0}, on_device{cudaMemLocationTypeDevice, 0};
+    must(cudaMemAdvise(managed, 400, cudaMemAdviseSetPreferredLocation, host));
+    must(cudaMemPrefetchAsync(managed, 400, on_device, 0, stream));
+#endif
+    update_kernel<<<1, 100, 0, stream>>>(managed, 3, 1);
+    must(cudaStreamSynchronize(stream));
+    for (int i = 0; i < 100; ++i) CHECK(managed[i] == 3 * i + 1);
+#ifdef CUDA_ON_CPU
+    CHECK(free_after == free_before);  // it is not the device's
+    Ints device_only(100);
+    CHECK(fails(cudaMemPrefetchAsync(device_only.data, 400, on_device, 0, stream)));
+    CHECK(fails(cudaMemPrefetchAsync(managed, 404, on_device, 0, stream)));
+    CHECK(fails(cudaMemAdvise(device_only.data, 400, cudaMemAdviseSetPreferredLocation, host)));
+    CHECK(fails(cudaFreeHost(managed)));
+#endif
+    must(cudaMemset(managed, 0, 400));
+    must(cudaFree(managed));
+}
 
 TEST_CASE("a copy from pageable memory may be overwritten at once, one to it is there at once", "[cpu]") {
     Stream stream;

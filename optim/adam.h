@@ -1,4 +1,5 @@
-// optim/adam.cuh: the maths of Adam and AdamW, for adam.cu and adamw.cu, Muon's other parameters and 8-bit Adam.
+// optim/adam.h: the maths of Adam and AdamW, for adam.cu and adamw.cu, Muon's other parameters, 8-bit Adam, and the host
+// (adam_host.cu).
 //                             (Kingma & Ba 2015, arXiv:1412.6980; Loshchilov & Hutter 2019, arXiv:1711.05101)
 //
 //   g  = g + weight_decay * w               Adam only: decay as the gradient of an L2 term in the loss
@@ -11,7 +12,10 @@
 // m^ / sqrt(v^) has no unit: every weight moves by about lr a step, whether its gradients are large or small.
 #pragma once
 
-#include "optim/elementwise.cuh"
+#include "optim/optim.h"
+
+#include <array>
+#include <cmath>
 
 namespace {
 
@@ -34,7 +38,7 @@ struct AdamUpdate {
         v_correction = static_cast<float>(1 / (1 - std::pow(b2, updates)));
     }
 
-    __device__ __forceinline__ float operator()(float w, float g, float decay, float& m, float& v) const {
+    __host__ __device__ __forceinline__ float operator()(float w, float g, float decay, float& m, float& v) const {
         if (!decoupled) g += weight_decay * decay * w;
         m = beta1 * m + one_minus_beta1 * g;
         v = beta2 * v + one_minus_beta2 * (g * g);
