@@ -361,6 +361,7 @@ help:
 	@echo 'make profile                where the time of a training step goes, by kernel: a table and a PNG'
 	@echo 'make gpu-bundle             put aside what a GPU machine without a network may lack (gpu-bundle/)'
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU'
+	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'

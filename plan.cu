@@ -139,7 +139,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for their
     // norm, and read by the optimizer, which reads and writes what it updates and its states: here, or on the host.
     cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) + 3 * n * grad_bytes +
-                 (t.model.sharding.host_updates() ? 0 : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
+                 (t.model.sharding.host_updates() ? 0
+                                                  : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
     return cost;
 }
 

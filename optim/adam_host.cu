@@ -21,8 +21,8 @@ struct NoCopy {};
 
 // n elements. __restrict__: no store changes what is loaded after it, as in the kernel (elementwise.cuh's).
 template <class Update, class G, class C>
-void update_tile(float* __restrict__ w, C* __restrict__ copy, float* __restrict__ m, float* __restrict__ v, const G* __restrict__ grads,
-                 int64_t n, float scale, float decay, const Update& update) {
+void update_tile(float* __restrict__ w, C* __restrict__ copy, float* __restrict__ m, float* __restrict__ v,
+                 const G* __restrict__ grads, int64_t n, float scale, float decay, const Update& update) {
     for (int64_t i = 0; i < n; ++i) {
         const float g = scale * static_cast<float>(grads[i]);
         float a = m[i], b = v[i];

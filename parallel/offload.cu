@@ -76,7 +76,8 @@ Offload offload_from_name(const std::string& name) {
     return Offload::unified;
 }
 
-OffloadedUpdate::OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers, bool norm_first)
+OffloadedUpdate::OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers,
+                                 bool norm_first)
     : p_(p), optimizers_(optimizers), norm_first_(norm_first), to_host_(make_stream()), host_(make_stream()),
       to_device_(make_stream()), reached_(make_event()) {}
 

@@ -420,13 +420,13 @@ class DataParallel {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // offload.cu: the host has ten times the device's memory, behind a bus of a fiftieth of its bandwidth. What is used once a step
-// moves there.                                  (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840; Rajbhandari et al. 2021, arXiv:2104.07857)
+// moves there.                                               (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
 //
-//     --offload    on the device                          on the host                            updates     crosses the bus in a step
-//     none         weights, gradients, masters, m, v                                             device
-//     optimizer    weights, gradients                     masters, m, v (pinned)                 host        gradients, new weights
-//     params       rooms for units, gradients             the same, and the parts of the weights host        gradients, weights twice
-//     unified      weights, gradients                     masters, m, v (pages that move)        device      those, both ways
+//     --offload    on the device                        on the host                       updates   crosses the bus in a step
+//     none         weights, gradients, masters, m, v                                      device
+//     optimizer    weights, gradients                   masters, m, v (pinned)            host      gradients, new weights
+//     params       rooms for units, gradients           the same, and parts of weights    host      gradients, weights twice
+//     unified      weights, gradients                   masters, m, v (pages that move)   device    those, both ways
 //
 // Each rank does so with what it updates: its parts, where ZeRO cuts them; params needs ZeRO 3 (on one rank, too: then a unit
 // comes to the device for its forward and for its backward). A host update needs masters of its own: in float32 those are

@@ -31,7 +31,8 @@ constexpr bool kCpuDevice = true;
 constexpr bool kCpuDevice = false;
 #endif
 
-// Each rank gets its share of the cores, which are a CPU device, or update what a GPU has no room for, unless OMP_NUM_THREADS says otherwise.
+// Each rank gets its share of the cores, which are a CPU device, or update what a GPU has no room for (offload.cu), unless
+// OMP_NUM_THREADS says otherwise.
 void share_cores(int n_ranks_here) {
     if (!std::getenv("OMP_NUM_THREADS")) omp_set_num_threads(std::max(1, omp_get_num_procs() / n_ranks_here));
 }

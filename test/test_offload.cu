@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 namespace {
 
@@ -88,11 +87,11 @@ class Run {
             for (const OptimizerState& state : optimizer->states()) add(to_floats(state.tensor));
         return all;
     }
-    size_t device_bytes() const { return weights_.bytes() + grads_.bytes() + rest_.bytes() + (offload_ ? 0 : masters_.bytes() + states_.bytes()); }
 
     Model model;
 
   private:
+    // The memory: counted, and taken.
     void take() {
         Config config;
         config.V = 70, config.L = 2, config.C = 32, config.H = 2, config.K = 1, config.D = 16, config.F = 40;
@@ -242,8 +241,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
-// Among the waits that strict mode has seen missing here: for a unit's gradients to be final, to be on the host, and to be used up;
-// for the norm; and for the new weights.
+// Each wait of a host update was taken out once, and strict mode saw it here: for the gradients to be final and on the host, for
+// the norm, for the update to be over, and for the new weights.
 TEST_CASE("offload does not change training: ranks, ZeRO, precision, clipping", "[offload]") {
     const int n_ranks = GENERATE(1, 3);
     const DType dtype = GENERATE(DType::f32, DType::bf16);

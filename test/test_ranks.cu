@@ -157,7 +157,7 @@ TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[
     int number = 0;
     for (const Case& c : cases) {
         const bool gpt2 = number++ % 2;
-        const std::string flags = concat(" --batch 12 --model ", odd_model(gpt2), " ", c.flags), id = std::to_string(number);
+        const std::string flags = concat(" --batch 12 --steps 12 --model ", odd_model(gpt2), " ", c.flags), id = std::to_string(number);
         const std::vector<LogRow> one = train(flags, folder / (id + "-one"));
         std::string reference;
         for (const char* stage = c.modes; *stage; ++stage) {
@@ -302,14 +302,14 @@ TEST_CASE("ranks that were started differently are refused by name", "[ranks]") 
 TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[ranks]") {
     if (!have_mpirun()) SKIP_TEST("no mpirun");
     const TempFolder folder;
-    const std::string flags = " --batch 6 --steps 200 --save-every 50 --zero 2 --val-every 100 --model " + odd_model(false);
+    const std::string flags = " --batch 6 --steps 100 --save-every 25 --zero 2 --val-every 50 --model " + odd_model(false);
     const std::vector<LogRow> whole = train(flags + " --ranks 3 ", folder / "whole");
-    const int n_kills = is_full() ? 20 : 2;
+    const int n_kills = is_full() ? 20 : 1;
     for (int i = 0; i < n_kills; ++i) {
         const std::string run = folder / concat("run", i);
         // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed some time
         // after the first checkpoint is there.
-        const std::string killer = concat("( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,
+        const std::string killer = concat("( while [ ! -e ", run, "/checkpoints/step-00000025 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,
                                           "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");
         const auto start = std::chrono::steady_clock::now();
         const Outcome killed = run_shell(concat(killer, "OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(),
