@@ -86,7 +86,7 @@ const std::vector<std::string> kModes = {"--zero 0", "--dp-mode naive", "--zero 
 
 }  // namespace
 
-TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", "[ranks]") {
+TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", "[program][ranks]") {
     const TempFolder folder;
     const std::string flags = " --batch 24 --model " + odd_model(false);
     const std::vector<LogRow> one = train(flags, folder / "one");
@@ -107,7 +107,7 @@ TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", 
     }
 }
 
-TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and under strict mode", "[ranks][strict]") {
+TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and under strict mode", "[program][ranks][strict]") {
     const TempFolder folder;
     int number = 0;
     for (const std::string& mode : kModes) {
@@ -125,7 +125,7 @@ TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and 
 
 // What a method does to another shows only together. Everything is compared with one rank: float32 to 1e-5, and 16 bits to what
 // their roundings make (the gradients of three ranks are rounded to 16 bits before they are added).
-TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[ranks]") {
+TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[program][ranks]") {
     const TempFolder folder;
     struct Case {
         const char *flags, *modes;  // modes: stages to try
@@ -174,7 +174,7 @@ TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[
     }
 }
 
-TEST_CASE("fp8 on many ranks: one history, whatever the stage", "[ranks][fp8]") {
+TEST_CASE("fp8 on many ranks: one history, whatever the stage", "[program][ranks][fp8]") {
     const TempFolder folder;
     const std::string flags = " --batch 6 --model tiny --steps 8 --warmup 2 --dtype fp8 ";
     for (const std::string recipe : {"delayed", "block"}) {
@@ -189,7 +189,7 @@ TEST_CASE("fp8 on many ranks: one history, whatever the stage", "[ranks][fp8]") 
     }
 }
 
-TEST_CASE("a checkpoint goes on with any number of ranks, stage and optimizer", "[ranks]") {
+TEST_CASE("a checkpoint goes on with any number of ranks, stage and optimizer", "[program][ranks]") {
     const TempFolder folder;
     int number = 0;
     const auto resumed = [&](const std::string& flags, const std::string& before, const std::string& after) {
@@ -231,7 +231,7 @@ std::vector<double> numbers_of(const std::string& output, const std::string& nam
 
 }  // namespace
 
-TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[ranks]") {
+TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program][ranks]") {
     const TempFolder folder;
     int number = 0;
     for (const std::string mode : {"--zero 0", "--dp-mode naive", "--zero 1", "--zero 2", "--zero 3", "--zero 3 --recompute 2",
@@ -256,7 +256,7 @@ TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[ranks]")
     }
 }
 
-TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[ranks][plan]") {
+TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks][plan]") {
     const Outcome plan = run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --batch 64 --device-spec h100");
     INFO(plan.out << plan.err);
     REQUIRE(plan.status == 0);
@@ -266,7 +266,7 @@ TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[ranks][plan]") 
 // ---------------------------------------------------------------------------------------------------------------------
 // What goes wrong
 
-TEST_CASE("ranks that were started differently are refused by name", "[ranks]") {
+TEST_CASE("ranks that were started differently are refused by name", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no mpirun");
     const TempFolder folder;
     spit(folder / "other.txt", slurp(text_file()) + "one line more\n");
@@ -299,7 +299,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[ranks]") 
     }
 }
 
-TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[ranks]") {
+TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no mpirun");
     const TempFolder folder;
     const std::string flags = " --batch 6 --steps 100 --save-every 25 --zero 2 --val-every 50 --model " + odd_model(false);
