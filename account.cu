@@ -80,7 +80,7 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
         for (const OptimizerState& state : optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
     for (const auto& array : {t.model.value_rooms, t.model.grad_rooms})
         for (const Tensor& room : array) rooms += static_cast<int64_t>(room.bytes());
-    scratch = static_cast<int64_t>(t.memory.communication.bytes() + t.world.workspace_bytes());
+    scratch = static_cast<int64_t>(t.memory.communication.bytes() + t.data_parallel.comm().workspace_bytes());
     states += static_cast<int64_t>(t.model.masters.bytes());
 
     // What all states together take, of all ranks, as bytes an element: for S.
@@ -112,7 +112,7 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
     // --compress says in parallel.h what it sends; other algorithms than the library's send wider numbers or more of them.
-    const bool known = t.world.algorithm == AllReduce::library && t.options.data_parallel.compress.kind == Compression::none;
+    const bool known = t.data_parallel.comm().algorithm == AllReduce::library && t.options.data_parallel.compress.kind == Compression::none;
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "", static_cast<long long>(sent));
     if (time.total == 0) return;  // stopped by a signal: the last step was not timed
     if (device().is_cpu)

@@ -332,7 +332,8 @@ void run_rank(const TrainOptions& given, Comm& world) {
     const bool is_text_readable = !options.tokenizer.empty();
     const auto tokenizer = is_text_readable ? load_tokenizer(options.tokenizer) : make_byte_tokenizer();
     const Config config = choose_config(options, tokenizer->vocab_size());
-    Trainer t(std::move(options), config, world);
+    Mesh mesh(world, {{"dp", world.size}});
+    Trainer t(std::move(options), config, mesh);
     TrainOptions& o = t.options;
     t.take_memory();  // counts
     if (o.plan) return print_plan(t);
@@ -348,6 +349,7 @@ void run_rank(const TrainOptions& given, Comm& world) {
     }
     check(o.resume || !speaks || !std::filesystem::exists(o.out + "/log.csv"), o.out,
           " already holds a run: continue it with --resume, or choose another --out");
+    if (speaks && world.size > 1) std::printf("%s", mesh.picture().c_str());
     if (speaks) print_start(t, train_tokens, val_tokens);
     const double matmul_rate = speaks ? measure_matmul_rate(o.precision.dtype) : 0;
     const size_t free_before = free_device_bytes();

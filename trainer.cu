@@ -32,8 +32,9 @@ size_t Memory::host_bytes() {
     return total;
 }
 
-Trainer::Trainer(TrainOptions options_, Config config_, Comm& world_)
-    : options(std::move(options_)), config(std::move(config_)), world(world_), data_parallel(world, options.data_parallel),
+Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
+    : options(std::move(options_)), config(std::move(config_)), world(mesh.world()),
+      data_parallel(mesh.comm("dp"), options.data_parallel),
       local_batch(options.batch / rank_count(options.ranks)),
       micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), memory(options.offload),
       scaler(options.loss_scale) {

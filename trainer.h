@@ -39,7 +39,7 @@ struct Trainer {
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents
     float *host_totals = nullptr;       // pinned: {norm, scale}, {loss}, {stop}
 
-    Trainer(TrainOptions options, Config config, Comm& world);
+    Trainer(TrainOptions options, Config config, Mesh& mesh);
     Tensor loss_sum() const { return totals.slice(totals.shape[0] - 2, 1).view({2}); }
     Tensor stop_count() const { return totals.slice(totals.shape[0] - 1, 1).view({2}); }
     // Goes through all that the run takes: while the arenas count, and again once they are reserved.
