@@ -302,22 +302,23 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
 TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no mpirun");
     const TempFolder folder;
-    const std::string flags = " --batch 6 --steps 100 --save-every 25 --zero 2 --val-every 50 --model " + odd_model(false);
+    const std::string flags = " --batch 6 --steps 600 --save-every 50 --zero 2 --val-every 200 --model " + odd_model(false);
     const std::vector<LogRow> whole = train(flags + " --ranks 3 ", folder / "whole");
     const int n_kills = is_full() ? 20 : 1;
     for (int i = 0; i < n_kills; ++i) {
         const std::string run = folder / concat("run", i);
-        // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed some time
-        // after the first checkpoint is there.
-        const std::string killer = concat("( while [ ! -e ", run, "/checkpoints/step-00000025 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,
+        // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed up to
+        // 0.6 s after the first checkpoint is there, of a run that takes some seconds.
+        const std::string killer = concat("( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,
                                           "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");
         const auto start = std::chrono::steady_clock::now();
         const Outcome killed = run_shell(concat(killer, "OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(),
-                                                kRun, flags, " --out ", run));
+                                                kRun, flags, " --out ", run, "; status=$?; wait; exit $status"));
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         INFO(i << ": " << killed.out << killed.err);
         CHECK(seconds < 45);  // of which the steps before the kill are a few
-        if (killed.status != 0) CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
+        CHECK(killed.status != 0);
+        CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
         const Outcome resumed = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(), kRun, flags,
                                                  " --out ", run, " --resume"));
         INFO(resumed.err);
