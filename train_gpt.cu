@@ -311,7 +311,8 @@ std::string program_hash() {
 
 // What must not differ between ranks, for check_same_everywhere.
 std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& t, const TokenSource& train, const TokenSource& val) {
-    std::vector<std::pair<std::string, std::string>> things = {{"the program", program_hash()}};
+    std::vector<std::pair<std::string, std::string>> things;
+    if (started_by_mpirun()) things.push_back({"the program", program_hash()});  // threads are one process
     for (const auto& [flag, value] : t.options.identity) things.push_back({flag, value});
     const DataParallelOptions& d = t.options.data_parallel;
     things.push_back({"--zero", std::to_string(d.zero)});

@@ -2,6 +2,7 @@
 // rank fails. What is compared is in comm_check.h; the program that mpirun starts is comm_check.cu.
 #include "comm_check.h"
 #include "program.h"
+#include "ranks.h"
 #include "test.h"
 
 #include <nlohmann/json.hpp>
@@ -13,14 +14,6 @@
 #include <thread>
 
 namespace {
-
-RankOptions threads(int n) {
-    RankOptions options;
-    options.ranks = n;
-    options.quiet = true;
-    options.timeout_s = 60;
-    return options;
-}
 
 std::string error_of(const RankOptions& options, const std::function<void(Comm&)>& f) {
     try {

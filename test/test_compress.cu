@@ -2,6 +2,7 @@
 // what error feedback promises, and training runs with it.
 #include "io/io.h"
 #include "program.h"
+#include "ranks.h"
 #include "reference.h"
 
 #include "parallel/transport.h"
@@ -9,14 +10,6 @@
 #include <cmath>
 
 namespace {
-
-RankOptions threads(int n) {
-    RankOptions options;
-    options.ranks = n;
-    options.quiet = true;
-    options.timeout_s = 60;
-    return options;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Two units of parameters whose sizes divide nothing: long and short blocks, vectors, a matrix that is smaller than its factors,

@@ -5,6 +5,7 @@
 #include "llm.h"
 #include "optim/optim.h"
 #include "program.h"
+#include "ranks.h"
 #include "test.h"
 
 #include <algorithm>
@@ -139,9 +140,7 @@ class Run {
 // All numbers of all ranks after three steps.
 std::vector<float> train(const Case& c) {
     std::vector<std::vector<float>> by_rank(static_cast<size_t>(c.n_ranks));
-    RankOptions options;
-    options.ranks = c.n_ranks, options.quiet = true, options.timeout_s = 60;
-    run_ranks(options, [&](Comm& world) {
+    run_ranks(threads(c.n_ranks), [&](Comm& world) {
         Run run(world, c);
         for (int64_t t = 1; t <= 3; ++t) run.step(t, 1e-2 / static_cast<double>(t));
         by_rank[static_cast<size_t>(world.rank)] = run.numbers();

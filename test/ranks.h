@@ -1,0 +1,13 @@
+// test/ranks.h: many ranks inside of a test.
+#pragma once
+
+#include "parallel/parallel.h"
+
+// n ranks as threads of this process, which print nothing and do not wait for long.
+inline RankOptions threads(int n) {
+    RankOptions options;
+    options.ranks = n;
+    options.quiet = true;
+    options.timeout_s = 60;
+    return options;
+}
