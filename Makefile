@@ -97,22 +97,9 @@ CXXFLAGS := -std=c++20 $(OPTIMIZE) -march=$(MARCH) $(FLOAT_FLAGS) -fopenmp $(WAR
             -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' $(BUNDLE_INCLUDE)
 
 ifeq ($(DEVICE),cpu)
-  # OpenBLAS must be the one with OpenMP threads, because it is called from OpenMP threads. Debian and Ubuntu may have several
-  # flavours installed, and -lopenblas means whichever the alternatives system points to: so we name the folder, for the
-  # linker and for the loader. Fedora calls this flavour openblaso. Elsewhere take what there is; `make doctor` tells.
-  OPENBLAS_FOLDER := $(wildcard /usr/lib/$(shell $(CXX) -print-multiarch 2>/dev/null)/openblas-openmp)
-  ifneq ($(wildcard $(OPENBLAS_FOLDER)/libopenblas.so),)
-    OPENBLAS := -L$(OPENBLAS_FOLDER) -Wl,-rpath,$(OPENBLAS_FOLDER) -lopenblas
-    CXXFLAGS += -isystem $(OPENBLAS_FOLDER:/usr/lib/%=/usr/include/%)
-  else ifneq ($(wildcard /usr/lib64/libopenblaso.so),)
-    OPENBLAS := -lopenblaso
-    CXXFLAGS += -isystem /usr/include/openblas
-  else
-    OPENBLAS := -lopenblas
-  endif
   CXXFLAGS += -Icpu
   LINK     := $(CXX) $(CXXFLAGS)
-  LDLIBS   := $(OPENBLAS) -lboost_context -lpthread
+  LDLIBS   := -lboost_context -lpthread
 else
   # The architectures of the GPUs here; without a GPU those of an A100 and an H100. make DEVICE=cuda ARCH="80 90a" chooses.
   ifneq ($(origin ARCH),command line)
@@ -210,6 +197,9 @@ $(BUILD)/%.cpp: %.cu build/rewrite
 $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(say) CXX $*.cu
 	$(Q)$(CXX) $(CXXFLAGS) $(light_flags) -iquote $(dir $*.cu) $(depend) -c $< -o $@
+
+# In debug builds, too: nobody steps through it, and everybody waits for it.
+$(BUILD)/cpu/sgemm.o: CXXFLAGS += -O3
 
 $(BUILD)/cpu/%.o: cpu/%.cpp $(BUILD)/flags
 	$(say) CXX $<

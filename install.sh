@@ -10,7 +10,6 @@ set -euo pipefail
 
 packages=(
     g++ make
-    libopenblas-openmp-dev  # matrix products on the CPU; the flavour whose threads are OpenMP's, like ours
     libboost-context-dev    # fibers: the threads of a block on the CPU
     catch2                  # tests
     libcli11-dev            # command line
@@ -33,13 +32,13 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<'END'
 install.sh: this system has no apt. What llm.cu needs, under the names of other package managers (untested):
 
-  Fedora  sudo dnf install gcc-c++ make openblas-devel boost-devel catch-devel cli11-devel json-devel stb-devel openmpi-devel gdb
-  Arch    sudo pacman -S gcc make openblas boost catch2 cli11 nlohmann-json stb openmpi gdb
-  macOS   brew install gcc make openblas boost catch2 cli11 nlohmann-json open-mpi   and stb's headers as stb/*.h
+  Fedora  sudo dnf install gcc-c++ make boost-devel catch-devel cli11-devel json-devel stb-devel openmpi-devel gdb
+  Arch    sudo pacman -S gcc make boost catch2 cli11 nlohmann-json stb openmpi gdb
+  macOS   brew install gcc make boost catch2 cli11 nlohmann-json open-mpi   and stb's headers as stb/*.h
           (then gmake CXX=g++-14, or the version that brew gives)
 
-That is a compiler with C++20 and OpenMP, GNU make, OpenBLAS (built with OpenMP), Boost.Context, Catch2, CLI11, nlohmann/json,
-stb, and (optional) OpenMPI. `make doctor` tells which of them are found.
+That is a compiler with C++20 and OpenMP, GNU make, Boost.Context, Catch2, CLI11, nlohmann/json, stb, and (optional)
+OpenMPI. `make doctor` tells which of them are found.
 END
     exit 1
 fi

@@ -1,4 +1,4 @@
-// cublasLt.h on the CPU: matrix multiplication as NVIDIA's library offers it, done by OpenBLAS (cublas_lt.cpp).
+// cublasLt.h on the CPU: matrix multiplication as NVIDIA's library offers it (cublas_lt.cpp).
 //
 // For the reader who meets cuBLASLt for the first time. One function does all the work,
 //

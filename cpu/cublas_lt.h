@@ -1,5 +1,5 @@
 // Inside cpu/'s cuBLASLt: one matrix multiplication, checked and described in full, on its way from the API
-// (cublas_lt.cpp) to the arithmetic (cublas_lt_multiply.cpp).
+// (cublas_lt.cpp) to its tiles, epilogues and threads (cublas_lt_multiply.cpp) and to the arithmetic (sgemm.cpp).
 #pragma once
 
 #include <utility>
@@ -16,6 +16,8 @@ inline size_t element_bytes(int32_t type) {
         default: return 1;
     }
 }
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // fp8 with a scale for each block of 128 along k.
 constexpr int64_t scale_block = 128;
@@ -48,6 +50,12 @@ struct Matrix {
     }
     float* float_at(int64_t batch, int64_t row, int64_t column) const {
         return reinterpret_cast<float*>(at(batch, row, column));
+    }
+    // The part that starts there.
+    Matrix from(int64_t batch, int64_t row, int64_t column) const {
+        Matrix result = *this;
+        result.data = at(batch, row, column);
+        return result;
     }
 };
 
@@ -87,5 +95,12 @@ struct Multiplication {
 
 // Does it, now, on all OpenMP threads.
 void multiply(const Multiplication& multiplication);
+
+// D = alpha A B + beta D, on this thread, without D if beta is 0: A rows x k and B k x columns, of any type; D floats,
+// element (i, j) at d[i + j * ld]. An element's bits depend on nothing but its row of A, its column of B, its place's old
+// value, alpha and beta. `space`: sgemm_space(columns, k) floats, aligned to 64 bytes.
+void sgemm(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha, float beta,
+           float* d, int64_t ld, float* space);
+int64_t sgemm_space(int64_t columns, int64_t k);
 
 }  // namespace cuda_cpu

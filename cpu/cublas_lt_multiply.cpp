@@ -1,27 +1,23 @@
-// cuBLASLt's multiplication, on OpenBLAS. (What cublasLt.h promises; cublas_lt.cpp has checked the arguments.)
+// cuBLASLt's multiplication: tiles, epilogues, threads. (What cublasLt.h promises; cublas_lt.cpp has checked the
+// arguments; the arithmetic of a tile is sgemm.cpp's.)
 //
 // How a multiplication runs. D is cut into tiles, and the tiles of all matrices of a batch are spread over the OpenMP
-// threads. A tile is one task from start to end: C's part is loaded, OpenBLAS multiplies (with one thread: it starts
-// none of its own inside a parallel region), the epilogue runs while the tile is in the cache, and the result is
-// rounded once to D's type. One large matrix and many small ones so take the same path, and threads meet only at the
-// end. Measured on two cores at GPT-2's shapes, float32: as fast as OpenBLAS's own threads, 190 to 215 GFLOP/s;
-// bfloat16 5 to 15 % less; products with one to four tokens two to six times faster.
+// threads. A tile is one task from start to end: C's part is loaded, sgemm multiplies, the epilogue runs while the tile
+// is in the cache, and the result is rounded once to D's type. One large matrix and many small ones so take the same
+// path, and threads meet only at the end.
 //
-// 16- and 8-bit matrices are widened to float32, which is exact, panel by panel into a scratch buffer of a few MiB for
-// each thread, never as a whole. Where blocks of an fp8 matrix have scales of their own a panel is one block of k: its
-// product is formed by itself, and added to the tile with its scales.
+// 16- and 8-bit matrices are widened to float32, which is exact, on sgemm's way to its packed panels. Where blocks of an
+// fp8 matrix have scales of their own, the product over one block of k is formed by itself, and added to the tile with
+// its scales.
 //
 // Row-major D: the transposed problem, D^T = op(B)^T op(A)^T, is column-major. So everything below is column-major.
 //
-// The sum of one element is formed by one thread in a fixed order: the same call gives the same bits, and with
-// OpenBLAS's AVX2 and AVX-512 kernels it gives them with any (small) number of threads.
-#include <cblas.h>
+// An element of D is the same bits however D is cut, because sgemm sums each element in one order.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -94,70 +90,46 @@ void apply_relu(float* x, int64_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles
 
-// The largest sizes bound the scratch buffer, and keep a tile of D in the second-level cache while its epilogue runs.
-constexpr int64_t max_tile = 1024, max_narrow_tile = 512, max_k_panel = 768;
-// OpenBLAS multiplies up to this many multiply-adds (100^3) without packing its operands first, with other kernels,
-// that sum in another order. Where a matrix is cut depends on the number of threads; which kernel a tile meets must
-// not, or the last bits of a result would depend on it too. So only larger tiles are cut further.
-constexpr int64_t unpacked_limit = 1'000'000;
-// Products this thin (few tokens) gain up to four times from the unpacked kernels: their tiles are always small.
-constexpr int64_t thin = 16, longest_thin_tile = 128, shortest_thin_tile = 64;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// The largest sizes keep a tile of D in the second-level cache while its epilogue runs.
+constexpr int64_t max_tile = 1024, max_narrow_tile = 512;
 
 // One dimension cut into pieces that start at multiples of `grain` and differ by at most one grain. The grains are
-// multiples of OpenBLAS's register blocks (24 x 12 with AVX2, 16 x 4 with AVX-512): inside of a matrix, too, an
-// element's sum depends on whether it stands in a full block.
-constexpr int64_t row_grain = 48, column_grain = 12, k_grain = 16;
+// multiples of sgemm's blocks in registers, so that only the last piece has blocks that are not full.
+constexpr int64_t row_grain = 48, column_grain = 8;
 struct Cuts {
     int64_t size, count, grain;
 
     int64_t start(int64_t piece) const { return std::min(size, divide_up(size, grain) * piece / count * grain); }
     int64_t length(int64_t piece) const { return start(piece + 1) - start(piece); }
-    int64_t shortest() const { return std::min(divide_up(size, grain) / count * grain, length(count - 1)); }
     int64_t longest() const { return std::min(size, divide_up(divide_up(size, grain), count) * grain); }
 };
 
 struct Tiling {
-    Cuts rows, columns, k;  // rows and columns are tiles of D; the panels of k are summed one after the other
+    Cuts rows, columns;
     int64_t count(int64_t batch_count) const { return rows.count * columns.count * batch_count; }
 };
 
 // Finds the cuts with which the busiest thread has the least to do: tiles of equal number and size for each thread, but
 // not too narrow, because each tile reads its rows of A and columns of B anew.
 Tiling choose_tiling(const Multiplication& p, int64_t threads) {
-    const bool widen = p.a.type != CUDA_R_32F || p.b.type != CUDA_R_32F;
-    const int64_t limit = widen || p.d.type != CUDA_R_32F ? max_narrow_tile : max_tile;
-    Tiling tiling{{p.m, divide_up(p.m, limit), row_grain},
-                  {p.n, divide_up(p.n, limit), column_grain},
-                  {p.k, widen ? divide_up(p.k, max_k_panel) : 1, k_grain}};
-    if (p.has_block_scales()) tiling.k = {p.k, divide_up(p.k, scale_block), scale_block};
-    const int64_t k = tiling.k.shortest();
-
-    const int64_t thin_length = std::min(unpacked_limit / (std::min(p.m, p.n) * k) / 16 * 16, longest_thin_tile);
-    if (std::min(p.m, p.n) <= thin && thin_length >= shortest_thin_tile) {
-        Cuts& longer = p.m > p.n ? tiling.rows : tiling.columns;
-        longer.count = divide_up(longer.size, thin_length);
-        longer.grain = 16;
-        return tiling;
-    }
-
-    // In multiply-adds; to read (and pack) an element costs as much as about 64 of them.
+    const int64_t limit = p.d.type == CUDA_R_32F ? max_tile : max_narrow_tile;
+    // In multiply-adds; to pack an element costs as much as about 64 of them.
     const auto cost = [&](const Tiling& candidate) {
         const int64_t rows = candidate.rows.longest(), columns = candidate.columns.longest();
         return divide_up(candidate.count(p.batch_count), threads) * (rows * columns + 64 * (rows + columns));
     };
-    Tiling best = tiling;
-    for (int64_t r = tiling.rows.count; r <= tiling.rows.count + threads; ++r)
-        for (int64_t c = tiling.columns.count; r * c * p.batch_count <= 4 * threads; ++c) {
-            const Tiling candidate{{p.m, r, row_grain}, {p.n, c, column_grain}, tiling.k};
-            if (candidate.rows.shortest() * candidate.columns.shortest() * k <= unpacked_limit) break;
+    const int64_t least_rows = divide_up(p.m, limit), least_columns = divide_up(p.n, limit);
+    const int64_t most_rows = divide_up(p.m, row_grain), most_columns = divide_up(p.n, column_grain);
+    Tiling best{{p.m, least_rows, row_grain}, {p.n, least_columns, column_grain}};
+    for (int64_t r = least_rows; r <= std::min(most_rows, least_rows + threads); ++r)
+        for (int64_t c = least_columns; c <= most_columns && r * c * p.batch_count <= 4 * threads; ++c) {
+            const Tiling candidate{{p.m, r, row_grain}, {p.n, c, column_grain}};
             if (cost(candidate) < cost(best)) best = candidate;
         }
     return best;
 }
 
-// One thread's scratch memory: grows to the largest request, which the tile sizes bound at about 5 MiB.
+// One thread's scratch memory: grows to the largest request, which the tile sizes bound at about 4 MiB.
 float* scratch(size_t floats) {
     struct Free {
         void operator()(float* pointer) const { ::operator delete[](pointer, std::align_val_t(64)); }
@@ -170,27 +142,6 @@ float* scratch(size_t floats) {
         capacity = floats;
     }
     return buffer.get();
-}
-
-struct Block {  // rows x columns floats for OpenBLAS: at data[i + j * ld], or if transposed at data[i * ld + j]
-    const float* data;
-    int64_t ld;
-    bool transposed;
-};
-
-// The part of a matrix that starts at (row, column), as floats: where it stands, or widened into `space`.
-Block block_of(const Matrix& matrix, int64_t batch, int64_t row, int64_t column, int64_t rows, int64_t columns,
-               float* space) {
-    const bool transposed = matrix.row_stride != 1;
-    const int64_t length = transposed ? columns : rows, lines = transposed ? rows : columns;
-    if (matrix.type == CUDA_R_32F) {
-        const int64_t stride = transposed ? matrix.row_stride : matrix.column_stride;
-        return {matrix.float_at(batch, row, column), std::max(stride, length), transposed};  // one line: any stride
-    }
-    for (int64_t line = 0; line < lines; ++line)
-        widen(matrix.type, matrix.at(batch, row + (transposed ? line : 0), column + (transposed ? 0 : line)),
-              space + line * length, length);
-    return {space, length, transposed};
 }
 
 // One multiplication on its way: what its tiles have in common, and where they leave their parts of results over all of
@@ -216,43 +167,32 @@ public:
     }
 
     void compute() {
-        // Scratch: A's panel, B's panel, D's tile, one column, the bias, and with block scales the product of one
-        // block. What is in float32 already needs none.
-        const bool widen_a = p.a.type != CUDA_R_32F, widen_b = p.b.type != CUDA_R_32F;
+        // Scratch: sgemm's, then D's tile, one column, the bias, and with block scales the product of one block. A D in
+        // float32 is formed in its place.
         const bool in_place = p.d.type == CUDA_R_32F;
-        const Cuts& k_panels = run.tiling.k;
-        const int64_t k_panel = k_panels.longest();
         const auto padded = [](int64_t floats) { return divide_up(floats, 16) * 16; };
-        const int64_t a_floats = widen_a ? padded(rows * k_panel) : 0,
-                      b_floats = widen_b ? padded(k_panel * columns) : 0;
-        const int64_t d_floats = in_place ? 0 : padded(rows * columns);
+        const int64_t sgemm_floats = padded(sgemm_space(columns, p.k)), d_floats = in_place ? 0 : padded(rows * columns);
         const int64_t part_floats = p.has_block_scales() ? rows * columns : 0;
-        float* const a_space = scratch(
-            size_t(a_floats + b_floats + d_floats + padded(rows) + padded(std::max(rows, columns)) + part_floats));
-        float* const b_space = a_space + a_floats;
-        float* const d_space = b_space + b_floats;
+        float* const space =
+            scratch(size_t(sgemm_floats + d_floats + padded(rows) + padded(std::max(rows, columns)) + part_floats));
+        float* const d_space = space + sgemm_floats;
         column_space = d_space + d_floats;
         bias = column_space + padded(rows);
         float* const part = bias + padded(std::max(rows, columns));
         out = in_place ? p.d.float_at(batch, row, column) : d_space;
-        out_ld = in_place ? std::max(p.d.column_stride, rows) : rows;
+        out_ld = in_place ? p.d.column_stride : rows;
 
         if (run.beta != 0.0f) load_c();
-        for (int64_t panel = 0; panel < k_panels.count; ++panel) {
-            const int64_t k = k_panels.start(panel), k_count = k_panels.length(panel);
-            const Block a = block_of(p.a, batch, row, k, rows, k_count, a_space);
-            const Block b = block_of(p.b, batch, k, column, k_count, columns, b_space);
-            const auto multiply_panel = [&](float alpha, float beta, float* to, int64_t ld) {
-                cblas_sgemm(CblasColMajor, a.transposed ? CblasTrans : CblasNoTrans,
-                            b.transposed ? CblasTrans : CblasNoTrans, int(rows), int(columns), int(k_count), alpha,
-                            a.data, int(a.ld), b.data, int(b.ld), beta, to, int(ld));
-            };
-            if (p.has_block_scales()) {
-                multiply_panel(1.0f, 0.0f, part, rows);
-                add_scaled(part, panel);
-            } else {
-                multiply_panel(run.alpha, panel == 0 ? run.beta : 1.0f, out, out_ld);
+        if (p.has_block_scales()) {
+            for (int64_t block = 0; block * scale_block < p.k; ++block) {
+                const int64_t k = block * scale_block;
+                sgemm(p.a.from(batch, row, k), p.b.from(batch, k, column), rows, columns, std::min(scale_block, p.k - k),
+                      1.0f, 0.0f, part, rows, space);
+                add_scaled(part, block);
             }
+        } else {
+            sgemm(p.a.from(batch, row, 0), p.b.from(batch, 0, column), rows, columns, p.k, run.alpha, run.beta, out,
+                  out_ld, space);
         }
         if (!in_place || p.epilogue != CUBLASLT_EPILOGUE_DEFAULT) finish();
     }
@@ -260,7 +200,7 @@ public:
 private:
     // With block scales: D's tile += alpha * a_scale[i, block] * b_scale[block, j] * part[i, j], after beta C.
     void add_scaled(const float* part, int64_t block) {
-        const int64_t square_stride = divide_up(run.tiling.k.count, 4) * 4;
+        const int64_t square_stride = divide_up(divide_up(p.k, scale_block), 4) * 4;
         const auto scale = [&](const float* scales, int32_t mode, int64_t length, int64_t i) {
             return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? scales[block * length + i]
                                                                    : scales[i / scale_block * square_stride + block];
@@ -413,11 +353,8 @@ void multiply(const Multiplication& p) {
     if (tasks > 1 && multiply_adds > 250'000) {
 #pragma omp parallel for schedule(static) num_threads(threads)
         for (int64_t task = 0; task < tasks; ++task) Tile(run, task).compute();
-    } else {  // a few microseconds: not worth waking other threads, neither for us nor for OpenBLAS
-        const int before = omp_get_max_threads();
-        omp_set_num_threads(1);
+    } else {  // a few microseconds: not worth waking other threads
         for (int64_t task = 0; task < tasks; ++task) Tile(run, task).compute();
-        omp_set_num_threads(before);
     }
 
     if (p.sums_gradient_of_d()) finish_gradient_of_d(run);

@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")/.."
 : "${CXX:=g++}" "${NVCC:=}" "${CUDA_HOME:=/usr/local/cuda}" "${CLANGXX:=clang++}" "${BUILDS_FOR:=}"
-: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu}" "${LDLIBS:=-lopenblas -lboost_context}"
+: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu}" "${LDLIBS:=-lboost_context}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -54,19 +54,6 @@ case "$simd" in
     *) yes "vectors" "128 bits only: it works, slowly" ;;
 esac
 yes "cores" "$(nproc 2> /dev/null || echo '?') usable, $(awk '/MemAvailable/ { printf "%.0f GiB of memory free", $2 / 1048576 }' /proc/meminfo 2> /dev/null)"
-if out=$(try '#include <cblas.h>\n#include <cstdio>
-    extern "C" { char* openblas_get_config(); int openblas_get_parallel(); char* openblas_get_corename(); }
-    int main() { float a = 2, b = 3, c = 0; cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 1, 1, 1, 1, &a, 1, &b, 1, 0, &c, 1);
-    const char* flavour[] = {"no threads", "pthreads", "OpenMP threads"};
-    std::printf("%s, %s, kernels for %s", openblas_get_config(), flavour[openblas_get_parallel()], openblas_get_corename()); return c != 6; }' \
-    $LDLIBS); then
-    case $out in
-        *OpenMP*) yes "OpenBLAS" "$out" ;;
-        *) no "OpenBLAS" "$out: it works, but its threads and ours get in each other's way" "the OpenMP flavour: ./install.sh" ;;
-    esac
-else
-    need "OpenBLAS" "does not link" "./install.sh (libopenblas-openmp-dev)"
-fi
 if out=$(try '#include <boost/context/detail/fcontext.hpp>\n#include <boost/version.hpp>\n#include <cstdio>
     namespace c = boost::context::detail; char stack[65536];
     int main() { c::jump_fcontext(c::make_fcontext(stack + sizeof stack, sizeof stack, [](c::transfer_t t) { c::jump_fcontext(t.fctx, nullptr); }), nullptr);

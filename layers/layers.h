@@ -30,7 +30,7 @@ struct HeadColumns {
     int64_t head_stride() const { return stride == 0 ? D : stride; }
 };
 // ---------------------------------------------------------------------------------------------------------------------
-// matmul.cu: the one matrix product, row-major, on cuBLASLt (OpenBLAS on the CPU device).
+// matmul.cu: the one matrix product, row-major, on cuBLASLt (cpu/cublasLt.h on the CPU device).
 //
 //   out = alpha op(a) op(b) + beta out + bias          op(x) = x or its transpose
 //   out (M, N), op(a) (M, K), op(b) (K, N), bias (N) optional, added to every row (beta must then be 0)

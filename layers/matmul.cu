@@ -1,5 +1,5 @@
 // Matrix product: the one operation that a language model spends its time in, handed to NVIDIA's cuBLASLt (on the CPU device:
-// cpu/cublas_lt.cpp over OpenBLAS).
+// cpu/cublas_lt.cpp and cpu/sgemm.cpp).
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
 //

@@ -514,9 +514,46 @@ TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
     }
 }
 
-#if defined(CUDA_ON_CPU) && defined(__AVX2__)
-// Where D is cut depends on the number of threads; the order of each element's sum does not. cpu/cublas_lt.cpp takes
-// care of that for OpenBLAS's AVX2 and AVX-512 kernels.
+#if defined(CUDA_ON_CPU) && defined(__FP_FAST_FMAF)
+// cpu/sgemm.cpp's promise: an element is formed by fused multiply-adds in the order of k, anew for each 384 of them. So its
+// bits do not depend on the shape of the matrices, its place in them, or the width of the CPU's vectors.
+TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cublaslt]") {
+    const int64_t sizes[][3] = {{1, 1, 1}, {1, 33, 771}, {65, 1, 384}, {49, 9, 385}, {101, 57, 803}, {210, 130, 33}};
+    for (const auto& [m, n, k] : sizes)
+        for (int choice = 0; choice < 8; ++choice)
+            for (const Type& type : {f32, bf16, f16}) {
+                const bool transpose_a = choice & 1, transpose_b = choice & 2;
+                const float alpha = choice & 4 ? 0.7f : 1, beta = choice & 4 ? -0.3f : 0;
+                INFO("m n k " << m << " " << n << " " << k << "  choice " << choice << "  type " << type.id);
+                Matrices A(type, transpose_a ? k : m, transpose_a ? m : k, true);
+                Matrices B(type, transpose_b ? n : k, transpose_b ? k : n, true), D(f32, m, n, true);
+                const std::vector<char> before = D.host;
+                Operation operation;
+                operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N));
+                operation.attribute(CUBLASLT_MATMUL_DESC_TRANSB, int32_t(transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N));
+                REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout,
+                                       &beta, D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
+                                       nullptr) == CUBLAS_STATUS_SUCCESS);
+                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+                D.download();
+                int64_t wrong = 0;
+                for (int64_t i = 0; i < m; ++i)
+                    for (int64_t j = 0; j < n; ++j) {
+                        float sum = load(f32, &before[D.offset(0, i, j)]);
+                        for (int64_t first = 0; first < k; first += 384) {
+                            float part = 0;
+                            for (int64_t l = first; l < std::min(first + 384, k); ++l)
+                                part = std::fma(float(A.op(transpose_a, 0, i, l)), float(B.op(transpose_b, 0, l, j)), part);
+                            const float panel_beta = first == 0 ? beta : 1;
+                            sum = panel_beta == 0 ? alpha * part : std::fma(alpha, part, panel_beta * sum);
+                        }
+                        wrong += sum != float(D.at(0, i, j));
+                    }
+                CHECK(wrong == 0);
+            }
+}
+
+// Where D is cut depends on the number of threads.
 TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]") {
     const int threads_before = omp_get_max_threads();
     const int64_t sizes[][3] = {{256, 768, 768}, {257, 769, 771}, {33, 65, 129}, {1, 768, 768}, {100, 100, 2000}};
