@@ -102,7 +102,7 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
         ranks.begin_backward(model, micro, stream);
         backward(model, t.acts, stream);
     }
-    ranks.finish_grads(model, stream);
+    ranks.finish_grads(stream);
     if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(model, stream);
 
     // Each rank squares its part, also where it holds all gradients: so the norm has the same bits with and without ZeRO.

@@ -203,7 +203,7 @@ void DataParallel::reduce_unit(const FlatParameters& p, size_t u, cudaStream_t s
     cudaCheck(cudaEventRecord(reduced_[static_cast<size_t>(p.units[u].room)], comm_stream_));
 }
 
-void DataParallel::finish_grads(const FlatParameters&, cudaStream_t stream) {
+void DataParallel::finish_grads(cudaStream_t stream) {
     cudaCheck(cudaEventRecord(reached_, comm_stream_));
     wait(stream, reached_);
 }

@@ -364,7 +364,7 @@ class DataParallel {
     void begin_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     // After the last backward: the stream waits for all sums.
-    void finish_grads(const FlatParameters& p, cudaStream_t stream);
+    void finish_grads(cudaStream_t stream);
     // After the update of this rank's part of a unit.
     void share_update(const FlatParameters& p, size_t unit, cudaStream_t stream);
 

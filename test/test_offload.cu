@@ -64,7 +64,7 @@ class Run {
             ranks_.begin_backward(model, micro, stream);
             backward(model, acts_, stream);
         }
-        ranks_.finish_grads(model, stream);
+        ranks_.finish_grads(stream);
         for (size_t u = 0; u < model.units.size(); ++u)
             sum_squares(sums_.slice(static_cast<int64_t>(u), 1).view({2}), model.part_of_grads(u), scratch_, stream);
         ranks_.add_up(sums_, stream);
