@@ -163,14 +163,6 @@ __device__ __forceinline__ void multiply_columns(RowSums& sums, const uint32_t (
 inline HeadColumns one_head(const Tensor& x) { return {x, 1, x.cols(), 0}; }
 inline FlashAttentionOptions product_options(FlashTier tier) { return {.scale = kScale, .tier = tier}; }
 
-// wgmma and the copy engine: on compute capability 9.0, and on the CPU device.
-inline bool is_hopper() {
-    int major = 0, minor = 0;
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
-    return device().is_cpu || (major == 9 && minor == 0);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference, and what may differ from it
 

@@ -562,7 +562,7 @@ void climb(Ladder& ladder) {
         });
         rung("product, mma", "32 rows a warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
-        if (!is_hopper()) return;
+        if (!has_wgmma()) return;
         rung("product, Hopper", "wgmma and TMA; a producer, two groups that consume",
              [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });

@@ -575,7 +575,7 @@ void climb(Ladder& ladder) {
              [&](auto s) { launch<Number, attention_pipeline_kernel<Number, Swizzled>>(p, kBlock, s); });
         rung("product, mma", "32 queries a warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
-        if (!is_hopper()) return;
+        if (!has_wgmma()) return;
         rung("wgmma + TMA", "a producer and a warp group, operands from shared memory",
              [&](auto s) { launch_hopper<Number>(p, s); });
         rung("product, Hopper", "two warp groups in turns", [&](auto s) { launch_product(p, FlashTier::hopper, s); });

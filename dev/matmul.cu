@@ -616,10 +616,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 
 // What is missing for rungs 9 and 10; null: nothing.
 const char* no_wgmma(const Problem& p) {
-    int major = 0, minor = 0;
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
-    if (!device().is_cpu && (major != 9 || minor != 0)) return "needs a GPU of compute capability 9.0 (Hopper)";
+    if (!has_wgmma()) return "needs a GPU of compute capability 9.0 (Hopper)";
     if (p.K % 8 != 0 || p.N % 8 != 0) return "needs rows of whole 16 bytes: N and K multiples of 8";
     return nullptr;
 }

@@ -149,16 +149,6 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     return a;
 }
 
-// wgmma is there on GPUs of compute capability 9.0, and only on those.
-bool has_wgmma() {
-    if (device().is_cpu) return true;
-    int index = 0, major = 0, minor = 0;
-    cudaCheck(cudaGetDevice(&index));
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
-    return major == 9 && minor == 0;
-}
-
 // Does automatic take hopper, on GPUs that have wgmma, or mma? No GPU has run hopper yet, so mma. To decide, on an H100 or
 // H200: `make gpu-check` passes, and in the table of `make bench` "attention hopper" takes less time than "attention mma",
 // forward and backward, for heads of 64 and of 128 columns (gpt2, llama-8b). Then this becomes true.
@@ -184,6 +174,13 @@ constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automati
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiers by name
+
+bool has_wgmma() {
+    int major = 0, minor = 0;
+    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
+    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
+    return device().is_cpu || (major == 9 && minor == 0);
+}
 
 FlashTier flash_tier_from_name(const std::string& name) {
     for (const auto& [tier, its_name] : kTierNames)

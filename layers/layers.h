@@ -247,6 +247,7 @@ QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K);
 // wgmma and the copy engine (hopper: 16 bits on GPUs of compute capability 9.0, and on the CPU device). automatic chooses by
 // device and type (flash_attention.cu).
 enum class FlashTier { automatic, cuda_cores, mma, hopper };
+bool has_wgmma();  // and the copy engine, on this thread's device
 FlashTier flash_tier_from_name(const std::string& name);   // auto, cores, mma or hopper
 void expect_flash_tier(FlashTier tier, DType dtype);       // throws an Error if this device has no such tier for this type
 
