@@ -19,7 +19,6 @@
 #include "trainer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <optional>
@@ -44,10 +43,6 @@ const DeviceSpec kSpecs[] = {
     {"a100", 19.5e12, 312e12, 0, 2.039e12, 80e9, "NVIDIA A100 80GB data sheet (SXM)"},
     {"4090", 82.6e12, 165.2e12, 330.3e12, 1.008e12, 24e9, "NVIDIA Ada GPU architecture white paper, appendix A"},
 };
-
-double seconds_now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Bytes read and written a second by a copy on this device.
 double measure_copy_rate() {

@@ -15,7 +15,6 @@
 #include "trainer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
@@ -30,10 +29,6 @@ volatile std::sig_atomic_t stop_requested = 0;
 void request_stop(int signal) {
     stop_requested = 1;
     std::signal(signal, SIG_DFL);  // a second Ctrl-C ends the program at once
-}
-
-double seconds_now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

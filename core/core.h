@@ -1,4 +1,4 @@
-// core/core.h: what every file may use. Errors, dtypes, Tensor, Arena, Device, Philox random numbers.
+// core/core.h: what every file may use. Errors, dtypes, Tensor, Arena, Device, Philox random numbers, the time.
 //
 // Reading order: errors.h-like helpers first, then the one data type everything passes around (Tensor: a view that
 // owns nothing), then where its memory comes from (Arena), then the GPU (or the CPU that plays one: see cpu/README.md).
@@ -272,3 +272,7 @@ void fill_normal(const Tensor& tensor, double std, uint64_t seed, uint64_t key);
 void fill_constant(const Tensor& tensor, float value);
 // A 64-bit key from a name ("model.layers.0.mlp.up_proj.weight"): FNV-1a.
 uint64_t hash_name(const std::string& name);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The time in seconds, by a clock that never goes back: only differences mean anything.
+double seconds_now();

@@ -12,17 +12,12 @@
 #include "parallel/parallel.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 
 namespace {
 
 constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving, AllReduce::two_level};
-
-double seconds_now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Median over rounds of the time until the slowest rank is done.
 template <class F>

@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -79,7 +80,7 @@ void run_rank(const std::shared_ptr<RankState>& state, const std::shared_ptr<Hos
               const std::function<void(Comm&)>& f) {
     control->name = "the start";
     all_agree(*control, true);  // all are there: time 0 of the trace
-    state->started = now_s();
+    state->started = seconds_now();
     {
         Comm world("world", state, choose_transport(state, control, processes));
         f(world);
@@ -174,8 +175,8 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
         double failed_at = 0;
         while (n_ended < n) {
             changed.wait_for(lock, std::chrono::milliseconds(100));
-            if (failed_at == 0 && job->failed()) failed_at = now_s();
-            if (failed_at == 0 || now_s() - failed_at < 10) continue;
+            if (failed_at == 0 && job->failed()) failed_at = seconds_now();
+            if (failed_at == 0 || seconds_now() - failed_at < 10) continue;
             // A thread cannot be ended from outside, only the process. One that computes for long, or hangs, would keep it.
             std::fprintf(stderr, "%s\n%d of %d ranks have not ended within 10 s: stopping the process\n", job->reason().c_str(),
                          n - n_ended, n);

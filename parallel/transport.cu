@@ -68,11 +68,11 @@ std::string Transport::describe(const CallTag& tag) const {
 
 void Transport::enter(const CallTag& tag) {
     write_slot(*state_->slots[static_cast<size_t>(state_->rank)],
-               {tag.step, id_, tag.number, now_s(), true, describe(tag)});
+               {tag.step, id_, tag.number, seconds_now(), true, describe(tag)});
 }
 void Transport::leave(const CallTag& tag) {
     write_slot(*state_->slots[static_cast<size_t>(state_->rank)],
-               {tag.step, id_, tag.number, now_s(), false, describe(tag)});
+               {tag.step, id_, tag.number, seconds_now(), false, describe(tag)});
 }
 
 // All members of a group count their parent's splits alike, and agree on who they are.
@@ -137,7 +137,7 @@ std::function<bool()> HostTransport::watched(std::function<bool()> ready, int fr
                                              double patience) {
     return [this, ready = std::move(ready), from, call, patience, since = 0.0]() mutable {
         if (state_->job->failed() || ready()) return true;
-        const double now = now_s();
+        const double now = seconds_now();
         if (since == 0) since = now;
         if (now - since < patience * state_->options.timeout_s) return false;
         state_->job->fail(state_->rank, timeout_report(from, call, now - since));
@@ -150,7 +150,7 @@ std::string HostTransport::timeout_report(int from, const CallTag& call, double 
     text.precision(3);
     text << describe(call) << " at step " << call.step << " has waited " << waited << " s";
     if (from >= 0) text << " for a message from rank " << members_[static_cast<size_t>(from)];
-    const double now = now_s();
+    const double now = seconds_now();
     std::string missing;
     for (int member : members_) {
         Slot* slot = state_->slots[static_cast<size_t>(member)];
@@ -189,7 +189,7 @@ void* HostTransport::staging(int which, size_t bytes) {
 void HostTransport::trace_message(const CallTag& call, int peer, bool sends, size_t bytes, double start) {
     if (!state_->trace) return;
     state_->trace->add({state_->rank, members_[static_cast<size_t>(peer)], sends, call.step, bytes, start - state_->started,
-                        now_s() - state_->started, describe(call)});
+                        seconds_now() - state_->started, describe(call)});
 }
 
 void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t stream) {
@@ -204,7 +204,7 @@ void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t st
     }
     const int64_t number = n_sent_[to]++;
     host_step(stream, nullptr, [=, this, call = tag] {
-        const double start = now_s();
+        const double start = seconds_now();
         post(to, number, data, bytes);
         trace_message(call, to, true, bytes, start);
     });
@@ -224,7 +224,7 @@ void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream
     const int64_t number = n_received_[from]++;
     auto start = std::make_shared<double>(0);
     const auto ready = [=, this] {
-        if (*start == 0) *start = now_s();
+        if (*start == 0) *start = seconds_now();
         return arrived(from, number);
     };
     host_step(stream, watched(ready, from, tag), [=, this, call = tag] {
@@ -255,7 +255,7 @@ void HostTransport::end(cudaStream_t stream, size_t bytes) {
         leave(call);
         if (state_->trace && call.number >= 0)
             state_->trace->add({state_->rank, -1, false, call.step, bytes, start - state_->started,
-                                now_s() - state_->started, describe(call)});
+                                seconds_now() - state_->started, describe(call)});
     });
 }
 

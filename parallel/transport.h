@@ -10,16 +10,11 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <functional>
 #include <mutex>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The state of a job
-
-inline double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // The first failure of any rank in this process. From then on nobody waits for anybody.
 class Job {
@@ -46,7 +41,7 @@ struct Slot {
     int64_t step;
     uint64_t comm;      // id of the communicator of the last call
     int64_t call;       // its number
-    double since;       // now_s() of the last change; 0: has not called yet
+    double since;       // seconds_now() of the last change; 0: has not called yet
     bool inside;        // has the call begun and not ended?
     char what[64];      // "all_reduce #12 of dp"
 };
@@ -94,7 +89,7 @@ struct RankState {
     std::vector<int> node;      // world rank -> machine
     std::vector<Slot*> slots;   // world rank -> slot; nullptr: on another machine
     std::shared_ptr<Trace> trace;  // nullptr without --trace
-    double started = 0;         // now_s() when all ranks were there
+    double started = 0;         // seconds_now() when all ranks were there
     std::atomic<int64_t> step{0};
     std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
 };

@@ -10,6 +10,7 @@
 #include <nccl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <thread>
@@ -138,7 +139,7 @@ class NcclTransport final : public Transport, public NativeCollectives {
             stream,
             [](void* argument) {
                 const std::unique_ptr<Note> note(static_cast<Note*>(argument));
-                *note->time = now_s();
+                *note->time = seconds_now();
                 if (note->f) note->f(*note->time);
             },
             new Note{std::move(time), std::move(f)}));
@@ -146,7 +147,7 @@ class NcclTransport final : public Transport, public NativeCollectives {
 
     void watch() {
         cudaSetDevice(device_index_);
-        double since = now_s();  // when the oldest call became the oldest
+        double since = seconds_now();  // when the oldest call became the oldest
         while (!stop_) {
             std::this_thread::sleep_for(std::chrono::milliseconds(20));
             const std::lock_guard lock(mutex_);
@@ -154,15 +155,15 @@ class NcclTransport final : public Transport, public NativeCollectives {
                 leave(pending_.front().tag);
                 cudaEventDestroy(pending_.front().end);
                 pending_.pop_front();
-                since = now_s();
+                since = seconds_now();
             }
-            if (pending_.empty()) since = now_s();
+            if (pending_.empty()) since = seconds_now();
             ncclResult_t error = ncclSuccess;
             if (!aborted_) ncclCommGetAsyncError(comm_, &error);
             if (error != ncclSuccess && error != ncclInProgress)
                 state_->job->fail(state_->rank, concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
-            if (!pending_.empty() && now_s() - since > state_->options.timeout_s)
-                state_->job->fail(state_->rank, timeout_report(pending_.front().tag, now_s() - since));
+            if (!pending_.empty() && seconds_now() - since > state_->options.timeout_s)
+                state_->job->fail(state_->rank, timeout_report(pending_.front().tag, seconds_now() - since));
             if (state_->job->failed() && !aborted_) {
                 aborted_ = true;
                 ncclCommAbort(comm_);

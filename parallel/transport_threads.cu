@@ -4,6 +4,7 @@
 // by (communicator, sender, number) and copies the bytes out. Nobody ever waits to send.
 #include "parallel/transport.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <tuple>
