@@ -3,69 +3,14 @@
 // The goldens are float64 results rounded to float32 (test/golden/make_golden.py), so the tolerances below measure our
 // float32 alone: PyTorch's own float32 is within 1e-6 of them everywhere but where a comment says otherwise.
 #include "io/io.h"
-#include "llm.h"
-#include "optim/optim.h"
-#include "reference.h"
+#include "models.h"
 #include "temp_folder.h"
 
-#include <algorithm>
-#include <cmath>
 #include <cstdlib>
 
 namespace {
 
 const std::string kGolden = "test/golden/";
-
-// A model with its memory, ready to train.
-struct Machine {
-    Arena values{"values"}, grads{"grads"}, masters{"masters"}, states{"states"}, activations{"activations"};
-    Config config;
-    Model model;
-    Activations acts;
-    std::unique_ptr<Optimizer> optimizer;
-    Tensor norm, norm_scratch;
-
-    Machine(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {},
-            const std::string& optimizer_name = "adamw", bool documents = false)
-        : config(c) {
-        for (int pass = 0; pass < 2; ++pass) {
-            model = build_model(config, precision, T, values, grads, masters);
-            optimizer = make_optimizer(optimizer_name, states, model.params, model.values.n(), {});
-            acts = take_activations(model, B, T, recompute, activations);
-            if (documents) take_documents(acts, activations);
-            norm = activations.take("norm", DType::f32, {2});
-            norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
-            if (pass == 0)
-                for (Arena* arena : {&values, &grads, &masters, &states, &activations}) arena->reserve();
-        }
-        optimizer->init(device().stream);
-    }
-    void set_batch(const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets) {
-        copy_to_device(acts.tokens, tokens.data());
-        copy_to_device(acts.targets, targets.data());
-    }
-    double mean_loss() {
-        double total = 0;
-        int64_t n = 0;
-        std::vector<int32_t> targets(static_cast<size_t>(acts.targets.n()));
-        copy_to_host(targets.data(), acts.targets);
-        const std::vector<float> losses = to_floats(acts.losses);
-        for (size_t i = 0; i < losses.size(); ++i) total += losses[i], n += targets[i] >= 0;
-        return total / static_cast<double>(n);
-    }
-    void zero_grads() { cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), device().stream)); }
-    double train_step(float dloss, double lr, int64_t t) {
-        zero_grads();
-        quantise_weights(model, device().stream);
-        forward(model, acts, device().stream);
-        loss_backward(model, acts, dloss, device().stream);
-        backward(model, acts, device().stream);
-        grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, device().stream);
-        optimizer->step(model.weights(1), model.grads, norm, lr, t, device().stream);
-        advance_fp8(model, device().stream);
-        return mean_loss();
-    }
-};
 
 std::vector<float> floats_of(const SafetensorsReader& file, const std::string& name) { return file.at(name).floats(); }
 std::vector<int32_t> integers_of(const SafetensorsReader& file, const std::string& name) {
@@ -73,38 +18,6 @@ std::vector<int32_t> integers_of(const SafetensorsReader& file, const std::strin
     std::vector<int32_t> values(static_cast<size_t>(stored.n()));
     std::copy_n(stored.data, stored.bytes, reinterpret_cast<unsigned char*>(values.data()));
     return values;
-}
-
-// A parameter (or its gradient) as the Hugging Face file has it.
-std::vector<float> in_file_layout(const Param& param, const Tensor& tensor) {
-    const int64_t rows = tensor.shape[0] - param.padded_rows;
-    std::vector<float> values = to_floats(tensor.slice(0, rows));
-    if (!param.transposed) return values;
-    const int64_t cols = tensor.cols();
-    std::vector<float> out(values.size());
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < cols; ++c) out[static_cast<size_t>(c * rows + r)] = values[static_cast<size_t>(r * cols + c)];
-    return out;
-}
-
-double norm_of(const std::vector<float>& a) {
-    double sum = 0;
-    for (float x : a) sum += static_cast<double>(x) * x;
-    return std::sqrt(sum);
-}
-double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-    REQUIRE(a.size() == b.size());
-    double worst = 0;
-    for (size_t i = 0; i < a.size(); ++i) {
-        const double difference = std::abs(static_cast<double>(a[i]) - b[i]);
-        if (!(difference <= worst)) worst = difference;
-    }
-    return worst;
-}
-double largest(const std::vector<float>& a) {
-    double most = 0;
-    for (float x : a) most = std::max(most, std::abs(static_cast<double>(x)));
-    return most;
 }
 
 // Step `s` of the golden token array (steps, B, T + 1): inputs are the first T of each row, targets the last T.
@@ -178,45 +91,6 @@ void check_golden(const std::string& name) {
     }
 }
 
-Config small_llama() {
-    Config c;
-    c.V = 53, c.T_max = 40, c.L = 2, c.H = 6, c.K = 2, c.D = 8, c.C = 30, c.F = 44;
-    return c;
-}
-Config small_gpt2() {
-    Config c;
-    c.family = Family::gpt2;
-    c.V = 61, c.T_max = 40, c.L = 2, c.H = 3, c.K = 3, c.D = 8, c.C = 24, c.F = 50, c.tied = true;
-    return c;
-}
-Config small_qwen2() {
-    Config c = small_llama();
-    c.qkv_bias = true, c.tied = true;
-    return c;
-}
-Config small_qwen3() {
-    Config c = small_llama();
-    c.qk_norm = true, c.D = 16;
-    return c;
-}
-// q_rank 0: queries come from the input, as in DeepSeek-V2-Lite.
-Config small_mla(int64_t q_rank) {
-    Config c = small_llama();
-    c.attention = AttentionKind::mla, c.H = c.K = 3, c.D = 24, c.D_rope = 8, c.D_v = 8, c.q_rank = q_rank, c.kv_rank = 24;
-    c.rope_pairs = q_rank > 0 ? RopePairs::neighbours : RopePairs::halves;
-    if (q_rank > 0)
-        c.rope_scaling = {
-            .factor = 4, .original_max_position = 64, .kind = RopeKind::yarn, .beta_fast = 4, .mscale = 1, .mscale_all_dim = 1};
-    return c;
-}
-Config small_mfa() {
-    Config c = small_llama();
-    c.attention = AttentionKind::mfa, c.H = 3, c.K = 1, c.D = 16, c.q_rank = 24;
-    return c;
-}
-std::vector<Config> small_models() {
-    return {small_llama(), small_gpt2(), small_qwen2(), small_qwen3(), small_mla(16), small_mla(0), small_mfa()};
-}
 // One whose every linear layer has multiples of 16.
 Config for_fp8(Config c) {
     c.C = 32, c.F = 48;
@@ -224,12 +98,6 @@ Config for_fp8(Config c) {
     else c.H = 2, c.D = 16, c.K = c.attention == AttentionKind::mfa ? 1 : 2;
     if (c.q_rank > 0) c.q_rank = 32;
     return c;
-}
-std::vector<int32_t> random_tokens(int64_t n, int64_t V, uint64_t seed) {
-    std::vector<int32_t> tokens(static_cast<size_t>(n));
-    for (size_t i = 0; i < tokens.size(); ++i)
-        tokens[i] = static_cast<int32_t>(uniform_below(seed, 7, i, static_cast<uint64_t>(V)));
-    return tokens;
 }
 
 }  // namespace
@@ -433,90 +301,6 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
         CHECK_THROWS_WITH(parse_recompute(wrong), ContainsSubstring("use none, selective, full, or a number of blocks"));
 }
 
-// Documents side by side in a row, and each alone at the beginning of a row that is not masked: what stands behind it there no
-// token of it can see. In float32 the losses agree to the bit, as long as the matrix library computes a row alike at both
-// places. OpenBLAS's kernels do tiles of up to 48 rows, and round some columns by the place in the tile: so bits are compared
-// where a document begins at a multiple of 48, and elsewhere the rounding is allowed for. Gradients differ in the order in
-// which documents add up. In 16 bits attention works in tiles, too, that a document's place shifts.
-TEST_CASE("documents packed in a row give the losses that they have apart", "[model][documents]") {
-    const int64_t B = 2, T = 192;
-    const std::vector<std::vector<int64_t>> lengths = {{37, 11, 1, 47, 95, 1}, {13, 24, 1, 9, 145}};
-    for (Config config : {small_llama(), small_gpt2()}) {
-        config.T_max = T, config.L = 3;
-        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
-        std::vector<int32_t> spans, positions;
-        std::vector<std::pair<int64_t, int64_t>> documents;  // first token in the batch, length
-        for (const std::vector<int64_t>& row : lengths) {
-            int32_t first = 0;
-            for (const int64_t n : row) {
-                documents.push_back({static_cast<int64_t>(positions.size()), n});
-                for (int32_t t = 0; t < n; ++t) {
-                    spans.insert(spans.end(), {first, first + static_cast<int32_t>(n)});
-                    positions.push_back(t);
-                }
-                first += static_cast<int32_t>(n);
-            }
-        }
-        REQUIRE(positions.size() == tokens.size());
-        const auto run = [](Machine& m) {
-            forward(m.model, m.acts, device().stream);
-            loss_backward(m.model, m.acts, 1.0f / static_cast<float>(m.acts.B * m.acts.T), device().stream);
-            backward(m.model, m.acts, device().stream);
-            return to_floats(m.acts.losses);
-        };
-        for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
-            for (const std::string recompute : {"none", "2", "selective"}) {
-                if (dtype != DType::f32 && recompute != "2") continue;
-                INFO((config.family == Family::gpt2 ? "GPT-2 " : "LLaMA ") << dtype_name(dtype) << ", --recompute " << recompute);
-                const Precision precision{dtype, DType::f32, dtype != DType::f32};
-                Machine packed(config, B, T, precision, parse_recompute(recompute), "adamw", true);
-                Machine alone(config, B, T, precision, parse_recompute(recompute));
-                init_weights(packed.model, 9);
-                init_weights(alone.model, 9);
-                copy_to_device(packed.acts.documents, spans.data());
-                copy_to_device(packed.acts.positions, positions.data());
-                packed.set_batch(tokens, targets);
-                packed.zero_grads();
-                const std::vector<float> together = run(packed);
-                std::vector<float> apart(together.size());
-                alone.zero_grads();  // and then the documents' gradients add up
-                for (const auto& [first, n] : documents) {
-                    std::vector<int32_t> row(tokens.size(), 1), row_targets(targets.size(), -1);
-                    std::copy_n(tokens.begin() + first, n, row.begin());
-                    std::copy_n(targets.begin() + first, n, row_targets.begin());
-                    alone.set_batch(row, row_targets);
-                    const std::vector<float> losses = run(alone);
-                    std::copy_n(losses.begin(), n, apart.begin() + first);
-                }
-                // Every stored number is off by up to u of itself, and some 30 roundings (see the test below) add up to
-                // sqrt(30) u; 4 times that for two such runs. The gradients in float32: 384 tokens in another order.
-                const double u = dtype == DType::bf16 ? 0x1p-9 : dtype == DType::f16 ? 0x1p-12 : 0x1p-24 * std::sqrt(384.0);
-                CHECK(largest_difference(together, apart) <= 4 * std::sqrt(30.0) * u * largest(apart));
-                int n_compared = 0;
-                for (const auto& [first, n] : documents)
-                    if (dtype == DType::f32 && first % 48 == 0) {
-                        CHECK(std::equal(together.begin() + first, together.begin() + first + n, apart.begin() + first));
-                        ++n_compared;
-                    }
-                CHECK(n_compared == (dtype == DType::f32 ? 4 : 0));
-                const std::vector<float> grads = to_floats(alone.model.grads), packed_grads = to_floats(packed.model.grads);
-                std::vector<float> difference(grads.size());
-                for (size_t i = 0; i < grads.size(); ++i) difference[i] = packed_grads[i] - grads[i];
-                CHECK(norm_of(difference) <= 4 * std::sqrt(30.0) * u * norm_of(grads));
-
-                // At any place and in any precision: other neighbours change no bit.
-                const auto& [first, n] = documents[9];
-                REQUIRE(n == 9);
-                std::vector<int32_t> others = random_tokens(B * T, config.V, 3);
-                std::copy_n(tokens.begin() + first, n, others.begin() + first);
-                packed.set_batch(others, targets);
-                const std::vector<float> among_others = run(packed);
-                CHECK(std::equal(together.begin() + first, together.begin() + first + n, among_others.begin() + first));
-                CHECK(among_others != together);
-            }
-    }
-}
-
 // A 16-bit forward and backward against the float32 one on the same rounded weights. Every stored number is off by up to
 // u = 2^-9 (bf16) or 2^-12 (f16) of itself, and a sum of n such terms with random signs by sqrt(n) times as much as one: a
 // gradient passes about 30 roundings in these two layers, which adds up to sqrt(30) u of its norm; 4 times that is allowed.
@@ -548,38 +332,6 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
                 CHECK(norm_of(difference) <= 4 * std::sqrt(30.0) * u * norm_of(b));
                 CHECK(std::abs(half.mean_loss() - exact.mean_loss()) <= 4 * std::sqrt(30.0) * u * exact.mean_loss());
             }
-        }
-    }
-}
-
-// All that differs is the order in which sums are taken, and with it which numbers round up or down: by 2^-9 of each, in
-// both directions, and the loss is a mean over 150 tokens of what came out of some hundred of them: 2^-9 / 12.
-TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][precision][hopper]") {
-    Config config = small_llama();
-    config.L = 1, config.T_max = 150;  // two blocks of hopper's, and three tiles of mma's keys
-    const int64_t B = 1, T = config.T_max;
-    const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
-    const auto losses = [&](FlashTier tier) {
-        Machine m(config, B, T, {DType::bf16, DType::f32, true});
-        m.model.attention = tier;
-        init_weights(m.model, 3);
-        m.set_batch(tokens, targets);
-        std::vector<double> all;
-        for (int64_t t = 1; t <= 3; ++t) all.push_back(m.train_step(1.0f / static_cast<float>(B * T), 1e-3, t));
-        return all;
-    };
-    const std::vector<double> mma = losses(FlashTier::mma);
-    CHECK(mma.back() < 0.995 * mma.front());
-    for (FlashTier tier : {FlashTier::hopper, FlashTier::cuda_cores}) {
-        try {
-            expect_flash_tier(tier, DType::bf16);
-        } catch (const Error&) {
-            continue;
-        }
-        const std::vector<double> other = losses(tier);
-        for (size_t i = 0; i < mma.size(); ++i) {
-            INFO("step " << i << ", tier " << static_cast<int>(tier) << ": " << other[i] << ", mma " << mma[i]);
-            CHECK(std::abs(other[i] - mma[i]) <= 0x1p-13 * mma[i]);
         }
     }
 }
@@ -653,20 +405,6 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
     }
 }
 
-TEST_CASE("every optimizer learns a batch by heart with every attention", "[model]") {
-    for (const Config& config : {small_qwen3(), small_mla(16), small_mfa()})
-        for (const std::string& name : optimizer_names()) {
-            INFO(name << ", attention " << static_cast<int>(config.attention));
-            Machine m(config, 2, 13, {}, {}, name);
-            init_weights(m.model, 4);
-            m.set_batch(random_tokens(26, config.V, 1), random_tokens(26, config.V, 2));
-            const double first = m.train_step(1.0f / 26, default_learning_rate(name), 1);
-            double last = first;
-            for (int64_t t = 2; t <= 8; ++t) last = m.train_step(1.0f / 26, default_learning_rate(name), t);
-            CHECK(last < first - 0.005);
-        }
-}
-
 TEST_CASE("sizes of the presets are the published ones", "[model]") {
     CHECK(parameter_count(load_config("gpt2")) == 124439808);
     CHECK(parameter_count(load_config("gpt2-medium")) == 354823168);
@@ -704,71 +442,6 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
         const int64_t attention = 3 * config.L * config.H * (config.D + config.value_D()) * 8;
         CHECK(flops_per_token(config, 8) == Approx(static_cast<double>(6 * multiplying + attention)).epsilon(1e-12));
     }
-}
-
-// The absorbed form sums in another order: over kv_rank numbers of the latent where the training form sums over a head's own
-// columns. In float32 both are within sum_error of the exact logits, relative to the largest, times the layers' handful of
-// such sums; in bf16 the training form rounds keys and values once more: sqrt(30) roundings as in the test of 16 bits.
-TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][latent]") {
-    const int64_t B = 2, T = 13, prompt = 6;
-    for (const int64_t q_rank : {0, 16})
-        for (const DType dtype : {DType::f32, DType::bf16}) {
-            const Config config = small_mla(q_rank);
-            Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32});
-            Arena arena("decoding");
-            Activations all, one;
-            LatentCache cache;
-            for (int pass = 0; pass < 2; ++pass) {
-                all = take_forward_activations(m.model, B, prompt, arena);
-                one = take_forward_activations(m.model, B, 1, arena);
-                cache = take_latent_cache(m.model, B, T, arena);
-                if (pass == 0) arena.reserve();
-            }
-            init_weights(m.model, 4);
-            // Weights of size 0.3 instead of 0.02: attention is far from uniform.
-            for (const Param& param : m.model.params)
-                if (param.decay) {
-                    std::vector<float> w = in_file_layout(param, param.exact());
-                    for (float& x : w) x *= 15;
-                    m.model.write(param, w);
-                }
-            const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1);
-            m.set_batch(tokens, tokens);
-            forward(m.model, m.acts, device().stream, false);
-            const std::vector<float> expected = to_floats(m.acts.logits);
-            const double tolerance =
-                (dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : 4 * std::sqrt(30.0) * 0x1p-9) * largest(expected);
-
-            // The prompt at once, then token by token.
-            for (int64_t first = 0; first < T; first = cache.length) {
-                Activations& acts = first == 0 ? all : one;
-                std::vector<int32_t> next;
-                for (int64_t b = 0; b < B; ++b)
-                    next.insert(next.end(), tokens.begin() + b * T + first, tokens.begin() + b * T + first + acts.T);
-                copy_to_device(acts.tokens, next.data());
-                forward_cached(m.model, acts, cache, device().stream);
-                CHECK(cache.length == first + acts.T);
-                const std::vector<float> logits = to_floats(acts.logits);
-                const int64_t V = config.V_padded();
-                double worst = 0;
-                for (int64_t b = 0; b < B; ++b)
-                    for (int64_t i = 0; i < acts.T * V; ++i)
-                        worst = std::max<double>(worst, std::abs(logits[static_cast<size_t>(b * acts.T * V + i)] -
-                                                                 expected[static_cast<size_t>((b * T + first) * V + i)]));
-                INFO(dtype_name(dtype) << ", q_rank " << q_rank << ", token " << first << " off by " << worst << " of "
-                                       << largest(expected));
-                CHECK(worst <= tolerance);
-            }
-            CHECK_THROWS_WITH(forward_cached(m.model, one, cache, device().stream),
-                              ContainsSubstring("13 + 1 tokens, but the cache has 13 rows"));
-            // 32 numbers a token and layer, instead of 96 with keys (H D) and values (H D_v) expanded.
-            CHECK(cache.layers[0].bytes() == static_cast<size_t>(B * T * (24 + 8)) * dtype_bytes(dtype));
-            CHECK(config.cache_width() == 32);
-        }
-    // DeepSeek-V3's numbers: 576 against 128 heads of 192 + 128.                                  (arXiv:2412.19437)
-    Config v3 = small_mla(16);
-    v3.kv_rank = 512, v3.D_rope = 64;
-    CHECK(v3.cache_width() == 576);
 }
 
 TEST_CASE("configurations of transformers: what is not supported is said", "[model]") {

@@ -1,0 +1,200 @@
+// test/test_attention_variants.cu: what whole models promise of their attention: GQA, MLA and MFA, on every tier, over documents,
+// with a cache of latents. (That they equal PyTorch's and transformers': test_model.cu.)
+#include "models.h"
+
+// Documents side by side in a row, and each alone at the beginning of a row that is not masked: what stands behind it there no
+// token of it can see. In float32 the losses agree to the bit, as long as the matrix library computes a row alike at both
+// places. OpenBLAS's kernels do tiles of up to 48 rows, and round some columns by the place in the tile: so bits are compared
+// where a document begins at a multiple of 48, and elsewhere the rounding is allowed for. Gradients differ in the order in
+// which documents add up. In 16 bits attention works in tiles, too, that a document's place shifts.
+TEST_CASE("documents packed in a row give the losses that they have apart", "[model][documents]") {
+    const int64_t B = 2, T = 192;
+    const std::vector<std::vector<int64_t>> lengths = {{37, 11, 1, 47, 95, 1}, {13, 24, 1, 9, 145}};
+    for (Config config : {small_llama(), small_gpt2()}) {
+        config.T_max = T, config.L = 3;
+        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
+        std::vector<int32_t> spans, positions;
+        std::vector<std::pair<int64_t, int64_t>> documents;  // first token in the batch, length
+        for (const std::vector<int64_t>& row : lengths) {
+            int32_t first = 0;
+            for (const int64_t n : row) {
+                documents.push_back({static_cast<int64_t>(positions.size()), n});
+                for (int32_t t = 0; t < n; ++t) {
+                    spans.insert(spans.end(), {first, first + static_cast<int32_t>(n)});
+                    positions.push_back(t);
+                }
+                first += static_cast<int32_t>(n);
+            }
+        }
+        REQUIRE(positions.size() == tokens.size());
+        const auto run = [](Machine& m) {
+            forward(m.model, m.acts, device().stream);
+            loss_backward(m.model, m.acts, 1.0f / static_cast<float>(m.acts.B * m.acts.T), device().stream);
+            backward(m.model, m.acts, device().stream);
+            return to_floats(m.acts.losses);
+        };
+        for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
+            for (const std::string recompute : {"none", "2", "selective"}) {
+                if (dtype != DType::f32 && recompute != "2") continue;
+                INFO((config.family == Family::gpt2 ? "GPT-2 " : "LLaMA ") << dtype_name(dtype) << ", --recompute " << recompute);
+                const Precision precision{dtype, DType::f32, dtype != DType::f32};
+                Machine packed(config, B, T, precision, parse_recompute(recompute), "adamw", true);
+                Machine alone(config, B, T, precision, parse_recompute(recompute));
+                init_weights(packed.model, 9);
+                init_weights(alone.model, 9);
+                copy_to_device(packed.acts.documents, spans.data());
+                copy_to_device(packed.acts.positions, positions.data());
+                packed.set_batch(tokens, targets);
+                packed.zero_grads();
+                const std::vector<float> together = run(packed);
+                std::vector<float> apart(together.size());
+                alone.zero_grads();  // and then the documents' gradients add up
+                for (const auto& [first, n] : documents) {
+                    std::vector<int32_t> row(tokens.size(), 1), row_targets(targets.size(), -1);
+                    std::copy_n(tokens.begin() + first, n, row.begin());
+                    std::copy_n(targets.begin() + first, n, row_targets.begin());
+                    alone.set_batch(row, row_targets);
+                    const std::vector<float> losses = run(alone);
+                    std::copy_n(losses.begin(), n, apart.begin() + first);
+                }
+                // Every stored number is off by up to u of itself, and some 30 roundings (the test of 16 bits in test_model.cu
+                // counts them) add up to sqrt(30) u; 4 times that for two such runs. The gradients in float32: 384 tokens in
+                // another order.
+                const double u = dtype == DType::bf16 ? 0x1p-9 : dtype == DType::f16 ? 0x1p-12 : 0x1p-24 * std::sqrt(384.0);
+                CHECK(largest_difference(together, apart) <= 4 * std::sqrt(30.0) * u * largest(apart));
+                int n_compared = 0;
+                for (const auto& [first, n] : documents)
+                    if (dtype == DType::f32 && first % 48 == 0) {
+                        CHECK(std::equal(together.begin() + first, together.begin() + first + n, apart.begin() + first));
+                        ++n_compared;
+                    }
+                CHECK(n_compared == (dtype == DType::f32 ? 4 : 0));
+                const std::vector<float> grads = to_floats(alone.model.grads), packed_grads = to_floats(packed.model.grads);
+                std::vector<float> difference(grads.size());
+                for (size_t i = 0; i < grads.size(); ++i) difference[i] = packed_grads[i] - grads[i];
+                CHECK(norm_of(difference) <= 4 * std::sqrt(30.0) * u * norm_of(grads));
+
+                // At any place and in any precision: other neighbours change no bit.
+                const auto& [first, n] = documents[9];
+                REQUIRE(n == 9);
+                std::vector<int32_t> others = random_tokens(B * T, config.V, 3);
+                std::copy_n(tokens.begin() + first, n, others.begin() + first);
+                packed.set_batch(others, targets);
+                const std::vector<float> among_others = run(packed);
+                CHECK(std::equal(together.begin() + first, together.begin() + first + n, among_others.begin() + first));
+                CHECK(among_others != together);
+            }
+    }
+}
+
+// All that differs is the order in which sums are taken, and with it which numbers round up or down: by 2^-9 of each, in
+// both directions, and the loss is a mean over 150 tokens of what came out of some hundred of them: 2^-9 / 12.
+TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][precision][hopper]") {
+    Config config = small_llama();
+    config.L = 1, config.T_max = 150;  // two blocks of hopper's, and three tiles of mma's keys
+    const int64_t B = 1, T = config.T_max;
+    const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
+    const auto losses = [&](FlashTier tier) {
+        Machine m(config, B, T, {DType::bf16, DType::f32, true});
+        m.model.attention = tier;
+        init_weights(m.model, 3);
+        m.set_batch(tokens, targets);
+        std::vector<double> all;
+        for (int64_t t = 1; t <= 3; ++t) all.push_back(m.train_step(1.0f / static_cast<float>(B * T), 1e-3, t));
+        return all;
+    };
+    const std::vector<double> mma = losses(FlashTier::mma);
+    CHECK(mma.back() < 0.995 * mma.front());
+    for (FlashTier tier : {FlashTier::hopper, FlashTier::cuda_cores}) {
+        try {
+            expect_flash_tier(tier, DType::bf16);
+        } catch (const Error&) {
+            continue;
+        }
+        const std::vector<double> other = losses(tier);
+        for (size_t i = 0; i < mma.size(); ++i) {
+            INFO("step " << i << ", tier " << static_cast<int>(tier) << ": " << other[i] << ", mma " << mma[i]);
+            CHECK(std::abs(other[i] - mma[i]) <= 0x1p-13 * mma[i]);
+        }
+    }
+}
+
+TEST_CASE("every optimizer learns a batch by heart with every attention", "[model]") {
+    for (const Config& config : {small_qwen3(), small_mla(16), small_mfa()})
+        for (const std::string& name : optimizer_names()) {
+            INFO(name << ", attention " << static_cast<int>(config.attention));
+            Machine m(config, 2, 13, {}, {}, name);
+            init_weights(m.model, 4);
+            m.set_batch(random_tokens(26, config.V, 1), random_tokens(26, config.V, 2));
+            const double first = m.train_step(1.0f / 26, default_learning_rate(name), 1);
+            double last = first;
+            for (int64_t t = 2; t <= 8; ++t) last = m.train_step(1.0f / 26, default_learning_rate(name), t);
+            CHECK(last < first - 0.005);
+        }
+}
+
+// The absorbed form sums in another order: over kv_rank numbers of the latent where the training form sums over a head's own
+// columns. In float32 both are within sum_error of the exact logits, relative to the largest, times the layers' handful of
+// such sums; in bf16 the training form rounds keys and values once more: sqrt(30) roundings as in the test of 16 bits
+// in test_model.cu.
+TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][latent]") {
+    const int64_t B = 2, T = 13, prompt = 6;
+    for (const int64_t q_rank : {0, 16})
+        for (const DType dtype : {DType::f32, DType::bf16}) {
+            const Config config = small_mla(q_rank);
+            Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32});
+            Arena arena("decoding");
+            Activations all, one;
+            LatentCache cache;
+            for (int pass = 0; pass < 2; ++pass) {
+                all = take_forward_activations(m.model, B, prompt, arena);
+                one = take_forward_activations(m.model, B, 1, arena);
+                cache = take_latent_cache(m.model, B, T, arena);
+                if (pass == 0) arena.reserve();
+            }
+            init_weights(m.model, 4);
+            // Weights of size 0.3 instead of 0.02: attention is far from uniform.
+            for (const Param& param : m.model.params)
+                if (param.decay) {
+                    std::vector<float> w = in_file_layout(param, param.exact());
+                    for (float& x : w) x *= 15;
+                    m.model.write(param, w);
+                }
+            const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1);
+            m.set_batch(tokens, tokens);
+            forward(m.model, m.acts, device().stream, false);
+            const std::vector<float> expected = to_floats(m.acts.logits);
+            const double tolerance =
+                (dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : 4 * std::sqrt(30.0) * 0x1p-9) * largest(expected);
+
+            // The prompt at once, then token by token.
+            for (int64_t first = 0; first < T; first = cache.length) {
+                Activations& acts = first == 0 ? all : one;
+                std::vector<int32_t> next;
+                for (int64_t b = 0; b < B; ++b)
+                    next.insert(next.end(), tokens.begin() + b * T + first, tokens.begin() + b * T + first + acts.T);
+                copy_to_device(acts.tokens, next.data());
+                forward_cached(m.model, acts, cache, device().stream);
+                CHECK(cache.length == first + acts.T);
+                const std::vector<float> logits = to_floats(acts.logits);
+                const int64_t V = config.V_padded();
+                double worst = 0;
+                for (int64_t b = 0; b < B; ++b)
+                    for (int64_t i = 0; i < acts.T * V; ++i)
+                        worst = std::max<double>(worst, std::abs(logits[static_cast<size_t>(b * acts.T * V + i)] -
+                                                                 expected[static_cast<size_t>((b * T + first) * V + i)]));
+                INFO(dtype_name(dtype) << ", q_rank " << q_rank << ", token " << first << " off by " << worst << " of "
+                                       << largest(expected));
+                CHECK(worst <= tolerance);
+            }
+            CHECK_THROWS_WITH(forward_cached(m.model, one, cache, device().stream),
+                              ContainsSubstring("13 + 1 tokens, but the cache has 13 rows"));
+            // 32 numbers a token and layer, instead of 96 with keys (H D) and values (H D_v) expanded.
+            CHECK(cache.layers[0].bytes() == static_cast<size_t>(B * T * (24 + 8)) * dtype_bytes(dtype));
+            CHECK(config.cache_width() == 32);
+        }
+    // DeepSeek-V3's numbers: 576 against 128 heads of 192 + 128.                                  (arXiv:2412.19437)
+    Config v3 = small_mla(16);
+    v3.kv_rank = 512, v3.D_rope = 64;
+    CHECK(v3.cache_width() == 576);
+}
