@@ -436,7 +436,7 @@ template <class Number>
 __device__ __forceinline__ void attend_wgmma(RowSums& o, RowPair& softmax, const unsigned char* q_tile,
                                              const Stage& stage, int first_row, int s0) {
     float scores[kKeys / 8][4];
-    wgmma_fence();
+    wgmma_fence(scores);
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k)
         wgmma_m64k16<Number>(scores, wgmma_descriptor<128>(q_tile + k * 32, 0, 1024),
@@ -447,7 +447,7 @@ __device__ __forceinline__ void attend_wgmma(RowSums& o, RowPair& softmax, const
     softmax.add(scores, o);
     uint32_t P[kKeys / 16][4];
     pack_fragments<Number>(P, scores);
-    wgmma_fence();
+    wgmma_fence(o, P);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k)
         wgmma_m64k16<Number, true>(o, P[k], wgmma_descriptor<128>(stage.v + k * 2048, 0, 1024), true);

@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
             mbarrier_wait(&barriers.full[stage], round / Tile::kStages % 2);
             const uint64_t a = wgmma_descriptor<128>(from + group * kGroupRows * kRowBytes, 0, 8 * kRowBytes);
             const uint64_t b = wgmma_descriptor<128>(from + kATileBytes, kBPanelBytes, 8 * kRowBytes);
-            wgmma_fence();
+            wgmma_fence(d);
 #pragma unroll
             for (int k = 0; k < kStepK / 16; ++k)
                 wgmma_m64k16<T, false, true>(d, wgmma_advance(a, k * 32), wgmma_advance(b, k * 16 * kRowBytes),

@@ -87,7 +87,7 @@ template <class Number, class X, class Y>
 __device__ __forceinline__ void start_scores(float (&scores)[Y::kRows / 8][4], const unsigned char* x,
                                              const unsigned char* y) {
     static_assert(X::kColumns == Y::kColumns);
-    wgmma_fence();
+    wgmma_fence(scores);
 #pragma unroll
     for (int k = 0; k < X::kColumns; k += 16) {
         const int panel = k / kPanelColumns, byte = k % kPanelColumns * 2;
@@ -99,10 +99,10 @@ __device__ __forceinline__ void start_scores(float (&scores)[Y::kRows / 8][4], c
 
 // acc += P y, or acc = P y. The columns of whole panels go in one product, those of a part of a panel in another.
 template <class Number, class Y>
-__device__ __forceinline__ void start_columns(float (&acc)[Y::kColumns / 8][4], const uint32_t (&P)[Y::kRows / 16][4],
+__device__ __forceinline__ void start_columns(float (&acc)[Y::kColumns / 8][4], uint32_t (&P)[Y::kRows / 16][4],
                                               const unsigned char* y, bool accumulate = true) {
     constexpr int kWhole = Y::kColumns / 64 * 8, kRest = Y::kColumns / 8 - kWhole;  // in fragments of 8 columns
-    wgmma_fence();
+    wgmma_fence(acc, P);
 #pragma unroll
     for (int k = 0; k < Y::kRows / 16; ++k) {
         const unsigned char* y_rows = y + k * 16 * kRowBytes;

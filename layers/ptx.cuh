@@ -495,8 +495,30 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t 
     return descriptor + (n_bytes >> 4);
 }
 
-// Accumulators and A's registers may be touched by wgmma from here on. Before the first product, and after each wait.
-__device__ __forceinline__ void wgmma_fence() {
+// A compiler does not know that a product is asynchronous. For it D is there at once, and A's registers are free again:
+// nothing but these empty asm statements, which pretend to change `registers`, keeps what computes them before the
+// fence, and what uses them behind the wait. Arrays of fragments: float[][4] or uint32_t[][4].
+template <class... Registers>
+__device__ __forceinline__ void wgmma_pin(Registers&... registers) {
+#ifdef CUDA_ON_CPU
+    ((void)registers, ...);
+#else
+    const auto pin = [](auto& fragments) {
+#pragma unroll
+        for (auto& fragment : fragments)
+#pragma unroll
+            for (auto& x : fragment)
+                if constexpr (std::is_same_v<decltype(x), float&>) asm volatile("" : "+f"(x)::"memory");
+                else asm volatile("" : "+r"(x)::"memory");
+    };
+    (pin(registers), ...);
+#endif
+}
+// `registers`, accumulators and A's, may be touched by wgmma from here on, and by nothing else. Before the first
+// product, and after each wait.
+template <class... Registers>
+__device__ __forceinline__ void wgmma_fence(Registers&... registers) {
+    wgmma_pin(registers...);
 #ifdef CUDA_ON_CPU
     cuda_cpu::wgmma_fence_by(cuda_cpu::linear_index());
 #else
@@ -512,25 +534,15 @@ __device__ __forceinline__ void wgmma_commit() {
 #endif
 }
 // Returns when all groups but the latest n are done. `registers`, accumulators and A's, are those of groups that are:
-// they may be touched from here on. (A compiler does not know that a product is asynchronous. For it D is there at
-// once, and only the empty asm statements, which pretend to change D, keep it from being read before the wait.)
+// they may be touched from here on.
 template <int n, class... Registers>
 __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::wgmma_wait_by(cuda_cpu::linear_index(), n);
-    ((void)registers, ...);
 #else
     HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
-    const auto pin = [](auto& fragments) {
-#pragma unroll
-        for (auto& fragment : fragments)
-#pragma unroll
-            for (auto& x : fragment)
-                if constexpr (std::is_same_v<decltype(x), float&>) asm volatile("" : "+f"(x)::"memory");
-                else asm volatile("" : "+r"(x)::"memory");
-    };
-    (pin(registers), ...);
 #endif
+    wgmma_pin(registers...);
 }
 
 #ifdef CUDA_ON_CPU

@@ -245,25 +245,25 @@ __global__ void product_kernel(float* out, const Number* A, const Number* B) {
     for (int j = 0; j < N / 8; ++j)
         for (int i = 0; i < 4; ++i) d[j][i] = 1.0f;
     for (int round = 0; round < 2; ++round) {
-        wgmma_fence();
+        if (!kARegisters) wgmma_fence(d);
         for (int k = 0; k < kK; k += 16) {
             const uint64_t b = descriptor_at<kSwizzle, kBMnMajor, N, kK>(b_tile, k);
             const bool accumulate = round > 0 || k > 0;
             if constexpr (kARegisters) {
-                uint32_t a[4];
+                uint32_t a[1][4];
                 for (int i = 0; i < 4; ++i) {
                     const Number* pair = A + (warp * 16 + g + i % 2 * 8) * kK + k + 2 * t + i / 2 * 8;
-                    a[i] = pack<Number>(to_float(pair[0]), to_float(pair[1]));
+                    a[0][i] = pack<Number>(to_float(pair[0]), to_float(pair[1]));
                 }
-                wgmma_fence();
-                wgmma_m64k16<Number, kBMnMajor>(d, a, b, accumulate);
+                wgmma_fence(d, a);
+                wgmma_m64k16<Number, kBMnMajor>(d, a[0], b, accumulate);
+                wgmma_commit();
+                wgmma_wait<0>(d, a);
             } else {
                 wgmma_m64k16<Number, kAMnMajor, kBMnMajor>(d, descriptor_at<kSwizzle, kAMnMajor, 64, kK>(a_tile, k), b,
                                                            accumulate);
+                wgmma_commit();
             }
-            wgmma_commit();
-            if (kARegisters) wgmma_wait<0>(d);
-            if (kARegisters) wgmma_fence();
         }
         wgmma_wait<0>(d);
     }
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(256, 1)
             mbarrier_wait(&full[i], tile / 2 % 2);
             const uint64_t a = wgmma_descriptor<128>(stage, 0, 1024);
             const uint64_t b = wgmma_descriptor<128>(stage + kTileBytes, kTileBytes, 1024);
-            wgmma_fence();
+            wgmma_fence(d);
             for (uint32_t k = 0; k < 4; ++k)
                 wgmma_m64k16<Number, false, kBMnMajor>(
                     d, wgmma_advance(a, k * 32), wgmma_advance(b, k * (kBMnMajor ? 2048 : 32)), tile > 0 || k > 0);
