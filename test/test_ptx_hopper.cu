@@ -463,6 +463,8 @@ TEST_CASE("hopper: boxes of tensors, all swizzles, over every edge", "[hopper]")
             check_box<__half, 4>(DType::f16, {70, 5, 3, 3}, {width, 1, 9, 2}, at, swizzle);
             check_box<float, 2>(DType::f32, {41, 13, 1, 1}, {width / 2, 11, 1, 1}, at, swizzle);
         }
+        // Larger than the tensor: small heads, and fewer tokens than a tile has.
+        check_box<__nv_bfloat16, 4>(DType::bf16, {8, 3, 5, 2}, {width, 1, 16, 1}, {0, 2, 0, 1}, swizzle);
     }
 }
 
@@ -471,6 +473,8 @@ TEST_CASE("hopper: a tensor map that the copy engine cannot use is an error", "[
     Buffer data(DType::bf16, {64, 64});
     const char* start = static_cast<const char*>(data.tensor().data);
     CHECK_NOTHROW(make_tensor_map(start, DType::bf16, {60, 64}, {64}, {32, 64}, 64));
+    // Heads 16 columns apart in rows of 24, which is no multiple of 16.
+    CHECK_NOTHROW(make_tensor_map(start, DType::bf16, {16, 1, 20, 2}, {16, 24, 480}, {32, 1, 16, 1}, 64));
     CHECK_THROWS_AS(make_tensor_map(start + 2, DType::bf16, {60, 32}, {64}, {32, 64}, 64), Error);  // misaligned
     CHECK_THROWS_AS(make_tensor_map(start, DType::bf16, {60, 64}, {60}, {32, 64}, 64), Error);  // rows 120 bytes apart
     CHECK_THROWS_AS(make_tensor_map(start, DType::bf16, {60, 64}, {64}, {64, 64}, 64),
@@ -500,6 +504,10 @@ TEST_CASE("hopper: wgmma of all widths", "[hopper]") {
     check_product<__half, 32, 64, false, true, true>(DType::f16);
     check_product<__nv_bfloat16, 96, 64, false, true>(DType::bf16);
     check_product<__nv_bfloat16, 96, 128, false, false, true>(DType::bf16);
+    // A part of the columns of a panel, as for the last 16 or 32 columns of heads of 80 and 96; and one and a half panels.
+    check_product<__nv_bfloat16, 16, 128, false, true, true>(DType::bf16);
+    check_product<__nv_bfloat16, 32, 128, false, true, true>(DType::bf16);
+    check_product<__nv_bfloat16, 96, 128, false, true, true>(DType::bf16);
     check_product<__nv_bfloat16, 192, 128, false, true>(DType::bf16);
     check_product<__nv_bfloat16, 192, 128, false, true, true>(DType::bf16);
     check_product<__nv_bfloat16, 256, 128, false, false>(DType::bf16);
