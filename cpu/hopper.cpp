@@ -8,7 +8,8 @@
 //                                wait.
 //   a store (shared -> device)   reads until its thread has waited for it, and is written at a random moment.
 //   a wgmma                      reads shared memory until a thread of its warp group has waited for it, and has each
-//                                thread's accumulators, which hold NaN meanwhile, until that thread has.
+//                                thread's accumulators, which hold NaN meanwhile, and its registers of A, until that
+//                                thread has.
 //
 // Whoever touches what is in flight in a way that shows here (an instruction of these) is reported; an ordinary read
 // gets NaN.
@@ -97,11 +98,20 @@ struct Accumulator {
     unsigned group;
     Here here;
 };
+// A thread's part of an A in registers, and what it was.
+struct Fragment {
+    const uint32_t* registers;
+    uint32_t values[4];
+    unsigned group;
+    Here here;
+};
 struct ThreadState {
     unsigned n_stores = 0;    // groups of stores that it has closed
     unsigned n_products = 0;  // groups of wgmma likewise
     bool fenced = false;      // wgmma_fence since the last wait
     std::vector<Accumulator> in_flight;
+    std::vector<Fragment> fragments;
+    unsigned n_registers = 0;  // that it has given or taken; 0: neither
     Knowledge knowledge;
 };
 struct WarpGroup {
@@ -386,6 +396,7 @@ void multiply_strict(Unit& u, WarpGroup& g, unsigned warp_group, unsigned thread
         a.group = t.n_products;
         a.here = g.here;
         g.lanes[l]->d = a.values.data();
+        if (const uint32_t* A = g.lanes[l]->a) t.fragments.push_back({A, {A[0], A[1], A[2], A[3]}, t.n_products, g.here});
     }
     g.products.push_back(g.here);
     g.committed.resize(u.threads[thread].n_products + 1, static_cast<uint32_t>(g.products.size() - 1));
@@ -548,6 +559,18 @@ void fence_proxy_async_by(unsigned) {
     if (strict && u.shared) std::memcpy(u.view.data(), u.shared, u.shared_bytes);
 }
 
+// A descriptor has no field that we fill for a swizzle whose pattern of 8 lines does not begin at a multiple of its size
+// (PTX: base offset). Within the first line a tile may begin anywhere: that is the next 16 of k.
+void check_descriptor(unsigned thread, uint64_t descriptor, Here here) {
+    const uint32_t mode = static_cast<uint32_t>(descriptor >> 62), line = 256u >> mode,
+                   start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
+    if (mode > 0 && start % (8 * line) >= line)
+        report_in(thread, "misaligned tile",
+                  "the wgmma at " + place(here) + " reads a tile swizzled by " + std::to_string(line) +
+                      " bytes, whose rows must begin at a multiple of " + std::to_string(8 * line) +
+                      ": it begins at byte " + std::to_string(start % (8 * line)) + " of one");
+}
+
 void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaComplete complete, Here here) {
     Unit& u = this_unit();
     const unsigned warp_group = thread / kWarpGroup;
@@ -573,6 +596,8 @@ void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaCompl
             report_in(thread, "warp group divergence",
                       "threads give different descriptors to the wgmma at " + place(here));
     g.n_arrived = 0;
+    if (!operands.a) check_descriptor(thread, operands.a_descriptor, here);
+    check_descriptor(thread, operands.b_descriptor, here);
     if (strict) multiply_strict(u, g, warp_group, thread, n_registers);
     else complete(g.lanes);
     let_go(g.waiting);
@@ -590,6 +615,13 @@ void wgmma_wait_by(unsigned thread, unsigned n_groups) {
     if (t.n_products > n_groups && !committed.empty())
         t.knowledge.n_done[thread / kWarpGroup] =
             committed[std::min<size_t>(t.n_products - n_groups, committed.size()) - 1];
+    std::erase_if(t.fragments, [&](const Fragment& f) {
+        if (f.group + n_groups >= t.n_products) return false;
+        if (std::memcmp(f.registers, f.values, sizeof f.values) != 0)
+            report_in(thread, "operand in flight",
+                      "registers that are A of the wgmma at " + place(f.here) + " were written before its wgmma_wait");
+        return true;
+    });
     std::erase_if(t.in_flight, [&](const Accumulator& a) {
         if (a.group + n_groups >= t.n_products) return false;
         for (size_t i = 0; i < a.values.size(); ++i) {
@@ -623,6 +655,8 @@ const uint16_t* wgmma_shared(uint32_t address) {
     }
     return reinterpret_cast<const uint16_t*>(at);
 }
+
+void registers_by(unsigned thread, unsigned n_registers) { this_unit().threads[thread].n_registers = n_registers; }
 
 // Always the same lane for the same mask, and none that a kernel may count on.
 unsigned elected_lane(unsigned mask) {
@@ -663,9 +697,33 @@ void hopper_step() {
     if (!unit->stores.empty()) finish_writing(unit->stores[strict_random_below(unit->stores.size())]);
 }
 
+namespace {
+// A kernel that changes its numbers of registers is compiled for the most that its threads can have of 65536, in steps of
+// 8: that is all a block has. Who takes more than the others have left waits for ever.
+void check_registers(const Unit& u) {
+    const unsigned n_threads = static_cast<unsigned>(u.threads.size());
+    const unsigned n_each = std::min(65536 / n_threads / 8 * 8, 256u);
+    unsigned total = 0;
+    bool changed = false;
+    for (unsigned t = 0; t < n_threads; ++t) {
+        const unsigned n = u.threads[t].n_registers, first = t / kWarpGroup * kWarpGroup;
+        if (n != u.threads[first].n_registers)
+            report_in(t, "incomplete warp group",
+                      "its warp group gives or takes registers, and not all 128 threads of it do the same");
+        total += n > 0 ? n : n_each;
+        changed = changed || n > 0;
+    }
+    if (changed && total > n_each * n_threads)
+        report_in(0, "too many registers",
+                  "the warp groups of this block take " + std::to_string(total) + " registers, of " +
+                      std::to_string(n_each * n_threads) + " that " + std::to_string(n_threads) + " threads have");
+}
+}  // namespace
+
 void hopper_leave_block() {
     if (!unit || !unit->used) return;
     Unit& u = *unit;
+    check_registers(u);
     if (!u.loads.empty())
         report_in(u.loads[0].thread, "copy not waited for",
                   "the block ended, and nobody had waited for the copy at " + place(u.loads[0].here));

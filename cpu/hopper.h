@@ -55,6 +55,7 @@ void wgmma_wait_by(unsigned thread, unsigned n_groups);
 const uint16_t* wgmma_shared(uint32_t address);
 
 unsigned elected_lane(unsigned mask);
+void registers_by(unsigned thread, unsigned n_registers);  // setmaxnreg: what each thread has from here on
 
 // Calls f, in which other threads may run, and gives the thread its index back.
 template <class F>

@@ -315,14 +315,18 @@ __device__ __forceinline__ bool elect_one() {
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
-#ifndef CUDA_ON_CPU
+#ifdef CUDA_ON_CPU
+    cuda_cpu::registers_by(cuda_cpu::linear_index(), kRegisters);
+#else
     HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 #endif
 }
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
-#ifndef CUDA_ON_CPU
+#ifdef CUDA_ON_CPU
+    cuda_cpu::registers_by(cuda_cpu::linear_index(), kRegisters);
+#else
     HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 #endif
 }

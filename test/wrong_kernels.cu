@@ -388,7 +388,7 @@ bool two_collectives(bool wrong) { return warp_sum(wrong ? 3 : 0); }
 constexpr int kTiles = 5, kTileNumbers = 64 * 16, kTileBytes = kTileNumbers * 2;
 enum Mistake {
     none, no_wait, other_parity, no_empty_wait, no_expect_tx, no_init_fence, no_fence, no_wgmma_fence, no_wgmma_commit, no_wgmma_wait,
-    early_release, b_overwritten
+    early_release, b_overwritten, a_overwritten, off_the_pattern, half_a_group_gives, too_few_given
 };
 
 __global__ void __launch_bounds__(160) product_kernel(float* out, const __nv_bfloat16* inp, int which) {
@@ -457,6 +457,47 @@ bool missing_wgmma_wait(bool wrong) { return product(wrong ? no_wgmma_wait : non
 bool released_too_early(bool wrong) { return product(wrong ? early_release : none); }
 bool operand_overwritten(bool wrong) { return product(wrong ? b_overwritten : none); }
 
+// A in registers, times a B of ones that is swizzled by 32 bytes. Three groups of warps: the first gives its registers to the
+// others, and the second multiplies. They start with 168 a thread, 64512 in all.
+__global__ void __launch_bounds__(384, 1) fragment_kernel(float* out, int which) {
+    // clang-format off
+    __nv_bfloat16* b = reinterpret_cast<__nv_bfloat16*>(shared_tiles());
+    const unsigned t = threadIdx.x;
+    b[t] = from_float<__nv_bfloat16>(1.0f);
+    fence_proxy_async();
+    __syncthreads();
+    if (t < 128) {
+        if (which == too_few_given) give_registers<32>();
+        else if (which != half_a_group_gives || t < 64) give_registers<24>();
+        return;
+    }
+    take_registers<240>();
+    if (t >= 256) return;
+    const uint32_t two = pack<__nv_bfloat16>(2.0f, 2.0f);
+    float d[1][4];
+    uint32_t a[1][4] = {{two, two, two, two}};
+    const __nv_bfloat16* start = b + (which == off_the_pattern ? 16 : 0);
+    wgmma_fence(d, a);
+    wgmma_m64k16<__nv_bfloat16>(d, a[0], wgmma_descriptor<32>(start, 0, 256), false); // <- fragment_overwritten tile_off_the_pattern
+    wgmma_commit();
+    if (which == a_overwritten) a[0][t % 4] = 0;
+    wgmma_wait<0>(d, a);
+    out[t - 128] = d[0][0];
+    // clang-format on
+}
+bool fragment(Mistake mistake) {
+    Buffer out(128);
+    fragment_kernel<<<1, 384, 2 * kTileAlignment>>>(out.data, mistake);  // <- fragment_overwritten tile_off_the_pattern registers_of_half_a_group too_many_registers
+    must(cudaDeviceSynchronize());
+    for (float x : out.read())
+        if (x != 32.0f) return false;
+    return true;
+}
+bool fragment_overwritten(bool wrong) { return fragment(wrong ? a_overwritten : none); }
+bool tile_off_the_pattern(bool wrong) { return fragment(wrong ? off_the_pattern : none); }
+bool registers_of_half_a_group(bool wrong) { return fragment(wrong ? half_a_group_gives : none); }
+bool too_many_registers(bool wrong) { return fragment(wrong ? too_few_given : none); }
+
 // Loads 64 numbers, adds 1, stores them; then clears the place.
 __global__ void round_trip_kernel(float* out, const float* inp, int which) {
     // clang-format off
@@ -521,6 +562,7 @@ const Case cases[] = {
     CASE(async_copy_not_committed), CASE(missing_mbarrier_wait), CASE(wrong_parity), CASE(missing_empty_wait),
     CASE(missing_expect_tx), CASE(missing_fence_of_mbarrier), CASE(missing_proxy_fence), CASE(missing_wgmma_fence),
     CASE(missing_wgmma_commit), CASE(missing_wgmma_wait), CASE(released_too_early), CASE(operand_overwritten),
+    CASE(fragment_overwritten), CASE(tile_off_the_pattern), CASE(registers_of_half_a_group), CASE(too_many_registers),
     CASE(ordinary_read_in_flight), CASE(missing_store_fence), CASE(missing_bulk_wait_read), CASE(missing_bulk_wait),
     CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size),
 };
