@@ -11,7 +11,11 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode find_encode() {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
     cudaCheck(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result));
+#else
+    cudaCheck(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
+#endif
     check(function && result == cudaDriverEntryPointSuccess,
           "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
     return reinterpret_cast<Encode>(function);
