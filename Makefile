@@ -104,8 +104,8 @@ else
   # The architectures of the GPUs here; without a GPU those of an A100 and an H100. make DEVICE=cuda ARCH="80 90a" chooses.
   ifneq ($(origin ARCH),command line)
     ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep '^[0-9.]*$$' | sort -u))
-    ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))
   endif
+  override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
   NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
                $(foreach a,$(ARCH),-gencode=arch=compute_$(a)$(comma)code=sm_$(a)) -Wno-deprecated-gpu-targets \
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(BUNDLE_INCLUDE)))
