@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         wgmma_wait<1>(scores[0]);
         if (in_group == 0) mbarrier_arrive(&barriers.k_empty[i]);
         softmax(tile);
+        compute_before_wait(rows.sum[0][0] + rows.sum[0][1]);
         wgmma_wait<0>(o[0], P[0]);
         if (in_group == 0) mbarrier_arrive(&barriers.v_empty[before]);
         multiply_rows(o, rescale);

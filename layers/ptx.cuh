@@ -549,6 +549,18 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
     wgmma_pin(registers...);
 }
 
+// Between two waits: x >= 0 is computed before the second one. Arithmetic that should go on beside a product needs this:
+// ptxas moves a wait up, in front of all arithmetic that does not touch the product's registers. It does not move it in
+// front of a store, not even of one that never happens.
+__device__ __forceinline__ void compute_before_wait(float x) {
+#ifdef CUDA_ON_CPU
+    (void)x;
+#else
+    asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.u32 [%1], 0;\n}" ::"f"(x), "r"(0)
+                 : "memory");
+#endif
+}
+
 #ifdef CUDA_ON_CPU
 namespace ptx {
 // The 8 neighbouring elements that begin with (mn, k) of a tile in shared memory: along k if it is K-major, else along
