@@ -20,7 +20,7 @@
 // In both a row of Y is a token, as it lies in device memory: nothing is ever transposed.
 //
 // Registers move from who does not need them to who does: 168 a thread at the start, for three groups of 128 threads
-// 64512 of the 65536 that there are; then the producer's threads keep 24 or 40, and the consumers' have 240 or 232.
+// 64512 of the 65536 that there are; then the producer's threads keep 24, and the consumers' have 240.
 #pragma once
 
 #include "layers/flash_attention_mma.cuh"
