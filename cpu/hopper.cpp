@@ -396,7 +396,8 @@ void multiply_strict(Unit& u, WarpGroup& g, unsigned warp_group, unsigned thread
         a.group = t.n_products;
         a.here = g.here;
         g.lanes[l]->d = a.values.data();
-        if (const uint32_t* A = g.lanes[l]->a) t.fragments.push_back({A, {A[0], A[1], A[2], A[3]}, t.n_products, g.here});
+        if (const uint32_t* A = g.lanes[l]->a)
+            t.fragments.push_back({A, {A[0], A[1], A[2], A[3]}, t.n_products, g.here});
     }
     g.products.push_back(g.here);
     g.committed.resize(u.threads[thread].n_products + 1, static_cast<uint32_t>(g.products.size() - 1));
