@@ -182,7 +182,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
         }});
     }
 
-    // As the model has it, and on each of the tiers for 16 bits that this device has (kHopperIsFaster, flash_attention.cu).
+    // As the model has it, and on each of the tiers for 16 bits that this device has.
     for (const auto& [name, tier] : {std::pair{"attention", FlashTier::automatic}, {"attention mma", FlashTier::mma},
                                      {"attention hopper", FlashTier::hopper}}) {
         if (!has_tier(tier, dtype)) continue;

@@ -257,7 +257,7 @@ TEST_CASE("full size: rope and attention", "[full_size]") {
         rope_forward(qkv, {}, table, H, K, nullptr);
         rope_forward(before, {}, table, H, K, nullptr);
         check_same(rows, before, concat("rope, sequence ", first));
-        for (const FlashTier tier : {FlashTier::automatic, FlashTier::hopper}) {
+        for (const FlashTier tier : {FlashTier::mma, FlashTier::hopper}) {
             try {
                 expect_flash_tier(tier, kDType);
             } catch (const Error&) {
