@@ -13,7 +13,6 @@
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.SECONDARY:
 
 empty :=
 space := $(empty) $(empty)
@@ -190,6 +189,7 @@ build/rewrite: cpu/rewrite.cpp
 	$(say) CXX $<
 	$(Q)mkdir -p build && $(CXX) -std=c++20 -O1 $(WARNINGS) $< -o $@
 
+.PRECIOUS: $(BUILD)/%.cpp  # kept, to be read when a message names a line of it
 $(BUILD)/%.cpp: %.cu build/rewrite
 	@mkdir -p $(@D)
 	$(Q)build/rewrite $< > $@

@@ -33,8 +33,7 @@ struct Matrix {
 
     Matrix() = default;
     Matrix(const void* address, const cublasLtMatrixLayoutOpaque_t& layout)
-        : data(static_cast<char*>(const_cast<void*>(address))),
-          type(layout.type),
+        : data(static_cast<char*>(const_cast<void*>(address))), type(layout.type),
           row_stride(layout.order == CUBLASLT_ORDER_COL ? 1 : layout.ld),
           column_stride(layout.order == CUBLASLT_ORDER_COL ? layout.ld : 1),
           batch_stride(layout.batch_count > 1 ? layout.batch_stride : 0) {}

@@ -156,7 +156,7 @@ struct Run {
 };
 
 class Tile {
-public:
+  public:
     Tile(Run& run_, int64_t task) : run(run_), p(run_.p) {
         const Tiling& tiling = run.tiling;
         row_tile = task % tiling.rows.count;
@@ -171,7 +171,8 @@ public:
         // float32 is formed in its place.
         const bool in_place = p.d.type == CUDA_R_32F;
         const auto padded = [](int64_t floats) { return divide_up(floats, 16) * 16; };
-        const int64_t sgemm_floats = padded(sgemm_space(columns, p.k)), d_floats = in_place ? 0 : padded(rows * columns);
+        const int64_t sgemm_floats = padded(sgemm_space(columns, p.k)),
+                      d_floats = in_place ? 0 : padded(rows * columns);
         const int64_t part_floats = p.has_block_scales() ? rows * columns : 0;
         float* const space =
             scratch(size_t(sgemm_floats + d_floats + padded(rows) + padded(std::max(rows, columns)) + part_floats));
@@ -186,8 +187,8 @@ public:
         if (p.has_block_scales()) {
             for (int64_t block = 0; block * scale_block < p.k; ++block) {
                 const int64_t k = block * scale_block;
-                sgemm(p.a.from(batch, row, k), p.b.from(batch, k, column), rows, columns, std::min(scale_block, p.k - k),
-                      1.0f, 0.0f, part, rows, space);
+                sgemm(p.a.from(batch, row, k), p.b.from(batch, k, column), rows, columns,
+                      std::min(scale_block, p.k - k), 1.0f, 0.0f, part, rows, space);
                 add_scaled(part, block);
             }
         } else {
@@ -197,7 +198,7 @@ public:
         if (!in_place || p.epilogue != CUBLASLT_EPILOGUE_DEFAULT) finish();
     }
 
-private:
+  private:
     // With block scales: D's tile += alpha * a_scale[i, block] * b_scale[block, j] * part[i, j], after beta C.
     void add_scaled(const float* part, int64_t block) {
         const int64_t square_stride = divide_up(divide_up(p.k, scale_block), 4) * 4;

@@ -45,7 +45,10 @@ constexpr int width = 8;
 constexpr int width = 4;
 #endif
 typedef float Vector __attribute__((vector_size(width * sizeof(float))));
-typedef float LooseVector __attribute__((vector_size(width * sizeof(float)), aligned(4)));  // where any float may stand
+typedef float LooseVector __attribute__((vector_size(width * sizeof(float)), aligned(4), may_alias));  // any floats
+
+inline Vector load(const float* from) { return *reinterpret_cast<const LooseVector*>(from); }
+inline void store(float* to, Vector x) { *reinterpret_cast<LooseVector*>(to) = x; }
 
 #if defined(__AVX512F__)
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm512_fmadd_ps(a, b, c)); }
@@ -95,12 +98,12 @@ constexpr int64_t panel_k = 384, panel_rows = 4 * block_rows;
 // vector of one number of every line is a part of one sliver (A), or the whole of several (B).
 template <int sliver>
 void pack_lines(const float* from, int64_t line_stride, int64_t lines, int64_t k, float* out) {
-    const auto store = [&](Vector x, int64_t l) {
+    const auto put = [&](Vector x, int64_t l) {
         if constexpr (sliver >= width) {
-            *reinterpret_cast<Vector*>(out + l * sliver) = x;
+            store(out + l * sliver, x);
         } else {
             float values[width];
-            std::memcpy(values, &x, sizeof x);
+            store(values, x);
             for (int i = 0; i < lines; i += sliver)
                 std::memcpy(out + l * sliver + i * k, values + i, sliver * sizeof(float));
         }
@@ -110,18 +113,17 @@ void pack_lines(const float* from, int64_t line_stride, int64_t lines, int64_t k
         Vector x[width];
         if (lines == width)
 #pragma GCC unroll 16
-            for (int i = 0; i < width; ++i) x[i] = *reinterpret_cast<const LooseVector*>(from + i * line_stride + l);
+            for (int i = 0; i < width; ++i) x[i] = load(from + i * line_stride + l);
         else
-            for (int i = 0; i < width; ++i)
-                x[i] = i < lines ? *reinterpret_cast<const LooseVector*>(from + i * line_stride + l) : LooseVector{};
+            for (int i = 0; i < width; ++i) x[i] = i < lines ? load(from + i * line_stride + l) : Vector{};
         transpose(x);
 #pragma GCC unroll 16
-        for (int i = 0; i < width; ++i) store(x[i], l + i);
+        for (int i = 0; i < width; ++i) put(x[i], l + i);
     }
     for (; l < k; ++l) {
         Vector x = {};
         for (int i = 0; i < lines; ++i) x[i] = from[i * line_stride + l];
-        store(x, l);
+        put(x, l);
     }
 }
 
@@ -178,7 +180,7 @@ void multiply_block(const float* __restrict a, const float* __restrict b, int64_
     for (int64_t l = 0; l < k; ++l, a += block_rows, b += block_columns) {
         Vector x[vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) x[v] = *reinterpret_cast<const Vector*>(a + v * width);
+        for (int v = 0; v < vectors; ++v) x[v] = load(a + v * width);
 #pragma GCC unroll 8
         for (int j = 0; j < columns; ++j) {
             const Vector y = broadcast(b[j]);
@@ -189,8 +191,7 @@ void multiply_block(const float* __restrict a, const float* __restrict b, int64_
     // alpha sum + beta D. Without beta, D may hold anything.
     const Vector alphas = broadcast(alpha), betas = broadcast(beta);
     const auto finish = [&](Vector sum, float* at) {
-        LooseVector& out = *reinterpret_cast<LooseVector*>(at);
-        out = beta == 0.0f ? alphas * sum : multiply_add(alphas, sum, betas * out);
+        store(at, beta == 0.0f ? alphas * sum : multiply_add(alphas, sum, betas * load(at)));
     };
     if (rows == vectors * width) {
 #pragma GCC unroll 8
