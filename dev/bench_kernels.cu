@@ -63,7 +63,6 @@ class Data {
     Tensor floats(std::initializer_list<int64_t> dims) { return arena.take("floats", DType::f32, dims); }
     Tensor integers(std::initializer_list<int64_t> dims) { return arena.take("integers", DType::i32, dims); }
     bool counting() const { return arena.counting(); }
-    DType dtype() const { return dtype_; }
 
     Arena arena{"bench"};
 
