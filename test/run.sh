@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # test/run.sh BUILD_FOLDER ONCE...: runs the tests that `make test` has built.
 #
-# First all tests, as a person would run them. Then, on the CPU device, those that launch kernels again in strict mode under
-# three seeds: each seed is another order of threads and streams. A test passes if it passes every time, and if all that it
-# read back from the device was the same every time, bit for bit. For the tests of programs, and for those in the files ONCE
-# (test/test_ONCE.cu), the first time is enough.
+# All tests, as a person would run them; and beside them, on the CPU device, those that launch kernels again in strict mode
+# (which uses one core) under three seeds: each seed is another order of threads and streams. A test passes if it passes every
+# time, and if all that it read back from the device was the same every time, bit for bit. For the tests of programs, and for
+# those in the files ONCE (test/test_ONCE.cu), once is enough.
 #
 # Each run leaves a log (test/main.cu writes it) and its output in BUILD_FOLDER/test_runs. Only what failed is shown.
 set -u
@@ -39,11 +39,24 @@ run() {
     fi
 }
 
-run normal
-if [[ $build == build/cpu* ]]; then
-    filter='~[.]~[program]'
+strict_runs() {
+    local filter='~[.]~[program]' test seed
     for test in "$@"; do filter+="~[#test_$test]"; done
     for seed in 1 2 3; do CUDA_CPU_STRICT=$seed run "strict-seed-$seed" --filenames-as-tags "$filter"; done
+}
+
+if [[ $build == build/cpu* ]]; then
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # who waits leaves its core to the others
+    set -m  # a process group of its own, that ends with us
+    strict_runs "$@" > "$runs/strict.txt" &
+    strict=$!
+    set +m
+    trap 'kill -- -$strict 2> /dev/null' EXIT
+fi
+run normal
+if [[ $build == build/cpu* ]]; then
+    wait "$strict"
+    cat "$runs/strict.txt"
 fi
 
 # A log has one line for the start of a test, and one for its end: "passed|failed|skipped <bits>", tabs between. A test that
