@@ -80,7 +80,7 @@ endif
 # SANITIZE=address,undefined builds into a folder of its own.
 ifneq ($(SANITIZE),)
   BUILD       := $(BUILD)-$(subst $(comma),-,$(SANITIZE))
-  OPTIMIZE    := -O1 -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all -Wno-maybe-uninitialized
+  OPTIMIZE    := -O0 -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all -Wno-maybe-uninitialized
   LIGHT_FLAGS :=
 endif
 
