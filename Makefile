@@ -70,7 +70,8 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt train_options trainer trainer_checkpoint plan account huggingface test/% dev/bench_kernels dev/bench_report dev/plot_runs
+LIGHT       := train_gpt train_options trainer trainer_checkpoint plan account huggingface test/% \
+               dev/bench_kernels dev/bench_report dev/plot_runs
 LIGHT_FLAGS := -O1
 ifeq ($(DEBUG),1)
   BUILD       := $(BUILD)-debug

@@ -19,7 +19,6 @@
 #include "llm.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -87,13 +86,13 @@ void check_law(const Law& law, const Way& way, int64_t n) {
 // One forward and backward; its seconds.
 double train(const Model& model, Activations& acts) {
     const cudaStream_t stream = device().stream;
-    const auto start = std::chrono::steady_clock::now();
+    const double start = seconds_now();
     cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
     forward(model, acts, stream);
     loss_backward(model, acts, 1.0f / static_cast<float>(acts.B * acts.T), stream);
     backward(model, acts, stream);
     cudaCheck(cudaStreamSynchronize(stream));
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return seconds_now() - start;
 }
 
 void take(Way& way, const Model& model, const Sizes& sizes) {

@@ -299,17 +299,9 @@ void check_case(const Case& c, DType dtype, const std::vector<FlashTier>& tiers,
     }
 }
 
-bool has_hopper() {
-    try {
-        expect_flash_tier(FlashTier::hopper, DType::bf16);
-        return true;
-    } catch (const Error&) {
-        return false;
-    }
-}
 std::vector<FlashTier> tiers_of(DType dtype) {
     if (dtype == DType::f32) return {FlashTier::automatic};
-    if (!has_hopper()) return {FlashTier::automatic, FlashTier::mma};
+    if (!has_wgmma()) return {FlashTier::automatic, FlashTier::mma};
     return {FlashTier::automatic, FlashTier::mma, FlashTier::hopper};
 }
 
@@ -379,14 +371,14 @@ TEST_CASE("flash attention against float64, float32", "[flash]") {
 
 TEST_CASE("flash attention against float64, 16 bits, tensor cores", "[flash][hopper]") {
     std::vector<FlashTier> tiers = {FlashTier::mma};
-    if (has_hopper()) tiers.push_back(FlashTier::hopper);
+    if (has_wgmma()) tiers.push_back(FlashTier::hopper);
     uint64_t seed = 100;
     size_t i = 0;
     for (const Case& c : grid()) check_case(c, i++ % 2 ? DType::bf16 : DType::f16, tiers, seed += 10);
 }
 
 TEST_CASE("flash attention on hopper when all stages are filled again", "[flash][hopper]") {
-    if (!has_hopper()) SKIP_TEST("needs a GPU of compute capability 9.0");
+    if (!has_wgmma()) SKIP_TEST("needs a GPU of compute capability 9.0");
     check_case({1, 450, 2, 1, 128, 128, false, 0, {}, 0}, DType::bf16, {FlashTier::hopper}, 1);
     check_case({1, 600, 1, 1, 64, 64, true, 0, {}, 0}, DType::f16, {FlashTier::hopper}, 2);
     check_case({1, 400, 1, 1, 192, 128, true, 150, {100, 290, 10}, 2}, DType::bf16, {FlashTier::hopper}, 3);

@@ -1,5 +1,6 @@
 // test/test_ptx_hopper.cu: Hopper's instructions (the second half of layers/ptx.cuh) against plain loops. Inputs are
 // small integers, so that every product and sum is exact and results must be equal, on whichever device.
+#include "layers/layers.h"
 #include "layers/ptx.cuh"
 #include "layers/tensor_map.h"
 #include "reference.h"
@@ -8,18 +9,8 @@
 
 namespace {
 
-bool device_has_them() {
-#ifdef CUDA_ON_CPU
-    return true;
-#else
-    int major = 0, minor = 0;
-    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
-    return major == 9 && minor == 0;
-#endif
-}
 #define NEEDS_HOPPER \
-    if (!device_has_them()) SKIP_TEST("needs a GPU of compute capability 9.0")
+    if (!has_wgmma()) SKIP_TEST("needs a GPU of compute capability 9.0")
 
 template <class Kernel>
 void allow_shared(Kernel* kernel, size_t bytes) {
