@@ -70,7 +70,7 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt train_options trainer trainer_checkpoint plan account huggingface test/% \
+LIGHT       := train_gpt model/config model/huggingface% training/% planning/% test/% \
                dev/bench_kernels dev/bench_report dev/plot_runs
 LIGHT_FLAGS := -O1
 ifeq ($(DEBUG),1)
@@ -140,7 +140,9 @@ endif
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
 PROGRAMS := $(basename $(wildcard train_gpt.cu generate.cu))
-LIBRARY  := $(wildcard core/*.cu layers/*.cu optim/*.cu io/*.cu parallel/*.cu) $(filter-out $(PROGRAMS:%=%.cu),$(wildcard *.cu))
+# From the ground up: a file includes only what lies in its own folder or in one before it.
+FOLDERS  := core io layers layers/flash_attention optim parallel/comm parallel/data model . training planning
+LIBRARY  := $(filter-out $(PROGRAMS:%=%.cu),$(patsubst ./%,%,$(wildcard $(FOLDERS:%=%/*.cu))))
 TESTS    := $(wildcard test/test_*.cu) test/main.cu test/reference.cu
 DEV      := $(basename $(wildcard dev/*.cu))
 # The library that writes what a GPU does (make profile) needs CUPTI, which most CUDA toolkits bring.
@@ -326,8 +328,8 @@ compile_commands.json: force
 
 CLANG_FORMAT ?= clang-format
 format:
-	@$(CLANG_FORMAT) -i $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,$(wildcard *.cu *.h $(foreach folder,core layers optim parallel \
-	    io cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp))))
+	@$(CLANG_FORMAT) -i $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,\
+	    $(patsubst ./%,%,$(wildcard $(foreach folder,$(FOLDERS) cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp)))))
 
 doctor:
 ifneq ($(DEVICE),cpu)

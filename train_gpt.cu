@@ -12,7 +12,7 @@
 //                                                              with fp8 this copy is quantised. With --offload on the
 //                                                              host, and without clipping already during the backward
 //   read loss and norm back, log                               a norm that is inf: nothing was updated, lower the scale
-#include "trainer.h"
+#include "training/training.h"
 
 #include <algorithm>
 #include <cmath>

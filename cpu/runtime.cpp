@@ -86,7 +86,7 @@ cudaError_t remember(cudaError_t error) {
     return error;
 }
 
-// Asked for each time: a program that starts ranks as threads may ask for more devices (parallel/ranks.cu).
+// Asked for each time: a program that starts ranks as threads may ask for more devices (parallel/comm/ranks.cu).
 int device_count() {
     const char* text = std::getenv("CUDA_CPU_DEVICES");
     return text ? std::max(1, std::atoi(text)) : 1;

@@ -9,7 +9,7 @@
 // send the largest message to their right neighbour at once. So the limit knows of no latency, and of no addition.
 // Times are the slowest rank's; of several rounds the median.
 #include "io/io.h"
-#include "parallel/parallel.h"
+#include "parallel/data/data.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -441,7 +441,7 @@ void launch(const Problem& p, int n_rows, int n_threads, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. The product on mma.sync (layers/flash_attention_mma_backward.cu): 32 rows a warp, which stay in shared memory; lse
+// 7. The product on mma.sync (layers/flash_attention/mma_backward.cu): 32 rows a warp, which stay in shared memory; lse
 // and delta of the others are fetched once a block instead of once a thread; any head size and mask.
 
 void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {

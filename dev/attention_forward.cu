@@ -386,7 +386,7 @@ void launch(const Problem& p, int n_threads, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. The product on mma.sync (layers/flash_attention_mma_forward.cu). 32 queries a warp: each ldmatrix of keys or values
+// 7. The product on mma.sync (layers/flash_attention/mma_forward.cu). 32 queries a warp: each ldmatrix of keys or values
 // feeds four products instead of two, and shared memory is no longer as busy as the tensor cores. Any head size, for which
 // it pads rows by 16 bytes instead of swizzling; grouped queries, windows and documents.
 //
@@ -499,7 +499,7 @@ void launch_hopper(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 9. The product on Hopper (layers/flash_attention_hopper.cu): ping-pong.              (Shah et al. 2024, arXiv:2407.08608)
+// 9. The product on Hopper (layers/flash_attention/hopper_forward.cu): ping-pong.              (Shah et al. 2024, arXiv:2407.08608)
 //
 // Two consumer groups take turns: while one takes exponentials the other multiplies. And within a group the product P v
 // of a tile runs beside the exponentials of the next one. Tiles of 128 keys serve 128 queries; the producer gives its

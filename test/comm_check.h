@@ -2,7 +2,7 @@
 // processes, and for the faults). A difference is an Error, because ranks are no place for Catch2's macros.
 #pragma once
 
-#include "parallel/parallel.h"
+#include "parallel/data/data.h"
 
 #include <cmath>
 #include <cstring>

@@ -1,7 +1,7 @@
 // test/ranks.h: many ranks inside of a test.
 #pragma once
 
-#include "parallel/parallel.h"
+#include "parallel/data/data.h"
 
 // n ranks as threads of this process, which print nothing and do not wait for long.
 inline RankOptions threads(int n) {

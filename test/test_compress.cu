@@ -1,11 +1,11 @@
-// Gradient compression (parallel/compress.cu, power_sgd.cu): each compressor against a plain C++ model of it, the bytes that travel,
+// Gradient compression (parallel/data/compress.cu, power_sgd.cu): each compressor against a plain C++ model of it, the bytes that travel,
 // what error feedback promises, and training runs with it.
 #include "io/io.h"
 #include "program.h"
 #include "ranks.h"
 #include "reference.h"
 
-#include "parallel/transport.h"
+#include "parallel/comm/transport.h"
 
 #include <cmath>
 

@@ -7,7 +7,7 @@
 //                 sizes of micro-batch on one rank) are 1e-4 apart
 #include "io/io.h"
 #include "llm.h"
-#include "parallel/parallel.h"
+#include "parallel/data/data.h"
 #include "program.h"
 
 #include <cmath>

@@ -1,0 +1,137 @@
+// Flash attention on CUDA cores, backward. The maths is in flash_attention.cu, the tiles in flash_attention/cores.cuh.
+//
+// In both kernels scores become probabilities, and dP becomes dS = P * (dP - delta); lse2 is lse in powers of two.
+#include "layers/flash_attention/cores.cuh"
+
+namespace {
+
+// dq. Block (query tile, query head, b), as in the forward: lse and delta belong to the rows.
+template <class Number, class T>
+__global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
+    flash_dq_kernel(Shape shape, Heads<Number> dq, Heads<const Number> dout, const float* lse, const float* delta,
+              Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    const Mask& mask = shape.mask;
+    const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
+    const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);
+    const int n_rows = min(T::kRows, mask.T - t0);
+    float* q_rows = dynamic_shared<float>();
+    float* dout_rows = q_rows + T::kRowsFloats;
+    float* dS = dout_rows + T::kRowsFloats;
+    float* k_tile = dS + T::kProbsFloats;
+    float* v_tile = k_tile + T::kOthersFloats;
+    load_rows<T>(q_rows, q.head(b, h) + t0 * q.token_stride, q.token_stride, n_rows, shape.D);
+    load_rows<T>(dout_rows, dout.head(b, h) + t0 * dout.token_stride, dout.token_stride, n_rows, shape.Dv);
+
+    const View view = view_of<true>(mask, b, t0, T::kRows);
+    RowIntervals<T> rows;
+    rows.template find<true>(mask, b, t0);
+    float row_lse2[T::kR], row_delta[T::kR], factor[T::kR];
+    for (int r = 0; r < T::kR; ++r) {
+        const int64_t row = (b * shape.H + h) * mask.T + min(t0 + first_row<T>() + r, mask.T - 1);
+        row_lse2[r] = lse[row] * kLog2e, row_delta[r] = delta[row], factor[r] = shape.scale;
+    }
+    typename T::Scores scores, dscores;
+    typename T::Columns acc;
+    clear<T>(acc);
+    for (int s0 = view.any.first; s0 < view.any.end; s0 += T::kOthers) {
+        const int n = min(T::kOthers, view.any.end - s0);
+        __syncthreads();  // everyone has finished with the tiles before
+        load_others<T>(k_tile, k.head(b, kv) + s0 * k.token_stride, k.token_stride, n, shape.D);
+        load_others<T>(v_tile, v.head(b, kv) + s0 * v.token_stride, v.token_stride, n, shape.Dv);
+        __syncthreads();  // the tiles are there
+        multiply_scores<T>(scores, q_rows, k_tile, n, shape.scale * kLog2e);
+        if (needs_mask<T>(view, s0, n)) rows.apply(scores, s0, n);
+        multiply_scores<T>(dscores, dout_rows, v_tile, n, 1.0f);  // dP = do v^T
+        for (int i = 0; i < score_steps<T>(n); ++i)
+            for (int m = 0; m < T::kMScores; ++m)
+                for (int r = 0; r < T::kR; ++r)
+                    dscores[i][m][r] =
+                        exp2_below(scores[i][m][r] - row_lse2[r], 0.0f) * (dscores[i][m][r] - row_delta[r]);
+        share_scores<T>(dS, dscores, n);
+        __syncthreads();                          // every thread's dS is there
+        multiply_columns<T>(acc, dS, k_tile, n);  // dq = scale dS k
+    }
+    store_rows<T>(dq.head(b, h) + t0 * dq.token_stride, dq.token_stride, acc, factor, n_rows, shape.D);
+}
+
+// dk and dv. Block (key tile, key head, b): the rows are keys, and all queries of the group's heads that see them
+// stream past, head by head. lse and delta belong to the others.
+template <class Number, class T>
+__global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
+    flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
+                 const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    const Mask& mask = shape.mask;
+    const int b = static_cast<int>(blockIdx.z), s0 = static_cast<int>(blockIdx.x) * T::kRows;
+    const int64_t kv = blockIdx.y, group = shape.H / shape.K;
+    const int n_rows = min(T::kRows, mask.T - s0);
+    float* k_rows = dynamic_shared<float>();
+    float* v_rows = k_rows + T::kRowsFloats;
+    float* probs = v_rows + T::kRowsFloats;
+    float* dS = probs + T::kProbsFloats;
+    float* q_tile = dS + T::kProbsFloats;
+    float* dout_tile = q_tile + T::kOthersFloats;
+    load_rows<T>(k_rows, k.head(b, kv) + s0 * k.token_stride, k.token_stride, n_rows, shape.D);
+    load_rows<T>(v_rows, v.head(b, kv) + s0 * v.token_stride, v.token_stride, n_rows, shape.Dv);
+
+    const View view = view_of<false>(mask, b, s0, T::kRows);
+    RowIntervals<T> rows;
+    rows.template find<false>(mask, b, s0);
+    typename T::Scores scores, dscores;
+    typename T::Columns dk_acc, dv_acc;
+    clear<T>(dk_acc);
+    clear<T>(dv_acc);
+    for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
+        const float* head_lse = lse + (b * shape.H + h) * mask.T;
+        const float* head_delta = delta + (b * shape.H + h) * mask.T;
+        for (int t0 = view.any.first; t0 < view.any.end; t0 += T::kOthers) {
+            const int n = min(T::kOthers, view.any.end - t0);
+            __syncthreads();  // everyone has finished with the tiles before
+            load_others<T>(q_tile, q.head(b, h) + t0 * q.token_stride, q.token_stride, n, shape.D);
+            load_others<T>(dout_tile, dout.head(b, h) + t0 * dout.token_stride, dout.token_stride, n, shape.Dv);
+            __syncthreads();  // the tiles are there
+            multiply_scores<T>(scores, k_rows, q_tile, n, shape.scale * kLog2e);
+            if (needs_mask<T>(view, t0, n)) rows.apply(scores, t0, n);
+            multiply_scores<T>(dscores, v_rows, dout_tile, n, 1.0f);  // dP^T = v do^T
+            for (int i = 0; i < score_steps<T>(n); ++i)
+                for (int m = 0; m < T::kMScores; ++m) {
+                    const int t = min(t0 + other_of<T>(i, m), mask.T - 1);
+                    const float lse2 = head_lse[t] * kLog2e, other_delta = head_delta[t];
+                    for (int r = 0; r < T::kR; ++r) {
+                        scores[i][m][r] = exp2_below(scores[i][m][r] - lse2, 0.0f);
+                        dscores[i][m][r] = scores[i][m][r] * (dscores[i][m][r] - other_delta);
+                    }
+                }
+            share_scores<T>(probs, scores, n);
+            share_scores<T>(dS, dscores, n);
+            __syncthreads();                                   // every thread's P and dS are there
+            multiply_columns<T>(dv_acc, probs, dout_tile, n);  // dv = P^T do
+            multiply_columns<T>(dk_acc, dS, q_tile, n);        // dk = scale dS^T q
+        }
+    }
+    float factor[T::kR];
+    for (int r = 0; r < T::kR; ++r) factor[r] = 1.0f;
+    store_rows<T>(dv.head(b, kv) + s0 * dv.token_stride, dv.token_stride, dv_acc, factor, n_rows, shape.Dv);
+    for (int r = 0; r < T::kR; ++r) factor[r] = shape.scale;
+    store_rows<T>(dk.head(b, kv) + s0 * dk.token_stride, dk.token_stride, dk_acc, factor, n_rows, shape.D);
+}
+
+}  // namespace
+
+void flash_backward_cores(const FlashArguments& a, cudaStream_t stream) {
+    dispatch_cores(a, [&](auto number, auto size) {
+        using Number = decltype(number);
+        using T = Tile<decltype(size)::kD, decltype(size)::kDv>;
+        const Heads<const Number> dout(a.out), q(a.q), k(a.k), v(a.v);
+        const size_t dq_bytes = sizeof(float) * (2 * T::kRowsFloats + T::kProbsFloats + 2 * T::kOthersFloats);
+        const size_t dk_dv_bytes = dq_bytes + sizeof(float) * T::kProbsFloats;
+        const dim3 threads(T::kThreadsX, T::kThreadsY);
+        allow_shared(flash_dk_dv_kernel<Number, T>, dk_dv_bytes);
+        flash_dk_dv_kernel<Number, T><<<grid_of<T>(a, a.k.count), threads, dk_dv_bytes, stream>>>(
+            shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
+        cudaCheckLaunch();
+        allow_shared(flash_dq_kernel<Number, T>, dq_bytes);
+        flash_dq_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, dq_bytes, stream>>>(shape_of(a), Heads<Number>(a.dq),
+                                                                                      dout, a.lse, a.delta, q, k, v);
+        cudaCheckLaunch();
+    });
+}

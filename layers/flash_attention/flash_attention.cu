@@ -1,0 +1,241 @@
+// Flash attention: softmax(q k^T) v without the T x T matrix.
+//                                       (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691)
+//
+// FORWARD. For one query the sums over its keys can be formed while they stream past, tile by tile, if what has been
+// summed is scaled down whenever a larger score arrives (Milakov & Gimelshein 2018, arXiv:1805.02867). With scores S_s
+// = scale q.k_s, kept between tiles: the maximum so far m, the sum l, and the unfinished output o,
+//
+//     m' = max(m, max of the tile)      P_s = exp(S_s - m')
+//     l  <- l exp(m - m') + sum P_s     o <- o exp(m - m') + sum P_s v_s              at the end  o <- o / l
+//
+// One number a row is saved for the backward, lse = m + log(l) = log sum_s exp(S_s): with it any probability of the row
+// is exp(S_s - lse), in any order, with no further sum. (Exponentials are computed as powers of two: log2(e) is
+// multiplied into scale, and saves a multiplication for each score.)
+//
+// BACKWARD, with the probabilities P computed again from q, k and lse. Written for all pairs of a query t and a key s,
+//
+//     dv_s = sum_t P_ts do_t         dP_ts = do_t . v_s          dS_ts = P_ts (dP_ts - delta_t)
+//     dq_t = scale sum_s dS_ts k_s   dk_s = scale sum_t dS_ts q_t
+//
+// delta_t = sum_s P_ts dP_ts is softmax's own gradient. It looks like a sum over a row of the matrix, but
+// sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . o_t: a sum over D columns, done once before all else.
+//
+// Sums over s (dq) and sums over t (dk, dv) want opposite loops. So there are two kernels, each with the picture
+//
+//     a block owns some rows, which stay; the others stream past, a tile at a time; the rows' sums stay in registers
+//
+// forward, dq: rows = queries, others = keys.   dk and dv: rows = keys, others = queries, of all the heads of a group.
+// Nothing is shared between blocks, so there are no atomics, and each sum has one order: a run repeats bit for bit. The
+// price is that the second kernel computes S and dP again: 7 products of T T D instead of 5. The other way, one kernel
+// that adds to dq with atomics as the published code does, is 5/7 of the work, in an order that differs from run to
+// run.
+//
+// WHERE THINGS ARE, for a head of D columns and tiles of R rows and N others:
+//
+//     registers        S and P of a tile; o, dq, or dk and dv; m and l, or lse and delta       R (N + D), R (2 N + 2 D)
+//     shared memory    the rows, and the tiles of others that stream past               R D + 2 N D, 2 R D + 4 N D
+//     device memory    q, k, v, o and their gradients; lse and delta, 1 number a row           never T x T
+//
+// BYTES MOVED, for B H heads (K = H) of a full mask and numbers of w bytes:
+//
+//     naive forward    B H (4 T D + 4 T^2) w       q, k, v, o once; S and P written and read
+//     flash forward    B H (2 T D + 2 T D T/R) w   q, o once; k and v once for each tile of R rows
+//     naive backward   B H (7 T D + 7 T^2) w       P read twice; dP and dS written and read, dS twice
+//     flash backward   B H (9 T D + 4 T D T/R) w   k, v once for each tile of queries, q, do for each of keys
+//
+// At T = 4096, D = 128, R = 128 and 16 bits a naive forward moves 4 + 134 MB a head, flash 2 + 67 MB, of which all but
+// 4 MB can come from L2. A causal mask halves the second term of flash, and not that of naive matrix products.
+//
+// WHO SEES WHOM. Causality, a sliding window and packed documents all say the same kind of thing: a query sees an
+// interval of keys (flash_attention.cuh). A block walks through the union of its rows' intervals, and tests each pair
+// only in tiles that an interval ends in: a causal mask costs half of a full one, a window T window instead of T^2.
+//
+// THE TIERS behind one function: CUDA cores (flash_attention/cores.cuh) for f32. For bf16 and f16 wgmma with the copy
+// engine, where the GPU has them (sm_90a, flash_attention/hopper.cuh), and mma.sync otherwise, the tensor cores of all
+// GPUs since sm_80 (flash_attention/mma.cuh). `--attention` chooses another one.
+#include "layers/chunk.cuh"
+#include "layers/flash_attention/flash_attention.cuh"
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d].     A team of threads a row (chunk.cuh); rows in the order of delta.
+
+template <class Number, int kN>
+__global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t n_rows, int64_t H,
+                             int64_t T, int64_t D) {
+    __shared__ float scratch[kWarp];
+    const int64_t row = team_row();
+    if (row >= n_rows) return;  // a whole team: nobody waits for it
+    const int64_t t = row % T, h = row / T % H, b = row / T / H;
+    const Number *dy = dout.head(b, h) + t * dout.token_stride, *y = out.head(b, h) + t * out.token_stride;
+    float sum[kN] = {};
+    for (int64_t d = threadIdx.x * kN; d < D; d += blockDim.x * kN) {
+        float a[kN], c[kN];
+        load_chunk(a, dy + d, D - d);
+        load_chunk(c, y + d, D - d);
+        for (int l = 0; l < kN; ++l) sum[l] = fmaf(a[l], c[l], sum[l]);
+    }
+    const float total = team_reduce<Sum>(fold_chunk<Sum>(sum), scratch);
+    if (threadIdx.x == 0) delta[row] = total;
+}
+
+void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadColumns& out, cudaStream_t stream) {
+    const int64_t n_rows = a.B * a.q.count * a.T;
+    dispatch_chunks(out.rows.dtype, out.D, [&](auto chunk) {
+        using Number = typename decltype(chunk)::Element;
+        constexpr int kN = decltype(chunk)::n;
+        const RowTeams teams = row_teams(n_rows, out.D, kN);
+        flash_delta_kernel<Number, kN><<<teams.grid, teams.block, 0, stream>>>(
+            a.delta, Heads<const Number>(dout), Heads<const Number>(out), n_rows, a.q.count, a.T, out.D);
+        cudaCheckLaunch();
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Checks
+
+constexpr int64_t kMaxD = 192;
+
+// Rows of (B, T, columns) in which `heads` find their place, every head on a 16-byte boundary.
+void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t B, int64_t T,
+                 int64_t count, int64_t D) {
+    expect(operation, name, heads.rows, dtype, {B, T, -1});
+    check(heads.count == count && heads.D == D, operation, ": ", name, " has ", heads.count, " heads of ", heads.D,
+          " columns, expected ", count, " of ", D);
+    const int64_t columns = heads.rows.shape[2], stride = heads.head_stride(),
+                  pack = 16 / static_cast<int64_t>(dtype_bytes(dtype));
+    check(heads.column >= 0 && stride >= D && heads.column + (count - 1) * stride + D <= columns, operation, ": ", name,
+          "'s ", count, " heads of ", D, " columns, ", stride, " apart, from column ", heads.column,
+          " on, are not inside of ", columns, " columns");
+    check(heads.column % pack == 0 && stride % pack == 0 && columns % pack == 0, operation, ": ", name,
+          "'s heads start at column ", heads.column, ", ", stride, " apart, in rows of ", columns,
+          " columns: each must be a multiple of ", pack);
+    expect_aligned(operation, {{name, heads.rows}});
+}
+
+FlashArguments check_arguments(const char* operation, const char* out_name, const HeadColumns& out, Tensor lse,
+                               const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
+                               const FlashAttentionOptions& options) {
+    const DType dtype = q.rows.dtype;
+    check(q.rows.data && (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16), operation, ": q is ",
+          q.rows.describe(), ", expected f32, bf16 or f16 of (B, T, columns)");
+    expect(operation, "q", q.rows, dtype, {-1, -1, -1});
+    const int64_t B = q.rows.shape[0], T = q.rows.shape[1], pack = 16 / static_cast<int64_t>(dtype_bytes(dtype));
+    check(B >= 1 && T >= 1, operation, ": q is ", q.rows.describe(), ": there must be a token");
+    check(T < (1 << 30) && B < (1 << 16) && q.count < (1 << 16), operation, ": q is ", q.rows.describe(), " with ",
+          q.count, " heads: too large");
+    for (const auto& [D, name] : {std::pair{q.D, "q"}, std::pair{v.D, "v"}})
+        check(D >= 1 && D <= kMaxD && D % pack == 0, operation, ": heads of ", name, " have ", D,
+              " columns; multiples of ", pack, " up to ", kMaxD, " are possible");
+    check(k.count >= 1 && q.count >= 1 && q.count % k.count == 0, operation, ": H = ", q.count,
+          " query heads are not a multiple of K = ", k.count, " key/value heads");
+    check_heads(operation, "q", q, dtype, B, T, q.count, q.D);
+    check_heads(operation, "k", k, dtype, B, T, k.count, q.D);
+    check_heads(operation, "v", v, dtype, B, T, k.count, v.D);
+    check_heads(operation, out_name, out, dtype, B, T, q.count, v.D);
+    expect(operation, "lse", lse, DType::f32, {B, q.count, T});
+    check(std::isfinite(options.scale) && options.scale > 0, operation, ": scale is ", options.scale);
+    check(options.window >= 0, operation, ": window is ", options.window, "; 0 means none");
+    if (options.documents) expect(operation, "options.documents", options.documents, DType::i32, {B, T, 2});
+    check(is_aligned(options.documents.data, 8), operation, ": options.documents starts at ", options.documents.data,
+          ", which is no multiple of 8 bytes");
+    FlashArguments a{};
+    a.q = q, a.k = k, a.v = v, a.out = out;
+    a.lse = lse.ptr<float>();
+    a.B = B, a.T = T;
+    a.scale = options.scale, a.causal = options.causal, a.window = options.window == 0 ? T : options.window;
+    a.documents = static_cast<const int2*>(options.documents.data);
+    return a;
+}
+
+// On an H100 FlashAttention-2, with mma.sync, reaches 35 % of what the tensor cores can do, FlashAttention-3, with wgmma,
+// 75 % (Shah et al. 2024, arXiv:2407.08608). `make bench` times ours: "attention mma" and "attention hopper".
+// On the CPU device each tensor core instruction is played by a function, 30 times slower than its CUDA cores' loops.
+FlashTier automatic_tier(DType dtype) {
+    if (dtype == DType::f32 || device().is_cpu) return FlashTier::cuda_cores;
+    return has_wgmma() ? FlashTier::hopper : FlashTier::mma;
+}
+FlashTier tier_of(FlashTier wanted, DType dtype) {
+    if (wanted == FlashTier::automatic) return automatic_tier(dtype);
+    expect_flash_tier(wanted, dtype);
+    return wanted;
+}
+
+constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automatic, "auto"},
+                                                            {FlashTier::cuda_cores, "cores"},
+                                                            {FlashTier::mma, "mma"},
+                                                            {FlashTier::hopper, "hopper"}};
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiers by name
+
+bool has_wgmma() {
+    int major = 0, minor = 0;
+    cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
+    cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
+    return device().is_cpu || (major == 9 && minor == 0);
+}
+
+FlashTier flash_tier_from_name(const std::string& name) {
+    for (const auto& [tier, its_name] : kTierNames)
+        if (name == its_name) return tier;
+    fail("unknown tier of attention '", name, "': use auto, cores, mma or hopper");
+}
+
+void expect_flash_tier(FlashTier tier, DType dtype) {
+    const char* name = kTierNames[static_cast<size_t>(tier)].second;
+    const bool f32 = dtype == DType::f32;
+    if (tier == FlashTier::cuda_cores)
+        check(f32 || device().is_cpu, "attention on '", name, "' is for f32 on a GPU, not for ", dtype_name(dtype),
+              ": use mma or auto");
+    if (tier == FlashTier::mma || tier == FlashTier::hopper)
+        check(!f32, "attention on '", name, "' is for bf16 and f16, not for f32: use cores or auto");
+    if (tier == FlashTier::hopper)
+        check(has_wgmma(), "attention on 'hopper' needs a GPU of compute capability 9.0 (H100, H200): use mma or auto");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K) {
+    check(H >= 1 && K >= 1, "qkv_heads: H = ", H, ", K = ", K);
+    const int64_t D = div_exact(qkv.cols(), H + 2 * K, "columns of a head");
+    return {{qkv, H, D, 0}, {qkv, K, D, H * D}, {qkv, K, D, (H + K) * D}};
+}
+
+void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
+                             const HeadColumns& v, const FlashAttentionOptions& options, cudaStream_t stream) {
+    const char* operation = "flash_attention_forward";
+    const FlashArguments a = check_arguments(operation, "out", out, lse, q, k, v, options);
+    switch (tier_of(options.tier, q.rows.dtype)) {
+        case FlashTier::cuda_cores: return flash_forward_cores(a, stream);
+        case FlashTier::hopper: return flash_forward_hopper(a, stream);
+        default: return flash_forward_mma(a, stream);
+    }
+}
+
+int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H) { return B * H * T; }  // delta
+
+void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, const HeadColumns& dv,
+                              const HeadColumns& dout, const HeadColumns& out, Tensor lse, const HeadColumns& q,
+                              const HeadColumns& k, const HeadColumns& v, const FlashAttentionOptions& options,
+                              Tensor scratch, cudaStream_t stream) {
+    const char* operation = "flash_attention_backward";
+    FlashArguments a = check_arguments(operation, "dout", dout, lse, q, k, v, options);
+    const DType dtype = q.rows.dtype;
+    check_heads(operation, "out", out, dtype, a.B, a.T, q.count, v.D);
+    check_heads(operation, "dq", dq, dtype, a.B, a.T, q.count, q.D);
+    check_heads(operation, "dk", dk, dtype, a.B, a.T, k.count, q.D);
+    check_heads(operation, "dv", dv, dtype, a.B, a.T, k.count, v.D);
+    a.dq = dq, a.dk = dk, a.dv = dv;
+    a.delta = scratch_as(operation, scratch, {flash_attention_backward_scratch_n(a.B, a.T, q.count)}).ptr<float>();
+    compute_delta(a, dout, out, stream);
+    switch (tier_of(options.tier, dtype)) {
+        case FlashTier::cuda_cores: return flash_backward_cores(a, stream);
+        case FlashTier::hopper: return flash_backward_hopper(a, stream);
+        default: return flash_backward_mma(a, stream);
+    }
+}

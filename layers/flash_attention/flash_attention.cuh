@@ -1,0 +1,147 @@
+// layers/flash_attention/flash_attention.cuh: what the tiers of flash attention share: where heads lie, who sees whom, the softmax's
+// powers of two. The maths is on the first page of flash_attention.cu.
+#pragma once
+
+#include "core/kernel.cuh"
+#include "layers/layers.h"
+
+namespace {
+
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Heads inside of rows: HeadColumns (layers.h) as kernels see it. Strides in elements.
+
+template <class Number>
+struct Heads {
+    Number* data;
+    int64_t batch_stride, token_stride, head_stride;
+
+    explicit Heads(const HeadColumns& heads)
+        : data(heads.rows.ptr<std::remove_const_t<Number>>() + heads.column),
+          batch_stride(heads.rows.shape[1] * heads.rows.shape[2]), token_stride(heads.rows.shape[2]),
+          head_stride(heads.head_stride()) {}
+    // The D numbers of head `head` of token 0 of sequence b; token t stands t * token_stride later.
+    __device__ __forceinline__ Number* head(int64_t b, int64_t head) const {
+        return data + b * batch_stride + head * head_stride;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Who sees whom. What a query may see is an interval of keys, and what may see a key is an interval of queries:
+//
+//     query t sees the keys      [first of t's document, its end)  cut by  s <= t (causal)  and  |t - s| < window
+//     key s is seen by queries   [first of s's document, its end)  cut by  t >= s (causal)  and  |t - s| < window
+//
+// Both ends of the interval never decrease from one token to the next, so the tokens [t0, t1] together see
+// [first of t0, end of t1), which is all that a block has to walk through.
+
+struct Interval {
+    int first, end;
+};
+
+struct Mask {
+    int T, window;  // window >= T: none
+    bool causal;
+    const int2* documents;  // (B, T), null: each row is one document
+
+    template <bool kOfQuery>
+    __device__ __forceinline__ Interval visible(int b, int t) const {
+        Interval seen{0, T};
+        if (documents) {
+            const int2 document = documents[static_cast<int64_t>(b) * T + t];
+            seen = {max(document.x, 0), min(document.y, T)};
+        }
+        seen.first = max(seen.first, t - window + 1);
+        seen.end = min(seen.end, t + window);
+        if (causal && kOfQuery) seen.end = min(seen.end, t + 1);
+        if (causal && !kOfQuery) seen.first = max(seen.first, t);
+        return seen;
+    }
+};
+
+struct Shape {
+    int64_t H, K;
+    int D, Dv;  // columns of a query and key head, and of a value head
+    float scale;
+    Mask mask;
+};
+
+// What n_rows rows from t0 on see together, and what every one of them sees. Rows behind the last one see nothing.
+struct View {
+    Interval any, all;
+    // Of the others [first, first + n): does some row see any? Is there a pair that does not see each other?
+    __device__ __forceinline__ bool overlaps(int first, int n) const {
+        return first < any.end && first + n > any.first;
+    }
+    __device__ __forceinline__ bool needs_mask(int first, int n) const {
+        return first < all.first || first + n > all.end;
+    }
+};
+template <bool kOfQuery>
+__device__ __forceinline__ View view_of(const Mask& mask, int b, int t0, int n_rows) {
+    if (t0 >= mask.T) return {{0, 0}, {0, 0}};
+    const Interval first = mask.visible<kOfQuery>(b, t0),
+                   last = mask.visible<kOfQuery>(b, min(t0 + n_rows, mask.T) - 1);
+    return {{first.first, last.end}, {last.first, first.end}};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The largest dynamic shared memory a block of `kernel` may have is raised before it is launched with more than 48 KiB.
+
+template <class Kernel>
+void allow_shared(Kernel* kernel, size_t bytes) {
+    if (bytes > (48 << 10))
+        cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The tiers. Arguments have been checked, delta (B, H, T) has been computed. D and Dv are at most those of kHeadSizes.
+
+struct FlashArguments {
+    HeadColumns q, k, v, out;  // out is dout in the backward
+    HeadColumns dq, dk, dv;    // backward only
+    float *lse, *delta;        // (B, H, T)
+    int64_t B, T;
+    float scale;
+    bool causal;
+    int64_t window;
+    const int2* documents;
+};
+
+void flash_forward_cores(const FlashArguments& arguments, cudaStream_t stream);
+void flash_backward_cores(const FlashArguments& arguments, cudaStream_t stream);
+void flash_forward_mma(const FlashArguments& arguments, cudaStream_t stream);
+void flash_backward_mma(const FlashArguments& arguments, cudaStream_t stream);
+void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
+void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream);
+
+namespace {
+
+inline Shape shape_of(const FlashArguments& a) {
+    return {a.q.count,
+            a.k.count,
+            static_cast<int>(a.q.D),
+            static_cast<int>(a.v.D),
+            a.scale,
+            {static_cast<int>(a.T), static_cast<int>(std::min(a.window, a.T)), a.causal, a.documents}};
+}
+
+// Calls f with the smallest of the sizes that kernels are compiled for which holds heads of D and Dv columns. The
+// columns between are zeros, in shared memory only.
+template <int kD_, int kDv_>
+struct HeadSize {
+    static constexpr int kD = kD_, kDv = kDv_;
+};
+template <class... Sizes>
+struct HeadSizes {
+    template <class F>
+    static void dispatch(int64_t D, int64_t Dv, F&& f) {
+        bool found = false;
+        ((found = found || (D <= Sizes::kD && Dv <= Sizes::kDv && (f(Sizes{}), true))), ...);
+    }
+};
+
+}  // namespace

@@ -1,0 +1,206 @@
+// Flash attention on tensor cores, backward. The maths is in flash_attention.cu, the tiles in flash_attention/mma.cuh.
+//
+// Two kernels that mirror each other: one owns queries and sums dq, the other owns keys and sums dk and dv. In both the
+// rows' two tiles stay in shared memory, and those of the others come in two buffers, one of which is filled while the
+// other is worked on:
+//
+//               rows                    others, streaming past     registers (D = 128)
+//     dq        q, do of 64 queries     k, v of 32 keys            64 for dq, 32 for S and dP
+//     dk, dv    k, v of 64 keys         q, do of 32 queries        128 for dk and dv, 32 for S and dP
+#include "layers/flash_attention/mma.cuh"
+
+namespace {
+
+template <int kD_, int kDv_>
+struct BackwardTile {
+    static constexpr int kD = kD_, kDv = kDv_;
+    static constexpr int kRowTiles = kD <= 64 ? 2 : 1;  // more would not fit into 255 registers
+    static constexpr int kOthers =
+        kD <= 128 ? 32 : 16;  // nor more than this into 99 KiB of shared memory (sm_86, sm_89)
+    static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarpRows * kWarps;
+    // Elements of two tiles, one after the other: (q, do) or (k, v).
+    static constexpr int kRowsPair = kRows * (kPitch<kD> + kPitch<kDv>),
+                         kOthersPair = kOthers * (kPitch<kD> + kPitch<kDv>);
+    static constexpr size_t kSharedBytes = 2 * (kRowsPair + 2 * kOthersPair) + 2 * 2 * kOthers * sizeof(float);
+};
+
+// Starts the copies of n tokens of two heads of kD and kDv columns: q and do, or k and v.
+template <class T, int kTokens, class Number>
+__device__ __forceinline__ void load_pair(Number* pair, const Heads<const Number>& x, const Heads<const Number>& y,
+                                          int b, int64_t x_head, int64_t y_head, int token, int n, const Shape& shape) {
+    load_tile<kTokens, T::kD>(pair, x.head(b, x_head) + token * x.token_stride, x.token_stride, n, shape.D);
+    load_tile<kTokens, T::kDv>(pair + kTokens * kPitch<T::kD>, y.head(b, y_head) + token * y.token_stride,
+                               y.token_stride, n, shape.Dv);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dq. Block (query tile, query head, b).
+
+template <class Number, class T>
+__global__ void __launch_bounds__(kThreads)
+    flash_dq_kernel(Shape shape, Heads<Number> dq, Heads<const Number> dout, const float* lse, const float* delta,
+              Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    const Mask& mask = shape.mask;
+    const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
+    const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);
+    const float scale2 = shape.scale * kLog2e;
+    Number* rows = dynamic_shared<Number>();
+    Number* others = rows + T::kRowsPair;  // two buffers
+    const Interval keys =
+        view_of<true>(mask, b, t0, T::kRows).any;  // of the block; a warp skips what none of its rows sees
+    load_pair<T, T::kRows>(rows, q, dout, b, h, h, t0, min(T::kRows, mask.T - t0), shape);
+    load_pair<T, T::kOthers>(others, k, v, b, kv, kv, keys.first, min(T::kOthers, keys.end - keys.first), shape);
+    cp_async_commit();
+
+    const int warp_row = warp() * T::kWarpRows, first_row = t0 + warp_row;
+    const View view = view_of<true>(mask, b, first_row, T::kWarpRows);
+    const Number *q_rows = rows + warp_row * kPitch<T::kD>,
+                 *dout_rows = rows + T::kRows * kPitch<T::kD> + warp_row * kPitch<T::kDv>;
+    float row_lse2[T::kRowTiles][2], row_delta[T::kRowTiles][2], factor[T::kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < T::kRowTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int64_t row = (b * shape.H + h) * mask.T + min(first_row + m * 16 + half * 8 + quad(), mask.T - 1);
+            row_lse2[m][half] = lse[row] * kLog2e, row_delta[m][half] = delta[row], factor[m][half] = shape.scale;
+        }
+    Fragments<T::kRowTiles, T::kD> acc;
+    clear(acc);
+    int buffer = 0;
+    for (int s0 = keys.first; s0 < keys.end; s0 += T::kOthers, buffer ^= 1) {
+        cp_async_wait<0>();
+        __syncthreads();  // this tile is there, and nobody needs the one before any more
+        const int next = s0 + T::kOthers;
+        if (next < keys.end)
+            load_pair<T, T::kOthers>(others + (buffer ^ 1) * T::kOthersPair, k, v, b, kv, kv, next,
+                                     min(T::kOthers, keys.end - next), shape);
+        cp_async_commit();
+        if (!view.overlaps(s0, T::kOthers)) continue;
+        const Number *k_tile = others + buffer * T::kOthersPair, *v_tile = k_tile + T::kOthers * kPitch<T::kD>;
+
+        Fragments<T::kRowTiles, T::kOthers> scores, dscores;
+        multiply_scores<T::kD>(scores, q_rows, k_tile);
+        if (view.needs_mask(s0, T::kOthers)) apply_mask<true>(scores, mask, b, first_row, s0);
+        multiply_scores<T::kDv>(dscores, dout_rows, v_tile);  // dP = do v^T
+#pragma unroll
+        for (int m = 0; m < T::kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)  // dS = P * (dP - delta)
+                    dscores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -row_lse2[m][i / 2])) *
+                                       (dscores[m][n][i] - row_delta[m][i / 2]);
+        Packs<T::kRowTiles, T::kOthers> dS;
+        pack_fragments<Number>(dS, dscores);
+        multiply_columns(acc, dS, k_tile);  // dq = scale dS k
+    }
+    store_rows(dq.head(b, h) + first_row * dq.token_stride, dq.token_stride, acc, factor, mask.T - first_row, shape.D);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dk and dv. Block (key tile, key head, b): all queries of the group's heads that see these keys stream past, head by
+// head. What is computed is S^T and dP^T, with keys as rows; lse and delta belong to the others, and lie beside their
+// tiles.
+
+template <class Number, class T>
+__global__ void __launch_bounds__(kThreads)
+    flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
+                 const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+    const Mask& mask = shape.mask;
+    const int b = static_cast<int>(blockIdx.z), s0 = static_cast<int>(blockIdx.x) * T::kRows;
+    const int64_t kv = blockIdx.y, group = shape.H / shape.K;
+    const float scale2 = shape.scale * kLog2e;
+    Number* rows = dynamic_shared<Number>();
+    Number* others = rows + T::kRowsPair;                                       // two buffers
+    float* statistics = reinterpret_cast<float*>(others + 2 * T::kOthersPair);  // [buffer][lse2, delta][query]
+    const Interval queries = view_of<false>(mask, b, s0, T::kRows).any;
+    const int n_tiles = (queries.end - queries.first + T::kOthers - 1) / T::kOthers,
+              n_steps = n_tiles * static_cast<int>(group);
+    const auto load_queries = [&](int step) {
+        const int64_t h = kv * group + step / n_tiles;
+        const int t0 = queries.first + step % n_tiles * T::kOthers, n = min(T::kOthers, queries.end - t0);
+        load_pair<T, T::kOthers>(others + step % 2 * T::kOthersPair, q, dout, b, h, h, t0, n, shape);
+        const int i = static_cast<int>(threadIdx.x);
+        if (i >= T::kOthers) return;
+        float* to = statistics + step % 2 * 2 * T::kOthers + i;
+        const int64_t from = (b * shape.H + h) * mask.T + t0 + i;
+        to[0] = i < n ? lse[from] * kLog2e : 0.0f;
+        to[T::kOthers] = i < n ? delta[from] : 0.0f;
+    };
+    load_pair<T, T::kRows>(rows, k, v, b, kv, kv, s0, min(T::kRows, mask.T - s0), shape);
+    if (n_steps > 0) load_queries(0);
+    cp_async_commit();
+
+    const int warp_row = warp() * T::kWarpRows, first_row = s0 + warp_row;
+    const View view = view_of<false>(mask, b, first_row, T::kWarpRows);
+    const Number *k_rows = rows + warp_row * kPitch<T::kD>,
+                 *v_rows = rows + T::kRows * kPitch<T::kD> + warp_row * kPitch<T::kDv>;
+    Fragments<T::kRowTiles, T::kD> dk_acc;
+    Fragments<T::kRowTiles, T::kDv> dv_acc;
+    clear(dk_acc);
+    clear(dv_acc);
+    for (int step = 0; step < n_steps; ++step) {
+        cp_async_wait<0>();
+        __syncthreads();  // this tile and its statistics are there, and nobody needs those before any more
+        if (step + 1 < n_steps) load_queries(step + 1);
+        cp_async_commit();
+        const int t0 = queries.first + step % n_tiles * T::kOthers;
+        if (!view.overlaps(t0, T::kOthers)) continue;
+        const Number *q_tile = others + step % 2 * T::kOthersPair, *dout_tile = q_tile + T::kOthers * kPitch<T::kD>;
+        const float *lse2 = statistics + step % 2 * 2 * T::kOthers, *deltas = lse2 + T::kOthers;
+
+        Fragments<T::kRowTiles, T::kOthers> scores, dscores;
+        multiply_scores<T::kD>(scores, k_rows, q_tile);  // S^T
+        if (view.needs_mask(t0, T::kOthers)) apply_mask<false>(scores, mask, b, first_row, t0);
+        multiply_scores<T::kDv>(dscores, v_rows, dout_tile);  // dP^T = v do^T
+#pragma unroll
+        for (int m = 0; m < T::kRowTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int t = n * 8 + 2 * in_quad() + i % 2;
+                    scores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -lse2[t]));
+                    dscores[m][n][i] = scores[m][n][i] * (dscores[m][n][i] - deltas[t]);
+                }
+        Packs<T::kRowTiles, T::kOthers> P, dS;
+        pack_fragments<Number>(P, scores);
+        pack_fragments<Number>(dS, dscores);
+        multiply_columns(dv_acc, P, dout_tile);  // dv = P^T do
+        multiply_columns(dk_acc, dS, q_tile);    // dk = scale dS^T q
+    }
+    float factor[T::kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < T::kRowTiles; ++m) factor[m][0] = factor[m][1] = 1.0f;
+    store_rows(dv.head(b, kv) + first_row * dv.token_stride, dv.token_stride, dv_acc, factor, mask.T - first_row,
+               shape.Dv);
+#pragma unroll
+    for (int m = 0; m < T::kRowTiles; ++m) factor[m][0] = factor[m][1] = shape.scale;
+    store_rows(dk.head(b, kv) + first_row * dk.token_stride, dk.token_stride, dk_acc, factor, mask.T - first_row,
+               shape.D);
+}
+
+template <class Number>
+void launch(const FlashArguments& a, cudaStream_t stream) {
+    MmaSizes::dispatch(a.q.D, a.v.D, [&](auto size) {
+        using T = BackwardTile<decltype(size)::kD, decltype(size)::kDv>;
+        const Heads<const Number> dout(a.out), q(a.q), k(a.k), v(a.v);
+        const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, T::kRows)), B = static_cast<unsigned>(a.B);
+        allow_shared(flash_dk_dv_kernel<Number, T>, T::kSharedBytes);
+        flash_dk_dv_kernel<Number, T>
+            <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kThreads, T::kSharedBytes, stream>>>(
+                shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
+        cudaCheckLaunch();
+        allow_shared(flash_dq_kernel<Number, T>, T::kSharedBytes);
+        flash_dq_kernel<Number, T><<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kThreads, T::kSharedBytes, stream>>>(
+            shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
+        cudaCheckLaunch();
+    });
+}
+
+}  // namespace
+
+void flash_backward_mma(const FlashArguments& a, cudaStream_t stream) {
+    if (a.q.rows.dtype == DType::bf16) launch<__nv_bfloat16>(a, stream);
+    else launch<__half>(a, stream);
+}

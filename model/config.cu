@@ -1,0 +1,134 @@
+// model/config.cu: model configurations by name, what fits together, and counts of parameters and FLOPs.
+#include "model/model.h"
+
+namespace {
+
+Config gpt2(int64_t L, int64_t H, int64_t C) {
+    Config c;
+    c.family = Family::gpt2;
+    c.V = 50257, c.T_max = 1024, c.L = L, c.H = H, c.K = H, c.D = C / H, c.C = C, c.F = 4 * C, c.tied = true;
+    return c;
+}
+
+Config llama3(int64_t L, int64_t H, int64_t C, int64_t D, int64_t F, double factor, bool tied) {
+    Config c;
+    c.V = 128256, c.T_max = 131072, c.L = L, c.H = H, c.K = 8, c.D = D, c.C = C, c.F = F, c.rope_base = 500000.0, c.tied = tied;
+    c.rope_scaling = {factor, 1.0, 4.0, 8192};
+    return c;
+}
+
+Config qwen(int64_t V, int64_t T_max, int64_t L, int64_t H, int64_t K, int64_t C, int64_t D, int64_t F, bool tied) {
+    Config c;
+    c.V = V, c.T_max = T_max, c.L = L, c.H = H, c.K = K, c.D = D, c.C = C, c.F = F, c.tied = tied;
+    c.rope_base = 1e6, c.norm_eps = 1e-6;
+    return c;
+}
+Config qwen2(int64_t V, int64_t L, int64_t H, int64_t K, int64_t C, int64_t F, bool tied) {
+    Config c = qwen(V, 32768, L, H, K, C, C / H, F, tied);
+    c.qkv_bias = true;
+    return c;
+}
+Config qwen3(int64_t L, int64_t H, int64_t C, int64_t F, bool tied) {
+    Config c = qwen(151936, 40960, L, H, 8, C, 128, F, tied);
+    c.qk_norm = true;
+    return c;
+}
+
+Config tiny() {
+    Config c;  // bytes as tokens: the defaults of llm.h
+    c.tied = true;
+    return c;
+}
+
+// tiny, and a model of LLaMA 3.2 1B's shape, with other attention. Ours: DeepSeek and StepFun have published none without
+// experts.
+Config with_mla(Config c, int64_t q_rank, int64_t kv_rank, int64_t D_nope, int64_t D_rope, int64_t D_v) {
+    c.attention = AttentionKind::mla, c.rope_pairs = RopePairs::neighbours, c.norm_eps = 1e-6;
+    c.K = c.H, c.q_rank = q_rank, c.kv_rank = kv_rank, c.D = D_nope + D_rope, c.D_rope = D_rope, c.D_v = D_v;
+    return c;
+}
+Config with_mfa(Config c, int64_t H, int64_t D, int64_t q_rank) {
+    c.attention = AttentionKind::mfa, c.H = H, c.K = 1, c.D = D, c.q_rank = q_rank;
+    return c;
+}
+Config one_billion() {
+    Config c = llama3(16, 16, 2048, 128, 8192, 1.0, true);
+    c.T_max = 4096, c.rope_base = 10000.0, c.rope_scaling = {};
+    return c;
+}
+
+// Sizes as published: GPT-2 by OpenAI (2019), LLaMA 3.1 and 3.2 by Meta (2024), Qwen2.5 and Qwen3 by Alibaba (2024, 2025).
+const std::vector<std::pair<std::string, Config>>& presets() {
+    static const std::vector<std::pair<std::string, Config>> all = {
+        {"tiny", tiny()},
+        {"gpt2", gpt2(12, 12, 768)},
+        {"gpt2-medium", gpt2(24, 16, 1024)},
+        {"gpt2-large", gpt2(36, 20, 1280)},
+        {"gpt2-xl", gpt2(48, 25, 1600)},
+        {"llama-1b", llama3(16, 32, 2048, 64, 8192, 32.0, true)},
+        {"llama-3b", llama3(28, 24, 3072, 128, 8192, 32.0, true)},
+        {"llama-8b", llama3(32, 32, 4096, 128, 14336, 8.0, false)},
+        {"qwen2.5-0.5b", qwen2(151936, 24, 14, 2, 896, 4864, true)},
+        {"qwen2.5-1.5b", qwen2(151936, 28, 12, 2, 1536, 8960, true)},
+        {"qwen2.5-7b", qwen2(152064, 28, 28, 4, 3584, 18944, false)},
+        {"qwen3-0.6b", qwen3(28, 16, 1024, 3072, true)},
+        {"qwen3-1.7b", qwen3(28, 16, 2048, 6144, true)},
+        {"qwen3-4b", qwen3(36, 32, 2560, 9728, true)},
+        {"qwen3-8b", qwen3(36, 32, 4096, 12288, false)},
+        {"deepseek-tiny", with_mla(tiny(), 64, 32, 32, 16, 32)},
+        {"deepseek-1b", with_mla(one_billion(), 768, 512, 128, 64, 128)},
+        {"mfa-tiny", with_mfa(tiny(), 4, 64, 64)},
+        {"mfa-1b", with_mfa(one_billion(), 20, 192, 1024)},
+    };
+    return all;
+}
+
+}  // namespace
+
+std::vector<std::string> preset_names() {
+    std::vector<std::string> names;
+    for (const auto& [name, config] : presets()) names.push_back(name);
+    return names;
+}
+
+const Config* find_preset(const std::string& name) {
+    for (const auto& [its_name, config] : presets())
+        if (its_name == name) return &config;
+    return nullptr;
+}
+
+void check_config(const Config& c) {
+    check(c.V > 0 && c.T_max > 0 && c.L > 0 && c.H > 0 && c.K > 0 && c.D > 0 && c.C > 0 && c.F > 0,
+          "model configuration: every size must be positive");
+    check(c.H % c.K == 0, "model configuration: ", c.H, " query heads cannot share ", c.K, " key/value heads evenly");
+    check(c.family != Family::llama || (c.rope_D() > 0 && c.rope_D() % 2 == 0),
+          "model configuration: rotary embedding turns pairs, so the head size ", c.rope_D(), " must be even");
+    check(c.attention != AttentionKind::mfa || (c.K == 1 && c.q_rank > 0),
+          "model configuration: MFA has one key/value head, not ", c.K, ", and a query latent (share_q_dim ", c.q_rank, ")");
+    check(c.attention != AttentionKind::mla || (c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0),
+          "model configuration: MLA needs as many key/value heads as query heads, kv_lora_rank ", c.kv_rank,
+          ", qk_nope_head_dim ", c.D - c.D_rope, " and v_head_dim ", c.D_v, " above 0");
+}
+
+std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
+    std::vector<std::pair<int64_t, int64_t>> shapes = {
+        {c.C, c.qkv_width()}, {c.attn_width(), c.C}, {c.C, c.up_width()}, {c.F, c.C}};
+    if (c.q_rank > 0) shapes.push_back({c.q_rank, c.H * c.D});
+    if (c.attention == AttentionKind::mla) shapes.push_back({c.kv_rank, c.H * (c.D - c.D_rope + c.D_v)});
+    return shapes;
+}
+
+int64_t parameter_count(const Config& c) {
+    const bool gpt2 = c.family == Family::gpt2;
+    const int64_t norm = gpt2 ? 2 * c.C : c.C;
+    int64_t block = 2 * norm + (c.has_qkv_bias() ? c.qkv_width() : 0) + (gpt2 ? c.C + c.up_width() + c.C : 0) +
+                    (c.qk_norm ? 2 * c.D : 0) + c.q_rank + c.kv_rank;  // biases, norms of heads and of latents
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) block += inputs * outputs;
+    return (c.tied ? 1 : 2) * c.V * c.C + (gpt2 ? c.T_max * c.C : 0) + c.L * block + norm;
+}
+
+double flops_per_token(const Config& c, int64_t T) {
+    int64_t multiplying = c.V * c.C;
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) multiplying += c.L * inputs * outputs;
+    return 6.0 * static_cast<double>(multiplying) + 3.0 * static_cast<double>(c.L * c.H * (c.D + c.value_D()) * T);
+}

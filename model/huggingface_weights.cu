@@ -1,0 +1,92 @@
+// model/huggingface_weights.cu: weights in Hugging Face folders: safetensors, whole or in shards.
+//
+// Two differences between their files and our memory: GPT-2's Conv1D stores weights (C, O), transposed; and our embedding
+// and head have rows of padding, which are never written.
+#include "io/io.h"
+#include "model/model.h"
+
+#include <algorithm>
+#include <set>
+
+namespace {
+
+// (rows, cols) -> (cols, rows)
+std::vector<float> transpose(const std::vector<float>& in, int64_t rows, int64_t cols) {
+    std::vector<float> out(in.size());
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < cols; ++c) out[static_cast<size_t>(c * rows + r)] = in[static_cast<size_t>(r * cols + c)];
+    return out;
+}
+
+// The shape the file has for a parameter.
+std::vector<int64_t> stored_shape(const Param& param) {
+    std::vector<int64_t> shape(param.value.shape, param.value.shape + param.value.rank);
+    shape[0] -= param.padded_rows;
+    if (param.transposed) std::reverse(shape.begin(), shape.end());
+    return shape;
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+    std::string text = "(";
+    for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + ")";
+}
+
+// Buffers that old checkpoints carry beside the weights: attention masks and rotary frequencies.
+bool is_known_extra(const std::string& name) {
+    const auto ends_with = [&](const char* end) {
+        const std::string tail = end;
+        return name.size() >= tail.size() && name.compare(name.size() - tail.size(), tail.size(), tail) == 0;
+    };
+    return ends_with(".attn.bias") || ends_with(".attn.masked_bias") || ends_with("rotary_emb.inv_freq");
+}
+
+}  // namespace
+
+void load_weights(Model& model, const std::string& folder) {
+    const SafetensorsReader file(folder);
+    // GPT-2's original files leave out the "transformer." in front of every name.
+    const std::string prefix = "transformer.";
+    const bool short_names = model.config.family == Family::gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
+    std::set<std::string> used;
+    for (const Param& param : model.params) {
+        const std::string name = short_names && param.name.rfind(prefix, 0) == 0 ? param.name.substr(prefix.size()) : param.name;
+        const StoredTensor& stored = file.at(name);
+        const std::vector<int64_t> wanted = stored_shape(param);
+        check(stored.shape == wanted, folder, ": tensor '", name, "' has shape ", shape_text(stored.shape), ", config.json asks for ",
+              shape_text(wanted));
+        check(stored.dtype == "F32" || stored.dtype == "F16" || stored.dtype == "BF16", folder, ": tensor '", name, "' has dtype ",
+              stored.dtype, ", expected F32, F16 or BF16");
+        std::vector<float> values = stored.floats();
+        if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
+        model.write(param, values);
+        used.insert(name);
+    }
+    for (const auto& [name, tensor] : file.tensors()) {
+        const bool tied_head = model.config.tied && name == "lm_head.weight";
+        check(used.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
+              "' belongs to no parameter of this ", model.config.family == Family::gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
+              " configuration; is config.json the right one?");
+    }
+}
+
+void save_model(const Model& model, const std::string& folder) {
+    DataParallel* const ranks = model.data_parallel;
+    if (ranks && ranks->comm().rank != 0) {  // hand over the parts, in the order in which rank 0 writes
+        for (const Param& param : model.params) ranks->read(model, param);
+        return;
+    }
+    make_folder(folder);
+    std::vector<TensorToStore> tensors;
+    for (const Param& param : model.params) {
+        const auto fill = [&param, &model, ranks](void* bytes) {
+            const int64_t rows = param.value.shape[0] - param.padded_rows;
+            std::vector<float> values = ranks ? ranks->read(model, param) : to_floats(param.exact().slice(0, rows));
+            if (param.transposed) values = transpose(values, rows, param.value.cols());
+            std::copy(values.begin(), values.end(), static_cast<float*>(bytes));
+        };
+        tensors.push_back({param.name, "F32", stored_shape(param), fill});
+    }
+    write_text_file(folder + "/config.json", config_to_json(model.config));
+    write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}});
+}

@@ -1,0 +1,219 @@
+// ranks.cu: starts the ranks, gives each its device and its transport, and ends the job when one of them fails.
+#include "parallel/comm/transport.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+
+namespace {
+
+// What mpirun and its kin tell the processes that they start: OpenMPI; MPICH and Intel MPI.
+const char* launcher_value(const char* open_mpi, const char* mpich) {
+    const char* value = std::getenv(open_mpi);
+    return value ? value : std::getenv(mpich);
+}
+
+int device_count() {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    check(status == cudaSuccess && count > 0, "no CUDA device: ", cudaGetErrorString(status),
+          ". On a machine without a GPU build for the CPU: make DEVICE=cpu");
+    return count;
+}
+
+#ifdef CUDA_ON_CPU
+constexpr bool kCpuDevice = true;
+#else
+constexpr bool kCpuDevice = false;
+#endif
+
+// Each rank gets its share of the cores, which are a CPU device, or update what a GPU has no room for (offload.cu), unless
+// OMP_NUM_THREADS says otherwise.
+void share_cores(int n_ranks_here) {
+    if (!std::getenv("OMP_NUM_THREADS")) omp_set_num_threads(std::max(1, omp_get_num_procs() / n_ranks_here));
+}
+
+int ranks_here(const RankState& state) {
+    return static_cast<int>(std::count(state.node.begin(), state.node.end(), state.node[static_cast<size_t>(state.rank)]));
+}
+
+// Rank 0 hears all opinions and tells everybody what holds.
+bool all_agree(HostTransport& control, bool opinion) {
+    if (control.rank() != 0) {
+        control.send_host(opinion ? "1" : "0", 0);
+        return control.recv_host(0) == "1";
+    }
+    for (int i = 1; i < control.size(); ++i) opinion = (control.recv_host(i) == "1") && opinion;
+    for (int i = 1; i < control.size(); ++i) control.send_host(opinion ? "1" : "0", i);
+    return opinion;
+}
+
+// The transport of the world, over the one that the ranks found each other with.
+std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& state, const std::shared_ptr<HostTransport>& control,
+                                            bool processes) {
+    const RankOptions& options = state->options;
+    const bool own_gpus = !kCpuDevice && all_agree(*control, ranks_here(*state) <= device_count());
+    const std::string reason = kCpuDevice            ? "the device is the CPU"
+                               : !nccl_is_built_in() ? "built without NCCL"
+                               : !own_gpus           ? "ranks share a GPU"
+                                                     : "";
+    if (options.comm == "nccl") check(reason.empty(), "--comm nccl cannot be had here: ", reason);
+    const bool nccl = options.comm == "nccl" || (options.comm == "auto" && reason.empty());
+    if (state->rank == 0 && !options.quiet) {
+        std::printf("ranks    %d %s on %d device%s of %s; messages by %s (%s)\n", state->size,
+                    processes ? "processes (MPI)" : "threads of this process", std::min(processes ? ranks_here(*state) : state->size, device_count()),
+                    device_count() == 1 ? "" : "s", device().name.c_str(), nccl ? "NCCL" : processes ? "MPI" : "memory",
+                    nccl ? "every rank has a GPU of its own" : options.comm != "auto" ? "--comm" : reason.c_str());
+        std::fflush(stdout);
+    }
+    if (nccl) return make_nccl_transport(state, control);
+    return control;
+}
+
+// One rank, from its first message to its last.
+void run_rank(const std::shared_ptr<RankState>& state, const std::shared_ptr<HostTransport>& control, bool processes,
+              const std::function<void(Comm&)>& f) {
+    control->name = "the start";
+    all_agree(*control, true);  // all are there: time 0 of the trace
+    state->started = seconds_now();
+    {
+        Comm world("world", state, choose_transport(state, control, processes));
+        f(world);
+        cudaCheck(cudaDeviceSynchronize());  // what is still in streams may be what others wait for
+    }
+    if (state->job->failed()) throw Stopped(state->job->reason());
+    // Nobody leaves before all have come here: who hangs is found by the watchdog.
+    control->name = "the end";
+    all_agree(*control, true);
+    if (!processes || !state->trace) return;
+    if (state->rank != 0) return control->send_host(pack_events(state->trace->take()), 0);
+    std::vector<TraceEvent> events = state->trace->take();
+    for (int i = 1; i < state->size; ++i)
+        for (const TraceEvent& event : unpack_events(control->recv_host(i))) events.push_back(event);
+    write_trace(state->options.trace_folder, std::move(events));
+}
+
+void run_as_process(const RankOptions& options, const std::function<void(Comm&)>& f) {
+    auto state = std::make_shared<RankState>();
+    state->options = options;
+    state->job = std::make_shared<Job>();
+    if (options.trace) state->trace = std::make_shared<Trace>(true);
+    auto control = make_mpi_transport(state);
+    check(options.ranks == 0 || options.ranks == state->size, "--ranks ", options.ranks, " under an mpirun of ", state->size,
+          " processes: leave --ranks out");
+    // The other processes cannot be told; they can be ended. mpirun does that also if this one is killed.
+    state->job->on_failure = [](const std::string& reason) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "%s\n", reason.c_str());
+        std::fflush(stderr);
+        mpi_abort();
+    };
+    try {
+        share_cores(ranks_here(*state));
+        open_device(mpi_local_rank() % device_count());
+        run_rank(state, control, true, f);
+        control.reset();
+    } catch (const std::exception& error) {
+        state->job->fail(state->rank, error.what());
+    }
+    mpi_finish();
+}
+
+void run_as_threads(const RankOptions& options, int n, const std::function<void(Comm&)>& f) {
+#ifdef CUDA_ON_CPU
+    if (device_count() < n) setenv("CUDA_CPU_DEVICES", std::to_string(n).c_str(), 1);
+#endif
+    const auto world = make_thread_world(n);
+    const auto job = std::make_shared<Job>();
+    const auto trace = options.trace ? std::make_shared<Trace>(true) : nullptr;
+    const int per_node = options.ranks_per_node > 0 ? options.ranks_per_node : n;
+
+    const auto run = [&](int rank, bool own_thread) {
+        auto state = std::make_shared<RankState>();
+        state->rank = rank;
+        state->size = n;
+        state->options = options;
+        state->job = job;
+        state->trace = trace;
+        for (int i = 0; i < n; ++i) {
+            state->node.push_back(i / per_node);
+            state->slots.push_back(thread_slot(*world, i));
+        }
+        try {
+            if (own_thread) {
+                share_cores(n);
+                open_device(rank % device_count());
+            }
+            run_rank(state, make_thread_transport(world, state), false, f);
+        } catch (const Stopped&) {  // because of another rank, or noted already
+        } catch (const std::exception& error) {
+            job->fail(rank, error.what());
+        }
+        if (own_thread) close_device();
+    };
+
+    if (n == 1) {
+        run(0, false);
+    } else {
+        std::mutex mutex;
+        std::condition_variable changed;
+        int n_ended = 0;
+        std::vector<std::thread> threads;
+        for (int rank = 0; rank < n; ++rank)
+            threads.emplace_back([&, rank] {
+                run(rank, true);
+                const std::lock_guard lock(mutex);
+                ++n_ended;
+                changed.notify_all();
+            });
+        std::unique_lock lock(mutex);
+        double failed_at = 0;
+        while (n_ended < n) {
+            changed.wait_for(lock, std::chrono::milliseconds(100));
+            if (failed_at == 0 && job->failed()) failed_at = seconds_now();
+            if (failed_at == 0 || seconds_now() - failed_at < 10) continue;
+            // A thread cannot be ended from outside, only the process. One that computes for long, or hangs, would keep it.
+            std::fprintf(stderr, "%s\n%d of %d ranks have not ended within 10 s: stopping the process\n", job->reason().c_str(),
+                         n - n_ended, n);
+            std::fflush(nullptr);
+            std::_Exit(2);
+        }
+        lock.unlock();
+        for (std::thread& thread : threads) thread.join();
+    }
+    if (trace) write_trace(options.trace_folder, trace->take());
+    if (job->failed()) throw Error(n == 1 ? job->reason().substr(std::string("rank 0: ").size()) : job->reason());
+}
+
+}  // namespace
+
+bool started_by_mpirun() { return launcher_value("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") != nullptr; }
+
+int rank_count(const RankOptions& options) {
+    const char* size = launcher_value("OMPI_COMM_WORLD_SIZE", "PMI_SIZE");
+    return size ? std::atoi(size) : std::max(1, options.ranks);
+}
+
+bool is_first_process() {
+    const char* rank = launcher_value("OMPI_COMM_WORLD_RANK", "PMI_RANK");
+    return !rank || std::atoi(rank) == 0;
+}
+
+void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f) {
+    const std::string& comm = options.comm;
+    check(comm == "auto" || comm == "threads" || comm == "mpi" || comm == "nccl", "--comm ", comm,
+          ": use auto, threads, mpi or nccl");
+    check(options.ranks >= 0 && options.ranks <= 1024, "--ranks ", options.ranks, ": a number of ranks from 1 to 1024");
+    check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
+    all_reduce_from_name(options.all_reduce);
+    const bool mpi = started_by_mpirun();
+    check(!(mpi && comm == "threads"), "--comm threads under mpirun: start the program without mpirun, with --ranks N");
+    check(!(!mpi && comm == "mpi"), "--comm mpi: start the program with mpirun -np N");
+    if (mpi) run_as_process(options, f);
+    else run_as_threads(options, std::max(1, options.ranks), f);
+}

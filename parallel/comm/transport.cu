@@ -1,0 +1,274 @@
+// transport.cu: what all transports share: the slots that say where each rank is, messages in stream order, the watchdog.
+#include "parallel/comm/transport.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Job and slots
+
+void Job::fail(int rank, const std::string& text) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (failed_) return;
+        reason_ = concat("rank ", rank, ": ", text);
+        failed_.store(true, std::memory_order_release);
+    }
+    if (on_failure) on_failure(reason());
+}
+
+std::string Job::reason() const {
+    const std::lock_guard lock(mutex_);
+    return reason_;
+}
+
+namespace {
+class SlotLock {
+  public:
+    explicit SlotLock(Slot& slot) : slot_(slot) {
+        while (slot_.lock.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+    }
+    ~SlotLock() { slot_.lock.clear(std::memory_order_release); }
+
+  private:
+    Slot& slot_;
+};
+}  // namespace
+
+void write_slot(Slot& slot, const SlotCopy& value) {
+    const SlotLock lock(slot);
+    slot.step = value.step;
+    slot.comm = value.comm;
+    slot.call = value.call;
+    slot.since = value.since;
+    slot.inside = value.inside;
+    std::snprintf(slot.what, sizeof slot.what, "%s", value.what.c_str());
+}
+
+SlotCopy read_slot(Slot& slot) {
+    const SlotLock lock(slot);
+    return {slot.step, slot.comm, slot.call, slot.since, slot.inside, slot.what};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Transport
+
+Transport::Transport(std::shared_ptr<RankState> state, std::vector<int> members, uint64_t id)
+    : state_(std::move(state)), members_(std::move(members)), id_(id) {
+    const auto at = std::find(members_.begin(), members_.end(), state_->rank);
+    check(at != members_.end(), "rank ", state_->rank, " is not among the members of its communicator");
+    rank_ = static_cast<int>(at - members_.begin());
+}
+
+std::string Transport::describe(const CallTag& tag) const {
+    return tag.number < 0 ? concat(tag.what, " of ", name) : concat(tag.what, " #", tag.number, " of ", name);
+}
+
+void Transport::enter(const CallTag& tag) {
+    write_slot(*state_->slots[static_cast<size_t>(state_->rank)],
+               {tag.step, id_, tag.number, seconds_now(), true, describe(tag)});
+}
+void Transport::leave(const CallTag& tag) {
+    write_slot(*state_->slots[static_cast<size_t>(state_->rank)],
+               {tag.step, id_, tag.number, seconds_now(), false, describe(tag)});
+}
+
+// All members of a group count their parent's splits alike, and agree on who they are.
+uint64_t Transport::next_id(const std::vector<int>& members) {
+    std::string text = concat(id_, " ", n_splits_++);
+    for (int member : members) text += concat(" ", member);
+    return hash_name(text);
+}
+
+std::vector<int> Transport::to_world(const std::vector<int>& members) const {
+    std::vector<int> world;
+    for (int member : members) world.push_back(members_.at(static_cast<size_t>(member)));
+    return world;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// HostTransport
+
+namespace {
+
+constexpr size_t kMaxMessageBytes = size_t{1} << 30;  // MPI counts in int
+
+bool strict_mode() {
+#ifdef CUDA_ON_CPU
+    return !cuda_cpu::runs_at_once();
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+
+HostTransport::~HostTransport() {
+    for (Staging& staging : staging_) cudaFreeHost(staging.data);
+}
+
+void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work) {
+    const std::shared_ptr<Job> job = state_->job;
+#ifdef CUDA_ON_CPU
+    if (strict_mode()) {
+        // An exception must not pass through the runtime. What goes wrong is noted in the job instead.
+        auto guarded = [job, work = std::move(work), rank = state_->rank] {
+            if (job->failed()) return;
+            try {
+                work();
+            } catch (const std::exception& error) {
+                job->fail(rank, error.what());
+            }
+        };
+        if (may_run) cuda_cpu::enqueue_when(stream, std::move(may_run), guarded);
+        else cuda_cpu::enqueue(stream, guarded);
+        return;
+    }
+#endif
+    cudaCheck(cudaStreamSynchronize(stream));
+    while (may_run && !may_run()) pause();
+    if (job->failed()) throw Stopped(job->reason());
+    work();
+}
+
+std::function<bool()> HostTransport::watched(std::function<bool()> ready, int from, const CallTag& call,
+                                             double patience) {
+    return [this, ready = std::move(ready), from, call, patience, since = 0.0]() mutable {
+        if (state_->job->failed() || ready()) return true;
+        const double now = seconds_now();
+        if (since == 0) since = now;
+        if (now - since < patience * state_->options.timeout_s) return false;
+        state_->job->fail(state_->rank, timeout_report(from, call, now - since));
+        return true;
+    };
+}
+
+std::string HostTransport::timeout_report(int from, const CallTag& call, double waited) {
+    std::ostringstream text;
+    text.precision(3);
+    text << describe(call) << " at step " << call.step << " has waited " << waited << " s";
+    if (from >= 0) text << " for a message from rank " << members_[static_cast<size_t>(from)];
+    const double now = seconds_now();
+    std::string missing;
+    for (int member : members_) {
+        Slot* slot = state_->slots[static_cast<size_t>(member)];
+        const bool is_peer = from >= 0 && members_[static_cast<size_t>(from)] == member;
+        // In a collective whoever has not begun it holds up all others; for a message it is its sender.
+        if (member == state_->rank || (call.number < 0 && !is_peer)) continue;
+        std::ostringstream where;
+        where.precision(3);
+        if (!slot) {
+            if (is_peer) where << "rank " << member << " runs on another machine: its own report tells more";
+        } else if (const SlotCopy at = read_slot(*slot); at.comm != id_ || at.call < call.number || call.number < 0) {
+            where << "rank " << member;
+            if (at.since == 0) where << " (has not communicated yet)";
+            else
+                where << " (" << (at.inside ? "inside " : "last seen after ") << at.what << " at step " << at.step << ", "
+                      << now - at.since << " s ago)";
+        }
+        if (!where.str().empty()) missing += (missing.empty() ? "" : ", ") + where.str();
+    }
+    if (!missing.empty()) text << "; missing: " << missing;
+    text << ". (--comm-timeout sets how long to wait)";
+    return text.str();
+}
+
+void* HostTransport::staging(int which, size_t bytes) {
+    Staging& buffer = staging_[which];
+    if (buffer.bytes < bytes) {
+        cudaCheck(cudaFreeHost(buffer.data));
+        buffer = {};
+        cudaCheck(cudaMallocHost(&buffer.data, bytes));
+        buffer.bytes = bytes;
+    }
+    return buffer.data;
+}
+
+void HostTransport::trace_message(const CallTag& call, int peer, bool sends, size_t bytes, double start) {
+    if (!state_->trace) return;
+    state_->trace->add({state_->rank, members_[static_cast<size_t>(peer)], sends, call.step, bytes, start - state_->started,
+                        seconds_now() - state_->started, describe(call)});
+}
+
+void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t stream) {
+    if (bytes > kMaxMessageBytes) {
+        send(data, kMaxMessageBytes, to, stream);
+        return send(static_cast<const char*>(data) + kMaxMessageBytes, bytes - kMaxMessageBytes, to, stream);
+    }
+    if (!device().is_cpu) {
+        void* host = staging(0, bytes);
+        cudaCheck(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost, stream));
+        data = host;
+    }
+    const int64_t number = n_sent_[to]++;
+    host_step(stream, nullptr, [=, this, call = tag] {
+        const double start = seconds_now();
+        post(to, number, data, bytes);
+        trace_message(call, to, true, bytes, start);
+    });
+}
+
+void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream) {
+    if (bytes > kMaxMessageBytes) {
+        recv(data, kMaxMessageBytes, from, stream);
+        return recv(static_cast<char*>(data) + kMaxMessageBytes, bytes - kMaxMessageBytes, from, stream);
+    }
+    const bool on_cpu = device().is_cpu;
+    void* host = data;
+    if (!on_cpu) {
+        cudaCheck(cudaStreamSynchronize(stream));  // the last receive has left the buffer
+        host = staging(1, bytes);
+    }
+    const int64_t number = n_received_[from]++;
+    auto start = std::make_shared<double>(0);
+    const auto ready = [=, this] {
+        if (*start == 0) *start = seconds_now();
+        return arrived(from, number);
+    };
+    host_step(stream, watched(ready, from, tag), [=, this, call = tag] {
+        take_checked(host, bytes, from, number, call);
+        trace_message(call, from, false, bytes, *start);
+    });
+    if (!on_cpu) cudaCheck(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice, stream));
+}
+
+void HostTransport::take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& call) {
+    const size_t sent = arrived_bytes(from, number);
+    check(sent == bytes, describe(call), " at step ", call.step, " expects ", bytes, " bytes from rank ",
+          members_[static_cast<size_t>(from)], ", which sent ", sent,
+          ": the ranks make different calls, or disagree on sizes or dtypes");
+    take(data, from, number);
+}
+
+void HostTransport::begin(cudaStream_t stream) {
+    host_step(stream, nullptr, [this, call = tag] { enter(call); });
+}
+
+void HostTransport::end(cudaStream_t stream, size_t bytes) {
+    // A collective is over when its own messages have left; a single message may be on its way for as long as it likes.
+    std::function<bool()> may_run;
+    if (tag.number >= 0) may_run = watched([this] { return all_sent(); }, -1, tag);
+    host_step(stream, may_run, [this, call = tag, bytes] {
+        const double start = read_slot(*state_->slots[static_cast<size_t>(state_->rank)]).since;
+        leave(call);
+        if (state_->trace && call.number >= 0)
+            state_->trace->add({state_->rank, -1, false, call.step, bytes, start - state_->started,
+                                seconds_now() - state_->started, describe(call)});
+    });
+}
+
+void HostTransport::send_host(const std::string& text, int to) { post(to, n_sent_[to]++, text.data(), text.size()); }
+
+std::string HostTransport::recv_host(int from) {
+    const int64_t number = n_received_[from]++;
+    // Twice as patient: a rank that waits inside a call knows better what is missing, and should speak first.
+    const auto ready =
+        watched([=, this] { return arrived(from, number); }, from, {"a message of the program", -1, state_->step}, 2);
+    while (!ready()) pause();
+    if (state_->job->failed()) throw Stopped(state_->job->reason());
+    std::string text(arrived_bytes(from, number), '\0');
+    take(text.data(), from, number);
+    return text;
+}

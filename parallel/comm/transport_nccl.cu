@@ -1,0 +1,224 @@
+// transport_nccl.cu: NCCL, NVIDIA's collectives between GPUs: where every rank has a GPU of its own.
+//
+// NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event says, and at
+// NCCL's own errors, and aborts the communicator when the job has failed, so that nobody waits on a GPU that is gone.
+// NCCL adds 16-bit numbers with a rounding at each hop; ours are added as float32 (parallel.h), so they are widened first.
+#include "parallel/comm/transport.h"
+
+#ifdef HAVE_NCCL
+
+#include <nccl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <thread>
+
+namespace {
+
+void nccl_check(ncclResult_t status, const char* expression, const char* file, int line) {
+    if (status == ncclSuccess) return;
+    fail("NCCL: ", ncclGetErrorString(status), " from ", expression, " at ", file, ":", line, ": ", ncclGetLastError(nullptr));
+}
+#define ncclCheck(call) nccl_check((call), #call, __FILE__, __LINE__)
+
+ncclDataType_t type_of(DType dtype) {
+    switch (dtype) {
+        case DType::f32: return ncclFloat32;
+        case DType::bf16: return ncclBfloat16;
+        case DType::f16: return ncclFloat16;
+        case DType::i32: return ncclInt32;
+        default: fail("collectives of ", dtype_name(dtype), " are not supported");
+    }
+}
+ncclRedOp_t op_of(ReduceOp op) { return op == ReduceOp::max ? ncclMax : ncclSum; }
+size_t count(const Tensor& tensor) { return static_cast<size_t>(tensor.n()); }
+
+class NcclTransport final : public Transport, public NativeCollectives {
+  public:
+    NcclTransport(ncclComm_t comm, std::shared_ptr<RankState> state, std::vector<int> members, uint64_t id)
+        : Transport(std::move(state), std::move(members), id), comm_(comm), watchdog_([this] { watch(); }) {}
+    ~NcclTransport() override {
+        stop_ = true;
+        watchdog_.join();
+        for (const Pending& call : pending_) cudaEventDestroy(call.end);
+        if (!aborted_) ncclCommDestroy(comm_);
+        cudaFree(wide_);
+    }
+
+    std::shared_ptr<Transport> split(const std::vector<int>& members) override {
+        ncclComm_t part = nullptr;
+        const auto me = std::find(members.begin(), members.end(), rank()) - members.begin();
+        ncclCheck(ncclCommSplit(comm_, members[0], static_cast<int>(me), &part, nullptr));
+        return std::make_shared<NcclTransport>(part, state_, to_world(members), next_id(members));
+    }
+
+    void send(const void* data, size_t bytes, int to, cudaStream_t stream) override {
+        ncclCheck(ncclSend(data, bytes, ncclUint8, to, comm_, stream));
+    }
+    void recv(void* data, size_t bytes, int from, cudaStream_t stream) override {
+        ncclCheck(ncclRecv(data, bytes, ncclUint8, from, comm_, stream));
+    }
+    void group_start() override { ncclCheck(ncclGroupStart()); }
+    void group_end() override { ncclCheck(ncclGroupEnd()); }
+
+    void begin(cudaStream_t stream) override {
+        enter(tag);
+        if (state_->trace) note_time(stream, start_of_call_ = std::make_shared<double>(0), nullptr);
+    }
+    void end(cudaStream_t stream, size_t bytes) override {
+        Pending call{tag, nullptr};
+        cudaCheck(cudaEventCreateWithFlags(&call.end, cudaEventDisableTiming));
+        cudaCheck(cudaEventRecord(call.end, stream));
+        {
+            const std::lock_guard lock(mutex_);
+            pending_.push_back(call);
+        }
+        if (!state_->trace) return;
+        note_time(stream, std::make_shared<double>(0), [this, call_tag = tag, bytes, start = start_of_call_](double end) {
+            state_->trace->add({state_->rank, -1, false, call_tag.step, bytes, *start - state_->started, end - state_->started,
+                                describe(call_tag)});
+        });
+    }
+
+    NativeCollectives* native() override { return this; }
+    void all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) override {
+        widely(out, inp, op, stream, [&](Tensor to, Tensor from) {
+            ncclCheck(ncclAllReduce(from.data, to.data, count(from), type_of(from.dtype), op_of(op), comm_, stream));
+        });
+    }
+    void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) override {
+        widely(out, inp, op, stream, [&](Tensor to, Tensor from) {
+            ncclCheck(ncclReduceScatter(from.data, to.data, count(to), type_of(from.dtype), op_of(op), comm_, stream));
+        });
+    }
+    void reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream) override {
+        // Only root has an out; the others' result stays in the widened copy, or nowhere.
+        widely(rank() == root ? out : Tensor{}, inp, op, stream, [&](Tensor to, Tensor from) {
+            ncclCheck(ncclReduce(from.data, to.data, count(from), type_of(from.dtype), op_of(op), root, comm_, stream));
+        });
+    }
+    void all_gather(Tensor out, Tensor inp, cudaStream_t stream) override {
+        ncclCheck(ncclAllGather(inp.data, out.data, count(inp), type_of(inp.dtype), comm_, stream));
+    }
+    void broadcast(Tensor tensor, int root, cudaStream_t stream) override {
+        ncclCheck(ncclBroadcast(tensor.data, tensor.data, count(tensor), type_of(tensor.dtype), root, comm_, stream));
+    }
+
+  private:
+    struct Pending {
+        CallTag tag;
+        cudaEvent_t end;
+    };
+
+    // f(to, from) in float32 where inp is of 16 bits and the operation rounds.
+    template <class F>
+    void widely(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream, F&& f) {
+        if (op == ReduceOp::max || dtype_bytes(inp.dtype) == 4) return f(out, inp);
+        if (wide_n_ < inp.n()) {
+            cudaCheck(cudaFree(wide_));
+            wide_n_ = 0;
+            cudaCheck(cudaMalloc(&wide_, count(inp) * sizeof(float)));
+            wide_n_ = inp.n();
+        }
+        const Tensor wide = make_tensor(wide_, DType::f32, {inp.n()});
+        convert(wide, inp, stream);
+        const Tensor to = out ? part_of(wide, out.n() == inp.n() ? 0 : rank() * out.n(), out.n()) : wide;
+        f(to, wide);
+        if (out) convert(out, to, stream);
+    }
+
+    // What the time is when the stream gets here; then calls f, which must not call CUDA.
+    void note_time(cudaStream_t stream, std::shared_ptr<double> time, std::function<void(double)> f) {
+        struct Note {
+            std::shared_ptr<double> time;
+            std::function<void(double)> f;
+        };
+        cudaCheck(cudaLaunchHostFunc(
+            stream,
+            [](void* argument) {
+                const std::unique_ptr<Note> note(static_cast<Note*>(argument));
+                *note->time = seconds_now();
+                if (note->f) note->f(*note->time);
+            },
+            new Note{std::move(time), std::move(f)}));
+    }
+
+    void watch() {
+        cudaSetDevice(device_index_);
+        double since = seconds_now();  // when the oldest call became the oldest
+        while (!stop_) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            const std::lock_guard lock(mutex_);
+            while (!pending_.empty() && cudaEventQuery(pending_.front().end) == cudaSuccess) {
+                leave(pending_.front().tag);
+                cudaEventDestroy(pending_.front().end);
+                pending_.pop_front();
+                since = seconds_now();
+            }
+            if (pending_.empty()) since = seconds_now();
+            ncclResult_t error = ncclSuccess;
+            if (!aborted_) ncclCommGetAsyncError(comm_, &error);
+            if (error != ncclSuccess && error != ncclInProgress)
+                state_->job->fail(state_->rank, concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
+            if (!pending_.empty() && seconds_now() - since > state_->options.timeout_s)
+                state_->job->fail(state_->rank, timeout_report(pending_.front().tag, seconds_now() - since));
+            if (state_->job->failed() && !aborted_) {
+                aborted_ = true;
+                ncclCommAbort(comm_);
+            }
+        }
+    }
+
+    std::string timeout_report(const CallTag& call, double waited) {
+        std::string missing;
+        for (int member : members()) {
+            Slot* slot = state_->slots[static_cast<size_t>(member)];
+            if (!slot || member == state_->rank) continue;
+            const SlotCopy at = read_slot(*slot);
+            if (at.comm != id() || at.call < call.number)
+                missing += concat(missing.empty() ? "; missing: " : ", ", "rank ", member, " (last call: ", at.what, " at step ", at.step,
+                                  ")");
+        }
+        return concat(describe(call), " at step ", call.step, " has waited ", static_cast<int>(waited), " s", missing,
+                      ". (--comm-timeout sets how long to wait)");
+    }
+
+    ncclComm_t comm_;
+    const int device_index_ = device().index;
+    std::mutex mutex_;  // guards pending_
+    std::deque<Pending> pending_;
+    std::atomic<bool> stop_{false}, aborted_{false};
+    std::shared_ptr<double> start_of_call_;
+    void* wide_ = nullptr;
+    int64_t wide_n_ = 0;
+    std::thread watchdog_;  // last: it uses the others
+};
+
+}  // namespace
+
+bool nccl_is_built_in() { return true; }
+
+// Rank 0 makes an id, and the ranks find each other by it.
+std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state, std::shared_ptr<HostTransport> control) {
+    ncclUniqueId id;
+    if (control->rank() == 0) {
+        ncclCheck(ncclGetUniqueId(&id));
+        for (int i = 1; i < control->size(); ++i) control->send_host(std::string(id.internal, sizeof id.internal), i);
+    } else {
+        std::memcpy(id.internal, control->recv_host(0).data(), sizeof id.internal);
+    }
+    ncclComm_t comm = nullptr;
+    ncclCheck(ncclCommInitRank(&comm, control->size(), id, control->rank()));
+    return std::make_shared<NcclTransport>(comm, state, control->members(), 0);
+}
+
+#else
+
+bool nccl_is_built_in() { return false; }
+std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState>, std::shared_ptr<HostTransport>) {
+    fail("this program was built without NCCL");
+}
+
+#endif

@@ -1,0 +1,124 @@
+// planning/account.cu: what a run on many ranks took and sent, measured, beside what the formulas say.
+//
+// With P elements (padding counted), n ranks, W, G, S bytes an element of weights, gradients, and masters with optimizer states:
+//
+//     bytes a rank                                 sent in a step, by all ranks together, M micro-batches
+//     ddp      P (W + G + S)                       (n-1) 2 P G
+//     naive    rank 0 all of it, others P (W + G)  (n-1) P (G + W)
+//     zero 1   P (W + G + S/n)                     (n-1) P (G + W)
+//     zero 2   P (W + (G + S)/n)                   (n-1) P (M G + W)
+//     zero 3   P (W + G + S)/n                     (n-1) (P M G + W times the units that are fetched)
+//
+// The sum over the ranks is exact whatever the cuts: of each element n - 1 ranks send their gradient to its owner, who sends the
+// sum or the new weight to n - 1. On top of that come the numbers that a step adds up (Trainer::totals), and fp8's histories.
+#include "training/training.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace {
+
+// The units that a step with ZeRO 3 fetches: what llm.cu asks for, in its order, unless it still stands in its room.
+int64_t fetched_n(const Trainer& t) {
+    const int64_t head = static_cast<int64_t>(t.model.units.size()) - 1, L = head - 1;
+    std::vector<int64_t> asked;
+    const auto ask_head = [&] {
+        asked.push_back(head);
+        if (t.config.tied) asked.push_back(0);
+    };
+    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+        for (int64_t u = 0; u <= L; ++u) asked.push_back(u);
+        ask_head();
+        ask_head();
+        const int64_t segment = t.options.recompute.every > 0 ? t.options.recompute.every : L;
+        for (int64_t l = L; l-- > 0;) {
+            if ((l + 1) % segment == 0 && l + 1 < L)
+                for (int64_t again = l + 1 - segment; again <= l; ++again) asked.push_back(1 + again);
+            asked.push_back(1 + l);
+        }
+    }
+    std::map<int, int64_t> in_room;
+    int64_t n = 0;
+    for (int64_t u : asked) {
+        const Unit& unit = t.model.units[static_cast<size_t>(u)];
+        if (const auto at = in_room.find(unit.room); at != in_room.end() && at->second == u) continue;
+        in_room[unit.room] = u;
+        n += unit.n;
+    }
+    return n;
+}
+
+}  // namespace
+
+int64_t expected_traffic(const Trainer& t) {
+    const Sharding& s = t.model.sharding;
+    const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.values.dtype)),
+                  G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
+    const int64_t small = static_cast<int64_t>(t.totals.bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
+    int64_t big = 2 * P * G;
+    if (s.naive || s.zero == 1) big = P * (G + W);
+    if (s.zero == 2) big = P * (M * G + W);
+    if (s.zero == 3) big = P * M * G + fetched_n(t) * W;
+    return (s.size - 1) * (big + 2 * small);
+}
+
+namespace {
+
+struct Row {
+    const char* name;
+    double formula;  // of a rank; < 0: none
+    int64_t measured;
+};
+
+}  // namespace
+
+void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
+    const Sharding& s = t.model.sharding;
+    const double P = static_cast<double>(t.model.n), n = s.size;
+    int64_t states = 0, rooms = 0, scratch = 0;
+    for (const auto& optimizer : t.optimizers)
+        for (const OptimizerState& state : optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
+    for (const auto& array : {t.model.value_rooms, t.model.grad_rooms})
+        for (const Tensor& room : array) rooms += static_cast<int64_t>(room.bytes());
+    scratch = static_cast<int64_t>(t.memory.communication.bytes() + t.data_parallel.comm().workspace_bytes());
+    states += static_cast<int64_t>(t.model.masters.bytes());
+
+    // What all states together take, of all ranks, as bytes an element: for S.
+    const std::vector<std::vector<int64_t>> all_states = gather_numbers(t.world, {states});
+    double S = 0;
+    for (const auto& row : all_states) S += static_cast<double>(row[0]) / (s.cuts_states() ? 1 : n);
+    const double W = P * static_cast<double>(dtype_bytes(t.model.values.dtype)), G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
+    const bool owner = !s.naive || s.rank == 0;
+    const Row rows[] = {{"weights", s.cuts_values() ? W / n : W, static_cast<int64_t>(t.model.values.bytes())},
+                        {"gradients", s.cuts_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
+                        {"masters, optimizer", !owner ? 0 : s.naive || !s.cuts_states() ? S : S / n, states},
+                        {"units in use", -1, rooms},
+                        {"activations", -1, static_cast<int64_t>(t.memory.activations.bytes())},
+                        {"communication", -1, scratch},
+                        {"sent in a step", -1, step.sent},
+                        {"received in a step", -1, step.received}};
+    std::vector<int64_t> mine;
+    for (const Row& row : rows) mine.push_back(row.measured);
+    const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, mine);
+    if (t.world.rank != 0) return;
+    std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n", s.size,
+                s.naive ? "naive" : concat("zero ", s.zero).c_str());
+    for (size_t i = 0; i < std::size(rows); ++i) {
+        int64_t least = all[0][i], most = all[0][i];
+        for (const auto& row : all) least = std::min(least, row[i]), most = std::max(most, row[i]);
+        std::printf("  %-20s %20s  %18lld %18lld\n", rows[i].name, rows[i].formula < 0 ? "" : std::to_string(static_cast<int64_t>(rows[i].formula)).c_str(),
+                    static_cast<long long>(least), static_cast<long long>(most));
+    }
+    int64_t sent = 0;
+    for (const auto& row : all) sent += row[6];
+    // --compress says in parallel.h what it sends; other algorithms than the library's send wider numbers or more of them.
+    const bool known = t.data_parallel.comm().algorithm == AllReduce::library && t.options.data_parallel.compress.kind == Compression::none;
+    std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "", static_cast<long long>(sent));
+    if (time.total == 0) return;  // stopped by a signal: the last step was not timed
+    if (device().is_cpu)
+        std::printf("  collectives took %s of the last step; the CPU device runs streams one after the other, so none of it was hidden\n",
+                    human_seconds(time.total).c_str());
+    else
+        std::printf("  collectives took %s of the last step, %.0f %% of it behind computing\n", human_seconds(time.total).c_str(),
+                    time.total > 0 ? 100 * std::max(0.0, 1 - time.exposed / time.total) : 0.0);
+}

@@ -1,0 +1,199 @@
+// training/checkpoint.cu: a run on disk. A resumed run goes on bit for bit, so everything that decides the next step is
+// there: the weights as the optimizer has them (the float32 masters in mixed precision), its states, fp8's histories, the loss
+// scale, and the number of the step, from which learning rate and data follow.
+//
+//     model.safetensors                       one file, whatever the ranks: rank 0 collects what is cut
+//     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
+//     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces, "m.model.norm.weight@4096"
+//                                             from element 4096 on
+//     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients
+//     state.json                              the rest
+//
+// Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
+// Only compression's errors belong to a number of ranks: with another one they begin as 0 again, and the run says so.
+#include "training/training.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+namespace {
+
+// A state of this rank's optimizers, and where it begins in that of the whole parameter.
+struct PlacedState {
+    std::string name;  // "m.model.norm.weight"
+    Tensor tensor;
+    int64_t per, first;  // first: element of the parameter
+    bool whole;
+};
+std::vector<PlacedState> placed_states(const Trainer& t) {
+    std::vector<PlacedState> states;
+    std::map<std::string, int64_t> sizes;
+    for (const Param& param : t.model.params) sizes[param.name] = param.value.n();
+    for (size_t u = 0; u < t.optimizers.size(); ++u) {
+        std::map<std::string, Param> pieces;
+        for (const Param& piece : t.model.updated_params(u)) pieces[piece.name] = piece;
+        for (const OptimizerState& state : t.optimizers[u]->states()) {
+            const Param& piece = pieces.at(state.param);
+            states.push_back({state.kind + "." + state.param, state.tensor, state.per, piece.first,
+                              piece.value.n() == sizes.at(state.param)});
+        }
+    }
+    return states;
+}
+
+const std::string kHistories = "fp8.histories";
+
+// How many files hold the optimizer's states, and whether this rank writes one.
+int n_state_files(const Trainer& t) { return t.model.sharding.zero >= 1 ? t.world.size : 1; }
+std::string numbered_file(const char* what, int i, int n) {
+    char name[64];
+    std::snprintf(name, sizeof name, "%s-%05d-of-%05d.safetensors", what, i + 1, n);
+    return name;
+}
+std::string state_file(int i, int n) { return n == 1 ? "optimizer.safetensors" : numbered_file("optimizer", i, n); }
+
+const char* stored_dtype(DType dtype) {
+    switch (dtype) {
+        case DType::f32: return "F32";
+        case DType::bf16: return "BF16";
+        case DType::f16: return "F16";
+        case DType::e4m3: return "F8_E4M3";
+        case DType::e5m2: return "F8_E5M2";
+        case DType::i32: return "I32";
+    }
+    return "?";
+}
+
+// All files with states of a checkpoint, by the name of the state: its pieces with their first elements.
+class SavedStates {
+  public:
+    explicit SavedStates(const std::string& folder) : folder_(folder) {
+        for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+            const std::string file = entry.path().filename().string();
+            if (file.rfind("optimizer", 0) != 0 || entry.path().extension() != ".safetensors") continue;
+            files_.push_back(std::make_unique<SafetensorsReader>(entry.path().string()));
+            for (const auto& [name, stored] : files_.back()->tensors()) {
+                const size_t at = name.rfind('@');
+                pieces_[name.substr(0, at)].push_back({at == std::string::npos ? 0 : std::stoll(name.substr(at + 1)), &stored});
+            }
+        }
+        check(!files_.empty(), folder, " holds no optimizer.safetensors: it is no checkpoint to resume from");
+    }
+
+    // Fills the tensor from whatever pieces have its elements.
+    void read(const std::string& name, const Tensor& tensor, int64_t per, int64_t first) const {
+        const auto found = pieces_.find(name);
+        check(found != pieces_.end(), folder_, ": no file with the optimizer's states has '", name, "'");
+        const int64_t scale = std::max<int64_t>(1, per), begin = first / scale, end = begin + tensor.n();
+        const size_t element_bytes = dtype_bytes(tensor.dtype);
+        std::vector<char> bytes(tensor.bytes());
+        int64_t n_filled = 0;
+        for (const auto& [its_first, stored] : found->second) {
+            check(stored->dtype == stored_dtype(tensor.dtype), folder_, ": '", name, "' has dtype ", stored->dtype, ", expected ",
+                  stored_dtype(tensor.dtype));
+            const int64_t low = std::max(begin, its_first / scale), high = std::min(end, its_first / scale + stored->n());
+            if (low >= high) continue;
+            std::memcpy(bytes.data() + static_cast<size_t>(low - begin) * element_bytes,
+                        stored->data + static_cast<size_t>(low - its_first / scale) * element_bytes,
+                        static_cast<size_t>(high - low) * element_bytes);
+            n_filled += high - low;
+        }
+        check(n_filled == tensor.n(), folder_, ": '", name, "' has ", n_filled, " of the ", tensor.n(),
+              " elements that the model asks for; is a file missing?");
+        copy_to_device(tensor, bytes.data());
+    }
+
+  private:
+    struct Piece {
+        int64_t first;
+        const StoredTensor* stored;
+    };
+    std::string folder_;
+    std::vector<std::unique_ptr<SafetensorsReader>> files_;
+    std::map<std::string, std::vector<Piece>> pieces_;
+};
+
+void write_states(const Trainer& t, const std::string& path) {
+    std::vector<TensorToStore> tensors;
+    const auto add = [&](const std::string& name, const Tensor& tensor) {
+        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor](void* bytes) { copy_to_host(bytes, tensor); }});
+    };
+    for (const PlacedState& state : placed_states(t)) add(state.whole ? state.name : concat(state.name, "@", state.first), state.tensor);
+    if (t.model.fp8_states && t.world.rank == 0) add(kHistories, t.model.fp8_states);  // all ranks have the same
+    write_safetensors(path, tensors);
+}
+
+void write_compression(const Trainer& t, const std::string& folder) {
+    std::vector<TensorToStore> tensors;
+    for (const auto& [name, tensor] : t.data_parallel.compression_states())
+        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [from = tensor](void* bytes) { copy_to_host(bytes, from); }});
+    if (!tensors.empty()) write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors);
+}
+void read_compression(const Trainer& t, const std::string& folder) {
+    const auto states = t.data_parallel.compression_states();
+    const std::string path = folder + "/" + numbered_file("compression", t.world.rank, t.world.size);
+    if (states.empty()) return;
+    // All ranks or none: one that began anew beside one that did not would have another Q.
+    bool all = true;
+    for (const auto& row : gather_numbers(t.world, {std::filesystem::exists(path)})) all = all && row[0];
+    if (!all) {
+        if (t.world.rank == 0)
+            std::printf("--compress: the checkpoint has no errors of %d ranks: they begin as 0\n", t.world.size);
+        return;
+    }
+    const SafetensorsReader saved(path);
+    for (const auto& [name, tensor] : states) {
+        const StoredTensor& stored = saved.at(name);
+        check(stored.dtype == stored_dtype(tensor.dtype) && stored.n() == tensor.n(), path, ": '", name, "' is ", stored.dtype, " of ",
+              stored.n(), " elements, expected ", stored_dtype(tensor.dtype), " of ", tensor.n());
+        copy_to_device(tensor, stored.data);
+    }
+}
+
+}  // namespace
+
+void save_checkpoint(Trainer& t, int64_t step) {
+    cudaCheck(cudaDeviceSynchronize());
+    const bool first = t.world.rank == 0;
+    std::optional<CheckpointWriter> writer;
+    if (first) writer.emplace(t.options.out, step);
+    const std::string folder = broadcast_text(t.world, first ? writer->folder() : "");
+    save_model(t.model, folder);
+    const int n_files = n_state_files(t);
+    if (t.world.rank < n_files) write_states(t, folder + "/" + state_file(t.world.rank, n_files));
+    write_compression(t, folder);
+    gather_numbers(t.world, {step});  // all have written
+    if (!first) return;
+    const nlohmann::ordered_json state = {
+        {"step", step},
+        {"updates", t.updates},
+        {"sequences", step * t.options.batch},
+        {"tokens", step * t.options.batch * t.options.seq},
+        {"loss_scale", {{"scale", t.scaler.scale}, {"good_steps", t.scaler.good_steps}, {"overflows", t.scaler.overflows}}},
+        {"options", t.options.identity}};
+    write_text_file(folder + "/state.json", state.dump(2) + "\n");
+    writer->commit(static_cast<int>(t.options.keep));
+}
+
+int64_t load_checkpoint(Trainer& t) {
+    const std::string folder = latest_checkpoint(t.options.out).value();
+    load_weights(t.model, folder);
+    const SavedStates saved(folder);
+    for (const PlacedState& state : placed_states(t)) saved.read(state.name, state.tensor, state.per, state.first);
+    if (t.model.fp8_states) saved.read(kHistories, t.model.fp8_states, 1, 0);
+    read_compression(t, folder);
+    try {
+        const nlohmann::json state = nlohmann::json::parse(read_text_file(folder + "/state.json"));
+        const nlohmann::json& scale = state.at("loss_scale");
+        t.updates = state.at("updates").get<int64_t>();
+        t.scaler.scale = scale.at("scale").get<double>();
+        t.scaler.good_steps = scale.at("good_steps").get<int64_t>();
+        t.scaler.overflows = scale.at("overflows").get<int64_t>();
+        return state.at("step").get<int64_t>();
+    } catch (const nlohmann::json::exception& error) {
+        fail(folder, "/state.json is not a training state: ", error.what());
+    }
+}

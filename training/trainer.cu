@@ -1,0 +1,95 @@
+// training/trainer.cu: the memory of a training run.
+#include "training/training.h"
+
+#include <algorithm>
+
+namespace {
+
+template <class T>
+void take_pinned(T*& pointer, int64_t n) {
+    cudaCheck(cudaMallocHost(&pointer, static_cast<size_t>(n) * sizeof(T)));
+}
+
+MemoryKind home_of_states(Offload offload) {
+    return offload == Offload::none ? MemoryKind::device : offload == Offload::unified ? MemoryKind::managed : MemoryKind::pinned;
+}
+
+}  // namespace
+
+Memory::Memory(Offload offload)
+    : weights("weights"), masters("master weights", home_of_states(offload)), grads("gradients"),
+      optimizer("optimizer states", home_of_states(offload)), activations("activations"), communication("communication"),
+      sampling("sampling"), transit("on the way to the device and back", MemoryKind::pinned) {}
+
+size_t Memory::bytes() {
+    size_t total = device().blas_workspace_bytes;
+    for (const Arena* arena : all()) total += arena->kind() == MemoryKind::device ? arena->bytes() : 0;
+    return total;
+}
+size_t Memory::host_bytes() {
+    size_t total = 0;
+    for (const Arena* arena : all()) total += arena->kind() == MemoryKind::device ? 0 : arena->bytes();
+    return total;
+}
+
+Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
+    : options(std::move(options_)), config(std::move(config_)), world(mesh.world()),
+      data_parallel(mesh.comm("dp"), options.data_parallel),
+      local_batch(options.batch / rank_count(options.ranks)),
+      micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), memory(options.offload),
+      scaler(options.loss_scale) {
+    if (options.offload == Offload::none) return;
+    offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
+    data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) { offload->grads_are_final(unit, stream); };
+}
+
+void Trainer::take_memory() {
+    const TrainOptions& o = options;
+    Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
+    sharding.size = rank_count(o.ranks);  // a plan is made by one rank for many
+    sharding.offload = o.offload;
+    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding);
+    model.data_parallel = &data_parallel;
+    model.attention = o.attention;
+    data_parallel.take_memory(model, local_batch / micro_batch, memory.communication);
+
+    optimizers.clear();
+    int64_t scratch_n = 0, norm_n = 0;
+    for (size_t u = 0; u < model.units.size(); ++u) {
+        const std::vector<Param> params = model.updated_params(u);
+        const int64_t n = model.updated(u).n;
+        optimizers.push_back(sharding.host_updates()
+                                 ? make_host_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options)
+                                 : make_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options, false));
+        scratch_n = std::max(scratch_n, optimizers[u]->scratch_n());
+        norm_n = std::max(norm_n, grad_norm_scratch_n(model.part(u).n));
+    }
+    if (scratch_n > 0) {  // they take turns
+        const Tensor scratch = memory.optimizer.take("optimizer scratch", DType::f32, {scratch_n});
+        for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
+    }
+    if (offload) offload->take_memory(memory.transit);
+    acts = take_activations(model, micro_batch, o.seq, o.recompute, memory.activations);
+    if (o.mask_documents) take_documents(acts, memory.activations);
+    totals = memory.activations.take("shared by layers", DType::f32, {static_cast<int64_t>(model.units.size()) + 2, 2});
+    norm_result = memory.activations.take("shared by layers", DType::f32, {2});
+    norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
+    if (o.sample_tokens > 0)
+        sample_acts = take_forward_activations(model, 1, std::min<int64_t>(o.seq, 256), memory.sampling);
+}
+
+void Trainer::reserve() {
+    size_t free_bytes = 0, device_bytes = 0;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
+    check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())), ", the device has ",
+          human_bytes(static_cast<double>(device_bytes)),
+          ": use a smaller --micro-batch, --seq or --model, --recompute, --dtype bf16 or --offload");
+    for (Arena* arena : memory.all()) arena->reserve();
+    take_memory();
+    for (const auto& optimizer : optimizers) optimizer->init(device().stream);
+    const int64_t n_step = local_batch * options.seq;
+    take_pinned(host_tokens, n_step);
+    take_pinned(host_targets, n_step);
+    take_pinned(host_totals, 6);
+    if (options.mask_documents) take_pinned(host_documents, 2 * n_step), take_pinned(host_positions, n_step);
+}
