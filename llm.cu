@@ -25,10 +25,11 @@ void linear_forward(Tensor out, const Linear& linear, BlockLinear which, Tensor 
                     const Activations& acts, cudaStream_t stream) {
     if (!saved.fp8) return linear_forward(out, inp, linear.weight, linear.bias, stream);
     const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
-    fp8_linear_forward(out, scaled_by, inp, linear.fp8, linear.bias, linear.fp8_state, acts.training, acts.scratch, stream);
+    fp8_linear_forward(out, scaled_by, inp, linear.fp8, linear.bias, linear.fp8_state, acts.training, acts.scratch,
+                       stream);
 }
-void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp, const BlockSaved& saved,
-                     const Activations& acts, cudaStream_t stream) {
+void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp,
+                     const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
     if (!saved.fp8) {
         linear_backward_input(dinp, dout, linear.weight, false, stream);
         linear_backward_weight(linear.dweight, linear.dbias, dout, inp, acts.scratch, stream);
@@ -36,7 +37,8 @@ void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tenso
     }
     const Tensor scaled_by = saved.fp8.slice(which, 1).view({2});
     fp8_linear_backward_input(dinp, scaled_by, dout, linear.fp8, false, linear.fp8_state, acts.scratch, stream);
-    fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, linear.fp8.recipe, acts.scratch, stream);
+    fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, linear.fp8.recipe, acts.scratch,
+                               stream);
 }
 
 namespace {
@@ -48,25 +50,21 @@ void norm_forward(const Config& config, const Norm& norm, const NormSaved& saved
     const float eps = static_cast<float>(config.norm_eps);
     if (config.family == Family::gpt2)
         layernorm_forward(saved.out, sum, saved.mean, saved.rstd, inp, branch, norm.weight, norm.bias, eps, stream);
-    else
-        rmsnorm_forward(saved.out, sum, saved.rstd, inp, branch, norm.weight, eps, stream);
+    else rmsnorm_forward(saved.out, sum, saved.rstd, inp, branch, norm.weight, eps, stream);
 }
 
 // dinp = d norm + dsum
-void norm_backward(const Config& config, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,
-                   Tensor scratch, cudaStream_t stream) {
+void norm_backward(const Config& config, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout,
+                   Tensor dsum, Tensor scratch, cudaStream_t stream) {
     if (config.family == Family::gpt2)
-        layernorm_backward(dinp, norm.dweight, norm.dbias, dout, dsum, saved.sum, norm.weight, saved.mean, saved.rstd, scratch,
-                           stream);
-    else
-        rmsnorm_backward(dinp, norm.dweight, dout, dsum, saved.sum, norm.weight, saved.rstd, scratch, stream);
+        layernorm_backward(dinp, norm.dweight, norm.dbias, dout, dsum, saved.sum, norm.weight, saved.mean, saved.rstd,
+                           scratch, stream);
+    else rmsnorm_backward(dinp, norm.dweight, dout, dsum, saved.sum, norm.weight, saved.rstd, scratch, stream);
 }
 
 void activation_forward(const Config& config, const BlockSaved& saved, cudaStream_t stream) {
-    if (config.family == Family::llama)
-        swiglu_forward(saved.act, saved.up, stream);
-    else
-        gelu_forward(saved.act, saved.up, stream);
+    if (config.family == Family::llama) swiglu_forward(saved.act, saved.up, stream);
+    else gelu_forward(saved.act, saved.up, stream);
 }
 
 // residual, acts.branch -> saved.norm2.sum, acts.branch: the block's stream and its last branch, not yet added.
@@ -108,15 +106,14 @@ void recompute_blocks(const Model& model, Activations& acts, size_t first, size_
 
 // acts.dresidual holds the gradient of the block's output, which is the gradient of both its branches; it leaves as the
 // gradient of the block's input.
-void block_backward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts, cudaStream_t stream) {
+void block_backward(const Model& model, const Block& block, const BlockSaved& saved, Activations& acts,
+                    cudaStream_t stream) {
     const Config& c = model.config;
     if (acts.recompute.selective) recompute_shared(model, block, saved, acts, stream);
 
     linear_backward(acts.dact, block.down, kDown, acts.dresidual, saved.act, saved, acts, stream);
-    if (c.family == Family::llama)
-        swiglu_backward(acts.dup, acts.dact, saved.up, stream);
-    else
-        gelu_backward(acts.dup, acts.dact, saved.up, stream);
+    if (c.family == Family::llama) swiglu_backward(acts.dup, acts.dact, saved.up, stream);
+    else gelu_backward(acts.dup, acts.dact, saved.up, stream);
     linear_backward(acts.dnorm, block.up, kUp, acts.dup, saved.norm2.out, saved, acts, stream);
     norm_backward(c, block.norm2, saved.norm2, acts.dresidual, acts.dnorm, acts.dresidual, acts.scratch, stream);
 
@@ -132,7 +129,8 @@ void forward(const Model& model, Activations& acts, cudaStream_t stream, bool tr
     const Config& c = model.config;
     acts.training = training;
     gather(model, 0, 1, stream);
-    embedding_forward(acts.embedded.view({acts.B, acts.T, c.C}), acts.tokens, acts.positions, model.wte, model.wpe, stream);
+    embedding_forward(acts.embedded.view({acts.B, acts.T, c.C}), acts.tokens, acts.positions, model.wte, model.wpe,
+                      stream);
     Tensor residual = acts.embedded;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
         gather(model, 1 + l, static_cast<int64_t>(2 + l), stream);
@@ -164,7 +162,8 @@ void backward(const Model& model, Activations& acts, cudaStream_t stream) {
     linear_backward_weight(model.head.dweight, {}, acts.logits, acts.final_norm.out, acts.scratch, stream);
     norm_backward(c, model.final_norm, acts.final_norm, acts.dresidual, acts.dnorm, {}, acts.scratch, stream);
     end_grads(model, head, stream);
-    const size_t L = model.blocks.size(), segment = acts.recompute.every > 0 ? static_cast<size_t>(acts.recompute.every) : L;
+    const size_t L = model.blocks.size(),
+                 segment = acts.recompute.every > 0 ? static_cast<size_t>(acts.recompute.every) : L;
     for (size_t l = L; l-- > 0;) {
         // The last segment's activations are still there from the forward; those before were overwritten.
         if ((l + 1) % segment == 0 && l + 1 < L) recompute_blocks(model, acts, l + 1 - segment, l, stream);
@@ -184,8 +183,8 @@ void forward_cached(const Model& model, Activations& acts, LatentCache& cache, c
     check(model.config.attention == AttentionKind::mla && cache.layers.size() == model.blocks.size(),
           "forward_cached: needs a model with MLA, and a cache taken for it");
     const int64_t end = cache.length + acts.T;
-    check(end <= cache.layers[0].shape[1] && end <= model.rope_table.shape[0], "forward_cached: ", cache.length, " + ", acts.T,
-          " tokens, but the cache has ", cache.layers[0].shape[1], " rows and the model was built for ",
+    check(end <= cache.layers[0].shape[1] && end <= model.rope_table.shape[0], "forward_cached: ", cache.length, " + ",
+          acts.T, " tokens, but the cache has ", cache.layers[0].shape[1], " rows and the model was built for ",
           model.rope_table.shape[0], " positions: take a longer cache");
     acts.first = cache.length;
     for (size_t l = 0; l < acts.blocks.size(); ++l) acts.blocks[l].cache = cache.layers[l];

@@ -59,7 +59,8 @@ void inject_overflow(const Model& model, cudaStream_t stream) {
 // Sequences [first, first + n) of the run or of the held-out text, to the device.
 void read_sequences(Trainer& t, const BatchReader& data, int64_t first, int64_t n, int64_t to) {
     const int64_t T = t.options.seq;
-    for (int64_t b = 0; b < n; ++b) data.sequence(first + b, t.host_tokens + (to + b) * T, t.host_targets + (to + b) * T);
+    for (int64_t b = 0; b < n; ++b)
+        data.sequence(first + b, t.host_tokens + (to + b) * T, t.host_targets + (to + b) * T);
 }
 void upload_micro_batch(Trainer& t, const Activations& acts, int64_t first, cudaStream_t stream) {
     const int64_t T = t.options.seq;
@@ -87,7 +88,9 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
         data.documents(first + b, t.host_documents + 2 * b * o.seq, t.host_positions + b * o.seq);
 
     const float loss_scale = static_cast<float>(t.scaler.scale);
-    if (t.offload) t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale, static_cast<uint64_t>(o.seed));
+    if (t.offload)
+        t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
+                              static_cast<uint64_t>(o.seed));
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
         upload_micro_batch(t, t.acts, micro * t.micro_batch, stream);
@@ -103,15 +106,17 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     // Each rank squares its part, also where it holds all gradients: so the norm has the same bits with and without ZeRO.
     const int64_t n_units = static_cast<int64_t>(model.units.size());
     for (int64_t u = 0; u < n_units; ++u)
-        sum_squares(t.totals.slice(u, 1).view({2}), model.part_of_grads(static_cast<size_t>(u)), t.norm_scratch, stream);
+        sum_squares(t.totals.slice(u, 1).view({2}), model.part_of_grads(static_cast<size_t>(u)), t.norm_scratch,
+                    stream);
     t.host_totals[4] = stop_requested ? 1.0f : 0.0f, t.host_totals[5] = 0;
     copy_to_device_async(t.stop_count(), t.host_totals + 4, stream);
     ranks.add_up(t.totals, stream);
     clip_scale(t.norm_result, t.totals.slice(0, n_units), static_cast<float>(o.clip), 1.0f / loss_scale, stream);
     for (size_t u = 0; u < model.units.size(); ++u) {
         if (t.offload) t.offload->update(u, t.norm_result, stream);
-        else t.optimizers[u]->step(model.updated_weights(u, static_cast<uint64_t>(o.seed)), model.updated_grads(u), t.norm_result,
-                                   learning_rate(o.schedule, step), t.updates + 1, stream);
+        else
+            t.optimizers[u]->step(model.updated_weights(u, static_cast<uint64_t>(o.seed)), model.updated_grads(u),
+                                  t.norm_result, learning_rate(o.schedule, step), t.updates + 1, stream);
         ranks.share_update(model, u, stream);
     }
     quantise_weights(model, stream);
@@ -124,9 +129,11 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     const double loss = (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) / n_step, norm = t.host_totals[0];
     const bool overflow = !std::isfinite(norm);
     const bool unchanged = !model.sharding.host_updates() || o.updates_after_norm();
-    check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss, " and the gradient norm ", norm,
-          unchanged ? "; the weights are unchanged by this step" : "", ". Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
-          "checkpoint in ", o.out, " is good");
+    check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss,
+          " and the gradient norm ", norm, unchanged ? "; the weights are unchanged by this step" : "",
+          ". Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
+          "checkpoint in ",
+          o.out, " is good");
     t.scaler.update(overflow);
     if (!overflow) ++t.updates;
     return {loss, norm, overflow, t.host_totals[4] > 0};
@@ -156,7 +163,8 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     t.data_parallel.add_up(t.totals, stream);
     copy_to_host_async(t.host_totals + 2, t.loss_sum(), stream);
     cudaCheck(cudaStreamSynchronize(stream));
-    return (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) / static_cast<double>(n_batches * t.micro_batch * t.options.seq);
+    return (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) /
+           static_cast<double>(n_batches * t.micro_batch * t.options.seq);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -181,8 +189,8 @@ void print_sample(Trainer& t, const Tokenizer& tokenizer, const char* title) {
     const std::vector<int32_t> prompt = tokenizer.encode("\n");
     std::vector<int32_t> text;
     const double deadline = seconds_now() + 10;  // large models write slowly without a KV cache
-    sample(t.model, t.sample_acts, prompt, t.options.sample_tokens, t.options.temperature, static_cast<uint64_t>(t.options.seed),
-           [&](int32_t token) {
+    sample(t.model, t.sample_acts, prompt, t.options.sample_tokens, t.options.temperature,
+           static_cast<uint64_t>(t.options.seed), [&](int32_t token) {
                text.push_back(token);
                const int64_t go_on = seconds_now() < deadline;
                return (together ? gather_numbers(t.world, {go_on})[0][0] : go_on) != 0;
@@ -199,8 +207,8 @@ void print_progress(const LogRow& row, int64_t steps, double seconds_left) {
     if (row.grad_norm) std::printf("norm %6.3f", *row.grad_norm);
     else std::printf("overflow: step skipped");
     if (row.loss_scale) std::printf(" | scale %g", *row.loss_scale);
-    std::printf(" | %7s tok/s | %4.1f%% of matmul peak | %s left", human_count(*row.tokens_per_s).c_str(), 100 * *row.mfu,
-                human_seconds(seconds_left).c_str());
+    std::printf(" | %7s tok/s | %4.1f%% of matmul peak | %s left", human_count(*row.tokens_per_s).c_str(),
+                100 * *row.mfu, human_seconds(seconds_left).c_str());
     if (row.val_loss) std::printf(" | val loss %.4f", *row.val_loss);
     std::printf("\n");
     std::fflush(stdout);
@@ -249,25 +257,29 @@ void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
     check(source.n() > T, source.description(), ": ", source.n(), " tokens are too short a text for --seq ", T,
           ": use a smaller --seq or more text");
     const int32_t largest = source.max_token();
-    check(largest < config.V, source.description(), ": holds token id ", largest,
-          ", beyond the model's vocabulary of ", config.V, ": use the --tokenizer and --model that belong together");
+    check(largest < config.V, source.description(), ": holds token id ", largest, ", beyond the model's vocabulary of ",
+          config.V, ": use the --tokenizer and --model that belong together");
 }
 
 void check_documents(const TokenSource& source) {
-    check(source.n() < 2 || !source.document_starts(1, source.n() - 1).empty(), "--mask-documents: ", source.description(),
-          ": all of it is one document: give a folder with a file for each, or text or shards with an end-of-text token "
-          "before each, or leave the flag away");
+    check(
+        source.n() < 2 || !source.document_starts(1, source.n() - 1).empty(),
+        "--mask-documents: ", source.description(),
+        ": all of it is one document: give a folder with a file for each, or text or shards with an end-of-text token "
+        "before each, or leave the flag away");
 }
 
 void print_start(Trainer& t, const TokenSource& train_tokens, const TokenSource& val_tokens) {
     const TrainOptions& o = t.options;
     std::printf("device   %s\n", device().name.c_str());
     std::printf("model    %s: %s parameters in %s, %lld layers, width %lld, %lld heads, vocabulary %lld\n",
-                (o.init.empty() ? o.model : o.init).c_str(), human_count(static_cast<double>(parameter_count(t.config))).c_str(),
-                o.dtype.c_str(), static_cast<long long>(t.config.L), static_cast<long long>(t.config.C),
+                (o.init.empty() ? o.model : o.init).c_str(),
+                human_count(static_cast<double>(parameter_count(t.config))).c_str(), o.dtype.c_str(),
+                static_cast<long long>(t.config.L), static_cast<long long>(t.config.C),
                 static_cast<long long>(t.config.H), static_cast<long long>(t.config.V));
     std::printf("data     %s; training on %s tokens, %s held out\n", train_tokens.description().c_str(),
-                human_count(static_cast<double>(train_tokens.n())).c_str(), human_count(static_cast<double>(val_tokens.n())).c_str());
+                human_count(static_cast<double>(train_tokens.n())).c_str(),
+                human_count(static_cast<double>(val_tokens.n())).c_str());
     std::printf("output   %s\n", o.out.c_str());
     print_memory(t.memory);
 }
@@ -301,11 +313,13 @@ void log_row(CsvLog& csv, TensorBoardLog& tensorboard, const LogRow& row) {
 // Which build this is.
 std::string program_hash() {
     const std::string path = "/proc/self/exe";
-    return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path))) : std::string(__DATE__ " " __TIME__);
+    return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path)))
+                                         : std::string(__DATE__ " " __TIME__);
 }
 
 // What must not differ between ranks, for check_same_everywhere.
-std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& t, const TokenSource& train, const TokenSource& val) {
+std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& t, const TokenSource& train,
+                                                                 const TokenSource& val) {
     std::vector<std::pair<std::string, std::string>> things;
     if (started_by_mpirun()) things.push_back({"the program", program_hash()});  // threads are one process
     for (const auto& [flag, value] : t.options.identity) things.push_back({flag, value});
@@ -412,11 +426,11 @@ void run_rank(const TrainOptions& given, Comm& world) {
         return;
     }
     const size_t taken = free_before - free_device_bytes() + device().blas_workspace_bytes;
-    std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n", human_bytes(static_cast<double>(taken)).c_str(),
-                taken, t.memory.bytes());
+    std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n",
+                human_bytes(static_cast<double>(taken)).c_str(), taken, t.memory.bytes());
     if (t.offload)
-        std::printf("         %s on the host (%zu bytes)\n", human_bytes(static_cast<double>(t.memory.host_bytes())).c_str(),
-                    t.memory.host_bytes());
+        std::printf("         %s on the host (%zu bytes)\n",
+                    human_bytes(static_cast<double>(t.memory.host_bytes())).c_str(), t.memory.host_bytes());
     std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
                 human_seconds(seconds_now() - start).c_str(), o.out.c_str(), o.out.c_str());
 }

@@ -18,7 +18,9 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
         default: return cudaMalloc(pointer, bytes);
     }
 }
-cudaError_t free_memory(void* pointer, MemoryKind kind) { return kind == MemoryKind::pinned ? cudaFreeHost(pointer) : cudaFree(pointer); }
+cudaError_t free_memory(void* pointer, MemoryKind kind) {
+    return kind == MemoryKind::pinned ? cudaFreeHost(pointer) : cudaFree(pointer);
+}
 
 }  // namespace
 
@@ -40,8 +42,8 @@ Tensor Arena::take(const std::string& what, DType dtype, std::initializer_list<i
         row->second += bytes;
         return tensor;
     }
-    check(used_bytes_ <= capacity_bytes_, "arena '", name_, "': ", what, " wants ", bytes, " bytes, ", capacity_bytes_ - offset,
-          " of ", capacity_bytes_, " are left: the counting pass took less than this one");
+    check(used_bytes_ <= capacity_bytes_, "arena '", name_, "': ", what, " wants ", bytes, " bytes, ",
+          capacity_bytes_ - offset, " of ", capacity_bytes_, " are left: the counting pass took less than this one");
     if (bytes == 0) return tensor;
     if (!separate_allocations()) {
         tensor.data = base_ + offset;

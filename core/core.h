@@ -124,7 +124,7 @@ void dispatch(DType dtype, F&& f) {
 struct Tensor {
     void* data = nullptr;
     DType dtype = DType::f32;
-    int rank = 0;               // number of dimensions, 0 to 4; rank 0 with data == nullptr is "no tensor"
+    int rank = 0;  // number of dimensions, 0 to 4; rank 0 with data == nullptr is "no tensor"
     int64_t shape[4] = {1, 1, 1, 1};
 
     explicit operator bool() const { return data != nullptr; }
@@ -135,7 +135,8 @@ struct Tensor {
 
     template <class T>
     T* ptr() const {
-        check(dtype == DTypeOf<T>::value, "tensor holds ", dtype_name(dtype), ", read as ", dtype_name(DTypeOf<T>::value));
+        check(dtype == DTypeOf<T>::value, "tensor holds ", dtype_name(dtype), ", read as ",
+              dtype_name(DTypeOf<T>::value));
         return static_cast<T*>(data);
     }
     Tensor view(std::initializer_list<int64_t> dims) const;  // the same elements in another shape
@@ -156,7 +157,7 @@ bool is_aligned(const void* data, size_t bytes);
 // The tensor is wherever its arena is.
 void copy_to_device(const Tensor& tensor, const void* host);
 void copy_to_host(void* host, const Tensor& tensor);
-std::vector<float> to_floats(const Tensor& tensor);                       // any float dtype, converted
+std::vector<float> to_floats(const Tensor& tensor);                        // any float dtype, converted
 void from_floats(const Tensor& tensor, const std::vector<float>& values);  // rounded to the tensor's dtype
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -211,16 +212,19 @@ class Arena {
 // the same offsets, so that optimizers, reductions and checkpoints are loops over one array.
 
 struct Param {
-    std::string name;    // "model.layers.0.mlp.up_proj.weight"
-    Tensor value, grad;  // as the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0
-    Tensor master;       // f32, in mixed precision: what the optimizer updates, of which value is a rounded copy
-    int64_t offset = 0;  // of its first element in the flat buffers
-    bool decay = false;  // weight decay applies (matrices, not biases and norm weights)
-    bool transposed = false;   // Hugging Face stores it (C, O): GPT-2's Conv1D
-    int64_t padded_rows = 0;   // rows that only round the vocabulary up; zero, and never written to files
-    int64_t first = 0;         // of a part of a parameter: its first element in the whole one
+    std::string name;  // "model.layers.0.mlp.up_proj.weight"
+    Tensor value,
+        grad;       // as the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0
+    Tensor master;  // f32, in mixed precision: what the optimizer updates, of which value is a rounded copy
+    int64_t offset = 0;       // of its first element in the flat buffers
+    bool decay = false;       // weight decay applies (matrices, not biases and norm weights)
+    bool transposed = false;  // Hugging Face stores it (C, O): GPT-2's Conv1D
+    int64_t padded_rows = 0;  // rows that only round the vocabulary up; zero, and never written to files
+    int64_t first = 0;        // of a part of a parameter: its first element in the whole one
 
-    Tensor exact() const { return master ? master : value; }  // the most precise version there is: what checkpoints keep
+    Tensor exact() const {
+        return master ? master : value;
+    }  // the most precise version there is: what checkpoints keep
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -228,8 +232,8 @@ struct Param {
 
 struct Device {
     int index = 0;
-    std::string name;              // "NVIDIA H200" or "CPU device (2 cores)"
-    int sm_count = 1;              // streaming multiprocessors (on the CPU device: OpenMP threads)
+    std::string name;               // "NVIDIA H200" or "CPU device (2 cores)"
+    int sm_count = 1;               // streaming multiprocessors (on the CPU device: OpenMP threads)
     cudaStream_t stream = nullptr;  // where the model's kernels run
     cublasLtHandle_t blas = nullptr;
     void* blas_workspace = nullptr;
@@ -237,8 +241,8 @@ struct Device {
     bool is_cpu = false;
 };
 
-Device& device();                 // this thread's device; the first call opens CUDA device 0
-Device& open_device(int index);   // makes CUDA device `index` this thread's
+Device& device();                // this thread's device; the first call opens CUDA device 0
+Device& open_device(int index);  // makes CUDA device `index` this thread's
 void close_device();
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +268,7 @@ __host__ __device__ inline Philox philox(uint64_t seed, uint64_t key, uint64_t c
     }
     return {{c[0], c[1], c[2], c[3]}};
 }
-double uniform(uint64_t seed, uint64_t key, uint64_t counter);         // in [0, 1), 53 bits
+double uniform(uint64_t seed, uint64_t key, uint64_t counter);                      // in [0, 1), 53 bits
 uint64_t uniform_below(uint64_t seed, uint64_t key, uint64_t counter, uint64_t n);  // in [0, n)
 // n numbers from normal(0, std), number i from counter i / 2 (Box-Muller on the host); and a tensor of them, rounded to it.
 std::vector<float> normal_values(int64_t n, double std, uint64_t seed, uint64_t key);

@@ -14,14 +14,14 @@ void cuda_check(cudaError_t status, const char* expression, const char* file, in
                           " MiB: use a smaller --micro-batch, --seq or --model");
     }
     cudaGetLastError();  // clears it: the next call is not to blame
-    fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":", line,
-         hint);
+    fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":",
+         line, hint);
 }
 
 void cublas_check(cublasStatus_t status, const char* expression, const char* file, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
-    fail("cuBLASLt: status ", static_cast<int>(status), " (", cublasLtGetStatusString(status), ") from ", expression, " at ",
-         file, ":", line);
+    fail("cuBLASLt: status ", static_cast<int>(status), " (", cublasLtGetStatusString(status), ") from ", expression,
+         " at ", file, ":", line);
 }
 
 void cuda_check_launch(const char* file, int line) {

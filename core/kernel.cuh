@@ -51,8 +51,8 @@ inline void expect_aligned(const char* operation, std::initializer_list<std::pai
 // The start of an operation's f32 scratch, in the shape it needs now.
 inline Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims) {
     const Tensor wanted = make_tensor(scratch.data, DType::f32, dims);
-    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ", scratch.describe(),
-          ", expected f32 of at least ", wanted.n(), " elements");
+    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ",
+          scratch.describe(), ", expected f32 of at least ", wanted.n(), " elements");
     expect_aligned(operation, {{"scratch", scratch}});
     return wanted;
 }
@@ -61,7 +61,9 @@ inline Tensor scratch_as(const char* operation, const Tensor& scratch, std::init
 // Where am I
 
 // The index of this thread in a one-dimensional grid, 64-bit so that no product overflows.
-__device__ __forceinline__ int64_t global_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t global_thread() {
+    return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
 
 // The dynamic shared memory that the launch asked for, on a 128-byte boundary.
 template <class T>

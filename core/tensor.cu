@@ -63,7 +63,8 @@ Tensor Tensor::slice(int64_t first, int64_t count) const {
 
 static std::string describe_shape(DType dtype, const int64_t* shape, size_t rank) {
     std::string text = concat(dtype_name(dtype), " (");
-    for (size_t i = 0; i < rank; ++i) text += (i ? ", " : "") + (shape[i] < 0 ? std::string("*") : std::to_string(shape[i]));
+    for (size_t i = 0; i < rank; ++i)
+        text += (i ? ", " : "") + (shape[i] < 0 ? std::string("*") : std::to_string(shape[i]));
     return text + ")";
 }
 

@@ -298,7 +298,8 @@ inline Fiber* Block::pick_ready() {
 
 // If every thread waits, asynchronous copies land until one of them may go on.
 bool Block::anything_ready() {
-    while (!ready_.first && ready_strict_.empty() && next_ == n_ && n_live_ > 0 && hopper_land_one()) {}
+    while (!ready_.first && ready_strict_.empty() && next_ == n_ && n_live_ > 0 && hopper_land_one()) {
+    }
     return ready_.first || !ready_strict_.empty();
 }
 

@@ -47,7 +47,7 @@ struct alignas(2) __nv_bfloat16 : cuda_cpu::Arithmetic<__nv_bfloat16> {
         return cuda_cpu::float_to_integer<Integer>(float(*this));
     }
 
-protected:
+  protected:
     unsigned short __x;
 };
 

@@ -249,7 +249,7 @@ struct alignas(2) __half : cuda_cpu::Arithmetic<__half> {
         return cuda_cpu::float_to_integer<Integer>(float(*this));
     }
 
-protected:
+  protected:
     unsigned short __x;
 };
 

@@ -132,7 +132,7 @@ struct alignas(4) Fp8x4 {
         return {low.x, low.y, high.x, high.y};
     }
 
-private:
+  private:
     using Low = Fp8x2<interpretation>;
 };
 

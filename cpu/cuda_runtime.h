@@ -153,7 +153,8 @@ cudaError_t cudaFreeHost(void* pointer);
 // Managed memory: on a GPU its pages go where they are touched, and a prefetch moves them ahead of that. Here they are where
 // everything is; the calls check that it is managed memory that they are given, and a prefetch takes its place in the stream.
 cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned flags = cudaMemAttachGlobal);
-cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation to, unsigned flags, cudaStream_t stream = nullptr);
+cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation to, unsigned flags,
+                                 cudaStream_t stream = nullptr);
 cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise advice, cudaMemLocation location);
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
@@ -188,7 +189,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 // The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled (cuda.h).
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 constexpr unsigned long long cudaEnableDefault = 0;
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version, unsigned long long flags,
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result = nullptr);
 
 // A CPU block gets whatever shared memory it asks for up to the limit of an H100 (227 KiB): nothing to set.

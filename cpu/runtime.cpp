@@ -270,8 +270,9 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
     if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
     void* memory = nullptr;
     if (strict) {
-        memory = guarded_allocate(bytes, kind == MemoryKind::pinned_host ? "pinned host memory" :
-                                         kind == MemoryKind::managed     ? "managed memory" : "device memory");
+        memory = guarded_allocate(bytes, kind == MemoryKind::pinned_host ? "pinned host memory"
+                                         : kind == MemoryKind::managed   ? "managed memory"
+                                                                         : "device memory");
     } else {
         const size_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : 256;
         memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
@@ -290,7 +291,8 @@ cudaError_t release(void* pointer, bool pinned_host) {
     {
         const std::lock_guard lock(mutex);
         const auto at = allocations.find(reinterpret_cast<uintptr_t>(pointer));
-        if (at == allocations.end() || (at->second.kind == MemoryKind::pinned_host) != pinned_host) return remember(cudaErrorInvalidValue);
+        if (at == allocations.end() || (at->second.kind == MemoryKind::pinned_host) != pinned_host)
+            return remember(cudaErrorInvalidValue);
         device = at->second.device;
     }
     if (strict) wait_for_device(device);  // cudaFree waits for the device
@@ -305,7 +307,8 @@ cudaError_t release(void* pointer, bool pinned_host) {
 
 bool valmark_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     if (!to || !from) return false;
-    if (kind == cudaMemcpyDefault) return is_known(to, bytes) || is_known(from, bytes);  // ordinary memory on one side only
+    if (kind == cudaMemcpyDefault)
+        return is_known(to, bytes) || is_known(from, bytes);  // ordinary memory on one side only
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     return (!to_device || is_device_memory(to, bytes)) && (!from_device || is_device_memory(from, bytes));
@@ -432,9 +435,13 @@ cudaError_t cudaDriverGetVersion(int* version) { return *version = CUDART_VERSIO
 cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, MemoryKind::device); }
 cudaError_t cudaFree(void* pointer) { return release(pointer, false); }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, MemoryKind::pinned_host); }
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, MemoryKind::pinned_host); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+    return allocate(pointer, bytes, MemoryKind::pinned_host);
+}
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true); }
-cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) { return allocate(pointer, bytes, MemoryKind::managed); }
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
+    return allocate(pointer, bytes, MemoryKind::managed);
+}
 cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation, unsigned, cudaStream_t stream) {
     if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
     enqueue(stream, [] {});

@@ -17,7 +17,8 @@
 
 namespace {
 
-constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving, AllReduce::two_level};
+constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
+                                     AllReduce::two_level};
 
 // Median over rounds of the time until the slowest rank is done.
 template <class F>
@@ -64,11 +65,13 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
     plot.x_label = "bytes";
     plot.y_label = "microseconds";
     plot.log_x = plot.log_y = true;
-    for (const AllReduce algorithm : kAlgorithms) plot.series.push_back({all_reduce_name(algorithm), {}, {}, true, true});
+    for (const AllReduce algorithm : kAlgorithms)
+        plot.series.push_back({all_reduce_name(algorithm), {}, {}, true, true});
     plot.series.push_back({concat("2(n-1)/n N at ", human_bytes(bytes_per_s), "/s"), {}, {}});
 
     if (prints) {
-        std::printf("\n%d ranks, microseconds; a message: %s/s and rank\n%12s", n_ranks, human_bytes(bytes_per_s).c_str(), "bytes");
+        std::printf("\n%d ranks, microseconds; a message: %s/s and rank\n%12s", n_ranks,
+                    human_bytes(bytes_per_s).c_str(), "bytes");
         for (const Series& series : plot.series) std::printf("%12s", series.label.substr(0, 9).c_str());
         std::printf("\n");
     }

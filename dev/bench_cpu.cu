@@ -47,7 +47,8 @@ void all_products(const Model& model, const Activations& acts, cudaStream_t stre
 void bench(int steps) {
     const Config config = load_config("gpt2");
     const cudaStream_t stream = device().stream;
-    Arena values("weights"), grads("gradients"), masters("master weights"), states("optimizer states"), activations("activations");
+    Arena values("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
+        activations("activations");
     Model model;
     Activations acts;
     std::unique_ptr<Optimizer> adamw;
@@ -97,13 +98,15 @@ void bench(int steps) {
         if (step > 0) product_times.push_back(seconds_now() - start);
     }
     const double step_s = median(times), products_s = median(product_times);
-    std::printf("GPT-2 124M, float32, batch %lld x %lld, on %s\n", static_cast<long long>(B), static_cast<long long>(T), device().name.c_str());
+    std::printf("GPT-2 124M, float32, batch %lld x %lld, on %s\n", static_cast<long long>(B), static_cast<long long>(T),
+                device().name.c_str());
     std::printf("step                 %7.3f s   (median of %d)\n", step_s, steps);
-    std::printf("its matmuls alone    %7.3f s   share of the matmul limit: %.0f %%\n", products_s, 100 * products_s / step_s);
+    std::printf("its matmuls alone    %7.3f s   share of the matmul limit: %.0f %%\n", products_s,
+                100 * products_s / step_s);
     std::printf("tokens/s             %7.0f\n", static_cast<double>(N) / step_s);
     std::printf("GFLOP/s              %7.0f\n", flops_per_token(config, T) * static_cast<double>(N) / step_s / 1e9);
-    std::printf("peak memory          %7.0f MiB, plan %.0f MiB (%+.1f %%)\n", peak_bytes / (1 << 20), plan_bytes / (1 << 20),
-                100 * (peak_bytes / plan_bytes - 1));
+    std::printf("peak memory          %7.0f MiB, plan %.0f MiB (%+.1f %%)\n", peak_bytes / (1 << 20),
+                plan_bytes / (1 << 20), 100 * (peak_bytes / plan_bytes - 1));
 }
 
 }  // namespace

@@ -55,7 +55,8 @@ class Data {
         const Tensor x = arena.take("tokens", DType::i32, dims);
         if (!x.data) return x;
         const int blocks = narrow(ceil_div(x.n(), 256), "blocks");
-        fill_tokens_kernel<<<blocks, 256, 0, device().stream>>>(x.ptr<int32_t>(), x.n(), static_cast<int>(below), ++key_);
+        fill_tokens_kernel<<<blocks, 256, 0, device().stream>>>(x.ptr<int32_t>(), x.n(), static_cast<int>(below),
+                                                                ++key_);
         cudaCheckLaunch();
         return x;
     }
@@ -100,16 +101,18 @@ bool has_tier(FlashTier tier, DType dtype) {
 }
 
 std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType dtype) {
-    check(c.attention == AttentionKind::gqa && !c.qk_norm, "bench_kernels: models with MHA, MQA or GQA, such as llama-1b");
+    check(c.attention == AttentionKind::gqa && !c.qk_norm,
+          "bench_kernels: models with MHA, MQA or GQA, such as llama-1b");
     const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(), Q = c.qkv_width();
     const bool gpt2 = c.family == Family::gpt2;
     const double e = static_cast<double>(dtype_bytes(dtype)), rows = static_cast<double>(N);
-    const double x = rows * static_cast<double>(C) * e;       // bytes of one activation (N, C)
-    const double f = rows * static_cast<double>(F) * e;       // of one (N, F)
+    const double x = rows * static_cast<double>(C) * e;  // bytes of one activation (N, C)
+    const double f = rows * static_cast<double>(F) * e;  // of one (N, F)
     const double logits = rows * static_cast<double>(Vp) * e;
     const double heads = rows * static_cast<double>(Q + H * D) * e;  // q, k, v and the output of attention
     const double rotated = rows * static_cast<double>((H + K) * D) * e;
-    const double pairs = static_cast<double>(B * H * D) * static_cast<double>(T) * static_cast<double>(T) / 2;  // causal half
+    const double pairs =
+        static_cast<double>(B * H * D) * static_cast<double>(T) * static_cast<double>(T) / 2;  // causal half
     const double wte_rows = static_cast<double>(std::min(N, V) * C) * e;
     const cudaStream_t s = device().stream;
     const std::string nc = concat("N=", N, " C=", C), nf = concat("N=", N, " F=", F), nv = concat("N=", N, " V=", Vp),
@@ -122,18 +125,20 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
         const double n = rows, i = static_cast<double>(I), o = static_cast<double>(O);
         const double bytes = (n * i + n * o + o * i) * e, flops = 2 * n * i * o;
         table.push_back({name, "forward", shape, bytes, flops, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, O}), inp = d.random({N, I}), w = d.random({O, I}, 0.02f), b = bias ? d.random({O}) : Tensor{};
-            return [=] { linear_forward(out, inp, w, b, s); };
-        }});
+                             const Tensor out = d.empty({N, O}), inp = d.random({N, I}), w = d.random({O, I}, 0.02f),
+                                          b = bias ? d.random({O}) : Tensor{};
+                             return [=] { linear_forward(out, inp, w, b, s); };
+                         }});
         table.push_back({name, "backward input", shape, bytes, flops, [=](Data& d) -> Launch {
-            const Tensor dinp = d.empty({N, I}), dout = d.random({N, O}), w = d.random({O, I}, 0.02f);
-            return [=] { linear_backward_input(dinp, dout, w, false, s); };
-        }});
+                             const Tensor dinp = d.empty({N, I}), dout = d.random({N, O}), w = d.random({O, I}, 0.02f);
+                             return [=] { linear_backward_input(dinp, dout, w, false, s); };
+                         }});
         table.push_back({name, "backward weight", shape, bytes, flops, [=](Data& d) -> Launch {
-            const Tensor dw = d.random({O, I}), db = bias ? d.random({O}) : Tensor{}, dout = d.random({N, O}), inp = d.random({N, I});
-            const Tensor scratch = d.floats({linear_backward_scratch_n(N, O)});
-            return [=] { linear_backward_weight(dw, db, dout, inp, scratch, s); };
-        }});
+                             const Tensor dw = d.random({O, I}), db = bias ? d.random({O}) : Tensor{},
+                                          dout = d.random({N, O}), inp = d.random({N, I});
+                             const Tensor scratch = d.floats({linear_backward_scratch_n(N, O)});
+                             return [=] { linear_backward_weight(dw, db, dout, inp, scratch, s); };
+                         }});
     };
     linear("linear qkv", Q, C, gpt2);
     linear("linear attn_out", C, H * D, gpt2);
@@ -145,15 +150,16 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     const int64_t O = c.up_width();
     for (const Fp8Recipe recipe : {Fp8Recipe::delayed, Fp8Recipe::current, Fp8Recipe::block}) {
         if (dtype == DType::f32 || !has_fp8(recipe)) continue;
-        const std::string name = concat("linear up fp8 ", fp8_recipe_name(recipe)), shape = concat("N=", N, " C=", C, " O=", O);
+        const std::string name = concat("linear up fp8 ", fp8_recipe_name(recipe)),
+                          shape = concat("N=", N, " C=", C, " O=", O);
         const double n = rows, i = static_cast<double>(C), o = static_cast<double>(O);
         const double bytes = (n * i + n * o) * e + o * i, flops = 2 * n * i * o;
         const auto scratch_of = [=](Data& d) { return d.floats({fp8_linear_scratch_n(recipe, N, C, O)}); };
         table.push_back({name, "quantise weight", shape, o * i * (e + 2), 0, [=](Data& d) -> Launch {
-            const Fp8Weight w8 = take_fp8_weight(d.arena, recipe, O, C);
-            const Tensor w = d.random({O, C}, 0.02f);
-            return [=] { fp8_quantise_weight(w8, w, s); };
-        }});
+                             const Fp8Weight w8 = take_fp8_weight(d.arena, recipe, O, C);
+                             const Tensor w = d.random({O, C}, 0.02f);
+                             return [=] { fp8_quantise_weight(w8, w, s); };
+                         }});
         const auto ready = [=](Data& d) {  // a quantised weight, and the memory of its scaling
             const Fp8Weight w8 = take_fp8_weight(d.arena, recipe, O, C);
             const Tensor w = d.random({O, C}, 0.02f), state = d.floats({2, kFp8StateN}), saved = d.floats({2});
@@ -165,113 +171,139 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
             return std::tuple(w8, state, saved);
         };
         table.push_back({name, "forward", shape, bytes, flops, [=](Data& d) -> Launch {
-            const auto [w8, state, saved] = ready(d);
-            const Tensor out = d.empty({N, O}), inp = d.random({N, C}), scratch = scratch_of(d);
-            return [=, w8 = w8, state = state, saved = saved] { fp8_linear_forward(out, saved, inp, w8, {}, state, true, scratch, s); };
-        }});
+                             const auto [w8, state, saved] = ready(d);
+                             const Tensor out = d.empty({N, O}), inp = d.random({N, C}), scratch = scratch_of(d);
+                             return [=, w8 = w8, state = state, saved = saved] {
+                                 fp8_linear_forward(out, saved, inp, w8, {}, state, true, scratch, s);
+                             };
+                         }});
         table.push_back({name, "backward input", shape, bytes, flops, [=](Data& d) -> Launch {
-            const auto [w8, state, saved] = ready(d);
-            const Tensor dinp = d.empty({N, C}), dout = d.random({N, O}), scratch = scratch_of(d);
-            return [=, w8 = w8, state = state, saved = saved] { fp8_linear_backward_input(dinp, saved, dout, w8, false, state, scratch, s); };
-        }});
+                             const auto [w8, state, saved] = ready(d);
+                             const Tensor dinp = d.empty({N, C}), dout = d.random({N, O}), scratch = scratch_of(d);
+                             return [=, w8 = w8, state = state, saved = saved] {
+                                 fp8_linear_backward_input(dinp, saved, dout, w8, false, state, scratch, s);
+                             };
+                         }});
         table.push_back({name, "backward weight", shape, (n * i + n * o + o * i) * e, flops, [=](Data& d) -> Launch {
-            const auto [w8, state, saved] = ready(d);
-            const Tensor dw = d.random({O, C}), dout = d.random({N, O}), inp = d.random({N, C}), scratch = scratch_of(d);
-            return [=, saved = saved] { fp8_linear_backward_weight(dw, {}, dout, inp, saved, recipe, scratch, s); };
-        }});
+                             const auto [w8, state, saved] = ready(d);
+                             const Tensor dw = d.random({O, C}), dout = d.random({N, O}), inp = d.random({N, C}),
+                                          scratch = scratch_of(d);
+                             return [=, saved = saved] {
+                                 fp8_linear_backward_weight(dw, {}, dout, inp, saved, recipe, scratch, s);
+                             };
+                         }});
     }
 
     // As the model has it, and on each of the tiers for 16 bits that this device has.
-    for (const auto& [name, tier] : {std::pair{"attention", FlashTier::automatic}, {"attention mma", FlashTier::mma},
+    for (const auto& [name, tier] : {std::pair{"attention", FlashTier::automatic},
+                                     {"attention mma", FlashTier::mma},
                                      {"attention hopper", FlashTier::hopper}}) {
         if (!has_tier(tier, dtype)) continue;
         const FlashAttentionOptions attention{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
         table.push_back({name, "forward", attn, heads, 4 * pairs, [=](Data& d) -> Launch {
-            const HeadColumns out{d.empty({B, T, H * D}), H, D};
-            const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K);
-            const Tensor lse = d.floats({B, H, T});
-            return [=] { flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s); };
-        }});
-        table.push_back({name, "backward", attn, 2 * heads, 10 * pairs, [=](Data& d) -> Launch {
-            const HeadColumns out{d.empty({B, T, H * D}), H, D}, dout{d.random({B, T, H * D}), H, D};
-            const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K), dh = qkv_heads(d.empty({B, T, Q}), H, K);
-            const Tensor lse = d.floats({B, H, T}), scratch = d.floats({flash_attention_backward_scratch_n(B, T, H)});
-            if (!d.counting()) flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s);  // what the backward reads of it
-            return [=] { flash_attention_backward(dh.q, dh.k, dh.v, dout, out, lse, h.q, h.k, h.v, attention, scratch, s); };
-        }});
+                             const HeadColumns out{d.empty({B, T, H * D}), H, D};
+                             const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K);
+                             const Tensor lse = d.floats({B, H, T});
+                             return [=] { flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s); };
+                         }});
+        table.push_back(
+            {name, "backward", attn, 2 * heads, 10 * pairs, [=](Data& d) -> Launch {
+                 const HeadColumns out{d.empty({B, T, H * D}), H, D}, dout{d.random({B, T, H * D}), H, D};
+                 const QkvHeads h = qkv_heads(d.random({B, T, Q}), H, K), dh = qkv_heads(d.empty({B, T, Q}), H, K);
+                 const Tensor lse = d.floats({B, H, T}),
+                              scratch = d.floats({flash_attention_backward_scratch_n(B, T, H)});
+                 if (!d.counting())
+                     flash_attention_forward(out, lse, h.q, h.k, h.v, attention, s);  // what the backward reads of it
+                 return [=] {
+                     flash_attention_backward(dh.q, dh.k, dh.v, dout, out, lse, h.q, h.k, h.v, attention, scratch, s);
+                 };
+             }});
     }
 
     if (gpt2) {
-        table.push_back({"layernorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, C}), sum = d.empty({N, C}), mean = d.floats({N}), rstd = d.floats({N});
-            const Tensor inp = d.random({N, C}), branch = d.random({N, C}), w = d.random({C}), b = d.random({C});
-            return [=] { layernorm_forward(out, sum, mean, rstd, inp, branch, w, b, 1e-5f, s); };
-        }});
-        table.push_back({"layernorm", "backward", nc, 4 * x, 0, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, C}), mean = d.floats({N}), rstd = d.floats({N}), inp = d.random({N, C});
-            const Tensor w = d.random({C}), b = d.random({C}), dw = d.random({C}), db = d.random({C});
-            const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
-            const Tensor scratch = d.floats({layernorm_backward_scratch_n(N, C)});
-            if (!d.counting()) layernorm_forward(out, {}, mean, rstd, inp, {}, w, b, 1e-5f, s);
-            return [=] { layernorm_backward(dinp, dw, db, dout, dsum, inp, w, mean, rstd, scratch, s); };
-        }});
+        table.push_back(
+            {"layernorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {
+                 const Tensor out = d.empty({N, C}), sum = d.empty({N, C}), mean = d.floats({N}), rstd = d.floats({N});
+                 const Tensor inp = d.random({N, C}), branch = d.random({N, C}), w = d.random({C}), b = d.random({C});
+                 return [=] { layernorm_forward(out, sum, mean, rstd, inp, branch, w, b, 1e-5f, s); };
+             }});
+        table.push_back(
+            {"layernorm", "backward", nc, 4 * x, 0, [=](Data& d) -> Launch {
+                 const Tensor out = d.empty({N, C}), mean = d.floats({N}), rstd = d.floats({N}), inp = d.random({N, C});
+                 const Tensor w = d.random({C}), b = d.random({C}), dw = d.random({C}), db = d.random({C});
+                 const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
+                 const Tensor scratch = d.floats({layernorm_backward_scratch_n(N, C)});
+                 if (!d.counting()) layernorm_forward(out, {}, mean, rstd, inp, {}, w, b, 1e-5f, s);
+                 return [=] { layernorm_backward(dinp, dw, db, dout, dsum, inp, w, mean, rstd, scratch, s); };
+             }});
         table.push_back({"gelu", "forward", nf, 2 * f, 0, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, F}), inp = d.random({N, F});
-            return [=] { gelu_forward(out, inp, s); };
-        }});
+                             const Tensor out = d.empty({N, F}), inp = d.random({N, F});
+                             return [=] { gelu_forward(out, inp, s); };
+                         }});
         table.push_back({"gelu", "backward", nf, 3 * f, 0, [=](Data& d) -> Launch {
-            const Tensor dinp = d.empty({N, F}), dout = d.random({N, F}), inp = d.random({N, F});
-            return [=] { gelu_backward(dinp, dout, inp, s); };
-        }});
+                             const Tensor dinp = d.empty({N, F}), dout = d.random({N, F}), inp = d.random({N, F});
+                             return [=] { gelu_backward(dinp, dout, inp, s); };
+                         }});
         table.push_back({"column sum", "backward", nf, f, 0, [=](Data& d) -> Launch {
-            const Tensor db = d.random({F}), dout = d.random({N, F}), scratch = d.floats({column_sum_scratch_n(N, F)});
-            return [=] { column_sum(db, dout, scratch, s); };
-        }});
+                             const Tensor db = d.random({F}), dout = d.random({N, F}),
+                                          scratch = d.floats({column_sum_scratch_n(N, F)});
+                             return [=] { column_sum(db, dout, scratch, s); };
+                         }});
     } else {
         table.push_back({"rmsnorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, C}), sum = d.empty({N, C}), rstd = d.floats({N});
-            const Tensor inp = d.random({N, C}), branch = d.random({N, C}), w = d.random({C});
-            return [=] { rmsnorm_forward(out, sum, rstd, inp, branch, w, 1e-5f, s); };
-        }});
+                             const Tensor out = d.empty({N, C}), sum = d.empty({N, C}), rstd = d.floats({N});
+                             const Tensor inp = d.random({N, C}), branch = d.random({N, C}), w = d.random({C});
+                             return [=] { rmsnorm_forward(out, sum, rstd, inp, branch, w, 1e-5f, s); };
+                         }});
         table.push_back({"rmsnorm", "backward", nc, 4 * x, 0, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, C}), rstd = d.floats({N}), inp = d.random({N, C}), w = d.random({C}), dw = d.random({C});
-            const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
-            const Tensor scratch = d.floats({rmsnorm_backward_scratch_n(N, C)});
-            if (!d.counting()) rmsnorm_forward(out, {}, rstd, inp, {}, w, 1e-5f, s);
-            return [=] { rmsnorm_backward(dinp, dw, dout, dsum, inp, w, rstd, scratch, s); };
-        }});
+                             const Tensor out = d.empty({N, C}), rstd = d.floats({N}), inp = d.random({N, C}),
+                                          w = d.random({C}), dw = d.random({C});
+                             const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
+                             const Tensor scratch = d.floats({rmsnorm_backward_scratch_n(N, C)});
+                             if (!d.counting()) rmsnorm_forward(out, {}, rstd, inp, {}, w, 1e-5f, s);
+                             return [=] { rmsnorm_backward(dinp, dw, dout, dsum, inp, w, rstd, scratch, s); };
+                         }});
         table.push_back({"swiglu", "forward", nf, 3 * f, 0, [=](Data& d) -> Launch {
-            const Tensor out = d.empty({N, F}), inp = d.random({N, 2 * F});
-            return [=] { swiglu_forward(out, inp, s); };
-        }});
-        table.push_back({"swiglu", "backward", nf, 5 * f, 0, [=](Data& d) -> Launch {
-            const Tensor dinp = d.empty({N, 2 * F}), dout = d.random({N, F}), inp = d.random({N, 2 * F});
-            return [=] { swiglu_backward(dinp, dout, inp, s); };
-        }});
+                             const Tensor out = d.empty({N, F}), inp = d.random({N, 2 * F});
+                             return [=] { swiglu_forward(out, inp, s); };
+                         }});
+        table.push_back(
+            {"swiglu", "backward", nf, 5 * f, 0, [=](Data& d) -> Launch {
+                 const Tensor dinp = d.empty({N, 2 * F}), dout = d.random({N, F}), inp = d.random({N, 2 * F});
+                 return [=] { swiglu_backward(dinp, dout, inp, s); };
+             }});
         for (const bool forward : {true, false})
             table.push_back({"rope", forward ? "forward" : "backward", attn, 2 * rotated, 0, [=](Data& d) -> Launch {
-                const Tensor qkv = d.random({B, T, Q}), angles = d.floats({T, D});
-                if (!d.counting()) rope_table(angles, rope_frequencies(D, c.rope_base, c.rope_scaling));
-                return [=] { forward ? rope_forward(qkv, {}, angles, H, K, s) : rope_backward(qkv, {}, angles, H, K, s); };
-            }});
+                                 const Tensor qkv = d.random({B, T, Q}), angles = d.floats({T, D});
+                                 if (!d.counting())
+                                     rope_table(angles, rope_frequencies(D, c.rope_base, c.rope_scaling));
+                                 return [=] {
+                                     forward ? rope_forward(qkv, {}, angles, H, K, s)
+                                             : rope_backward(qkv, {}, angles, H, K, s);
+                                 };
+                             }});
     }
     table.push_back({"embedding", "forward", nc, 2 * x, 0, [=](Data& d) -> Launch {
-        const Tensor out = d.empty({B, T, C}), tokens = d.tokens({B, T}, V), wte = d.random({Vp, C}), wpe = gpt2 ? d.random({T, C}) : Tensor{};
-        return [=] { embedding_forward(out, tokens, {}, wte, wpe, s); };
-    }});
-    table.push_back({"embedding", "backward", nc, x + 2 * wte_rows, 0, [=](Data& d) -> Launch {
-        const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V), links = d.integers({2, N});
-        const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
-        return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, links, s); };
-    }});
+                         const Tensor out = d.empty({B, T, C}), tokens = d.tokens({B, T}, V), wte = d.random({Vp, C}),
+                                      wpe = gpt2 ? d.random({T, C}) : Tensor{};
+                         return [=] { embedding_forward(out, tokens, {}, wte, wpe, s); };
+                     }});
+    table.push_back(
+        {"embedding", "backward", nc, x + 2 * wte_rows, 0, [=](Data& d) -> Launch {
+             const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V), links = d.integers({2, N});
+             const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
+             return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, links, s); };
+         }});
     table.push_back({"cross entropy", "forward", nv, logits, 0, [=](Data& d) -> Launch {
-        const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
-        return [=] { cross_entropy_forward(losses, scores, targets, V, s); };
-    }});
+                         const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
+                         return [=] { cross_entropy_forward(losses, scores, targets, V, s); };
+                     }});
     table.push_back({"cross entropy", "forward+backward", nv, 2 * logits, 0, [=](Data& d) -> Launch {
-        const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
-        return [=] { cross_entropy_forward_backward(losses, scores, targets, V, 1 / static_cast<float>(N), s); };
-    }});
+                         const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
+                         return [=] {
+                             cross_entropy_forward_backward(losses, scores, targets, V, 1 / static_cast<float>(N), s);
+                         };
+                     }});
     return table;
 }
 
@@ -300,7 +332,8 @@ double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
         times.clear();
         for (int i = 0; i < n; ++i) {
             float ms = 0;
-            cudaCheck(cudaEventElapsedTime(&ms, events[static_cast<size_t>(2 * i)], events[static_cast<size_t>(2 * i + 1)]));
+            cudaCheck(
+                cudaEventElapsedTime(&ms, events[static_cast<size_t>(2 * i)], events[static_cast<size_t>(2 * i + 1)]));
             times.push_back(1e-3 * ms);
         }
         for (const cudaEvent_t event : events) cudaCheck(cudaEventDestroy(event));
@@ -322,18 +355,23 @@ double time_operation(const Operation& operation, DType dtype, double budget_s, 
 void print_limits(DType dtype, double budget_s, int max_repeats) {
     const bool cpu = device().is_cpu;
     const int64_t copy_n = cpu ? 1 << 22 : int64_t{1} << 30, n = cpu ? 256 : 8192;  // GPU: 4 GiB from here to there
-    const Operation copy{"", "", "", 0, 0, [=](Data& d) -> Launch {
-        const Tensor from = d.floats({copy_n}), to = d.floats({copy_n});
-        if (!d.counting()) cudaCheck(cudaMemset(from.data, 1, from.bytes()));
-        return [=] { cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, device().stream)); };
-    }};
+    const Operation copy{
+        "", "", "", 0, 0, [=](Data& d) -> Launch {
+            const Tensor from = d.floats({copy_n}), to = d.floats({copy_n});
+            if (!d.counting()) cudaCheck(cudaMemset(from.data, 1, from.bytes()));
+            return [=] {
+                cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, device().stream));
+            };
+        }};
     const Operation product{"", "", "", 0, 0, [=](Data& d) -> Launch {
-        const Tensor out = d.empty({n, n}), a = d.random({n, n}), b = d.random({n, n});
-        return [=] { matmul(out, a, b, {.transpose_b = true}, device().stream); };
-    }};
+                                const Tensor out = d.empty({n, n}), a = d.random({n, n}), b = d.random({n, n});
+                                return [=] { matmul(out, a, b, {.transpose_b = true}, device().stream); };
+                            }};
     const double size = static_cast<double>(n);
-    std::printf("limit\tcopy\t%.6g\n", 2 * 4 * static_cast<double>(copy_n) / time_operation(copy, dtype, budget_s, max_repeats));
-    std::printf("limit\tmatmul %s\t%.6g\n", dtype_name(dtype), 2 * size * size * size / time_operation(product, dtype, budget_s, max_repeats));
+    std::printf("limit\tcopy\t%.6g\n",
+                2 * 4 * static_cast<double>(copy_n) / time_operation(copy, dtype, budget_s, max_repeats));
+    std::printf("limit\tmatmul %s\t%.6g\n", dtype_name(dtype),
+                2 * size * size * size / time_operation(product, dtype, budget_s, max_repeats));
     std::printf("device\t%s\n", device().name.c_str());
 }
 
@@ -351,7 +389,8 @@ int main(int argc, char** argv) {
     app.add_option("--seq", T, "tokens per sequence")->capture_default_str();
     app.add_option("--dtype", dtype_text, "fp32, bf16 or fp16")->capture_default_str();
     app.add_option("--only", only, "only operations whose name contains this");
-    app.add_option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up")->capture_default_str();
+    app.add_option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up")
+        ->capture_default_str();
     app.add_option("--repeats", max_repeats, "at most so many launches")->capture_default_str();
     app.add_flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
     CLI11_PARSE(app, argc, argv);
@@ -365,8 +404,8 @@ int main(int argc, char** argv) {
         for (const Operation& operation : operations(load_config(model), B, T, dtype)) {
             if (operation.name.find(only) == std::string::npos) continue;
             const double seconds = time_operation(operation, dtype, budget_s, max_repeats);
-            std::printf("kernel\t%s\t%s\t%s\t%.6g\t%.6g\t%.6g\n", operation.name.c_str(), operation.pass.c_str(), operation.shape.c_str(),
-                        seconds, operation.bytes, operation.flops);
+            std::printf("kernel\t%s\t%s\t%s\t%.6g\t%.6g\t%.6g\n", operation.name.c_str(), operation.pass.c_str(),
+                        operation.shape.c_str(), seconds, operation.bytes, operation.flops);
             std::fflush(stdout);
         }
         return 0;

@@ -59,7 +59,9 @@ int64_t integer(const std::string& text) { return std::llround(number(text)); }
 
 struct Limits {
     double copy = 0, matmul = 0;  // bytes/s, flop/s; the best that anyone measured in this run
-    double seconds(double bytes, double flops) const { return std::max(copy > 0 ? bytes / copy : 0, matmul > 0 ? flops / matmul : 0); }
+    double seconds(double bytes, double flops) const {
+        return std::max(copy > 0 ? bytes / copy : 0, matmul > 0 ? flops / matmul : 0);
+    }
 };
 
 struct KernelTimes {
@@ -95,7 +97,10 @@ Results read_results(const std::string& folder) {
     Results r;
     for (const Row& row : read_tsv(folder + "/results.tsv")) {
         const std::string& kind = row[0];
-        const auto expect_columns = [&](size_t n) { check(row.size() == n, folder, "/results.tsv: a '", kind, "' line has ", row.size(), " columns, expected ", n); };
+        const auto expect_columns = [&](size_t n) {
+            check(row.size() == n, folder, "/results.tsv: a '", kind, "' line has ", row.size(), " columns, expected ",
+                  n);
+        };
         if (kind == "info") {
             expect_columns(3);
             r.info.push_back({row[1], row[2]});
@@ -111,13 +116,16 @@ Results read_results(const std::string& folder) {
             r.steps.push_back(row);
         } else if (kind == "kernel") {
             expect_columns(9);
-            const auto same = [&](const KernelTimes& k) { return k.model == row[2] && k.operation == row[3] && k.pass == row[4]; };
+            const auto same = [&](const KernelTimes& k) {
+                return k.model == row[2] && k.operation == row[3] && k.pass == row[4];
+            };
             auto at = std::find_if(r.kernels.begin(), r.kernels.end(), same);
             if (at == r.kernels.end()) {
                 r.kernels.push_back({row[2], row[3], row[4], row[5], 0, 0, 0, {}});
                 at = r.kernels.end() - 1;
             }
-            check(at->shape == row[5], "bench: ", row[1], " timed ", row[3], " ", row[4], " at ", row[5], ", another subject at ", at->shape);
+            check(at->shape == row[5], "bench: ", row[1], " timed ", row[3], " ", row[4], " at ", row[5],
+                  ", another subject at ", at->shape);
             if (row[1] == "ours") at->ours_s = number(row[6]), at->bytes = number(row[7]), at->flops = number(row[8]);
             else at->others_s[row[1]] = number(row[6]);
         } else if (kind == "train") {
@@ -133,7 +141,8 @@ Results read_results(const std::string& folder) {
     }
     for (KernelTimes& tier : r.kernels)
         for (const KernelTimes& k : r.kernels)
-            if (tier.is_tier() && k.operation == "attention" && k.model == tier.model && k.pass == tier.pass) tier.others_s = k.others_s;
+            if (tier.is_tier() && k.operation == "attention" && k.model == tier.model && k.pass == tier.pass)
+                tier.others_s = k.others_s;
     return r;
 }
 
@@ -154,7 +163,8 @@ double divide(double a, double b) { return a > 0 && b > 0 ? a / b : 0; }
 // Bars: one row each, two panels side by side. The left one shows shares from 0 to 1, the right one ratios around 1 on a
 // log axis from 1/4 to 4.
 
-constexpr Canvas::Color kInk{40, 40, 40}, kGrid{215, 215, 215}, kBlue{0, 114, 178}, kOrange{230, 159, 0}, kGreen{0, 158, 115}, kRed{213, 94, 0};
+constexpr Canvas::Color kInk{40, 40, 40}, kGrid{215, 215, 215}, kBlue{0, 114, 178}, kOrange{230, 159, 0},
+    kGreen{0, 158, 115}, kRed{213, 94, 0};
 
 struct Bar {
     std::string label;
@@ -162,12 +172,14 @@ struct Bar {
     bool heading = false;
 };
 
-void draw_bars(const std::string& path, const std::string& title, const std::string& left_title, const std::string& right_title,
-               const std::vector<Bar>& bars) {
+void draw_bars(const std::string& path, const std::string& title, const std::string& left_title,
+               const std::string& right_title, const std::vector<Bar>& bars) {
     const int row_px = 20, top = 76, label_px = 330, panel_px = 300, gap = 40;
     Canvas canvas(label_px + 2 * panel_px + 2 * gap + 40, top + row_px * static_cast<int>(bars.size()) + 24);
     const double left = label_px, right = label_px + panel_px + gap + 20, bottom = canvas.height() - 20;
-    const auto at_ratio = [&](double ratio) { return right + panel_px * (std::log2(std::clamp(ratio, 0.25, 4.0)) + 2) / 4; };
+    const auto at_ratio = [&](double ratio) {
+        return right + panel_px * (std::log2(std::clamp(ratio, 0.25, 4.0)) + 2) / 4;
+    };
     canvas.text({16, 26}, Canvas::shorten(title, 14, canvas.width() - 32), 14, kInk, Canvas::Align::left, true);
     canvas.text({left, 50}, left_title, 10, kInk);
     canvas.text({right, 50}, right_title, 10, kInk);
@@ -177,12 +189,14 @@ void draw_bars(const std::string& path, const std::string& title, const std::str
         canvas.text({x, top - 10}, format("%.0f %%", 25.0 * i), 8, kInk, Canvas::Align::center);
     }
     for (const double ratio : {0.25, 0.5, 1.0, 2.0, 4.0}) {
-        canvas.line({{at_ratio(ratio), top - 6}, {at_ratio(ratio), bottom}}, ratio == 1 ? 2 : 1, ratio == 1 ? kInk : kGrid);
+        canvas.line({{at_ratio(ratio), top - 6}, {at_ratio(ratio), bottom}}, ratio == 1 ? 2 : 1,
+                    ratio == 1 ? kInk : kGrid);
         canvas.text({at_ratio(ratio), top - 10}, format("%g", ratio), 8, kInk, Canvas::Align::center);
     }
     double y = top;
     for (const Bar& bar : bars) {
-        canvas.text({bar.heading ? 16.0 : 30.0, y + 14}, Canvas::shorten(bar.label, 9, label_px - 46), 9, kInk, Canvas::Align::left, bar.heading);
+        canvas.text({bar.heading ? 16.0 : 30.0, y + 14}, Canvas::shorten(bar.label, 9, label_px - 46), 9, kInk,
+                    Canvas::Align::left, bar.heading);
         if (bar.share > 0) {
             const double end = left + panel_px * std::min(bar.share, 1.0);
             canvas.fill(left, y + 4, end, y + 16, kBlue, 0.85);
@@ -192,7 +206,8 @@ void draw_bars(const std::string& path, const std::string& title, const std::str
             const double one = at_ratio(1), end = at_ratio(bar.ratio);
             canvas.fill(std::min(one, end), y + 4, std::max(one, end), y + 16, bar.ratio >= 1 ? kGreen : kRed, 0.85);
             const bool grows = bar.ratio >= 1;
-            canvas.text({end + (grows ? 4 : -4), y + 14}, ratio_text(bar.ratio), 8, kInk, grows ? Canvas::Align::left : Canvas::Align::right);
+            canvas.text({end + (grows ? 4 : -4), y + 14}, ratio_text(bar.ratio), 8, kInk,
+                        grows ? Canvas::Align::left : Canvas::Align::right);
         }
         y += row_px;
     }
@@ -217,9 +232,13 @@ void print_kernels(const Results& r, const std::string& folder) {
         if (k.model != model) {
             model = k.model;
             const auto size = r.sizes.find(model);
-            const std::string heading = size == r.sizes.end() ? model : concat(model, ", batch ", size->second.first, " x ", size->second.second);
+            const std::string heading = size == r.sizes.end()
+                                            ? model
+                                            : concat(model, ", batch ", size->second.first, " x ", size->second.second);
             std::printf("\n### Kernels: %s\n\n", heading.c_str());
-            std::printf("| operation | pass | shape | ours, us | limit, us | share of the limit | eager, us | torch.compile, us | best SDPA, us | PyTorch's best / ours |\n");
+            std::printf(
+                "| operation | pass | shape | ours, us | limit, us | share of the limit | eager, us | torch.compile, "
+                "us | best SDPA, us | PyTorch's best / ours |\n");
             std::printf("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n");
             bars.push_back({heading, 0, 0, true});
         }
@@ -228,15 +247,17 @@ void print_kernels(const Results& r, const std::string& folder) {
         const double ratio = divide(best.second, k.ours_s);
         if (ratio > 0 && !k.is_tier()) log_sum += std::log(ratio), ++n_ratios;
         const std::string sdpa_text = sdpa.second > 0 ? microseconds(sdpa.second) + sdpa.first.substr(4) : "";
-        std::printf("| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", k.operation.c_str(), k.pass.c_str(), k.shape.c_str(),
-                    microseconds(k.ours_s).c_str(), microseconds(limit_s).c_str(), percent(share).c_str(), microseconds(eager.second).c_str(),
-                    microseconds(compiled.second).c_str(), sdpa_text.c_str(), ratio_text(ratio).c_str());
+        std::printf("| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |\n", k.operation.c_str(), k.pass.c_str(),
+                    k.shape.c_str(), microseconds(k.ours_s).c_str(), microseconds(limit_s).c_str(),
+                    percent(share).c_str(), microseconds(eager.second).c_str(), microseconds(compiled.second).c_str(),
+                    sdpa_text.c_str(), ratio_text(ratio).c_str());
         bars.push_back({k.operation + " " + k.pass, share, ratio, false});
     }
     if (r.kernels.empty()) return;
-    if (n_ratios > 0) std::printf("\nGeometric mean of the ratios: %.2f (%d operations).\n", std::exp(log_sum / n_ratios), n_ratios);
-    draw_bars(folder + "/kernels.png", concat("layers/ on ", info_of(r, "device"), ", ", info_of(r, "dtype")), "share of the limit",
-              "times faster than PyTorch's best", bars);
+    if (n_ratios > 0)
+        std::printf("\nGeometric mean of the ratios: %.2f (%d operations).\n", std::exp(log_sum / n_ratios), n_ratios);
+    draw_bars(folder + "/kernels.png", concat("layers/ on ", info_of(r, "device"), ", ", info_of(r, "dtype")),
+              "share of the limit", "times faster than PyTorch's best", bars);
 }
 
 void print_training(const Results& r, const std::string& folder) {
@@ -250,18 +271,24 @@ void print_training(const Results& r, const std::string& folder) {
         const double mfu = divide(flops_per_token(load_config(config), t.seq) * t.tokens_per_s, r.limits.matmul);
         double ratio = 0;
         for (const Training& o : r.training)
-            if (o.who == "ours" && t.who != "ours" && o.model == t.model && o.seq == t.seq) ratio = divide(o.tokens_per_s, t.tokens_per_s);
-        std::printf("| %s | %lld | %s | %lld | %s | %s | %s | %s | %s |\n", t.model.c_str(), static_cast<long long>(t.seq), t.who.c_str(),
-                    static_cast<long long>(t.batch), t.tokens_per_s > 0 ? human_count(t.tokens_per_s).c_str() : "failed",
-                    t.tokens_per_s > 0 ? format("%.1f %%", 100 * mfu).c_str() : "", t.peak_bytes > 0 ? human_bytes(t.peak_bytes).c_str() : "", ratio_text(ratio).c_str(),
+            if (o.who == "ours" && t.who != "ours" && o.model == t.model && o.seq == t.seq)
+                ratio = divide(o.tokens_per_s, t.tokens_per_s);
+        std::printf("| %s | %lld | %s | %lld | %s | %s | %s | %s | %s |\n", t.model.c_str(),
+                    static_cast<long long>(t.seq), t.who.c_str(), static_cast<long long>(t.batch),
+                    t.tokens_per_s > 0 ? human_count(t.tokens_per_s).c_str() : "failed",
+                    t.tokens_per_s > 0 ? format("%.1f %%", 100 * mfu).c_str() : "",
+                    t.peak_bytes > 0 ? human_bytes(t.peak_bytes).c_str() : "", ratio_text(ratio).c_str(),
                     t.note.c_str());
         bars.push_back({concat(t.model, ", ", t.seq, " tokens: ", t.who), mfu, ratio, false});
     }
-    std::printf("\nMFU: operations of the model (causal attention counted half) per second over the matmul rate measured in this run. "
-                "Peak memory: the most that the device said was in use while the program ran, less what was in use before; on the CPU "
-                "the program's resident set.\n");
-    draw_bars(folder + "/training.png", concat("training on ", info_of(r, "device"), ", ", info_of(r, "dtype")), "MFU (of the measured matmul rate)",
-              "times that ours is faster", bars);
+    std::printf(
+        "\nMFU: operations of the model (causal attention counted half) per second over the matmul rate measured in "
+        "this run. "
+        "Peak memory: the most that the device said was in use while the program ran, less what was in use before; on "
+        "the CPU "
+        "the program's resident set.\n");
+    draw_bars(folder + "/training.png", concat("training on ", info_of(r, "device"), ", ", info_of(r, "dtype")),
+              "MFU (of the measured matmul rate)", "times that ours is faster", bars);
 }
 
 void results(const std::string& folder) {
@@ -269,7 +296,9 @@ void results(const std::string& folder) {
     std::printf("## %s, %s\n\n", info_of(r, "date").c_str(), info_of(r, "device").c_str());
     for (const auto& [key, value] : r.info)
         if (key != "date" && key != "device") std::printf("- %s: %s\n", key.c_str(), value.c_str());
-    if (r.limits.copy > 0) std::printf("- limits, measured: copy %.4g GB/s (read + written), matmul %.4g TFLOP/s\n", r.limits.copy / 1e9, r.limits.matmul / 1e12);
+    if (r.limits.copy > 0)
+        std::printf("- limits, measured: copy %.4g GB/s (read + written), matmul %.4g TFLOP/s\n", r.limits.copy / 1e9,
+                    r.limits.matmul / 1e12);
     print_kernels(r, folder);
     print_training(r, folder);
 }
@@ -278,14 +307,16 @@ void results(const std::string& folder) {
 // profile: the kernels of a training step
 
 struct Part {
-    std::string name, pattern;  // which kernels belong to it: a regular expression on the name, lower case; the first that fits
-    double bytes, flops;        // of a step, that it cannot do without
-    double seconds = 0;         // measured, per step
+    std::string name,
+        pattern;  // which kernels belong to it: a regular expression on the name, lower case; the first that fits
+    double bytes, flops;  // of a step, that it cannot do without
+    double seconds = 0;   // measured, per step
 };
 
 // The parts of a step of B x T tokens. A kernel that fuses two parts belongs to the first, and its limit is then too low.
 std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dtype) {
-    const double e = static_cast<double>(dtype_bytes(dtype)), L = static_cast<double>(c.L), N = static_cast<double>(B * T), C = static_cast<double>(c.C);
+    const double e = static_cast<double>(dtype_bytes(dtype)), L = static_cast<double>(c.L),
+                 N = static_cast<double>(B * T), C = static_cast<double>(c.C);
     const double x = N * C * e, f = N * static_cast<double>(c.F) * e, params = static_cast<double>(parameter_count(c));
     // Scores have D columns, values perhaps others (MLA): half of both together is what a product has on average.
     const double columns = static_cast<double>(c.D + c.value_D()) / 2;
@@ -295,7 +326,8 @@ std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dty
     const double heads = N * static_cast<double>(c.H + c.K) * 2 * columns * e;  // q and output, k and v
     const bool gpt2 = c.family == Family::gpt2;
     const double biases = gpt2 ? L * N * static_cast<double>(c.qkv_width() + c.C + c.F + c.C) * e : 0;
-    const double norms = (2 * L + 1) * 4 * x, acts = L * f, rope = gpt2 ? 0 : L * 2 * N * static_cast<double>((c.H + c.K) * c.rope_D()) * e;
+    const double norms = (2 * L + 1) * 4 * x, acts = L * f,
+                 rope = gpt2 ? 0 : L * 2 * N * static_cast<double>((c.H + c.K) * c.rope_D()) * e;
     return {
         {"attention backward", "flash_d", L * 2 * heads, attention_flops * 5 / 7},
         {"attention forward", "flash_forward", L * heads, attention_flops * 2 / 7},
@@ -304,7 +336,8 @@ std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dty
         {"activation forward", "(gelu|swiglu)_forward", (gpt2 ? 2 : 3) * acts, 0},
         {"activation backward", "(gelu|swiglu)_backward", (gpt2 ? 3 : 5) * acts, 0},
         {"rope", "rope", 2 * rope, 0},
-        {"MLA's keys", "latent_keys", c.attention == AttentionKind::mla ? L * 4 * N * static_cast<double>(c.H * c.D) * e : 0, 0},
+        {"MLA's keys", "latent_keys",
+         c.attention == AttentionKind::mla ? L * 4 * N * static_cast<double>(c.H * c.D) * e : 0, 0},
         {"loss", "cross_entropy|add_losses", 2 * N * static_cast<double>(c.V_padded()) * e, 0},
         {"embedding forward", "embedding_forward", 2 * x, 0},
         {"embedding backward", "embedding", x + 2 * static_cast<double>(std::min(B * T, c.V)) * C * e, 0},
@@ -355,7 +388,8 @@ void profile(const std::string& folder) {
     std::vector<Event> events;
     for (const Row& row : read_tsv(folder + "/trace.tsv"))
         if (row.size() == 3) events.push_back({number(row[0]), number(row[1]), tidy_name(row[2])});
-    std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.start_ns < b.start_ns; });
+    std::stable_sort(events.begin(), events.end(),
+                     [](const Event& a, const Event& b) { return a.start_ns < b.start_ns; });
 
     // A step ends with the last of a row of AdamW's kernels. The first two steps warm up.
     std::vector<size_t> ends;
@@ -380,7 +414,8 @@ void profile(const std::string& folder) {
         if (kernel.name.empty()) {
             kernel.name = events[i].name;
             const std::string name = lower(kernel.name);
-            while (!std::regex_search(name, std::regex(parts[kernel.part].pattern))) ++kernel.part;  // the last one fits all
+            while (!std::regex_search(name, std::regex(parts[kernel.part].pattern)))
+                ++kernel.part;  // the last one fits all
         }
         kernel.seconds += 1e-9 * events[i].duration_ns / static_cast<double>(n_steps);
         kernel.launches += 1.0 / static_cast<double>(n_steps);
@@ -395,29 +430,42 @@ void profile(const std::string& folder) {
     parts.push_back({"no kernel runs", "", 0, 0, std::max(0.0, step_s - busy_s)});
 
     // What stands to be gained first.
-    const auto limit_s = [&](const Part& part) { return std::min(r.limits.seconds(part.bytes, part.flops), part.seconds); };
-    std::sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) { return a.seconds - limit_s(a) > b.seconds - limit_s(b); });
+    const auto limit_s = [&](const Part& part) {
+        return std::min(r.limits.seconds(part.bytes, part.flops), part.seconds);
+    };
+    std::sort(parts.begin(), parts.end(),
+              [&](const Part& a, const Part& b) { return a.seconds - limit_s(a) > b.seconds - limit_s(b); });
 
-    std::printf("## A training step of %s, %lld x %lld, %s, on %s\n\n", model.c_str(), static_cast<long long>(B), static_cast<long long>(T),
-                dtype_name(dtype), info_of(r, "device").c_str());
-    std::printf("%.3f ms a step (mean of %zu), %s tokens/s under the profiler; limits: copy %.4g GB/s, matmul %.4g TFLOP/s.\n\n", 1e3 * step_s, n_steps,
-                human_count(static_cast<double>(B * T) / step_s).c_str(), r.limits.copy / 1e9, r.limits.matmul / 1e12);
-    std::printf("| part | ms | share of the step | limit, ms | share of the limit | above the limit, ms |\n| --- | ---: | ---: | ---: | ---: | ---: |\n");
+    std::printf("## A training step of %s, %lld x %lld, %s, on %s\n\n", model.c_str(), static_cast<long long>(B),
+                static_cast<long long>(T), dtype_name(dtype), info_of(r, "device").c_str());
+    std::printf(
+        "%.3f ms a step (mean of %zu), %s tokens/s under the profiler; limits: copy %.4g GB/s, matmul %.4g "
+        "TFLOP/s.\n\n",
+        1e3 * step_s, n_steps, human_count(static_cast<double>(B * T) / step_s).c_str(), r.limits.copy / 1e9,
+        r.limits.matmul / 1e12);
+    std::printf(
+        "| part | ms | share of the step | limit, ms | share of the limit | above the limit, ms |\n| --- | ---: | ---: "
+        "| ---: | ---: | ---: |\n");
     std::vector<Bar> bars;
     for (const Part& part : parts) {
         if (part.seconds <= 0) continue;
         const double limit = r.limits.seconds(part.bytes, part.flops);
-        std::printf("| %s | %.3f | %.1f %% | %s | %s | %.3f |\n", part.name.c_str(), 1e3 * part.seconds, 100 * part.seconds / step_s,
-                    limit > 0 ? format("%.3f", 1e3 * limit).c_str() : "", percent(divide(limit, part.seconds)).c_str(), 1e3 * (part.seconds - limit_s(part)));
+        std::printf("| %s | %.3f | %.1f %% | %s | %s | %.3f |\n", part.name.c_str(), 1e3 * part.seconds,
+                    100 * part.seconds / step_s, limit > 0 ? format("%.3f", 1e3 * limit).c_str() : "",
+                    percent(divide(limit, part.seconds)).c_str(), 1e3 * (part.seconds - limit_s(part)));
     }
     std::sort(kernels.begin(), kernels.end(), [](const Kernel& a, const Kernel& b) { return a.seconds > b.seconds; });
-    std::printf("\n| kernel | part | launches | ms | share of the step | share of the limit |\n| --- | --- | ---: | ---: | ---: | ---: |\n");
+    std::printf(
+        "\n| kernel | part | launches | ms | share of the step | share of the limit |\n| --- | --- | ---: | ---: | "
+        "---: | ---: |\n");
     for (const Kernel& kernel : kernels) {
         if (kernel.seconds < 0.002 * step_s) continue;
         // A part's limit is a kernel's own where the kernel is, but for a hundredth, all of the part.
-        const double limit = kernel.seconds > 0.99 * kernel.of.seconds ? r.limits.seconds(kernel.of.bytes, kernel.of.flops) : 0;
-        std::printf("| `%s` | %s | %.0f | %.3f | %.1f %% | %s |\n", kernel.name.substr(0, 90).c_str(), kernel.of.name.c_str(), kernel.launches,
-                    1e3 * kernel.seconds, 100 * kernel.seconds / step_s, percent(divide(limit, kernel.seconds)).c_str());
+        const double limit =
+            kernel.seconds > 0.99 * kernel.of.seconds ? r.limits.seconds(kernel.of.bytes, kernel.of.flops) : 0;
+        std::printf("| `%s` | %s | %.0f | %.3f | %.1f %% | %s |\n", kernel.name.substr(0, 90).c_str(),
+                    kernel.of.name.c_str(), kernel.launches, 1e3 * kernel.seconds, 100 * kernel.seconds / step_s,
+                    percent(divide(limit, kernel.seconds)).c_str());
     }
 
     // One bar a part: its length is the time, the dark end of it what the limit asks for.
@@ -426,7 +474,11 @@ void profile(const std::string& folder) {
     int n_rows = 0;
     for (const Part& part : parts) longest = std::max(longest, part.seconds), n_rows += part.seconds > 0;
     Canvas canvas(label_px + panel_px + 120, top + row_px * n_rows + 20);
-    canvas.text({16, 26}, Canvas::shorten(concat("a training step of ", model, ", ", B, " x ", T, ", ", dtype_name(dtype), ", on ", info_of(r, "device")), 14, canvas.width() - 32.0), 14, kInk, Canvas::Align::left, true);
+    canvas.text({16, 26},
+                Canvas::shorten(concat("a training step of ", model, ", ", B, " x ", T, ", ", dtype_name(dtype),
+                                       ", on ", info_of(r, "device")),
+                                14, canvas.width() - 32.0),
+                14, kInk, Canvas::Align::left, true);
     canvas.text({16, 48}, format("%.2f ms a step; by what stands above the limit", 1e3 * step_s), 10, kInk);
     canvas.fill(label_px, 58, label_px + 14, 70, kBlue, 1);
     canvas.text({label_px + 20, 69}, "what bytes and operations need at this device's measured rates", 9, kInk);
@@ -435,7 +487,8 @@ void profile(const std::string& folder) {
     double y = top;
     for (const Part& part : parts) {
         if (part.seconds <= 0) continue;
-        const double end = label_px + panel_px * part.seconds / longest, dark = label_px + panel_px * limit_s(part) / longest;
+        const double end = label_px + panel_px * part.seconds / longest,
+                     dark = label_px + panel_px * limit_s(part) / longest;
         canvas.text({label_px - 8.0, y + 17}, part.name, 10, kInk, Canvas::Align::right);
         canvas.fill(label_px, y + 4, dark, y + 24, kBlue, 1);
         canvas.fill(dark, y + 4, end, y + 24, kOrange, 1);

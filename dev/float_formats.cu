@@ -274,7 +274,8 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
     config.T_max = std::max(config.T_max, o.seq);
     const int64_t N = o.batch * o.seq;
     const cudaStream_t stream = device().stream;
-    Arena values("weights"), grads("gradients"), masters("master weights"), states("optimizer states"), activations("activations");
+    Arena values("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
+        activations("activations");
     Model model;
     Activations acts;
     std::unique_ptr<Optimizer> adamw;

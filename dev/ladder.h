@@ -192,7 +192,8 @@ class Ladder {
     // A rung that this dtype, size or device rules out keeps its number. Who asks for it by --rung is told why not.
     void no_rung(const char* name, const char* why_not) {
         ++number_;
-        check(options_.rung != number_, size_text(), ' ', dtype_name(dtype_), ": rung ", number_, " (", name, ") ", why_not);
+        check(options_.rung != number_, size_text(), ' ', dtype_name(dtype_), ": rung ", number_, " (", name, ") ",
+              why_not);
         if (options_.rung == 0 && !checking())
             std::printf("| %d | %s | - | - | - | - | - | %s |\n", number_, name, why_not);
     }

@@ -345,8 +345,8 @@ void launch_mma(const Problem& p, cudaStream_t stream) {
         constexpr int kBytes = kStages * kMmaStageBytes + kTileAlignment;
         allow_shared(matmul_mma_kernel<T, kStages>, kBytes);
         const dim3 grid(blocks_along(p.N, kMmaTileN), blocks_along(p.M, kTileM));
-        matmul_mma_kernel<T, kStages><<<grid, kMmaThreads, kBytes, stream>>>(
-            p.out.ptr<T>(), p.a.ptr<T>(), p.b.ptr<T>(), p.M, p.N, p.K, rows_are_packs<T>(p));
+        matmul_mma_kernel<T, kStages><<<grid, kMmaThreads, kBytes, stream>>>(p.out.ptr<T>(), p.a.ptr<T>(), p.b.ptr<T>(),
+                                                                             p.M, p.N, p.K, rows_are_packs<T>(p));
         cudaCheckLaunch();
     });
 }
@@ -374,7 +374,8 @@ void launch_wgmma(const Problem& p, int most_blocks, cudaStream_t stream) {
     dispatch_16_bit(p.out.dtype, [&](auto zero) {
         using T = decltype(zero);
         const auto map = [](const Tensor& x, int64_t box_rows) {
-            return make_tensor_map(x.data, x.dtype, {x.shape[1], x.shape[0]}, {x.shape[1]}, {kPanelColumns, box_rows}, 128);
+            return make_tensor_map(x.data, x.dtype, {x.shape[1], x.shape[0]}, {x.shape[1]}, {kPanelColumns, box_rows},
+                                   128);
         };
         const MatmulMaps maps{map(p.out, kGroupRows), map(p.a, kTileM), map(p.b, kStepK)};
         const auto count = [](int64_t n, int64_t tile) { return narrow(ceil_div(n, tile), "tiles"); };

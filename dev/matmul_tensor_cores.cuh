@@ -41,17 +41,18 @@ constexpr int kMmaTileN = 128;  // and with mma.sync its columns
 // of the round before any more, whose stage is filled again.
 
 constexpr int kWarps = 8, kMmaThreads = kWarps * kWarp;
-constexpr int kPanelColumns = 64, kRowBytes = 128;                              // of a panel
-constexpr int kStepK = 64;                                                      // of K a round
-constexpr int kBPanelBytes = kStepK * kRowBytes;                                // 64 of K x 64 of N
-constexpr int kATileBytes = kTileM * kRowBytes, kBTileBytes = 2 * kBPanelBytes;  // 128 of M x 64 of K; 64 of K x 128 of N
+constexpr int kPanelColumns = 64, kRowBytes = 128;  // of a panel
+constexpr int kStepK = 64;                          // of K a round
+constexpr int kBPanelBytes = kStepK * kRowBytes;    // 64 of K x 64 of N
+constexpr int kATileBytes = kTileM * kRowBytes,
+              kBTileBytes = 2 * kBPanelBytes;  // 128 of M x 64 of K; 64 of K x 128 of N
 constexpr int kMmaStageBytes = kATileBytes + kBTileBytes;
 
 // Starts the copies of a panel of x (n_rows x n_columns), whose first element is (row0, column0); zeros behind the edges.
 // Rows that are no multiples of 16 bytes (packs == false) go one by one, through registers, and are there at once.
 template <int kRows, class T>
-__device__ __forceinline__ void copy_panel(unsigned char* panel, const T* x, int64_t row0, int64_t column0, int64_t n_rows,
-                                           int64_t n_columns, bool packs) {
+__device__ __forceinline__ void copy_panel(unsigned char* panel, const T* x, int64_t row0, int64_t column0,
+                                           int64_t n_rows, int64_t n_columns, bool packs) {
     for (int i = static_cast<int>(threadIdx.x); i < kRows * 8; i += kMmaThreads) {
         const int64_t row = row0 + i / 8, column = column0 + i % 8 * 8, at = row * n_columns + column;
         T* to = reinterpret_cast<T*>(panel + swizzled<128>(i * 16));
@@ -73,7 +74,8 @@ __device__ __forceinline__ const unsigned char* fragment(const unsigned char* pa
 
 // sums += a b for one stage: this warp's 64 x 32, from warp_m and warp_n on.
 template <class T>
-__device__ __forceinline__ void multiply_mma(float (&sums)[4][4][4], const unsigned char* stage, int warp_m, int warp_n) {
+__device__ __forceinline__ void multiply_mma(float (&sums)[4][4][4], const unsigned char* stage, int warp_m,
+                                             int warp_n) {
     const unsigned char* b_panel = stage + kATileBytes + warp_n / kPanelColumns * kBPanelBytes;
 #pragma unroll
     for (int k = 0; k < kStepK; k += 16) {
@@ -101,7 +103,8 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
         if (k0 < K) {
             copy_panel<kTileM>(to, a, m0, k0, M, K, packs);
             for (int panel = 0; panel < 2; ++panel)
-                copy_panel<kStepK>(to + kATileBytes + panel * kBPanelBytes, b, k0, n0 + panel * kPanelColumns, K, N, packs);
+                copy_panel<kStepK>(to + kATileBytes + panel * kBPanelBytes, b, k0, n0 + panel * kPanelColumns, K, N,
+                                   packs);
         }
         cp_async_commit();  // a group each round, behind the end of K an empty one, so that the wait below counts right
     };
@@ -203,11 +206,13 @@ __device__ __forceinline__ void produce(const MatmulMaps& maps, const TileGrid& 
 // A group's 64 rows of a tile, from registers through its panels of shared memory to device memory.
 template <class T, class Tile>
 __device__ __forceinline__ void store_rows(const MatmulMaps& maps, unsigned char* panels,
-                                           const float (&d)[Tile::kColumns / 8][4], int64_t M, int64_t N, int m0, int n0) {
+                                           const float (&d)[Tile::kColumns / 8][4], int64_t M, int64_t N, int m0,
+                                           int n0) {
     const int group = static_cast<int>(threadIdx.x) / kGroup, in_group = static_cast<int>(threadIdx.x) % kGroup;
     const int lane = in_group % kWarp, row = in_group / kWarp * 16 + lane / 4;
     if (in_group == 0) bulk_wait_read<0>();
-    named_barrier_sync(1 + group, kGroup);  // the copy engine has read the rows of the tile before: they may be overwritten
+    named_barrier_sync(1 + group,
+                       kGroup);  // the copy engine has read the rows of the tile before: they may be overwritten
 #pragma unroll
     for (int n = 0; n < Tile::kColumns / 8; ++n)
 #pragma unroll

@@ -102,7 +102,8 @@ void take(Way& way, const Model& model, const Sizes& sizes) {
     const size_t before = free_bytes();
     way.arena->reserve();
     way.taken = before - free_bytes();
-    check(way.taken == way.planned, "--recompute ", way.name, ": ", way.planned, " bytes were planned, ", way.taken, " taken");
+    check(way.taken == way.planned, "--recompute ", way.name, ": ", way.planned, " bytes were planned, ", way.taken,
+          " taken");
     way.acts = take_activations(model, sizes.batch, sizes.seq, way.recompute, *way.arena);
     std::vector<int32_t> tokens(static_cast<size_t>(sizes.batch * sizes.seq));
     for (size_t i = 0; i < tokens.size(); ++i)
@@ -120,15 +121,18 @@ void draw(const std::string& path, const std::vector<Way>& ways, const Law& law)
     for (const Way& way : ways) {
         if (way.recompute.every == 0) continue;
         const double n = static_cast<double>(way.recompute.every);
-        memory.push_back({memory.empty() ? "memory taken" : "", {n}, {static_cast<double>(way.taken) / all}, true, true, 1});
+        memory.push_back(
+            {memory.empty() ? "memory taken" : "", {n}, {static_cast<double>(way.taken) / all}, true, true, 1});
         time.x.push_back(n), time.y.push_back(way.least_seconds() / ms);
     }
     for (int i = 0; i <= 200; ++i) {
         curve.x.push_back(std::pow(law.L, i / 200.0));
         curve.y.push_back(law.bytes(curve.x.back()) / all);
     }
-    Plot plot{concat("--recompute N, ", ways.back().recompute.every, " layers: memory and time relative to none"), "N",
-              "relative to none", {curve}};
+    Plot plot{concat("--recompute N, ", ways.back().recompute.every, " layers: memory and time relative to none"),
+              "N",
+              "relative to none",
+              {curve}};
     plot.series.insert(plot.series.end(), memory.begin(), memory.end());
     plot.series.push_back(time);
     plot.log_x = true;
@@ -138,10 +142,11 @@ void draw(const std::string& path, const std::vector<Way>& ways, const Law& law)
 void print(const std::vector<Way>& ways, const Law& law, const Sizes& sizes) {
     const Way& none = ways.front();
     std::printf("%lld layers, width %lld, batch %lld x %lld, f32, on %s; least of %lld rounds\n",
-                static_cast<long long>(sizes.layers), static_cast<long long>(sizes.width), static_cast<long long>(sizes.batch), static_cast<long long>(sizes.seq),
-                device().name.c_str(), static_cast<long long>(sizes.steps));
-    std::printf("fixed %.0f bytes, a segment's input s = %.0f, a block b = %.0f = %.1f s: least at N = %.1f\n\n", law.fixed,
-                law.s, law.b, law.b / law.s, law.best());
+                static_cast<long long>(sizes.layers), static_cast<long long>(sizes.width),
+                static_cast<long long>(sizes.batch), static_cast<long long>(sizes.seq), device().name.c_str(),
+                static_cast<long long>(sizes.steps));
+    std::printf("fixed %.0f bytes, a segment's input s = %.0f, a block b = %.0f = %.1f s: least at N = %.1f\n\n",
+                law.fixed, law.s, law.b, law.b / law.s, law.best());
     std::printf("--recompute   bytes planned     bytes taken   of none   forward and backward   of none\n");
     for (const Way& way : ways)
         std::printf("%-11s %15zu %15zu   %7.3f   %17.1f ms   %7.2f\n", way.name.c_str(), way.planned, way.taken,
@@ -186,8 +191,11 @@ void run(const std::string& path, const Sizes& sizes) {
 int start(const std::vector<std::string>& arguments) {
     Sizes sizes;
     std::string path;
-    const std::map<std::string, int64_t*> flags = {{"--layers", &sizes.layers}, {"--width", &sizes.width},
-                                                   {"--seq", &sizes.seq}, {"--batch", &sizes.batch}, {"--steps", &sizes.steps}};
+    const std::map<std::string, int64_t*> flags = {{"--layers", &sizes.layers},
+                                                   {"--width", &sizes.width},
+                                                   {"--seq", &sizes.seq},
+                                                   {"--batch", &sizes.batch},
+                                                   {"--steps", &sizes.steps}};
     for (size_t i = 0; i < arguments.size(); ++i) {
         if (const auto flag = flags.find(arguments[i]); flag != flags.end()) {
             const std::string text = ++i < arguments.size() ? arguments[i] : "";

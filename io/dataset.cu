@@ -154,10 +154,8 @@ void for_each_token(const TokenShard& shard, int64_t first, int64_t n, F&& f) {
             f(static_cast<int32_t>(std::min<uint32_t>(token, std::numeric_limits<int32_t>::max())));
         }
     };
-    if (shard.token_bytes == 2)
-        visit(uint16_t{});
-    else
-        visit(uint32_t{});
+    if (shard.token_bytes == 2) visit(uint16_t{});
+    else visit(uint32_t{});
 }
 
 }  // namespace
@@ -245,10 +243,8 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
     const bool narrow = tokenizer.vocab_size() <= 65536;
     auto append = [&](std::string_view chunk) {
         std::vector<int32_t> tokens = tokenizer.encode(chunk);
-        if (narrow)
-            narrow_text.insert(narrow_text.end(), tokens.begin(), tokens.end());
-        else
-            wide_text.insert(wide_text.end(), tokens.begin(), tokens.end());
+        if (narrow) narrow_text.insert(narrow_text.end(), tokens.begin(), tokens.end());
+        else wide_text.insert(wide_text.end(), tokens.begin(), tokens.end());
     };
     size_t n_files = 0, n_skipped = 0, text_bytes = 0;
     bool ends_in_newline = true;
@@ -300,10 +296,8 @@ TokenSource TokenSource::open(const std::string& path, const Tokenizer& tokenize
     } else {
         found = find_files(path, held_out);
     }
-    if (found.shards)
-        impl->add_shards(found, path);
-    else
-        impl->add_text(found, path, tokenizer);
+    if (found.shards) impl->add_shards(found, path);
+    else impl->add_text(found, path, tokenizer);
     TokenSource source;
     source.n_ = impl->n;
     source.impl_ = std::move(impl);

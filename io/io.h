@@ -54,9 +54,9 @@ class AtomicFile {
 
 // All of the bytes or an Error that names `path`: interrupted and short writes go on where they stopped.
 void write_all(int fd, const void* data, size_t bytes, const std::string& path);
-std::string read_text_file(const std::string& path);  // also from a pipe
+std::string read_text_file(const std::string& path);                   // also from a pipe
 void write_text_file(const std::string& path, std::string_view text);  // atomically
-void make_folder(const std::string& path);  // with parents; checks that it can be written to
+void make_folder(const std::string& path);                             // with parents; checks that it can be written to
 void sync_folder(const std::string& path);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Tokenizer {
     virtual int vocab_size() const = 0;
     virtual std::vector<int32_t> encode(std::string_view text) const = 0;
     virtual std::string decode(const std::vector<int32_t>& tokens) const = 0;  // may end inside a UTF-8 character
-    virtual std::string name() const = 0;                                     // "bytes" or the file it came from
+    virtual std::string name() const = 0;                                      // "bytes" or the file it came from
 };
 
 // Token = byte: 256 tokens, no file needed.
@@ -148,8 +148,8 @@ struct BpeTables {
     std::vector<bool> has_id;              // ids may have gaps
     std::array<int32_t, 256> id_of_byte;   // -1: none
     std::unordered_map<std::string, int32_t> id_of_bytes;
-    std::unordered_map<uint64_t, Merge> merges;       // by bpe_pair(left, right)
-    std::vector<AddedToken> added, added_normalized;  // matched before and after normalization, longest first
+    std::unordered_map<uint64_t, Merge> merges;             // by bpe_pair(left, right)
+    std::vector<AddedToken> added, added_normalized;        // matched before and after normalization, longest first
     size_t (*first_word)(std::string_view text) = nullptr;  // WordSplitter
     bool ignore_merges = false;     // a word that is a token becomes that token, whatever the merges say
     bool add_prefix_space = false;  // a text that does not begin with a space is given one
@@ -203,7 +203,7 @@ class TokenSource {
     // Some shards of a folder or pattern may be named as held out, by "val" as a word of the file name (llm.c's
     // *_train_*.bin and *_val_*.bin). Where both kinds are there, `held_out` chooses: only those, or only the others.
     static TokenSource open(const std::string& path, const Tokenizer& tokenizer, bool held_out = false);
-    int64_t n() const { return n_; }                               // number of tokens
+    int64_t n() const { return n_; }                              // number of tokens
     void read(int64_t first, int64_t count, int32_t* out) const;  // crosses shard borders
     // Where documents begin, within [first, first + count). Shards: at each document token; what a shard begins with may
     // be the rest of a document. Text: at each file, and at each <|endoftext|> or <|begin_of_text|> in it, if that is one
@@ -259,7 +259,7 @@ class BatchReader {
 class CheckpointWriter {
   public:
     CheckpointWriter(const std::string& run_folder, int64_t step);
-    ~CheckpointWriter();  // removes the folder if commit() was not reached
+    ~CheckpointWriter();                                      // removes the folder if commit() was not reached
     const std::string& folder() const { return temporary_; }  // write the files here
     // Makes the folder final and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all).
     void commit(int keep);
@@ -360,7 +360,7 @@ struct Series {
     std::vector<double> x, y;
     bool thick = true;  // thin lines are drawn pale and beneath the thick ones: the noise under a smoothed curve
     bool markers = false;
-    int color = -1;     // palette entry 0 to 7; -1: the position among the series
+    int color = -1;  // palette entry 0 to 7; -1: the position among the series
 };
 struct Plot {
     std::string title, x_label, y_label;
@@ -373,6 +373,6 @@ void write_png(const std::string& path, const Plot& plot);
 // ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: numbers as people read them
 
-std::string human_count(double n);       // "124M", "3.2k"
-std::string human_bytes(double bytes);   // "1.43 GiB"
-std::string human_seconds(double s);     // "1m 23s"; "?" if it is not known (NaN, infinite, negative)
+std::string human_count(double n);      // "124M", "3.2k"
+std::string human_bytes(double bytes);  // "1.43 GiB"
+std::string human_seconds(double s);    // "1m 23s"; "?" if it is not known (NaN, infinite, negative)

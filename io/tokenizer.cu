@@ -132,10 +132,8 @@ void BpeTokenizer::encode_plain(std::string_view text, Encoding& encoding) const
             continue;
         }
         auto whole = ignore_merges ? id_of_bytes.find(std::string(word)) : id_of_bytes.end();
-        if (whole != id_of_bytes.end())
-            tokens.push_back(whole->second);
-        else
-            merge_word(word, tokens);
+        if (whole != id_of_bytes.end()) tokens.push_back(whole->second);
+        else merge_word(word, tokens);
         n = tokens.size() - first;
     }
 }

@@ -19,7 +19,8 @@ namespace {
 // Kernel: a team of threads a row (layers/chunk.cuh). kBackward: the gradient takes the place of the logits.
 
 template <class T, int kN, bool kBackward>
-__global__ void cross_entropy_kernel(float* losses, T* logits, const int* targets, int64_t N, int V, int Vp, float dloss) {
+__global__ void cross_entropy_kernel(float* losses, T* logits, const int* targets, int64_t N, int V, int Vp,
+                                     float dloss) {
     __shared__ float scratch[2 * kWarp];
     const int64_t row = team_row();
     if (row >= N) return;  // a whole team; a block of several teams has no barrier, so nobody waits for this one
@@ -56,7 +57,8 @@ __global__ void cross_entropy_kernel(float* losses, T* logits, const int* target
 // Launchers
 
 template <bool kBackward>
-void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream) {
+void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
+            cudaStream_t stream) {
     expect(operation, "logits", logits, logits.dtype, {-1, -1});
     const int64_t N = logits.shape[0], Vp = logits.shape[1];
     check(V > 0 && V <= Vp, operation, ": V = ", V, " tokens do not fit in logits ", logits.describe());
@@ -96,7 +98,8 @@ void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t
     launch<false>("cross_entropy_forward", losses, logits, targets, V, 0.0f, stream);
 }
 
-void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream) {
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
+                                    cudaStream_t stream) {
     launch<true>("cross_entropy_forward_backward", losses, logits, targets, V, dloss, stream);
 }
 

@@ -27,8 +27,9 @@ constexpr int kBlock = 128;
 
 // One block a place. wpe and positions may be null.
 template <class T, int n>
-__global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const int32_t* positions, const T* wte, const T* wpe,
-                                         int64_t T_length, int64_t C, int64_t n_rows, int64_t n_positions) {
+__global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const int32_t* positions, const T* wte,
+                                         const T* wpe, int64_t T_length, int64_t C, int64_t n_rows,
+                                         int64_t n_positions) {
     const int64_t i = blockIdx.x, token = tokens[i], p = positions ? positions[i] : i % T_length;
     if (token < 0 || token >= n_rows || p < 0 || (wpe && p >= n_positions)) __trap();
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
@@ -137,8 +138,8 @@ static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor links, c
 }
 
 template <class T, class G, int n>
-static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor links,
-                                      cudaStream_t stream) {
+static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions,
+                                      Tensor links, cudaStream_t stream) {
     if (dwpe && positions) {
         add_by_lists<T, G, n>(dwpe, dout, positions, links, stream);
     } else if (dwpe) {

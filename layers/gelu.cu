@@ -93,7 +93,8 @@ void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) {
     const int64_t n = inp.n();
     dispatch(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
-        gelu_backward_kernel<T><<<blocks_for(n, kChunk<T>), 256, 0, stream>>>(dinp.ptr<T>(), dout.ptr<T>(), inp.ptr<T>(), n);
+        gelu_backward_kernel<T>
+            <<<blocks_for(n, kChunk<T>), 256, 0, stream>>>(dinp.ptr<T>(), dout.ptr<T>(), inp.ptr<T>(), n);
         cudaCheckLaunch();
     });
 }

@@ -29,8 +29,8 @@ constexpr int kKeys = 128;  // rows of a tile = threads of a block: each thread 
 struct LatentShape {
     int64_t R, Dr, Dn, Dv;
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride;
-    int64_t cache_rows;   // of a sequence
-    int64_t first;        // position of token 0
+    int64_t cache_rows;  // of a sequence
+    int64_t first;       // position of token 0
     float scale;
 };
 
@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(kKeys)
         __syncthreads();  // nobody reads probs and scratch any more; after the last tile: o is whole
     }
     // 3. unfold
-    for (int64_t d = threadIdx.x; d < s.Dv; d += kKeys) out[d] = from_float<Number>(dot_row<kN>(o, wv + d * R, R) / total);
+    for (int64_t d = threadIdx.x; d < s.Dv; d += kKeys)
+        out[d] = from_float<Number>(dot_row<kN>(o, wv + d * R, R) / total);
 }
 
 // Block (t, b): copies latent and key side by side into row first + t.
@@ -108,7 +109,8 @@ __global__ void latent_cache_append_kernel(Number* cache, const Number* latent, 
                                            int64_t R, int64_t Dr, int64_t cache_rows, int64_t first) {
     const int64_t t = blockIdx.x, b = blockIdx.y, token = b * gridDim.x + t;
     Number* row = cache + (b * cache_rows + first + t) * (R + Dr);
-    for (int64_t c = threadIdx.x * kN; c < R; c += blockDim.x * kN) copy_chunk<kN>(row + c, latent + token * R + c, R - c);
+    for (int64_t c = threadIdx.x * kN; c < R; c += blockDim.x * kN)
+        copy_chunk<kN>(row + c, latent + token * R + c, R - c);
     for (int64_t c = threadIdx.x * kN; c < Dr; c += blockDim.x * kN)
         copy_chunk<kN>(row + R + c, key + token * key_stride + c, Dr - c);
 }
@@ -130,24 +132,27 @@ void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tens
     expect(name, "out", out.rows, dtype, {B, T, -1});
     expect(name, "kv_b", kv_b, dtype, {-1, -1});
     const int64_t R = kv_b.shape[1], Dn = kv_b.shape[0] / H - Dv, Dr = q.D - Dn;
-    check(H > 0 && out.count == H && Dn > 0 && Dr > 0 && kv_b.shape[0] == H * (Dn + Dv), name, ": q has ", H, " heads of ", q.D,
-          " columns, out ", out.count, " of ", Dv, ": kv_b ", kv_b.describe(), " does not fit, expected (H (Dn + Dv), R)");
+    check(H > 0 && out.count == H && Dn > 0 && Dr > 0 && kv_b.shape[0] == H * (Dn + Dv), name, ": q has ", H,
+          " heads of ", q.D, " columns, out ", out.count, " of ", Dv, ": kv_b ", kv_b.describe(),
+          " does not fit, expected (H (Dn + Dv), R)");
     check_cache(name, cache, B, T, R + Dr, first);
     for (const HeadColumns& heads : {q, out})
         check(heads.column >= 0 && heads.column + (H - 1) * heads.head_stride() + heads.D <= heads.rows.cols(), name,
               ": heads are not inside of ", heads.rows.describe());
     expect_aligned(name, {{"q", q.rows}, {"out", out.rows}, {"cache", cache}, {"kv_b", kv_b}});
-    const LatentShape shape{R, Dr, Dn, Dv, q.rows.cols(), q.head_stride(), out.rows.cols(), out.head_stride(), cache.shape[1],
-                            first, scale};
+    const LatentShape shape{
+        R,     Dr,   Dn, Dv, q.rows.cols(), q.head_stride(), out.rows.cols(), out.head_stride(), cache.shape[1],
+        first, scale};
     const size_t shared_bytes = static_cast<size_t>(2 * R + Dr + kKeys) * sizeof(float);
-    check(shared_bytes <= 48 * 1024, name, ": latents of R = ", R, " columns do not fit in shared memory, use up to 5000");
+    check(shared_bytes <= 48 * 1024, name, ": latents of R = ", R,
+          " columns do not fit in shared memory, use up to 5000");
     dispatch_chunks(dtype, std::gcd(R, Dr), [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const dim3 grid(static_cast<unsigned>(H), static_cast<unsigned>(T), static_cast<unsigned>(B));
         latent_attention_kernel<Number, kN><<<grid, kKeys, shared_bytes, stream>>>(
-            out.rows.ptr<Number>() + out.column, q.rows.ptr<Number>() + q.column, cache.ptr<Number>(), kv_b.ptr<Number>(),
-            shape);
+            out.rows.ptr<Number>() + out.column, q.rows.ptr<Number>() + q.column, cache.ptr<Number>(),
+            kv_b.ptr<Number>(), shape);
         cudaCheckLaunch();
     });
 }

@@ -33,8 +33,8 @@ struct Part {
 // Block (t, b, group of heads); threadIdx.y is the head in the group, threadIdx.x the chunk of kN of its Dn + Dr columns, in
 // which own and shared part never meet: n_own chunks are the head's own.
 template <class Number, int kN>
-__global__ void latent_keys_forward_kernel(Part<Number> keys, Part<const Number> own, Part<const Number> shared, int n_heads,
-                                           int n_own) {
+__global__ void latent_keys_forward_kernel(Part<Number> keys, Part<const Number> own, Part<const Number> shared,
+                                           int n_heads, int n_own) {
     const int head = blockIdx.z * blockDim.y + threadIdx.y, chunk = threadIdx.x;
     if (head >= n_heads) return;
     const int64_t token = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -50,8 +50,8 @@ __global__ void latent_keys_forward_kernel(Part<Number> keys, Part<const Number>
 
 // Block (t, b); a thread moves the chunk's own columns of every head, or sums the shared ones over the heads, in their order.
 template <class Number, int kN>
-__global__ void latent_keys_backward_kernel(Part<Number> down, Part<Number> dshared, Part<const Number> dkeys, int n_heads,
-                                            int n_own) {
+__global__ void latent_keys_backward_kernel(Part<Number> down, Part<Number> dshared, Part<const Number> dkeys,
+                                            int n_heads, int n_own) {
     const int chunk = threadIdx.x;
     const int64_t token = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
     if (chunk < n_own) {
@@ -69,13 +69,14 @@ __global__ void latent_keys_backward_kernel(Part<Number> down, Part<Number> dsha
     store_chunk(dshared.at(token, 0) + d, sum, n_left);
 }
 
-void check_part(const char* name, const char* argument, const HeadColumns& heads, const HeadColumns& keys, int64_t count,
-                int64_t D) {
+void check_part(const char* name, const char* argument, const HeadColumns& heads, const HeadColumns& keys,
+                int64_t count, int64_t D) {
     const Tensor& rows = heads.rows;
     expect(name, argument, rows, keys.rows.dtype, {keys.rows.shape[0], keys.rows.shape[1], -1});
-    check(heads.count == count && heads.D == D && D > 0 && count > 0, name, ": ", argument, " has ", heads.count, " heads of ",
-          heads.D, " columns, expected ", count, " of ", D);
-    check(heads.column >= 0 && heads.head_stride() >= D && heads.column + (count - 1) * heads.head_stride() + D <= rows.cols(),
+    check(heads.count == count && heads.D == D && D > 0 && count > 0, name, ": ", argument, " has ", heads.count,
+          " heads of ", heads.D, " columns, expected ", count, " of ", D);
+    check(heads.column >= 0 && heads.head_stride() >= D &&
+              heads.column + (count - 1) * heads.head_stride() + D <= rows.cols(),
           name, ": ", argument, "'s ", count, " heads of ", D, " columns are not inside of ", rows.cols(), " columns");
     expect_aligned(name, {{argument, rows}});
 }
@@ -89,34 +90,39 @@ int64_t check_all(const char* name, const char* keys_name, const HeadColumns& ke
     check_part(name, shared_name, shared, keys, 1, shared.D);
     int64_t common = 0;
     for (const HeadColumns& heads : {keys, own, shared})
-        for (const int64_t x : {heads.D, heads.column, heads.head_stride(), heads.rows.cols()}) common = std::gcd(common, x);
+        for (const int64_t x : {heads.D, heads.column, heads.head_stride(), heads.rows.cols()})
+            common = std::gcd(common, x);
     return common;
 }
 
 }  // namespace
 
-void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared, cudaStream_t stream) {
+void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared,
+                         cudaStream_t stream) {
     const int64_t common = check_all("latent_keys_forward", "keys", keys, "own", own, "shared", shared);
     dispatch_chunks(keys.rows.dtype, common, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const int64_t n_own = ceil_div(own.D, kN), n_shared = ceil_div(shared.D, kN);
         const HeadLaunch to = head_launch(keys.rows.shape[0], keys.rows.shape[1], keys.count, n_own + n_shared);
-        latent_keys_forward_kernel<T, kN><<<to.grid, to.block, 0, stream>>>(
-            Part<T>(keys), Part<const T>(own), Part<const T>(shared), narrow(keys.count, "heads"), narrow(n_own, "chunks"));
+        latent_keys_forward_kernel<T, kN>
+            <<<to.grid, to.block, 0, stream>>>(Part<T>(keys), Part<const T>(own), Part<const T>(shared),
+                                               narrow(keys.count, "heads"), narrow(n_own, "chunks"));
         cudaCheckLaunch();
     });
 }
 
-void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, const HeadColumns& dkeys, cudaStream_t stream) {
+void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, const HeadColumns& dkeys,
+                          cudaStream_t stream) {
     const int64_t common = check_all("latent_keys_backward", "dkeys", dkeys, "down", down, "dshared", dshared);
     dispatch_chunks(dkeys.rows.dtype, common, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const int64_t n_own = ceil_div(down.D, kN), n_shared = ceil_div(dshared.D, kN);
         const HeadLaunch to = head_launch(dkeys.rows.shape[0], dkeys.rows.shape[1], 1, n_own + n_shared);
-        latent_keys_backward_kernel<T, kN><<<to.grid, to.block, 0, stream>>>(
-            Part<T>(down), Part<T>(dshared), Part<const T>(dkeys), narrow(dkeys.count, "heads"), narrow(n_own, "chunks"));
+        latent_keys_backward_kernel<T, kN>
+            <<<to.grid, to.block, 0, stream>>>(Part<T>(down), Part<T>(dshared), Part<const T>(dkeys),
+                                               narrow(dkeys.count, "heads"), narrow(n_own, "chunks"));
         cudaCheckLaunch();
     });
 }

@@ -107,7 +107,8 @@ void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream
 // states lie in one f32 tensor (2 layers, kFp8StateN): it starts as zeros, is saved with the model, and is advanced once
 // a step, after all micro-batches. Several ranks reduce it before, element by element, to the maximum.
 constexpr int64_t kFp8History = 16;  // steps
-constexpr int64_t kFp8StateN = 2 + kFp8History;  // [amax that scales this step, 0: none yet | this step's own | history]
+constexpr int64_t kFp8StateN =
+    2 + kFp8History;  // [amax that scales this step, 0: none yet | this step's own | history]
 void fp8_advance(Tensor states, cudaStream_t stream);
 
 // saved (2) f32 belongs to the activations: forward and backward_input note the amax that inp and dout were scaled by,
@@ -159,8 +160,8 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
 //   backward: dinp = layernorm's gradient + dsum  (dsum (N, C) optional: the gradient that reaches x past the norm; it may
 //   be the same memory as dinp). The branch's gradient is the same dinp: d(inp + branch) goes to both.
 
-void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight, Tensor bias,
-                       float eps, cudaStream_t stream);
+void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight,
+                       Tensor bias, float eps, cudaStream_t stream);
 // inp: the x of the forward (its `sum` where there was a branch).
 void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dsum, Tensor inp, Tensor weight,
                         Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream);
@@ -210,7 +211,8 @@ struct RopeScaling {  // factor 1 means none
     double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
     int64_t original_max_position = 8192;
     RopeKind kind = RopeKind::llama3;
-    double beta_fast = 32.0, beta_slow = 1.0;  // yarn: turns in the original context from which on points are kept; slowed
+    double beta_fast = 32.0,
+           beta_slow = 1.0;  // yarn: turns in the original context from which on points are kept; slowed
     double mscale = 0.0, mscale_all_dim = 0.0;
 };
 // D/2 frequencies base^(-2i/D), scaled for long contexts: long waves are slowed by `factor`, those between two limits
@@ -247,14 +249,14 @@ QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K);
 // wgmma and the copy engine (hopper: 16 bits on GPUs of compute capability 9.0, and on the CPU device). automatic chooses by
 // device and type (flash_attention.cu).
 enum class FlashTier { automatic, cuda_cores, mma, hopper };
-bool has_wgmma();  // and the copy engine, on this thread's device
-FlashTier flash_tier_from_name(const std::string& name);   // auto, cores, mma or hopper
-void expect_flash_tier(FlashTier tier, DType dtype);       // throws an Error if this device has no such tier for this type
+bool has_wgmma();                                         // and the copy engine, on this thread's device
+FlashTier flash_tier_from_name(const std::string& name);  // auto, cores, mma or hopper
+void expect_flash_tier(FlashTier tier, DType dtype);  // throws an Error if this device has no such tier for this type
 
 struct FlashAttentionOptions {
-    float scale = 1.0f;     // usually 1 / sqrt(D)
-    bool causal = true;     // t sees s only if s <= t
-    int64_t window = 0;     // t sees s only if |t - s| < window; 0: no window
+    float scale = 1.0f;  // usually 1 / sqrt(D)
+    bool causal = true;  // t sees s only if s <= t
+    int64_t window = 0;  // t sees s only if |t - s| < window; 0: no window
     // Optional, (B, T, 2) i32: [first, end) of the document that token t of row b belongs to. No token sees another
     // document. Documents follow each other without gaps (padding is a document of its own). Each then gets the same
     // bits as in a row of its own, in f32.
@@ -264,10 +266,10 @@ struct FlashAttentionOptions {
 // lse: (B, H, T) f32, for the backward.
 void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
                              const HeadColumns& v, const FlashAttentionOptions& options, cudaStream_t stream);
-void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, const HeadColumns& dv, const HeadColumns& dout,
-                              const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
-                              const HeadColumns& v, const FlashAttentionOptions& options, Tensor scratch,
-                              cudaStream_t stream);
+void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, const HeadColumns& dv,
+                              const HeadColumns& dout, const HeadColumns& out, Tensor lse, const HeadColumns& q,
+                              const HeadColumns& k, const HeadColumns& v, const FlashAttentionOptions& options,
+                              Tensor scratch, cudaStream_t stream);
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -275,8 +277,10 @@ int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 //   keys[b,t,h] = [own[b,t,h] | shared[b,t]]       own H heads of Dn columns, shared 1 head of Dr, keys H heads of Dn + Dr
 //   down = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]
 
-void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared, cudaStream_t stream);
-void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, const HeadColumns& dkeys, cudaStream_t stream);
+void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared,
+                         cudaStream_t stream);
+void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, const HeadColumns& dkeys,
+                          cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // latent_attention.cu: MLA over a cache of latents, without ever expanding them to keys and values.
@@ -300,7 +304,8 @@ void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadC
 // A target >= V is an error of the data reader; its loss is NaN.
 
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
-void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, cudaStream_t stream);
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
+                                    cudaStream_t stream);
 // sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum += losses, in an order that depends on N
 // alone.
 void add_losses(Tensor sum, Tensor losses, cudaStream_t stream);

@@ -75,7 +75,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 template <class T, int n>
 __global__ void __launch_bounds__(kMaxRowThreads)
     rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
-                            NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N, int64_t C) {
+                            NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N,
+                            int64_t C) {
     // Rows wider than a warp: there is one barrier a row, behind which its sum is read, perhaps while a faster thread is
     // already writing the next row's. So the rows take the two arrays in turn; a third row is behind the second's barrier.
     __shared__ float scratch[2][kWarp];
@@ -112,8 +113,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 }
 
 // What launchers share. sum, branch and dsum, where there are any, are rows by themselves: (N, C).
-void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor rstd, const HeadColumns& inp, Tensor branch,
-                    Tensor weight, float eps, int64_t chunk_columns, cudaStream_t stream) {
+void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor rstd, const HeadColumns& inp,
+                    Tensor branch, Tensor weight, float eps, int64_t chunk_columns, cudaStream_t stream) {
     const int64_t N = rstd.n(), C = inp.D;
     expect_aligned(name, {{"out", out.rows}, {"sum", sum}, {"inp", inp.rows}, {"branch", branch}, {"weight", weight}});
     if (N == 0) return;
@@ -134,7 +135,8 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
                      cudaStream_t stream) {
     const int64_t N = rstd.n(), C = inp.D;
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.rows.dtype, {C});
-    expect_aligned(name, {{"dinp", dinp.rows}, {"dout", dout.rows}, {"dsum", dsum}, {"inp", inp.rows}, {"weight", weight}});
+    expect_aligned(name,
+                   {{"dinp", dinp.rows}, {"dout", dout.rows}, {"dsum", dsum}, {"inp", inp.rows}, {"weight", weight}});
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
@@ -155,8 +157,8 @@ int64_t check_norm_heads(const char* name, const char* argument, const HeadColum
     const Tensor& rows = heads.rows;
     check(rows.data && rows.dtype == like.rows.dtype && rows.rows() == like.rows.rows(), name, ": ", argument, " is ",
           rows.describe(), ", expected ", dtype_name(like.rows.dtype), " with ", like.rows.rows(), " rows");
-    check(heads.count == like.count && heads.D == like.D && heads.count >= 1 && heads.D >= 1, name, ": ", argument, " has ",
-          heads.count, " heads of ", heads.D, " columns, expected ", like.count, " of ", like.D);
+    check(heads.count == like.count && heads.D == like.D && heads.count >= 1 && heads.D >= 1, name, ": ", argument,
+          " has ", heads.count, " heads of ", heads.D, " columns, expected ", like.count, " of ", like.D);
     check(heads.column >= 0 && heads.head_stride() >= heads.D &&
               heads.column + (heads.count - 1) * heads.head_stride() + heads.D <= rows.cols(),
           name, ": ", argument, "'s ", heads.count, " heads of ", heads.D, " columns are not inside of ", rows.cols(),
@@ -193,7 +195,8 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
     if (dsum) expect(name, "dsum", dsum, inp.dtype, {N, C});
     expect(name, "weight", weight, inp.dtype, {C});
     expect(name, "rstd", rstd, DType::f32, {N});
-    launch_backward(name, one_head(dinp), dweight, one_head(dout), dsum, one_head(inp), weight, rstd, scratch, C, stream);
+    launch_backward(name, one_head(dinp), dweight, one_head(dout), dsum, one_head(inp), weight, rstd, scratch, C,
+                    stream);
 }
 
 void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumns& inp, Tensor weight, float eps,
@@ -212,8 +215,8 @@ void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadC
                   of_dout = check_norm_heads(name, "dout", dout, inp);
     expect(name, "rstd", rstd, DType::f32, {inp.rows.rows(), inp.count});
     expect(name, "weight", weight, inp.rows.dtype, {inp.D});
-    launch_backward(name, dinp, dweight, dout, {}, inp, weight, rstd, scratch, std::gcd(of_inp, std::gcd(of_dinp, of_dout)),
-                    stream);
+    launch_backward(name, dinp, dweight, dout, {}, inp, weight, rstd, scratch,
+                    std::gcd(of_inp, std::gcd(of_dinp, of_dout)), stream);
 }
 
 int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C) {

@@ -47,7 +47,9 @@ double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling
     const double fast = scaling.beta_fast, slow = scaling.beta_slow, n = static_cast<double>(D);
     check(0 < slow && slow < fast, "rope_frequencies: beta_slow = ", slow, " is not below beta_fast = ", fast);
     // The point (a real number) that turns so many times: positions base^(-2i/D) = 2 pi turns.
-    const auto point = [&](double turns) { return n * std::log(positions / (turns * 2 * M_PI)) / (2 * std::log(base)); };
+    const auto point = [&](double turns) {
+        return n * std::log(positions / (turns * 2 * M_PI)) / (2 * std::log(base));
+    };
     const double first = std::max(std::floor(point(fast)), 0.0), last = std::min(std::ceil(point(slow)), n - 1);
     return 1 - std::clamp((static_cast<double>(i) - first) / std::max(last - first, 0.001), 0.0, 1.0);
 }
@@ -103,15 +105,16 @@ namespace {
 // A thread reads and writes its own points only: in place.
 
 template <int kN>
-__device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN], const float (&s)[kN], int l, float direction) {
+__device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN], const float (&s)[kN], int l,
+                                     float direction) {
     const float sine = direction * s[l], y1 = x1 * c[l] - x2 * sine;
     x2 = x2 * c[l] + x1 * sine;
     x1 = y1;
 }
 
 template <class Number, int kN, bool kNeighbours>
-__global__ void rope_kernel(Number* heads, const int32_t* positions, const float* table, int64_t n_positions, int n_heads,
-                            int64_t token_stride, int64_t head_stride, int64_t D, float direction) {
+__global__ void rope_kernel(Number* heads, const int32_t* positions, const float* table, int64_t n_positions,
+                            int n_heads, int64_t token_stride, int64_t head_stride, int64_t D, float direction) {
     const int head = blockIdx.z * blockDim.y + threadIdx.y;
     const int64_t half = D / 2, i = static_cast<int64_t>(threadIdx.x) * kN, n_left = half - i;
     if (head >= n_heads || n_left <= 0) return;
@@ -154,7 +157,8 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
           " apart, from column ", heads.column, " on, are not inside of ", columns, " columns");
     expect(operation, "table", table, DType::f32, {-1, D});
     if (positions) expect(operation, "positions", positions, DType::i32, {B, T});
-    check(table.shape[0] >= T, operation, ": table is ", table.describe(), ", expected a row for each of T = ", T, " positions");
+    check(table.shape[0] >= T, operation, ": table is ", table.describe(), ", expected a row for each of T = ", T,
+          " positions");
     expect_aligned(operation, {{argument, rows}});
     // Packed loads need every head, and each half of it, on a whole number of chunks. (So are the table's rows then.)
     int64_t chunk_columns = std::gcd(std::gcd(half, heads.column), std::gcd(heads.head_stride(), columns));
@@ -167,18 +171,21 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
         const int32_t* its_positions = positions ? positions.ptr<int32_t>() : nullptr;
         const int n_heads = narrow(heads.count, "heads");
         if (pairs == RopePairs::neighbours)
-            rope_kernel<Number, kN, true><<<to.grid, to.block, 0, stream>>>(
-                first, its_positions, table.ptr<float>(), table.shape[0], n_heads, columns, heads.head_stride(), D, direction);
+            rope_kernel<Number, kN, true><<<to.grid, to.block, 0, stream>>>(first, its_positions, table.ptr<float>(),
+                                                                            table.shape[0], n_heads, columns,
+                                                                            heads.head_stride(), D, direction);
         else
-            rope_kernel<Number, kN, false><<<to.grid, to.block, 0, stream>>>(
-                first, its_positions, table.ptr<float>(), table.shape[0], n_heads, columns, heads.head_stride(), D, direction);
+            rope_kernel<Number, kN, false><<<to.grid, to.block, 0, stream>>>(first, its_positions, table.ptr<float>(),
+                                                                             table.shape[0], n_heads, columns,
+                                                                             heads.head_stride(), D, direction);
         cudaCheckLaunch();
     });
 }
 
 // The first H + K of the H + 2K heads: the others are values.
 HeadColumns rotated_heads(const char* operation, const char* argument, Tensor qkv, int64_t H, int64_t K) {
-    check(H > 0 && K > 0 && H % K == 0, operation, ": H = ", H, " query heads are not a multiple of K = ", K, " key heads");
+    check(H > 0 && K > 0 && H % K == 0, operation, ": H = ", H, " query heads are not a multiple of K = ", K,
+          " key heads");
     expect(operation, argument, qkv, qkv.dtype, {-1, -1, -1});
     const int64_t n_heads = H + 2 * K, D = qkv.shape[2] / n_heads;
     check(qkv.shape[2] == n_heads * D && D % 2 == 0 && D > 0, operation, ": ", argument, " has ", qkv.shape[2],

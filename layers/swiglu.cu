@@ -61,8 +61,9 @@ struct RowLaunch {
 };
 RowLaunch row_launch(int64_t rows, int64_t F, int chunk_n) {
     const int64_t n_chunks = ceil_div(F, chunk_n), threads = std::min<int64_t>(256, round_up(n_chunks, kWarp));
-    return {dim3(static_cast<unsigned>(narrow(rows, "swiglu: rows")), static_cast<unsigned>(ceil_div(n_chunks, threads))),
-            dim3(static_cast<unsigned>(threads))};
+    return {
+        dim3(static_cast<unsigned>(narrow(rows, "swiglu: rows")), static_cast<unsigned>(ceil_div(n_chunks, threads))),
+        dim3(static_cast<unsigned>(threads))};
 }
 
 }  // namespace
@@ -86,8 +87,8 @@ void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
 
 void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) {
     const int64_t N = dout.rows(), F = dout.cols();
-    check(dinp.data && dout.data && inp.data, "swiglu_backward: dinp is ", dinp.describe(), ", dout is ", dout.describe(),
-          ", inp is ", inp.describe());
+    check(dinp.data && dout.data && inp.data, "swiglu_backward: dinp is ", dinp.describe(), ", dout is ",
+          dout.describe(), ", inp is ", inp.describe());
     expect("swiglu_backward", "inp", inp.view({inp.rows(), inp.cols()}), dout.dtype, {N, 2 * F});
     expect("swiglu_backward", "dinp", dinp.view({dinp.rows(), dinp.cols()}), dout.dtype, {N, 2 * F});
     expect_aligned("swiglu_backward", {{"dinp", dinp}, {"dout", dout}, {"inp", inp}});

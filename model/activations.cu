@@ -10,7 +10,8 @@ Recompute parse_recompute(const std::string& text) {
     if (text == "selective") return {.selective = true};
     char* end = nullptr;
     const long long every = std::strtoll(text.c_str(), &end, 10);
-    check(!text.empty() && *end == 0 && every > 0, "--recompute ", text, ": use none, selective, full, or a number of blocks");
+    check(!text.empty() && *end == 0 && every > 0, "--recompute ", text,
+          ": use none, selective, full, or a number of blocks");
     return {.every = every};
 }
 
@@ -62,7 +63,8 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
             if (keep_inputs && l % n == 0) saved.norm1.sum = stream_tensor();
         }
         // Not shared: a block that is run again does not run its last product, but needs what its input was scaled by.
-        if (model.precision.fp8 != Fp8Recipe::none) saved.fp8 = arena.take("fp8 scales", DType::f32, {kBlockLinearN, 2});
+        if (model.precision.fp8 != Fp8Recipe::none)
+            saved.fp8 = arena.take("fp8 scales", DType::f32, {kBlockLinearN, 2});
         acts.blocks.push_back(saved);
     }
 }
@@ -72,7 +74,8 @@ int64_t linear_scratch_n(const Model& model, int64_t N) {
     const Fp8Recipe fp8 = model.precision.fp8;
     int64_t n = 0;
     for (const auto& [C, O] : block_linear_shapes(model.config))
-        n = std::max({n, linear_backward_scratch_n(N, O), fp8 == Fp8Recipe::none ? 0 : fp8_linear_scratch_n(fp8, N, C, O)});
+        n = std::max(
+            {n, linear_backward_scratch_n(N, O), fp8 == Fp8Recipe::none ? 0 : fp8_linear_scratch_n(fp8, N, C, O)});
     return n;
 }
 
@@ -118,9 +121,9 @@ Activations take_activations(const Model& model, int64_t B, int64_t T, const Rec
     acts.dup = arena.take("gradients of activations", dtype, {N, c.up_width()});
     acts.dact = arena.take("gradients of activations", dtype, {N, c.F});
     acts.links = arena.take("shared by layers", DType::i32, {2, N});
-    const int64_t scratch_n = std::max({linear_scratch_n(model, N), layernorm_backward_scratch_n(N, c.C),
-                                        rmsnorm_backward_scratch_n(N, c.C), flash_attention_backward_scratch_n(B, T, c.H),
-                                        attention_variant(c).scratch_n(c, N)});
+    const int64_t scratch_n =
+        std::max({linear_scratch_n(model, N), layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
+                  flash_attention_backward_scratch_n(B, T, c.H), attention_variant(c).scratch_n(c, N)});
     acts.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
     return acts;
 }

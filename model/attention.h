@@ -47,8 +47,8 @@ inline const AttentionVariant& attention_variant(const Config& config) {
 enum BlockLinear : int64_t { kQkv, kAttnOut, kUp, kDown, kQUp, kKvUp, kBlockLinearN };
 void linear_forward(Tensor out, const Linear& linear, BlockLinear which, Tensor inp, const BlockSaved& saved,
                     const Activations& acts, cudaStream_t stream);
-void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp, const BlockSaved& saved,
-                     const Activations& acts, cudaStream_t stream);
+void linear_backward(Tensor dinp, const Linear& linear, BlockLinear which, Tensor dout, Tensor inp,
+                     const BlockSaved& saved, const Activations& acts, cudaStream_t stream);
 
 // `count` heads of D columns in rows (N, columns).
 inline HeadColumns heads_in(Tensor rows, const Activations& acts, int64_t count, int64_t D, int64_t column = 0,
@@ -56,10 +56,14 @@ inline HeadColumns heads_in(Tensor rows, const Activations& acts, int64_t count,
     return {rows.view({acts.B, acts.T, rows.cols()}), count, D, column, stride};
 }
 // The rotations of the tokens' positions.
-inline Tensor rope_rows(const Model& model, const Activations& acts) { return model.rope_table.slice(acts.first, acts.T); }
+inline Tensor rope_rows(const Model& model, const Activations& acts) {
+    return model.rope_table.slice(acts.first, acts.T);
+}
 
 inline FlashAttentionOptions attention_options(const Model& model, const Activations& acts) {
     const Config& config = model.config;
     const double sharper = config.attention == AttentionKind::mla ? rope_softmax_factor(config.rope_scaling) : 1.0;
-    return {.scale = static_cast<float>(sharper) / std::sqrt(static_cast<float>(config.D)), .documents = acts.documents, .tier = model.attention};
+    return {.scale = static_cast<float>(sharper) / std::sqrt(static_cast<float>(config.D)),
+            .documents = acts.documents,
+            .tier = model.attention};
 }

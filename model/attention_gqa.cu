@@ -48,37 +48,41 @@ void norm_queries_and_keys(const Model& model, const Block& block, const BlockSa
     rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
 }
 
-void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
+void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+             cudaStream_t stream) {
     const Config& c = model.config;
     const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
     if (c.qk_norm) norm_queries_and_keys(model, block, saved, acts, stream);
-    else if (c.family == Family::llama) rope_forward(heads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
-    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
-                            stream);
+    else if (c.family == Family::llama)
+        rope_forward(heads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
+    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
+                            attention_options(model, acts), stream);
 }
 
-void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
+void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+              cudaStream_t stream) {
     const Config& c = model.config;
     const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
     const QkvHeads dheads = heads_of(c, acts, acts.dqkv, acts.dq, acts.dk);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
-                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
-                             acts.scratch, stream);
+                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
+                             attention_options(model, acts), acts.scratch, stream);
     if (!c.qk_norm) {
-        if (c.family == Family::llama) rope_backward(dheads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
+        if (c.family == Family::llama)
+            rope_backward(dheads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
         return;
     }
     rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     const QkvHeads raw = qkv_heads(saved.qkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
     const QkvHeads draw = qkv_heads(acts.dqkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
-    rmsnorm_heads_backward(draw.q, block.q_norm.dweight, dheads.q, raw.q, block.q_norm.weight, saved.q_rstd, acts.scratch,
-                           stream);
-    rmsnorm_heads_backward(draw.k, block.k_norm.dweight, dheads.k, raw.k, block.k_norm.weight, saved.k_rstd, acts.scratch,
-                           stream);
+    rmsnorm_heads_backward(draw.q, block.q_norm.dweight, dheads.q, raw.q, block.q_norm.weight, saved.q_rstd,
+                           acts.scratch, stream);
+    rmsnorm_heads_backward(draw.k, block.k_norm.dweight, dheads.k, raw.k, block.k_norm.weight, saved.k_rstd,
+                           acts.scratch, stream);
 }
 
 }  // namespace
 
-const AttentionVariant kGroupedQueryAttention = {take_saved, take_cheap,            take_gradients, scratch_n,
-                                                 forward,    norm_queries_and_keys, backward};
+const AttentionVariant kGroupedQueryAttention = {
+    take_saved, take_cheap, take_gradients, scratch_n, forward, norm_queries_and_keys, backward};

@@ -36,32 +36,35 @@ int64_t scratch_n(const Config& c, int64_t N) { return rmsnorm_backward_scratch_
 void norm_latent(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
                  cudaStream_t stream) {
     const Config& c = model.config;
-    rmsnorm_heads_forward(heads_in(saved.q_latent, acts, 1, c.q_rank), saved.q_rstd, heads_in(saved.qkv, acts, 1, c.q_rank),
-                          block.q_norm.weight, static_cast<float>(c.norm_eps), stream);
+    rmsnorm_heads_forward(heads_in(saved.q_latent, acts, 1, c.q_rank), saved.q_rstd,
+                          heads_in(saved.qkv, acts, 1, c.q_rank), block.q_norm.weight, static_cast<float>(c.norm_eps),
+                          stream);
 }
 
-void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
+void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+             cudaStream_t stream) {
     const Config& c = model.config;
     const Heads heads = heads_of(c, acts, saved.qkv, saved.q);
     norm_latent(model, block, saved, acts, stream);
     linear_forward(saved.q, block.q_up, kQUp, saved.q_latent, saved, acts, stream);
     rope_forward(heads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
-                            stream);
+    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
+                            attention_options(model, acts), stream);
 }
 
-void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
+void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+              cudaStream_t stream) {
     const Config& c = model.config;
     const Heads heads = heads_of(c, acts, saved.qkv, saved.q), dheads = heads_of(c, acts, acts.dqkv, acts.dq);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
-                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v, attention_options(model, acts),
-                             acts.scratch, stream);
+                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
+                             attention_options(model, acts), acts.scratch, stream);
     rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     linear_backward(acts.dq_latent, block.q_up, kQUp, acts.dq, saved.q_latent, saved, acts, stream);
-    rmsnorm_heads_backward(dheads.latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank), heads.latent,
-                           block.q_norm.weight, saved.q_rstd, acts.scratch, stream);
+    rmsnorm_heads_backward(dheads.latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank),
+                           heads.latent, block.q_norm.weight, saved.q_rstd, acts.scratch, stream);
 }
 
 }  // namespace

@@ -15,13 +15,14 @@
 
 namespace {
 
-constexpr float kLatentEps = 1e-6f;  // of the latents' norms: transformers has a constant here, whatever rms_norm_eps is
+constexpr float kLatentEps =
+    1e-6f;  // of the latents' norms: transformers has a constant here, whatever rms_norm_eps is
 
 // Where everything is, for values as for gradients. Without a q_rank queries are part of qkv.
 struct Parts {
     HeadColumns query_latent, latent, shared_key;  // in qkv
     HeadColumns q, q_rotated;
-    HeadColumns own_keys, values;                  // in kv
+    HeadColumns own_keys, values;  // in kv
     HeadColumns keys;
 };
 Parts parts_of(const Config& c, const Activations& acts, Tensor qkv, Tensor q, Tensor kv, Tensor k) {
@@ -68,13 +69,14 @@ void norm_latents(const Model& model, const Block& block, const BlockSaved& save
     const Config& c = model.config;
     const Parts p = saved_parts(c, acts, saved);
     if (c.q_rank > 0)
-        rmsnorm_heads_forward(heads_in(saved.q_latent, acts, 1, c.q_rank), saved.q_rstd, p.query_latent, block.q_norm.weight,
-                              kLatentEps, stream);
+        rmsnorm_heads_forward(heads_in(saved.q_latent, acts, 1, c.q_rank), saved.q_rstd, p.query_latent,
+                              block.q_norm.weight, kLatentEps, stream);
     rmsnorm_heads_forward(heads_in(saved.kv_latent, acts, 1, c.kv_rank), saved.k_rstd, p.latent, block.k_norm.weight,
                           kLatentEps, stream);
 }
 
-void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
+void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+             cudaStream_t stream) {
     const Config& c = model.config;
     const Parts p = saved_parts(c, acts, saved);
     const HeadColumns out = heads_in(saved.attn, acts, c.H, c.D_v);
@@ -84,7 +86,8 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     rope_forward(p.q_rotated, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
     rope_forward(p.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
     if (saved.cache) {  // absorbed
-        latent_cache_append(saved.cache, acts.first, saved.kv_latent.view({acts.B, acts.T, c.kv_rank}), p.shared_key, stream);
+        latent_cache_append(saved.cache, acts.first, saved.kv_latent.view({acts.B, acts.T, c.kv_rank}), p.shared_key,
+                            stream);
         latent_attention_forward(out, p.q, saved.cache, block.kv_up.weight, acts.first, scale, stream);
         return;
     }
@@ -100,12 +103,13 @@ void recompute_cheap(const Model& model, const Block& block, const BlockSaved& s
     latent_keys_forward(p.keys, p.own_keys, p.shared_key, stream);
 }
 
-void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts, cudaStream_t stream) {
+void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
+              cudaStream_t stream) {
     const Config& c = model.config;
     const Parts p = saved_parts(c, acts, saved), d = parts_of(c, acts, acts.dqkv, acts.dq, acts.dkv, acts.dk);
     flash_attention_backward(d.q, d.keys, d.values, heads_in(acts.dattn, acts, c.H, c.D_v),
-                             heads_in(saved.attn, acts, c.H, c.D_v), saved.lse, p.q, p.keys, p.values, attention_options(model, acts),
-                             acts.scratch, stream);
+                             heads_in(saved.attn, acts, c.H, c.D_v), saved.lse, p.q, p.keys, p.values,
+                             attention_options(model, acts), acts.scratch, stream);
     latent_keys_backward(d.own_keys, d.shared_key, d.keys, stream);
     linear_backward(acts.dkv_latent, block.kv_up, kKvUp, acts.dkv, saved.kv_latent, saved, acts, stream);
     rope_backward(d.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
@@ -114,8 +118,8 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
                            block.k_norm.weight, saved.k_rstd, acts.scratch, stream);
     if (c.q_rank == 0) return;
     linear_backward(acts.dq_latent, block.q_up, kQUp, acts.dq, saved.q_latent, saved, acts, stream);
-    rmsnorm_heads_backward(d.query_latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank), p.query_latent,
-                           block.q_norm.weight, saved.q_rstd, acts.scratch, stream);
+    rmsnorm_heads_backward(d.query_latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank),
+                           p.query_latent, block.q_norm.weight, saved.q_rstd, acts.scratch, stream);
 }
 
 }  // namespace
@@ -130,6 +134,7 @@ LatentCache take_latent_cache(const Model& model, int64_t B, int64_t T_max, Aren
     check(model.config.attention == AttentionKind::mla, "take_latent_cache: only MLA has latents to cache");
     LatentCache cache;
     for (int64_t l = 0; l < model.config.L; ++l)
-        cache.layers.push_back(arena.take("latent cache", model.precision.dtype, {B, T_max, model.config.cache_width()}));
+        cache.layers.push_back(
+            arena.take("latent cache", model.precision.dtype, {B, T_max, model.config.cache_width()}));
     return cache;
 }

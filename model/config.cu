@@ -12,7 +12,8 @@ Config gpt2(int64_t L, int64_t H, int64_t C) {
 
 Config llama3(int64_t L, int64_t H, int64_t C, int64_t D, int64_t F, double factor, bool tied) {
     Config c;
-    c.V = 128256, c.T_max = 131072, c.L = L, c.H = H, c.K = 8, c.D = D, c.C = C, c.F = F, c.rope_base = 500000.0, c.tied = tied;
+    c.V = 128256, c.T_max = 131072, c.L = L, c.H = H, c.K = 8, c.D = D, c.C = C, c.F = F, c.rope_base = 500000.0,
+    c.tied = tied;
     c.rope_scaling = {factor, 1.0, 4.0, 8192};
     return c;
 }
@@ -104,8 +105,10 @@ void check_config(const Config& c) {
     check(c.family != Family::llama || (c.rope_D() > 0 && c.rope_D() % 2 == 0),
           "model configuration: rotary embedding turns pairs, so the head size ", c.rope_D(), " must be even");
     check(c.attention != AttentionKind::mfa || (c.K == 1 && c.q_rank > 0),
-          "model configuration: MFA has one key/value head, not ", c.K, ", and a query latent (share_q_dim ", c.q_rank, ")");
-    check(c.attention != AttentionKind::mla || (c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0),
+          "model configuration: MFA has one key/value head, not ", c.K, ", and a query latent (share_q_dim ", c.q_rank,
+          ")");
+    check(c.attention != AttentionKind::mla ||
+              (c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0),
           "model configuration: MLA needs as many key/value heads as query heads, kv_lora_rank ", c.kv_rank,
           ", qk_nope_head_dim ", c.D - c.D_rope, " and v_head_dim ", c.D_v, " above 0");
 }

@@ -140,8 +140,8 @@ Config read_llama_like(const ConfigReader& in) {
 // llama, qwen2, qwen3. mfa, our own: one key/value head, and share_q_dim numbers of the latent that queries come from.
 Config read_llama(const ConfigReader& in, const std::string& type) {
     Config c = read_llama_like(in);
-    check(in.has("head_dim") || c.C % c.H == 0, in.path(), ": hidden_size ", c.C, " cannot be divided by num_attention_heads ",
-          c.H);
+    check(in.has("head_dim") || c.C % c.H == 0, in.path(), ": hidden_size ", c.C,
+          " cannot be divided by num_attention_heads ", c.H);
     c.D = in.integer("head_dim", c.C / c.H);
     check(!in.boolean("use_sliding_window", false), in.path(), ": use_sliding_window is not supported");
     c.qkv_bias = type == "qwen2";
@@ -223,24 +223,39 @@ ordered_json rope_scaling_to_json(const RopeScaling& s) {
 std::string config_to_json(const Config& c) {
     ordered_json out;
     if (c.family == Family::gpt2) {
-        out = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"},
-               {"activation_function", "gelu_new"},    {"vocab_size", c.V},
-               {"n_positions", c.T_max},               {"n_ctx", c.T_max},
-               {"n_embd", c.C},                        {"n_layer", c.L},
-               {"n_head", c.H},                        {"n_inner", c.F},
-               {"layer_norm_epsilon", c.norm_eps},     {"initializer_range", c.init_std},
-               {"tie_word_embeddings", c.tied},        {"torch_dtype", "float32"}};
+        out = {{"architectures", {"GPT2LMHeadModel"}},
+               {"model_type", "gpt2"},
+               {"activation_function", "gelu_new"},
+               {"vocab_size", c.V},
+               {"n_positions", c.T_max},
+               {"n_ctx", c.T_max},
+               {"n_embd", c.C},
+               {"n_layer", c.L},
+               {"n_head", c.H},
+               {"n_inner", c.F},
+               {"layer_norm_epsilon", c.norm_eps},
+               {"initializer_range", c.init_std},
+               {"tie_word_embeddings", c.tied},
+               {"torch_dtype", "float32"}};
         return out.dump(2) + "\n";
     }
     const auto [type, architecture] = hugging_face_type(c);
-    out = {{"architectures", {architecture}},       {"model_type", type},
-           {"hidden_act", "silu"},                  {"vocab_size", c.V},
-           {"max_position_embeddings", c.T_max},    {"hidden_size", c.C},
-           {"num_hidden_layers", c.L},              {"num_attention_heads", c.H},
-           {"num_key_value_heads", c.K},            {"intermediate_size", c.F},
-           {"rms_norm_eps", c.norm_eps},            {"rope_theta", c.rope_base},
-           {"attention_bias", false},               {"mlp_bias", false},
-           {"initializer_range", c.init_std},       {"tie_word_embeddings", c.tied},
+    out = {{"architectures", {architecture}},
+           {"model_type", type},
+           {"hidden_act", "silu"},
+           {"vocab_size", c.V},
+           {"max_position_embeddings", c.T_max},
+           {"hidden_size", c.C},
+           {"num_hidden_layers", c.L},
+           {"num_attention_heads", c.H},
+           {"num_key_value_heads", c.K},
+           {"intermediate_size", c.F},
+           {"rms_norm_eps", c.norm_eps},
+           {"rope_theta", c.rope_base},
+           {"attention_bias", false},
+           {"mlp_bias", false},
+           {"initializer_range", c.init_std},
+           {"tie_word_embeddings", c.tied},
            {"torch_dtype", "float32"}};
     if (c.attention == AttentionKind::mla) {
         out["q_lora_rank"] = c.q_rank > 0 ? ordered_json(c.q_rank) : ordered_json(nullptr);

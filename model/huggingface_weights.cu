@@ -14,7 +14,8 @@ namespace {
 std::vector<float> transpose(const std::vector<float>& in, int64_t rows, int64_t cols) {
     std::vector<float> out(in.size());
     for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < cols; ++c) out[static_cast<size_t>(c * rows + r)] = in[static_cast<size_t>(r * cols + c)];
+        for (int64_t c = 0; c < cols; ++c)
+            out[static_cast<size_t>(c * rows + r)] = in[static_cast<size_t>(r * cols + c)];
     return out;
 }
 
@@ -47,16 +48,18 @@ void load_weights(Model& model, const std::string& folder) {
     const SafetensorsReader file(folder);
     // GPT-2's original files leave out the "transformer." in front of every name.
     const std::string prefix = "transformer.";
-    const bool short_names = model.config.family == Family::gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
+    const bool short_names =
+        model.config.family == Family::gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
     std::set<std::string> used;
     for (const Param& param : model.params) {
-        const std::string name = short_names && param.name.rfind(prefix, 0) == 0 ? param.name.substr(prefix.size()) : param.name;
+        const std::string name =
+            short_names && param.name.rfind(prefix, 0) == 0 ? param.name.substr(prefix.size()) : param.name;
         const StoredTensor& stored = file.at(name);
         const std::vector<int64_t> wanted = stored_shape(param);
-        check(stored.shape == wanted, folder, ": tensor '", name, "' has shape ", shape_text(stored.shape), ", config.json asks for ",
-              shape_text(wanted));
-        check(stored.dtype == "F32" || stored.dtype == "F16" || stored.dtype == "BF16", folder, ": tensor '", name, "' has dtype ",
-              stored.dtype, ", expected F32, F16 or BF16");
+        check(stored.shape == wanted, folder, ": tensor '", name, "' has shape ", shape_text(stored.shape),
+              ", config.json asks for ", shape_text(wanted));
+        check(stored.dtype == "F32" || stored.dtype == "F16" || stored.dtype == "BF16", folder, ": tensor '", name,
+              "' has dtype ", stored.dtype, ", expected F32, F16 or BF16");
         std::vector<float> values = stored.floats();
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
         model.write(param, values);
@@ -65,7 +68,8 @@ void load_weights(Model& model, const std::string& folder) {
     for (const auto& [name, tensor] : file.tensors()) {
         const bool tied_head = model.config.tied && name == "lm_head.weight";
         check(used.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
-              "' belongs to no parameter of this ", model.config.family == Family::gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
+              "' belongs to no parameter of this ",
+              model.config.family == Family::gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
               " configuration; is config.json the right one?");
     }
 }

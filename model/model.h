@@ -36,22 +36,27 @@ struct Config {
     double norm_eps = 1e-5;
     double rope_base = 10000.0;  // LLaMA
     RopeScaling rope_scaling;
-    bool tied = false;       // the head is the token embedding
+    bool tied = false;  // the head is the token embedding
     double init_std = 0.02;
 
     AttentionKind attention = AttentionKind::gqa;
     bool qkv_bias = false;  // gqa: biases on queries, keys and values alone (Qwen2)
     bool qk_norm = false;   // gqa: RMSNorm of each query and key head before rope (Qwen3)
-    int64_t q_rank = 0;     // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
-    int64_t kv_rank = 0;    // mla: numbers of the latent that keys and values come from
-    int64_t D_rope = 0;     // mla: of the D columns of a query or key head the last D_rope are rotated; heads share the key's
-    int64_t D_v = 0;        // mla: columns of a value head
+    int64_t q_rank = 0;   // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
+    int64_t kv_rank = 0;  // mla: numbers of the latent that keys and values come from
+    int64_t D_rope =
+        0;            // mla: of the D columns of a query or key head the last D_rope are rotated; heads share the key's
+    int64_t D_v = 0;  // mla: columns of a value head
     RopePairs rope_pairs = RopePairs::halves;  // mla
 
-    int64_t V_padded() const { return round_up(V, 128); }  // rows of the embedding and of the head: GEMMs like multiples
+    int64_t V_padded() const {
+        return round_up(V, 128);
+    }  // rows of the embedding and of the head: GEMMs like multiples
     bool has_qkv_bias() const { return family == Family::gpt2 || qkv_bias; }
-    int64_t rope_D() const { return attention == AttentionKind::mla ? D_rope : D; }    // columns of a head that rope rotates
-    int64_t value_D() const { return attention == AttentionKind::mla ? D_v : D; }      // columns of a value head
+    int64_t rope_D() const {
+        return attention == AttentionKind::mla ? D_rope : D;
+    }  // columns of a head that rope rotates
+    int64_t value_D() const { return attention == AttentionKind::mla ? D_v : D; }  // columns of a value head
     // Columns of what the block's first product gives: queries, keys and values, or what they are made from.
     int64_t qkv_width() const {
         if (attention == AttentionKind::mfa) return q_rank + 2 * D;
@@ -71,8 +76,9 @@ void check_config(const Config& config);  // Error for sizes that do not fit tog
 Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();
 const Config* find_preset(const std::string& name);  // nullptr: there is none of this name
-std::string config_to_json(const Config& config);  // a config.json that transformers reads
-std::pair<std::string, std::string> hugging_face_type(const Config& config);  // model_type, and the class of transformers
+std::string config_to_json(const Config& config);    // a config.json that transformers reads
+std::pair<std::string, std::string> hugging_face_type(
+    const Config& config);  // model_type, and the class of transformers
 
 int64_t parameter_count(const Config& config);  // without the padding of the vocabulary
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
@@ -85,13 +91,13 @@ std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& confi
 // Parameters
 
 struct Linear {
-    Tensor weight, bias;    // (O, C), (O); GPT-2 has biases, Qwen2 on q, k and v, LLaMA none
+    Tensor weight, bias;  // (O, C), (O); GPT-2 has biases, Qwen2 on q, k and v, LLaMA none
     Tensor dweight, dbias;
-    Fp8Weight fp8;          // with fp8: the weight as the products read it
-    Tensor fp8_state;       // and, with delayed scaling, the largest values of the last steps
+    Fp8Weight fp8;     // with fp8: the weight as the products read it
+    Tensor fp8_state;  // and, with delayed scaling, the largest values of the last steps
 };
 struct Norm {
-    Tensor weight, bias;    // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
+    Tensor weight, bias;  // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
     Tensor dweight, dbias;
 };
 struct Block {
@@ -103,17 +109,17 @@ struct Block {
     Linear kv_up;     // MLA: (H (D - D_rope + D_v), kv_rank), latent to [key | value] of each head
     Linear attn_out;  // (C, H value_D)
     Norm norm2;
-    Linear up;        // GPT-2 (F, C); LLaMA (2F, C) = [gate | up]
-    Linear down;      // (C, F)
+    Linear up;    // GPT-2 (F, C); LLaMA (2F, C) = [gate | up]
+    Linear down;  // (C, F)
 };
 
 // The types of a model's numbers.                                        (Micikevicius et al. 2018, arXiv:1710.03740)
 // Mixed precision: forward and backward in 16 bits, and a float32 master copy of the weights for the optimizer, because a
 // step is often smaller than the distance from a 16-bit weight to the next.
 struct Precision {
-    DType dtype = DType::f32;       // of weights and activations, and of the gradients of activations
-    DType grad_dtype = DType::f32;  // of the parameters' gradients: f32, or dtype
-    bool master = false;            // f32 master weights beside 16-bit ones
+    DType dtype = DType::f32;         // of weights and activations, and of the gradients of activations
+    DType grad_dtype = DType::f32;    // of the parameters' gradients: f32, or dtype
+    bool master = false;              // f32 master weights beside 16-bit ones
     Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' linear layers on 8-bit floats; the rest stays in dtype
 };
 
@@ -122,7 +128,8 @@ struct Precision {
 struct Model : FlatParameters {
     Config config;
     Precision precision;
-    DataParallel* data_parallel = nullptr;  // many ranks: gathers units before they are used, and reduces their gradients
+    DataParallel* data_parallel =
+        nullptr;  // many ranks: gathers units before they are used, and reduces their gradients
     FlashTier attention = FlashTier::automatic;
 
     Tensor wte, dwte;  // (V_padded, C) token embedding
@@ -139,8 +146,8 @@ struct Model : FlatParameters {
 };
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
-Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters,
-                  const Sharding& sharding = {});
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads,
+                  Arena& masters, const Sharding& sharding = {});
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual branches
 // divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
@@ -172,7 +179,7 @@ void save_model(const Model& model, const std::string& folder);
 //   selective   not what is cheap to compute again: the outputs of norms and activation functions
 
 struct Recompute {
-    int64_t every = 0;       // 0: do not forget blocks
+    int64_t every = 0;  // 0: do not forget blocks
     bool selective = false;
 };
 Recompute parse_recompute(const std::string& text);  // "none", "full", "selective" or a number
@@ -184,15 +191,15 @@ struct NormSaved {
 };
 struct BlockSaved {
     NormSaved norm1, norm2;
-    Tensor qkv;      // (N, qkv_width): the first product; what is a query or a key in it, after rope
-    Tensor q, k, kv;             // queries, keys, [key | value] of each head: where they do not stand in qkv (model/attention.h)
+    Tensor qkv;       // (N, qkv_width): the first product; what is a query or a key in it, after rope
+    Tensor q, k, kv;  // queries, keys, [key | value] of each head: where they do not stand in qkv (model/attention.h)
     Tensor q_latent, kv_latent;  // (N, q_rank), (N, kv_rank) after their norms
     Tensor q_rstd, k_rstd;       // (N, heads) f32, of q_norm and k_norm
-    Tensor lse;      // (B, H, T) f32: the logarithm of each softmax's denominator
-    Tensor attn;     // (N, H value_D): attention's output
-    Tensor up, act;  // (N, up_width), (N, F)
-    Tensor fp8;      // (6, 2) f32: what the inputs and output gradients of the linear layers were scaled by
-    Tensor cache;    // this layer's rows of a LatentCache; set only by forward_cached
+    Tensor lse;                  // (B, H, T) f32: the logarithm of each softmax's denominator
+    Tensor attn;                 // (N, H value_D): attention's output
+    Tensor up, act;              // (N, up_width), (N, F)
+    Tensor fp8;                  // (6, 2) f32: what the inputs and output gradients of the linear layers were scaled by
+    Tensor cache;                // this layer's rows of a LatentCache; set only by forward_cached
 };
 struct Activations {
     int64_t B = 0, T = 0;
@@ -201,13 +208,13 @@ struct Activations {
     // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2): [first, end)
     // of each token's document in its row; positions (B, T): counted from its first token. Filled like tokens.
     Tensor documents, positions;
-    Tensor embedded;         // (N, C)
+    Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
     Tensor logits;  // (N, V_padded); the loss turns them into their own gradient
     Tensor losses;  // (N) f32
     // Shared by all layers, holding nothing between them.
-    Tensor branch;                             // (N, C): output of a residual branch until the next norm adds it
+    Tensor branch;                                    // (N, C): output of a residual branch until the next norm adds it
     Tensor dresidual, dnorm, dqkv, dattn, dup, dact;  // training only
     Tensor dq, dk, dkv, dq_latent, dkv_latent;        // training only, where attention has them
     Tensor scratch, links;

@@ -19,9 +19,11 @@ class Placer {
         unit_ = unit_ == kNone ? 0 : unit_ + 1;
         unit_offset_ = n_;
         if (counting_) {
-            values_ = {nullptr, model_.values.dtype}, grads_ = {nullptr, model_.grads.dtype}, masters_ = {nullptr, DType::f32};
+            values_ = {nullptr, model_.values.dtype}, grads_ = {nullptr, model_.grads.dtype},
+            masters_ = {nullptr, DType::f32};
         } else {
-            values_ = model_.unit_values(unit_), grads_ = model_.unit_grads(unit_), masters_ = model_.unit_masters(unit_);
+            values_ = model_.unit_values(unit_), grads_ = model_.unit_grads(unit_),
+            masters_ = model_.unit_masters(unit_);
         }
     }
     void end_unit() {
@@ -39,8 +41,8 @@ class Placer {
         return place;
     }
     // Rows [first, first + rows) of a place as the parameter `name`.
-    void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay, bool transposed = false,
-              int64_t padded_rows = 0) {
+    void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay,
+              bool transposed = false, int64_t padded_rows = 0) {
         const int64_t row_n = place.value.n() / place.value.shape[0];
         const Tensor master = place.master.data ? place.master.slice(first, rows) : Tensor{};
         model_.params.push_back({name, place.value.slice(first, rows), place.grad.slice(first, rows), master,
@@ -78,7 +80,9 @@ class Placer {
     // The next elements of the unit, which has no memory yet while arenas count.
     Tensor cut(const Tensor& unit, std::initializer_list<int64_t> dims) const {
         Tensor part = make_tensor(nullptr, unit.dtype, dims);
-        if (unit.data) part.data = static_cast<char*>(unit.data) + static_cast<size_t>(n_ - unit_offset_) * dtype_bytes(unit.dtype);
+        if (unit.data)
+            part.data =
+                static_cast<char*>(unit.data) + static_cast<size_t>(n_ - unit_offset_) * dtype_bytes(unit.dtype);
         return part;
     }
     static constexpr size_t kNone = static_cast<size_t>(-1);
@@ -93,15 +97,17 @@ class Placer {
 void place_attention(Placer& placer, const Config& c, Block& block, const std::string& a) {
     switch (c.attention) {
         case AttentionKind::gqa:
-            block.qkv = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}}, c.C,
-                                      c.qkv_bias, false);
+            block.qkv = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}},
+                                      c.C, c.qkv_bias, false);
             if (!c.qk_norm) break;
             block.q_norm = placer.norm(a + "q_norm", c.D, false);
             block.k_norm = placer.norm(a + "k_norm", c.D, false);
             break;
         case AttentionKind::mla:
-            block.qkv = placer.linear({c.q_rank > 0 ? std::pair{a + "q_a_proj", c.q_rank} : std::pair{a + "q_proj", c.H * c.D},
-                                       {a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope}}, c.C, false, false);
+            block.qkv =
+                placer.linear({c.q_rank > 0 ? std::pair{a + "q_a_proj", c.q_rank} : std::pair{a + "q_proj", c.H * c.D},
+                               {a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope}},
+                              c.C, false, false);
             if (c.q_rank > 0) {
                 block.q_norm = placer.norm(a + "q_a_layernorm", c.q_rank, false);
                 block.q_up = placer.linear({{a + "q_b_proj", c.H * c.D}}, c.q_rank, false, false);
@@ -110,7 +116,8 @@ void place_attention(Placer& placer, const Config& c, Block& block, const std::s
             block.kv_up = placer.linear({{a + "kv_b_proj", c.H * (c.D - c.D_rope + c.D_v)}}, c.kv_rank, false, false);
             break;
         case AttentionKind::mfa:
-            block.qkv = placer.linear({{a + "q_proj", c.q_rank}, {a + "k_proj", c.D}, {a + "v_proj", c.D}}, c.C, false, false);
+            block.qkv =
+                placer.linear({{a + "q_proj", c.q_rank}, {a + "k_proj", c.D}, {a + "v_proj", c.D}}, c.C, false, false);
             block.q_norm = placer.norm(a + "inter_norm", c.q_rank, false);
             block.q_up = placer.linear({{a + "wq", c.H * c.D}}, c.q_rank, false, false);
             break;
@@ -200,13 +207,14 @@ void take_fp8(Model& model, Arena& arena) {
 
 }  // namespace
 
-Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads, Arena& masters,
-                  const Sharding& sharding) {
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads,
+                  Arena& masters, const Sharding& sharding) {
     check_config(config);
-    check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ", config.T_max,
-          " positions this model has: use --seq ", config.T_max, " or less");
+    check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ",
+          config.T_max, " positions this model has: use --seq ", config.T_max, " or less");
     check(precision.grad_dtype == DType::f32 || precision.grad_dtype == precision.dtype, "gradients in ",
-          dtype_name(precision.grad_dtype), " of a model in ", dtype_name(precision.dtype), ": they are in f32 or as the model");
+          dtype_name(precision.grad_dtype), " of a model in ", dtype_name(precision.dtype),
+          ": they are in f32 or as the model");
     check(!precision.master || precision.dtype != DType::f32, "a float32 model is its own master weights");
     Model model;
     model.config = config;
@@ -214,7 +222,8 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     model.values.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
     model.n = place_parameters(model, true);
     model.cut(sharding, config.tied);
-    model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer, values, grads, masters);
+    model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer,
+               values, grads, masters);
     place_parameters(model, false);
     if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.rope_D()});
     take_fp8(model, values);
@@ -268,7 +277,8 @@ void quantise_weights(const Model& model, cudaStream_t stream) {
 
 void advance_fp8(const Model& model, cudaStream_t stream) {
     if (!model.fp8_states) return;
-    if (model.data_parallel) model.data_parallel->comm().all_reduce(model.fp8_states, model.fp8_states, ReduceOp::max, stream);
+    if (model.data_parallel)
+        model.data_parallel->comm().all_reduce(model.fp8_states, model.fp8_states, ReduceOp::max, stream);
     fp8_advance(model.fp8_states, stream);
 }
 
@@ -282,8 +292,10 @@ void init_weights(Model& model, uint64_t seed) {
                               ends_with(param.name, "down_proj.weight");
         const int64_t n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
         if (param.decay)
-            model.write(param, normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));
+            model.write(param,
+                        normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));
         else
-            model.write(param, std::vector<float>(static_cast<size_t>(n), ends_with(param.name, ".weight") ? 1.0f : 0.0f));
+            model.write(param,
+                        std::vector<float>(static_cast<size_t>(n), ends_with(param.name, ".weight") ? 1.0f : 0.0f));
     }
 }

@@ -249,7 +249,8 @@ class Adafactor final : public Optimizer {
         line_table_ = arena.take("optimizer tiles", DType::i32, {count(lines_), sizeof(Place) / 4});
     }
     int64_t scratch_n() const override {
-        return static_cast<int64_t>(tiles_.size() * (2 * kTile + 2) + matrices_.size() * sizeof(MatrixScale) / sizeof(float));
+        return static_cast<int64_t>(tiles_.size() * (2 * kTile + 2) +
+                                    matrices_.size() * sizeof(MatrixScale) / sizeof(float));
     }
     void use_scratch(Tensor scratch) override { scratch_ = scratch; }
     void init(cudaStream_t stream) override {

@@ -38,7 +38,8 @@ class HostElementwise final : public Optimizer {
     HostElementwise(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
         : options_(options), params_(params), n_(n), tiles_(make_tiles(params)), n_threads_(omp_get_max_threads()) {
         check_optimizer_input(Update::kName, params, n, options);
-        for (size_t k = 0; k < 2; ++k) states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {n});
+        for (size_t k = 0; k < 2; ++k)
+            states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {n});
     }
 
     void init(cudaStream_t stream) override {
@@ -46,14 +47,17 @@ class HostElementwise final : public Optimizer {
             if (state) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
 
-    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) override {
+    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+              cudaStream_t stream) override {
         if (tiles_.empty()) return;
         check_optimizer_step(Update::kName, n_, weights, grads, norm_scale, lr, t);
         expect(Update::kName, "values", weights.values, DType::f32, {n_});
         const Update update(options_, lr, t);
         const float* const scale = norm_scale.ptr<float>() + 1;
         const auto with = [&](auto* copy, auto grad_zero) {
-            work_ = [=, this] { run(update, weights.values.ptr<float>(), copy, grads.ptr<decltype(grad_zero)>(), *scale); };
+            work_ = [=, this] {
+                run(update, weights.values.ptr<float>(), copy, grads.ptr<decltype(grad_zero)>(), *scale);
+            };
         };
         if (weights.copy.rank == 0) {
             with(static_cast<NoCopy*>(nullptr), float{});
@@ -85,8 +89,8 @@ class HostElementwise final : public Optimizer {
 #pragma omp parallel for schedule(static) num_threads(n_threads_)
         for (int64_t i = 0; i < n_tiles; ++i) {
             const Tile& tile = tiles_[static_cast<size_t>(i)];
-            update_tile(w + tile.first, copy ? copy + tile.first : nullptr, m + tile.first, v + tile.first, grads + tile.first,
-                        tile.n, scale, tile.decay, update);
+            update_tile(w + tile.first, copy ? copy + tile.first : nullptr, m + tile.first, v + tile.first,
+                        grads + tile.first, tile.n, scale, tile.decay, update);
         }
     }
 
@@ -103,9 +107,10 @@ class HostElementwise final : public Optimizer {
 
 bool has_host_optimizer(const std::string& name) { return name == "adam" || name == "adamw"; }
 
-std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params, int64_t n,
-                                               const OptimizerOptions& options) {
-    check(has_host_optimizer(name), "optimizer '", name, "' has no update on the host: use adamw or adam, or --offload unified");
+std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
+                                               int64_t n, const OptimizerOptions& options) {
+    check(has_host_optimizer(name), "optimizer '", name,
+          "' has no update on the host: use adamw or adam, or --offload unified");
     if (name == "adam") return std::make_unique<HostElementwise<AdamUpdate<false>>>(arena, params, n, options);
     return std::make_unique<HostElementwise<AdamUpdate<true>>>(arena, params, n, options);
 }

@@ -42,8 +42,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
     const float scale = norm_scale[1];
     if (scale != scale) return;  // NaN: some gradient is inf or NaN, and this step must leave no trace
     Philox draw = {};
-    if constexpr (F::stochastic)
-        draw = draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + x);
+    if constexpr (F::stochastic) draw = draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + x);
     for (int part = 0; part < (F::stochastic ? kDrawParts : 1); ++part) {
         // Unsigned, as threadIdx is: from an int g++ could not tell that neighbours read neighbours, and made no SIMD.
         const unsigned k = static_cast<unsigned>(part * kDrawStride) + x;
@@ -79,8 +78,8 @@ void launch_elementwise(int n_tiles, typename F::Value* values, typename F::Copy
         [](auto... arguments) { elementwise_kernel<Update, F, G>(arguments...); }, values, copy, state_a, state_b,
         grads, norm_scale, tiles, format, update);
 #else
-    elementwise_kernel<Update, F, G><<<n_tiles, kTileThreads<F>, 0, stream>>>(
-        values, copy, state_a, state_b, grads, norm_scale, tiles, format, update);
+    elementwise_kernel<Update, F, G><<<n_tiles, kTileThreads<F>, 0, stream>>>(values, copy, state_a, state_b, grads,
+                                                                              norm_scale, tiles, format, update);
 #endif
     cudaCheckLaunch();
 }

@@ -107,8 +107,8 @@ class Muon final : public Optimizer {
             const int64_t n_parts = param.name.ends_with(".attn.c_attn.weight") ? 3 : 1, C = param.value.cols(),
                           R = div_exact(param.value.rows(), n_parts, "rows of q, k and v");
             for (int64_t part = 0; part < n_parts; ++part, m_n += R * C)
-                matrices_.push_back({param.offset + part * R * C, R, C, m_n, hash_name(param.name), part * R * C,
-                                     param.decay});
+                matrices_.push_back(
+                    {param.offset + part * R * C, R, C, m_n, hash_name(param.name), part * R * C, param.decay});
             max_n_ = std::max(max_n_, R * C);
             max_side_ = std::max(max_side_, std::min(R, C));
         }
@@ -117,13 +117,15 @@ class Muon final : public Optimizer {
     // Two matrices, two products, a norm: each on a boundary that matrix products like.
     int64_t scratch_n() const override {
         if (matrices_.empty()) return 0;
-        return 2 * words(max_n_) + 2 * words(max_side_ * max_side_) + kAlignN + round_up(grad_norm_scratch_n(max_n_), kAlignN);
+        return 2 * words(max_n_) + 2 * words(max_side_ * max_side_) + kAlignN +
+               round_up(grad_norm_scratch_n(max_n_), kAlignN);
     }
     void use_scratch(Tensor scratch) override {
         int64_t first = 0;
         const auto take = [&](DType dtype, int64_t n, int64_t n_words) {
             char* const data = static_cast<char*>(scratch.data);
-            const Tensor part = make_tensor(data ? data + static_cast<size_t>(first) * sizeof(float) : nullptr, dtype, {n});
+            const Tensor part =
+                make_tensor(data ? data + static_cast<size_t>(first) * sizeof(float) : nullptr, dtype, {n});
             first += n_words;
             return part;
         };
@@ -148,10 +150,10 @@ class Muon final : public Optimizer {
                 using F = decltype(format);
                 using G = decltype(grad_zero);
                 for (const Matrix& matrix : matrices_)
-                    update_matrix<F, G, decltype(zero)>(
-                        matrix, weights.values.ptr<typename F::Value>() + matrix.offset,
-                        copy_of<F>(weights) + (weights.copy ? matrix.offset : 0), grads.ptr<G>() + matrix.offset,
-                        norm_scale.ptr<float>(), lr, format, stream);
+                    update_matrix<F, G, decltype(zero)>(matrix, weights.values.ptr<typename F::Value>() + matrix.offset,
+                                                        copy_of<F>(weights) + (weights.copy ? matrix.offset : 0),
+                                                        grads.ptr<G>() + matrix.offset, norm_scale.ptr<float>(), lr,
+                                                        format, stream);
             });
         });
     }

@@ -79,9 +79,10 @@ struct Tile {
     int64_t first;        // offset of its first element in the flat values and gradients
     int64_t state_first;  // and in the optimizer's states: the same, unless these are packed
     int32_t n;
-    float decay;      // 1 where weight decay applies, otherwise 0
-    uint64_t key;     // hash_name of the parameter's name: with
-    int64_t element;  // its first element's place in the (whole) parameter, a multiple of tile_n, it addresses random numbers
+    float decay;   // 1 where weight decay applies, otherwise 0
+    uint64_t key;  // hash_name of the parameter's name: with
+    int64_t
+        element;  // its first element's place in the (whole) parameter, a multiple of tile_n, it addresses random numbers
 };
 constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
 // packed: the states of these parameters lie side by side, without the parameters that are not among them.
@@ -171,8 +172,8 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena,
 // for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and step() puts the update on
 // the stream, as a host function that reads them when the stream gets there; only one at a time may be under way. The copy may
 // also be missing beside f32 values. Another name is an Error.
-std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params, int64_t n,
-                                               const OptimizerOptions& options);
+std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
+                                               int64_t n, const OptimizerOptions& options);
 bool has_host_optimizer(const std::string& name);
 // Where a parameter may be cut between ranks: at multiples of so many elements. 0: nowhere, its update needs all of it.
 int64_t optimizer_granularity(const std::string& name);

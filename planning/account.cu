@@ -54,7 +54,8 @@ int64_t expected_traffic(const Trainer& t) {
     const Sharding& s = t.model.sharding;
     const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.values.dtype)),
                   G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
-    const int64_t small = static_cast<int64_t>(t.totals.bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
+    const int64_t small =
+        static_cast<int64_t>(t.totals.bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
     int64_t big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);
@@ -87,11 +88,16 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     const std::vector<std::vector<int64_t>> all_states = gather_numbers(t.world, {states});
     double S = 0;
     for (const auto& row : all_states) S += static_cast<double>(row[0]) / (s.cuts_states() ? 1 : n);
-    const double W = P * static_cast<double>(dtype_bytes(t.model.values.dtype)), G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
+    const double W = P * static_cast<double>(dtype_bytes(t.model.values.dtype)),
+                 G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
     const bool owner = !s.naive || s.rank == 0;
     const Row rows[] = {{"weights", s.cuts_values() ? W / n : W, static_cast<int64_t>(t.model.values.bytes())},
                         {"gradients", s.cuts_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
-                        {"masters, optimizer", !owner ? 0 : s.naive || !s.cuts_states() ? S : S / n, states},
+                        {"masters, optimizer",
+                         !owner                        ? 0
+                         : s.naive || !s.cuts_states() ? S
+                                                       : S / n,
+                         states},
                         {"units in use", -1, rooms},
                         {"activations", -1, static_cast<int64_t>(t.memory.activations.bytes())},
                         {"communication", -1, scratch},
@@ -106,19 +112,25 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     for (size_t i = 0; i < std::size(rows); ++i) {
         int64_t least = all[0][i], most = all[0][i];
         for (const auto& row : all) least = std::min(least, row[i]), most = std::max(most, row[i]);
-        std::printf("  %-20s %20s  %18lld %18lld\n", rows[i].name, rows[i].formula < 0 ? "" : std::to_string(static_cast<int64_t>(rows[i].formula)).c_str(),
+        std::printf("  %-20s %20s  %18lld %18lld\n", rows[i].name,
+                    rows[i].formula < 0 ? "" : std::to_string(static_cast<int64_t>(rows[i].formula)).c_str(),
                     static_cast<long long>(least), static_cast<long long>(most));
     }
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
     // --compress says in parallel.h what it sends; other algorithms than the library's send wider numbers or more of them.
-    const bool known = t.data_parallel.comm().algorithm == AllReduce::library && t.options.data_parallel.compress.kind == Compression::none;
-    std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "", static_cast<long long>(sent));
+    const bool known = t.data_parallel.comm().algorithm == AllReduce::library &&
+                       t.options.data_parallel.compress.kind == Compression::none;
+    std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",
+                static_cast<long long>(sent));
     if (time.total == 0) return;  // stopped by a signal: the last step was not timed
     if (device().is_cpu)
-        std::printf("  collectives took %s of the last step; the CPU device runs streams one after the other, so none of it was hidden\n",
-                    human_seconds(time.total).c_str());
+        std::printf(
+            "  collectives took %s of the last step; the CPU device runs streams one after the other, so none of it "
+            "was hidden\n",
+            human_seconds(time.total).c_str());
     else
-        std::printf("  collectives took %s of the last step, %.0f %% of it behind computing\n", human_seconds(time.total).c_str(),
+        std::printf("  collectives took %s of the last step, %.0f %% of it behind computing\n",
+                    human_seconds(time.total).c_str(),
                     time.total > 0 ? 100 * std::max(0.0, 1 - time.exposed / time.total) : 0.0);
 }

@@ -38,7 +38,8 @@ struct DeviceSpec {
     const char* source;
 };
 const DeviceSpec kSpecs[] = {
-    {"h200", 66.9e12, 989.4e12, 1978.9e12, 4.8e12, 141e9, "NVIDIA H200 data sheet; H100 architecture white paper, table 2 (SXM5)"},
+    {"h200", 66.9e12, 989.4e12, 1978.9e12, 4.8e12, 141e9,
+     "NVIDIA H200 data sheet; H100 architecture white paper, table 2 (SXM5)"},
     {"h100", 66.9e12, 989.4e12, 1978.9e12, 3.35e12, 80e9, "NVIDIA H100 architecture white paper, table 2 (SXM5)"},
     {"a100", 19.5e12, 312e12, 0, 2.039e12, 80e9, "NVIDIA A100 80GB data sheet (SXM)"},
     {"4090", 82.6e12, 165.2e12, 330.3e12, 1.008e12, 24e9, "NVIDIA Ada GPU architecture white paper, appendix A"},
@@ -68,7 +69,8 @@ DeviceSpec find_spec(const std::string& name, DType dtype) {
     size_t free_bytes = 0, device_bytes = 0;
     cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
     const double rate = measure_matmul_rate(dtype);
-    return {device().name.c_str(), rate, rate, 0, measure_copy_rate(), static_cast<double>(device_bytes), "measured just now"};
+    return {device().name.c_str(), rate, rate, 0, measure_copy_rate(), static_cast<double>(device_bytes),
+            "measured just now"};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ Traffic block_traffic(const Config& c) {
     const double turned = static_cast<double>((c.H + (mla ? 1 : c.K)) * c.rope_D());
     const double rope = c.family == Family::llama ? 2 * turned : 0;
     const double normed = c.qk_norm ? q + k : static_cast<double>(c.q_rank + c.kv_rank);  // heads, or latents
-    const double keys = mla ? k - static_cast<double>(c.H * c.D_rope) + k : 0;            // put together (latent_keys.cu)
+    const double keys = mla ? k - static_cast<double>(c.H * c.D_rope) + k : 0;  // put together (latent_keys.cu)
     double linears = 0;
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) linears += static_cast<double>(inputs + outputs);
     Traffic t;
@@ -98,8 +100,9 @@ Traffic block_traffic(const Config& c) {
                 (U + F);                         // activation function
     t.backward = 2 * 4 * C + 3 * normed +        // norms: dout, dsum, x -> dinp
                  2 * linears +                   // linear layers: by input and by weight
-                 2 * O + (3 * (q + k + v) + 3 * O) + rope + keys +  // attention: delta; dq; dk and dv (flash_attention.cu)
-                 (F + 2 * U);                    // activation function
+                 2 * O + (3 * (q + k + v) + 3 * O) + rope +
+                 keys +        // attention: delta; dq; dk and dv (flash_attention.cu)
+                 (F + 2 * U);  // activation function
     return t;
 }
 
@@ -110,7 +113,8 @@ struct StepCost {
 StepCost step_cost(Trainer& t, double state_bytes) {
     const Config& c = t.config;
     const TrainOptions& o = t.options;
-    const double tokens = static_cast<double>(t.local_batch * o.seq), n_micro = static_cast<double>(t.local_batch / t.micro_batch);
+    const double tokens = static_cast<double>(t.local_batch * o.seq),
+                 n_micro = static_cast<double>(t.local_batch / t.micro_batch);
     const double L = static_cast<double>(c.L), C = static_cast<double>(c.C), V = static_cast<double>(c.V_padded());
     const double n = static_cast<double>(t.model.n);
     const double value_bytes = static_cast<double>(dtype_bytes(o.precision.dtype));
@@ -119,7 +123,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     cost.flops = tokens * flops_per_token(c, o.seq);
 
     const Traffic block = block_traffic(c);
-    const double head = (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
+    const double head =
+        (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
     double elements = L * (block.forward + block.backward) + head;
     if (o.recompute.every > 0) {
         // All but the last segment, without the last product of each segment's last block.
@@ -133,9 +138,11 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     }
     // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for their
     // norm, and read by the optimizer, which reads and writes what it updates and its states: here, or on the host.
-    cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) + 3 * n * grad_bytes +
-                 (t.model.sharding.host_updates() ? 0
-                                                  : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
+    cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) +
+                 3 * n * grad_bytes +
+                 (t.model.sharding.host_updates()
+                      ? 0
+                      : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
     return cost;
 }
 
@@ -147,7 +154,8 @@ std::vector<std::pair<std::string, double>> optimizer_states(const Trainer& t) {
     std::vector<std::pair<std::string, double>> kinds;
     for (const auto& optimizer : t.optimizers) {
         for (const OptimizerState& state : optimizer->states()) {
-            auto at = std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
+            auto at =
+                std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
             if (at == kinds.end()) at = kinds.insert(kinds.end(), {state.kind, 0.0});
             at->second += static_cast<double>(state.tensor.bytes());
         }
@@ -180,15 +188,16 @@ std::string size_text(double bytes) {
 
 void print_activations(const Trainer& t) {
     const int64_t L = t.config.L, root = std::max<int64_t>(1, std::llround(std::sqrt(static_cast<double>(L))));
-    std::printf("activations of %lld x %lld tokens     another layer        in all\n", static_cast<long long>(t.micro_batch),
-                static_cast<long long>(t.options.seq));
+    std::printf("activations of %lld x %lld tokens     another layer        in all\n",
+                static_cast<long long>(t.micro_batch), static_cast<long long>(t.options.seq));
     std::vector<std::pair<std::string, Recompute>> choices = {{"none", {}}, {"selective", {.selective = true}}};
     if (root > 1) choices.push_back({std::to_string(root), {.every = root}});
     choices.push_back({"full", {.every = 1}});
     const Recompute& r = t.options.recompute;
     for (const auto& [name, choice] : choices) {
         const int64_t n = std::max<int64_t>(1, choice.every);
-        const double layer = (activation_bytes(t, choice, 2 * n) - activation_bytes(t, choice, n)) / static_cast<double>(n);
+        const double layer =
+            (activation_bytes(t, choice, 2 * n) - activation_bytes(t, choice, n)) / static_cast<double>(n);
         const bool chosen = choice.every == r.every && choice.selective == r.selective;
         std::printf("  --recompute %-12s %14s %s%s\n", name.c_str(), human_bytes(layer).c_str(),
                     size_text(activation_bytes(t, choice, L)).c_str(), chosen ? "   this run" : "");
@@ -230,7 +239,8 @@ void print_memory(Memory& memory) {
             if (arena->bytes() == 0 || (arena->kind() == MemoryKind::device) != on_device) continue;
             line("", arena->name(), arena->bytes());
             for (const auto& [what, bytes] : arena->table())
-                if (bytes < arena->bytes() && bytes >= total / 100) line("  ", what, bytes);  // smaller ones are in the sum
+                if (bytes < arena->bytes() && bytes >= total / 100)
+                    line("  ", what, bytes);  // smaller ones are in the sum
         }
     };
     arenas(true);
@@ -247,16 +257,16 @@ namespace {
 // What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1).
 void print_stages(const Trainer& t, double psi, double weights, double grads, double all) {
     const double n = rank_count(t.options.ranks), states = all - weights - grads;
-    const std::pair<const char*, double> stages[] = {{"0 (ddp)", all},
-                                                     {"1", weights + grads + states / n},
-                                                     {"2", weights + (grads + states) / n},
-                                                     {"3", all / n}};
+    const std::pair<const char*, double> stages[] = {
+        {"0 (ddp)", all}, {"1", weights + grads + states / n}, {"2", weights + (grads + states) / n}, {"3", all / n}};
     std::printf("on each of %d ranks         bytes a parameter        in all\n", rank_count(t.options.ranks));
     for (const auto& [stage, bytes] : stages)
-        std::printf("  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
-                    stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
+        std::printf(
+            "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
+            stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
     if (t.options.plan_parameters == 0)
-        std::printf("  a rank sends              %18s %s in a step\n", "", size_text(static_cast<double>(expected_traffic(t)) / n).c_str());
+        std::printf("  a rank sends              %18s %s in a step\n", "",
+                    size_text(static_cast<double>(expected_traffic(t)) / n).c_str());
 }
 
 }  // namespace
@@ -267,31 +277,37 @@ void print_plan(Trainer& t) {
     double updated_n = 0;
     for (size_t u = 0; u < t.model.units.size(); ++u) updated_n += static_cast<double>(t.model.updated(u).n);
     const double psi = o.plan_parameters > 0 ? o.plan_parameters : static_cast<double>(parameter_count(t.config));
-    std::printf("plan     %s parameters, --dtype %s, --optimizer %s, --batch %lld in micro-batches of %lld, --seq %lld\n",
-                human_count(psi).c_str(), o.dtype.c_str(), o.optimizer.c_str(), static_cast<long long>(o.batch),
-                static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
+    std::printf(
+        "plan     %s parameters, --dtype %s, --optimizer %s, --batch %lld in micro-batches of %lld, --seq %lld\n",
+        human_count(psi).c_str(), o.dtype.c_str(), o.optimizer.c_str(), static_cast<long long>(o.batch),
+        static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
 
     // Bytes for each element of the flat arrays. With --params that is all there is to tell: the rest depends on the shape.
     const double weights = n * static_cast<double>(dtype_bytes(o.precision.dtype)),
                  grads = n * static_cast<double>(dtype_bytes(o.precision.grad_dtype));
     std::vector<std::pair<std::string, double>> rows, host_rows;
-    const bool states_here = t.memory.optimizer.kind() == MemoryKind::device, weights_here = o.offload != Offload::params;
+    const bool states_here = t.memory.optimizer.kind() == MemoryKind::device,
+               weights_here = o.offload != Offload::params;
     auto &value_rows = weights_here ? rows : host_rows, &state_rows = states_here ? rows : host_rows;
     value_rows.push_back({"weights", weights});
     rows.push_back({"gradients", grads});
-    if (o.precision.fp8 != Fp8Recipe::none) rows.push_back({"fp8 weights, both ways", table_bytes(t.memory.weights, "fp8 weights")});
+    if (o.precision.fp8 != Fp8Recipe::none)
+        rows.push_back({"fp8 weights, both ways", table_bytes(t.memory.weights, "fp8 weights")});
     if (o.precision.master) state_rows.push_back({"master weights", 4 * n});
     double optimizer_bytes = 0;  // of this rank
-    for (const auto& [kind, bytes] : optimizer_states(t)) state_rows.push_back({"optimizer " + kind, bytes * n / updated_n}), optimizer_bytes += bytes;
+    for (const auto& [kind, bytes] : optimizer_states(t))
+        state_rows.push_back({"optimizer " + kind, bytes * n / updated_n}), optimizer_bytes += bytes;
     double all_bytes = 0;
     for (const auto& table : {rows, host_rows})
         for (const auto& row : table) all_bytes += row.second;
-    for (const auto& [what, bytes] : t.memory.transit.table()) host_rows.push_back({what + " in transit", static_cast<double>(bytes)});
+    for (const auto& [what, bytes] : t.memory.transit.table())
+        host_rows.push_back({what + " in transit", static_cast<double>(bytes)});
     const auto print_rows = [&](const std::vector<std::pair<std::string, double>>& table) {
         double sum = 0;
         for (const auto& [name, bytes] : table) {
             sum += bytes / n;
-            std::printf("  %-24s %18.2f %s\n", name.c_str(), bytes / n, size_text(o.plan_parameters > 0 ? bytes / n * psi : bytes).c_str());
+            std::printf("  %-24s %18.2f %s\n", name.c_str(), bytes / n,
+                        size_text(o.plan_parameters > 0 ? bytes / n * psi : bytes).c_str());
         }
         std::printf("  %-24s %18.2f %s\n", "sum", sum, size_text(sum * (o.plan_parameters > 0 ? psi : n)).c_str());
     };
@@ -313,11 +329,12 @@ void print_plan(Trainer& t) {
     for (const auto& rooms : {t.model.value_rooms, t.model.grad_rooms})
         for (const Tensor& room : rooms) states += room.bytes();
     const size_t activations = t.memory.activations.bytes(), sampling = t.memory.sampling.bytes();
-    std::vector<std::pair<const char*, size_t>> parts = {{"states", states},
-                                                         {"activations and scratch", activations},
-                                                         {"sampling", sampling},
-                                                         {"tables, cuBLASLt workspace", total - states - activations - sampling},
-                                                         {"total", total}};
+    std::vector<std::pair<const char*, size_t>> parts = {
+        {"states", states},
+        {"activations and scratch", activations},
+        {"sampling", sampling},
+        {"tables, cuBLASLt workspace", total - states - activations - sampling},
+        {"total", total}};
     if (t.memory.host_bytes() > 0) parts.push_back({"on the host", t.memory.host_bytes()});
     for (const auto& [name, bytes] : parts)
         std::printf("  %-26s %13zu %s\n", name, bytes, size_text(static_cast<double>(bytes)).c_str());
@@ -326,19 +343,25 @@ void print_plan(Trainer& t) {
     const StepCost cost = step_cost(t, optimizer_bytes);
     std::printf("FLOPs a token   6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
                 human_count(6 * psi).c_str(), human_count(flops_per_token(t.config, o.seq)).c_str());
-    std::printf("a step          %s tokens, %sFLOP%s, %s moved\n", human_count(tokens).c_str(), human_count(cost.flops).c_str(),
-                o.recompute.every > 0 ? " with recomputation" : "", human_bytes(cost.bytes).c_str());
+    std::printf("a step          %s tokens, %sFLOP%s, %s moved\n", human_count(tokens).c_str(),
+                human_count(cost.flops).c_str(), o.recompute.every > 0 ? " with recomputation" : "",
+                human_bytes(cost.bytes).c_str());
     const DeviceSpec spec = find_spec(o.device_spec, o.precision.dtype);
-    const double rate = o.precision.dtype == DType::f32 ? spec.f32 : spec.f16, fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
-    const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate, move = cost.bytes / spec.bytes_per_s;
+    const double rate = o.precision.dtype == DType::f32 ? spec.f32 : spec.f16,
+                 fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
+    const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate,
+                 move = cost.bytes / spec.bytes_per_s;
     const double least = std::max(compute, move), most = compute + move;
     std::printf("on %s   %sFLOP/s", spec.name, human_count(rate).c_str());
-    if (cost.fp8_flops > 0) std::printf(", in fp8 %s", spec.fp8 > 0 ? concat(human_count(fp8_rate), "FLOP/s").c_str() : "no faster");
+    if (cost.fp8_flops > 0)
+        std::printf(", in fp8 %s", spec.fp8 > 0 ? concat(human_count(fp8_rate), "FLOP/s").c_str() : "no faster");
     std::printf(", %sB/s (%s)\n", human_count(spec.bytes_per_s).c_str(), spec.source);
     std::printf("  compute %s, memory %s: a step takes %s to %s, %s to %s tokens/s\n", human_seconds(compute).c_str(),
                 human_seconds(move).c_str(), human_seconds(least).c_str(), human_seconds(most).c_str(),
                 human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
     if (static_cast<double>(total) > spec.bytes)
-        std::printf("  it does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none, another --optimizer, or --offload\n",
-                    spec.name, human_bytes(spec.bytes).c_str());
+        std::printf(
+            "  it does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none, another "
+            "--optimizer, or --offload\n",
+            spec.name, human_bytes(spec.bytes).c_str());
 }

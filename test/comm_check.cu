@@ -45,7 +45,8 @@ void overlap(Comm& world, bool wait_before, bool wait_after) {
     cudaStream_t reduction;
     cudaEvent_t is_written, is_reduced;
     cudaCheck(cudaStreamCreateWithFlags(&reduction, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&is_written, &is_reduced}) cudaCheck(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    for (cudaEvent_t* event : {&is_written, &is_reduced})
+        cudaCheck(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     std::vector<std::unique_ptr<comm_check::Buffer>> grads, sources, weights;
     for (int b = 0; b < kBuckets; ++b) {
         grads.push_back(std::make_unique<comm_check::Buffer>(DType::f32, n));
@@ -58,7 +59,8 @@ void overlap(Comm& world, bool wait_before, bool wait_after) {
         for (size_t b = 0; b < kBuckets; ++b) {
             const float value = static_cast<float>(100 * step + 10 * static_cast<int>(b) + world.rank);
             comm_check::fill(*sources[b], std::vector<float>(n, value), compute);
-            cudaCheck(cudaMemcpyAsync(grads[b]->tensor.data, sources[b]->tensor.data, n * sizeof(float), cudaMemcpyDeviceToDevice, compute));
+            cudaCheck(cudaMemcpyAsync(grads[b]->tensor.data, sources[b]->tensor.data, n * sizeof(float),
+                                      cudaMemcpyDeviceToDevice, compute));
             cudaCheck(cudaEventRecord(is_written, compute));
             if (wait_before) cudaCheck(cudaStreamWaitEvent(reduction, is_written));
             world.all_reduce(*grads[b], reduction);
@@ -66,12 +68,14 @@ void overlap(Comm& world, bool wait_before, bool wait_after) {
         cudaCheck(cudaEventRecord(is_reduced, reduction));
         if (wait_after) cudaCheck(cudaStreamWaitEvent(compute, is_reduced));
         for (size_t b = 0; b < kBuckets; ++b)
-            cudaCheck(cudaMemcpyAsync(weights[b]->tensor.data, grads[b]->tensor.data, n * sizeof(float), cudaMemcpyDeviceToDevice, compute));
+            cudaCheck(cudaMemcpyAsync(weights[b]->tensor.data, grads[b]->tensor.data, n * sizeof(float),
+                                      cudaMemcpyDeviceToDevice, compute));
         for (size_t b = 0; b < kBuckets; ++b) {
             float want = 0;
             for (int r = 0; r < world.size; ++r) want += static_cast<float>(100 * step + 10 * static_cast<int>(b) + r);
             for (float x : comm_check::read(*weights[b], compute))
-                if (wrong.empty() && x != want) wrong = concat("step ", step, ", bucket ", b, ": ", x, " instead of ", want);
+                if (wrong.empty() && x != want)
+                    wrong = concat("step ", step, ", bucket ", b, ": ", x, " instead of ", want);
         }
     }
     cudaCheck(cudaDeviceSynchronize());
@@ -100,7 +104,8 @@ void run(int argc, char** argv) {
         }
         if (mode != "check") return endless(world, mode);
         const cudaStream_t stream = device().stream;
-        comm_check::check_all(world, options.trace ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003}, stream);
+        comm_check::check_all(
+            world, options.trace ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003}, stream);
         if (world.size % 2 == 0) {
             Mesh mesh(world, {{"dp", world.size / 2}, {"tp", 2}});
             if (world.rank == 0) std::fputs(mesh.picture().c_str(), stdout);

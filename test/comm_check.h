@@ -62,7 +62,8 @@ inline std::vector<float> read(const Tensor& tensor, cudaStream_t stream) {
 }
 inline float rounded(float x, DType dtype) {
     float result = x;
-    if (dtype != DType::i32) dispatch(dtype, [&](auto zero) { result = static_cast<float>(static_cast<decltype(zero)>(x)); });
+    if (dtype != DType::i32)
+        dispatch(dtype, [&](auto zero) { result = static_cast<float>(static_cast<decltype(zero)>(x)); });
     return result;
 }
 
@@ -77,26 +78,28 @@ inline std::vector<float> serial(Values values, int size, int64_t n, DType dtype
     std::vector<float> all = inputs(values, 0, n, dtype);
     for (int r = 1; r < size; ++r) {
         const std::vector<float> next = inputs(values, r, n, dtype);
-        for (size_t i = 0; i < all.size(); ++i) all[i] = op == ReduceOp::max ? std::max(all[i], next[i]) : all[i] + next[i];
+        for (size_t i = 0; i < all.size(); ++i)
+            all[i] = op == ReduceOp::max ? std::max(all[i], next[i]) : all[i] + next[i];
     }
     for (float& x : all) x = rounded(x, dtype);
     return all;
 }
 
 // tolerance: of each element, absolute; 0: bit for bit.
-inline void compare(const std::string& what, const std::vector<float>& got, const std::vector<float>& want, double tolerance = 0) {
+inline void compare(const std::string& what, const std::vector<float>& got, const std::vector<float>& want,
+                    double tolerance = 0) {
     check(got.size() == want.size(), what, ": ", got.size(), " elements instead of ", want.size());
     for (size_t i = 0; i < got.size(); ++i)
-        check(std::abs(static_cast<double>(got[i]) - want[i]) <= tolerance, what, ": element ", i, " of ", got.size(), " is ",
-              got[i], ", expected ", want[i]);
+        check(std::abs(static_cast<double>(got[i]) - want[i]) <= tolerance, what, ": element ", i, " of ", got.size(),
+              " is ", got[i], ", expected ", want[i]);
 }
 
 // all_reduce by one algorithm, for one size and dtype, in place and out of place.
 inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType dtype, ReduceOp op, Values values,
                              cudaStream_t stream) {
     comm.algorithm = algorithm;
-    const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype), " over ",
-                                    comm.size, " ranks, rank ", comm.rank);
+    const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype),
+                                    " over ", comm.size, " ranks, rank ", comm.rank);
     const std::vector<float> mine = inputs(values, comm.rank, n, dtype), want = serial(values, comm.size, n, dtype, op);
     // Integers are exact in any order, and so is what adds in rank order. Fractions in another order: size - 1 additions of
     // |x| < 1, each rounded by 2^-24 of a sum below `size`, on both sides; and at 16 bits two roundings of the result, to
@@ -135,7 +138,8 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
             fill(whole, inputs(values, rank, n * size, dtype), stream);
             const Tensor out = in_place ? part_of(whole, rank) : piece.tensor;
             comm.reduce_scatter(out, whole, op, stream);
-            compare("reduce_scatter" + suffix, read(out, stream), part(serial(values, size, n * size, dtype, op), rank));
+            compare("reduce_scatter" + suffix, read(out, stream),
+                    part(serial(values, size, n * size, dtype, op), rank));
         }
 
         std::vector<float> all;
@@ -161,7 +165,8 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
             Tensor out = in_place ? whole.tensor : other.tensor;
             if (rank != root && !in_place) out = Tensor{};
             comm.reduce(out, whole, ReduceOp::sum, root, stream);
-            if (rank == root) compare("reduce" + suffix, read(out, stream), serial(values, size, n * size, dtype, ReduceOp::sum));
+            if (rank == root)
+                compare("reduce" + suffix, read(out, stream), serial(values, size, n * size, dtype, ReduceOp::sum));
         }
     }
 
@@ -191,11 +196,13 @@ inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_
     for (const AllReduce algorithm : kAlgorithms)
         for (const int64_t n : sizes)
             for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32}) {
-                if (n > 10000 && dtype != DType::f32 && (dtype != DType::bf16 || algorithm != AllReduce::ring)) continue;
+                if (n > 10000 && dtype != DType::f32 && (dtype != DType::bf16 || algorithm != AllReduce::ring))
+                    continue;
                 check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::integers, stream);
                 if (n > 10000) continue;
                 check_all_reduce(comm, algorithm, n, dtype, ReduceOp::max, Values::integers, stream);
-                if (dtype != DType::i32) check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::fractions, stream);
+                if (dtype != DType::i32)
+                    check_all_reduce(comm, algorithm, n, dtype, ReduceOp::sum, Values::fractions, stream);
             }
     for (const int64_t n : sizes)
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32})

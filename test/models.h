@@ -67,7 +67,8 @@ inline std::vector<float> in_file_layout(const Param& param, const Tensor& tenso
     const int64_t cols = tensor.cols();
     std::vector<float> out(values.size());
     for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < cols; ++c) out[static_cast<size_t>(c * rows + r)] = values[static_cast<size_t>(r * cols + c)];
+        for (int64_t c = 0; c < cols; ++c)
+            out[static_cast<size_t>(c * rows + r)] = values[static_cast<size_t>(r * cols + c)];
     return out;
 }
 
@@ -115,11 +116,16 @@ inline Config small_qwen3() {
 // q_rank 0: queries come from the input, as in DeepSeek-V2-Lite.
 inline Config small_mla(int64_t q_rank) {
     Config c = small_llama();
-    c.attention = AttentionKind::mla, c.H = c.K = 3, c.D = 24, c.D_rope = 8, c.D_v = 8, c.q_rank = q_rank, c.kv_rank = 24;
+    c.attention = AttentionKind::mla, c.H = c.K = 3, c.D = 24, c.D_rope = 8, c.D_v = 8, c.q_rank = q_rank,
+    c.kv_rank = 24;
     c.rope_pairs = q_rank > 0 ? RopePairs::neighbours : RopePairs::halves;
     if (q_rank > 0)
-        c.rope_scaling = {
-            .factor = 4, .original_max_position = 64, .kind = RopeKind::yarn, .beta_fast = 4, .mscale = 1, .mscale_all_dim = 1};
+        c.rope_scaling = {.factor = 4,
+                          .original_max_position = 64,
+                          .kind = RopeKind::yarn,
+                          .beta_fast = 4,
+                          .mscale = 1,
+                          .mscale_all_dim = 1};
     return c;
 }
 inline Config small_mfa() {

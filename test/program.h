@@ -34,5 +34,6 @@ inline Outcome run_program(const std::string& name, const std::string& arguments
 // What stands in front of a program that is to be n processes.
 inline bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
 inline std::string mpirun_command(int n, int seconds = 60) {
-    return concat("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout ", seconds, " mpirun --oversubscribe -np ", n, " ");
+    return concat("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout ", seconds,
+                  " mpirun --oversubscribe -np ", n, " ");
 }

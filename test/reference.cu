@@ -6,7 +6,8 @@
 Buffer::Buffer(DType dtype, std::initializer_list<int64_t> dims) : tensor_(make_tensor(nullptr, dtype, dims)) {
     cudaCheck(cudaMalloc(&tensor_.data, tensor_.bytes()));
 }
-Buffer::Buffer(DType dtype, std::initializer_list<int64_t> dims, const std::vector<double>& values) : Buffer(dtype, dims) {
+Buffer::Buffer(DType dtype, std::initializer_list<int64_t> dims, const std::vector<double>& values)
+    : Buffer(dtype, dims) {
     set(values);
 }
 Buffer::~Buffer() { cudaFree(tensor_.data); }
@@ -49,7 +50,8 @@ std::vector<double> rounded(const std::vector<double>& values, DType dtype) {
     std::vector<double> out(values.size());
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
-        for (size_t i = 0; i < values.size(); ++i) out[i] = static_cast<float>(static_cast<T>(static_cast<float>(values[i])));
+        for (size_t i = 0; i < values.size(); ++i)
+            out[i] = static_cast<float>(static_cast<T>(static_cast<float>(values[i])));
     });
     return out;
 }
@@ -62,8 +64,8 @@ double largest(const std::vector<double>& values) {
 
 double unit_roundoff(DType dtype) { return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-8 : 0x1p-11; }
 
-void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative, double absolute,
-                 const std::string& what) {
+void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative,
+                 double absolute, const std::string& what) {
     REQUIRE(actual.size() == expected.size());
     double worst = 0;
     size_t at = 0;

@@ -40,8 +40,8 @@ double largest(const std::vector<double>& values);
 inline const DType kFloatDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
 // CHECKs |actual - expected| <= absolute + relative * |expected| for every element and reports the worst one.
-void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative, double absolute,
-                 const std::string& what);
+void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative,
+                 double absolute, const std::string& what);
 
 // d f / d x[i] by central differences in float64, for a few i picked evenly over x.
 struct Difference {

@@ -12,7 +12,8 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
     const std::vector<std::vector<int64_t>> lengths = {{37, 11, 1, 47, 95, 1}, {13, 24, 1, 9, 145}};
     for (Config config : {small_llama(), small_gpt2(), small_mla(16), small_mfa()}) {
         config.T_max = T, config.L = 3;
-        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
+        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1),
+                                   targets = random_tokens(B * T, config.V, 2);
         std::vector<int32_t> spans, positions;
         std::vector<std::pair<int64_t, int64_t>> documents;  // first token in the batch, length
         for (const std::vector<int64_t>& row : lengths) {
@@ -36,7 +37,9 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
             for (const std::string recompute : {"none", "2", "selective"}) {
                 if (dtype != DType::f32 && recompute != "2") continue;
-                INFO("family " << static_cast<int>(config.family) << ", attention " << static_cast<int>(config.attention) << ", " << dtype_name(dtype) << ", --recompute " << recompute);
+                INFO("family " << static_cast<int>(config.family) << ", attention "
+                               << static_cast<int>(config.attention) << ", " << dtype_name(dtype) << ", --recompute "
+                               << recompute);
                 const Precision precision{dtype, DType::f32, dtype != DType::f32};
                 Machine packed(config, B, T, precision, parse_recompute(recompute), "adamw", true);
                 Machine alone(config, B, T, precision, parse_recompute(recompute));
@@ -60,7 +63,9 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
                 // Every stored number is off by up to u of itself, and some 30 roundings (the test of 16 bits in test_model.cu
                 // counts them) add up to sqrt(30) u; 4 times that for two such runs. The gradients in float32: 384 tokens in
                 // another order.
-                const double u = dtype == DType::bf16 ? 0x1p-9 : dtype == DType::f16 ? 0x1p-12 : 0x1p-24 * std::sqrt(384.0);
+                const double u = dtype == DType::bf16  ? 0x1p-9
+                                 : dtype == DType::f16 ? 0x1p-12
+                                                       : 0x1p-24 * std::sqrt(384.0);
                 CHECK(largest_difference(together, apart) <= 4 * std::sqrt(30.0) * u * largest(apart));
                 if (dtype == DType::f32) CHECK((together == apart));
 #ifdef CUDA_ON_CPU
@@ -68,12 +73,14 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
                     if (dtype != DType::f32 || recompute != "none") break;
                     Machine own(config, 1, n, precision);
                     init_weights(own.model, 9);
-                    own.set_batch({tokens.begin() + first, tokens.begin() + first + n}, {targets.begin() + first, targets.begin() + first + n});
+                    own.set_batch({tokens.begin() + first, tokens.begin() + first + n},
+                                  {targets.begin() + first, targets.begin() + first + n});
                     own.zero_grads();
                     CHECK((run(own) == std::vector<float>(together.begin() + first, together.begin() + first + n)));
                 }
 #endif
-                const std::vector<float> grads = to_floats(alone.model.grads), packed_grads = to_floats(packed.model.grads);
+                const std::vector<float> grads = to_floats(alone.model.grads),
+                                         packed_grads = to_floats(packed.model.grads);
                 std::vector<float> difference(grads.size());
                 for (size_t i = 0; i < grads.size(); ++i) difference[i] = packed_grads[i] - grads[i];
                 CHECK(norm_of(difference) <= 4 * std::sqrt(30.0) * u * norm_of(grads));
@@ -169,7 +176,8 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
             forward(m.model, m.acts, device().stream, false);
             const std::vector<float> expected = to_floats(m.acts.logits);
             const double tolerance =
-                (dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : 4 * std::sqrt(30.0) * 0x1p-9) * largest(expected);
+                (dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : 4 * std::sqrt(30.0) * 0x1p-9) *
+                largest(expected);
 
             // The prompt at once, then token by token.
             for (int64_t first = 0; first < T; first = cache.length) {
@@ -185,8 +193,9 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
                 double worst = 0;
                 for (int64_t b = 0; b < B; ++b)
                     for (int64_t i = 0; i < acts.T * V; ++i)
-                        worst = std::max<double>(worst, std::abs(logits[static_cast<size_t>(b * acts.T * V + i)] -
-                                                                 expected[static_cast<size_t>((b * T + first) * V + i)]));
+                        worst =
+                            std::max<double>(worst, std::abs(logits[static_cast<size_t>(b * acts.T * V + i)] -
+                                                             expected[static_cast<size_t>((b * T + first) * V + i)]));
                 INFO(dtype_name(dtype) << ", q_rank " << q_rank << ", token " << first << " off by " << worst << " of "
                                        << largest(expected));
                 CHECK(worst <= tolerance);

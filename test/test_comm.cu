@@ -55,7 +55,8 @@ TEST_CASE("collectives and all algorithms against a serial sum, 1 to 8 ranks", "
     CAPTURE(n);
     run_ranks(threads(n), [&](Comm& world) {
         // 33 numbers over 8 ranks: some pieces are empty. 1003: the last piece is shorter.
-        comm_check::check_all(world, strict() && n > 3 ? std::vector<int64_t>{0, 33} : std::vector<int64_t>{0, 1, 33, 1003},
+        comm_check::check_all(world,
+                              strict() && n > 3 ? std::vector<int64_t>{0, 33} : std::vector<int64_t>{0, 1, 33, 1003},
                               device().stream);
     });
 }
@@ -67,7 +68,8 @@ TEST_CASE("a million numbers and three", "[comm]") {
 }
 
 TEST_CASE("two levels: machines of equal and of different numbers of ranks", "[comm]") {
-    const auto [n, per_node] = GENERATE(std::pair{8, 4}, std::pair{6, 2}, std::pair{7, 3}, std::pair{5, 4}, std::pair{3, 1});
+    const auto [n, per_node] =
+        GENERATE(std::pair{8, 4}, std::pair{6, 2}, std::pair{7, 3}, std::pair{5, 4}, std::pair{3, 1});
     CAPTURE(n, per_node);
     RankOptions options = threads(n);
     options.ranks_per_node = per_node;
@@ -76,7 +78,8 @@ TEST_CASE("two levels: machines of equal and of different numbers of ranks", "[c
         for (const int64_t size : {int64_t{1}, int64_t{33}, int64_t{1003}})
             for (const DType dtype : {DType::f32, DType::bf16, DType::i32}) {
                 const auto values = dtype == DType::i32 ? comm_check::Values::integers : comm_check::Values::fractions;
-                comm_check::check_all_reduce(world, AllReduce::two_level, size, dtype, ReduceOp::sum, values, device().stream);
+                comm_check::check_all_reduce(world, AllReduce::two_level, size, dtype, ReduceOp::sum, values,
+                                             device().stream);
             }
     });
 }
@@ -86,7 +89,8 @@ TEST_CASE("all_reduce repeats bit for bit, and the library's is reduce_scatter a
     run_ranks(threads(n), [&](Comm& world) {
         const cudaStream_t stream = device().stream;
         const int64_t piece = 101;  // cut elsewhere than all_reduce cuts
-        const std::vector<float> mine = comm_check::inputs(comm_check::Values::fractions, world.rank, piece * n, DType::f32);
+        const std::vector<float> mine =
+            comm_check::inputs(comm_check::Values::fractions, world.rank, piece * n, DType::f32);
         comm_check::Buffer x(DType::f32, piece * n), y(DType::f32, piece), z(DType::f32, piece * n);
         for (const AllReduce algorithm : comm_check::kAlgorithms) {
             world.algorithm = algorithm;
@@ -171,9 +175,16 @@ TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
           "         dp 1                tp 0   tp 1   \n"
           "               pp 0          4      5      \n"
           "               pp 1          6      7      \n");
-    CHECK_THAT(error_of(threads(4), [](Comm& world) { Mesh(world, {{"dp", 3}, {"tp", 1}}); }),
+    CHECK_THAT(error_of(threads(4),
+                        [](Comm& world) {
+                            Mesh(world, {{"dp", 3}, {"tp", 1}});
+                        }),
                ContainsSubstring("dp 3 x tp 1 = 3 ranks, but there are 4"));
-    CHECK_THAT(error_of(threads(1), [](Comm& world) { Mesh(world, {{"dp", 1}}).comm("tp"); }), ContainsSubstring("no axis 'tp'"));
+    CHECK_THAT(error_of(threads(1),
+                        [](Comm& world) {
+                            Mesh(world, {{"dp", 1}}).comm("tp");
+                        }),
+               ContainsSubstring("no axis 'tp'"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -226,8 +237,10 @@ TEST_CASE("wrong calls and wrong options are one clear line", "[comm]") {
             f(world, a, b);
         });
     };
-    CHECK_THAT(call([](Comm& c, Tensor a, Tensor b) { c.all_reduce(a, b, ReduceOp::sum, nullptr); }), ContainsSubstring("all_reduce: out is f32"));
-    CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.all_gather(a, a, nullptr); }), ContainsSubstring("expected out : inp = 2 : 1"));
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor b) { c.all_reduce(a, b, ReduceOp::sum, nullptr); }),
+               ContainsSubstring("all_reduce: out is f32"));
+    CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.all_gather(a, a, nullptr); }),
+               ContainsSubstring("expected out : inp = 2 : 1"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.broadcast(a, 2, nullptr); }), ContainsSubstring("root 2 of 2"));
     CHECK_THAT(call([](Comm& c, Tensor a, Tensor) { c.send(a, c.rank, nullptr); }), ContainsSubstring("send: rank"));
     CHECK_THAT(call([](Comm& c, Tensor, Tensor) { c.split({1 - c.rank}, "x"); }), ContainsSubstring("among them"));
@@ -252,9 +265,9 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
     for (const std::string& launcher : launchers) {
         if (!launcher.empty() && run_shell("command -v mpirun").status != 0) continue;
         CAPTURE(launcher);
-        const Outcome run = run_shell(concat("export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; env -u CUDA_CPU_STRICT ",
-                                             launcher, " ", program_path("comm_check"), launcher.empty() ? " --ranks 4" : "",
-                                             " --trace ", folder.path, " check"));
+        const Outcome run = run_shell(concat(
+            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; env -u CUDA_CPU_STRICT ", launcher, " ",
+            program_path("comm_check"), launcher.empty() ? " --ranks 4" : "", " --trace ", folder.path, " check"));
         INFO(run.err);
         REQUIRE(run.status == 0);
         CHECK_THAT(run.out, ContainsSubstring("rank 1 -> 2"));
@@ -264,7 +277,9 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
         std::set<int> ranks;
         for (const auto& event : events) {
             if (event["ph"] == "X") {
-                n_of[event["cat"] == "collective" ? "collectives" : event["name"].get<std::string>()[0] == 's' ? "sends" : "receives"]++;
+                n_of[event["cat"] == "collective"                 ? "collectives"
+                     : event["name"].get<std::string>()[0] == 's' ? "sends"
+                                                                  : "receives"]++;
                 ranks.insert(event["tid"].get<int>());
                 CHECK(event["dur"].get<double>() >= 0);
             } else if (event["ph"] == "s" || event["ph"] == "f") {
@@ -287,7 +302,8 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
 namespace {
 
 Outcome mpirun(int n, const std::string& arguments, const std::string& before = "") {
-    return run_shell(concat("unset CUDA_CPU_STRICT; ", before, mpirun_command(n), program_path("comm_check"), " ", arguments));
+    return run_shell(
+        concat("unset CUDA_CPU_STRICT; ", before, mpirun_command(n), program_path("comm_check"), " ", arguments));
 }
 
 }  // namespace
@@ -325,9 +341,10 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
         const TempFolder folder;
         const std::string out = folder / "pids";
         CHECK(seconds([&] {
-                  run = mpirun(3, concat("work > ", out),
-                               concat("( while [ \"$(grep -c pid ", out, " 2> /dev/null)\" != 3 ]; do sleep 0.05; done; sleep ", moment,
-                                      "; kill -9 $(sed -n 's/^rank 2 pid //p' ", out, ") ) & "));
+                  run = mpirun(
+                      3, concat("work > ", out),
+                      concat("( while [ \"$(grep -c pid ", out, " 2> /dev/null)\" != 3 ]; do sleep 0.05; done; sleep ",
+                             moment, "; kill -9 $(sed -n 's/^rank 2 pid //p' ", out, ") ) & "));
               }) < 30);
         CAPTURE(run.err);
         CHECK(run.status != 0);
@@ -346,7 +363,9 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
 
 TEST_CASE("threads that hang take the process down", "[comm][program]") {
     Outcome run;
-    CHECK(seconds([&] { run = run_program("comm_check", "--ranks 3 --timeout 1 hang", "env -u CUDA_CPU_STRICT timeout 60"); }) < 30);
+    CHECK(seconds([&] {
+              run = run_program("comm_check", "--ranks 3 --timeout 1 hang", "env -u CUDA_CPU_STRICT timeout 60");
+          }) < 30);
     CHECK(run.status == 2);
     CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
     CHECK_THAT(run.err, ContainsSubstring("1 of 3 ranks have not ended"));
@@ -357,8 +376,9 @@ TEST_CASE("threads that hang take the process down", "[comm][program]") {
 // and the result is right by luck. In strict mode it is not.
 TEST_CASE("strict mode finds a missing event wait around a collective", "[comm][program]") {
     const auto run = [](const std::string& mode, int seed) {
-        return run_program("comm_check", "--ranks 3 " + mode,
-                           seed == 0 ? "env -u CUDA_CPU_STRICT timeout 60" : concat("env CUDA_CPU_STRICT=", seed, " timeout 60"));
+        return run_program(
+            "comm_check", "--ranks 3 " + mode,
+            seed == 0 ? "env -u CUDA_CPU_STRICT timeout 60" : concat("env CUDA_CPU_STRICT=", seed, " timeout 60"));
     };
     for (const int seed : {0, 1, 2, 3}) {
         CAPTURE(seed);

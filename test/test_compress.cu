@@ -15,7 +15,7 @@ namespace {
 // Two units of parameters whose sizes divide nothing: long and short blocks, vectors, a matrix that is smaller than its factors,
 // and rows that pad a vocabulary.
 
-struct Piece {  // numbers that are a parameter's, without padding
+struct Piece {             // numbers that are a parameter's, without padding
     int64_t offset, R, C;  // R = 0: a vector
     int64_t n() const { return std::max<int64_t>(1, R) * C; }
 };
@@ -30,7 +30,8 @@ FlatParameters toy_parameters(int rank, int size, std::vector<std::vector<Piece>
         for (const auto& [dims, padded] : shapes) {
             Param param;
             param.name = concat("parameter ", p.params.size());
-            param.value = dims.size() == 1 ? make_tensor(nullptr, DType::f32, {dims[0]}) : make_tensor(nullptr, DType::f32, {dims[0], dims[1]});
+            param.value = dims.size() == 1 ? make_tensor(nullptr, DType::f32, {dims[0]})
+                                           : make_tensor(nullptr, DType::f32, {dims[0], dims[1]});
             param.offset = p.n;
             param.padded_rows = padded;
             p.params.push_back(param);
@@ -53,13 +54,14 @@ using Floats = std::vector<float>;
 using Gradient = std::function<float(int rank, int step, int64_t i)>;
 
 struct Run {
-    std::vector<std::vector<Floats>> results;           // [step][rank]
+    std::vector<std::vector<Floats>> results;               // [step][rank]
     std::vector<std::map<std::string, Floats>> start, end;  // [rank]: states
-    std::vector<std::vector<int64_t>> bytes;            // [step][rank]: sent
+    std::vector<std::vector<int64_t>> bytes;                // [step][rank]: sent
 };
 
 // feedback = false: the errors are forgotten after each step.
-Run run_compressor(const CompressOptions& options, int n_ranks, int n_steps, const Gradient& gradient, bool feedback = true) {
+Run run_compressor(const CompressOptions& options, int n_ranks, int n_steps, const Gradient& gradient,
+                   bool feedback = true) {
     const size_t size = static_cast<size_t>(n_ranks);
     Run run;
     run.results.assign(static_cast<size_t>(n_steps), std::vector<Floats>(size));
@@ -86,7 +88,8 @@ Run run_compressor(const CompressOptions& options, int n_ranks, int n_steps, con
             Floats g(static_cast<size_t>(p.n), 0);
             for (const auto& unit : toy_pieces())
                 for (const Piece& piece : unit)
-                    for (int64_t i = piece.offset; i < piece.offset + piece.n(); ++i) g[static_cast<size_t>(i)] = gradient(world.rank, step, i);
+                    for (int64_t i = piece.offset; i < piece.offset + piece.n(); ++i)
+                        g[static_cast<size_t>(i)] = gradient(world.rank, step, i);
             from_floats(p.grads, g);
             const int64_t before = world.traffic().sent;
             for (size_t u = p.units.size(); u-- > 0;) compressor->reduce(p, u, device().stream);
@@ -108,7 +111,8 @@ Run run_compressor(const CompressOptions& options, int n_ranks, int n_steps, con
 float random_gradient(int rank, int step, int64_t i) {
     const uint64_t at = static_cast<uint64_t>(i);
     const double size = i < 2432 ? 1e-3 : i < 7000 ? 0.3 : 40.0;
-    const double noise = uniform(7, static_cast<uint64_t>(100 + rank + 10 * step), at) + uniform(8, static_cast<uint64_t>(rank + 10 * step), at) - 1;
+    const double noise = uniform(7, static_cast<uint64_t>(100 + rank + 10 * step), at) +
+                         uniform(8, static_cast<uint64_t>(rank + 10 * step), at) - 1;
     return static_cast<float>(size * (0.3 * (uniform(6, 0, at) - 0.5) + noise));
 }
 
@@ -150,7 +154,8 @@ struct Model {
             for (const Piece& piece : unit) {
                 const bool matrix = piece.R > 0 && options.rank * (piece.R + piece.C) < piece.n();
                 if (options.kind == Compression::power_sgd && matrix) power(grads, piece, result, q_at);
-                else if (options.kind == Compression::power_sgd || options.kind == Compression::bf16) whole(grads, piece, result);
+                else if (options.kind == Compression::power_sgd || options.kind == Compression::bf16)
+                    whole(grads, piece, result);
                 else blocks(grads, piece, result);
             }
         return result;
@@ -164,7 +169,8 @@ struct Model {
     }
     void blocks(const std::vector<std::vector<double>>& grads, const Piece& piece, std::vector<double>& result) {
         for (int64_t first = 0; first < piece.n(); first += kBlock) {
-            const size_t at = static_cast<size_t>(piece.offset + first), n = static_cast<size_t>(std::min(kBlock, piece.n() - first));
+            const size_t at = static_cast<size_t>(piece.offset + first),
+                         n = static_cast<size_t>(std::min(kBlock, piece.n() - first));
             std::vector<double> sum(n);
             for (size_t i = 0; i < n; ++i) sum[i] = sum_error[at + i];
             for (size_t r = 0; r < size; ++r) {
@@ -177,8 +183,10 @@ struct Model {
             for (size_t i = 0; i < n; ++i) sum_error[at + i] = sum[i] - sent[i], result[at + i] = sent[i];
         }
     }
-    void power(const std::vector<std::vector<double>>& grads, const Piece& piece, std::vector<double>& result, size_t& q_at) {
-        const size_t R = static_cast<size_t>(piece.R), C = static_cast<size_t>(piece.C), r = static_cast<size_t>(options.rank);
+    void power(const std::vector<std::vector<double>>& grads, const Piece& piece, std::vector<double>& result,
+               size_t& q_at) {
+        const size_t R = static_cast<size_t>(piece.R), C = static_cast<size_t>(piece.C),
+                     r = static_cast<size_t>(options.rank);
         const size_t at = static_cast<size_t>(piece.offset);
         std::vector<double> P(R * r, 0), Q(C * r, 0);
         for (size_t w = 0; w < size; ++w)
@@ -264,7 +272,11 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
     const FlatParameters p = toy_parameters(0, 1);
     const size_t n = static_cast<size_t>(p.n), size = static_cast<size_t>(n_ranks);
 
-    Model model{options, size, std::vector<std::vector<double>>(size, std::vector<double>(n, 0)), std::vector<double>(n, 0), {}};
+    Model model{options,
+                size,
+                std::vector<std::vector<double>>(size, std::vector<double>(n, 0)),
+                std::vector<double>(n, 0),
+                {}};
     if (kind == Compression::power_sgd) model.q.assign(run.start[0].at("q").begin(), run.start[0].at("q").end());
     std::vector<double> all_grads(n, 0), all_results(n, 0);
     for (int step = 0; step < n_steps; ++step) {
@@ -292,7 +304,8 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
         for (const auto& unit : toy_pieces())
             for (const Piece& piece : unit) {
                 const double scale = size_of(want, piece);
-                for (size_t i = static_cast<size_t>(piece.offset); i < static_cast<size_t>(piece.offset + piece.n()); ++i) {
+                for (size_t i = static_cast<size_t>(piece.offset); i < static_cast<size_t>(piece.offset + piece.n());
+                     ++i) {
                     inside[i] = true;
                     const double off = std::abs(results[0][i] - want[i]) / scale;
                     const bool step_off = kind == Compression::fp8 && off > tolerance && off <= 0.125;
@@ -334,7 +347,8 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
         for (const Piece& piece : unit)
             for (size_t i = static_cast<size_t>(piece.offset); i < static_cast<size_t>(piece.offset + piece.n()); ++i)
                 worst = std::max(worst, std::abs(all_results[i] + kept[i] - all_grads[i]) / size_of(all_grads, piece));
-    CHECK(worst <= 4.0 * n_steps * n_ranks * 0x1p-24 * (kind == Compression::power_sgd ? static_cast<double>(options.rank) : 1.0));
+    CHECK(worst <= 4.0 * n_steps * n_ranks * 0x1p-24 *
+                       (kind == Compression::power_sgd ? static_cast<double>(options.rank) : 1.0));
 }
 
 // Gradients that stay: after t steps the mean of what came out is the true sum but for the errors still kept, divided by t. Without
@@ -354,7 +368,8 @@ TEST_CASE("with error feedback the mean over many steps is the true sum, without
                 for (int64_t i = piece.offset; i < piece.offset + piece.n(); ++i) {
                     double sum = 0, mean = 0;
                     for (int r = 0; r < n_ranks; ++r) sum += still(r, 0, i);
-                    for (const auto& step : run.results) mean += step[0][static_cast<size_t>(i)] / static_cast<double>(t);
+                    for (const auto& step : run.results)
+                        mean += step[0][static_cast<size_t>(i)] / static_cast<double>(t);
                     squares += (mean - sum) * (mean - sum), of_sum += sum * sum;
                 }
                 worst = std::max(worst, std::sqrt(squares / of_sum));
@@ -376,14 +391,17 @@ TEST_CASE("powersgd: matrices of a lower rank, and gradients that are zero", "[c
     // Step 0: nothing. Then a matrix of rank 1, whose P has parallel columns: it comes out as it went in.
     const auto low = [](int rank, int step, int64_t i) {
         const int64_t C = 65, row = i / C, c = i % C;
-        return step == 0 || i >= 37 * C ? 0.0f : static_cast<float>((1 + rank) * (static_cast<double>(row) - 17) * (1 + static_cast<double>(c % 7)));
+        return step == 0 || i >= 37 * C ? 0.0f
+                                        : static_cast<float>((1 + rank) * (static_cast<double>(row) - 17) *
+                                                             (1 + static_cast<double>(c % 7)));
     };
     const Run run = run_compressor({.kind = Compression::power_sgd, .rank = 4}, 2, 4, low);
     for (size_t step = 0; step < 4; ++step) {
         double worst = 0;
         for (int64_t i = 0; i < 37 * 65; ++i)
             worst = std::max(worst, std::abs(run.results[step][0][static_cast<size_t>(i)] -
-                                             static_cast<double>(low(0, static_cast<int>(step), i) + low(1, static_cast<int>(step), i))));
+                                             static_cast<double>(low(0, static_cast<int>(step), i) +
+                                                                 low(1, static_cast<int>(step), i))));
         CAPTURE(step);
         CHECK(worst <= 3 * 20 * 7 * sum_error(65) * 4);  // the largest number; four columns
     }
@@ -393,7 +411,8 @@ TEST_CASE("a gradient that is infinite or no number is not compressed away", "[c
     const Compression kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
     const float bad = GENERATE(INFINITY, std::nanf(""));
     CAPTURE(static_cast<int>(kind), bad);
-    const Run run = run_compressor({.kind = kind}, 2, 1, [&](int rank, int, int64_t i) { return rank == 1 && i == 100 ? bad : 1.0f; });
+    const Run run = run_compressor({.kind = kind}, 2, 1,
+                                   [&](int rank, int, int64_t i) { return rank == 1 && i == 100 ? bad : 1.0f; });
     CHECK_FALSE(std::isfinite(run.results[0][0][100]));
 }
 
@@ -413,8 +432,10 @@ const std::string& text_file() {
     return path;
 }
 Outcome train(const std::string& arguments) {
-    return run_program("train_gpt", concat("--data ", text_file(), " --batch 6 --seq 16 --steps 24 --lr 1e-3 --val-every 0 --val-sequences 6 "
-                                           "--sample 0 --warmup 5 ", arguments));
+    return run_program("train_gpt", concat("--data ", text_file(),
+                                           " --batch 6 --seq 16 --steps 24 --lr 1e-3 --val-every 0 --val-sequences 6 "
+                                           "--sample 0 --warmup 5 ",
+                                           arguments));
 }
 std::vector<double> losses(const std::string& run) {
     std::vector<double> values;
@@ -433,7 +454,8 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
     const std::tuple<std::string, double> cases[] = {{"bf16", 2e-4}, {"fp8", 5e-3}, {"powersgd", 0.25}, {"1bit", 0.45}};
     for (const auto& [name, distance] : cases) {
         CAPTURE(name);
-        const std::string whole = folder / name, parts = folder / (name + "-parts"), flags = "--ranks 2 --compress " + name + " --out ";
+        const std::string whole = folder / name, parts = folder / (name + "-parts"),
+                          flags = "--ranks 2 --compress " + name + " --out ";
         REQUIRE(train(flags + whole).status == 0);
         const std::vector<double> its = losses(whole);
         REQUIRE(its.size() == none.size());
@@ -457,7 +479,8 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
         if (name != "1bit") continue;
         resumed = run_program("train_gpt", "--resume --ranks 3 --out " + other);
         CHECK(resumed.status == 0);
-        CHECK_THAT(resumed.out, ContainsSubstring("--compress: the checkpoint has no errors of 3 ranks: they begin as 0"));
+        CHECK_THAT(resumed.out,
+                   ContainsSubstring("--compress: the checkpoint has no errors of 3 ranks: they begin as 0"));
         CHECK(losses(other).size() == 24);
         resumed = run_program("train_gpt", "--resume --ranks 2 --compress fp8 --out " + other);
         CHECK(one_line_with(resumed.err.substr(0, resumed.err.size() - 1), "--compress fp8 differs"));

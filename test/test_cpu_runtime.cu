@@ -310,7 +310,8 @@ TEST_CASE("work that must wait holds up its own stream only", "[cpu]") {
     std::vector<int> seen;
     // In the order of the calls where work runs at once; in strict mode the gate may be opened by what is asked for later.
     if (!cuda_cpu::strict) open = true;
-    cuda_cpu::enqueue_when(first, [&] { return open.load(); }, [&] { seen.push_back(open ? 1 : -1); });
+    cuda_cpu::enqueue_when(
+        first, [&] { return open.load(); }, [&] { seen.push_back(open ? 1 : -1); });
     cuda_cpu::enqueue(first, [&] { seen.push_back(2); });
     cuda_cpu::enqueue(second, [&] { open = true; });
     must(cudaDeviceSynchronize());

@@ -32,8 +32,9 @@ struct Size {
     int64_t N, V, padding;
 };
 // V around one chunk, around the limit of a one-thread row (1024 on the CPU), and GPT-2's, which needs several warps a row.
-const Size kSizes[] = {{1, 1, 0},    {300, 2, 3},  {5, 31, 0},    {37, 97, 47}, {600, 256, 0}, {9, 1000, 0},  {9, 1000, 47},
-                       {5, 1024, 3}, {7, 1025, 0}, {3, 1025, 47}, {4, 2500, 4}, {3, 50257, 0}, {3, 50257, 3}, {3, 50257, 47}};
+const Size kSizes[] = {{1, 1, 0},    {300, 2, 3},   {5, 31, 0},    {37, 97, 47},  {600, 256, 0},
+                       {9, 1000, 0}, {9, 1000, 47}, {5, 1024, 3},  {7, 1025, 0},  {3, 1025, 47},
+                       {4, 2500, 4}, {3, 50257, 0}, {3, 50257, 3}, {3, 50257, 47}};
 
 std::vector<int> random_targets(int64_t N, int64_t V, uint64_t seed) {
     std::vector<int> targets;
@@ -102,7 +103,8 @@ TEST_CASE("cross_entropy against float64", "[cross_entropy]") {
 TEST_CASE("cross_entropy writes exact zeros where there is no gradient", "[cross_entropy]") {
     for (DType dtype : kFloatDTypes) {
         const Size size{6, 50, 14};
-        Buffer logits(dtype, {6, 64}, random_logits(size, dtype, 1.0)), targets(DType::i32, {6}), losses(DType::f32, {6});
+        Buffer logits(dtype, {6, 64}, random_logits(size, dtype, 1.0)), targets(DType::i32, {6}),
+            losses(DType::f32, {6});
         targets.set_integers({1, -1, 49, -100, 0, -2147483647});
         cross_entropy_forward_backward(losses, logits, targets, 50, 1.0f, device().stream);
         const auto dx = logits.values(), loss = losses.values();
@@ -121,15 +123,17 @@ TEST_CASE("cross_entropy with extreme logits", "[cross_entropy]") {
             const double big = rounded({1e4}, dtype)[0];
             std::vector<double> x(static_cast<size_t>(4 * V), -big);
             const size_t row = static_cast<size_t>(V);
-            x[0] = big;                                                                             // row 0: certain, and right
-            x[row + 1] = big;                                                                       // row 1: certain, and wrong
-            for (size_t v = 0; v < row; ++v) x[2 * row + v] = big;                                  // row 2: all the same
-            for (size_t v = 0; v < row; ++v) x[3 * row + v] = v == 2 || v == 3 ? -big : -INFINITY;  // row 3: masked but two
+            x[0] = big;                                             // row 0: certain, and right
+            x[row + 1] = big;                                       // row 1: certain, and wrong
+            for (size_t v = 0; v < row; ++v) x[2 * row + v] = big;  // row 2: all the same
+            for (size_t v = 0; v < row; ++v)
+                x[3 * row + v] = v == 2 || v == 3 ? -big : -INFINITY;  // row 3: masked but two
             Buffer logits(dtype, {4, V}, x), targets(DType::i32, {4}), losses(DType::f32, {4});
             targets.set_integers({0, 0, 0, 2});
             cross_entropy_forward_backward(losses, logits, targets, V, 1.0f, device().stream);
             const double n = static_cast<double>(V);
-            check_close(losses.values(), {0, 2 * big, std::log(n), std::log(2.0)}, (n / 64 + 40) * kUnit, 0x1p-20, "losses");
+            check_close(losses.values(), {0, 2 * big, std::log(n), std::log(2.0)}, (n / 64 + 40) * kUnit, 0x1p-20,
+                        "losses");
             const auto dx = logits.values();
             const double u = unit_roundoff(dtype) + (n / 64 + 40) * kUnit;
             CHECK(dx[0] == 0);
@@ -183,8 +187,10 @@ TEST_CASE("cross_entropy names what is wrong", "[cross_entropy]") {
     CHECK_THROWS_WITH(cross_entropy_forward(losses, logits, targets, 0, stream), ContainsSubstring(name + "V = 0"));
     CHECK_THROWS_WITH(cross_entropy_forward(losses, logits, few, 10, stream),
                       ContainsSubstring(name + "targets is i32 (3), expected i32 (4)"));
-    CHECK_THROWS_WITH(cross_entropy_forward(losses, logits, floats, 10, stream), ContainsSubstring(name + "targets is f32"));
-    CHECK_THROWS_WITH(cross_entropy_forward(half, logits, targets, 10, stream), ContainsSubstring(name + "losses is bf16"));
+    CHECK_THROWS_WITH(cross_entropy_forward(losses, logits, floats, 10, stream),
+                      ContainsSubstring(name + "targets is f32"));
+    CHECK_THROWS_WITH(cross_entropy_forward(half, logits, targets, 10, stream),
+                      ContainsSubstring(name + "losses is bf16"));
     CHECK_THROWS_WITH(cross_entropy_forward(losses, cube, targets, 10, stream), ContainsSubstring(name + "logits is"));
     CHECK_THROWS_WITH(cross_entropy_forward(losses, whole, targets, 10, stream), ContainsSubstring("i32"));
     CHECK_THROWS_WITH(cross_entropy_forward_backward(losses, shifted, targets, 10, 1.0f, stream),

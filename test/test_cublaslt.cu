@@ -543,7 +543,8 @@ TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cu
                         for (int64_t first = 0; first < k; first += 384) {
                             float part = 0;
                             for (int64_t l = first; l < std::min(first + 384, k); ++l)
-                                part = std::fma(float(A.op(transpose_a, 0, i, l)), float(B.op(transpose_b, 0, l, j)), part);
+                                part = std::fma(float(A.op(transpose_a, 0, i, l)), float(B.op(transpose_b, 0, l, j)),
+                                                part);
                             const float panel_beta = first == 0 ? beta : 1;
                             sum = panel_beta == 0 ? alpha * part : std::fma(alpha, part, panel_beta * sum);
                         }

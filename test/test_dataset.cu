@@ -369,7 +369,8 @@ TEST_CASE("the documents of a sequence are cut at its ends") {
     for (const int64_t T : {1, 2, 7, 16}) {
         const BatchReader reader(open(folder / "documents.bin"), T, 5);
         for (int64_t i = 0; i < 3 * reader.sequences_per_epoch(); ++i) {
-            std::vector<int32_t> row(static_cast<size_t>(T)), targets(row), spans(2 * row.size(), -1), positions(row.size(), -1);
+            std::vector<int32_t> row(static_cast<size_t>(T)), targets(row), spans(2 * row.size(), -1),
+                positions(row.size(), -1);
             reader.sequence(i, row.data(), targets.data());
             reader.documents(i, spans.data(), positions.data());
             int32_t first = 0;

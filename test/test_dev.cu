@@ -65,7 +65,8 @@ void check_refused(const std::string& program, const std::string& arguments, con
 TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]") {
     const TempFolder folder;
     const std::string picture = folder / "law.png";
-    const Outcome outcome = run_program("dev/recompute", picture + " --layers 6 --width 32 --seq 10 --batch 1 --steps 1");
+    const Outcome outcome =
+        run_program("dev/recompute", picture + " --layers 6 --width 32 --seq 10 --batch 1 --steps 1");
     INFO(outcome.out << outcome.err);
     REQUIRE(outcome.status == 0);
     const auto taken = [&](const std::string& way) {

@@ -107,9 +107,10 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
                 const bool begins = i % T == 0 || uniform(9, 9, static_cast<uint64_t>(i)) < 0.2;
                 positions[static_cast<size_t>(i)] = begins ? 0 : positions[static_cast<size_t>(i - 1)] + 1;
             }
-            Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}), links(DType::i32, {2, B * T}), wte(dtype, {rows, C}, e),
-                wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy), dwpe(DType::f32, {T, C}, dp),
-                dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))), dwte_without(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C)));
+            Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}), links(DType::i32, {2, B * T}),
+                wte(dtype, {rows, C}, e), wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy),
+                dwpe(DType::f32, {T, C}, dp), dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))),
+                dwte_without(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C)));
             tokens.set_integers(ids);
             places.set_integers(positions);
             embedding_forward(out, tokens, places, wte, wpe, device().stream);
@@ -123,7 +124,8 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
                 }
             INFO(name(s, dtype));
             CHECK(out.values() == rounded(expected, dtype));  // as without positions: one rounding of the exact sum
-            check_close(dwpe.values(), dp, unit_roundoff(DType::f32), sum_error(B * T) * 4 * std::sqrt(static_cast<double>(B * T)),
+            check_close(dwpe.values(), dp, unit_roundoff(DType::f32),
+                        sum_error(B * T) * 4 * std::sqrt(static_cast<double>(B * T)),
                         "embedding dwpe with positions, " + name(s, dtype));
             CHECK(dwte.bits() == dwte_without.bits());
             // Positions that only say t change no bit.
@@ -132,7 +134,8 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
             std::vector<unsigned char> bits[2];
             for (const bool given : {false, true}) {
                 dwpe.set(dp);
-                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, links, device().stream);
+                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, links,
+                                   device().stream);
                 bits[given] = dwpe.bits();
             }
             CHECK(bits[0] == bits[1]);
@@ -202,8 +205,10 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, tokens, s),
                       ContainsSubstring("embedding_backward: links"));
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, links, wte, wpe, s), ContainsSubstring("embedding_forward: positions"));
-    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, links, links, s), ContainsSubstring("embedding_backward: positions"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, links, wte, wpe, s),
+                      ContainsSubstring("embedding_forward: positions"));
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, links, links, s),
+                      ContainsSubstring("embedding_backward: positions"));
     const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, shifted, {}, s),
                       ContainsSubstring("embedding_forward: wte starts at"));

@@ -461,7 +461,7 @@ TEST_CASE("fp8: delayed scaling takes the largest amax of the last 16 steps", "[
             CHECK(state[0] == used);
             CHECK(state[1] == step_amax);
             CHECK(to_floats(l.saved.tensor().slice(0, 1))[0] == its);  // dout's place has nothing yet
-            l.forward(false);  // recomputation
+            l.forward(false);                                          // recomputation
             CHECK(l.out.bits() == evaluated);
             CHECK(l.state.values() == state);
             const Product y = product(quantise(DType::e4m3, x, 16, 32, 0, its).values,

@@ -54,7 +54,8 @@ class Large {
     }
     // Zero but for rows [first, first + count).
     Large& only(int64_t first, int64_t count) {
-        const size_t row_bytes = tensor_.bytes() / static_cast<size_t>(tensor_.shape[0]), end = static_cast<size_t>(first + count) * row_bytes;
+        const size_t row_bytes = tensor_.bytes() / static_cast<size_t>(tensor_.shape[0]),
+                     end = static_cast<size_t>(first + count) * row_bytes;
         cudaCheck(cudaMemset(tensor_.data, 0, static_cast<size_t>(first) * row_bytes));
         cudaCheck(cudaMemset(static_cast<char*>(tensor_.data) + end, 0, tensor_.bytes() - end));
         return *this;
@@ -104,7 +105,8 @@ const DType kDType = DType::bf16;
 
 TEST_CASE("full size: layernorm", "[full_size]") {
     const int64_t C = full_size() ? 1600 : 40, N = full_size() ? 1350000 : 11;
-    Large inp(kDType, {N, C}), w(kDType, {C}), b(kDType, {C}), out(kDType, {N, C}), mean(DType::f32, {N}), rstd(DType::f32, {N});
+    Large inp(kDType, {N, C}), w(kDType, {C}), b(kDType, {C}), out(kDType, {N, C}), mean(DType::f32, {N}),
+        rstd(DType::f32, {N});
     inp.normal(1), w.normal(2), b.normal(3);
     Large small_out(kDType, {kCount, C}), small_mean(DType::f32, {kCount}), small_rstd(DType::f32, {kCount});
     layernorm_forward(out, {}, mean, rstd, inp, {}, w, b, 1e-5f, nullptr);
@@ -114,8 +116,10 @@ TEST_CASE("full size: layernorm", "[full_size]") {
         check_same(rstd.rows(first, kCount), small_rstd, concat("rstd, row ", first));
         check_same(mean.rows(first, kCount), small_mean, concat("mean, row ", first));
     }
-    Large dout(kDType, {N, C}), dinp(kDType, {N, C}), dw(kDType, {C}), db(kDType, {C}), scratch(DType::f32, {layernorm_backward_scratch_n(N, C)});
-    Large small_dinp(kDType, {kCount, C}), small_dw(kDType, {C}), small_db(kDType, {C}), small_scratch(DType::f32, {layernorm_backward_scratch_n(kCount, C)});
+    Large dout(kDType, {N, C}), dinp(kDType, {N, C}), dw(kDType, {C}), db(kDType, {C}),
+        scratch(DType::f32, {layernorm_backward_scratch_n(N, C)});
+    Large small_dinp(kDType, {kCount, C}), small_dw(kDType, {C}), small_db(kDType, {C}),
+        small_scratch(DType::f32, {layernorm_backward_scratch_n(kCount, C)});
     for (const int64_t first : places(N, C)) {
         dout.normal(4).only(first, kCount), dw.zero(), db.zero(), small_dw.zero(), small_db.zero();
         layernorm_backward(dinp, dw, db, dout, {}, inp, w, mean, rstd, scratch, nullptr);
@@ -133,14 +137,17 @@ TEST_CASE("full size: rmsnorm", "[full_size]") {
     inp.normal(1), w.normal(2);
     Large small_out(kDType, {kCount, C}), small_rstd(DType::f32, {kCount});
     rmsnorm_forward(out, {}, rstd, inp, {}, w, 1e-5f, nullptr);
-    Large dout(kDType, {N, C}), dinp(kDType, {N, C}), dw(kDType, {C}), scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
-    Large small_dinp(kDType, {kCount, C}), small_dw(kDType, {C}), small_scratch(DType::f32, {rmsnorm_backward_scratch_n(kCount, C)});
+    Large dout(kDType, {N, C}), dinp(kDType, {N, C}), dw(kDType, {C}),
+        scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
+    Large small_dinp(kDType, {kCount, C}), small_dw(kDType, {C}),
+        small_scratch(DType::f32, {rmsnorm_backward_scratch_n(kCount, C)});
     for (const int64_t first : places(N, C)) {
         rmsnorm_forward(small_out, {}, small_rstd, inp.rows(first, kCount), {}, w, 1e-5f, nullptr);
         check_same(out.rows(first, kCount), small_out, concat("out, row ", first));
         dout.normal(4).only(first, kCount), dw.zero(), small_dw.zero();
         rmsnorm_backward(dinp, dw, dout, {}, inp, w, rstd, scratch, nullptr);
-        rmsnorm_backward(small_dinp, small_dw, dout.rows(first, kCount), {}, inp.rows(first, kCount), w, small_rstd, small_scratch, nullptr);
+        rmsnorm_backward(small_dinp, small_dw, dout.rows(first, kCount), {}, inp.rows(first, kCount), w, small_rstd,
+                         small_scratch, nullptr);
         check_same(dinp.rows(first, kCount), small_dinp, concat("dinp, row ", first));
         check_same(dw, small_dw, concat("dweight, row ", first), kOtherOrder);
     }
@@ -181,13 +188,15 @@ TEST_CASE("full size: linear layers and column sums, at the sizes of the head", 
         check_same(out.rows(first, kCount), small_out, concat("out, row ", first), kOtherOrder);
     }
     Large dw(kDType, {O, C}), db(kDType, {O}), scratch(DType::f32, {linear_backward_scratch_n(N, O)});
-    Large small_dw(kDType, {O, C}), small_db(kDType, {O}), small_scratch(DType::f32, {linear_backward_scratch_n(kCount, O)});
+    Large small_dw(kDType, {O, C}), small_db(kDType, {O}),
+        small_scratch(DType::f32, {linear_backward_scratch_n(kCount, O)});
     for (const int64_t first : places(N, O)) {
         out.normal(4).only(first, kCount), dw.zero(), db.zero(), small_dw.zero(), small_db.zero();
         linear_backward_input(dinp, out, w, false, nullptr);
         linear_backward_weight(dw, db, out, inp, scratch, nullptr);
         linear_backward_input(small_dinp, out.rows(first, kCount), w, false, nullptr);
-        linear_backward_weight(small_dw, small_db, out.rows(first, kCount), inp.rows(first, kCount), small_scratch, nullptr);
+        linear_backward_weight(small_dw, small_db, out.rows(first, kCount), inp.rows(first, kCount), small_scratch,
+                               nullptr);
         check_same(dinp.rows(first, kCount), small_dinp, concat("dinp, row ", first), kOtherOrder);
         check_same(dw, small_dw, concat("dweight, row ", first), kOtherOrder);
         check_same(db, small_db, concat("dbias, row ", first), kOtherOrder);
@@ -215,8 +224,10 @@ TEST_CASE("full size: cross entropy", "[full_size]") {
 }
 
 TEST_CASE("full size: embedding", "[full_size]") {
-    const int64_t V = full_size() ? 128256 : 50, C = full_size() ? 2048 : 40, T = full_size() ? 4096 : 5, B = full_size() ? 257 : 5;
-    Large tokens(DType::i32, {B, T}), wte(kDType, {V, C}), wpe(kDType, {T, C}), out(kDType, {B, T, C}), small_out(kDType, {kCount, T, C});
+    const int64_t V = full_size() ? 128256 : 50, C = full_size() ? 2048 : 40, T = full_size() ? 4096 : 5,
+                  B = full_size() ? 257 : 5;
+    Large tokens(DType::i32, {B, T}), wte(kDType, {V, C}), wpe(kDType, {T, C}), out(kDType, {B, T, C}),
+        small_out(kDType, {kCount, T, C});
     tokens.tokens(V, 1), wte.normal(2), wpe.normal(3);
     embedding_forward(out, tokens, {}, wte, wpe, nullptr);
     for (const int64_t first : places(B, T * C)) {
@@ -228,16 +239,19 @@ TEST_CASE("full size: embedding", "[full_size]") {
     for (const int64_t first : places(B, T * C)) {
         out.normal(4).only(first, kCount), dwte.zero(), dwpe.zero(), small_dwte.zero(), small_dwpe.zero();
         embedding_backward(dwte, dwpe, out, tokens, {}, links, nullptr);
-        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {}, small_links, nullptr);
+        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {}, small_links,
+                           nullptr);
         check_same(dwte, small_dwte, concat("dwte, sequence ", first), kOtherOrder);
         check_same(dwpe, small_dwpe, concat("dwpe, sequence ", first), kOtherOrder);
     }
 }
 
 TEST_CASE("full size: rope and attention", "[full_size]") {
-    const int64_t H = full_size() ? 32 : 4, K = full_size() ? 8 : 2, D = full_size() ? 64 : 8, T = full_size() ? 4096 : 9, B = 5;
+    const int64_t H = full_size() ? 32 : 4, K = full_size() ? 8 : 2, D = full_size() ? 64 : 8,
+                  T = full_size() ? 4096 : 9, B = 5;
     const int64_t Q = (H + 2 * K) * D, few = 1;
-    Large qkv(kDType, {B, T, Q}), table(DType::f32, {T, D}), out(kDType, {B, T, H * D}), dout(kDType, {B, T, H * D}), dqkv(kDType, {B, T, Q});
+    Large qkv(kDType, {B, T, Q}), table(DType::f32, {T, D}), out(kDType, {B, T, H * D}), dout(kDType, {B, T, H * D}),
+        dqkv(kDType, {B, T, Q});
     Large before(kDType, {few, T, Q}), small_out(kDType, {few, T, H * D}), small_dqkv(kDType, {few, T, Q});
     rope_table(table, rope_frequencies(D, 500000.0, {}));
     // A sequence is a row here; the scores of 5 sequences of 4096 tokens and 32 heads are 2.7e9 numbers.
@@ -247,7 +261,8 @@ TEST_CASE("full size: rope and attention", "[full_size]") {
         Large lse(DType::f32, {n, H, T}), scratch(DType::f32, {flash_attention_backward_scratch_n(n, T, H)});
         const FlashAttentionOptions options{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
         flash_attention_forward(out_heads, lse, h.q, h.k, h.v, options, nullptr);
-        flash_attention_backward(dh.q, dh.k, dh.v, dout_heads, out_heads, lse, h.q, h.k, h.v, options, scratch, nullptr);
+        flash_attention_backward(dh.q, dh.k, dh.v, dout_heads, out_heads, lse, h.q, h.k, h.v, options, scratch,
+                                 nullptr);
         cudaCheck(cudaDeviceSynchronize());
     };
     for (const int64_t first : {int64_t{0}, B - 1}) {

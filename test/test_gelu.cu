@@ -52,7 +52,8 @@ TEST_CASE("gelu against float64", "[gelu]") {
             check_close(out.values(), y, u + 8 * kUnit, 8 * kUnit * largest(x) + f16_extra, "gelu forward, " + what);
             // Backward: the second term is x v' s (1 - s) with |x v'| < 3 |v|, its error 5 units times 3 v^2 exp(-|v|) <= 1.7:
             // 9 units; and 7 for the first term and the sum.
-            check_close(dinp.values(), dx, u + 8 * kUnit, 16 * kUnit * largest(dy) + f16_extra, "gelu backward, " + what);
+            check_close(dinp.values(), dx, u + 8 * kUnit, 16 * kUnit * largest(dy) + f16_extra,
+                        "gelu backward, " + what);
         }
 }
 
@@ -97,7 +98,8 @@ TEST_CASE("gelu names what is wrong", "[gelu]") {
         long_row(DType::f32, {33});
     Tensor shifted = make_tensor(static_cast<char*>(long_row.tensor().data) + 4, DType::f32, {4, 8});
     cudaStream_t stream = device().stream;
-    CHECK_THROWS_WITH(gelu_forward(b, a, stream), ContainsSubstring("gelu_forward: out is f32 (8, 4), expected f32 (4, 8)"));
+    CHECK_THROWS_WITH(gelu_forward(b, a, stream),
+                      ContainsSubstring("gelu_forward: out is f32 (8, 4), expected f32 (4, 8)"));
     CHECK_THROWS_WITH(gelu_forward(half, a, stream), ContainsSubstring("gelu_forward: out is f16 (4, 8)"));
     CHECK_THROWS_WITH(gelu_forward(a, {}, stream), ContainsSubstring("gelu_forward: inp is no tensor"));
     CHECK_THROWS_WITH(gelu_forward({}, a, stream), ContainsSubstring("gelu_forward: out is no tensor"));

@@ -67,8 +67,8 @@ TEST_CASE("grad_norm sees every place exactly once", "[grad_clip]") {
     for (DType dtype : kFloatDTypes) {
         Buffer grads(dtype, {n}, std::vector<double>(static_cast<size_t>(n), 0.0));
         bool good = true;
-        std::vector<int64_t> places = {0,    1,           15,      16,          31, 32, 511, 512, 8191,
-                                       8192, kChunkN - 1, kChunkN, 2 * kChunkN, n - 1};
+        std::vector<int64_t> places = {0,   1,    15,   16,          31,      32,          511,
+                                       512, 8191, 8192, kChunkN - 1, kChunkN, 2 * kChunkN, n - 1};
         for (uint64_t k = 0; k < 40; ++k)
             places.push_back(static_cast<int64_t>(uniform_below(5, 0, k, static_cast<uint64_t>(n))));
         for (int64_t place : places) {

@@ -28,7 +28,8 @@ std::string python() {
     return set ? set : "python3";
 }
 bool torch_is_here() {
-    static const bool found = run_shell(python() + " -c 'import importlib.util as u, sys; sys.exit(not u.find_spec(\"torch\"))'").status == 0;
+    static const bool found =
+        run_shell(python() + " -c 'import importlib.util as u, sys; sys.exit(not u.find_spec(\"torch\"))'").status == 0;
     return found;
 }
 
@@ -41,18 +42,22 @@ void make_executable(const std::string& path, const std::string& text) {
 
 TEST_CASE("make bench: every operation and a training run, alone", "[program][harness]") {
     const TempFolder folder;
-    const Outcome outcome = run_script("bench.sh", "OPPONENTS= KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 BENCH_OUT=" + folder.path);
+    const Outcome outcome =
+        run_script("bench.sh", "OPPONENTS= KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 BENCH_OUT=" + folder.path);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     const std::string table = slurp(folder / "results.md");
     CHECK(table == outcome.out);
     // Forward and backward of each operation in layers/: GPT-2's and LLaMA's.
     for (const std::string name : {"linear qkv", "linear attn_out", "linear up", "linear down", "linear head"})
-        for (const std::string pass : {"forward", "backward input", "backward weight"}) CHECK(count(table, "| " + name + " | " + pass + " |") == 2);
+        for (const std::string pass : {"forward", "backward input", "backward weight"})
+            CHECK(count(table, "| " + name + " | " + pass + " |") == 2);
     for (const std::string name : {"attention", "embedding"})
-        for (const std::string pass : {"forward", "backward"}) CHECK(count(table, "| " + name + " | " + pass + " |") == 2);
+        for (const std::string pass : {"forward", "backward"})
+            CHECK(count(table, "| " + name + " | " + pass + " |") == 2);
     for (const std::string name : {"layernorm", "rmsnorm", "gelu", "swiglu", "rope"})
-        for (const std::string pass : {"forward", "backward"}) CHECK(count(table, "| " + name + " | " + pass + " |") == 1);
+        for (const std::string pass : {"forward", "backward"})
+            CHECK(count(table, "| " + name + " | " + pass + " |") == 1);
     CHECK(count(table, "| cross entropy | forward+backward |") == 2);
     CHECK(count(table, "| column sum |") == 1);
     CHECK(count(table, " | ours | 2 | ") == 2);  // two models trained
@@ -73,8 +78,9 @@ TEST_CASE("make bench: every operation and a training run, alone", "[program][ha
 TEST_CASE("make bench: PyTorch beside ours, at the same shapes", "[program][harness]") {
     if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
     const TempFolder folder;
-    const Outcome outcome = run_script("bench.sh", "KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" +
-                                                       folder.path + " LLM_PYTHON=" + python());
+    const Outcome outcome = run_script(
+        "bench.sh", "KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" + folder.path +
+                        " LLM_PYTHON=" + python());
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     // Each operation has a ratio: the last column of its line is a number. bench_report has compared the shapes.
@@ -88,8 +94,9 @@ TEST_CASE("bench_torch: a LLaMA in bf16 learns, and one that does not is an erro
     if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
     const TempFolder folder;
     REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
-    const std::string command = concat("OMP_NUM_THREADS=1 ", python(), " dev/bench_torch.py train --config ", folder / "tiny.json",
-                                       " --batch 2 --seq 16 --dtype bf16 --steps 2 --budget 0.001 ");
+    const std::string command =
+        concat("OMP_NUM_THREADS=1 ", python(), " dev/bench_torch.py train --config ", folder / "tiny.json",
+               " --batch 2 --seq 16 --dtype bf16 --steps 2 --budget 0.001 ");
     const Outcome learns = run_shell(command + "--precision master");
     INFO(learns.err);
     CHECK(learns.status == 0);
@@ -103,27 +110,36 @@ TEST_CASE("bench_torch: a LLaMA in bf16 learns, and one that does not is an erro
 TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") {
     const TempFolder folder;
     REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
-    const std::string head = "info\tdevice\ta device\ninfo\tdate\ttoday\nlimit\tours\tcopy\t1e9\nlimit\tPyTorch\tcopy\t2e9\nlimit\tours\tmatmul f32\t1e12\n";
+    const std::string head =
+        "info\tdevice\ta "
+        "device\ninfo\tdate\ttoday\nlimit\tours\tcopy\t1e9\nlimit\tPyTorch\tcopy\t2e9\nlimit\tours\tmatmul f32\t1e12\n";
     const double flops = flops_per_token(load_config("tiny"), 64);
     char half_of_limit[40];  // tokens/s at which the model's operations are half the matmul rate
     std::snprintf(half_of_limit, sizeof half_of_limit, "%.10g", 0.5e12 / flops);
-    spit(folder / "results.tsv", head +
-                                     // 2e6 bytes at 2e9 bytes/s are 1 ms; ours takes 2 ms: half the limit. PyTorch's best takes 3 ms.
-                                     "kernel\tours\ttiny\tgelu\tforward\tN=1\t2e-3\t2e6\t0\nkernel\teager\ttiny\tgelu\tforward\tN=1\t8e-3\t0\t0\n"
-                                     "kernel\tcompile\ttiny\tgelu\tforward\tN=1\t3e-3\t0\t0\n"
-                                     // Two ways to attention, against the same time of PyTorch's.
-                                     "kernel\tours\ttiny\tattention\tforward\tB=1\t2e-3\t2e6\t0\n"
-                                     "kernel\tours\ttiny\tattention hopper\tforward\tB=1\t1e-3\t2e6\t0\n"
-                                     "kernel\tsdpa cudnn\ttiny\tattention\tforward\tB=1\t4e-3\t0\t0\n"
-                                     "train\tours\ttiny\t64\t4\t1000\t0\tslow batch\ntrain\tours\ttiny\t64\t8\t" + half_of_limit + "\t1048576\tnote\n"
-                                     "train\tPyTorch\ttiny\t64\t8\t1000\t0\tnote\n");
+    spit(folder / "results.tsv",
+         head +
+             // 2e6 bytes at 2e9 bytes/s are 1 ms; ours takes 2 ms: half the limit. PyTorch's best takes 3 ms.
+             "kernel\tours\ttiny\tgelu\tforward\tN=1\t2e-3\t2e6\t0\nkernel\teager\ttiny\tgelu\tforward\tN=1\t8e-"
+             "3\t0\t0\n"
+             "kernel\tcompile\ttiny\tgelu\tforward\tN=1\t3e-3\t0\t0\n"
+             // Two ways to attention, against the same time of PyTorch's.
+             "kernel\tours\ttiny\tattention\tforward\tB=1\t2e-3\t2e6\t0\n"
+             "kernel\tours\ttiny\tattention hopper\tforward\tB=1\t1e-3\t2e6\t0\n"
+             "kernel\tsdpa cudnn\ttiny\tattention\tforward\tB=1\t4e-3\t0\t0\n"
+             "train\tours\ttiny\t64\t4\t1000\t0\tslow batch\ntrain\tours\ttiny\t64\t8\t" +
+             half_of_limit +
+             "\t1048576\tnote\n"
+             "train\tPyTorch\ttiny\t64\t8\t1000\t0\tnote\n");
     const std::string command = concat(program_path("dev/bench_report"), " results ", folder.path);
     const Outcome outcome = run_shell(command);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("| gelu | forward | N=1 | 2000 | 1000 | 50 % | 8000 | 3000 |  | 1.50 |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| attention | forward | B=1 | 2000 | 1000 | 50 % |  |  | 4000 cudnn | 2.00 |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| attention hopper | forward | B=1 | 1000 | 1000 | 100 % |  |  | 4000 cudnn | 4.00 |"));
+    CHECK_THAT(outcome.out,
+               ContainsSubstring("| attention | forward | B=1 | 2000 | 1000 | 50 % |  |  | 4000 cudnn | 2.00 |"));
+    CHECK_THAT(
+        outcome.out,
+        ContainsSubstring("| attention hopper | forward | B=1 | 1000 | 1000 | 100 % |  |  | 4000 cudnn | 4.00 |"));
     CHECK_THAT(outcome.out, ContainsSubstring("Geometric mean of the ratios: 1.73 (2 operations)"));  // sqrt(1.5 * 2)
     CHECK_THAT(outcome.out, ContainsSubstring("| 50.0 % | 1.00 MiB |"));
     CHECK(count(outcome.out, "slow batch") == 0);
@@ -132,8 +148,9 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
     CHECK_THAT(outcome.out, ContainsSubstring(ratio));
 
     // Shapes that differ, and lines that nobody writes.
-    for (const std::string bad : {"kernel\tours\ttiny\tgelu\tforward\tN=1\t1\t1\t1\nkernel\teager\ttiny\tgelu\tforward\tN=2\t1\t0\t0\n",
-                                  "kernel\tours\n", "limit\tours\tcopy\tmuch\n", "nonsense\n"}) {
+    for (const std::string bad :
+         {"kernel\tours\ttiny\tgelu\tforward\tN=1\t1\t1\t1\nkernel\teager\ttiny\tgelu\tforward\tN=2\t1\t0\t0\n",
+          "kernel\tours\n", "limit\tours\tcopy\tmuch\n", "nonsense\n"}) {
         spit(folder / "results.tsv", head + bad);
         CHECK(run_shell(command).status == 2);
     }
@@ -146,7 +163,9 @@ TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]"
     // Steps of 10 ms: a product of 6 ms in two launches, RoPE for 1 ms, AdamW in two launches of 1 ms, and 1 ms of nothing.
     std::string trace = "0\t500\tfill_kernel\n";
     for (int64_t step = 0; step < 6; ++step) {
-        const auto at = [&](int64_t from_us, int64_t us, const std::string& name) { trace += concat(step * 10000000 + from_us * 1000, "\t", us * 1000, "\t", name, "\n"); };
+        const auto at = [&](int64_t from_us, int64_t us, const std::string& name) {
+            trace += concat(step * 10000000 + from_us * 1000, "\t", us * 1000, "\t", name, "\n");
+        };
         at(1000, 3000, "void nvjet_tst_128x256(CUtensorMap)");
         at(4000, 3000, "nvjet_tst_128x256");
         at(7000, 1000, "void (anonymous namespace)::rope_kernel<float, 4>(float*, float const*)");
@@ -177,7 +196,8 @@ TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]")
     const Outcome outcome = run_script("profile.sh", "PROFILE_OUT=" + folder.path);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
-    for (const std::string part : {"| matrix products |", "| attention backward |", "| norms forward |", "| AdamW |", "| loss |", "| `matmul` |", "| rope |"})
+    for (const std::string part : {"| matrix products |", "| attention backward |", "| norms forward |", "| AdamW |",
+                                   "| loss |", "| `matmul` |", "| rope |"})
         CHECK_THAT(outcome.out, ContainsSubstring(part));
     CHECK(count(outcome.out, "| other kernels |") == 0);  // a kernel that belongs to no part: add it to bench_report.cu
     CHECK(is_png(folder / "profile.png"));
@@ -188,12 +208,14 @@ TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]")
 
 TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
     const TempFolder folder;
-    const std::string variables = "CHECK_TESTS=swiglu CHECK_STEPS='tests full_size sanitizers' CHECK_OUT=" + folder.path;
+    const std::string variables =
+        "CHECK_TESTS=swiglu CHECK_STEPS='tests full_size sanitizers' CHECK_OUT=" + folder.path;
 #ifdef CUDA_ON_CPU
     const Outcome outcome = run_script("gpu_check.sh", variables);
     INFO(outcome.err << outcome.out);
     CHECK(outcome.status == 0);
-    for (const std::string row : {"| tests | ok |", "| full size | ok |", "| strict mode, seed 1 | ok |", "| strict mode, seed 2 | ok |"})
+    for (const std::string row :
+         {"| tests | ok |", "| full size | ok |", "| strict mode, seed 1 | ok |", "| strict mode, seed 2 | ok |"})
         CHECK_THAT(slurp(folder / "table.md"), ContainsSubstring(row));
     CHECK_THAT(slurp(folder / "log.txt"), ContainsSubstring("==== strict mode"));
 #endif
@@ -204,22 +226,29 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
     make_executable(build + "/run_tests", "echo 'All tests passed (3 assertions in 1 test case)'\n");
     make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
     make_executable(bin + "/compute-sanitizer",
-                    "[ $2 = racecheck ] && { echo '========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)'; exit 86; }\n"
+                    "[ $2 = racecheck ] && { echo '========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 "
+                    "warnings)'; exit 86; }\n"
                     "echo \"========= ERROR SUMMARY: 0 errors\"; shift 6; \"$@\"\n");
     const Outcome pretended = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH ", variables), build);
     INFO(pretended.err << pretended.out);
     CHECK(pretended.status == 1);
     const std::string table = slurp(folder / "table.md");
-    for (const std::string row : {"NVIDIA Pretender, 1.2", "| tests | ok |", "| memcheck | ok |", "| racecheck | FAILED |", "1 hazard", "| initcheck | ok |", "| synccheck | ok |"})
+    for (const std::string row : {"NVIDIA Pretender, 1.2", "| tests | ok |", "| memcheck | ok |",
+                                  "| racecheck | FAILED |", "1 hazard", "| initcheck | ok |", "| synccheck | ok |"})
         CHECK_THAT(table, ContainsSubstring(row));
 
     // Tests that fail, tests that take too long.
     make_executable(build + "/run_tests", "echo 'test cases: 2 | 1 passed | 1 failed'; exit 1\n");
-    const Outcome failing = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path), build);
+    const Outcome failing =
+        run_script("gpu_check.sh",
+                   concat("PATH=", bin, ":$PATH CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path), build);
     CHECK(failing.status == 1);
     CHECK_THAT(failing.out, ContainsSubstring("| tests | FAILED |"));
     make_executable(build + "/run_tests", "sleep 60\n");
-    const Outcome slow = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH CHECK_SECONDS=2 CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path), build);
+    const Outcome slow = run_script(
+        "gpu_check.sh",
+        concat("PATH=", bin, ":$PATH CHECK_SECONDS=2 CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path),
+        build);
     CHECK(slow.status == 1);
     CHECK_THAT(slow.out, ContainsSubstring("| tests | STOPPED |"));
 }
@@ -231,11 +260,15 @@ TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     // The headers alone are enough for a program that uses all of them.
-    spit(folder / "program.cpp", "#include <CLI/CLI.hpp>\n#include <nlohmann/json.hpp>\n#include <stb/stb_image_write.h>\n"
-                                 "#if __has_include(<catch2/catch_all.hpp>)\n#include <catch2/catch_all.hpp>\n#else\n#include <catch2/catch.hpp>\n#endif\nint main() {}\n");
-    const Outcome compiled = run_shell(concat("g++ -std=c++20 -fsyntax-only -H -I", bundle, "/include ", folder / "program.cpp"));
+    spit(folder / "program.cpp",
+         "#include <CLI/CLI.hpp>\n#include <nlohmann/json.hpp>\n#include <stb/stb_image_write.h>\n"
+         "#if __has_include(<catch2/catch_all.hpp>)\n#include <catch2/catch_all.hpp>\n#else\n#include "
+         "<catch2/catch.hpp>\n#endif\nint main() {}\n");
+    const Outcome compiled =
+        run_shell(concat("g++ -std=c++20 -fsyntax-only -H -I", bundle, "/include ", folder / "program.cpp"));
     INFO(compiled.err);
     CHECK(compiled.status == 0);
-    for (const std::string header : {"CLI/CLI.hpp", "nlohmann/json.hpp", "stb/stb_image_write.h"}) CHECK_THAT(compiled.err, ContainsSubstring(bundle + "/include/" + header));
+    for (const std::string header : {"CLI/CLI.hpp", "nlohmann/json.hpp", "stb/stb_image_write.h"})
+        CHECK_THAT(compiled.err, ContainsSubstring(bundle + "/include/" + header));
     CHECK(run_shell(concat("[ $(du -sk ", bundle, " | cut -f 1) -lt 60000 ]")).status == 0);
 }

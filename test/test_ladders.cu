@@ -56,7 +56,8 @@ TEST_CASE("a ladder's table has a row for every rung, or for the one that was as
     CHECK(half.status == 0);
     CHECK_THAT(half.out, ContainsSubstring("20 x 24 x 16 bf16: 11 rungs agree"));
     // Rungs on tensor cores keep their numbers where they cannot be.
-    const Outcome odd = run_program("dev/matmul", "--size 9x20x3 --dtype f16"), full = run_program("dev/matmul", "--size 9x20x3");
+    const Outcome odd = run_program("dev/matmul", "--size 9x20x3 --dtype f16"),
+                  full = run_program("dev/matmul", "--size 9x20x3");
     INFO(odd.out << odd.err << full.out << full.err);
     CHECK((odd.status == 0 && full.status == 0));
     CHECK((rows(odd.out) == 11 && rows(full.out) == 11));

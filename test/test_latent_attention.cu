@@ -13,12 +13,9 @@ struct Size {
     int64_t B, T, H, R, Dr, Dn, Dv, first, rows;
 };
 // Tiles are 128 rows: fewer, exactly so many, and more. Latents below, at and above a chunk of each device, and odd ones.
-const Size kSizes[] = {{1, 1, 1, 4, 2, 4, 3, 0, 1},
-                       {2, 3, 3, 24, 8, 16, 16, 5, 11},
-                       {1, 2, 2, 7, 3, 5, 6, 125, 131},
-                       {2, 1, 2, 40, 16, 32, 24, 127, 128},
-                       {1, 3, 4, 24, 8, 16, 16, 270, 273},
-                       {1, 1, 2, 512, 64, 128, 128, 300, 301}};
+const Size kSizes[] = {{1, 1, 1, 4, 2, 4, 3, 0, 1},        {2, 3, 3, 24, 8, 16, 16, 5, 11},
+                       {1, 2, 2, 7, 3, 5, 6, 125, 131},    {2, 1, 2, 40, 16, 32, 24, 127, 128},
+                       {1, 3, 4, 24, 8, 16, 16, 270, 273}, {1, 1, 2, 512, 64, 128, 128, 300, 301}};
 
 // Wk and Wv expand every row of the cache; then attention as anybody would write it.
 Values attention(const Values& q, const Values& cache, const Values& kv_b, const Size& s, double scale) {
@@ -63,8 +60,9 @@ TEST_CASE("latent attention against float64 with expanded keys and values", "[la
                 cache[i] *= 1 + static_cast<double>(static_cast<int64_t>(i) / W % s.rows) / static_cast<double>(s.rows);
             cache = rounded(cache, dtype);
             const Values q = rounded(random_values(N * s.H * D, 1), dtype),
-                         kv_b = rounded(random_values(s.H * (s.Dn + s.Dv) * s.R, 3, 1 / std::sqrt(static_cast<double>(s.R))),
-                                        dtype);
+                         kv_b = rounded(
+                             random_values(s.H * (s.Dn + s.Dv) * s.R, 3, 1 / std::sqrt(static_cast<double>(s.R))),
+                             dtype);
             Values padded;  // queries in wider rows
             for (int64_t n = 0; n < N; ++n) {
                 padded.insert(padded.end(), q.begin() + n * s.H * D, q.begin() + (n + 1) * s.H * D);
@@ -90,21 +88,24 @@ TEST_CASE("latent cache: rows are appended where they belong, and no others writ
              {std::array<int64_t, 4>{24, 8, 16, 24}, std::array<int64_t, 4>{7, 3, 2, 6}}) {
             const int64_t B = 3, T = 2, rows = 7, first = 4, W = R + Dr;
             const Values before = rounded(random_values(B * rows * W, 1), dtype),
-                         c = rounded(random_values(B * T * R, 2), dtype), k = rounded(random_values(B * T * columns, 3), dtype);
+                         c = rounded(random_values(B * T * R, 2), dtype),
+                         k = rounded(random_values(B * T * columns, 3), dtype);
             Buffer cache(dtype, {B, rows, W}, before), latent(dtype, {B, T, R}, c), key(dtype, {B, T, columns}, k);
             latent_cache_append(cache, first, latent, {key, 1, Dr, column}, device().stream);
             Values expected = before;
             for (int64_t n = 0; n < B * T; ++n)
                 for (int64_t i = 0; i < W; ++i)
                     expected[static_cast<size_t>((n / T * rows + first + n % T) * W + i)] =
-                        i < R ? c[static_cast<size_t>(n * R + i)] : k[static_cast<size_t>(n * columns + column + i - R)];
+                        i < R ? c[static_cast<size_t>(n * R + i)]
+                              : k[static_cast<size_t>(n * columns + column + i - R)];
             CHECK(cache.values() == expected);
         }
 }
 
 TEST_CASE("latent attention says what is wrong with its arguments", "[latent][errors]") {
-    Buffer q(DType::f32, {1, 2, 48}), out(DType::f32, {1, 2, 32}), cache(DType::f32, {1, 5, 20}), w(DType::f32, {64, 12}),
-        wrong(DType::f32, {60, 12}), latent(DType::f32, {1, 2, 12}), half(DType::bf16, {1, 5, 20});
+    Buffer q(DType::f32, {1, 2, 48}), out(DType::f32, {1, 2, 32}), cache(DType::f32, {1, 5, 20}),
+        w(DType::f32, {64, 12}), wrong(DType::f32, {60, 12}), latent(DType::f32, {1, 2, 12}),
+        half(DType::bf16, {1, 5, 20});
     const auto run = [&](const HeadColumns& o, const HeadColumns& heads, Tensor rows, Tensor weight, int64_t first) {
         latent_attention_forward(o, heads, rows, weight, first, 1.0f, device().stream);
     };
@@ -114,7 +115,8 @@ TEST_CASE("latent attention says what is wrong with its arguments", "[latent][er
     CHECK_THROWS_WITH(run({out, 2, 16}, {q, 2, 24}, cache, wrong, 0),
                       ContainsSubstring("cache is f32 (1, 5, 20), expected f32 (1, *, 22)"));
     CHECK_THROWS_WITH(run({out, 1, 16}, {q, 2, 24}, cache, w, 0), ContainsSubstring("does not fit"));
-    CHECK_THROWS_WITH(run({out, 2, 16}, {q, 2, 24}, half, w, 0), ContainsSubstring("latent_attention_forward: q is f32"));
+    CHECK_THROWS_WITH(run({out, 2, 16}, {q, 2, 24}, half, w, 0),
+                      ContainsSubstring("latent_attention_forward: q is f32"));
     CHECK_THROWS_WITH(latent_cache_append(cache, 4, latent, {q, 1, 8, 0}, device().stream),
                       ContainsSubstring("latent_cache_append: tokens 4 to 5"));
     CHECK_THROWS_WITH(latent_cache_append(cache, 0, latent, {q, 2, 8, 0}, device().stream),

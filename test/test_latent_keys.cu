@@ -19,12 +19,16 @@ TEST_CASE("latent keys: forward copies, backward copies and sums over heads", "[
     for (DType dtype : kFloatDTypes)
         for (const auto& [B, T, H, Dn, Dr, gap] : kSizes) {
             const int64_t N = B * T, D = Dn + Dr, stride = Dn + gap, kv = H * stride, row = 16 + Dr;
-            const Values own = rounded(random_values(N * kv, 1), dtype), shared = rounded(random_values(N * row, 2), dtype),
+            const Values own = rounded(random_values(N * kv, 1), dtype),
+                         shared = rounded(random_values(N * row, 2), dtype),
                          dk = rounded(random_values(N * H * D, 3), dtype);
-            Buffer own_rows(dtype, {B, T, kv}, own), shared_rows(dtype, {B, T, row}, shared), keys(dtype, {B, T, H * D});
-            Buffer down_rows(dtype, {B, T, kv}, own), dshared_rows(dtype, {B, T, row}, shared), dkeys(dtype, {B, T, H * D}, dk);
+            Buffer own_rows(dtype, {B, T, kv}, own), shared_rows(dtype, {B, T, row}, shared),
+                keys(dtype, {B, T, H * D});
+            Buffer down_rows(dtype, {B, T, kv}, own), dshared_rows(dtype, {B, T, row}, shared),
+                dkeys(dtype, {B, T, H * D}, dk);
             latent_keys_forward({keys, H, D}, {own_rows, H, Dn, 0, stride}, {shared_rows, 1, Dr, 16}, device().stream);
-            latent_keys_backward({down_rows, H, Dn, 0, stride}, {dshared_rows, 1, Dr, 16}, {dkeys, H, D}, device().stream);
+            latent_keys_backward({down_rows, H, Dn, 0, stride}, {dshared_rows, 1, Dr, 16}, {dkeys, H, D},
+                                 device().stream);
             Values k, down = own, dshared = shared;  // what is not written stays
             for (int64_t n = 0; n < N; ++n)
                 for (int64_t h = 0; h < H; ++h)

@@ -57,8 +57,8 @@ TEST_CASE("a static loss scale stays, and gives up after 20 overflows in a row",
     CHECK(scaler.scale == 1024);
     scaler.update(false);
     for (int k = 0; k < 19; ++k) scaler.update(true);
-    CHECK_THAT(error_of([&] { scaler.update(true); }), ContainsSubstring("20 steps in a row") &&
-                                                           ContainsSubstring("loss scale 1024"));
+    CHECK_THAT(error_of([&] { scaler.update(true); }),
+               ContainsSubstring("20 steps in a row") && ContainsSubstring("loss scale 1024"));
 }
 
 TEST_CASE("loss scales as text", "[loss_scaler]") {

@@ -68,7 +68,8 @@ void check_golden(const std::string& name) {
 
     backward(m.model, m.acts, device().stream);
     for (const Param& param : m.model.params) {
-        const std::vector<float> expected = floats_of(golden, "grad." + param.name), actual = in_file_layout(param, param.grad);
+        const std::vector<float> expected = floats_of(golden, "grad." + param.name),
+                                 actual = in_file_layout(param, param.grad);
         std::vector<float> difference(expected.size());
         for (size_t i = 0; i < expected.size(); ++i) difference[i] = actual[i] - expected[i];
         INFO(name << " gradient of " << param.name);
@@ -102,14 +103,20 @@ Config for_fp8(Config c) {
 
 }  // namespace
 
-TEST_CASE("GPT-2 equals transformers: logits, loss, gradients, ten AdamW steps", "[model][golden]") { check_golden("gpt2"); }
+TEST_CASE("GPT-2 equals transformers: logits, loss, gradients, ten AdamW steps", "[model][golden]") {
+    check_golden("gpt2");
+}
 TEST_CASE("LLaMA with GQA and llama3 RoPE scaling equals transformers", "[model][golden]") { check_golden("llama"); }
 TEST_CASE("Qwen2 equals transformers", "[model][golden]") { check_golden("qwen2"); }
 TEST_CASE("Qwen3 equals transformers", "[model][golden]") { check_golden("qwen3"); }
-TEST_CASE("DeepSeek-V3 without experts, with YaRN, equals transformers", "[model][golden]") { check_golden("deepseek"); }
+TEST_CASE("DeepSeek-V3 without experts, with YaRN, equals transformers", "[model][golden]") {
+    check_golden("deepseek");
+}
 TEST_CASE("DeepSeek without a query latent equals transformers", "[model][golden]") { check_golden("deepseek_lite"); }
 TEST_CASE("MFA equals its PyTorch module", "[model][golden]") { check_golden("mfa"); }
-TEST_CASE("LLaMA with a tied head and bf16 weights equals transformers", "[model][golden]") { check_golden("llama_tied"); }
+TEST_CASE("LLaMA with a tied head and bf16 weights equals transformers", "[model][golden]") {
+    check_golden("llama_tied");
+}
 
 TEST_CASE("a sharded Hugging Face folder gives the same weights as one file", "[model][golden]") {
     const Config config = load_config(kGolden + "llama");
@@ -175,18 +182,21 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
         const auto fill_logits = [&](void* bytes) {
             const std::vector<float> padded = to_floats(m.acts.logits);
             for (int64_t n = 0; n < 26; ++n)
-                std::copy_n(padded.begin() + n * config.V_padded(), config.V, static_cast<float*>(bytes) + n * config.V);
+                std::copy_n(padded.begin() + n * config.V_padded(), config.V,
+                            static_cast<float*>(bytes) + n * config.V);
         };
-        write_safetensors(
-            folder + "/logits.safetensors",
-            {{"tokens", "I32", {2, 13}, [&](void* bytes) { std::copy_n(tokens.data(), 26, static_cast<int32_t*>(bytes)); }},
-             {"logits", "F32", {2, 13, config.V}, fill_logits}});
+        write_safetensors(folder + "/logits.safetensors",
+                          {{"tokens",
+                            "I32",
+                            {2, 13},
+                            [&](void* bytes) { std::copy_n(tokens.data(), 26, static_cast<int32_t*>(bytes)); }},
+                           {"logits", "F32", {2, 13, config.V}, fill_logits}});
         folders += folder + " ";
     }
     const char* python = std::getenv("LLM_PYTHON");
     const std::string said = all.path + "/said";
-    const int status =
-        std::system(concat(python ? python : "python3", " test/golden/check_export.py ", folders, "> ", said, " 2>&1").c_str());
+    const int status = std::system(
+        concat(python ? python : "python3", " test/golden/check_export.py ", folders, "> ", said, " 2>&1").c_str());
     if (WEXITSTATUS(status) == 77 || WEXITSTATUS(status) == 127) {
         SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
     }
@@ -200,7 +210,8 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
 TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
     for (const Config& config : small_models()) {
         const int64_t T = 11;
-        const std::vector<int32_t> tokens = random_tokens(8 * T, config.V, 1), targets = random_tokens(8 * T, config.V, 2);
+        const std::vector<int32_t> tokens = random_tokens(8 * T, config.V, 1),
+                                   targets = random_tokens(8 * T, config.V, 2);
         Machine whole(config, 8, T), parts(config, 2, T);
         init_weights(whole.model, 9);
         init_weights(parts.model, 9);
@@ -212,7 +223,8 @@ TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
         backward(whole.model, whole.acts, device().stream);
         parts.zero_grads();
         for (int64_t b = 0; b < 8; b += 2) {
-            parts.set_batch({tokens.begin() + b * T, tokens.begin() + (b + 2) * T}, {targets.begin() + b * T, targets.begin() + (b + 2) * T});
+            parts.set_batch({tokens.begin() + b * T, tokens.begin() + (b + 2) * T},
+                            {targets.begin() + b * T, targets.begin() + (b + 2) * T});
             forward(parts.model, parts.acts, device().stream);
             loss_backward(parts.model, parts.acts, dloss, device().stream);
             backward(parts.model, parts.acts, device().stream);
@@ -268,7 +280,8 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
                 Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32}, parse_recompute(name));
                 init_weights(m.model, 4);
                 for (int64_t t = 1; t <= (dtype == DType::f32 ? 20 : 2); ++t) {
-                    m.set_batch(random_tokens(B * T, config.V, static_cast<uint64_t>(t)), random_tokens(B * T, config.V, 2));
+                    m.set_batch(random_tokens(B * T, config.V, static_cast<uint64_t>(t)),
+                                random_tokens(B * T, config.V, 2));
                     m.train_step(1.0f / static_cast<float>(B * T), 1e-2, t);
                 }
                 const std::vector<float> weights = to_floats(m.model.weights(1).values);
@@ -298,7 +311,8 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
         }
     }
     for (const std::string wrong : {"", "0", "-1", "2x", "some"})
-        CHECK_THROWS_WITH(parse_recompute(wrong), ContainsSubstring("use none, selective, full, or a number of blocks"));
+        CHECK_THROWS_WITH(parse_recompute(wrong),
+                          ContainsSubstring("use none, selective, full, or a number of blocks"));
 }
 
 // A 16-bit forward and backward against the float32 one on the same rounded weights. Every stored number is off by up to
@@ -307,7 +321,8 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
 TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[model][precision]") {
     for (const Config& config : small_models()) {
         const int64_t B = 2, T = 13;
-        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
+        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1),
+                                   targets = random_tokens(B * T, config.V, 2);
         for (const DType dtype : {DType::bf16, DType::f16}) {
             Machine exact(config, B, T);
             const auto run = [&](Machine& m, float dloss) {
@@ -361,7 +376,8 @@ TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
 TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][precision]") {
     for (const Config& config : small_models()) {
         TempFolder folder;
-        Machine full(config, 1, 8), half(config, 1, 8, {DType::bf16, DType::bf16, true}), again(config, 1, 8, {DType::f16, DType::f32, true});
+        Machine full(config, 1, 8), half(config, 1, 8, {DType::bf16, DType::bf16, true}),
+            again(config, 1, 8, {DType::f16, DType::f32, true});
         init_weights(full.model, 5);
         init_weights(half.model, 5);
         CHECK(to_floats(half.model.masters) == to_floats(full.model.values));
@@ -373,8 +389,10 @@ TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][pr
         CHECK(to_floats(again.model.masters) == to_floats(full.model.values));
     }
     Arena a("a"), b("b"), c("c");
-    CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::bf16, DType::f16, true}, 8, a, b, c), ContainsSubstring("in f32 or as the model"));
-    CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::f32, DType::f32, true}, 8, a, b, c), ContainsSubstring("its own master weights"));
+    CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::bf16, DType::f16, true}, 8, a, b, c),
+                      ContainsSubstring("in f32 or as the model"));
+    CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::f32, DType::f32, true}, 8, a, b, c),
+                      ContainsSubstring("its own master weights"));
 }
 
 TEST_CASE("gradients of the whole model equal finite differences of its loss", "[model]") {
@@ -382,7 +400,8 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
         const int64_t B = 2, T = 9;
         Machine m(config, B, T);
         init_weights(m.model, 11);
-        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
+        const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1),
+                                   targets = random_tokens(B * T, config.V, 2);
         m.set_batch(tokens, targets);
         m.zero_grads();
         forward(m.model, m.acts, device().stream);
@@ -433,7 +452,8 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
             const int64_t rows = param.value.shape[0] - param.padded_rows,
                           param_n = rows * (param.value.n() / param.value.shape[0]);
             n += param_n;
-            const bool lookup = param.name.find("wte") != std::string::npos || param.name.find("wpe") != std::string::npos ||
+            const bool lookup = param.name.find("wte") != std::string::npos ||
+                                param.name.find("wpe") != std::string::npos ||
                                 param.name.find("embed_tokens") != std::string::npos;
             if (param.value.rank == 2 && !lookup) multiplying += param_n;
         }

@@ -50,7 +50,7 @@ const Format bfloat16{"bfloat16", 8, 7, true, 0x7fff}, half_{"half", 5, 10, true
 const Format e4m3{"e4m3", 4, 3, false, 0x7f}, e5m2{"e5m2", 5, 2, true, 0x7f};
 
 class Reference {
-public:
+  public:
     explicit Reference(const Format& format_) : format(format_) {
         for (unsigned code = 0; code <= format.largest() + 1; ++code) values.push_back(format.value(code));
     }

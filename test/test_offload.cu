@@ -25,11 +25,13 @@ struct Case {
     bool naive = false;
 };
 std::string text_of(const Case& c) {
-    return concat("--offload ", static_cast<int>(c.offload), " --zero ", c.zero, c.naive ? " naive" : "", " --ranks ", c.n_ranks, " ",
-                  dtype_name(c.dtype), " --clip ", c.clip, " ", c.optimizer);
+    return concat("--offload ", static_cast<int>(c.offload), " --zero ", c.zero, c.naive ? " naive" : "", " --ranks ",
+                  c.n_ranks, " ", dtype_name(c.dtype), " --clip ", c.clip, " ", c.optimizer);
 }
 MemoryKind home_of(Offload offload) {
-    return offload == Offload::none ? MemoryKind::device : offload == Offload::unified ? MemoryKind::managed : MemoryKind::pinned;
+    return offload == Offload::none      ? MemoryKind::device
+           : offload == Offload::unified ? MemoryKind::managed
+                                         : MemoryKind::pinned;
 }
 
 class Run {
@@ -55,8 +57,9 @@ class Run {
         for (int64_t micro = 0; micro < n_micro; ++micro) {
             std::vector<int32_t> tokens;
             for (uint64_t i = 0; i < kT; ++i)
-                tokens.push_back(static_cast<int32_t>(uniform_below(9, static_cast<uint64_t>(100 * t + ranks_.comm().rank + micro), i,
-                                                                    static_cast<uint64_t>(model.config.V))));
+                tokens.push_back(
+                    static_cast<int32_t>(uniform_below(9, static_cast<uint64_t>(100 * t + ranks_.comm().rank + micro),
+                                                       i, static_cast<uint64_t>(model.config.V))));
             copy_to_device(acts_.tokens, tokens.data());
             copy_to_device(acts_.targets, tokens.data());
             forward(model, acts_, stream);
@@ -100,8 +103,8 @@ class Run {
         Sharding sharding = ranks_.sharding(optimizer_granularity(case_.optimizer));
         sharding.offload = case_.offload;
         const bool half = case_.dtype != DType::f32;
-        model = build_model(config, {case_.dtype, ranks_.comm().size == 1 ? DType::f32 : case_.dtype, half}, kT, weights_, grads_,
-                            masters_, sharding);
+        model = build_model(config, {case_.dtype, ranks_.comm().size == 1 ? DType::f32 : case_.dtype, half}, kT,
+                            weights_, grads_, masters_, sharding);
         model.data_parallel = &ranks_;
         ranks_.take_memory(model, ranks_.comm().size == 1 ? 2 : 1, rest_);
         optimizers_.clear();
@@ -110,9 +113,10 @@ class Run {
             OptimizerOptions options = default_optimizer_options(case_.optimizer);
             options.weight_decay = 0.1f;
             const auto make = [&](Arena& arena) {
-                return sharding.host_updates()
-                           ? make_host_optimizer(case_.optimizer, arena, model.updated_params(u), model.updated(u).n, options)
-                           : make_optimizer(case_.optimizer, arena, model.updated_params(u), model.updated(u).n, options);
+                return sharding.host_updates() ? make_host_optimizer(case_.optimizer, arena, model.updated_params(u),
+                                                                     model.updated(u).n, options)
+                                               : make_optimizer(case_.optimizer, arena, model.updated_params(u),
+                                                                model.updated(u).n, options);
             };
             optimizers_.push_back(make(states_));
             scratch_n = std::max(scratch_n, grad_norm_scratch_n(model.part(u).n));
@@ -129,7 +133,8 @@ class Run {
     }
 
     const Case case_;
-    Arena weights_{"weights"}, masters_, grads_{"gradients"}, states_, rest_{"rest"}, transit_{"transit", MemoryKind::pinned};
+    Arena weights_{"weights"}, masters_, grads_{"gradients"}, states_, rest_{"rest"},
+        transit_{"transit", MemoryKind::pinned};
     DataParallel ranks_;
     Activations acts_;
     Tensor sums_, norm_, scratch_;
@@ -167,8 +172,11 @@ void check_same(const Case& plain, Offload offload) {
 TEST_CASE("the host's update is the device's", "[offload]") {
     const std::vector<int64_t> sizes = {1, 1023, 1025, 2500, 7};
     for (const std::string name : {"adam", "adamw"}) {
-        for (const auto& [copy, grad] : std::vector<std::pair<DType, DType>>{
-                 {DType::f32, DType::f32}, {DType::bf16, DType::f32}, {DType::bf16, DType::bf16}, {DType::f16, DType::f32}, {DType::f16, DType::f16}}) {
+        for (const auto& [copy, grad] : std::vector<std::pair<DType, DType>>{{DType::f32, DType::f32},
+                                                                             {DType::bf16, DType::f32},
+                                                                             {DType::bf16, DType::bf16},
+                                                                             {DType::f16, DType::f32},
+                                                                             {DType::f16, DType::f16}}) {
             INFO(name << ", copy in " << dtype_name(copy) << ", gradients in " << dtype_name(grad));
             std::vector<Param> params;
             int64_t n = 3;  // few parameters begin on a round number
@@ -188,7 +196,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
             };
             const bool has_copy = copy != DType::f32;
             std::vector<std::unique_ptr<Side>> sides;
-            for (const MemoryKind kind : {MemoryKind::device, MemoryKind::pinned}) sides.push_back(std::make_unique<Side>(kind));
+            for (const MemoryKind kind : {MemoryKind::device, MemoryKind::pinned})
+                sides.push_back(std::make_unique<Side>(kind));
             for (size_t s = 0; s < 2; ++s) {
                 Side& side = *sides[s];
                 for (int pass = 0; pass < 2; ++pass) {
@@ -211,7 +220,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
                 for (const auto& side : sides) {
                     from_floats(side->grads, normal_values(n, 1e-2, 2, static_cast<uint64_t>(t)));
                     from_floats(side->norm, {1.0f, t == 3 ? NAN : 0.7f});
-                    side->optimizer->step({.values = side->values, .copy = side->copy}, side->grads, side->norm, 1e-2, std::min<int64_t>(t, 3), device().stream);
+                    side->optimizer->step({.values = side->values, .copy = side->copy}, side->grads, side->norm, 1e-2,
+                                          std::min<int64_t>(t, 3), device().stream);
                 }
             }
             const auto same = [&](const Tensor& a, const Tensor& b) {
@@ -220,7 +230,9 @@ TEST_CASE("the host's update is the device's", "[offload]") {
                 if (device().is_cpu) return on_device == on_host;
                 // nvcc makes one rounding of some products and sums: three steps of a few roundings each of numbers up to 4.
                 for (size_t i = 0; i < on_device.size(); ++i)
-                    if (std::abs(on_device[i] - on_host[i]) > 32 * 4 * 0x1p-24 + (a.dtype == DType::f32 ? 0 : 4 * 0x1p-8)) return false;
+                    if (std::abs(on_device[i] - on_host[i]) >
+                        32 * 4 * 0x1p-24 + (a.dtype == DType::f32 ? 0 : 4 * 0x1p-8))
+                        return false;
                 return true;
             };
             CHECK(same(sides[0]->values, sides[1]->values));
@@ -234,7 +246,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
         }
     }
     Arena arena("none");
-    CHECK_THROWS_WITH(make_host_optimizer("lion", arena, {}, 0, {}), ContainsSubstring("'lion' has no update on the host"));
+    CHECK_THROWS_WITH(make_host_optimizer("lion", arena, {}, 0, {}),
+                      ContainsSubstring("'lion' has no update on the host"));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -301,18 +314,21 @@ TEST_CASE("a run goes on with other parts of it on the host", "[program][offload
     REQUIRE(program(folder, flags + "2 --out " + parts + " --offload optimizer --stop-after 3").status == 0);
     int64_t stop = 5;
     for (const std::string more : {"--zero 1", "--zero 3 --offload params", "--zero 2 --offload unified"}) {
-        const Outcome outcome = run_program("train_gpt", concat("--resume --ranks 3 --out ", parts, " ", more, " --stop-after ", stop));
+        const Outcome outcome =
+            run_program("train_gpt", concat("--resume --ranks 3 --out ", parts, " ", more, " --stop-after ", stop));
         INFO(more << "\n" << outcome.err);
         REQUIRE(outcome.status == 0);
         stop += 2;
     }
-    for (const std::string file : {"/model.safetensors", "/optimizer-00001-of-00003.safetensors", "/optimizer-00003-of-00003.safetensors"}) {
+    for (const std::string file :
+         {"/model.safetensors", "/optimizer-00001-of-00003.safetensors", "/optimizer-00003-of-00003.safetensors"}) {
         INFO(file);
         CHECK((slurp(*latest_checkpoint(whole) + file) == slurp(*latest_checkpoint(parts) + file)));
     }
     const auto a = read_csv_log(whole + "/log.csv"), b = read_csv_log(parts + "/log.csv");
     REQUIRE((a.size() == 9 && b.size() == 9));
-    for (size_t i = 0; i < 9; ++i) CHECK((a[i].loss == b[i].loss && a[i].grad_norm == b[i].grad_norm && a[i].val_loss == b[i].val_loss));
+    for (size_t i = 0; i < 9; ++i)
+        CHECK((a[i].loss == b[i].loss && a[i].grad_norm == b[i].grad_norm && a[i].val_loss == b[i].val_loss));
 }
 
 TEST_CASE("offloaded bytes leave the device, and the plan knows", "[program][offload][plan]") {
@@ -323,7 +339,8 @@ TEST_CASE("offloaded bytes leave the device, and the plan knows", "[program][off
         const Outcome plan = program(folder, "--clip 0 --steps 2 " + flags + " --plan --device-spec h200");
         INFO(flags << "\n" << outcome.err << plan.err << plan.out);
         REQUIRE((outcome.status == 0 && plan.status == 0));
-        const double taken = number_after(outcome.out, "taken on the device ("), planned = number_after(plan.out, "\n  total      ");
+        const double taken = number_after(outcome.out, "taken on the device ("),
+                     planned = number_after(plan.out, "\n  total      ");
         CHECK(taken == planned);
         const double on_host = number_after(outcome.out, " on the host (");
         if (flags.find("offload") != std::string::npos) CHECK(on_host == number_after(plan.out, "\n  on the host   "));
@@ -334,12 +351,14 @@ TEST_CASE("offloaded bytes leave the device, and the plan knows", "[program][off
     for (const auto& [dtype, states, transit] : {std::tuple{"fp32", 8.0, 4.0 + 4.0}, {"bf16", 12.0, 2.0 + 2.0}}) {
         const std::string flags = concat("--dtype ", dtype);
         const double plain = bytes_of(flags).first;
-        const auto optimizer = bytes_of(flags + " --offload optimizer"), unified = bytes_of(flags + " --offload unified");
+        const auto optimizer = bytes_of(flags + " --offload optimizer"),
+                   unified = bytes_of(flags + " --offload unified");
         CHECK(plain - optimizer.first == Approx(states * P).epsilon(0.02));
         CHECK(optimizer.second == Approx((states + transit) * P).epsilon(0.02));
         CHECK(plain - unified.first == Approx(states * P).epsilon(0.02));
         CHECK(unified.second == Approx(states * P).epsilon(0.02));
-        const double cut = bytes_of(flags + " --zero 3 --offload optimizer").first, params = bytes_of(flags + " --zero 3 --offload params").first;
+        const double cut = bytes_of(flags + " --zero 3 --offload optimizer").first,
+                     params = bytes_of(flags + " --zero 3 --offload params").first;
         CHECK(cut - params == Approx((states == 8.0 ? 4.0 : 2.0) * P).epsilon(0.02));
     }
 }
@@ -355,10 +374,12 @@ TEST_CASE("offload refuses what does not go with it", "[program][offload]") {
         const Outcome outcome = program(folder, flags + " --out " + (folder / "run"));
         INFO(flags << "\n" << outcome.err);
         CHECK(outcome.status == 2);
-        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())), "train_gpt: --offload", says));
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())),
+                            "train_gpt: --offload", says));
     }
     // The last good step is what is saved, and a step that was half done does not say that it was not.
-    const Outcome outcome = program(folder, "--offload optimizer --clip 0 --lr 1e20 --warmup 0 --save-every 1 --out " + (folder / "run"));
+    const Outcome outcome =
+        program(folder, "--offload optimizer --clip 0 --lr 1e20 --warmup 0 --save-every 1 --out " + (folder / "run"));
     CHECK(outcome.status == 2);
     CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "the loss is"));
     CHECK(outcome.err.find("unchanged") == std::string::npos);

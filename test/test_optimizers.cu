@@ -237,8 +237,8 @@ TEST_CASE("Adafactor equals float64 on matrices of many tiles", "[optim]") {
     for (const OptimizerState& state : adafactor->states()) {
         const bool is_row = state.kind == "row";
         const std::vector<float> actual = to_floats(state.tensor);
-        check_close({actual.begin(), actual.end()}, (is_row ? row : col).at(state.param), 5 * 80 * 0x1p-24,
-                    1e-30, state.kind + "." + state.param);
+        check_close({actual.begin(), actual.end()}, (is_row ? row : col).at(state.param), 5 * 80 * 0x1p-24, 1e-30,
+                    state.kind + "." + state.param);
     }
 }
 
@@ -445,8 +445,9 @@ namespace {
 
 // What optim/weights.cuh promises for element e of a parameter, on the host.
 double stochastically_rounded(float w, uint64_t seed, const std::string& name, int64_t t, int64_t e) {
-    const Philox draw = philox(seed, hash_name(name), static_cast<uint64_t>(t) * 0x100000000u +
-                                                          static_cast<uint64_t>(e / 1024 * 128 + e % 128));
+    const Philox draw =
+        philox(seed, hash_name(name),
+               static_cast<uint64_t>(t) * 0x100000000u + static_cast<uint64_t>(e / 1024 * 128 + e % 128));
     const uint64_t part = static_cast<uint64_t>(e / 128 % 8);
     const uint32_t random_bits = part % 2 == 0 ? draw.v[part / 2] % 65536 : draw.v[part / 2] / 65536;
     // f32 numbers of one sign are ordered as their bits: those below and above have lower halves of 0.
@@ -480,8 +481,7 @@ TEST_CASE("bf16 weights without a master, to nearest and stochastically, against
                     for (const Param& param : layout.params)
                         for (int64_t e = 0; e < param.value.n() && stochastic; ++e) {
                             const size_t i = static_cast<size_t>(param.offset + e);
-                            expected[i] =
-                                stochastically_rounded(static_cast<float>(w[i]), seed, param.name, t, e);
+                            expected[i] = stochastically_rounded(static_cast<float>(w[i]), seed, param.name, t, e);
                         }
                     REQUIRE((values.values() == expected));
                     REQUIRE((optimizer.states() == exact.states()));

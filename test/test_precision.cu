@@ -126,8 +126,10 @@ TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "
     const auto curve = [&](const std::string& flags) {
         static int number = 0;
         const std::string run = folder / std::to_string(number++);
-        const Outcome outcome = run_program("train_gpt", "--batch 2 --seq 64 --steps 300 --lr 1e-3 --warmup 100 --val-every 0 --sample 0 --val-sequences 4 " +
-                                                             flags + " --out " + run);
+        const Outcome outcome = run_program(
+            "train_gpt",
+            "--batch 2 --seq 64 --steps 300 --lr 1e-3 --warmup 100 --val-every 0 --sample 0 --val-sequences 4 " +
+                flags + " --out " + run);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);
         std::vector<double> means;
@@ -141,9 +143,12 @@ TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "
     };
     const std::vector<double> exact = curve("--dtype fp32");
     CHECK(exact.back() < 0.6 * exact.front());  // it learns: the curves have something to differ about
-    const std::pair<const char*, double> precisions[] = {
-        {"--dtype bf16", 0.004},       {"--dtype fp16", 0.004},       {"--dtype bf16 --master none", 0.01},
-        {"--dtype fp8 --fp8 delayed", 0.015}, {"--dtype fp8 --fp8 current", 0.015}, {"--dtype fp8 --fp8 block", 0.015}};
+    const std::pair<const char*, double> precisions[] = {{"--dtype bf16", 0.004},
+                                                         {"--dtype fp16", 0.004},
+                                                         {"--dtype bf16 --master none", 0.01},
+                                                         {"--dtype fp8 --fp8 delayed", 0.015},
+                                                         {"--dtype fp8 --fp8 current", 0.015},
+                                                         {"--dtype fp8 --fp8 block", 0.015}};
     for (const auto& [flags, tolerance] : precisions) {
         const std::vector<double> other = curve(flags);
         for (size_t i = 0; i < exact.size(); ++i) {

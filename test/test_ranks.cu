@@ -20,7 +20,8 @@ const std::string& text_file() {
     static const TempFolder folder;
     static const std::string path = [] {
         std::string text;
-        for (int i = 0; i < 1200; ++i) text += concat("Line ", i * i % 97, " of a text that a test made, with ", i % 7, " words.\n");
+        for (int i = 0; i < 1200; ++i)
+            text += concat("Line ", i * i % 97, " of a text that a test made, with ", i % 7, " words.\n");
         spit(folder / "text.txt", text);
         return folder / "text.txt";
     }();
@@ -32,7 +33,8 @@ const std::string& odd_model(bool gpt2) {
     static const TempFolder folder;
     static const std::string paths[] = {folder / "llama.json", folder / "gpt2.json"};
     static const bool written = [] {
-        spit(paths[0], R"({"model_type":"llama","vocab_size":257,"hidden_size":40,"intermediate_size":52,"num_hidden_layers":3,
+        spit(paths[0],
+             R"({"model_type":"llama","vocab_size":257,"hidden_size":40,"intermediate_size":52,"num_hidden_layers":3,
             "num_attention_heads":5,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,"rms_norm_eps":1e-5,
             "rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})");
         spit(paths[1], R"({"model_type":"gpt2","vocab_size":259,"n_positions":64,"n_embd":24,"n_layer":2,"n_head":3,
@@ -56,7 +58,8 @@ Outcome run_ranks(std::string flags, const std::string& run, std::string before 
     }
     return run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + run, before);
 }
-std::vector<LogRow> train(const std::string& flags, const std::string& run, const std::string& before = "OMP_NUM_THREADS=1 ") {
+std::vector<LogRow> train(const std::string& flags, const std::string& run,
+                          const std::string& before = "OMP_NUM_THREADS=1 ") {
     const Outcome outcome = run_ranks(flags, run, before);
     INFO(flags << "\n" << outcome.err);
     REQUIRE(outcome.status == 0);
@@ -106,17 +109,19 @@ TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", 
     }
 }
 
-TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and under strict mode", "[program][ranks][strict]") {
+TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and under strict mode",
+          "[program][ranks][strict]") {
     const TempFolder folder;
     int number = 0;
     for (const std::string& mode : kModes) {
-        const std::string flags = " --steps 4 --warmup 2 --batch 6 --ranks 3 --val-every 2 --val-sequences 4 --model " + odd_model(true) + " " + mode;
+        const std::string flags = " --steps 4 --warmup 2 --batch 6 --ranks 3 --val-every 2 --val-sequences 4 --model " +
+                                  odd_model(true) + " " + mode;
         const std::vector<LogRow> first = train(flags, folder / std::to_string(number++));
         CHECK(same_bits(first, train(flags + " --bucket-mib 0.01", folder / std::to_string(number++))));
         for (int seed : {1, 2}) {
             INFO(mode << ", seed " << seed);
-            const std::vector<LogRow> strict =
-                train(flags + " --bucket-mib 0.02", folder / std::to_string(number++), concat("OMP_NUM_THREADS=1 CUDA_CPU_STRICT=", seed, " "));
+            const std::vector<LogRow> strict = train(flags + " --bucket-mib 0.02", folder / std::to_string(number++),
+                                                     concat("OMP_NUM_THREADS=1 CUDA_CPU_STRICT=", seed, " "));
             CHECK(same_bits(first, strict));
         }
     }
@@ -129,7 +134,7 @@ TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[
     struct Case {
         const char *flags, *modes;  // modes: stages to try
         double tolerance;
-        bool bits = true;           // of all modes
+        bool bits = true;  // of all modes
     };
     const Case cases[] = {
         {"--optimizer sgd --lr 0.1", "0123", 1e-5},
@@ -156,7 +161,8 @@ TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[
     int number = 0;
     for (const Case& c : cases) {
         const bool gpt2 = number++ % 2;
-        const std::string flags = concat(" --batch 12 --steps 12 --model ", odd_model(gpt2), " ", c.flags), id = std::to_string(number);
+        const std::string flags = concat(" --batch 12 --steps 12 --model ", odd_model(gpt2), " ", c.flags),
+                          id = std::to_string(number);
         const std::vector<LogRow> one = train(flags, folder / (id + "-one"));
         std::string reference;
         for (const char* stage = c.modes; *stage; ++stage) {
@@ -233,12 +239,14 @@ std::vector<double> numbers_of(const std::string& output, const std::string& nam
 TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program][ranks]") {
     const TempFolder folder;
     int number = 0;
-    for (const std::string mode : {"--zero 0", "--dp-mode naive", "--zero 1", "--zero 2", "--zero 3", "--zero 3 --recompute 2",
-                                   "--zero 2 --micro-batch 2", "--zero 3 --micro-batch 1", "--zero 3 --dtype bf16", "--zero 1 --dtype fp16"}) {
+    for (const std::string mode :
+         {"--zero 0", "--dp-mode naive", "--zero 1", "--zero 2", "--zero 3", "--zero 3 --recompute 2",
+          "--zero 2 --micro-batch 2", "--zero 3 --micro-batch 1", "--zero 3 --dtype bf16", "--zero 1 --dtype fp16"}) {
         for (const std::string& model : {std::string("tiny"), odd_model(true)}) {
             INFO(mode << " " << model);
-            const Outcome run = run_ranks("--batch 12 --steps 3 --warmup 1 --ranks 3 --val-every 0 --model " + model + " " + mode,
-                                          folder / std::to_string(number++));
+            const Outcome run =
+                run_ranks("--batch 12 --steps 3 --warmup 1 --ranks 3 --val-every 0 --model " + model + " " + mode,
+                          folder / std::to_string(number++));
             INFO(run.out << run.err);
             REQUIRE(run.status == 0);
             const auto traffic = numbers_of(run.out, "sent by all");
@@ -256,10 +264,12 @@ TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program]
 }
 
 TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks][plan]") {
-    const Outcome plan = run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --batch 64 --device-spec h100");
+    const Outcome plan =
+        run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --batch 64 --device-spec h100");
     INFO(plan.out << plan.err);
     REQUIRE(plan.status == 0);
-    for (const std::string gb : {"120 GB", "31.41 GB", "16.64 GB", "1.875 GB"}) CHECK_THAT(plan.out, ContainsSubstring(" " + gb));
+    for (const std::string gb : {"120 GB", "31.41 GB", "16.64 GB", "1.875 GB"})
+        CHECK_THAT(plan.out, ContainsSubstring(" " + gb));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +290,8 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
         {program, " --data " + (folder / "other.txt") + common, "--data is "},
         {folder / "train_gpt", data + common, "the program is "}};
     for (const auto& [its_program, flags, words] : others) {
-        const Outcome run = run_shell(concat(mpirun_command(1), program, data, common, " : -np 1 ", its_program, flags));
+        const Outcome run =
+            run_shell(concat(mpirun_command(1), program, data, common, " : -np 1 ", its_program, flags));
         INFO(run.out << run.err);
         CHECK(run.status != 0);
         CHECK_THAT(run.err, ContainsSubstring("rank 1: " + words));
@@ -291,7 +302,8 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
                                        {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero away"},
                                        {"--ranks -1", "--ranks"},
                                        {"--comm pigeon", "--comm pigeon"}}) {
-        const Outcome run = run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + (folder / "run"));
+        const Outcome run =
+            run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + (folder / "run"));
         INFO(flags << run.err);
         CHECK(run.status == 2);
         CHECK_THAT(run.err, ContainsSubstring(words));
@@ -301,25 +313,28 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
 TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no mpirun");
     const TempFolder folder;
-    const std::string flags = " --batch 6 --steps 600 --save-every 50 --zero 2 --val-every 200 --model " + odd_model(false);
+    const std::string flags =
+        " --batch 6 --steps 600 --save-every 50 --zero 2 --val-every 200 --model " + odd_model(false);
     const std::vector<LogRow> whole = train(flags + " --ranks 3 ", folder / "whole");
     const int n_kills = is_full() ? 20 : 1;
     for (int i = 0; i < n_kills; ++i) {
         const std::string run = folder / concat("run", i);
         // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed up to
         // 0.6 s after the first checkpoint is there, of a run that takes some seconds.
-        const std::string killer = concat("( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10, i * 37 % 10,
-                                          "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");
+        const std::string killer = concat(
+            "( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10,
+            i * 37 % 10, "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");
         const double start = seconds_now();
-        const Outcome killed = run_shell(concat(killer, "OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(),
-                                                kRun, flags, " --out ", run, "; status=$?; wait; exit $status"));
+        const Outcome killed =
+            run_shell(concat(killer, "OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ",
+                             text_file(), kRun, flags, " --out ", run, "; status=$?; wait; exit $status"));
         const double seconds = seconds_now() - start;
         INFO(i << ": " << killed.out << killed.err);
         CHECK(seconds < 45);  // of which the steps before the kill are a few
         CHECK(killed.status != 0);
         CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
-        const Outcome resumed = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ", text_file(), kRun, flags,
-                                                 " --out ", run, " --resume"));
+        const Outcome resumed = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"),
+                                                 " --data ", text_file(), kRun, flags, " --out ", run, " --resume"));
         INFO(resumed.err);
         REQUIRE(resumed.status == 0);
         CHECK(same_bits(read_csv_log(run + "/log.csv"), whole));

@@ -153,8 +153,11 @@ TEST_CASE("rmsnorm of heads equals rmsnorm of rows, bit for bit", "[rmsnorm]") {
     struct Place {
         int64_t N, heads, D, column, stride, columns;
     };
-    const Place places[] = {
-        {5, 3, 16, 8, 24, 88}, {7, 1, 24, 16, 24, 48}, {3, 5, 7, 2, 9, 50}, {33, 2, 128, 0, 128, 384}, {4, 1, 20, 0, 20, 20}};
+    const Place places[] = {{5, 3, 16, 8, 24, 88},
+                            {7, 1, 24, 16, 24, 48},
+                            {3, 5, 7, 2, 9, 50},
+                            {33, 2, 128, 0, 128, 384},
+                            {4, 1, 20, 0, 20, 20}};
     with_both_geometries([&](const std::string&) {
         for (DType dtype : kFloatDTypes)
             for (const auto& [N, heads, D, column, stride, columns] : places) {
@@ -167,7 +170,8 @@ TEST_CASE("rmsnorm of heads equals rmsnorm of rows, bit for bit", "[rmsnorm]") {
                                 rows.push_back(all[at(static_cast<int64_t>(n), column + h * stride + d, columns)]);
                     return rows;
                 };
-                const Values x = random_values(N * columns, 1), dy = random_values(N * columns, 2), g = random_values(D, 3);
+                const Values x = random_values(N * columns, 1), dy = random_values(N * columns, 2),
+                             g = random_values(D, 3);
                 const int64_t M = N * heads;
                 Buffer inp(dtype, {1, N, columns}, x), dout(dtype, {1, N, columns}, dy), weight(dtype, {D}, g);
                 Buffer out(dtype, {1, N, columns}, x), dinp(dtype, {1, N, columns}, x), rstd(DType::f32, {N, heads});

@@ -14,7 +14,8 @@ const Size kSizes[] = {{1, 1, 1, 1, 2},   {2, 17, 6, 2, 8},   {1, 33, 4, 1, 10},
                        {1, 65, 4, 1, 80}, {1, 2, 12, 4, 128}, {1, 3, 300, 1, 2}, {1, 3, 2, 1, 512}};
 
 // Rotates the q and k heads of (B, T, (H + 2K) D) by direction * angle.
-std::vector<double> rotate(std::vector<double> x, const Size& size, const std::vector<double>& frequencies, double direction) {
+std::vector<double> rotate(std::vector<double> x, const Size& size, const std::vector<double>& frequencies,
+                           double direction) {
     const auto& [B, T, H, K, D] = size;
     for (int64_t b = 0; b < B; ++b)
         for (int64_t t = 0; t < T; ++t)
@@ -62,7 +63,8 @@ TEST_CASE("rope against float64", "[rope]") {
             // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x): 5 units of 2^-24.
             const double absolute = 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
             const std::string what = concat("B T H K D = ", B, " ", T, " ", H, " ", K, " ", D, ", ", dtype_name(dtype));
-            check_close(qkv.values(), rotate(x, size, frequencies, 1), unit_roundoff(dtype), absolute, "rope forward, " + what);
+            check_close(qkv.values(), rotate(x, size, frequencies, 1), unit_roundoff(dtype), absolute,
+                        "rope forward, " + what);
             check_close(dqkv.values(), rotate(x, size, frequencies, -1), unit_roundoff(dtype), absolute,
                         "rope backward, " + what);
             // The value heads, and position 0, are untouched to the bit.
@@ -80,23 +82,27 @@ TEST_CASE("rope of neighbours inside of wider heads against float64", "[rope]") 
     struct Place {
         int64_t B, T, heads, D, column, stride, columns, first;
     };
-    const Place places[] = {
-        {2, 5, 3, 16, 8, 24, 72, 0}, {1, 9, 1, 8, 32, 8, 40, 3}, {3, 2, 2, 6, 1, 9, 23, 1}, {1, 3, 4, 64, 128, 192, 768, 7}};
+    const Place places[] = {{2, 5, 3, 16, 8, 24, 72, 0},
+                            {1, 9, 1, 8, 32, 8, 40, 3},
+                            {3, 2, 2, 6, 1, 9, 23, 1},
+                            {1, 3, 4, 64, 128, 192, 768, 7}};
     for (DType dtype : kFloatDTypes)
         for (const auto& [B, T, heads, D, column, stride, columns, first] : places)
             for (RopePairs pairs : {RopePairs::neighbours, RopePairs::halves}) {
                 const auto frequencies = rope_frequencies(D, 10000, {});
                 const double amplitude = 1.25;
                 const auto x = rounded(random_values(B * T * columns, 3), dtype);
-                const auto turned = [&, T = T, heads = heads, D = D, column = column, stride = stride, columns = columns,
-                                     first = first](double direction) {
+                const auto turned = [&, T = T, heads = heads, D = D, column = column, stride = stride,
+                                     columns = columns, first = first](double direction) {
                     std::vector<double> y = x;
                     for (size_t n = 0; n < x.size() / static_cast<size_t>(columns); ++n)
                         for (int64_t h = 0; h < heads; ++h)
                             for (int64_t i = 0; i < D / 2; ++i) {
-                                const double angle = direction * static_cast<double>(static_cast<int64_t>(n) % T + first) *
+                                const double angle = direction *
+                                                     static_cast<double>(static_cast<int64_t>(n) % T + first) *
                                                      frequencies[static_cast<size_t>(i)];
-                                const size_t head = n * static_cast<size_t>(columns) + static_cast<size_t>(column + h * stride);
+                                const size_t head =
+                                    n * static_cast<size_t>(columns) + static_cast<size_t>(column + h * stride);
                                 const bool next = pairs == RopePairs::neighbours;
                                 const size_t a = head + static_cast<size_t>(next ? 2 * i : i),
                                              b = next ? a + 1 : a + static_cast<size_t>(D / 2);
@@ -127,7 +133,8 @@ TEST_CASE("rope of neighbours inside of wider heads against float64", "[rope]") 
     Buffer rows(DType::f32, {1, 3, 40}), table(DType::f32, {3, 8}), odd(DType::f32, {3, 7});
     CHECK_THROWS_WITH(
         rope_forward({rows, 5, 8, 8}, RopePairs::halves, {}, table, device().stream),
-        ContainsSubstring("rope_forward: heads's 5 heads of 8 columns, 8 apart, from column 8 on, are not inside of 40"));
+        ContainsSubstring(
+            "rope_forward: heads's 5 heads of 8 columns, 8 apart, from column 8 on, are not inside of 40"));
     CHECK_THROWS_WITH(rope_backward({rows, 5, 7}, RopePairs::halves, {}, odd, device().stream),
                       ContainsSubstring("dheads has 5 heads of 7 columns, expected an even"));
 }
@@ -195,17 +202,23 @@ TEST_CASE("rope table far from the start", "[rope]") {
     std::vector<double> last(values.end() - D, values.end()), expected;
     for (int64_t i = 0; i < D / 2; ++i) expected.push_back(std::cos((T - 1) * frequencies[static_cast<size_t>(i)]));
     for (int64_t i = 0; i < D / 2; ++i) expected.push_back(std::sin((T - 1) * frequencies[static_cast<size_t>(i)]));
-    check_close(last, expected, 0x1p-24, 1e-11, "row 19999");  // one rounding to float; a float32 angle would be off by 1e-3
+    check_close(last, expected, 0x1p-24, 1e-11,
+                "row 19999");  // one rounding to float; a float32 angle would be off by 1e-3
 }
 
 TEST_CASE("rope frequencies with llama3 scaling are those of transformers", "[rope]") {
     // transformers 5.23, ROPE_INIT_FUNCTIONS["llama3"] with Llama 3.1's numbers: theta 500000, head size 128, factor 8, low 1,
     // high 4, 8192 original positions. Points 0 to 28 are unchanged, 29 to 35 in between, from 36 on divided by 8.
     const auto frequencies = rope_frequencies(128, 500000, {8.0, 1.0, 4.0, 8192});
-    const std::pair<size_t, double> golden[] = {
-        {0, 1.0},                    {1, 0.8146172165870667},     {28, 0.0032114461064338684}, {29, 0.0021665706299245358},
-        {32, 0.0005248460220173001}, {35, 9.556212171446532e-05}, {36, 7.784655463183299e-05}, {37, 6.341514381347224e-05},
-        {63, 3.068925877869333e-07}};
+    const std::pair<size_t, double> golden[] = {{0, 1.0},
+                                                {1, 0.8146172165870667},
+                                                {28, 0.0032114461064338684},
+                                                {29, 0.0021665706299245358},
+                                                {32, 0.0005248460220173001},
+                                                {35, 9.556212171446532e-05},
+                                                {36, 7.784655463183299e-05},
+                                                {37, 6.341514381347224e-05},
+                                                {63, 3.068925877869333e-07}};
     REQUIRE(frequencies.size() == 64);
     // transformers computes the power in float32, whose exponent i/64 ln(500000) <= 13 carries 13 units of error, and the
     // interpolation subtracts numbers of size 1.
@@ -221,12 +234,9 @@ TEST_CASE("rope frequencies by transformers' formula in float64", "[rope]") {
         const double w = 1.0 / std::pow(base, 2.0 * static_cast<double>(i) / D), wavelength = 2 * M_PI / w;
         const double smooth = (positions / wavelength - low) / (high - low);
         double expected = (1 - smooth) * w / factor + smooth * w;
-        if (wavelength < positions / high)
-            expected = w, ++n_kept;
-        else if (wavelength > positions / low)
-            expected = w / factor, ++n_slowed;
-        else
-            ++n_between;
+        if (wavelength < positions / high) expected = w, ++n_kept;
+        else if (wavelength > positions / low) expected = w / factor, ++n_slowed;
+        else ++n_between;
         CHECK(frequencies[static_cast<size_t>(i)] == Approx(expected).epsilon(1e-14));  // a few roundings of float64
     }
     CHECK((n_kept > 0 && n_between > 0 && n_slowed > 0));
@@ -238,7 +248,8 @@ TEST_CASE("rope frequencies by transformers' formula in float64", "[rope]") {
 TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
     // transformers 5.23, ROPE_INIT_FUNCTIONS["yarn"] with DeepSeek-V3's numbers: theta 10000, head size 64, factor 40, 4096 original
     // positions, beta_fast 32, beta_slow 1, mscale = mscale_all_dim = 1.
-    RopeScaling v3{.factor = 40, .original_max_position = 4096, .kind = RopeKind::yarn, .mscale = 1, .mscale_all_dim = 1};
+    RopeScaling v3{
+        .factor = 40, .original_max_position = 4096, .kind = RopeKind::yarn, .mscale = 1, .mscale_all_dim = 1};
     const auto frequencies = rope_frequencies(64, 10000, v3);
     const std::pair<size_t, double> golden[] = {{0, 1.0},
                                                 {5, 0.23713736236095428},
@@ -263,23 +274,27 @@ TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
 }
 
 TEST_CASE("rope names what is wrong", "[rope]") {
-    Buffer qkv(DType::f32, {2, 3, 5 * 6}), table(DType::f32, {3, 6}), short_table(DType::f32, {2, 6}), half(DType::f16, {3, 6});
-    Buffer wide_table(DType::f32, {3, 8}), odd(DType::f32, {2, 3, 5 * 3}), flat(DType::f32, {6, 30}), whole(DType::i32, {2, 3, 30}),
-        long_row(DType::f32, {181});
+    Buffer qkv(DType::f32, {2, 3, 5 * 6}), table(DType::f32, {3, 6}), short_table(DType::f32, {2, 6}),
+        half(DType::f16, {3, 6});
+    Buffer wide_table(DType::f32, {3, 8}), odd(DType::f32, {2, 3, 5 * 3}), flat(DType::f32, {6, 30}),
+        whole(DType::i32, {2, 3, 30}), long_row(DType::f32, {181});
     Tensor shifted = make_tensor(static_cast<char*>(long_row.tensor().data) + 4, DType::f32, {2, 3, 30});
     cudaStream_t stream = device().stream;
     CHECK_THROWS_WITH(rope_forward(qkv, {}, table, 3, 2, stream),
                       ContainsSubstring("rope_forward: H = 3 query heads are not a multiple of K = 2"));
-    CHECK_THROWS_WITH(rope_forward(qkv, {}, table, 4, 2, stream), ContainsSubstring("rope_forward: qkv has 30 columns"));
+    CHECK_THROWS_WITH(rope_forward(qkv, {}, table, 4, 2, stream),
+                      ContainsSubstring("rope_forward: qkv has 30 columns"));
     CHECK_THROWS_WITH(rope_forward(odd, {}, table, 3, 1, stream), ContainsSubstring("with an even D"));
-    CHECK_THROWS_WITH(rope_forward(qkv, {}, short_table, 3, 1, stream),
-                      ContainsSubstring("rope_forward: table is f32 (2, 6), expected a row for each of T = 3 positions"));
+    CHECK_THROWS_WITH(
+        rope_forward(qkv, {}, short_table, 3, 1, stream),
+        ContainsSubstring("rope_forward: table is f32 (2, 6), expected a row for each of T = 3 positions"));
     CHECK_THROWS_WITH(rope_forward(qkv, {}, wide_table, 3, 1, stream),
                       ContainsSubstring("rope_forward: table is f32 (3, 8), expected f32 (*, 6)"));
     CHECK_THROWS_WITH(rope_forward(qkv, {}, half, 3, 1, stream), ContainsSubstring("rope_forward: table is f16"));
     CHECK_THROWS_WITH(rope_forward(flat, {}, table, 3, 1, stream), ContainsSubstring("rope_forward: qkv is"));
     CHECK_THROWS_WITH(rope_forward(whole, {}, table, 3, 1, stream), ContainsSubstring("i32"));
-    CHECK_THROWS_WITH(rope_backward(shifted, {}, table, 3, 1, stream), ContainsSubstring("rope_backward: dqkv starts at"));
+    CHECK_THROWS_WITH(rope_backward(shifted, {}, table, 3, 1, stream),
+                      ContainsSubstring("rope_backward: dqkv starts at"));
     CHECK_THROWS_WITH(rope_forward(qkv, table, table, 3, 1, stream),
                       ContainsSubstring("rope_forward: positions is f32 (3, 6), expected i32 (2, 3)"));
     CHECK_THROWS_WITH(rope_frequencies(7, 10000, {}), ContainsSubstring("D = 7 is not even"));

@@ -18,7 +18,8 @@ std::vector<double> swiglu(const std::vector<double>& inp, int64_t N, int64_t F)
         }
     return out;
 }
-std::vector<double> swiglu_gradient(const std::vector<double>& dout, const std::vector<double>& inp, int64_t N, int64_t F) {
+std::vector<double> swiglu_gradient(const std::vector<double>& dout, const std::vector<double>& inp, int64_t N,
+                                    int64_t F) {
     std::vector<double> dinp(inp.size());
     for (int64_t r = 0; r < N; ++r)
         for (int64_t f = 0; f < F; ++f) {
@@ -51,13 +52,15 @@ TEST_CASE("swiglu: the reference's gradient is that of the reference", "[swiglu]
     };
     const auto gradient = swiglu_gradient(weights, inp, N, F);
     // step^2 = 1e-10 times third derivatives below 10, and rounding 1e-15 / 1e-5
-    for (const auto& [i, derivative] : finite_differences(loss, inp)) CHECK(gradient[i] == Approx(derivative).margin(1e-8));
+    for (const auto& [i, derivative] : finite_differences(loss, inp))
+        CHECK(gradient[i] == Approx(derivative).margin(1e-8));
 }
 
 TEST_CASE("swiglu against float64", "[swiglu]") {
     for (DType dtype : kFloatDTypes)
         for (const auto& [N, F] : kSizes) {
-            const auto x = rounded(random_values(N * 2 * F, 3, 3.0), dtype), dy = rounded(random_values(N * F, 4), dtype);
+            const auto x = rounded(random_values(N * 2 * F, 3, 3.0), dtype),
+                       dy = rounded(random_values(N * F, 4), dtype);
             Buffer inp(dtype, {N, 2 * F}, x), dout(dtype, {N, F}, dy), out(dtype, {N, F}), dinp(dtype, {N, 2 * F});
             swiglu_forward(out, inp, device().stream);
             swiglu_backward(dinp, dout, inp, device().stream);
@@ -67,9 +70,10 @@ TEST_CASE("swiglu against float64", "[swiglu]") {
             const std::string what = concat("N = ", N, ", F = ", F, ", ", dtype_name(dtype));
             const double relative = unit_roundoff(dtype) + 12 * kUnit, f16_extra = dtype == DType::f16 ? 0x1p-25 : 0;
             const double size = largest(x);
-            check_close(out.values(), swiglu(x, N, F), relative, 4 * kUnit * size + f16_extra, "swiglu forward, " + what);
-            check_close(dinp.values(), swiglu_gradient(dy, x, N, F), relative, 8 * kUnit * size * largest(dy) + f16_extra,
-                        "swiglu backward, " + what);
+            check_close(out.values(), swiglu(x, N, F), relative, 4 * kUnit * size + f16_extra,
+                        "swiglu forward, " + what);
+            check_close(dinp.values(), swiglu_gradient(dy, x, N, F), relative,
+                        8 * kUnit * size * largest(dy) + f16_extra, "swiglu backward, " + what);
         }
 }
 
@@ -84,7 +88,8 @@ TEST_CASE("swiglu's derivative keeps its digits where the gate is open", "[swigl
         const double g = x[static_cast<size_t>(f)], s = sigmoid(g);
         expected.push_back(s * (1 + g * (1 - s)));
     }
-    Buffer inp(DType::f32, {1, 2 * F}, x), dout(DType::f32, {1, F}, std::vector<double>(F, 1.0)), dinp(DType::f32, {1, 2 * F});
+    Buffer inp(DType::f32, {1, 2 * F}, x), dout(DType::f32, {1, F}, std::vector<double>(F, 1.0)),
+        dinp(DType::f32, {1, 2 * F});
     swiglu_backward(dinp, dout, inp, device().stream);
     const auto all = dinp.values();
     check_close({all.begin(), all.begin() + F}, expected, 5.2 * kUnit, 0, "d silu / d gate");

@@ -104,9 +104,9 @@ TEST_CASE("words are cut as Hugging Face cuts them") {
 }
 
 TEST_CASE("Qwen 2 makes every digit a word") {
-    WordSplitter first_word = find_word_splitter(
-        R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*)"
-        R"(|\s*[\r\n]+|\s+(?!\S)|\s+)");
+    WordSplitter first_word =
+        find_word_splitter(R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*)"
+                           R"(|\s*[\r\n]+|\s+(?!\S)|\s+)");
     REQUIRE(first_word != nullptr);
     CHECK(first_word("123") == 1);
     CHECK(first_word("'VErs") == 3);

@@ -37,8 +37,8 @@ std::string log_without_times(const std::string& run) {
     for (const LogRow& row : read_csv_log(run + "/log.csv")) {
         char line[250];
         std::snprintf(line, sizeof line, "%lld %lld %a %a %a %a %a\n", static_cast<long long>(row.step),
-                      static_cast<long long>(row.tokens), row.loss.value_or(-1), row.val_loss.value_or(-1), row.lr.value_or(-1),
-                      row.grad_norm.value_or(-1), row.loss_scale.value_or(-1));
+                      static_cast<long long>(row.tokens), row.loss.value_or(-1), row.val_loss.value_or(-1),
+                      row.lr.value_or(-1), row.grad_norm.value_or(-1), row.loss_scale.value_or(-1));
         text += line;
     }
     return text;
@@ -70,7 +70,8 @@ TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[p
     CHECK(run_shell("ls " + run + "/events.out.tfevents.*").status == 0);
     for (const std::string file : {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"})
         CHECK(std::filesystem::exists(newest_checkpoint(run) + "/" + file));
-    for (const std::string word : {"sample before training", "sample after training", "parameters", "tok/s", "left", "total"})
+    for (const std::string word :
+         {"sample before training", "sample after training", "parameters", "tok/s", "left", "total"})
         CHECK_THAT(outcome.out, ContainsSubstring(word));
 }
 
@@ -78,11 +79,13 @@ TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program
     const TempFolder folder;
     std::vector<std::string> variants = {" ", " --micro-batch 1 --schedule wsd "};
     for (const std::string precision : {" ", " --dtype bf16 --master none "})
-        for (const std::string& optimizer : optimizer_names()) variants.push_back(precision + "--optimizer " + optimizer + " ");
+        for (const std::string& optimizer : optimizer_names())
+            variants.push_back(precision + "--optimizer " + optimizer + " ");
     for (const std::string precision :
-         {"--dtype bf16", "--dtype bf16 --recompute 2 --grad-dtype fp32", "--dtype fp16", "--dtype fp16 --micro-batch 1",
-          "--dtype fp16 --loss-scale 1024 --optimizer muon", "--dtype fp16 --loss-scale-interval 3 --optimizer adam8bit",
-          "--dtype fp8", "--dtype fp8 --fp8 current --recompute 2 --micro-batch 1", "--dtype fp8 --fp8 block --recompute selective"})
+         {"--dtype bf16", "--dtype bf16 --recompute 2 --grad-dtype fp32", "--dtype fp16",
+          "--dtype fp16 --micro-batch 1", "--dtype fp16 --loss-scale 1024 --optimizer muon",
+          "--dtype fp16 --loss-scale-interval 3 --optimizer adam8bit", "--dtype fp8",
+          "--dtype fp8 --fp8 current --recompute 2 --micro-batch 1", "--dtype fp8 --fp8 block --recompute selective"})
         variants.push_back(" " + precision + " ");
     for (const std::string& flags : variants) {
         INFO(flags);
@@ -92,7 +95,8 @@ TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program
         REQUIRE(first.status == 0);
         CHECK_THAT(first.out, ContainsSubstring("--resume"));
         CHECK(read_csv_log(parts + "/log.csv").size() == 10);
-        const Outcome second = run_program("train_gpt", "--out " + parts + " --resume");  // the flags come from the checkpoint
+        const Outcome second =
+            run_program("train_gpt", "--out " + parts + " --resume");  // the flags come from the checkpoint
         INFO(second.err);
         REQUIRE(second.status == 0);
         check_same_end(whole, parts);
@@ -105,7 +109,8 @@ TEST_CASE("--mask-documents changes the run, belongs to it, and needs documents"
     const TempFolder folder;
     std::filesystem::create_directories(folder / "text");
     for (int i = 0; i < 300; ++i) spit(folder / concat("text/", 1000 + i), concat("File ", i * i % 97, " of many.\n"));
-    const std::string data = "--data " + (folder / "text") + " ", whole = folder / "whole", parts = folder / "parts", plain = folder / "plain";
+    const std::string data = "--data " + (folder / "text") + " ", whole = folder / "whole", parts = folder / "parts",
+                      plain = folder / "plain";
     const std::string masked = data + "--mask-documents --micro-batch 1 --recompute 2 ";
     const Outcome outcome = train(masked + "--out " + whole);
     INFO(outcome.err);
@@ -154,17 +159,19 @@ TEST_CASE("a run killed at any moment resumes to the same end", "[program][train
     REQUIRE(train(flags + "--out " + whole).status == 0);
     bool started = false;
     for (int kill = 0; kill < 8; ++kill) {
-        const std::string arguments = started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
-        const Outcome outcome = run_program("train_gpt", arguments, concat("timeout --foreground -s KILL ", 0.35 + 0.11 * kill));
+        const std::string arguments =
+            started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
+        const Outcome outcome =
+            run_program("train_gpt", arguments, concat("timeout --foreground -s KILL ", 0.35 + 0.11 * kill));
         INFO(outcome.err);
         CHECK((outcome.status == 137 || outcome.status == 0));
         started = latest_checkpoint(killed).has_value();
         if (started)  // whatever the kill left, the newest checkpoint is whole
             CHECK_NOTHROW(SafetensorsReader(newest_checkpoint(killed) + "/model.safetensors"));
-        else
-            std::filesystem::remove_all(killed);
+        else std::filesystem::remove_all(killed);
     }
-    const std::string arguments = started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
+    const std::string arguments =
+        started ? "--out " + killed + " --resume" : "--data " + text_file() + kSmall + flags + "--out " + killed;
     const Outcome last = run_program("train_gpt", arguments);
     INFO(last.err);
     REQUIRE(last.status == 0);
@@ -173,8 +180,9 @@ TEST_CASE("a run killed at any moment resumes to the same end", "[program][train
 
 TEST_CASE("training goes on from a Hugging Face folder", "[program][train_gpt]") {
     const TempFolder folder;
-    const Outcome outcome = train("--init test/golden/gpt2 --data " + (folder / "digits.txt") + " --out " + (folder / "run"),
-                                  "for i in $(seq 2000); do printf '%s ' $i; done > " + (folder / "digits.txt") + ";");
+    const Outcome outcome =
+        train("--init test/golden/gpt2 --data " + (folder / "digits.txt") + " --out " + (folder / "run"),
+              "for i in $(seq 2000); do printf '%s ' $i; done > " + (folder / "digits.txt") + ";");
     INFO(outcome.err);
     REQUIRE(outcome.status == 0);
     const std::string config = slurp(newest_checkpoint(folder / "run") + "/config.json");
@@ -235,18 +243,28 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--model " + file("broken.json", "{ \"model_type\": "), "not valid JSON"},
         {"--model " + file("array.json", "[]"), "expected a JSON object"},
         {"--model " + file("bert.json", "{\"model_type\": \"bert\"}"), "bert"},
-        {"--model " + llama_json("heads.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4"), "cannot share"},
+        {"--model " + llama_json("heads.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4"),
+         "cannot share"},
         {"--model " + llama_json("odd.json", "\"head_dim\": 8", "\"head_dim\": 7"), "must be even"},
         {"--model " + llama_json("missing.json", "\"hidden_size\"", "\"hidden_sise\""), "\"hidden_size\" is missing"},
         {"--model " + llama_json("negative.json", "\"hidden_size\": 48", "\"hidden_size\": -48"), "-48"},
         {"--model " + llama_json("text.json", "\"hidden_size\": 48", "\"hidden_size\": \"48\""), "not a whole number"},
-        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --model test/golden/gpt2 --seq 64", "longer than the 32 positions"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --model test/golden/gpt2 --seq 64",
+         "longer than the 32 positions"},
         {"--model test/golden/llama", "vocabulary"},
         {"--init " + (folder / "nowhere"), "nowhere"},
-        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("truncated", weights.substr(0, weights.size() / 2)), "truncated"},
-        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("dtype", replaced("\"F32\"", "\"I32\"")), "I32"},
-        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("shape", replaced("[76,48]", "[48,76]")), "(48, 76)"},
-        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " + model_folder("name", replaced("model.norm.weight", "model.norm.weighs")), "model.norm.weight"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
+             model_folder("truncated", weights.substr(0, weights.size() / 2)),
+         "truncated"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
+             model_folder("dtype", replaced("\"F32\"", "\"I32\"")),
+         "I32"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
+             model_folder("shape", replaced("[76,48]", "[48,76]")),
+         "(48, 76)"},
+        {"--data " + file("ok.bin", shard(20240520, 1, 4000, 8000, 5)) + " --init " +
+             model_folder("name", replaced("model.norm.weight", "model.norm.weighs")),
+         "model.norm.weight"},
         {"--data " + file("foreign.bin", shard(12345, 1, 4000, 8000, 5)), "12345"},
         {"--data " + file("cut.bin", shard(20240520, 1, 4000, 4000, 5)), "cut.bin"},
         {"--data " + file("beyond.bin", shard(20240520, 1, 4000, 8000, 300)), "300"},
@@ -272,11 +290,13 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         const Outcome outcome = train("--out " + run + " " + c.arguments);
         INFO(c.arguments << "\nstderr: " << outcome.err);
         CHECK(outcome.status == 2);
-        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())), c.says));
+        CHECK(
+            one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())), c.says));
         CHECK(outcome.err.rfind("train_gpt: ", 0) == 0);
         CHECK_FALSE(std::filesystem::exists(run));
     }
-    CHECK(run_program("train_gpt", "--resume").err == "train_gpt: --resume needs --out DIR, the folder of the run to continue\n");
+    CHECK(run_program("train_gpt", "--resume").err ==
+          "train_gpt: --resume needs --out DIR, the folder of the run to continue\n");
 }
 
 TEST_CASE("output that cannot be written is one clear line", "[program][train_gpt]") {

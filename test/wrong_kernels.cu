@@ -387,8 +387,22 @@ bool two_collectives(bool wrong) { return warp_sum(wrong ? 3 : 0); }
 
 constexpr int kTiles = 5, kTileNumbers = 64 * 16, kTileBytes = kTileNumbers * 2;
 enum Mistake {
-    none, no_wait, other_parity, no_empty_wait, no_expect_tx, no_init_fence, no_fence, no_wgmma_fence, no_wgmma_commit, no_wgmma_wait,
-    early_release, b_overwritten, a_overwritten, off_the_pattern, half_a_group_gives, too_few_given
+    none,
+    no_wait,
+    other_parity,
+    no_empty_wait,
+    no_expect_tx,
+    no_init_fence,
+    no_fence,
+    no_wgmma_fence,
+    no_wgmma_commit,
+    no_wgmma_wait,
+    early_release,
+    b_overwritten,
+    a_overwritten,
+    off_the_pattern,
+    half_a_group_gives,
+    too_few_given
 };
 
 __global__ void __launch_bounds__(160) product_kernel(float* out, const __nv_bfloat16* inp, int which) {
@@ -435,11 +449,14 @@ __global__ void __launch_bounds__(160) product_kernel(float* out, const __nv_bfl
 }
 bool product(Mistake mistake) {
     std::vector<__nv_bfloat16> tiles;
-    for (int i = 0; i < kTiles * kTileNumbers; ++i) tiles.push_back(from_float<__nv_bfloat16>(static_cast<float>(i / kTileNumbers + 1)));
+    for (int i = 0; i < kTiles * kTileNumbers; ++i)
+        tiles.push_back(from_float<__nv_bfloat16>(static_cast<float>(i / kTileNumbers + 1)));
     Buffer inp(tiles.size() / 2), out(128);
     must(cudaMemcpy(inp.data, tiles.data(), tiles.size() * 2, cudaMemcpyHostToDevice));
     const __nv_bfloat16* numbers = reinterpret_cast<const __nv_bfloat16*>(inp.data);
-    product_kernel<<<1, 160, 4 * kTileBytes + kTileAlignment>>>(out.data, numbers, mistake);  // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
+    product_kernel<<<1, 160, 4 * kTileBytes + kTileAlignment>>>(
+        out.data, numbers,
+        mistake);  // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
     must(cudaDeviceSynchronize());
     for (float x : out.read())
         if (x != 16.0f * (1 + 2 + 3 + 4 + 5)) return false;
@@ -487,7 +504,9 @@ __global__ void __launch_bounds__(384, 1) fragment_kernel(float* out, int which)
 }
 bool fragment(Mistake mistake) {
     Buffer out(128);
-    fragment_kernel<<<1, 384, 2 * kTileAlignment>>>(out.data, mistake);  // <- fragment_overwritten tile_off_the_pattern registers_of_half_a_group too_many_registers
+    fragment_kernel<<<1, 384, 2 * kTileAlignment>>>(
+        out.data,
+        mistake);  // <- fragment_overwritten tile_off_the_pattern registers_of_half_a_group too_many_registers
     must(cudaDeviceSynchronize());
     for (float x : out.read())
         if (x != 32.0f) return false;
@@ -531,7 +550,9 @@ __global__ void round_trip_kernel(float* out, const float* inp, int which) {
 }
 bool round_trip(int which) {
     Buffer inp(counting(64)), out(64);
-    round_trip_kernel<<<1, 64, 2 * kTileAlignment>>>(out.data, inp.data, which);  // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read missing_bulk_wait
+    round_trip_kernel<<<1, 64, 2 * kTileAlignment>>>(
+        out.data, inp.data,
+        which);  // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read missing_bulk_wait
     must(cudaDeviceSynchronize());
     const std::vector<float> row = out.read();
     for (size_t i = 0; i < 64; ++i)

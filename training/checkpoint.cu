@@ -77,7 +77,8 @@ class SavedStates {
             files_.push_back(std::make_unique<SafetensorsReader>(entry.path().string()));
             for (const auto& [name, stored] : files_.back()->tensors()) {
                 const size_t at = name.rfind('@');
-                pieces_[name.substr(0, at)].push_back({at == std::string::npos ? 0 : std::stoll(name.substr(at + 1)), &stored});
+                pieces_[name.substr(0, at)].push_back(
+                    {at == std::string::npos ? 0 : std::stoll(name.substr(at + 1)), &stored});
             }
         }
         check(!files_.empty(), folder, " holds no optimizer.safetensors: it is no checkpoint to resume from");
@@ -92,9 +93,10 @@ class SavedStates {
         std::vector<char> bytes(tensor.bytes());
         int64_t n_filled = 0;
         for (const auto& [its_first, stored] : found->second) {
-            check(stored->dtype == stored_dtype(tensor.dtype), folder_, ": '", name, "' has dtype ", stored->dtype, ", expected ",
-                  stored_dtype(tensor.dtype));
-            const int64_t low = std::max(begin, its_first / scale), high = std::min(end, its_first / scale + stored->n());
+            check(stored->dtype == stored_dtype(tensor.dtype), folder_, ": '", name, "' has dtype ", stored->dtype,
+                  ", expected ", stored_dtype(tensor.dtype));
+            const int64_t low = std::max(begin, its_first / scale),
+                          high = std::min(end, its_first / scale + stored->n());
             if (low >= high) continue;
             std::memcpy(bytes.data() + static_cast<size_t>(low - begin) * element_bytes,
                         stored->data + static_cast<size_t>(low - its_first / scale) * element_bytes,
@@ -119,9 +121,11 @@ class SavedStates {
 void write_states(const Trainer& t, const std::string& path) {
     std::vector<TensorToStore> tensors;
     const auto add = [&](const std::string& name, const Tensor& tensor) {
-        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor](void* bytes) { copy_to_host(bytes, tensor); }});
+        tensors.push_back(
+            {name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor](void* bytes) { copy_to_host(bytes, tensor); }});
     };
-    for (const PlacedState& state : placed_states(t)) add(state.whole ? state.name : concat(state.name, "@", state.first), state.tensor);
+    for (const PlacedState& state : placed_states(t))
+        add(state.whole ? state.name : concat(state.name, "@", state.first), state.tensor);
     if (t.model.fp8_states && t.world.rank == 0) add(kHistories, t.model.fp8_states);  // all ranks have the same
     write_safetensors(path, tensors);
 }
@@ -129,8 +133,11 @@ void write_states(const Trainer& t, const std::string& path) {
 void write_compression(const Trainer& t, const std::string& folder) {
     std::vector<TensorToStore> tensors;
     for (const auto& [name, tensor] : t.data_parallel.compression_states())
-        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [from = tensor](void* bytes) { copy_to_host(bytes, from); }});
-    if (!tensors.empty()) write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors);
+        tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [from = tensor](void* bytes) {
+                               copy_to_host(bytes, from);
+                           }});
+    if (!tensors.empty())
+        write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors);
 }
 void read_compression(const Trainer& t, const std::string& folder) {
     const auto states = t.data_parallel.compression_states();
@@ -147,8 +154,8 @@ void read_compression(const Trainer& t, const std::string& folder) {
     const SafetensorsReader saved(path);
     for (const auto& [name, tensor] : states) {
         const StoredTensor& stored = saved.at(name);
-        check(stored.dtype == stored_dtype(tensor.dtype) && stored.n() == tensor.n(), path, ": '", name, "' is ", stored.dtype, " of ",
-              stored.n(), " elements, expected ", stored_dtype(tensor.dtype), " of ", tensor.n());
+        check(stored.dtype == stored_dtype(tensor.dtype) && stored.n() == tensor.n(), path, ": '", name, "' is ",
+              stored.dtype, " of ", stored.n(), " elements, expected ", stored_dtype(tensor.dtype), " of ", tensor.n());
         copy_to_device(tensor, stored.data);
     }
 }
@@ -172,7 +179,8 @@ void save_checkpoint(Trainer& t, int64_t step) {
         {"updates", t.updates},
         {"sequences", step * t.options.batch},
         {"tokens", step * t.options.batch * t.options.seq},
-        {"loss_scale", {{"scale", t.scaler.scale}, {"good_steps", t.scaler.good_steps}, {"overflows", t.scaler.overflows}}},
+        {"loss_scale",
+         {{"scale", t.scaler.scale}, {"good_steps", t.scaler.good_steps}, {"overflows", t.scaler.overflows}}},
         {"options", t.options.identity}};
     write_text_file(folder + "/state.json", state.dump(2) + "\n");
     writer->commit(static_cast<int>(t.options.keep));

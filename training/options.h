@@ -20,10 +20,10 @@ struct TrainOptions {
     RankOptions ranks;
     DataParallelOptions data_parallel;
     Offload offload = Offload::none;
-    bool plan = false;               // print the plan, and end
+    bool plan = false;  // print the plan, and end
     std::string device_spec = "this";
-    double plan_parameters = 0;      // --params: the plan's states for this many parameters; 0: the model's
-    int64_t inject_overflow = 0;     // test hook: the step in which one gradient becomes inf
+    double plan_parameters = 0;   // --params: the plan's states for this many parameters; 0: the model's
+    int64_t inject_overflow = 0;  // test hook: the step in which one gradient becomes inf
     int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
     double temperature = 0.8, val_fraction = 0.1;
     bool mask_documents = false;

@@ -6,7 +6,8 @@
 
 std::vector<int32_t> sample(const Model& model, Activations& acts, const std::vector<int32_t>& prompt, int64_t n,
                             double temperature, uint64_t seed, const std::function<bool(int32_t)>& token_ready) {
-    check(acts.B == 1 && !prompt.empty(), "sample: needs activations for one sequence and a prompt of at least one token");
+    check(acts.B == 1 && !prompt.empty(),
+          "sample: needs activations for one sequence and a prompt of at least one token");
     const cudaStream_t stream = device().stream;
     const uint64_t key = hash_name("sample");
     std::vector<int32_t> text = prompt;

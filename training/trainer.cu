@@ -11,15 +11,18 @@ void take_pinned(T*& pointer, int64_t n) {
 }
 
 MemoryKind home_of_states(Offload offload) {
-    return offload == Offload::none ? MemoryKind::device : offload == Offload::unified ? MemoryKind::managed : MemoryKind::pinned;
+    return offload == Offload::none      ? MemoryKind::device
+           : offload == Offload::unified ? MemoryKind::managed
+                                         : MemoryKind::pinned;
 }
 
 }  // namespace
 
 Memory::Memory(Offload offload)
     : weights("weights"), masters("master weights", home_of_states(offload)), grads("gradients"),
-      optimizer("optimizer states", home_of_states(offload)), activations("activations"), communication("communication"),
-      sampling("sampling"), transit("on the way to the device and back", MemoryKind::pinned) {}
+      optimizer("optimizer states", home_of_states(offload)), activations("activations"),
+      communication("communication"), sampling("sampling"),
+      transit("on the way to the device and back", MemoryKind::pinned) {}
 
 size_t Memory::bytes() {
     size_t total = device().blas_workspace_bytes;
@@ -34,13 +37,14 @@ size_t Memory::host_bytes() {
 
 Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
     : options(std::move(options_)), config(std::move(config_)), world(mesh.world()),
-      data_parallel(mesh.comm("dp"), options.data_parallel),
-      local_batch(options.batch / rank_count(options.ranks)),
+      data_parallel(mesh.comm("dp"), options.data_parallel), local_batch(options.batch / rank_count(options.ranks)),
       micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), memory(options.offload),
       scaler(options.loss_scale) {
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
-    data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) { offload->grads_are_final(unit, stream); };
+    data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) {
+        offload->grads_are_final(unit, stream);
+    };
 }
 
 void Trainer::take_memory() {
@@ -58,9 +62,10 @@ void Trainer::take_memory() {
     for (size_t u = 0; u < model.units.size(); ++u) {
         const std::vector<Param> params = model.updated_params(u);
         const int64_t n = model.updated(u).n;
-        optimizers.push_back(sharding.host_updates()
-                                 ? make_host_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options)
-                                 : make_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options, false));
+        optimizers.push_back(
+            sharding.host_updates()
+                ? make_host_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options)
+                : make_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options, false));
         scratch_n = std::max(scratch_n, optimizers[u]->scratch_n());
         norm_n = std::max(norm_n, grad_norm_scratch_n(model.part(u).n));
     }
@@ -81,8 +86,8 @@ void Trainer::take_memory() {
 void Trainer::reserve() {
     size_t free_bytes = 0, device_bytes = 0;
     cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
-    check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())), ", the device has ",
-          human_bytes(static_cast<double>(device_bytes)),
+    check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())),
+          ", the device has ", human_bytes(static_cast<double>(device_bytes)),
           ": use a smaller --micro-batch, --seq or --model, --recompute, --dtype bf16 or --offload");
     for (Arena* arena : memory.all()) arena->reserve();
     take_memory();

@@ -30,16 +30,16 @@ struct Trainer {
     Model model;
     Activations acts, sample_acts;
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
-    std::unique_ptr<OffloadedUpdate> offload;            // with --offload: brings their work to the host, or their states here
+    std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
-    int64_t updates = 0;                // steps of the optimizer; steps of the run that overflowed are not among them
+    int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
     // What the ranks add up in a step, each number as a pair of floats {high, low}: the squares of each unit's gradients, the
     // losses, and how many ranks were asked to stop.
-    Tensor totals;                      // (units + 2, 2)
-    Tensor norm_result, norm_scratch;   // clip_scale's, sum_squares'
-    int32_t *host_tokens = nullptr, *host_targets = nullptr;  // pinned, one step's batch of this rank
+    Tensor totals;                                                 // (units + 2, 2)
+    Tensor norm_result, norm_scratch;                              // clip_scale's, sum_squares'
+    int32_t *host_tokens = nullptr, *host_targets = nullptr;       // pinned, one step's batch of this rank
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents
-    float *host_totals = nullptr;       // pinned: {norm, scale}, {loss}, {stop}
+    float* host_totals = nullptr;                                  // pinned: {norm, scale}, {loss}, {stop}
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     Tensor loss_sum() const { return totals.slice(totals.shape[0] - 2, 1).view({2}); }

@@ -9,7 +9,7 @@ namespace {
 template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     flash_dq_kernel(Shape shape, Heads<Number> dq, Heads<const Number> dout, const float* lse, const float* delta,
-              Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+                    Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
     const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
 template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
-                 const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
+                       const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), s0 = static_cast<int>(blockIdx.x) * T::kRows;
     const int64_t kv = blockIdx.y, group = shape.H / shape.K;
@@ -130,8 +130,8 @@ void flash_backward_cores(const FlashArguments& a, cudaStream_t stream) {
             shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
         cudaCheckLaunch();
         allow_shared(flash_dq_kernel<Number, T>, dq_bytes);
-        flash_dq_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, dq_bytes, stream>>>(shape_of(a), Heads<Number>(a.dq),
-                                                                                      dout, a.lse, a.delta, q, k, v);
+        flash_dq_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, dq_bytes, stream>>>(
+            shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
         cudaCheckLaunch();
     });
 }

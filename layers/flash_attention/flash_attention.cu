@@ -62,8 +62,8 @@ namespace {
 // delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d].     A team of threads a row (chunk.cuh); rows in the order of delta.
 
 template <class Number, int kN>
-__global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t n_rows, int64_t H,
-                             int64_t T, int64_t D) {
+__global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t n_rows,
+                                   int64_t H, int64_t T, int64_t D) {
     __shared__ float scratch[kWarp];
     const int64_t row = team_row();
     if (row >= n_rows) return;  // a whole team: nobody waits for it

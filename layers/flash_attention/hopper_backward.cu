@@ -59,9 +59,17 @@ struct BackwardTile {
     static_assert(kStages <= kMaxStages && kSharedBytes <= 227 << 10);
 };
 template <int kD, int kDv>
-using DqTile = BackwardTile<kD, kDv, kD <= 64 ? 128 : kD <= 128 ? 96 : 64, kDv <= 128 ? 3 : 2, 0>;
+using DqTile = BackwardTile<kD, kDv,
+                            kD <= 64    ? 128
+                            : kD <= 128 ? 96
+                                        : 64,
+                            kDv <= 128 ? 3 : 2, 0>;
 template <int kD, int kDv>
-using DkDvTile = BackwardTile<kD, kDv, kD <= 128 ? 64 : kDv <= 128 ? 32 : 16, 3, 2>;
+using DkDvTile = BackwardTile<kD, kDv,
+                              kD <= 128    ? 64
+                              : kDv <= 128 ? 32
+                                           : 16,
+                              3, 2>;
 
 // The stage that comes next, and the parity of its round.
 template <int kStages>
@@ -234,7 +242,8 @@ __device__ __forceinline__ void produce_queries(const DkDvMaps& maps, unsigned c
 
 template <class Number, class T>
 __global__ void __launch_bounds__(kHopperThreads, 1)
-    flash_dk_dv_hopper_kernel(Shape shape, const __grid_constant__ DkDvMaps maps, const float* lse, const float* delta) {
+    flash_dk_dv_hopper_kernel(Shape shape, const __grid_constant__ DkDvMaps maps, const float* lse,
+                              const float* delta) {
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), s0 = static_cast<int>(blockIdx.x) * kBlockRows;
     const int kv = static_cast<int>(blockIdx.y), n_heads = static_cast<int>(shape.H / shape.K);
@@ -291,8 +300,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
             for (int n = 0; n < T::kOthers / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    dscores[0][n][i] =
-                        scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + 2 * in_quad() + i % 2]);
+                    dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + 2 * in_quad() + i % 2]);
             pack_fragments<Number>(dS, dscores);
             start_columns<Number, typename T::OtherX>(dk[0], dS[0], q_tile);  // dk = scale dS^T q
             wgmma_wait<0>(dk[0], dv[0], P[0], dS[0]);
@@ -318,10 +326,11 @@ template <class Number>
 void launch(const FlashArguments& a, cudaStream_t stream) {
     HopperSizes::dispatch(a.q.D, a.v.D, [&](auto size) {
         constexpr int kD = decltype(size)::kD, kDv = decltype(size)::kDv;
-        const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, int64_t{kBlockRows})), B = static_cast<unsigned>(a.B);
+        const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, int64_t{kBlockRows})),
+                       B = static_cast<unsigned>(a.B);
         {
             using T = DkDvTile<kD, kDv>;
-            const DkDvMaps maps{head_map(a.k, kBlockRows), head_map(a.v, kBlockRows), head_map(a.q, T::kOthers),
+            const DkDvMaps maps{head_map(a.k, kBlockRows),   head_map(a.v, kBlockRows),  head_map(a.q, T::kOthers),
                                 head_map(a.out, T::kOthers), head_map(a.dk, kGroupRows), head_map(a.dv, kGroupRows)};
             allow_shared(flash_dk_dv_hopper_kernel<Number, T>, T::kSharedBytes);
             flash_dk_dv_hopper_kernel<Number, T>

@@ -171,7 +171,8 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         const Maps maps{head_map(a.q, kBlockRows), head_map(a.k, T::kKeys), head_map(a.v, T::kKeys),
                         head_map(a.out, kGroupRows)};
         allow_shared(flash_forward_hopper_kernel<Number, T>, T::kSharedBytes);
-        flash_forward_hopper_kernel<Number, T><<<grid, kHopperThreads, T::kSharedBytes, stream>>>(shape_of(a), maps, a.lse);
+        flash_forward_hopper_kernel<Number, T>
+            <<<grid, kHopperThreads, T::kSharedBytes, stream>>>(shape_of(a), maps, a.lse);
         cudaCheckLaunch();
     });
 }

@@ -26,7 +26,7 @@ struct ForwardTile {
 template <class Number, class T>
 __global__ void __launch_bounds__(kThreads)
     flash_forward_kernel(Shape shape, Heads<Number> out, float* lse, Heads<const Number> q, Heads<const Number> k,
-                   Heads<const Number> v) {
+                         Heads<const Number> v) {
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
     const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);

@@ -8,7 +8,8 @@
 // Parts of flat tensors
 
 Tensor part_of(const Tensor& tensor, int64_t first, int64_t n) {
-    return make_tensor(static_cast<char*>(tensor.data) + static_cast<size_t>(first) * dtype_bytes(tensor.dtype), tensor.dtype, {n});
+    return make_tensor(static_cast<char*>(tensor.data) + static_cast<size_t>(first) * dtype_bytes(tensor.dtype),
+                       tensor.dtype, {n});
 }
 
 Range piece_of(int64_t n, int n_pieces, int j) {
@@ -70,8 +71,10 @@ Comm::~Comm() {
 
 std::unique_ptr<Comm> Comm::split(const std::vector<int>& members, const std::string& its_name) {
     const std::set<int> different(members.begin(), members.end());
-    check(different.size() == members.size() && different.count(rank) && *different.begin() >= 0 && *different.rbegin() < size,
-          name, ": split into '", its_name, "': members must be different ranks below ", size, ", rank ", rank, " among them");
+    check(different.size() == members.size() && different.count(rank) && *different.begin() >= 0 &&
+              *different.rbegin() < size,
+          name, ": split into '", its_name, "': members must be different ranks below ", size, ", rank ", rank,
+          " among them");
     auto part = std::make_unique<Comm>(its_name, state_, transport_->split(members));
     part->algorithm = algorithm;
     return part;
@@ -120,8 +123,10 @@ void Comm::collective(const char* what, size_t bytes, cudaStream_t stream, Body&
 namespace {
 
 void check_pair(const char* what, const Tensor& out, const Tensor& inp, int64_t out_pieces, int64_t inp_pieces) {
-    check(inp.dtype == out.dtype && (dtype_bytes(inp.dtype) == 4 || inp.dtype == DType::bf16 || inp.dtype == DType::f16), what,
-          ": out is ", out.describe(), ", inp is ", inp.describe(), "; expected two of one dtype: f32, bf16, f16 or i32");
+    check(
+        inp.dtype == out.dtype && (dtype_bytes(inp.dtype) == 4 || inp.dtype == DType::bf16 || inp.dtype == DType::f16),
+        what, ": out is ", out.describe(), ", inp is ", inp.describe(),
+        "; expected two of one dtype: f32, bf16, f16 or i32");
     check(out.n() * inp_pieces == inp.n() * out_pieces, what, ": out is ", out.describe(), ", inp is ", inp.describe(),
           "; expected out : inp = ", out_pieces, " : ", inp_pieces, " elements");
 }
@@ -195,13 +200,15 @@ void Comm::count_native(size_t piece_bytes) {
 }
 
 namespace {
-void check_cuts(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& cuts, int rank, int size) {
+void check_cuts(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& cuts, int rank,
+                int size) {
     check(cuts.size() == static_cast<size_t>(size) + 1 && cuts[0] == 0 && std::is_sorted(cuts.begin(), cuts.end()) &&
-              cuts.back() == whole.n(), what, ": ", cuts.size(), " cuts up to ", cuts.empty() ? 0 : cuts.back(), " of ",
-          whole.describe(), " for ", size, " ranks: expected one more than ranks, from 0 to all elements, in order");
+              cuts.back() == whole.n(),
+          what, ": ", cuts.size(), " cuts up to ", cuts.empty() ? 0 : cuts.back(), " of ", whole.describe(), " for ",
+          size, " ranks: expected one more than ranks, from 0 to all elements, in order");
     const size_t r = static_cast<size_t>(rank);
-    check(piece.dtype == whole.dtype && piece.n() == cuts[r + 1] - cuts[r], what, ": rank ", rank, "'s piece is ", piece.describe(),
-          "; expected ", cuts[r + 1] - cuts[r], " elements of ", dtype_name(whole.dtype));
+    check(piece.dtype == whole.dtype && piece.n() == cuts[r + 1] - cuts[r], what, ": rank ", rank, "'s piece is ",
+          piece.describe(), "; expected ", cuts[r + 1] - cuts[r], " elements of ", dtype_name(whole.dtype));
 }
 }  // namespace
 

@@ -52,6 +52,11 @@ enum class AllReduce {
 AllReduce all_reduce_from_name(const std::string& name);  // "library", "ring", "tree", "halving", "two-level"
 const char* all_reduce_name(AllReduce algorithm);
 
+// Elements [first, first + n).
+struct Range {
+    int64_t first, n;
+};
+
 struct Traffic {
     int64_t sent = 0, received = 0;  // bytes
 };
@@ -200,14 +205,14 @@ class Mesh {
 // ranks.cu: starts the ranks and ends them
 
 struct RankOptions {
-    int ranks = 0;                    // --ranks: that many threads; 0: as many as mpirun started, otherwise one
-    std::string comm = "auto";        // --comm: auto, threads, mpi, nccl
+    int ranks = 0;                       // --ranks: that many threads; 0: as many as mpirun started, otherwise one
+    std::string comm = "auto";           // --comm: auto, threads, mpi, nccl
     std::string all_reduce = "library";  // --all-reduce
-    double timeout_s = 120;           // --comm-timeout: a rank that waits longer for another one ends the job
-    int ranks_per_node = 0;           // threads only: pretend that so many share a machine (for two-level); 0: all
-    bool trace = false;               // --trace: print, and write trace.json and trace.png
+    double timeout_s = 120;              // --comm-timeout: a rank that waits longer for another one ends the job
+    int ranks_per_node = 0;              // threads only: pretend that so many share a machine (for two-level); 0: all
+    bool trace = false;                  // --trace: print, and write trace.json and trace.png
     std::string trace_folder = ".";
-    bool quiet = false;               // do not print what was chosen
+    bool quiet = false;  // do not print what was chosen
 };
 
 // Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f; as threads
@@ -221,7 +226,7 @@ struct RankOptions {
 //     text. Under mpirun the line is printed and MPI ends the other processes; exit status 2.
 //   - A rank that waits for longer than timeout_s ends the job, with what it waits for, and who is missing since when.
 void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f);
-bool started_by_mpirun();  // is this process one of several that mpirun started?
+bool started_by_mpirun();                    // is this process one of several that mpirun started?
 int rank_count(const RankOptions& options);  // how many there will be
 // True in the one process that should print and write files, also before run_ranks.
 bool is_first_process();

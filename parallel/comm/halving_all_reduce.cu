@@ -45,7 +45,7 @@ void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStr
         const bool upper = (v & bit) != 0;
         const int64_t half = mine.n / 2;
         const Range low{mine.first, half}, high{mine.first + half, mine.n - half}, keep = upper ? high : low,
-                    give = upper ? low : high;
+                                                                                   give = upper ? low : high;
         const Tensor theirs = part_of(inbox, 0, keep.n);
         comm.transport().group_start();
         send_tensor(comm, part_of(sum, give.first, give.n), rank_of(v ^ bit), stream);
@@ -58,8 +58,8 @@ void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStr
     for (int bit = 1; bit < p; bit *= 2) {
         const Range both = before.back();
         before.pop_back();
-        const Range theirs = mine.first == both.first ? Range{mine.first + mine.n, both.n - mine.n}
-                                                      : Range{both.first, both.n - mine.n};
+        const Range theirs =
+            mine.first == both.first ? Range{mine.first + mine.n, both.n - mine.n} : Range{both.first, both.n - mine.n};
         comm.transport().group_start();
         send_tensor(comm, part_of(out, mine.first, mine.n), rank_of(v ^ bit), stream);
         recv_tensor(comm, part_of(out, theirs.first, theirs.n), rank_of(v ^ bit), stream);

@@ -49,12 +49,14 @@ std::vector<std::vector<int64_t>> gather_numbers(Comm& comm, const std::vector<i
 // Hashes are compared, so that it does not matter how long the values are. Another number of things is another program.
 void check_same_everywhere(Comm& comm, const std::vector<std::pair<std::string, std::string>>& things) {
     const auto counts = gather_numbers(comm, {static_cast<int64_t>(things.size())});
-    check(counts[0][0] == static_cast<int64_t>(things.size()), "this rank runs another version of the program than rank 0: start the "
+    check(counts[0][0] == static_cast<int64_t>(things.size()),
+          "this rank runs another version of the program than rank 0: start the "
           "same binary everywhere");
     std::vector<int64_t> hashes;
     for (const auto& [name, value] : things) hashes.push_back(static_cast<int64_t>(hash_name(name + "\n" + value)));
     const auto all = gather_numbers(comm, hashes);
     for (size_t i = 0; i < things.size(); ++i)
-        check(hashes[i] == all[0][i], things[i].first, " is ", things[i].second.size() > 80 ? "different" : "'" + things[i].second + "'",
+        check(hashes[i] == all[0][i], things[i].first, " is ",
+              things[i].second.size() > 80 ? "different" : "'" + things[i].second + "'",
               " here, and something else on rank 0: start all ranks with the same program, flags and files");
 }

@@ -14,7 +14,8 @@
 // room for n pieces.
 #include "parallel/comm/transport.h"
 
-void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot, cudaStream_t stream) {
+void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot,
+                      cudaStream_t stream) {
     const int n_members = static_cast<int>(group.members.size());
     const int64_t n = inp.n();
     const bool owner = group.me < group.n_owners;
@@ -25,7 +26,8 @@ void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, Re
     comm.transport().group_start();
     for (int j = 0; j < group.n_owners; ++j) {
         const Range range = piece_of(n, group.n_owners, j);
-        if (j != group.me) send_tensor(comm, part_of(inp, range.first, range.n), group.members[static_cast<size_t>(j)], stream);
+        if (j != group.me)
+            send_tensor(comm, part_of(inp, range.first, range.n), group.members[static_cast<size_t>(j)], stream);
     }
     for (int j = 0; j < n_members && mine.n > 0; ++j)
         if (j != group.me)
@@ -47,7 +49,8 @@ void gather_from_owners(Comm& comm, const Group& group, Tensor out, cudaStream_t
     }
     for (int j = 0; j < group.n_owners; ++j) {
         const Range range = piece_of(out.n(), group.n_owners, j);
-        if (j != group.me) recv_tensor(comm, part_of(out, range.first, range.n), group.members[static_cast<size_t>(j)], stream);
+        if (j != group.me)
+            recv_tensor(comm, part_of(out, range.first, range.n), group.members[static_cast<size_t>(j)], stream);
     }
     comm.transport().group_end();
 }

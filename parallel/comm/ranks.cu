@@ -39,7 +39,8 @@ void share_cores(int n_ranks_here) {
 }
 
 int ranks_here(const RankState& state) {
-    return static_cast<int>(std::count(state.node.begin(), state.node.end(), state.node[static_cast<size_t>(state.rank)]));
+    return static_cast<int>(
+        std::count(state.node.begin(), state.node.end(), state.node[static_cast<size_t>(state.rank)]));
 }
 
 // Rank 0 hears all opinions and tells everybody what holds.
@@ -54,8 +55,8 @@ bool all_agree(HostTransport& control, bool opinion) {
 }
 
 // The transport of the world, over the one that the ranks found each other with.
-std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& state, const std::shared_ptr<HostTransport>& control,
-                                            bool processes) {
+std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& state,
+                                            const std::shared_ptr<HostTransport>& control, bool processes) {
     const RankOptions& options = state->options;
     const bool own_gpus = !kCpuDevice && all_agree(*control, ranks_here(*state) <= device_count());
     const std::string reason = kCpuDevice            ? "the device is the CPU"
@@ -66,9 +67,15 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
     const bool nccl = options.comm == "nccl" || (options.comm == "auto" && reason.empty());
     if (state->rank == 0 && !options.quiet) {
         std::printf("ranks    %d %s on %d device%s of %s; messages by %s (%s)\n", state->size,
-                    processes ? "processes (MPI)" : "threads of this process", std::min(processes ? ranks_here(*state) : state->size, device_count()),
-                    device_count() == 1 ? "" : "s", device().name.c_str(), nccl ? "NCCL" : processes ? "MPI" : "memory",
-                    nccl ? "every rank has a GPU of its own" : options.comm != "auto" ? "--comm" : reason.c_str());
+                    processes ? "processes (MPI)" : "threads of this process",
+                    std::min(processes ? ranks_here(*state) : state->size, device_count()),
+                    device_count() == 1 ? "" : "s", device().name.c_str(),
+                    nccl        ? "NCCL"
+                    : processes ? "MPI"
+                                : "memory",
+                    nccl                     ? "every rank has a GPU of its own"
+                    : options.comm != "auto" ? "--comm"
+                                             : reason.c_str());
         std::fflush(stdout);
     }
     if (nccl) return make_nccl_transport(state, control);
@@ -104,8 +111,8 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     state->job = std::make_shared<Job>();
     if (options.trace) state->trace = std::make_shared<Trace>(true);
     auto control = make_mpi_transport(state);
-    check(options.ranks == 0 || options.ranks == state->size, "--ranks ", options.ranks, " under an mpirun of ", state->size,
-          " processes: leave --ranks out");
+    check(options.ranks == 0 || options.ranks == state->size, "--ranks ", options.ranks, " under an mpirun of ",
+          state->size, " processes: leave --ranks out");
     // The other processes cannot be told; they can be ended. mpirun does that also if this one is killed.
     state->job->on_failure = [](const std::string& reason) {
         std::fflush(stdout);
@@ -178,8 +185,8 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
             if (failed_at == 0 && job->failed()) failed_at = seconds_now();
             if (failed_at == 0 || seconds_now() - failed_at < 10) continue;
             // A thread cannot be ended from outside, only the process. One that computes for long, or hangs, would keep it.
-            std::fprintf(stderr, "%s\n%d of %d ranks have not ended within 10 s: stopping the process\n", job->reason().c_str(),
-                         n - n_ended, n);
+            std::fprintf(stderr, "%s\n%d of %d ranks have not ended within 10 s: stopping the process\n",
+                         job->reason().c_str(), n - n_ended, n);
             std::fflush(nullptr);
             std::_Exit(2);
         }

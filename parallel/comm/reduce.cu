@@ -37,7 +37,8 @@ __device__ __forceinline__ bool is_outside(int64_t i, int64_t n) {
 }
 
 template <class T, ReduceOp op>
-__global__ void __launch_bounds__(kThreads) reduce_into_kernel(T* __restrict__ acc, const T* __restrict__ part, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    reduce_into_kernel(T* __restrict__ acc, const T* __restrict__ part, int64_t n) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (is_outside(i, n)) return;
     acc[i] = combine<op>(acc[i], part[i]);
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Out, class T>
-__global__ void __launch_bounds__(kThreads) convert_kernel(Out* __restrict__ out, const T* __restrict__ inp, int64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    convert_kernel(Out* __restrict__ out, const T* __restrict__ inp, int64_t n) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (is_outside(i, n)) return;
     out[i] = from_float<Out>(to_float(inp[i]));
@@ -95,13 +97,16 @@ void dispatch_op(ReduceOp op, F&& f) {
 void reduce_into(Tensor acc, Tensor part, ReduceOp op, cudaStream_t stream) {
     const int64_t n = acc.n();
     if (n == 0) return;
-    check(part.n() == n && part.dtype == acc.dtype, "reduce_into: acc is ", acc.describe(), ", part is ", part.describe());
+    check(part.n() == n && part.dtype == acc.dtype, "reduce_into: acc is ", acc.describe(), ", part is ",
+          part.describe());
     dispatch_op(op, [&](auto constant) {
         constexpr ReduceOp kOp = decltype(constant)::value;
         if (acc.dtype == DType::i32) {
-            reduce_into_kernel<int32_t, kOp><<<blocks_for(n), kThreads, 0, stream>>>(acc.ptr<int32_t>(), part.ptr<int32_t>(), n);
+            reduce_into_kernel<int32_t, kOp>
+                <<<blocks_for(n), kThreads, 0, stream>>>(acc.ptr<int32_t>(), part.ptr<int32_t>(), n);
         } else {
-            reduce_into_kernel<float, kOp><<<blocks_for(n), kThreads, 0, stream>>>(acc.ptr<float>(), part.ptr<float>(), n);
+            reduce_into_kernel<float, kOp>
+                <<<blocks_for(n), kThreads, 0, stream>>>(acc.ptr<float>(), part.ptr<float>(), n);
         }
         cudaCheckLaunch();
     });
@@ -114,7 +119,8 @@ void reduce_rows(Tensor out, Tensor parts, int n_parts, ReduceOp op, cudaStream_
           out.describe(), ", parts are ", n_parts, " rows in ", parts.describe());
     dispatch_op(op, [&](auto constant) {
         constexpr ReduceOp kOp = decltype(constant)::value;
-        if (parts.dtype == DType::i32) return launch_rows<kOp>(out.ptr<int32_t>(), parts.ptr<int32_t>(), n_parts, n, stream);
+        if (parts.dtype == DType::i32)
+            return launch_rows<kOp>(out.ptr<int32_t>(), parts.ptr<int32_t>(), n_parts, n, stream);
         dispatch(parts.dtype, [&](auto zero) {
             using T = decltype(zero);
             if (out.dtype == DType::f32) launch_rows<kOp>(out.ptr<float>(), parts.ptr<T>(), n_parts, n, stream);

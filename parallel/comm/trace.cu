@@ -22,15 +22,17 @@ std::vector<TraceEvent> Trace::take() {
 std::string trace_line(const TraceEvent& event) {
     char line[256];
     const std::string arrow = event.peer < 0 ? "" : concat(event.sends ? "-> " : "<- ", event.peer);
-    std::snprintf(line, sizeof line, "trace    step %lld  rank %d %-6s %10s %9.0f us  %s\n", static_cast<long long>(event.step),
-                  event.rank, arrow.c_str(), human_bytes(static_cast<double>(event.bytes)).c_str(),
-                  1e6 * (event.end - event.start), event.what.c_str());
+    std::snprintf(line, sizeof line, "trace    step %lld  rank %d %-6s %10s %9.0f us  %s\n",
+                  static_cast<long long>(event.step), event.rank, arrow.c_str(),
+                  human_bytes(static_cast<double>(event.bytes)).c_str(), 1e6 * (event.end - event.start),
+                  event.what.c_str());
     return line;
 }
 
 std::string pack_events(const std::vector<TraceEvent>& events) {
     nlohmann::json all = nlohmann::json::array();
-    for (const TraceEvent& e : events) all.push_back({e.rank, e.peer, e.sends, e.step, e.bytes, e.start, e.end, e.what});
+    for (const TraceEvent& e : events)
+        all.push_back({e.rank, e.peer, e.sends, e.step, e.bytes, e.start, e.end, e.what});
     return all.dump();
 }
 std::vector<TraceEvent> unpack_events(const std::string& packed) {
@@ -55,7 +57,8 @@ std::vector<Arrow> match_messages(const std::vector<TraceEvent>& events) {
             if (e.peer < 0 || e.sends != sends) continue;
             const int from = sends ? e.rank : e.peer, to = sends ? e.peer : e.rank;
             // "send of dp" meets "recv of dp", "all_reduce #3 of dp" itself.
-            const std::string call = e.what.substr(0, 4) == "send" || e.what.substr(0, 4) == "recv" ? e.what.substr(5) : e.what;
+            const std::string call =
+                e.what.substr(0, 4) == "send" || e.what.substr(0, 4) == "recv" ? e.what.substr(5) : e.what;
             const std::string key = concat(from, " ", to, " ", call);
             const size_t i = n_seen[key]++;
             std::vector<Arrow>& arrows = open[key];
@@ -75,7 +78,11 @@ std::vector<Arrow> match_messages(const std::vector<TraceEvent>& events) {
 void write_json(const std::string& path, const std::vector<TraceEvent>& events, int n_ranks) {
     nlohmann::json all = nlohmann::json::array();
     for (int rank = 0; rank < n_ranks; ++rank)
-        all.push_back({{"ph", "M"}, {"name", "thread_name"}, {"pid", 0}, {"tid", rank}, {"args", {{"name", concat("rank ", rank)}}}});
+        all.push_back({{"ph", "M"},
+                       {"name", "thread_name"},
+                       {"pid", 0},
+                       {"tid", rank},
+                       {"args", {{"name", concat("rank ", rank)}}}});
     for (const TraceEvent& e : events) {
         const std::string name = e.peer < 0 ? e.what : concat(e.sends ? "send to " : "receive from ", e.peer);
         all.push_back({{"ph", "X"},
@@ -89,8 +96,13 @@ void write_json(const std::string& path, const std::vector<TraceEvent>& events, 
     }
     int id = 0;
     for (const Arrow& arrow : match_messages(events)) {
-        nlohmann::json start = {{"ph", "s"}, {"id", ++id}, {"name", "message"}, {"cat", "message"}, {"pid", 0},
-                                {"tid", arrow.send->rank}, {"ts", 1e6 * arrow.send->start}};
+        nlohmann::json start = {{"ph", "s"},
+                                {"id", ++id},
+                                {"name", "message"},
+                                {"cat", "message"},
+                                {"pid", 0},
+                                {"tid", arrow.send->rank},
+                                {"ts", 1e6 * arrow.send->start}};
         nlohmann::json finish = start;
         finish["ph"] = "f";
         finish["bp"] = "e";
@@ -102,7 +114,8 @@ void write_json(const std::string& path, const std::vector<TraceEvent>& events, 
     write_text_file(path, nlohmann::json{{"traceEvents", all}, {"displayTimeUnit", "ms"}}.dump() + "\n");
 }
 
-constexpr Canvas::Color kColors[] = {{31, 119, 180}, {255, 127, 14}, {44, 160, 44}, {214, 39, 40}, {148, 103, 189}, {140, 86, 75}};
+constexpr Canvas::Color kColors[] = {{31, 119, 180}, {255, 127, 14},  {44, 160, 44},
+                                     {214, 39, 40},  {148, 103, 189}, {140, 86, 75}};
 
 // One row a rank, time to the right: a bar for each collective, colored by its kind, and a line for each message, from
 // where it was sent to where it was received.
@@ -132,8 +145,8 @@ void write_timeline(const std::string& path, const std::vector<TraceEvent>& even
     for (const TraceEvent& e : events) {
         if (e.peer >= 0) continue;
         const size_t kind = kinds[e.what.substr(0, e.what.find(' '))];
-        canvas.fill(x_of(e.start), y_of(e.rank) - kBar / 2.0, std::max(x_of(e.end), x_of(e.start) + 1), y_of(e.rank) + kBar / 2.0,
-                    kColors[kind % std::size(kColors)], 0.6);
+        canvas.fill(x_of(e.start), y_of(e.rank) - kBar / 2.0, std::max(x_of(e.end), x_of(e.start) + 1),
+                    y_of(e.rank) + kBar / 2.0, kColors[kind % std::size(kColors)], 0.6);
     }
     constexpr size_t kMaxArrows = 4000;  // more would be one black area
     const std::vector<Arrow> arrows = match_messages(events);
@@ -145,7 +158,8 @@ void write_timeline(const std::string& path, const std::vector<TraceEvent>& even
     }
     for (int tick = 0; tick <= 5; ++tick) {
         const double t = seconds * tick / 5;
-        canvas.text({x_of(first + t), height - 20.0}, tick == 0 ? "0" : human_seconds(t), 10, {40, 40, 40}, Canvas::Align::center);
+        canvas.text({x_of(first + t), height - 20.0}, tick == 0 ? "0" : human_seconds(t), 10, {40, 40, 40},
+                    Canvas::Align::center);
     }
     canvas.save(path);
 }
@@ -154,7 +168,8 @@ void write_timeline(const std::string& path, const std::vector<TraceEvent>& even
 
 void write_trace(const std::string& folder, std::vector<TraceEvent> events) {
     if (events.empty()) return;
-    std::stable_sort(events.begin(), events.end(), [](const TraceEvent& a, const TraceEvent& b) { return a.start < b.start; });
+    std::stable_sort(events.begin(), events.end(),
+                     [](const TraceEvent& a, const TraceEvent& b) { return a.start < b.start; });
     int n_ranks = 0;
     for (const TraceEvent& e : events) n_ranks = std::max(n_ranks, 1 + std::max(e.rank, e.peer));
     write_json(folder + "/trace.json", events, n_ranks);

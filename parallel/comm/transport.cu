@@ -165,8 +165,8 @@ std::string HostTransport::timeout_report(int from, const CallTag& call, double 
             where << "rank " << member;
             if (at.since == 0) where << " (has not communicated yet)";
             else
-                where << " (" << (at.inside ? "inside " : "last seen after ") << at.what << " at step " << at.step << ", "
-                      << now - at.since << " s ago)";
+                where << " (" << (at.inside ? "inside " : "last seen after ") << at.what << " at step " << at.step
+                      << ", " << now - at.since << " s ago)";
         }
         if (!where.str().empty()) missing += (missing.empty() ? "" : ", ") + where.str();
     }
@@ -188,8 +188,8 @@ void* HostTransport::staging(int which, size_t bytes) {
 
 void HostTransport::trace_message(const CallTag& call, int peer, bool sends, size_t bytes, double start) {
     if (!state_->trace) return;
-    state_->trace->add({state_->rank, members_[static_cast<size_t>(peer)], sends, call.step, bytes, start - state_->started,
-                        seconds_now() - state_->started, describe(call)});
+    state_->trace->add({state_->rank, members_[static_cast<size_t>(peer)], sends, call.step, bytes,
+                        start - state_->started, seconds_now() - state_->started, describe(call)});
 }
 
 void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t stream) {

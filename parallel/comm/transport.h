@@ -21,7 +21,7 @@ class Job {
   public:
     void fail(int rank, const std::string& text);  // only the first is kept
     bool failed() const { return failed_.load(std::memory_order_acquire); }
-    std::string reason() const;  // "rank 3: ..."
+    std::string reason() const;                                 // "rank 3: ..."
     std::function<void(const std::string& reason)> on_failure;  // MPI: ends the other processes
 
   private:
@@ -39,11 +39,11 @@ struct Stopped : Error {
 struct Slot {
     std::atomic_flag lock;  // spinning: the memory may be shared between processes
     int64_t step;
-    uint64_t comm;      // id of the communicator of the last call
-    int64_t call;       // its number
-    double since;       // seconds_now() of the last change; 0: has not called yet
-    bool inside;        // has the call begun and not ended?
-    char what[64];      // "all_reduce #12 of dp"
+    uint64_t comm;  // id of the communicator of the last call
+    int64_t call;   // its number
+    double since;   // seconds_now() of the last change; 0: has not called yet
+    bool inside;    // has the call begun and not ended?
+    char what[64];  // "all_reduce #12 of dp"
 };
 struct SlotCopy {
     int64_t step;
@@ -86,10 +86,10 @@ struct RankState {
     int rank = 0, size = 1;  // in the world
     RankOptions options;
     std::shared_ptr<Job> job;
-    std::vector<int> node;      // world rank -> machine
-    std::vector<Slot*> slots;   // world rank -> slot; nullptr: on another machine
+    std::vector<int> node;         // world rank -> machine
+    std::vector<Slot*> slots;      // world rank -> slot; nullptr: on another machine
     std::shared_ptr<Trace> trace;  // nullptr without --trace
-    double started = 0;         // seconds_now() when all ranks were there
+    double started = 0;            // seconds_now() when all ranks were there
     std::atomic<int64_t> step{0};
     std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
 };
@@ -177,7 +177,8 @@ class HostTransport : public Transport {
 
   protected:
     // Messages from one rank to another are numbered from 0.
-    virtual void post(int to, int64_t number, const void* data, size_t bytes) = 0;  // returns at once; data may then change
+    virtual void post(int to, int64_t number, const void* data,
+                      size_t bytes) = 0;                 // returns at once; data may then change
     virtual bool arrived(int from, int64_t number) = 0;  // asked again and again
     virtual size_t arrived_bytes(int from, int64_t number) = 0;
     virtual void take(void* data, int from, int64_t number) = 0;
@@ -206,7 +207,8 @@ class HostTransport : public Transport {
 class ThreadWorld;  // the mailboxes of n threads
 std::shared_ptr<ThreadWorld> make_thread_world(int n);
 Slot* thread_slot(ThreadWorld& world, int rank);
-std::shared_ptr<HostTransport> make_thread_transport(std::shared_ptr<ThreadWorld> world, std::shared_ptr<RankState> state);
+std::shared_ptr<HostTransport> make_thread_transport(std::shared_ptr<ThreadWorld> world,
+                                                     std::shared_ptr<RankState> state);
 
 bool mpi_is_built_in();
 // Starts MPI (once a process) and fills in rank, size, node and slots of the state.
@@ -216,7 +218,8 @@ int mpi_local_rank();
 void mpi_finish();  // all ranks have come here and nothing is under way
 
 bool nccl_is_built_in();
-std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state, std::shared_ptr<HostTransport> control);
+std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state,
+                                               std::shared_ptr<HostTransport> control);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What the algorithms are made of
@@ -252,6 +255,7 @@ struct Group {
     int me, n_owners;
 };
 // out (my piece; none if I own none) = reduction of that piece over the members, in their order.
-void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot, cudaStream_t stream);
+void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot,
+                      cudaStream_t stream);
 // Everybody's out = the owners' pieces, which lie in their out already.
 void gather_from_owners(Comm& comm, const Group& group, Tensor out, cudaStream_t stream);

@@ -53,8 +53,8 @@ class MpiTransport final : public HostTransport {
         Sending& sending = sendings_.emplace_back();
         sending.data = std::make_unique_for_overwrite<char[]>(bytes);
         if (bytes > 0) std::memcpy(sending.data.get(), data, bytes);
-        mpi_check(MPI_Isend(sending.data.get(), static_cast<int>(bytes), MPI_BYTE, to, static_cast<int>(number % kTags), comm_,
-                            &sending.request),
+        mpi_check(MPI_Isend(sending.data.get(), static_cast<int>(bytes), MPI_BYTE, to, static_cast<int>(number % kTags),
+                            comm_, &sending.request),
                   "sending");
     }
     bool arrived(int from, int64_t number) override {
@@ -63,7 +63,8 @@ class MpiTransport final : public HostTransport {
         Arrived message;
         int there = 0;
         MPI_Status status;
-        mpi_check(MPI_Improbe(from, static_cast<int>(number % kTags), comm_, &there, &message.message, &status), "receiving");
+        mpi_check(MPI_Improbe(from, static_cast<int>(number % kTags), comm_, &there, &message.message, &status),
+                  "receiving");
         if (!there) return false;
         int bytes = 0;
         mpi_check(MPI_Get_count(&status, MPI_BYTE, &bytes), "receiving");
@@ -120,7 +121,8 @@ std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState> sta
 
     // The ranks of this machine share the memory of their slots. A machine is known by its lowest rank.
     MPI_Comm here;
-    mpi_check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, state->rank, MPI_INFO_NULL, &here), "finding neighbours");
+    mpi_check(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, state->rank, MPI_INFO_NULL, &here),
+              "finding neighbours");
     int n_here = 0, lowest = state->rank;
     MPI_Comm_rank(here, &local_rank);
     MPI_Comm_size(here, &n_here);
@@ -130,7 +132,8 @@ std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState> sta
 
     Slot* mine = nullptr;
     MPI_Win window;
-    mpi_check(MPI_Win_allocate_shared(sizeof(Slot), sizeof(Slot), MPI_INFO_NULL, here, &mine, &window), "sharing memory");
+    mpi_check(MPI_Win_allocate_shared(sizeof(Slot), sizeof(Slot), MPI_INFO_NULL, here, &mine, &window),
+              "sharing memory");
     new (mine) Slot{};
     std::vector<int> machines;  // lowest ranks, in order
     state->slots.assign(static_cast<size_t>(state->size), nullptr);
@@ -143,7 +146,8 @@ std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState> sta
         if (its != lowest) continue;
         MPI_Aint bytes = 0;
         int unit = 0;
-        mpi_check(MPI_Win_shared_query(window, neighbour++, &bytes, &unit, &state->slots[static_cast<size_t>(r)]), "sharing memory");
+        mpi_check(MPI_Win_shared_query(window, neighbour++, &bytes, &unit, &state->slots[static_cast<size_t>(r)]),
+                  "sharing memory");
     }
     mpi_check(MPI_Barrier(MPI_COMM_WORLD), "waiting for all ranks");
 

@@ -19,7 +19,8 @@ namespace {
 
 void nccl_check(ncclResult_t status, const char* expression, const char* file, int line) {
     if (status == ncclSuccess) return;
-    fail("NCCL: ", ncclGetErrorString(status), " from ", expression, " at ", file, ":", line, ": ", ncclGetLastError(nullptr));
+    fail("NCCL: ", ncclGetErrorString(status), " from ", expression, " at ", file, ":", line, ": ",
+         ncclGetLastError(nullptr));
 }
 #define ncclCheck(call) nccl_check((call), #call, __FILE__, __LINE__)
 
@@ -76,10 +77,11 @@ class NcclTransport final : public Transport, public NativeCollectives {
             pending_.push_back(call);
         }
         if (!state_->trace) return;
-        note_time(stream, std::make_shared<double>(0), [this, call_tag = tag, bytes, start = start_of_call_](double end) {
-            state_->trace->add({state_->rank, -1, false, call_tag.step, bytes, *start - state_->started, end - state_->started,
-                                describe(call_tag)});
-        });
+        note_time(stream, std::make_shared<double>(0),
+                  [this, call_tag = tag, bytes, start = start_of_call_](double end) {
+                      state_->trace->add({state_->rank, -1, false, call_tag.step, bytes, *start - state_->started,
+                                          end - state_->started, describe(call_tag)});
+                  });
     }
 
     NativeCollectives* native() override { return this; }
@@ -161,7 +163,8 @@ class NcclTransport final : public Transport, public NativeCollectives {
             ncclResult_t error = ncclSuccess;
             if (!aborted_) ncclCommGetAsyncError(comm_, &error);
             if (error != ncclSuccess && error != ncclInProgress)
-                state_->job->fail(state_->rank, concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
+                state_->job->fail(state_->rank,
+                                  concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
             if (!pending_.empty() && seconds_now() - since > state_->options.timeout_s)
                 state_->job->fail(state_->rank, timeout_report(pending_.front().tag, seconds_now() - since));
             if (state_->job->failed() && !aborted_) {
@@ -178,8 +181,8 @@ class NcclTransport final : public Transport, public NativeCollectives {
             if (!slot || member == state_->rank) continue;
             const SlotCopy at = read_slot(*slot);
             if (at.comm != id() || at.call < call.number)
-                missing += concat(missing.empty() ? "; missing: " : ", ", "rank ", member, " (last call: ", at.what, " at step ", at.step,
-                                  ")");
+                missing += concat(missing.empty() ? "; missing: " : ", ", "rank ", member, " (last call: ", at.what,
+                                  " at step ", at.step, ")");
         }
         return concat(describe(call), " at step ", call.step, " has waited ", static_cast<int>(waited), " s", missing,
                       ". (--comm-timeout sets how long to wait)");
@@ -201,7 +204,8 @@ class NcclTransport final : public Transport, public NativeCollectives {
 bool nccl_is_built_in() { return true; }
 
 // Rank 0 makes an id, and the ranks find each other by it.
-std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state, std::shared_ptr<HostTransport> control) {
+std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state,
+                                               std::shared_ptr<HostTransport> control) {
     ncclUniqueId id;
     if (control->rank() == 0) {
         ncclCheck(ncclGetUniqueId(&id));

@@ -24,7 +24,8 @@ struct Mailbox {
 
 class ThreadWorld {
   public:
-    explicit ThreadWorld(int n) : boxes(new Mailbox[static_cast<size_t>(n)]), slots(new Slot[static_cast<size_t>(n)]{}), size(n) {}
+    explicit ThreadWorld(int n)
+        : boxes(new Mailbox[static_cast<size_t>(n)]), slots(new Slot[static_cast<size_t>(n)]{}), size(n) {}
     std::unique_ptr<Mailbox[]> boxes;
     std::unique_ptr<Slot[]> slots;
     int size;
@@ -37,7 +38,8 @@ namespace {
 
 class ThreadTransport final : public HostTransport {
   public:
-    ThreadTransport(std::shared_ptr<ThreadWorld> world, std::shared_ptr<RankState> state, std::vector<int> members, uint64_t id)
+    ThreadTransport(std::shared_ptr<ThreadWorld> world, std::shared_ptr<RankState> state, std::vector<int> members,
+                    uint64_t id)
         : HostTransport(std::move(state), std::move(members), id), world_(std::move(world)), box_(box_of(rank())) {}
 
     std::shared_ptr<Transport> split(const std::vector<int>& members) override {
@@ -93,7 +95,8 @@ class ThreadTransport final : public HostTransport {
 
 }  // namespace
 
-std::shared_ptr<HostTransport> make_thread_transport(std::shared_ptr<ThreadWorld> world, std::shared_ptr<RankState> state) {
+std::shared_ptr<HostTransport> make_thread_transport(std::shared_ptr<ThreadWorld> world,
+                                                     std::shared_ptr<RankState> state) {
     std::vector<int> members;
     for (int i = 0; i < world->size; ++i) members.push_back(i);
     return std::make_shared<ThreadTransport>(std::move(world), std::move(state), std::move(members), 0);

@@ -73,12 +73,14 @@ struct E4m3 {
         float amax = 0;
         for (int k = 0; k < kPerLane; ++k) amax = fmaxf(amax, fabsf(x[k]) < INFINITY ? fabsf(x[k]) : 0.0f);
         amax = warp_max(amax);
-        const float inverse = amax > 1e-30f ? 448.0f / amax : 0.0f;  // less is no gradient, and 448 / amax might be infinite
+        const float inverse =
+            amax > 1e-30f ? 448.0f / amax : 0.0f;  // less is no gradient, and 448 / amax might be infinite
         for (int i = 0; i < kPerLane / 4; ++i) {
             unsigned word = 0;
             for (int j = 0; j < 4; ++j) {
                 const float value = x[4 * i + j];  // infinity must not saturate
-                word |= static_cast<unsigned>(__nv_fp8_e4m3(fabsf(value) < INFINITY ? value * inverse : NAN).__x) << (8 * j);
+                word |= static_cast<unsigned>(__nv_fp8_e4m3(fabsf(value) < INFINITY ? value * inverse : NAN).__x)
+                        << (8 * j);
             }
             words[kWarp * i + lane] = static_cast<int32_t>(word);
         }
@@ -87,7 +89,8 @@ struct E4m3 {
     }
     __device__ static float decode(const int32_t* words, int k) {
         __nv_fp8_e4m3 code;
-        code.__x = static_cast<__nv_fp8_storage_t>(static_cast<unsigned>(words[k / 4 * kWarp + threadIdx.x]) >> (8 * (k % 4)));
+        code.__x =
+            static_cast<__nv_fp8_storage_t>(static_cast<unsigned>(words[k / 4 * kWarp + threadIdx.x]) >> (8 * (k % 4)));
         return static_cast<float>(code) * __int_as_float(words[kBlockN / 4]);
     }
 };
@@ -121,8 +124,8 @@ __global__ void __launch_bounds__(kWarp* kWarps)
 
 // The same for sums of what the ranks have sent: parts (n_ranks, n_blocks, kWords), error (n_blocks, kBlockN).
 template <class Codec>
-__global__ void __launch_bounds__(kWarp* kWarps)
-    encode_sums_kernel(int32_t* codes, float* error, const int32_t* parts, int n_ranks, const Block* blocks, int n_blocks) {
+__global__ void __launch_bounds__(kWarp* kWarps) encode_sums_kernel(int32_t* codes, float* error, const int32_t* parts,
+                                                                    int n_ranks, const Block* blocks, int n_blocks) {
     const int b = blockIdx.x * kWarps + threadIdx.y, lane = threadIdx.x;
     if (b >= n_blocks) return;
     float x[kPerLane] = {};
@@ -196,7 +199,8 @@ class BlockCompressor : public Compressor {
         const int n_mine = static_cast<int>(piece), n_all = n_mine * comm_.size;
         const int64_t piece_words = piece * Codec::kWords;
         const Block* all = static_cast<const Block*>(blocks_.slice(first, n_all).data);
-        const Tensor sent = sent_.slice(0, piece_words * comm_.size), received = received_.slice(0, piece_words * comm_.size);
+        const Tensor sent = sent_.slice(0, piece_words * comm_.size),
+                     received = received_.slice(0, piece_words * comm_.size);
         const Tensor mine = sent.slice(piece_words * comm_.rank, piece_words);
         const dim3 threads(kWarp, kWarps), few(static_cast<unsigned>(ceil_div(n_mine, kWarps)));
         const dim3 many(static_cast<unsigned>(ceil_div(n_all, kWarps)));
@@ -214,7 +218,9 @@ class BlockCompressor : public Compressor {
         cudaCheckLaunch();
     }
 
-    std::vector<std::pair<std::string, Tensor>> states() const override { return {{"error", error_}, {"sum_error", sum_error_}}; }
+    std::vector<std::pair<std::string, Tensor>> states() const override {
+        return {{"error", error_}, {"sum_error", sum_error_}};
+    }
 
   private:
     struct Dealt {
@@ -287,7 +293,9 @@ std::vector<Param> params_of(const FlatParameters& p, size_t u) {
     return params;
 }
 
-int64_t numbers_of(const Param& param) { return param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows); }
+int64_t numbers_of(const Param& param) {
+    return param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
+}
 
 void zero(const Tensor& tensor) {
     cudaCheck(cudaMemset(tensor.data, 0, tensor.bytes()));

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "parallel/comm/transport.h"
-#include "parallel/comm/transport.h"
 #include "parallel/data/data.h"
 
 // compress.cu

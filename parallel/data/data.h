@@ -31,9 +31,6 @@
 // Where weights or gradients are cut, the layers still want them whole: there are rooms for whole units, two for the blocks,
 // which take turns, and those of the embedding and the head.
 
-struct Range {
-    int64_t first, n;
-};
 struct Unit {
     std::string name;
     int64_t offset = 0, n = 0;  // in the flat arrays
@@ -90,7 +87,8 @@ struct FlatParameters {
     // parameters, whole ones and pieces, count from there.
     Range updated(size_t unit) const;
     Tensor updated_grads(size_t unit) const;
-    Weights updated_weights(size_t unit, uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
+    Weights updated_weights(size_t unit,
+                            uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
     std::vector<Param> updated_params(size_t unit) const;
 
     size_t unit_of(const Param& param) const;
@@ -148,7 +146,7 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 struct DataParallelOptions {
     bool naive = false;
     int zero = 0;
-    double bucket_mib = 25;  // ddp
+    double bucket_mib = 25;         // ddp
     CompressOptions compress = {};  // ddp: a unit at a time, instead of buckets
 };
 
@@ -218,17 +216,17 @@ class DataParallel {
 
     Comm& comm_;
     const DataParallelOptions options_;
-    std::unique_ptr<Compressor> compressor_;     // nullptr without --compress
+    std::unique_ptr<Compressor> compressor_;  // nullptr without --compress
     cudaStream_t comm_stream_ = nullptr;
-    cudaEvent_t reached_ = nullptr;              // a point of a stream that the other one waits for
-    Stopwatch busy_, waiting_;                   // of comm_stream_ with collectives; of the computing stream for them
-    std::vector<cudaEvent_t> gathered_;          // by unit: its weights are there
-    std::vector<cudaEvent_t> reduced_;           // by room: its gradients have been read
-    std::vector<int64_t> in_room_;               // room -> unit whose weights it holds, or -1
+    cudaEvent_t reached_ = nullptr;      // a point of a stream that the other one waits for
+    Stopwatch busy_, waiting_;           // of comm_stream_ with collectives; of the computing stream for them
+    std::vector<cudaEvent_t> gathered_;  // by unit: its weights are there
+    std::vector<cudaEvent_t> reduced_;   // by room: its gradients have been read
+    std::vector<int64_t> in_room_;       // room -> unit whose weights it holds, or -1
     int64_t micro_batches_ = 1, micro_batch_ = 0;
-    int64_t bucket_end_ = 0;                     // gradients from here on have been given to a bucket
-    size_t not_final_ = 0;                       // units 0 to here - 1 have gradients that are not final
-    Tensor sum_rows_;                            // zero 2 and 3 with several micro-batches: (2, largest part)
+    int64_t bucket_end_ = 0;  // gradients from here on have been given to a bucket
+    size_t not_final_ = 0;    // units 0 to here - 1 have gradients that are not final
+    Tensor sum_rows_;         // zero 2 and 3 with several micro-batches: (2, largest part)
     Tensor staging_;
 };
 
@@ -250,7 +248,8 @@ class OffloadedUpdate {
   public:
     // optimizers: one a unit; on the host (make_host_optimizer), but for unified. norm_first: an update must wait for the norm of
     // all gradients, because it clips, or because fp16 may have overflowed. Otherwise it begins as soon as its unit's are final.
-    OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers, bool norm_first);
+    OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers,
+                    bool norm_first);
     ~OffloadedUpdate();
     OffloadedUpdate(const OffloadedUpdate&) = delete;
     OffloadedUpdate& operator=(const OffloadedUpdate&) = delete;
@@ -279,7 +278,7 @@ class OffloadedUpdate {
     std::vector<cudaEvent_t> arrived_;  // by unit: its gradients on the host; unified: its pages on the device
     std::vector<cudaEvent_t> done_;     // by unit: its new weights on the device; unified: its pages on the host again
     std::vector<Tensor> host_grads_, host_copies_;  // by unit; copies: new 16-bit weights
-    Tensor host_norm_;                  // {norm, scale}
+    Tensor host_norm_;                              // {norm, scale}
     double lr_ = 0;
     int64_t t_ = 1;
     uint64_t seed_ = 0;

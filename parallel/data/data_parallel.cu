@@ -7,7 +7,6 @@
 // Communication has a stream of its own. It goes on where the computing stream has come to (a unit's gradients are complete, a
 // room is no longer read), and the computing stream waits where it needs the result; nobody waits for more than that.
 #include "parallel/comm/transport.h"
-#include "parallel/comm/transport.h"
 #include "parallel/data/data.h"
 
 #include <algorithm>
@@ -41,7 +40,11 @@ DataParallel::~DataParallel() {
 }
 
 Sharding DataParallel::sharding(int64_t granularity) const {
-    return {.rank = comm_.rank, .size = comm_.size, .zero = options_.zero, .naive = options_.naive, .granularity = granularity};
+    return {.rank = comm_.rank,
+            .size = comm_.size,
+            .zero = options_.zero,
+            .naive = options_.naive,
+            .granularity = granularity};
 }
 
 void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena) {
@@ -135,7 +138,8 @@ void DataParallel::share_update(const FlatParameters& p, size_t u, cudaStream_t 
         if (in_room == static_cast<int64_t>(u)) in_room = -1;
         return;
     }
-    communicate(stream, [&] { comm_.all_gather(p.unit_values(u), p.part_of_values(u), p.units[u].cuts, comm_stream_); });
+    communicate(stream,
+                [&] { comm_.all_gather(p.unit_values(u), p.part_of_values(u), p.units[u].cuts, comm_stream_); });
     cudaCheck(cudaEventRecord(gathered_[u], comm_stream_));
 }
 
@@ -146,7 +150,8 @@ void DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch, 
     micro_batch_ = micro_batch;
     bucket_end_ = p.n;
     not_final_ = p.units.size();
-    if (micro_batch == 0 && !p.sharding.cuts_grads()) cudaCheck(cudaMemsetAsync(p.grads.data, 0, p.grads.bytes(), stream));
+    if (micro_batch == 0 && !p.sharding.cuts_grads())
+        cudaCheck(cudaMemsetAsync(p.grads.data, 0, p.grads.bytes(), stream));
 }
 
 void DataParallel::begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
@@ -179,8 +184,8 @@ void DataParallel::announce(const FlatParameters& p, int64_t first, cudaStream_t
 
 // Buckets from the end of the array to its beginning, which is the order in which the backward fills it.
 void DataParallel::reduce_buckets(const FlatParameters& p, int64_t low, bool all, cudaStream_t stream) {
-    const int64_t bucket_n = std::max<int64_t>(1, static_cast<int64_t>(options_.bucket_mib * 0x1p20) /
-                                                      static_cast<int64_t>(dtype_bytes(p.grads.dtype)));
+    const int64_t bucket_n = std::max<int64_t>(
+        1, static_cast<int64_t>(options_.bucket_mib * 0x1p20) / static_cast<int64_t>(dtype_bytes(p.grads.dtype)));
     if (comm_.size == 1) return announce(p, low, stream);
     while (bucket_end_ - low >= bucket_n || (all && bucket_end_ > low)) {
         const int64_t first = std::max(low, bucket_end_ - bucket_n);
@@ -224,7 +229,8 @@ std::vector<float> DataParallel::read(const FlatParameters& p, const Param& para
     const int64_t n = param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
     const bool has_masters = p.masters.rank > 0;
     if (has_masters ? !p.sharding.cuts_states() : !p.sharding.cuts_values())
-        return comm_.rank == 0 ? to_floats((has_masters ? p.masters : p.values).slice(param.offset, n)) : std::vector<float>{};
+        return comm_.rank == 0 ? to_floats((has_masters ? p.masters : p.values).slice(param.offset, n))
+                               : std::vector<float>{};
 
     const size_t u = p.unit_of(param);
     const Tensor part = has_masters ? p.part_of_masters(u) : p.part_of_values(u);
@@ -232,10 +238,12 @@ std::vector<float> DataParallel::read(const FlatParameters& p, const Param& para
     const int64_t begin = param.offset - p.units[u].offset, end = begin + n;
     std::vector<float> values;
     for (int r = 0; r < comm_.size; ++r) {
-        const int64_t first = std::max(begin, cuts[static_cast<size_t>(r)]), last = std::min(end, cuts[static_cast<size_t>(r) + 1]);
+        const int64_t first = std::max(begin, cuts[static_cast<size_t>(r)]),
+                      last = std::min(end, cuts[static_cast<size_t>(r) + 1]);
         for (int64_t low = first; low < last;) {
             const int64_t piece_n = std::min(last - low, comm_.size == 1 ? last - low : staging_.n());
-            Tensor piece = make_tensor(staging_.data, part.dtype, {piece_n});  // messages lie on the device, the part perhaps not
+            Tensor piece =
+                make_tensor(staging_.data, part.dtype, {piece_n});  // messages lie on the device, the part perhaps not
             if (comm_.rank == r) {
                 const Tensor mine = part.slice(low - cuts[static_cast<size_t>(r)], piece_n);
                 if (r == 0) piece = mine;

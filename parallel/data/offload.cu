@@ -82,7 +82,8 @@ OffloadedUpdate::OffloadedUpdate(const FlatParameters& p, const std::vector<std:
       to_device_(make_stream()), reached_(make_event()) {}
 
 OffloadedUpdate::~OffloadedUpdate() {
-    for (cudaStream_t stream : {to_host_, host_, to_device_}) cudaStreamSynchronize(stream);  // host functions read this object
+    for (cudaStream_t stream : {to_host_, host_, to_device_})
+        cudaStreamSynchronize(stream);  // host functions read this object
     for (cudaStream_t stream : {to_host_, host_, to_device_}) cudaStreamDestroy(stream);
     for (const auto& events : {arrived_, done_, {reached_}})
         for (cudaEvent_t event : events) cudaEventDestroy(event);
@@ -94,11 +95,13 @@ void OffloadedUpdate::take_memory(Arena& pinned) {
     if (p_.sharding.offload == Offload::unified) {
         int moves = 0;
         cudaCheck(cudaDeviceGetAttribute(&moves, cudaDevAttrConcurrentManagedAccess, device().index));
-        check(moves != 0, "--offload unified: ", device().name, " cannot move pages while kernels run: use --offload optimizer");
+        check(moves != 0, "--offload unified: ", device().name,
+              " cannot move pages while kernels run: use --offload optimizer");
         for (size_t u = 0; u < n_units; ++u)
             for (const Tensor& tensor : pages(u))
                 if (tensor)  // home is the host
-                    cudaCheck(cudaMemAdvise(tensor.data, tensor.bytes(), cudaMemAdviseSetPreferredLocation, place_of_pages(false)));
+                    cudaCheck(cudaMemAdvise(tensor.data, tensor.bytes(), cudaMemAdviseSetPreferredLocation,
+                                            place_of_pages(false)));
         return;
     }
     host_grads_.clear(), host_copies_.clear();
@@ -115,7 +118,8 @@ void OffloadedUpdate::take_memory(Arena& pinned) {
 
 void OffloadedUpdate::begin_step(double lr, int64_t t, float unscale, uint64_t seed) {
     lr_ = lr, t_ = t, seed_ = seed;
-    if (p_.sharding.host_updates() && !norm_first_) host_norm_.ptr<float>()[1] = unscale;  // what clip_scale says without clipping
+    if (p_.sharding.host_updates() && !norm_first_)
+        host_norm_.ptr<float>()[1] = unscale;  // what clip_scale says without clipping
 }
 
 void OffloadedUpdate::after(cudaStream_t later, cudaStream_t earlier) {

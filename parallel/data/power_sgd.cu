@@ -23,10 +23,10 @@
 
 namespace {
 
-constexpr int kMaxRank = 16;      // of a matrix; columns are kept in registers
-constexpr int kProjectRows = 8;   // warps of a thread block, a row each
-constexpr int kColumns = 128;     // threads of a thread block, a column each
-constexpr int64_t kSumRows = 256; // rows that a thread adds up
+constexpr int kMaxRank = 16;       // of a matrix; columns are kept in registers
+constexpr int kProjectRows = 8;    // warps of a thread block, a row each
+constexpr int kColumns = 128;      // threads of a thread block, a column each
+constexpr int64_t kSumRows = 256;  // rows that a thread adds up
 
 // error = M = error + grads;  P = M Q. A warp a row.
 __global__ void __launch_bounds__(kWarp* kProjectRows)
@@ -165,8 +165,9 @@ class PowerSgd : public Compressor {
         const Tensor first = first_.slice(0, plan.first_n), second = second_.slice(0, plan.second_n);
         for (const Whole& w : plan.whole) copy_tensor(first.slice(w.at, w.n), p.grads.slice(w.offset, w.n), stream);
         for (const Matrix& m : plan.matrices) {
-            project_kernel<<<static_cast<unsigned>(ceil_div(m.R, kProjectRows)), dim3(kWarp, kProjectRows), 0, stream>>>(
-                p_of(m), error_of(m), p.grads.ptr<float>() + m.offset, q_.ptr<float>() + m.q_at, m.R, m.C, r_);
+            project_kernel<<<static_cast<unsigned>(ceil_div(m.R, kProjectRows)), dim3(kWarp, kProjectRows), 0,
+                             stream>>>(p_of(m), error_of(m), p.grads.ptr<float>() + m.offset, q_.ptr<float>() + m.q_at,
+                                       m.R, m.C, r_);
             cudaCheckLaunch();
         }
         comm_.all_reduce(first, stream);
@@ -174,8 +175,8 @@ class PowerSgd : public Compressor {
         for (const Matrix& m : plan.matrices) share(m, stream);
         comm_.all_reduce(second, stream);
         for (const Matrix& m : plan.matrices) {
-            expand_kernel<false><<<blocks_for(m.R * m.C), kColumns, 0, stream>>>(p.grads.ptr<float>() + m.offset, p_of(m), s_of(m),
-                                                                                 m.R, m.C, r_);
+            expand_kernel<false><<<blocks_for(m.R * m.C), kColumns, 0, stream>>>(p.grads.ptr<float>() + m.offset,
+                                                                                 p_of(m), s_of(m), m.R, m.C, r_);
             cudaCheckLaunch();
             warm_start(m, second.slice(m.second_at, m.C * r_), stream);
         }
@@ -209,13 +210,15 @@ class PowerSgd : public Compressor {
         const dim3 grid(static_cast<unsigned>(ceil_div(m.C, kColumns)), static_cast<unsigned>(n_sums));
         transposed_kernel<<<grid, kColumns, 0, stream>>>(sums_.ptr<float>(), error_of(m), p_of(m), m.R, m.C, r_);
         cudaCheckLaunch();
-        reduce_rows(second_.slice(m.second_at, n), sums_.slice(0, n_sums * n), static_cast<int>(n_sums), ReduceOp::sum, stream);
-        expand_kernel<true><<<blocks_for(m.R * m.C), kColumns, 0, stream>>>(error_of(m), p_of(m), s_of(m), m.R, m.C, r_);
+        reduce_rows(second_.slice(m.second_at, n), sums_.slice(0, n_sums * n), static_cast<int>(n_sums), ReduceOp::sum,
+                    stream);
+        expand_kernel<true>
+            <<<blocks_for(m.R * m.C), kColumns, 0, stream>>>(error_of(m), p_of(m), s_of(m), m.R, m.C, r_);
         cudaCheckLaunch();
     }
     void warm_start(const Matrix& m, const Tensor& sums, cudaStream_t stream) const {
-        warm_start_kernel<<<blocks_for(m.C * r_), kColumns, 0, stream>>>(q_.ptr<float>() + m.q_at, sums.ptr<float>(), alive_of(m),
-                                                                         m.C * r_, r_);
+        warm_start_kernel<<<blocks_for(m.C * r_), kColumns, 0, stream>>>(q_.ptr<float>() + m.q_at, sums.ptr<float>(),
+                                                                         alive_of(m), m.C * r_, r_);
         cudaCheckLaunch();
     }
 

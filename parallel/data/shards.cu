@@ -37,12 +37,16 @@ std::vector<int64_t> cut_unit(const Unit& unit, const std::vector<Param>& params
     int64_t total = unit.n;
     for (int64_t load : loads) total += load;
     double wanted = 0, missing = 0;
-    for (int64_t load : loads) missing += std::max(0.0, static_cast<double>(total) / static_cast<double>(size) - static_cast<double>(load));
+    for (int64_t load : loads)
+        missing += std::max(0.0, static_cast<double>(total) / static_cast<double>(size) - static_cast<double>(load));
     for (size_t r = 0; r + 1 < size; ++r) {
-        const double gap = std::max(0.0, static_cast<double>(total) / static_cast<double>(size) - static_cast<double>(loads[r]));
+        const double gap =
+            std::max(0.0, static_cast<double>(total) / static_cast<double>(size) - static_cast<double>(loads[r]));
         wanted += gap * static_cast<double>(unit.n) / missing;
         auto at = std::lower_bound(allowed.begin(), allowed.end(), std::llround(wanted));
-        if (at == allowed.end() || (at != allowed.begin() && wanted - static_cast<double>(at[-1]) < static_cast<double>(*at) - wanted)) --at;
+        if (at == allowed.end() ||
+            (at != allowed.begin() && wanted - static_cast<double>(at[-1]) < static_cast<double>(*at) - wanted))
+            --at;
         cuts[r + 1] = std::max(cuts[r], *at);
     }
     for (size_t r = 0; r < size; ++r) loads[r] += cuts[r + 1] - cuts[r];
@@ -66,9 +70,11 @@ void FlatParameters::cut(const Sharding& wanted, bool tied) {
     }
 }
 
-void FlatParameters::take(DType dtype, DType grad_dtype, bool with_masters, Arena& value_arena, Arena& grad_arena, Arena& master_arena) {
+void FlatParameters::take(DType dtype, DType grad_dtype, bool with_masters, Arena& value_arena, Arena& grad_arena,
+                          Arena& master_arena) {
     std::vector<int64_t> room_n(4, 0);
-    for (const Unit& unit : units) room_n[static_cast<size_t>(unit.room)] = std::max(room_n[static_cast<size_t>(unit.room)], unit.n);
+    for (const Unit& unit : units)
+        room_n[static_cast<size_t>(unit.room)] = std::max(room_n[static_cast<size_t>(unit.room)], unit.n);
     const auto take_rooms = [&](Arena& arena, DType type) {
         std::vector<Tensor> rooms;
         for (int64_t its_n : room_n) rooms.push_back(arena.take("units in use", type, {its_n}));
@@ -77,18 +83,21 @@ void FlatParameters::take(DType dtype, DType grad_dtype, bool with_masters, Aren
     Arena& value_home = sharding.offload == Offload::params ? master_arena : value_arena;
     values = value_home.take("weights", dtype, {sharding.cuts_values() ? part_n : n});
     grads = grad_arena.take("gradients", grad_dtype, {sharding.cuts_grads() ? part_n : n});
-    masters = with_masters ? master_arena.take("master weights", DType::f32, {sharding.cuts_states() ? part_n : n}) : Tensor{};
+    masters = with_masters ? master_arena.take("master weights", DType::f32, {sharding.cuts_states() ? part_n : n})
+                           : Tensor{};
     if (sharding.cuts_values()) value_rooms = take_rooms(value_arena, dtype);
     if (sharding.cuts_grads()) grad_rooms = take_rooms(grad_arena, grad_dtype);
 }
 
 Tensor FlatParameters::unit_values(size_t u) const {
     const Unit& unit = units[u];
-    return sharding.cuts_values() ? value_rooms[static_cast<size_t>(unit.room)].slice(0, unit.n) : values.slice(unit.offset, unit.n);
+    return sharding.cuts_values() ? value_rooms[static_cast<size_t>(unit.room)].slice(0, unit.n)
+                                  : values.slice(unit.offset, unit.n);
 }
 Tensor FlatParameters::unit_grads(size_t u) const {
     const Unit& unit = units[u];
-    return sharding.cuts_grads() ? grad_rooms[static_cast<size_t>(unit.room)].slice(0, unit.n) : grads.slice(unit.offset, unit.n);
+    return sharding.cuts_grads() ? grad_rooms[static_cast<size_t>(unit.room)].slice(0, unit.n)
+                                 : grads.slice(unit.offset, unit.n);
 }
 Tensor FlatParameters::unit_masters(size_t u) const {
     return masters.rank == 0 || sharding.cuts_states() ? Tensor{} : masters.slice(units[u].offset, units[u].n);
