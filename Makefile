@@ -127,8 +127,8 @@ ifeq ($(DEVICE),cuda)
     LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),-L$(CUDA_HOME)/lib -Xlinker=-rpath$(comma)$(CUDA_HOME)/lib) -lnccl
   endif
 endif
-$(BUILD)/parallel/transport_mpi.o: CXXFLAGS += $(MPI_CFLAGS)
-$(BUILD)/parallel/transport_nccl.o: CXXFLAGS += $(NCCL_CFLAGS)
+$(BUILD)/parallel/comm/transport_mpi.o: CXXFLAGS += $(MPI_CFLAGS)
+$(BUILD)/parallel/comm/transport_nccl.o: CXXFLAGS += $(NCCL_CFLAGS)
 
 ifeq ($(V),1)
   Q   :=
