@@ -13,13 +13,16 @@ of the last checkpoint: name, dtype, shape and bytes of each tensor in the order
 file nor its metadata matters. log.csv has 9 significant digits: all of a float32 (grad_norm), not all of a loss, which is a mean
 in float64; what a loss does not show, the weights do.
 
-Where the bits hold: on x86-64 CPUs with fused multiply-add, with AVX2 or AVX-512, any number of OpenMP threads and any optimisation
-by the compiler: floating-point operations are neither contracted nor reordered, sgemm has one order of summation for every width
-of vectors, and exp and the 16- and 8-bit roundings are the program's own. From the C library come log, cos, sin and pow in float64
-(initial weights, rotary tables, Adam's corrections; stored as float32, which hides nearly all differences of a last digit) and logf
-in float32 (losses). When bits differ, `check` looks whether these functions round as they did where the table was recorded, through
-a hash of some thousand results. If they do not, it ends with status 77, "cannot compare here". Then record a table with the program
-of a commit that you trust, and check against that: runs.py --table FILE record OLD_PROGRAM, runs.py --table FILE check NEW_PROGRAM.
+Where the bits hold: on x86-64 CPUs with fused multiply-add, for any number of OpenMP threads. By construction they depend neither on
+the width of the vectors (AVX2, AVX-512) nor on the optimisation level: floating-point operations are neither contracted nor
+reordered, sgemm has one order of summation, and exp and the 16- and 8-bit roundings are the program's own. Recorded with AVX2; one
+and two threads were compared, AVX-512 was not at hand. From the C library come log, cos, sin and pow in float64 (initial weights,
+rotary tables, Adam's corrections; stored as float32, which hides nearly all differences of a last digit) and logf in float32
+(losses). 19 runs kept their bits with glibc's variants of these functions that do without fused multiply-add.
+
+When bits differ, `check` looks whether these functions round as they did where the table was recorded, through a hash of some
+thousand results. If they do not, it ends with status 77, "cannot compare here". Then record a table with the program of a commit
+that you trust, and check against that: runs.py --table FILE record OLD_PROGRAM, runs.py --table FILE check NEW_PROGRAM.
 """
 import argparse
 import ctypes
