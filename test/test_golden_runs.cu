@@ -24,9 +24,9 @@ TEST_CASE("short runs of every kind have the recorded bits", "[program][ranks][g
     if (!device().is_cpu) SKIP_TEST("the recorded bits are those of the CPU device");
     if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
     const bool full = std::getenv("LLM_TEST_RANKS") != nullptr;
-    const std::string check = "check " + program_path("train_gpt");
-    std::vector<std::string> commands = {check + (full ? "" : " --quick")};
-    if (full && have_mpirun()) commands.push_back(check + " --mpi");
+    const std::string program = program_path("train_gpt");
+    std::vector<std::string> commands = {(full ? "check " : "check --quick ") + program};
+    if (full && have_mpirun()) commands.push_back("check --mpi " + program);
     for (const std::string& command : commands) {
         const Outcome outcome = runs_py(command);
         INFO("runs.py " << command << "\n" << outcome.out << outcome.err);

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """test/golden/runs/runs.py: the bits of short training runs against those that an earlier program gave.
 
-    runs.py check  PROGRAM [--quick] [--mpi] [NAME ...]   runs what runs.txt lists and compares with recorded.txt
+    runs.py check [--quick] [--mpi] PROGRAM [NAME ...]    runs what runs.txt lists and compares with recorded.txt
     runs.py record PROGRAM [NAME ...]                     writes recorded.txt (or only the lines of the named runs)
-    runs.py show   NAME ...                               prints the command lines
+    runs.py show NAME ...                                 prints the command lines
 
 PROGRAM is a train_gpt for the CPU device. A change of the product that must not change what is computed passes `check`. When bits
 change on purpose, `record` with the new program, and say why in the commit. Names may be patterns: 'ranks_*'.
