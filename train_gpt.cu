@@ -52,7 +52,7 @@ void copy_to_host_async(void* to, const Tensor& from, cudaStream_t stream) {
 void inject_overflow(const Model& model, cudaStream_t stream) {
     static const float f32 = INFINITY;
     static const __half f16 = __float2half(INFINITY);
-    const Tensor grads = model.part_of_grads(1), one = grads.slice(grads.n() / 2, 1);
+    const Tensor grads = model.grad_shard(1), one = grads.slice(grads.n() / 2, 1);
     copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
@@ -106,18 +106,17 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     // Each rank squares its part, also where it holds all gradients: so the norm has the same bits with and without ZeRO.
     const int64_t n_units = static_cast<int64_t>(model.units.size());
     for (int64_t u = 0; u < n_units; ++u)
-        sum_squares(t.totals.slice(u, 1).view({2}), model.part_of_grads(static_cast<size_t>(u)), t.norm_scratch,
-                    stream);
+        sum_squares(t.totals.slice(u, 1).view({2}), model.grad_shard(static_cast<size_t>(u)), t.norm_scratch, stream);
     t.host_totals[4] = stop_requested ? 1.0f : 0.0f, t.host_totals[5] = 0;
     copy_to_device_async(t.stop_count(), t.host_totals + 4, stream);
-    ranks.add_up(t.totals, stream);
+    ranks.all_reduce(t.totals, stream);
     clip_scale(t.norm_result, t.totals.slice(0, n_units), static_cast<float>(o.clip), 1.0f / loss_scale, stream);
     for (size_t u = 0; u < model.units.size(); ++u) {
         if (t.offload) t.offload->update(u, t.norm_result, stream);
         else
             t.optimizers[u]->step(model.updated_weights(u, static_cast<uint64_t>(o.seed)), model.updated_grads(u),
                                   t.norm_result, learning_rate(o.schedule, step), t.updates + 1, stream);
-        ranks.share_update(model, u, stream);
+        ranks.all_gather_weights(model, u, stream);
     }
     quantise_weights(model, stream);
     advance_fp8(model, stream);
@@ -152,7 +151,7 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         if (batch < n_batches) {
             read_sequences(t, data, batch * t.micro_batch, t.micro_batch, 0);
             upload_micro_batch(t, acts, 0, stream);
-        } else if (!t.model.sharding.cuts_values()) {
+        } else if (!t.model.sharding.shards_weights()) {
             break;
         }
         forward(t.model, acts, stream, false);  // with ZeRO 3 all ranks must take part in every forward
@@ -160,7 +159,7 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         if (batch < n_batches) add_losses(t.loss_sum(), acts.losses, stream);
         cudaCheck(cudaStreamSynchronize(stream));
     }
-    t.data_parallel.add_up(t.totals, stream);
+    t.data_parallel.all_reduce(t.totals, stream);
     copy_to_host_async(t.host_totals + 2, t.loss_sum(), stream);
     cudaCheck(cudaStreamSynchronize(stream));
     return (static_cast<double>(t.host_totals[2]) + t.host_totals[3]) /
@@ -184,7 +183,7 @@ std::string printable_text(const std::string& text) {
 
 // Rank 0 writes; with ZeRO 3 no rank has all weights, so all of them run the model, and rank 0 says when it is enough.
 void print_sample(Trainer& t, const Tokenizer& tokenizer, const char* title) {
-    const bool together = t.model.sharding.cuts_values() && t.world.size > 1;
+    const bool together = t.model.sharding.shards_weights() && t.world.size > 1;
     if (t.options.sample_tokens == 0 || (t.world.rank != 0 && !together)) return;
     const std::vector<int32_t> prompt = tokenizer.encode("\n");
     std::vector<int32_t> text;

@@ -124,14 +124,16 @@ void dispatch(DType dtype, F&& f) {
 struct Tensor {
     void* data = nullptr;
     DType dtype = DType::f32;
-    int rank = 0;  // number of dimensions, 0 to 4; rank 0 with data == nullptr is "no tensor"
+    int ndim = 0;  // number of dimensions, 0 to 4
     int64_t shape[4] = {1, 1, 1, 1};
 
-    explicit operator bool() const { return data != nullptr; }
-    int64_t n() const { return rank == 0 ? 0 : shape[0] * shape[1] * shape[2] * shape[3]; }
+    // Is there a tensor? One whose arena still counts has a shape and no memory yet.
+    bool exists() const { return ndim > 0; }
+    explicit operator bool() const { return data != nullptr; }  // has it memory?
+    int64_t n() const { return ndim == 0 ? 0 : shape[0] * shape[1] * shape[2] * shape[3]; }
     size_t bytes() const { return static_cast<size_t>(n()) * dtype_bytes(dtype); }
     int64_t rows() const { return n() == 0 ? 0 : n() / cols(); }  // all dimensions but the last, flattened
-    int64_t cols() const { return rank == 0 ? 0 : shape[rank - 1]; }
+    int64_t cols() const { return ndim == 0 ? 0 : shape[ndim - 1]; }
 
     template <class T>
     T* ptr() const {

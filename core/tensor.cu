@@ -40,7 +40,7 @@ Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims)
     tensor.dtype = dtype;
     for (int64_t dim : dims) {
         check(dim >= 0, "a tensor dimension is negative: ", dim);
-        tensor.shape[tensor.rank++] = dim;
+        tensor.shape[tensor.ndim++] = dim;
     }
     return tensor;
 }
@@ -52,7 +52,7 @@ Tensor Tensor::view(std::initializer_list<int64_t> dims) const {
 }
 
 Tensor Tensor::slice(int64_t first, int64_t count) const {
-    check(rank >= 1 && first >= 0 && count >= 0 && first + count <= shape[0], "rows [", first, ", ", first + count,
+    check(ndim >= 1 && first >= 0 && count >= 0 && first + count <= shape[0], "rows [", first, ", ", first + count,
           ") are not all in ", describe());
     Tensor part = *this;
     part.shape[0] = count;
@@ -61,20 +61,20 @@ Tensor Tensor::slice(int64_t first, int64_t count) const {
     return part;
 }
 
-static std::string describe_shape(DType dtype, const int64_t* shape, size_t rank) {
+static std::string describe_shape(DType dtype, const int64_t* shape, size_t ndim) {
     std::string text = concat(dtype_name(dtype), " (");
-    for (size_t i = 0; i < rank; ++i)
+    for (size_t i = 0; i < ndim; ++i)
         text += (i ? ", " : "") + (shape[i] < 0 ? std::string("*") : std::to_string(shape[i]));
     return text + ")";
 }
 
 std::string Tensor::describe() const {
-    return rank == 0 ? "no tensor" : describe_shape(dtype, shape, static_cast<size_t>(rank));
+    return ndim == 0 ? "no tensor" : describe_shape(dtype, shape, static_cast<size_t>(ndim));
 }
 
 void expect(const char* operation, const char* argument, const Tensor& tensor, DType dtype,
             std::initializer_list<int64_t> dims) {
-    bool same = tensor.data != nullptr && tensor.dtype == dtype && static_cast<size_t>(tensor.rank) == dims.size();
+    bool same = tensor.data != nullptr && tensor.dtype == dtype && static_cast<size_t>(tensor.ndim) == dims.size();
     size_t i = 0;
     for (int64_t dim : dims) {
         if (!same) break;
@@ -83,7 +83,7 @@ void expect(const char* operation, const char* argument, const Tensor& tensor, D
     }
     if (same) return;
     const std::vector<int64_t> wanted(dims);
-    fail(operation, ": ", argument, " is ", tensor.rank && !tensor.data ? "without memory, " : "", tensor.describe(),
+    fail(operation, ": ", argument, " is ", tensor.ndim && !tensor.data ? "without memory, " : "", tensor.describe(),
          ", expected ", describe_shape(dtype, wanted.data(), wanted.size()));
 }
 

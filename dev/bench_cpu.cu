@@ -47,7 +47,7 @@ void all_products(const Model& model, const Activations& acts, cudaStream_t stre
 void bench(int steps) {
     const Config config = load_config("gpt2");
     const cudaStream_t stream = device().stream;
-    Arena values("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
+    Arena weights("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
         activations("activations");
     Model model;
     Activations acts;
@@ -55,13 +55,13 @@ void bench(int steps) {
     Tensor norm, norm_scratch;
     double plan_bytes = 0;
     for (int pass = 0; pass < 2; ++pass) {
-        model = build_model(config, {}, T, values, grads, masters);
-        adamw = make_optimizer("adamw", states, model.params, model.values.n(), {});
+        model = build_model(config, {}, T, weights, grads, masters);
+        adamw = make_optimizer("adamw", states, model.params, model.weights.n(), {});
         acts = take_activations(model, B, T, {}, activations);
         norm = activations.take("norm", DType::f32, {2});
         norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
         if (pass == 1) break;
-        for (Arena* arena : {&values, &grads, &states, &activations}) {
+        for (Arena* arena : {&weights, &grads, &states, &activations}) {
             plan_bytes += static_cast<double>(arena->bytes());
             arena->reserve();
         }
@@ -84,7 +84,7 @@ void bench(int steps) {
         loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);
         backward(model, acts, stream);
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, stream);
-        adamw->step(model.weights(1), model.grads, norm, 1e-4, step + 1, stream);
+        adamw->step(model.all_weights(1), model.grads, norm, 1e-4, step + 1, stream);
         cudaCheck(cudaStreamSynchronize(stream));
         if (step > 0) times.push_back(seconds_now() - start);
     }

@@ -274,20 +274,20 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
     config.T_max = std::max(config.T_max, o.seq);
     const int64_t N = o.batch * o.seq;
     const cudaStream_t stream = device().stream;
-    Arena values("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
+    Arena weights("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
         activations("activations");
     Model model;
     Activations acts;
     std::unique_ptr<Optimizer> adamw;
     Tensor norm, norm_scratch;
     for (int pass = 0; pass < 2; ++pass) {  // counting, then for real
-        model = build_model(config, {}, o.seq, values, grads, masters);
-        adamw = make_optimizer("adamw", states, model.params, model.values.n(), default_optimizer_options("adamw"));
+        model = build_model(config, {}, o.seq, weights, grads, masters);
+        adamw = make_optimizer("adamw", states, model.params, model.weights.n(), default_optimizer_options("adamw"));
         acts = take_activations(model, o.batch, o.seq, {}, activations);
         norm = activations.take("norm", DType::f32, {2});
         norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
         if (pass == 0)
-            for (Arena* arena : {&values, &grads, &states, &activations}) arena->reserve();
+            for (Arena* arena : {&weights, &grads, &states, &activations}) arena->reserve();
     }
     adamw->init(stream);
     init_weights(model, 1);
@@ -307,7 +307,7 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         backward(model, acts, stream);
         if (step > o.steps) break;
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, stream);
-        adamw->step(model.weights(1), model.grads, norm, learning_rate(schedule, step), step, stream);
+        adamw->step(model.all_weights(1), model.grads, norm, learning_rate(schedule, step), step, stream);
     }
     cudaCheck(cudaStreamSynchronize(stream));
     double loss = 0;

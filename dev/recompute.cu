@@ -55,8 +55,8 @@ size_t free_bytes() {
 
 // Bytes of the activations of a model with this many layers: nothing is allocated.
 size_t planned_bytes(const Sizes& sizes, int64_t layers, const Recompute& recompute) {
-    Arena values("weights"), grads("gradients"), masters("master weights"), arena("activations");
-    const Model model = build_model(config_of(sizes, layers), {}, sizes.seq, values, grads, masters);
+    Arena weights("weights"), grads("gradients"), masters("master weights"), arena("activations");
+    const Model model = build_model(config_of(sizes, layers), {}, sizes.seq, weights, grads, masters);
     take_activations(model, sizes.batch, sizes.seq, recompute, arena);
     return arena.bytes();
 }
@@ -156,10 +156,10 @@ void print(const std::vector<Way>& ways, const Law& law, const Sizes& sizes) {
 
 void run(const std::string& path, const Sizes& sizes) {
     const Config config = config_of(sizes, sizes.layers);
-    Arena values("weights"), grads("gradients"), masters("master weights");
-    Model model = build_model(config, {}, sizes.seq, values, grads, masters);
-    values.reserve(), grads.reserve();
-    model = build_model(config, {}, sizes.seq, values, grads, masters);
+    Arena weights("weights"), grads("gradients"), masters("master weights");
+    Model model = build_model(config, {}, sizes.seq, weights, grads, masters);
+    weights.reserve(), grads.reserve();
+    model = build_model(config, {}, sizes.seq, weights, grads, masters);
     init_weights(model, 1);
 
     std::vector<Way> ways;

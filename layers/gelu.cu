@@ -63,8 +63,8 @@ unsigned blocks_for(int64_t n, int chunk_n) {
 }
 
 void expect_like_inp(const char* operation, const char* argument, const Tensor& tensor, const Tensor& inp) {
-    const bool same = tensor.data && tensor.dtype == inp.dtype && tensor.rank == inp.rank &&
-                      std::equal(inp.shape, inp.shape + inp.rank, tensor.shape);
+    const bool same = tensor.data && tensor.dtype == inp.dtype && tensor.ndim == inp.ndim &&
+                      std::equal(inp.shape, inp.shape + inp.ndim, tensor.shape);
     check(same, operation, ": ", argument, " is ", tensor.describe(), ", expected ", inp.describe(), " as inp");
 }
 

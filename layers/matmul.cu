@@ -161,7 +161,7 @@ void expect_fp8_product(const Tensor& out, const Tensor& a, const Tensor& b, int
                         const MatmulOptions& options) {
     check(is_fp8(a.dtype) && is_fp8(b.dtype) && !(a.dtype == DType::e5m2 && b.dtype == DType::e5m2),
           "matmul: there is no product of ", dtype_name(a.dtype), " and ", dtype_name(b.dtype));
-    check(out.rank == 2, "matmul: fp8 products have no batch dimension");
+    check(out.ndim == 2, "matmul: fp8 products have no batch dimension");
     check(!options.transpose_a && options.transpose_b,
           "matmul: fp8 factors must be a (M, K) and b (N, K), with transpose_b: the GPU reads them along K only");
     check(!options.bias || out.dtype != DType::f32, "matmul: fp8 products with a bias have a 16-bit out, not f32");
@@ -178,11 +178,11 @@ void expect_fp8_product(const Tensor& out, const Tensor& a, const Tensor& b, int
 
 // Checks the shapes, and says which product it is.
 Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
-    check(out.rank == 2 || out.rank == 3, "matmul: out is ", out.describe(), ", expected (M, N) or (batch, M, N)");
-    const bool batched = out.rank == 3;
-    const int64_t batch_count = batched ? out.shape[0] : 1, M = out.shape[out.rank - 2], N = out.cols();
-    check(a.rank == out.rank, "matmul: a is ", a.describe(), ", but out is ", out.describe());
-    const int64_t K = a.shape[options.transpose_a ? a.rank - 2 : a.rank - 1];
+    check(out.ndim == 2 || out.ndim == 3, "matmul: out is ", out.describe(), ", expected (M, N) or (batch, M, N)");
+    const bool batched = out.ndim == 3;
+    const int64_t batch_count = batched ? out.shape[0] : 1, M = out.shape[out.ndim - 2], N = out.cols();
+    check(a.ndim == out.ndim, "matmul: a is ", a.describe(), ", but out is ", out.describe());
+    const int64_t K = a.shape[options.transpose_a ? a.ndim - 2 : a.ndim - 1];
     const auto expect_operand = [&](const char* argument, const Tensor& tensor, DType dtype, int64_t rows,
                                     int64_t cols) {
         if (batched) expect("matmul", argument, tensor, dtype, {batch_count, rows, cols});

@@ -21,7 +21,7 @@ std::vector<float> transpose(const std::vector<float>& in, int64_t rows, int64_t
 
 // The shape the file has for a parameter.
 std::vector<int64_t> stored_shape(const Param& param) {
-    std::vector<int64_t> shape(param.value.shape, param.value.shape + param.value.rank);
+    std::vector<int64_t> shape(param.value.shape, param.value.shape + param.value.ndim);
     shape[0] -= param.padded_rows;
     if (param.transposed) std::reverse(shape.begin(), shape.end());
     return shape;

@@ -140,13 +140,13 @@ struct Model : FlatParameters {
     Tensor rope_table;  // (T, rope_D) f32, LLaMA
     Tensor fp8_states;  // (2 x linear layers, kFp8StateN) f32, delayed scaling
 
-    // What an optimizer of all parameters updates: the masters, and values as their copy; or values alone, where 16 bits are
+    // What an optimizer of all parameters updates: the masters, and the weights as their copy; or the weights alone, where 16 bits are
     // rounded stochastically.
-    Weights weights(uint64_t seed) const;
+    Weights all_weights(uint64_t seed) const;
 };
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
-Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads,
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding = {});
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual branches
 // divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.

@@ -19,10 +19,10 @@ class Placer {
         unit_ = unit_ == kNone ? 0 : unit_ + 1;
         unit_offset_ = n_;
         if (counting_) {
-            values_ = {nullptr, model_.values.dtype}, grads_ = {nullptr, model_.grads.dtype},
+            weights_ = {nullptr, model_.weights.dtype}, grads_ = {nullptr, model_.grads.dtype},
             masters_ = {nullptr, DType::f32};
         } else {
-            values_ = model_.unit_values(unit_), grads_ = model_.unit_grads(unit_),
+            weights_ = model_.unit_weights(unit_), grads_ = model_.unit_grads(unit_),
             masters_ = model_.unit_masters(unit_);
         }
     }
@@ -36,7 +36,7 @@ class Placer {
     };
     Place take(std::initializer_list<int64_t> dims) {
         const int64_t offset = n_;
-        Place place{cut(values_, dims), cut(grads_, dims), cut(masters_, dims), offset};
+        Place place{cut(weights_, dims), cut(grads_, dims), cut(masters_, dims), offset};
         n_ = round_up(offset + place.value.n(), 64);  // 256 bytes in f32, 128 in 16 bits
         return place;
     }
@@ -90,7 +90,7 @@ class Placer {
     const bool counting_;
     int64_t n_ = 0, unit_offset_ = 0;
     size_t unit_ = kNone;
-    Tensor values_, grads_, masters_;  // of the unit
+    Tensor weights_, grads_, masters_;  // of the unit
 };
 
 // The attention of a LLaMA-like block, in reading order; `a` is the names' prefix.
@@ -181,7 +181,7 @@ int64_t place_parameters(Model& model, bool counting) {
 std::vector<Linear*> linears(Block& block) {
     std::vector<Linear*> present;
     for (Linear* linear : {&block.qkv, &block.attn_out, &block.up, &block.down, &block.q_up, &block.kv_up})
-        if (linear->weight.rank > 0) present.push_back(linear);
+        if (linear->weight.exists()) present.push_back(linear);
     return present;
 }
 
@@ -197,7 +197,7 @@ void take_fp8(Model& model, Arena& arena) {
         for (size_t i = 0; i < linears(model.blocks[l]).size(); ++i) {
             Linear& linear = *linears(model.blocks[l])[i];
             // ZeRO 3: the 8-bit weights of a unit come and go with it.
-            if (model.sharding.cuts_values() && l >= 2) linear.fp8 = linears(model.blocks[l - 2])[i]->fp8;
+            if (model.sharding.shards_weights() && l >= 2) linear.fp8 = linears(model.blocks[l - 2])[i]->fp8;
             else linear.fp8 = take_fp8_weight(arena, p.fp8, linear.weight.shape[0], linear.weight.shape[1]);
             if (delayed) linear.fp8_state = model.fp8_states.slice(row, 2);
             row += 2;
@@ -207,7 +207,7 @@ void take_fp8(Model& model, Arena& arena) {
 
 }  // namespace
 
-Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& values, Arena& grads,
+Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding) {
     check_config(config);
     check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ",
@@ -219,18 +219,18 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     Model model;
     model.config = config;
     model.precision = precision;
-    model.values.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
+    model.weights.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
     model.n = place_parameters(model, true);
-    model.cut(sharding, config.tied);
+    model.shard_units(sharding, config.tied);
     model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer,
-               values, grads, masters);
+               weights, grads, masters);
     place_parameters(model, false);
-    if (config.family == Family::llama) model.rope_table = values.take("rope table", DType::f32, {T, config.rope_D()});
-    take_fp8(model, values);
-    if (values.counting()) return model;
+    if (config.family == Family::llama) model.rope_table = weights.take("rope table", DType::f32, {T, config.rope_D()});
+    take_fp8(model, weights);
+    if (weights.counting()) return model;
 
     // The gaps between parameters and the padding rows of the vocabulary stay zero for good.
-    for (const Tensor& flat : {model.values, model.grads, model.masters, model.fp8_states})
+    for (const Tensor& flat : {model.weights, model.grads, model.masters, model.fp8_states})
         if (flat) cudaCheck(cudaMemsetAsync(flat.data, 0, flat.bytes(), device().stream));
     if (model.rope_table)
         rope_table(model.rope_table, rope_frequencies(config.rope_D(), config.rope_base, config.rope_scaling),
@@ -238,9 +238,9 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     return model;
 }
 
-Weights Model::weights(uint64_t seed) const {
-    if (precision.master) return {.values = masters, .copy = values};
-    return {.values = values, .stochastic = precision.dtype != DType::f32, .seed = seed};
+Weights Model::all_weights(uint64_t seed) const {
+    if (precision.master) return {.values = masters, .copy = weights};
+    return {.values = weights, .stochastic = precision.dtype != DType::f32, .seed = seed};
 }
 
 size_t head_unit(const Model& model) { return model.units.size() - 1; }
@@ -257,7 +257,7 @@ void gather(const Model& model, size_t unit, int64_t next, cudaStream_t stream) 
     if (!model.data_parallel) return;
     model.data_parallel->gather(model, unit, next, stream);
     const bool is_block = unit > 0 && unit < head_unit(model);
-    if (is_block && model.precision.fp8 != Fp8Recipe::none && model.sharding.cuts_values())
+    if (is_block && model.precision.fp8 != Fp8Recipe::none && model.sharding.shards_weights())
         quantise_block(model.blocks[unit - 1], stream);
 }
 void begin_grads(const Model& model, size_t unit, cudaStream_t stream) {
@@ -268,7 +268,7 @@ void end_grads(const Model& model, size_t unit, cudaStream_t stream) {
 }
 
 void quantise_weights(const Model& model, cudaStream_t stream) {
-    if (model.precision.fp8 == Fp8Recipe::none || model.sharding.cuts_values()) return;
+    if (model.precision.fp8 == Fp8Recipe::none || model.sharding.shards_weights()) return;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
         gather(model, 1 + l, -1, stream);
         quantise_block(model.blocks[l], stream);

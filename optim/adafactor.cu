@@ -224,7 +224,7 @@ class Adafactor final : public Optimizer {
         int64_t n_rows = 0, n_cols = 0;
         for (const Param& param : params_) {
             // Padding of the vocabulary is no part of any mean; it stays 0.
-            const bool is_vector = param.value.rank < 2;
+            const bool is_vector = param.value.ndim < 2;
             const int64_t R = is_vector ? 1 : param.value.rows() - param.padded_rows,
                           C = is_vector ? param.value.n() : param.value.cols();
             const int32_t index = static_cast<int32_t>(matrices_.size());

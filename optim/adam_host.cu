@@ -59,7 +59,7 @@ class HostElementwise final : public Optimizer {
                 run(update, weights.values.ptr<float>(), copy, grads.ptr<decltype(grad_zero)>(), *scale);
             };
         };
-        if (weights.copy.rank == 0) {
+        if (!weights.copy.exists()) {
             with(static_cast<NoCopy*>(nullptr), float{});
         } else {
             dispatch(weights.copy.dtype, [&](auto zero) {

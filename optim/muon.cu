@@ -33,7 +33,7 @@ bool is_hidden_matrix(const Param& param) {
     for (size_t i = 0; i < name.size(); ++i) {
         size_t end = i + 1;
         while (name[i] == '.' && end < name.size() && std::isdigit(static_cast<unsigned char>(name[end]))) ++end;
-        if (end > i + 1 && end < name.size() && name[end] == '.') return param.value.rank == 2;
+        if (end > i + 1 && end < name.size() && name[end] == '.') return param.value.ndim == 2;
     }
     return false;
 }

@@ -92,7 +92,7 @@ template <class F>
 void dispatch_weights(const char* name, const Weights& weights, DType grads, int64_t t, F&& f) {
     using bf16 = __nv_bfloat16;
     const DType v = weights.values.dtype, c = weights.copy.dtype;
-    const bool has_copy = weights.copy.rank > 0;
+    const bool has_copy = weights.copy.exists();
     const auto with_gradients = [&](auto format, auto small) {  // f32, or of the 16-bit type of the weights
         format.seed = weights.seed;
         format.t = t;

@@ -18,7 +18,7 @@
 
 namespace {
 
-// The units that a step with ZeRO 3 fetches: what llm.cu asks for, in its order, unless it still stands in its room.
+// The units that a step with ZeRO 3 fetches: what llm.cu asks for, in its order, unless it still stands in its buffer.
 int64_t fetched_n(const Trainer& t) {
     const int64_t head = static_cast<int64_t>(t.model.units.size()) - 1, L = head - 1;
     std::vector<int64_t> asked;
@@ -37,12 +37,12 @@ int64_t fetched_n(const Trainer& t) {
             asked.push_back(1 + l);
         }
     }
-    std::map<int, int64_t> in_room;
+    std::map<int, int64_t> in_buffer;
     int64_t n = 0;
     for (int64_t u : asked) {
         const Unit& unit = t.model.units[static_cast<size_t>(u)];
-        if (const auto at = in_room.find(unit.room); at != in_room.end() && at->second == u) continue;
-        in_room[unit.room] = u;
+        if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
+        in_buffer[unit.buffer] = u;
         n += unit.n;
     }
     return n;
@@ -52,7 +52,7 @@ int64_t fetched_n(const Trainer& t) {
 
 int64_t expected_traffic(const Trainer& t) {
     const Sharding& s = t.model.sharding;
-    const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.values.dtype)),
+    const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.weights.dtype)),
                   G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
     const int64_t small =
         static_cast<int64_t>(t.totals.bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
@@ -76,29 +76,29 @@ struct Row {
 void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     const Sharding& s = t.model.sharding;
     const double P = static_cast<double>(t.model.n), n = s.size;
-    int64_t states = 0, rooms = 0, scratch = 0;
+    int64_t states = 0, buffers = 0, scratch = 0;
     for (const auto& optimizer : t.optimizers)
         for (const OptimizerState& state : optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
-    for (const auto& array : {t.model.value_rooms, t.model.grad_rooms})
-        for (const Tensor& room : array) rooms += static_cast<int64_t>(room.bytes());
+    for (const auto& array : {t.model.weight_buffers, t.model.grad_buffers})
+        for (const Tensor& buffer : array) buffers += static_cast<int64_t>(buffer.bytes());
     scratch = static_cast<int64_t>(t.memory.communication.bytes() + t.data_parallel.comm().workspace_bytes());
     states += static_cast<int64_t>(t.model.masters.bytes());
 
     // What all states together take, of all ranks, as bytes an element: for S.
     const std::vector<std::vector<int64_t>> all_states = gather_numbers(t.world, {states});
     double S = 0;
-    for (const auto& row : all_states) S += static_cast<double>(row[0]) / (s.cuts_states() ? 1 : n);
-    const double W = P * static_cast<double>(dtype_bytes(t.model.values.dtype)),
+    for (const auto& row : all_states) S += static_cast<double>(row[0]) / (s.shards_states() ? 1 : n);
+    const double W = P * static_cast<double>(dtype_bytes(t.model.weights.dtype)),
                  G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
     const bool owner = !s.naive || s.rank == 0;
-    const Row rows[] = {{"weights", s.cuts_values() ? W / n : W, static_cast<int64_t>(t.model.values.bytes())},
-                        {"gradients", s.cuts_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
+    const Row rows[] = {{"weights", s.shards_weights() ? W / n : W, static_cast<int64_t>(t.model.weights.bytes())},
+                        {"gradients", s.shards_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
                         {"masters, optimizer",
-                         !owner                        ? 0
-                         : s.naive || !s.cuts_states() ? S
-                                                       : S / n,
+                         !owner                          ? 0
+                         : s.naive || !s.shards_states() ? S
+                                                         : S / n,
                          states},
-                        {"units in use", -1, rooms},
+                        {"units in use", -1, buffers},
                         {"activations", -1, static_cast<int64_t>(t.memory.activations.bytes())},
                         {"communication", -1, scratch},
                         {"sent in a step", -1, step.sent},

@@ -323,11 +323,11 @@ void print_plan(Trainer& t) {
     print_activations(t);
     std::printf("%-26s           bytes\n", rank_count(o.ranks) > 1 ? "in all, on rank 0" : "in all");
     const size_t total = t.memory.bytes();
-    size_t states = t.model.grads.bytes() + (weights_here ? t.model.values.bytes() : 0);  // on the device
+    size_t states = t.model.grads.bytes() + (weights_here ? t.model.weights.bytes() : 0);  // on the device
     if (states_here) states += t.model.masters.bytes() + static_cast<size_t>(optimizer_bytes);
     if (o.precision.fp8 != Fp8Recipe::none) states += static_cast<size_t>(table_bytes(t.memory.weights, "fp8 weights"));
-    for (const auto& rooms : {t.model.value_rooms, t.model.grad_rooms})
-        for (const Tensor& room : rooms) states += room.bytes();
+    for (const auto& buffers : {t.model.weight_buffers, t.model.grad_buffers})
+        for (const Tensor& buffer : buffers) states += buffer.bytes();
     const size_t activations = t.memory.activations.bytes(), sampling = t.memory.sampling.bytes();
     std::vector<std::pair<const char*, size_t>> parts = {
         {"states", states},

@@ -9,26 +9,26 @@
 #include <cmath>
 
 // A model with its memory, ready to train.
-struct Machine {
-    Arena values{"values"}, grads{"grads"}, masters{"masters"}, states{"states"}, activations{"activations"};
+struct TinyTrainer {
+    Arena weights{"weights"}, grads{"grads"}, masters{"masters"}, states{"states"}, activations{"activations"};
     Config config;
     Model model;
     Activations acts;
     std::unique_ptr<Optimizer> optimizer;
     Tensor norm, norm_scratch;
 
-    Machine(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {},
-            const std::string& optimizer_name = "adamw", bool documents = false)
+    TinyTrainer(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {},
+                const std::string& optimizer_name = "adamw", bool documents = false)
         : config(c) {
         for (int pass = 0; pass < 2; ++pass) {
-            model = build_model(config, precision, T, values, grads, masters);
-            optimizer = make_optimizer(optimizer_name, states, model.params, model.values.n(), {});
+            model = build_model(config, precision, T, weights, grads, masters);
+            optimizer = make_optimizer(optimizer_name, states, model.params, model.weights.n(), {});
             acts = take_activations(model, B, T, recompute, activations);
             if (documents) take_documents(acts, activations);
             norm = activations.take("norm", DType::f32, {2});
             norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
             if (pass == 0)
-                for (Arena* arena : {&values, &grads, &masters, &states, &activations}) arena->reserve();
+                for (Arena* arena : {&weights, &grads, &masters, &states, &activations}) arena->reserve();
         }
         optimizer->init(device().stream);
     }
@@ -53,7 +53,7 @@ struct Machine {
         loss_backward(model, acts, dloss, device().stream);
         backward(model, acts, device().stream);
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, device().stream);
-        optimizer->step(model.weights(1), model.grads, norm, lr, t, device().stream);
+        optimizer->step(model.all_weights(1), model.grads, norm, lr, t, device().stream);
         advance_fp8(model, device().stream);
         return mean_loss();
     }

@@ -28,7 +28,7 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
             }
         }
         REQUIRE(positions.size() == tokens.size());
-        const auto run = [](Machine& m) {
+        const auto run = [](TinyTrainer& m) {
             forward(m.model, m.acts, device().stream);
             loss_backward(m.model, m.acts, 1.0f / static_cast<float>(m.acts.B * m.acts.T), device().stream);
             backward(m.model, m.acts, device().stream);
@@ -41,8 +41,8 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
                                << static_cast<int>(config.attention) << ", " << dtype_name(dtype) << ", --recompute "
                                << recompute);
                 const Precision precision{dtype, DType::f32, dtype != DType::f32};
-                Machine packed(config, B, T, precision, parse_recompute(recompute), "adamw", true);
-                Machine alone(config, B, T, precision, parse_recompute(recompute));
+                TinyTrainer packed(config, B, T, precision, parse_recompute(recompute), "adamw", true);
+                TinyTrainer alone(config, B, T, precision, parse_recompute(recompute));
                 init_weights(packed.model, 9);
                 init_weights(alone.model, 9);
                 copy_to_device(packed.acts.documents, spans.data());
@@ -71,7 +71,7 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
 #ifdef CUDA_ON_CPU
                 for (const auto& [first, n] : documents) {
                     if (dtype != DType::f32 || recompute != "none") break;
-                    Machine own(config, 1, n, precision);
+                    TinyTrainer own(config, 1, n, precision);
                     init_weights(own.model, 9);
                     own.set_batch({tokens.begin() + first, tokens.begin() + first + n},
                                   {targets.begin() + first, targets.begin() + first + n});
@@ -106,7 +106,7 @@ TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][preci
     const int64_t B = 1, T = config.T_max;
     const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
     const auto losses = [&](FlashTier tier) {
-        Machine m(config, B, T, {DType::bf16, DType::f32, true});
+        TinyTrainer m(config, B, T, {DType::bf16, DType::f32, true});
         m.model.attention = tier;
         init_weights(m.model, 3);
         m.set_batch(tokens, targets);
@@ -134,7 +134,7 @@ TEST_CASE("every optimizer learns a batch by heart with every attention", "[mode
     for (const Config& config : {small_qwen3(), small_mla(16), small_mfa()})
         for (const std::string& name : optimizer_names()) {
             INFO(name << ", attention " << static_cast<int>(config.attention));
-            Machine m(config, 2, 13, {}, {}, name);
+            TinyTrainer m(config, 2, 13, {}, {}, name);
             init_weights(m.model, 4);
             m.set_batch(random_tokens(26, config.V, 1), random_tokens(26, config.V, 2));
             const double first = m.train_step(1.0f / 26, default_learning_rate(name), 1);
@@ -153,7 +153,7 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
     for (const int64_t q_rank : {0, 16})
         for (const DType dtype : {DType::f32, DType::bf16}) {
             const Config config = small_mla(q_rank);
-            Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32});
+            TinyTrainer m(config, B, T, {dtype, DType::f32, dtype != DType::f32});
             Arena arena("decoding");
             Activations all, one;
             LatentCache cache;

@@ -41,7 +41,7 @@ FlatParameters toy_parameters(int rank, int size, std::vector<std::vector<Piece>
         unit.n = p.n - unit.offset;
         p.units.push_back(unit);
     }
-    p.cut({.rank = rank, .size = size}, false);
+    p.shard_units({.rank = rank, .size = size}, false);
     return p;
 }
 std::vector<std::vector<Piece>> toy_pieces() {
@@ -70,13 +70,13 @@ Run run_compressor(const CompressOptions& options, int n_ranks, int n_steps, con
     run_ranks(threads(n_ranks), [&](Comm& world) {
         const size_t rank = static_cast<size_t>(world.rank);
         FlatParameters p = toy_parameters(world.rank, n_ranks);
-        Arena values("values"), grads("grads"), masters("masters"), memory("memory");
+        Arena weights("values"), grads("grads"), masters("masters"), memory("memory");
         const auto compressor = make_compressor(world, options);
         for (int pass = 0; pass < 2; ++pass) {
-            p.take(DType::f32, DType::f32, false, values, grads, masters);
+            p.take(DType::f32, DType::f32, false, weights, grads, masters);
             compressor->take_memory(p, memory);
             if (pass == 1) break;
-            for (Arena* arena : {&values, &grads, &memory}) arena->reserve();
+            for (Arena* arena : {&weights, &grads, &memory}) arena->reserve();
         }
         const auto read_states = [&] {
             std::map<std::string, Floats> states;

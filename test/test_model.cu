@@ -44,7 +44,7 @@ void check_golden(const std::string& name) {
     const Config config = load_config(kGolden + name);
     const SafetensorsReader golden(kGolden + name + "/golden.safetensors");
     const int64_t B = 3, T = 17;
-    Machine m(config, B, T);
+    TinyTrainer m(config, B, T);
     load_weights(m.model, kGolden + name);
     const std::vector<int32_t> all = integers_of(golden, "tokens");
     std::vector<int32_t> tokens, targets;
@@ -120,17 +120,17 @@ TEST_CASE("LLaMA with a tied head and bf16 weights equals transformers", "[model
 
 TEST_CASE("a sharded Hugging Face folder gives the same weights as one file", "[model][golden]") {
     const Config config = load_config(kGolden + "llama");
-    Machine whole(config, 1, 8), sharded(load_config(kGolden + "llama_sharded"), 1, 8);
+    TinyTrainer whole(config, 1, 8), sharded(load_config(kGolden + "llama_sharded"), 1, 8);
     load_weights(whole.model, kGolden + "llama");
     load_weights(sharded.model, kGolden + "llama_sharded");
-    CHECK(to_floats(whole.model.values) == to_floats(sharded.model.values));
+    CHECK(to_floats(whole.model.weights) == to_floats(sharded.model.weights));
     CHECK(to_floats(whole.model.rope_table) == to_floats(sharded.model.rope_table));  // older config.json, same meaning
 }
 
 TEST_CASE("targets that are ignored count neither in the loss nor in the gradient", "[model][golden]") {
     for (const std::string name : {"gpt2", "llama"}) {
         const SafetensorsReader golden(kGolden + name + "/golden.safetensors");
-        Machine m(load_config(kGolden + name), 3, 17);
+        TinyTrainer m(load_config(kGolden + name), 3, 17);
         load_weights(m.model, kGolden + name);
         std::vector<int32_t> tokens, targets;
         cut_batch(integers_of(golden, "tokens"), 0, 3, 17, tokens, targets);
@@ -157,13 +157,13 @@ TEST_CASE("targets that are ignored count neither in the loss nor in the gradien
 TEST_CASE("what we save we load again bit for bit", "[model]") {
     for (const Config& config : small_models()) {
         TempFolder folder;
-        Machine a(config, 1, 8), b(config, 1, 8);
+        TinyTrainer a(config, 1, 8), b(config, 1, 8);
         init_weights(a.model, 5);
         save_model(a.model, folder.path);
         b.config = load_config(folder.path);
         CHECK(config_to_json(b.config) == config_to_json(config));
         load_weights(b.model, folder.path);
-        CHECK(to_floats(a.model.values) == to_floats(b.model.values));
+        CHECK(to_floats(a.model.weights) == to_floats(b.model.weights));
     }
 }
 
@@ -173,7 +173,7 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
     for (const Config& config : small_models()) {
         if (config.attention == AttentionKind::mfa) continue;  // transformers has none
         const std::string folder = concat(all.path, "/", folders.size());
-        Machine m(config, 2, 13);
+        TinyTrainer m(config, 2, 13);
         init_weights(m.model, 5);
         save_model(m.model, folder);
         const std::vector<int32_t> tokens = random_tokens(26, config.V, 3);
@@ -212,7 +212,7 @@ TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
         const int64_t T = 11;
         const std::vector<int32_t> tokens = random_tokens(8 * T, config.V, 1),
                                    targets = random_tokens(8 * T, config.V, 2);
-        Machine whole(config, 8, T), parts(config, 2, T);
+        TinyTrainer whole(config, 8, T), parts(config, 2, T);
         init_weights(whole.model, 9);
         init_weights(parts.model, 9);
         const float dloss = 1.0f / static_cast<float>(8 * T);
@@ -238,11 +238,11 @@ TEST_CASE("the same run twice gives the same bits", "[model]") {
     for (const Config& config : small_models()) {
         std::vector<float> first;
         for (int run = 0; run < 2; ++run) {
-            Machine m(config, 3, 13);
+            TinyTrainer m(config, 3, 13);
             init_weights(m.model, 4);
             m.set_batch(random_tokens(39, config.V, 1), random_tokens(39, config.V, 2));
             for (int64_t t = 1; t <= 3; ++t) m.train_step(1.0f / 39, 1e-2, t);
-            const std::vector<float> weights = to_floats(m.model.values);
+            const std::vector<float> weights = to_floats(m.model.weights);
             if (run == 0) first = weights;
             CHECK(weights == first);
         }
@@ -252,7 +252,7 @@ TEST_CASE("the same run twice gives the same bits", "[model]") {
 TEST_CASE("forward without a backward gives the same logits in less memory", "[model]") {
     for (Config config : small_models()) {
         config.L = 5;
-        Machine training(config, 2, 13);
+        TinyTrainer training(config, 2, 13);
         Arena arena("inference");
         take_forward_activations(training.model, 2, 13, arena);
         arena.reserve();
@@ -277,14 +277,14 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
             size_t most = 0;
             for (const std::string name : {"none", "full", "2", "3", "4", "5", "7", "selective"}) {
                 INFO("--recompute " << name << ", " << dtype_name(dtype));
-                Machine m(config, B, T, {dtype, DType::f32, dtype != DType::f32}, parse_recompute(name));
+                TinyTrainer m(config, B, T, {dtype, DType::f32, dtype != DType::f32}, parse_recompute(name));
                 init_weights(m.model, 4);
                 for (int64_t t = 1; t <= (dtype == DType::f32 ? 20 : 2); ++t) {
                     m.set_batch(random_tokens(B * T, config.V, static_cast<uint64_t>(t)),
                                 random_tokens(B * T, config.V, 2));
                     m.train_step(1.0f / static_cast<float>(B * T), 1e-2, t);
                 }
-                const std::vector<float> weights = to_floats(m.model.weights(1).values);
+                const std::vector<float> weights = to_floats(m.model.all_weights(1).values);
                 if (name == "none") expected = weights, most = m.activations.bytes();
                 CHECK(weights == expected);
                 if (name == "5" || name == "7") CHECK(m.activations.bytes() == most);  // all five blocks in one segment
@@ -299,7 +299,7 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
         std::vector<float> weights, histories;
         for (const std::string name : {"none", "full", "2", "selective"}) {
             INFO("--recompute " << name << ", fp8");
-            Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed}, parse_recompute(name));
+            TinyTrainer m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed}, parse_recompute(name));
             init_weights(m.model, 4);
             for (int64_t t = 1; t <= 3; ++t) {
                 m.set_batch(random_tokens(32, config.V, static_cast<uint64_t>(t)), random_tokens(32, config.V, 2));
@@ -324,8 +324,8 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
         const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1),
                                    targets = random_tokens(B * T, config.V, 2);
         for (const DType dtype : {DType::bf16, DType::f16}) {
-            Machine exact(config, B, T);
-            const auto run = [&](Machine& m, float dloss) {
+            TinyTrainer exact(config, B, T);
+            const auto run = [&](TinyTrainer& m, float dloss) {
                 m.set_batch(tokens, targets);
                 m.zero_grads();
                 forward(m.model, m.acts, device().stream);
@@ -336,9 +336,9 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
                 return grads;
             };
             for (const DType grad_dtype : {DType::f32, dtype}) {
-                Machine half(config, B, T, {dtype, grad_dtype, true});
+                TinyTrainer half(config, B, T, {dtype, grad_dtype, true});
                 init_weights(half.model, 3);
-                from_floats(exact.model.values, to_floats(half.model.values));
+                from_floats(exact.model.weights, to_floats(half.model.weights));
                 const std::vector<float> a = run(half, 8.0f), b = run(exact, 8.0f);
                 std::vector<float> difference(a.size());
                 for (size_t i = 0; i < a.size(); ++i) difference[i] = a[i] - b[i];
@@ -356,7 +356,7 @@ TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
     const Config config = for_fp8(small_llama());
     std::vector<float> weights;
     for (const bool evaluate : {false, true}) {
-        Machine m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed});
+        TinyTrainer m(config, 2, 16, {DType::bf16, DType::f32, true, Fp8Recipe::delayed});
         init_weights(m.model, 4);
         for (int64_t t = 1; t <= 4; ++t) {
             const std::vector<int32_t> tokens = random_tokens(32, config.V, static_cast<uint64_t>(t));
@@ -376,17 +376,17 @@ TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
 TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][precision]") {
     for (const Config& config : small_models()) {
         TempFolder folder;
-        Machine full(config, 1, 8), half(config, 1, 8, {DType::bf16, DType::bf16, true}),
+        TinyTrainer full(config, 1, 8), half(config, 1, 8, {DType::bf16, DType::bf16, true}),
             again(config, 1, 8, {DType::f16, DType::f32, true});
         init_weights(full.model, 5);
         init_weights(half.model, 5);
-        CHECK(to_floats(half.model.masters) == to_floats(full.model.values));
-        std::vector<float> rounded = to_floats(full.model.values);
+        CHECK(to_floats(half.model.masters) == to_floats(full.model.weights));
+        std::vector<float> rounded = to_floats(full.model.weights);
         for (float& w : rounded) w = __bfloat162float(__float2bfloat16(w));
-        CHECK(to_floats(half.model.values) == rounded);
+        CHECK(to_floats(half.model.weights) == rounded);
         save_model(half.model, folder.path);  // in float32
         load_weights(again.model, folder.path);
-        CHECK(to_floats(again.model.masters) == to_floats(full.model.values));
+        CHECK(to_floats(again.model.masters) == to_floats(full.model.weights));
     }
     Arena a("a"), b("b"), c("c");
     CHECK_THROWS_WITH(build_model(small_gpt2(), {DType::bf16, DType::f16, true}, 8, a, b, c),
@@ -398,7 +398,7 @@ TEST_CASE("masters hold the exact weights, values the rounded ones", "[model][pr
 TEST_CASE("gradients of the whole model equal finite differences of its loss", "[model]") {
     for (const Config& config : small_models()) {
         const int64_t B = 2, T = 9;
-        Machine m(config, B, T);
+        TinyTrainer m(config, B, T);
         init_weights(m.model, 11);
         const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1),
                                    targets = random_tokens(B * T, config.V, 2);
@@ -409,12 +409,12 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
         backward(m.model, m.acts, device().stream);
         // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 leaves a relative error of
         // about 1e-7 loss / (1e-2 |g|) from rounding and (1e-2)^2 from the third derivative: well below 1 %.
-        const std::vector<float> w = to_floats(m.model.values), g = to_floats(m.model.grads);
+        const std::vector<float> w = to_floats(m.model.weights), g = to_floats(m.model.grads);
         const double length = norm_of(g);
         const auto loss_at = [&](double e) {
             std::vector<float> moved = w;
             for (size_t i = 0; i < w.size(); ++i) moved[i] = static_cast<float>(w[i] + e * g[i] / length);
-            from_floats(m.model.values, moved);
+            from_floats(m.model.weights, moved);
             forward(m.model, m.acts, device().stream);
             loss_forward(m.model, m.acts, device().stream);
             return m.mean_loss();
@@ -445,8 +445,8 @@ TEST_CASE("sizes of the presets are the published ones", "[model]") {
 
 TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplies", "[model]") {
     for (const Config& config : small_models()) {
-        Arena values("values"), grads("grads"), masters("masters");
-        const Model model = build_model(config, {}, 8, values, grads, masters);
+        Arena weights("values"), grads("grads"), masters("masters");
+        const Model model = build_model(config, {}, 8, weights, grads, masters);
         int64_t n = 0, multiplying = config.tied ? config.V * config.C : 0;  // a tied head multiplies by the embedding
         for (const Param& param : model.params) {
             const int64_t rows = param.value.shape[0] - param.padded_rows,
@@ -455,7 +455,7 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
             const bool lookup = param.name.find("wte") != std::string::npos ||
                                 param.name.find("wpe") != std::string::npos ||
                                 param.name.find("embed_tokens") != std::string::npos;
-            if (param.value.rank == 2 && !lookup) multiplying += param_n;
+            if (param.value.ndim == 2 && !lookup) multiplying += param_n;
         }
         CHECK(parameter_count(config) == n);
         // Scores and values: 2 H (D + Dv) per pair, T / 2 pairs a token, and twice that backward.

@@ -69,13 +69,13 @@ class Run {
         }
         ranks_.finish_grads(stream);
         for (size_t u = 0; u < model.units.size(); ++u)
-            sum_squares(sums_.slice(static_cast<int64_t>(u), 1).view({2}), model.part_of_grads(u), scratch_, stream);
-        ranks_.add_up(sums_, stream);
+            sum_squares(sums_.slice(static_cast<int64_t>(u), 1).view({2}), model.grad_shard(u), scratch_, stream);
+        ranks_.all_reduce(sums_, stream);
         clip_scale(norm_, sums_, case_.clip, 1 / loss_scale, stream);
         for (size_t u = 0; u < model.units.size(); ++u) {
             if (offload_) offload_->update(u, norm_, stream);
             else optimizers_[u]->step(model.updated_weights(u, 5), model.updated_grads(u), norm_, lr, t, stream);
-            ranks_.share_update(model, u, stream);
+            ranks_.all_gather_weights(model, u, stream);
         }
         cudaCheck(cudaStreamSynchronize(stream));
     }
@@ -86,7 +86,7 @@ class Run {
         const auto add = [&](const std::vector<float>& more) { all.insert(all.end(), more.begin(), more.end()); };
         cudaCheck(cudaDeviceSynchronize());
         for (const Param& param : model.params) add(ranks_.read(model, param));
-        add(to_floats(model.values));
+        add(to_floats(model.weights));
         for (const auto& optimizer : optimizers_)
             for (const OptimizerState& state : optimizer->states()) add(to_floats(state.tensor));
         return all;
@@ -119,7 +119,7 @@ class Run {
                                                                 model.updated(u).n, options);
             };
             optimizers_.push_back(make(states_));
-            scratch_n = std::max(scratch_n, grad_norm_scratch_n(model.part(u).n));
+            scratch_n = std::max(scratch_n, grad_norm_scratch_n(model.shard(u).n));
         }
         if (case_.offload != Offload::none) {
             if (!offload_) offload_ = std::make_unique<OffloadedUpdate>(model, optimizers_, case_.clip > 0);

@@ -202,7 +202,7 @@ TEST_CASE("Adafactor equals float64 on matrices of many tiles", "[optim]") {
         adafactor->step({values}, grads, norm_scale, lr, t, device().stream);
         const double rest = std::pow(static_cast<double>(t), -static_cast<double>(options.decay_power));
         for (const Param& param : layout.params) {
-            const bool is_matrix = param.value.rank == 2;
+            const bool is_matrix = param.value.ndim == 2;
             const int64_t R = is_matrix ? param.value.rows() - param.padded_rows : 1, C = param.value.cols();
             auto &rows = row[param.name], &cols = col[param.name];
             rows.resize(static_cast<size_t>(R)), cols.resize(static_cast<size_t>(C));

@@ -67,7 +67,7 @@ void Trainer::take_memory() {
                 ? make_host_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options)
                 : make_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options, false));
         scratch_n = std::max(scratch_n, optimizers[u]->scratch_n());
-        norm_n = std::max(norm_n, grad_norm_scratch_n(model.part(u).n));
+        norm_n = std::max(norm_n, grad_norm_scratch_n(model.shard(u).n));
     }
     if (scratch_n > 0) {  // they take turns
         const Tensor scratch = memory.optimizer.take("optimizer scratch", DType::f32, {scratch_n});

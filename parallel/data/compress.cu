@@ -243,13 +243,13 @@ class Bf16Compressor : public Compressor {
     }
     void reduce(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         const Tensor grads = p.unit_grads(u), rounded = rounded_.slice(0, grads.n());
-        std::vector<int64_t> cuts;
-        for (int r = 0; r < comm_.size; ++r) cuts.push_back(piece_of(grads.n(), comm_.size, r).first);
-        cuts.push_back(grads.n());
+        std::vector<int64_t> bounds;
+        for (int r = 0; r < comm_.size; ++r) bounds.push_back(piece_of(grads.n(), comm_.size, r).first);
+        bounds.push_back(grads.n());
         const Tensor sum = sum_.slice(0, piece_of(grads.n(), comm_.size, comm_.rank).n);
         convert(rounded, grads, stream);
-        comm_.reduce_scatter(sum, rounded, cuts, ReduceOp::sum, stream);
-        comm_.all_gather(rounded, sum, cuts, stream);
+        comm_.reduce_scatter(sum, rounded, bounds, ReduceOp::sum, stream);
+        comm_.all_gather(rounded, sum, bounds, stream);
         convert(grads, rounded, stream);
     }
     std::vector<std::pair<std::string, Tensor>> states() const override { return {}; }

@@ -28,16 +28,16 @@
 //     zero 2     whole     cut         cut                           (2 + (2 + 12)/n) P
 //     zero 3     cut       cut         cut                           (2 + 2 + 12)/n P          (Rajbhandari et al. 2020,
 //                                                                                               arXiv:1910.02054)
-// Where weights or gradients are cut, the layers still want them whole: there are rooms for whole units, two for the blocks,
+// Where weights or gradients are cut, the layers still want them whole: there are buffers for whole units, two for the blocks,
 // which take turns, and those of the embedding and the head.
 
 struct Unit {
     std::string name;
     int64_t offset = 0, n = 0;  // in the flat arrays
-    // Rank r's part is elements [cuts[r], cuts[r + 1]) of the unit.
-    std::vector<int64_t> cuts = {};
+    // Rank r's part is elements [bounds[r], bounds[r + 1]) of the unit.
+    std::vector<int64_t> bounds = {};
     int64_t packed = 0;  // where this rank's part begins in an array of its parts only
-    int room = 0;
+    int buffer = 0;      // weight_buffers[buffer] and grad_buffers[buffer] hold the unit where the stage shards them
 };
 
 // What lies in the host's memory (offload.cu).
@@ -52,9 +52,9 @@ struct Sharding {
     // Cuts lie at multiples of so many elements of a parameter (optimizer_granularity); 0: only between parameters.
     int64_t granularity = 1024;
 
-    bool cuts_states() const { return zero >= 1 || naive; }
-    bool cuts_grads() const { return zero >= 2; }
-    bool cuts_values() const { return zero >= 3; }
+    bool shards_states() const { return zero >= 1 || naive; }
+    bool shards_grads() const { return zero >= 2; }
+    bool shards_weights() const { return zero >= 3; }
     bool host_updates() const { return offload == Offload::optimizer || offload == Offload::params; }
 };
 
@@ -64,25 +64,25 @@ struct FlatParameters {
     std::vector<Unit> units;    // in the order of the forward
     std::vector<Param> params;  // by Hugging Face name, in the order of their places
     int64_t n = 0;              // elements of all units
-    int64_t part_n = 0;         // of this rank's parts, packed
+    int64_t shard_n = 0;        // of this rank's parts, packed
     // Flat arrays of all n elements with a place for each parameter; or, where the stage cuts them, of this rank's parts.
-    Tensor values, grads, masters;  // masters: f32, in mixed precision, and where only the host's weights are updated
-    std::vector<Tensor> value_rooms, grad_rooms;
+    Tensor weights, grads, masters;  // masters: f32, in mixed precision, and where only the host's weights are updated
+    std::vector<Tensor> weight_buffers, grad_buffers;
 
-    // Decides the cuts and the rooms, from params and units. tied: the embedding is in use until the head is.
-    void cut(const Sharding& sharding, bool tied);
+    // Decides the cuts and the buffers, from params and units. tied: the embedding is in use until the head is.
+    void shard_units(const Sharding& sharding, bool tied);
     // Takes the memory. The masters' arena is that of what lies on the host, if something does.
-    void take(DType dtype, DType grad_dtype, bool with_masters, Arena& values, Arena& grads, Arena& masters);
+    void take(DType dtype, DType grad_dtype, bool with_masters, Arena& weights, Arena& grads, Arena& masters);
 
-    // A unit as the layers see it: in the flat array or in its room.
-    Tensor unit_values(size_t unit) const;
+    // A unit as the layers see it: in the flat array or in its buffer.
+    Tensor unit_weights(size_t unit) const;
     Tensor unit_grads(size_t unit) const;
     Tensor unit_masters(size_t unit) const;  // none if they are cut
     // This rank's part of a unit, in whatever array has it.
-    Range part(size_t unit) const;
-    Tensor part_of_values(size_t unit) const;
-    Tensor part_of_grads(size_t unit) const;
-    Tensor part_of_masters(size_t unit) const;
+    Range shard(size_t unit) const;
+    Tensor weight_shard(size_t unit) const;
+    Tensor grad_shard(size_t unit) const;
+    Tensor master_shard(size_t unit) const;
     // What this rank's optimizer updates of a unit: its part, or all of it where the states are not cut. The offsets of the
     // parameters, whole ones and pieces, count from there.
     Range updated(size_t unit) const;
@@ -96,7 +96,7 @@ struct FlatParameters {
     void write(const Param& param, const std::vector<float>& rows) const;
 
   private:
-    Tensor slice(const Tensor& array, bool is_cut, size_t unit, Range range) const;
+    Tensor slice(const Tensor& array, bool is_sharded, size_t unit, Range range) const;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -178,14 +178,14 @@ class DataParallel {
     // After the last backward: the stream waits for all sums.
     void finish_grads(cudaStream_t stream);
     // After the update of this rank's part of a unit.
-    void share_update(const FlatParameters& p, size_t unit, cudaStream_t stream);
+    void all_gather_weights(const FlatParameters& p, size_t unit, cudaStream_t stream);
 
     // If set: called in each step, once for every unit, last ones first, when its gradients are final: when this stream has done
     // what it has been given so far. (offload.cu)
     std::function<void(size_t unit, cudaStream_t stream)> grads_are_final;
 
     // The norm's sums, the loss and the like: small tensors of f32, added up.
-    void add_up(Tensor tensor, cudaStream_t stream);
+    void all_reduce(Tensor tensor, cudaStream_t stream);
     // Of what was done since start_clock(). Waits for the streams.
     void start_clock() { busy_.n = waiting_.n = 0; }
     CommTime read_clock();
@@ -221,8 +221,8 @@ class DataParallel {
     cudaEvent_t reached_ = nullptr;      // a point of a stream that the other one waits for
     Stopwatch busy_, waiting_;           // of comm_stream_ with collectives; of the computing stream for them
     std::vector<cudaEvent_t> gathered_;  // by unit: its weights are there
-    std::vector<cudaEvent_t> reduced_;   // by room: its gradients have been read
-    std::vector<int64_t> in_room_;       // room -> unit whose weights it holds, or -1
+    std::vector<cudaEvent_t> reduced_;   // by buffer: its gradients have been read
+    std::vector<int64_t> in_buffer_;     // buffer -> unit whose weights it holds, or -1
     int64_t micro_batches_ = 1, micro_batch_ = 0;
     int64_t bucket_end_ = 0;  // gradients from here on have been given to a bucket
     size_t not_final_ = 0;    // units 0 to here - 1 have gradients that are not final
@@ -237,7 +237,7 @@ class DataParallel {
 //     --offload    on the device                        on the host                       updates   crosses the bus in a step
 //     none         weights, gradients, masters, m, v                                      device
 //     optimizer    weights, gradients                   masters, m, v (pinned)            host      gradients, new weights
-//     params       rooms for units, gradients           the same, and parts of weights    host      gradients, weights twice
+//     params       buffers for units, gradients           the same, and parts of weights    host      gradients, weights twice
 //     unified      weights, gradients                   masters, m, v (pages that move)   device    those, both ways
 //
 // Each rank does so with what it updates: its parts, where ZeRO cuts them; params needs ZeRO 3 (on one rank, too: then a unit

@@ -1,11 +1,11 @@
 // data_parallel.cu: when units are gathered and reduced. The maths of the schemes is in parallel.h; here is who waits for whom.
 //
 //     computing    forward of 0 | forward of 1 | ...      backward of 2 | backward of 1 | backward of 0 |        update
-//                     ^ wait       ^ wait                             |  ^ room free?  |               |          ^ wait
+//                     ^ wait       ^ wait                             |  ^ buffer free?  |               |          ^ wait
 //     comm         [gather 1]     [gather 2]                         [reduce 2]       [reduce 1]      [reduce 0]
 //
 // Communication has a stream of its own. It goes on where the computing stream has come to (a unit's gradients are complete, a
-// room is no longer read), and the computing stream waits where it needs the result; nobody waits for more than that.
+// buffer is no longer read), and the computing stream waits where it needs the result; nobody waits for more than that.
 #include "parallel/comm/transport.h"
 #include "parallel/data/data.h"
 
@@ -49,16 +49,16 @@ Sharding DataParallel::sharding(int64_t granularity) const {
 
 void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena) {
     micro_batches_ = micro_batches;
-    in_room_.assign(4, -1);
+    in_buffer_.assign(4, -1);
     while (gathered_.size() < p.units.size()) gathered_.push_back(make_event());
-    while (reduced_.size() < in_room_.size()) reduced_.push_back(make_event());
-    if (p.sharding.cuts_grads() && micro_batches > 1) {
+    while (reduced_.size() < in_buffer_.size()) reduced_.push_back(make_event());
+    if (p.sharding.shards_grads() && micro_batches > 1) {
         int64_t largest = 0;
-        for (size_t u = 0; u < p.units.size(); ++u) largest = std::max(largest, p.part(u).n);
+        for (size_t u = 0; u < p.units.size(); ++u) largest = std::max(largest, p.shard(u).n);
         sum_rows_ = arena.take("sums of micro-batches", p.grads.dtype, {2 * largest});
     }
     if (compressor_ && p.sharding.size > 1) compressor_->take_memory(p, arena);
-    if (comm_.size > 1 && p.sharding.cuts_states()) staging_ = arena.take("staging", DType::f32, {1 << 18});
+    if (comm_.size > 1 && p.sharding.shards_states()) staging_ = arena.take("staging", DType::f32, {1 << 18});
 }
 
 template <class Call>
@@ -104,42 +104,42 @@ CommTime DataParallel::read_clock() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Weights
 
-// What the stream has been given so far is all that reads the room's last unit: the new one may come after it.
+// What the stream has been given so far is all that reads the buffer's last unit: the new one may come after it.
 void DataParallel::fetch(const FlatParameters& p, size_t u, cudaStream_t stream) {
     const Unit& unit = p.units[u];
-    int64_t& in_room = in_room_[static_cast<size_t>(unit.room)];
-    if (in_room == static_cast<int64_t>(u)) return;
-    in_room = static_cast<int64_t>(u);
-    const Tensor whole = p.unit_values(u);
-    Tensor mine = p.part_of_values(u);
+    int64_t& in_buffer = in_buffer_[static_cast<size_t>(unit.buffer)];
+    if (in_buffer == static_cast<int64_t>(u)) return;
+    in_buffer = static_cast<int64_t>(u);
+    const Tensor whole = p.unit_weights(u);
+    Tensor mine = p.weight_shard(u);
     communicate(stream, [&] {
         if (p.sharding.offload == Offload::params) {  // from the host to its place
-            const Tensor place = whole.slice(p.part(u).first, p.part(u).n);
+            const Tensor place = whole.slice(p.shard(u).first, p.shard(u).n);
             cudaCheck(cudaMemcpyAsync(place.data, mine.data, mine.bytes(), cudaMemcpyHostToDevice, comm_stream_));
             mine = place;
         }
-        comm_.all_gather(whole, mine, unit.cuts, comm_stream_);
+        comm_.all_gather(whole, mine, unit.bounds, comm_stream_);
     });
     cudaCheck(cudaEventRecord(gathered_[u], comm_stream_));
 }
 
 void DataParallel::gather(const FlatParameters& p, size_t u, int64_t next, cudaStream_t stream) {
-    if (!p.sharding.cuts_states()) return;
-    if (p.sharding.cuts_values()) fetch(p, u, stream);
+    if (!p.sharding.shards_states()) return;
+    if (p.sharding.shards_weights()) fetch(p, u, stream);
     wait(stream, gathered_[u]);
-    if (p.sharding.cuts_values() && next >= 0 && p.units[static_cast<size_t>(next)].room != p.units[u].room)
+    if (p.sharding.shards_weights() && next >= 0 && p.units[static_cast<size_t>(next)].buffer != p.units[u].buffer)
         fetch(p, static_cast<size_t>(next), stream);
 }
 
-void DataParallel::share_update(const FlatParameters& p, size_t u, cudaStream_t stream) {
-    if (!p.sharding.cuts_states()) return;
-    if (p.sharding.cuts_values()) {  // what the room holds is out of date
-        int64_t& in_room = in_room_[static_cast<size_t>(p.units[u].room)];
-        if (in_room == static_cast<int64_t>(u)) in_room = -1;
+void DataParallel::all_gather_weights(const FlatParameters& p, size_t u, cudaStream_t stream) {
+    if (!p.sharding.shards_states()) return;
+    if (p.sharding.shards_weights()) {  // what the buffer holds is out of date
+        int64_t& in_buffer = in_buffer_[static_cast<size_t>(p.units[u].buffer)];
+        if (in_buffer == static_cast<int64_t>(u)) in_buffer = -1;
         return;
     }
     communicate(stream,
-                [&] { comm_.all_gather(p.unit_values(u), p.part_of_values(u), p.units[u].cuts, comm_stream_); });
+                [&] { comm_.all_gather(p.unit_weights(u), p.weight_shard(u), p.units[u].bounds, comm_stream_); });
     cudaCheck(cudaEventRecord(gathered_[u], comm_stream_));
 }
 
@@ -150,20 +150,20 @@ void DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch, 
     micro_batch_ = micro_batch;
     bucket_end_ = p.n;
     not_final_ = p.units.size();
-    if (micro_batch == 0 && !p.sharding.cuts_grads())
+    if (micro_batch == 0 && !p.sharding.shards_grads())
         cudaCheck(cudaMemsetAsync(p.grads.data, 0, p.grads.bytes(), stream));
 }
 
 void DataParallel::begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
-    if (!p.sharding.cuts_grads()) return;
-    wait(stream, reduced_[static_cast<size_t>(p.units[u].room)]);  // the last unit has left the room
-    const Tensor room = p.unit_grads(u);
-    cudaCheck(cudaMemsetAsync(room.data, 0, room.bytes(), stream));
+    if (!p.sharding.shards_grads()) return;
+    wait(stream, reduced_[static_cast<size_t>(p.units[u].buffer)]);  // the last unit has left the buffer
+    const Tensor buffer = p.unit_grads(u);
+    cudaCheck(cudaMemsetAsync(buffer.data, 0, buffer.bytes(), stream));
 }
 
 void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
     const bool last = micro_batch_ + 1 == micro_batches_;
-    if (p.sharding.cuts_grads() || (last && p.sharding.cuts_states())) {
+    if (p.sharding.shards_grads() || (last && p.sharding.shards_states())) {
         reduce_unit(p, u, stream);
         if (last) announce(p, p.units[u].offset, comm_stream_);
     } else if (last && compressor_ && comm_.size > 1) {
@@ -195,19 +195,19 @@ void DataParallel::reduce_buckets(const FlatParameters& p, int64_t low, bool all
     announce(p, bucket_end_, comm_stream_);
 }
 
-// Stage 1 (and naive): in place, in the flat array. Stages 2 and 3: from the room to this rank's part; from the second micro-batch
+// Stage 1 (and naive): in place, in the flat array. Stages 2 and 3: from the buffer to this rank's part; from the second micro-batch
 // on by way of two rows, {sum so far, this one}.
 void DataParallel::reduce_unit(const FlatParameters& p, size_t u, cudaStream_t stream) {
-    const Tensor whole = p.unit_grads(u), mine = p.part_of_grads(u);
+    const Tensor whole = p.unit_grads(u), mine = p.grad_shard(u);
     communicate(stream, [&] {
-        if (!p.sharding.cuts_grads() || micro_batch_ == 0)
-            return comm_.reduce_scatter(mine, whole, p.units[u].cuts, ReduceOp::sum, comm_stream_);
+        if (!p.sharding.shards_grads() || micro_batch_ == 0)
+            return comm_.reduce_scatter(mine, whole, p.units[u].bounds, ReduceOp::sum, comm_stream_);
         const Tensor rows = sum_rows_.slice(0, 2 * mine.n());
         copy_tensor(rows.slice(0, mine.n()), mine, comm_stream_);
-        comm_.reduce_scatter(rows.slice(mine.n(), mine.n()), whole, p.units[u].cuts, ReduceOp::sum, comm_stream_);
+        comm_.reduce_scatter(rows.slice(mine.n(), mine.n()), whole, p.units[u].bounds, ReduceOp::sum, comm_stream_);
         reduce_rows(mine, rows, 2, ReduceOp::sum, comm_stream_);
     });
-    cudaCheck(cudaEventRecord(reduced_[static_cast<size_t>(p.units[u].room)], comm_stream_));
+    cudaCheck(cudaEventRecord(reduced_[static_cast<size_t>(p.units[u].buffer)], comm_stream_));
 }
 
 void DataParallel::finish_grads(cudaStream_t stream) {
@@ -215,7 +215,7 @@ void DataParallel::finish_grads(cudaStream_t stream) {
     wait(stream, reached_);
 }
 
-void DataParallel::add_up(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, stream); }
+void DataParallel::all_reduce(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, stream); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // For checkpoints
@@ -227,25 +227,25 @@ std::vector<std::pair<std::string, Tensor>> DataParallel::compression_states() c
 
 std::vector<float> DataParallel::read(const FlatParameters& p, const Param& param) {
     const int64_t n = param.value.n() / param.value.shape[0] * (param.value.shape[0] - param.padded_rows);
-    const bool has_masters = p.masters.rank > 0;
-    if (has_masters ? !p.sharding.cuts_states() : !p.sharding.cuts_values())
-        return comm_.rank == 0 ? to_floats((has_masters ? p.masters : p.values).slice(param.offset, n))
+    const bool has_masters = p.masters.exists();
+    if (has_masters ? !p.sharding.shards_states() : !p.sharding.shards_weights())
+        return comm_.rank == 0 ? to_floats((has_masters ? p.masters : p.weights).slice(param.offset, n))
                                : std::vector<float>{};
 
     const size_t u = p.unit_of(param);
-    const Tensor part = has_masters ? p.part_of_masters(u) : p.part_of_values(u);
-    const std::vector<int64_t>& cuts = p.units[u].cuts;
+    const Tensor part = has_masters ? p.master_shard(u) : p.weight_shard(u);
+    const std::vector<int64_t>& bounds = p.units[u].bounds;
     const int64_t begin = param.offset - p.units[u].offset, end = begin + n;
     std::vector<float> values;
     for (int r = 0; r < comm_.size; ++r) {
-        const int64_t first = std::max(begin, cuts[static_cast<size_t>(r)]),
-                      last = std::min(end, cuts[static_cast<size_t>(r) + 1]);
+        const int64_t first = std::max(begin, bounds[static_cast<size_t>(r)]),
+                      last = std::min(end, bounds[static_cast<size_t>(r) + 1]);
         for (int64_t low = first; low < last;) {
             const int64_t piece_n = std::min(last - low, comm_.size == 1 ? last - low : staging_.n());
             Tensor piece =
                 make_tensor(staging_.data, part.dtype, {piece_n});  // messages lie on the device, the part perhaps not
             if (comm_.rank == r) {
-                const Tensor mine = part.slice(low - cuts[static_cast<size_t>(r)], piece_n);
+                const Tensor mine = part.slice(low - bounds[static_cast<size_t>(r)], piece_n);
                 if (r == 0) piece = mine;
                 else cudaCheck(cudaMemcpyAsync(piece.data, mine.data, mine.bytes(), cudaMemcpyDefault, comm_stream_));
             }

@@ -105,11 +105,11 @@ void OffloadedUpdate::take_memory(Arena& pinned) {
         return;
     }
     host_grads_.clear(), host_copies_.clear();
-    const bool copies = p_.sharding.offload == Offload::optimizer && p_.values.dtype != DType::f32;
+    const bool copies = p_.sharding.offload == Offload::optimizer && p_.weights.dtype != DType::f32;
     for (size_t u = 0; u < n_units; ++u) {
         const int64_t n = p_.updated(u).n;
         host_grads_.push_back(pinned.take("gradients", p_.grads.dtype, {n}));
-        if (copies) host_copies_.push_back(pinned.take("new weights", p_.values.dtype, {n}));
+        if (copies) host_copies_.push_back(pinned.take("new weights", p_.weights.dtype, {n}));
     }
     host_norm_ = pinned.take("gradients", DType::f32, {2});
     for (const Tensor& copy : host_copies_)  // the gaps between parameters stay zero, on the device as well
@@ -168,7 +168,7 @@ void OffloadedUpdate::update_on_host(size_t u) {
 std::vector<Tensor> OffloadedUpdate::pages(size_t u) const {
     std::vector<Tensor> tensors;
     for (const OptimizerState& state : optimizers_[u]->states()) tensors.push_back(state.tensor);
-    if (p_.masters.rank > 0) tensors.push_back(p_.updated_weights(u, seed_).values);
+    if (p_.masters.exists()) tensors.push_back(p_.updated_weights(u, seed_).values);
     return tensors;
 }
 

@@ -132,7 +132,7 @@ class PowerSgd : public Compressor {
             UnitPlan& plan = units_[u];
             for (const Param& param : params_of(p, u)) {
                 const int64_t n = numbers_of(param), C = param.value.cols(), R = n / C;
-                if (param.value.rank != 2 || r_ * (R + C) >= n) {
+                if (param.value.ndim != 2 || r_ * (R + C) >= n) {
                     plan.whole.push_back({param.offset, n, plan.first_n});
                     plan.first_n += n;
                     continue;
