@@ -11,7 +11,7 @@
 //
 // The sum over the ranks is exact whatever the cuts: of each element n - 1 ranks send their gradient to its owner, who sends the
 // sum or the new weight to n - 1. On top of that come the numbers that a step adds up (Trainer::totals), and fp8's histories.
-#include "training/training.h"
+#include "planning/planning.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -55,7 +55,7 @@ int64_t expected_traffic(const Trainer& t) {
     const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.weights.dtype)),
                   G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
     const int64_t small =
-        static_cast<int64_t>(t.totals.bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
+        static_cast<int64_t>(t.summed_over_ranks().bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
     int64_t big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);

@@ -1,14 +1,76 @@
-// training/training.h: what a training run holds: the model, its memory, the optimizer, and how they are saved.
+// training/training.h: a training run: its options, what it holds, its step, and what it leaves behind.
+//
+// Files, in reading order (train_gpt.cu, above this folder, calls them in the order of the algorithm):
+//     options.cu         the command line                  options_check.cu   what flags mean together, and what is refused
+//     setup.cu           the model's configuration, the data, the folder of the run
+//     memory.cu          what a run takes, counted before anything is taken
+//     step.cu            the parts of a step: gradients, clipping, update, reading back
+//     evaluation.cu      the loss on held-out text
+//     checkpoint.cu      saving, and resuming with the same bits
+//     sample.cu          text drawn from the model
+//     progress.cu        what a person sees: the terminal, the logs, the plot
 #pragma once
 
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
-#include "training/options.h"
+#include "parallel/data/data.h"
 
 #include <functional>
 
-// Everything on the device comes from here, and what --offload keeps on the host. It is counted first, printed, and then taken.
+// ---------------------------------------------------------------------------------------------------------------------
+// options.cu: the command line. Names and meanings are a contract: tests and scripts rely on them.
+
+struct TrainOptions {
+    std::string model = "tiny", init, data, val, tokenizer, out;
+    int64_t batch = 16, micro_batch = 0, seq = 128, steps = 1000, seed = 1;
+    Schedule schedule;  // its peak is --lr
+    std::string optimizer = "adamw";
+    OptimizerOptions optimizer_options;  // that optimizer's own defaults, except for what the flags say
+    double clip = 1.0;
+    std::string dtype = "fp32";
+    Precision precision;  // from --dtype, --master and --grad-dtype
+    FlashTier attention = FlashTier::automatic;
+    LossScaleOptions loss_scale;
+    Recompute recompute;
+    RankOptions ranks;
+    DataParallelOptions data_parallel;
+    Offload offload = Offload::none;
+    bool plan = false;  // print the plan, and end
+    std::string device_spec = "this";
+    double plan_parameters = 0;   // --params: the plan's states for this many parameters; 0: the model's
+    int64_t inject_overflow = 0;  // for tests: the step in which one gradient becomes infinite
+    int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
+    double temperature = 0.8, val_fraction = 0.1;
+    bool mask_documents = false;
+    bool resume = false;
+
+    // Must an update wait for the norm of all gradients? To clip by it, or because float16 may have overflowed.
+    bool updates_after_norm() const { return clip > 0 || precision.dtype == DType::f16; }
+
+    // What decides the loss curve, as flag -> value: kept in checkpoints, so that a resumed run is the same run.
+    std::map<std::string, std::string> identity;
+};
+
+// Flags whose meaning depends on other flags, as they were typed. settle_options turns them into fields of TrainOptions.
+struct TypedFlags {
+    // Every optimizer has defaults of its own for those that were not given.
+    std::optional<double> lr;
+    std::optional<float> weight_decay, beta1, beta2, eps, momentum;
+    std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
+                dp_mode = "ddp", attention = "auto", compress = "none", offload = "none";
+};
+
+// Parses argv. Prints help and exits for --help. Bad input throws Error. With --resume the options that decide the loss
+// curve come from the newest checkpoint in --out; giving one of them with another value is an Error.
+TrainOptions parse_train_options(int argc, char** argv);
+// options_check.cu: settles what depends on several flags; Error, in one line, for what cannot be combined.
+void settle_options(TrainOptions& options, const TypedFlags& typed);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// memory.cu: everything on the device comes from these arenas, and what --offload keeps on the host. They are counted first,
+// printed, and then taken.
+
 struct Memory {
     explicit Memory(Offload offload);
     Arena weights, masters, grads, optimizer, activations, communication, sampling;
@@ -19,6 +81,16 @@ struct Memory {
     size_t bytes();       // on the device, with cuBLASLt's workspace
     size_t host_bytes();  // pinned, and pages that move
 };
+
+// What the host reads back after a step: the last rows of Trainer::totals, in this order. Sums over ranks travel as a pair
+// of floats {high, low}, which together hold 48 bits of a double.
+struct StepNumbers {
+    float loss_high, loss_low;    // sum of the tokens' losses
+    float stop_count, stop_low;   // ranks that were asked to stop
+    float grad_norm, grad_scale;  // optim.h: clip_scale
+    double loss_sum() const { return static_cast<double>(loss_high) + loss_low; }
+};
+constexpr int64_t kStepNumberRows = sizeof(StepNumbers) / (2 * sizeof(float));
 
 struct Trainer {
     TrainOptions options;
@@ -33,35 +105,77 @@ struct Trainer {
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
     int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
-    // What the ranks add up in a step, each number as a pair of floats {high, low}: the squares of each unit's gradients, the
-    // losses, and how many ranks were asked to stop.
-    Tensor totals;                                                 // (units + 2, 2)
-    Tensor norm_result, norm_scratch;                              // clip_scale's, sum_squares'
+    // f32 (units + kStepNumberRows, 2): the sum of squares of each unit's gradients, then StepNumbers.
+    Tensor totals;
+    Tensor norm_scratch;                                           // sum_squares'
     int32_t *host_tokens = nullptr, *host_targets = nullptr;       // pinned, one step's batch of this rank
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents
-    float* host_totals = nullptr;                                  // pinned: {norm, scale}, {loss}, {stop}
+    StepNumbers* host_numbers = nullptr;                           // pinned
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
-    Tensor loss_sum() const { return totals.slice(totals.shape[0] - 2, 1).view({2}); }
-    Tensor stop_count() const { return totals.slice(totals.shape[0] - 1, 1).view({2}); }
+    int64_t n_units() const { return static_cast<int64_t>(model.units.size()); }
+    Tensor summed_over_ranks() const {
+        return totals.slice(0, n_units() + 2);
+    }  // all but the norm, which follows from it
+    Tensor squares(int64_t unit) const { return totals.slice(unit, 1).view({2}); }
+    Tensor loss_sum() const { return totals.slice(n_units(), 1).view({2}); }
+    Tensor stop_count() const { return totals.slice(n_units() + 1, 1).view({2}); }
+    Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
     // Goes through all that the run takes: while the arenas count, and again once they are reserved.
     void take_memory();
     void reserve();  // Error where it is more than the device has
 };
 
-// planning/plan.cu
-void print_memory(Memory& memory);
-// The rate of a large matrix product of this type on this device, in FLOP/s: what a step's FLOP/s are held against.
-double measure_matmul_rate(DType dtype);
-void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this run; nothing is allocated
+// ---------------------------------------------------------------------------------------------------------------------
+// setup.cu: what is settled before memory is taken
 
-// planning/account.cu: at the end of a run on many ranks, measured bytes beside the formulas. step: what this rank sent and received in one
-// step that followed another. Collective; rank 0 prints.
-void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
-int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
+struct RunData {
+    std::unique_ptr<Tokenizer> tokenizer;
+    TokenSource train_tokens, val_tokens;
+    BatchReader train, val;
+};
+std::unique_ptr<Tokenizer> open_tokenizer(
+    const TrainOptions& options);  // that of --tokenizer, or a token for each byte
+// The model's configuration: that of the checkpoint, of the weights to start from, or of the preset.
+Config choose_config(const TrainOptions& options, int64_t vocab_size);
+RunData open_data(const TrainOptions& options, const Config& config, std::unique_ptr<Tokenizer> tokenizer);
+// Chooses --out where it was not given; Error where ranks were given different things, or the folder holds another run.
+// Collective.
+void settle_folder(Trainer& trainer, const RunData& data);
 
-// training/checkpoint.cu: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
+// ---------------------------------------------------------------------------------------------------------------------
+// step.cu: the parts of a training step, in the order in which train_gpt.cu calls them. Collective.
+
+struct StepResult {
+    double loss, grad_norm;
+    bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
+    bool stop;     // some rank was asked to
+};
+
+// Host: this rank's sequences of step `step`, [(step - 1) batch, step batch) of the run, are read from the data.
+void read_batch(Trainer& trainer, const BatchReader& data, int64_t step);
+// Device: all micro-batches forward and backward, on many ranks with the reduction of the gradients.
+void accumulate_gradients(Trainer& trainer, int64_t step);
+// The norm of all gradients, and from it the factor that removes the loss scale and clips. stop: this rank was asked to stop.
+void clip_gradients(Trainer& trainer, bool stop);
+// The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
+void update_weights(Trainer& trainer, int64_t step);
+// Waits for the device. Error if the loss or, except in float16, the norm is not finite.
+StepResult read_back(Trainer& trainer, int64_t step);
+
+// For evaluation too. The tokens and targets of micro-batch `micro` in the host's memory, to the device.
+void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t micro, cudaStream_t stream);
+// What the device has summed; waits for it.
+StepNumbers read_numbers(Trainer& trainer);
+
+// evaluation.cu: mean loss over the first n_sequences of the held-out text. Documents are never masked here, so that runs can
+// be compared. Collective.
+double evaluate(Trainer& trainer, const BatchReader& data, int64_t n_sequences);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// checkpoint.cu: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
 // Collective; any number of ranks and any --zero can go on from it.
+
 void save_checkpoint(Trainer& trainer, int64_t step);
 int64_t load_checkpoint(Trainer& trainer);  // the newest; returns its step
 
@@ -71,3 +185,23 @@ int64_t load_checkpoint(Trainer& trainer);  // the newest; returns its step
 
 std::vector<int32_t> sample(const Model& model, Activations& acts, const std::vector<int32_t>& prompt, int64_t n,
                             double temperature, uint64_t seed, const std::function<bool(int32_t)>& token_ready);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// progress.cu: what a person sees. Only rank 0 prints and writes; print_sample is collective.
+
+// log.csv, TensorBoard events and the lines of the terminal: a row a step.
+class RunLog {
+  public:
+    RunLog(const std::string& out, int64_t resume_step);  // -1: a new run
+    void write(const LogRow& row);
+
+  private:
+    CsvLog csv_;
+    TensorBoardLog tensorboard_;
+};
+LogRow make_row(const Trainer& trainer, int64_t step, const StepResult& result, double step_seconds,
+                double matmul_rate);
+void print_start(const Trainer& trainer, const TokenSource& train_tokens, const TokenSource& val_tokens);
+void print_progress(const LogRow& row, int64_t steps, double seconds_left);
+void print_sample(Trainer& trainer, const Tokenizer& tokenizer, const char* title);
+void draw_loss(const std::string& out);  // OUT/loss.png from OUT/log.csv

@@ -1,4 +1,7 @@
-// training/trainer.cu: the memory of a training run.
+// training/memory.cu: the memory of a training run.
+//
+// take_memory() runs twice. In the first pass the arenas only count, so that --plan, and the table at the start, are made by the
+// code that later takes the memory; reserve() allocates each arena once, and the second pass hands out the same places.
 #include "training/training.h"
 
 #include <algorithm>
@@ -69,15 +72,14 @@ void Trainer::take_memory() {
         scratch_n = std::max(scratch_n, optimizers[u]->scratch_n());
         norm_n = std::max(norm_n, grad_norm_scratch_n(model.shard(u).n));
     }
-    if (scratch_n > 0) {  // they take turns
+    if (scratch_n > 0) {  // one buffer for all: units are updated one after the other
         const Tensor scratch = memory.optimizer.take("optimizer scratch", DType::f32, {scratch_n});
         for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
     }
     if (offload) offload->take_memory(memory.transit);
     acts = take_activations(model, micro_batch, o.seq, o.recompute, memory.activations);
     if (o.mask_documents) take_documents(acts, memory.activations);
-    totals = memory.activations.take("shared by layers", DType::f32, {static_cast<int64_t>(model.units.size()) + 2, 2});
-    norm_result = memory.activations.take("shared by layers", DType::f32, {2});
+    totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
     if (o.sample_tokens > 0)
         sample_acts = take_forward_activations(model, 1, std::min<int64_t>(o.seq, 256), memory.sampling);
@@ -95,6 +97,6 @@ void Trainer::reserve() {
     const int64_t n_step = local_batch * options.seq;
     take_pinned(host_tokens, n_step);
     take_pinned(host_targets, n_step);
-    take_pinned(host_totals, 6);
+    take_pinned(host_numbers, 1);
     if (options.mask_documents) take_pinned(host_documents, 2 * n_step), take_pinned(host_positions, n_step);
 }

@@ -1,0 +1,217 @@
+// planning/memory.cu: where the bytes of a training run go: the table at its start, and ./train_gpt --plan.
+//
+// Bytes that a model keeps, for each of its Psi parameters                          (Rajbhandari et al. 2020, arXiv:1910.02054)
+//
+//   float32 AdamW             4 weights + 4 gradients + 4 m + 4 v                            = 16 Psi
+//   mixed precision AdamW     2 weights + 2 gradients + 4 master weights + 4 m + 4 v         = 16 Psi
+//   bf16, no master, Lion     2 weights + 2 gradients + 4 m                                  =  8 Psi
+//   fp8                       2 more: each weight of the blocks twice, as it is and transposed
+//
+// and activations, which grow with the tokens of a micro-batch and not with Psi. All are counted here by the functions that
+// later take them, over arenas that only count: so the plan is what the program takes.
+#include "planning/planning.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace {
+
+// The optimizer's states by kind: "m", "v", "row", ...; of what this rank updates.
+std::vector<std::pair<std::string, double>> optimizer_states(const Trainer& t) {
+    std::vector<std::pair<std::string, double>> kinds;
+    for (const auto& optimizer : t.optimizers) {
+        for (const OptimizerState& state : optimizer->states()) {
+            auto at =
+                std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
+            if (at == kinds.end()) at = kinds.insert(kinds.end(), {state.kind, 0.0});
+            at->second += static_cast<double>(state.tensor.bytes());
+        }
+    }
+    return kinds;
+}
+
+// Bytes of activations of a model like this one with L layers.
+double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L) {
+    Config config = t.config;
+    config.L = L;
+    Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
+    const Model model = build_model(config, t.options.precision, t.options.seq, weights, grads, masters);
+    Activations acts = take_activations(model, t.micro_batch, t.options.seq, recompute, activations);
+    if (t.options.mask_documents) take_documents(acts, activations);
+    return static_cast<double>(activations.bytes());
+}
+
+double table_bytes(const Arena& arena, const std::string& name) {
+    double sum = 0;
+    for (const auto& [what, bytes] : arena.table()) sum += what == name ? static_cast<double>(bytes) : 0;
+    return sum;
+}
+
+std::string size_text(double bytes) {
+    char text[64];
+    std::snprintf(text, sizeof text, "%10s %9.4g GB", human_bytes(bytes).c_str(), bytes / 1e9);
+    return text;
+}
+
+void print_activations(const Trainer& t) {
+    const int64_t L = t.config.L, root = std::max<int64_t>(1, std::llround(std::sqrt(static_cast<double>(L))));
+    std::printf("activations of %lld x %lld tokens     another layer        in all\n",
+                static_cast<long long>(t.micro_batch), static_cast<long long>(t.options.seq));
+    std::vector<std::pair<std::string, Recompute>> choices = {{"none", {}}, {"selective", {.selective = true}}};
+    if (root > 1) choices.push_back({std::to_string(root), {.every = root}});
+    choices.push_back({"full", {.every = 1}});
+    const Recompute& r = t.options.recompute;
+    for (const auto& [name, choice] : choices) {
+        const int64_t n = std::max<int64_t>(1, choice.every);
+        const double layer =
+            (activation_bytes(t, choice, 2 * n) - activation_bytes(t, choice, n)) / static_cast<double>(n);
+        const bool chosen = choice.every == r.every && choice.selective == r.selective;
+        std::printf("  --recompute %-12s %14s %s%s\n", name.c_str(), human_bytes(layer).c_str(),
+                    size_text(activation_bytes(t, choice, L)).c_str(), chosen ? "   this run" : "");
+    }
+}
+
+// One line of a table of states: bytes on this rank.
+struct StateRow {
+    std::string name;
+    double bytes;
+};
+struct StateTable {
+    std::vector<StateRow> device, host;
+    double sum() const {
+        double bytes = 0;
+        for (const auto& rows : {device, host})
+            for (const StateRow& row : rows) bytes += row.bytes;
+        return bytes;
+    }
+};
+
+// Weights, gradients, master weights and the optimizer's states of all ranks together, by the place where --offload puts them.
+StateTable state_table(Trainer& t) {
+    const TrainOptions& o = t.options;
+    const double n = static_cast<double>(t.model.n);
+    double updated_n = 0;  // of this rank
+    for (size_t u = 0; u < t.model.units.size(); ++u) updated_n += static_cast<double>(t.model.updated(u).n);
+    StateTable table;
+    auto& weight_rows = o.offload == Offload::params ? table.host : table.device;
+    auto& optimizer_rows = t.memory.optimizer.kind() == MemoryKind::device ? table.device : table.host;
+    weight_rows.push_back({"weights", n * static_cast<double>(dtype_bytes(o.precision.dtype))});
+    table.device.push_back({"gradients", n * static_cast<double>(dtype_bytes(o.precision.grad_dtype))});
+    if (o.precision.fp8 != Fp8Recipe::none)
+        table.device.push_back({"fp8 weights, both ways", table_bytes(t.memory.weights, "fp8 weights")});
+    if (o.precision.master) optimizer_rows.push_back({"master weights", 4 * n});
+    for (const auto& [kind, bytes] : optimizer_states(t))
+        optimizer_rows.push_back({"optimizer " + kind, bytes * n / updated_n});
+    return table;
+}
+
+// psi: parameters of the model, or of --params, whose states then follow from the bytes of a parameter.
+void print_states(const std::vector<StateRow>& rows, double n, double psi) {
+    double sum = 0;
+    for (const StateRow& row : rows) {
+        sum += row.bytes;
+        std::printf("  %-24s %18.2f %s\n", row.name.c_str(), row.bytes / n, size_text(row.bytes / n * psi).c_str());
+    }
+    std::printf("  %-24s %18.2f %s\n", "sum", sum / n, size_text(sum / n * psi).c_str());
+}
+
+// What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1).
+void print_stages(const Trainer& t, double psi, double weights, double grads, double all) {
+    const double n = rank_count(t.options.ranks), states = all - weights - grads;
+    const std::pair<const char*, double> stages[] = {
+        {"0 (ddp)", all}, {"1", weights + grads + states / n}, {"2", weights + (grads + states) / n}, {"3", all / n}};
+    std::printf("on each of %d ranks         bytes a parameter        in all\n", rank_count(t.options.ranks));
+    for (const auto& [stage, bytes] : stages)
+        std::printf(
+            "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
+            stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
+    if (t.options.plan_parameters == 0)
+        std::printf("  a rank sends              %18s %s in a step\n", "",
+                    size_text(static_cast<double>(expected_traffic(t)) / n).c_str());
+}
+
+// What the arenas of this rank hold.
+void print_total(Trainer& t) {
+    const TrainOptions& o = t.options;
+    std::printf("%-26s           bytes\n", rank_count(o.ranks) > 1 ? "in all, on rank 0" : "in all");
+    const size_t total = t.memory.bytes(), activations = t.memory.activations.bytes(),
+                 sampling = t.memory.sampling.bytes();
+    double states = static_cast<double>(t.model.grads.bytes());  // on the device
+    if (o.offload != Offload::params) states += static_cast<double>(t.model.weights.bytes());
+    if (t.memory.optimizer.kind() == MemoryKind::device) {
+        states += static_cast<double>(t.model.masters.bytes());
+        for (const auto& [kind, bytes] : optimizer_states(t)) states += bytes;
+    }
+    if (o.precision.fp8 != Fp8Recipe::none) states += table_bytes(t.memory.weights, "fp8 weights");
+    for (const auto& buffers : {t.model.weight_buffers, t.model.grad_buffers})
+        for (const Tensor& buffer : buffers) states += static_cast<double>(buffer.bytes());
+    const size_t state_bytes = static_cast<size_t>(states);
+    std::vector<std::pair<const char*, size_t>> rows = {
+        {"states", state_bytes},
+        {"activations and scratch", activations},
+        {"sampling", sampling},
+        {"tables, cuBLASLt workspace", total - state_bytes - activations - sampling},
+        {"total", total}};
+    if (t.memory.host_bytes() > 0) rows.push_back({"on the host", t.memory.host_bytes()});
+    for (const auto& [name, bytes] : rows)
+        std::printf("  %-26s %13zu %s\n", name, bytes, size_text(static_cast<double>(bytes)).c_str());
+}
+
+}  // namespace
+
+void print_plan(Trainer& t) {
+    const TrainOptions& o = t.options;
+    const bool any_model = o.plan_parameters > 0;
+    const double n = static_cast<double>(t.model.n);
+    const double psi = any_model ? o.plan_parameters : static_cast<double>(parameter_count(t.config));
+    std::printf(
+        "plan     %s parameters, --dtype %s, --optimizer %s, --batch %lld in micro-batches of %lld, --seq %lld\n",
+        human_count(psi).c_str(), o.dtype.c_str(), o.optimizer.c_str(), static_cast<long long>(o.batch),
+        static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
+
+    StateTable table = state_table(t);
+    const double bytes_a_parameter = table.sum() / n;
+    // Buffers of the offload are no states: they are shown with them, and not counted in what ZeRO shards.
+    for (const auto& [what, bytes] : t.memory.transit.table())
+        table.host.push_back({what + " in transit", static_cast<double>(bytes)});
+    // The flat arrays hold n elements: the parameters, and padding of the vocabulary.
+    std::printf("states                      bytes a parameter        in all\n");
+    print_states(table.device, n, any_model ? psi : n);
+    if (!table.host.empty()) {
+        std::printf("on the host\n");
+        print_states(table.host, n, any_model ? psi : n);
+    }
+    if (rank_count(o.ranks) > 1)
+        print_stages(t, psi, static_cast<double>(dtype_bytes(o.precision.dtype)),
+                     static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
+    if (any_model) return;  // the rest depends on the shape of the model
+
+    print_activations(t);
+    print_total(t);
+    print_time(t);
+}
+
+void print_memory(Memory& memory) {
+    const size_t total = memory.bytes();
+    std::printf("memory\n");
+    const auto line = [](const char* indent, const std::string& what, size_t bytes) {
+        std::printf("  %s%-28s %10s\n", indent, what.c_str(), human_bytes(static_cast<double>(bytes)).c_str());
+    };
+    const auto arenas = [&](bool on_device) {
+        for (const Arena* arena : memory.all()) {
+            if (arena->bytes() == 0 || (arena->kind() == MemoryKind::device) != on_device) continue;
+            line("", arena->name(), arena->bytes());
+            for (const auto& [what, bytes] : arena->table())
+                if (bytes < arena->bytes() && bytes >= total / 100)
+                    line("  ", what, bytes);  // smaller ones are in the sum
+        }
+    };
+    arenas(true);
+    if (device().blas_workspace_bytes > 0) line("", "cuBLASLt's workspace", device().blas_workspace_bytes);
+    line("", "total", total);
+    if (memory.host_bytes() == 0) return;
+    std::printf("memory of the host\n");
+    arenas(false);
+    line("", "total", memory.host_bytes());
+}

@@ -1,0 +1,24 @@
+// planning/planning.h: what a training run takes: bytes, floating-point operations, seconds, messages. Before anything is
+// taken (./train_gpt --plan), at the start of a run, and at its end beside what was measured.
+//
+// Files, in reading order:
+//     memory.cu    weights, gradients, optimizer states, activations: bytes by kind and by ZeRO stage
+//     time.cu      FLOPs and bytes of a step, and the seconds that they take on a device
+//     account.cu   a run on many ranks: measured bytes beside the formulas
+#pragma once
+
+#include "training/training.h"
+
+// memory.cu
+void print_memory(Memory& memory);  // the arenas, with the tensors that take at least a hundredth of all
+void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this run; nothing has been allocated
+
+// time.cu
+void print_time(Trainer& trainer);  // the plan's part on FLOPs, bytes moved and seconds of a step
+// The rate of a large matrix product of this type on this device, in FLOP/s: what a step's FLOP/s are held against.
+double measure_matmul_rate(DType dtype);
+
+// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed another.
+// Collective; rank 0 prints.
+void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
+int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step

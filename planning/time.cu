@@ -1,0 +1,194 @@
+// planning/time.cu: the floating-point operations and the seconds of a training step.
+//
+// A kernel computes and moves bytes at the same time. A step in which the two overlap fully takes the larger of
+//
+//   compute    FLOPs / (peak of the device in this precision)
+//   memory     bytes that all operations read and write / bandwidth
+//
+// and one in which they never overlap takes their sum. Real steps lie between, where their kernels reach the rates.
+#include "planning/planning.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Devices
+
+// Dense rates, without sparsity, as the makers state them; float32 without tensor cores, because our float32 products are not
+// cut to TF32; 16 bits with sums in float32.
+struct DeviceSpec {
+    const char* name;
+    double f32, f16, fp8;  // FLOP/s; fp8 = 0: the device has none
+    double bytes_per_s;
+    double bytes;
+    const char* source;
+};
+const DeviceSpec kSpecs[] = {
+    {"h200", 66.9e12, 989.4e12, 1978.9e12, 4.8e12, 141e9,
+     "NVIDIA H200 data sheet; H100 architecture white paper, table 2 (SXM5)"},
+    {"h100", 66.9e12, 989.4e12, 1978.9e12, 3.35e12, 80e9, "NVIDIA H100 architecture white paper, table 2 (SXM5)"},
+    {"a100", 19.5e12, 312e12, 0, 2.039e12, 80e9, "NVIDIA A100 80GB data sheet (SXM)"},
+    {"4090", 82.6e12, 165.2e12, 330.3e12, 1.008e12, 24e9, "NVIDIA Ada GPU architecture white paper, appendix A"},
+};
+
+// Bytes read and written a second by a copy on this device.
+double measure_copy_rate() {
+    const int64_t n = device().is_cpu ? 16 << 20 : 256 << 20;
+    Arena arena("copy probe");
+    arena.take("probe", DType::f32, {2, n});
+    arena.reserve();
+    const Tensor both = arena.take("probe", DType::f32, {2, n}), from = both.slice(0, 1), to = both.slice(1, 1);
+    double best = 1e30;
+    for (int i = 0; i < 4; ++i) {  // the first one touches the pages
+        const double start = seconds_now();
+        cudaCheck(cudaMemcpyAsync(to.data, from.data, to.bytes(), cudaMemcpyDeviceToDevice, device().stream));
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        if (i > 0) best = std::min(best, seconds_now() - start);
+    }
+    return static_cast<double>(both.bytes()) / best;
+}
+
+DeviceSpec find_spec(const std::string& name, DType dtype) {
+    for (const DeviceSpec& spec : kSpecs)
+        if (name == spec.name) return spec;
+    check(name == "this", "--device-spec ", name, ": use h200, h100, a100, 4090 or this");
+    size_t free_bytes = 0, device_bytes = 0;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
+    const double rate = measure_matmul_rate(dtype);
+    return {device().name.c_str(), rate, rate, 0, measure_copy_rate(), static_cast<double>(device_bytes),
+            "measured just now"};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What a step computes and moves
+
+// Elements that the operations of llm.cu read and write for one token, each operation by itself.
+struct Elements {
+    double forward = 0, backward = 0;
+};
+Elements block_elements(const Config& c) {
+    const double C = static_cast<double>(c.C), F = static_cast<double>(c.F), U = static_cast<double>(c.up_width());
+    const bool mla = c.attention == AttentionKind::mla, mfa = c.attention == AttentionKind::mfa;
+    const double q = static_cast<double>(c.H * c.D), O = static_cast<double>(c.attn_width());
+    const double k = mfa ? static_cast<double>(c.D) : static_cast<double>(c.K * c.D);
+    const double v = mfa ? static_cast<double>(c.D) : static_cast<double>(c.K * c.value_D());
+    // Columns that rope turns: of all query heads, and of the key heads, of which MLA shares one.
+    const double turned = static_cast<double>((c.H + (mla ? 1 : c.K)) * c.rope_D());
+    const double rope = c.family == Family::llama ? 2 * turned : 0;
+    const double normed = c.qk_norm ? q + k : static_cast<double>(c.q_rank + c.kv_rank);  // heads, or latents
+    const double keys = mla ? k - static_cast<double>(c.H * c.D_rope) + k : 0;  // put together (latent_keys.cu)
+    double linears = 0;
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) linears += static_cast<double>(inputs + outputs);
+    Elements t;
+    t.forward = 2 * 4 * C + 2 * normed +         // norms: stream, branch -> sum, out; heads, latents
+                linears +                        // linear layers
+                rope + keys + (q + k + v + O) +  // attention: q, k, v -> o
+                (U + F);                         // activation function
+    t.backward = 2 * 4 * C + 3 * normed +        // norms: dout, dsum, x -> dinp
+                 2 * linears +                   // linear layers: by input and by weight
+                 2 * O + (3 * (q + k + v) + 3 * O) + rope +
+                 keys +        // attention: delta; dq; dk and dv (flash_attention.cu)
+                 (F + 2 * U);  // activation function
+    return t;
+}
+
+struct StepCost {
+    double flops = 0, bytes = 0;
+    double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
+};
+StepCost step_cost(Trainer& t, double state_bytes) {
+    const Config& c = t.config;
+    const TrainOptions& o = t.options;
+    const double tokens = static_cast<double>(t.local_batch * o.seq),
+                 n_micro = static_cast<double>(t.local_batch / t.micro_batch);
+    const double L = static_cast<double>(c.L), C = static_cast<double>(c.C), V = static_cast<double>(c.V_padded());
+    const double n = static_cast<double>(t.model.n);
+    const double value_bytes = static_cast<double>(dtype_bytes(o.precision.dtype));
+    const double grad_bytes = static_cast<double>(dtype_bytes(o.precision.grad_dtype));
+    StepCost cost;
+    cost.flops = tokens * flops_per_token(c, o.seq);
+
+    const Elements block = block_elements(c);
+    const double head =
+        (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
+    double elements = L * (block.forward + block.backward) + head;
+    if (o.recompute.every > 0) {
+        // All but the last segment, without the last product of each segment's last block.
+        const double again = L - std::min<double>(L, static_cast<double>(o.recompute.every));
+        elements += again * block.forward;
+        cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
+    }
+    if (o.precision.fp8 != Fp8Recipe::none) {
+        for (const auto& [inputs, outputs] : block_linear_shapes(c))
+            cost.fp8_flops += tokens * L * 6 * static_cast<double>(inputs * outputs);
+    }
+    // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for their
+    // norm, and read by the optimizer, which reads and writes what it updates and its states: here, or on the host.
+    cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) +
+                 3 * n * grad_bytes +
+                 (t.model.sharding.host_updates()
+                      ? 0
+                      : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
+    return cost;
+}
+
+}  // namespace
+
+double measure_matmul_rate(DType dtype) {
+    const int64_t n = device().is_cpu ? 1024 : 8192;
+    Arena arena("matmul probe");
+    Tensor a, b, c;
+    for (int pass = 0; pass < 2; ++pass) {
+        a = arena.take("probe", dtype, {n, n});
+        b = arena.take("probe", dtype, {n, n});
+        c = arena.take("probe", dtype, {n, n});
+        if (pass == 0) arena.reserve();
+    }
+    fill_normal(a, 1.0, 1, 1);
+    fill_normal(b, 1.0, 1, 2);
+    double best = 1e30;
+    for (int i = 0; i < 4; ++i) {  // the first one warms up
+        const double start = seconds_now();
+        matmul(c, a, b, {}, device().stream);
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        if (i > 0) best = std::min(best, seconds_now() - start);
+    }
+    return 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n) / best;
+}
+
+void print_time(Trainer& t) {
+    const TrainOptions& o = t.options;
+    double optimizer_bytes = 0;  // of this rank
+    for (const auto& optimizer : t.optimizers)
+        for (const OptimizerState& state : optimizer->states())
+            optimizer_bytes += static_cast<double>(state.tensor.bytes());
+    const double tokens = static_cast<double>(t.local_batch * o.seq);
+    const StepCost cost = step_cost(t, optimizer_bytes);
+    std::printf("FLOPs a token   6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
+                human_count(6 * static_cast<double>(parameter_count(t.config))).c_str(),
+                human_count(flops_per_token(t.config, o.seq)).c_str());
+    std::printf("a step          %s tokens, %sFLOP%s, %s moved\n", human_count(tokens).c_str(),
+                human_count(cost.flops).c_str(), o.recompute.every > 0 ? " with recomputation" : "",
+                human_bytes(cost.bytes).c_str());
+    const DeviceSpec spec = find_spec(o.device_spec, o.precision.dtype);
+    const double rate = o.precision.dtype == DType::f32 ? spec.f32 : spec.f16,
+                 fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
+    const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate,
+                 move = cost.bytes / spec.bytes_per_s;
+    const double least = std::max(compute, move), most = compute + move;
+    std::printf("on %s   %sFLOP/s", spec.name, human_count(rate).c_str());
+    if (cost.fp8_flops > 0)
+        std::printf(", in fp8 %s", spec.fp8 > 0 ? concat(human_count(fp8_rate), "FLOP/s").c_str() : "no faster");
+    std::printf(", %sB/s (%s)\n", human_count(spec.bytes_per_s).c_str(), spec.source);
+    std::printf("  compute %s, memory %s: a step takes %s to %s, %s to %s tokens/s\n", human_seconds(compute).c_str(),
+                human_seconds(move).c_str(), human_seconds(least).c_str(), human_seconds(most).c_str(),
+                human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
+    const double total = static_cast<double>(t.memory.bytes());
+    if (total > spec.bytes)
+        std::printf(
+            "  it does not fit: %s has %s. Try --recompute, a smaller --micro-batch, --master none, another "
+            "--optimizer, or --offload\n",
+            spec.name, human_bytes(spec.bytes).c_str());
+}

@@ -1,0 +1,36 @@
+// training/evaluation.cu: the loss on text that is never trained on.
+//
+//   mean over n sequences of the mean over their tokens of  -log p(next token)
+//
+// The sequences are the same at every evaluation and in every run on this text. The ranks take micro-batches in turn.
+#include "training/training.h"
+
+#include <algorithm>
+
+double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
+    // The same memory, without documents: what a token sees must not depend on --mask-documents.
+    Activations acts = t.acts;
+    acts.documents = acts.positions = {};
+    const cudaStream_t stream = device().stream;
+    const int64_t T = t.options.seq;
+    const int64_t n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / t.micro_batch);
+    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
+    for (int64_t first = 0; first < n_batches; first += t.world.size) {
+        const int64_t batch = first + t.world.rank;
+        const bool mine = batch < n_batches;
+        // With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights: a rank without a
+        // micro-batch of its own repeats its last one, and does not count it.
+        if (!mine && !t.model.sharding.shards_weights()) break;
+        if (mine) {
+            for (int64_t b = 0; b < t.micro_batch; ++b)
+                data.sequence(batch * t.micro_batch + b, t.host_tokens + b * T, t.host_targets + b * T);
+            upload_micro_batch(t, acts, 0, stream);
+        }
+        forward(t.model, acts, stream, false);
+        loss_forward(t.model, acts, stream);
+        if (mine) add_losses(t.loss_sum(), acts.losses, stream);
+        cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
+    }
+    t.data_parallel.all_reduce(t.summed_over_ranks(), stream);
+    return read_numbers(t).loss_sum() / static_cast<double>(n_batches * t.micro_batch * T);
+}

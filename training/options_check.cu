@@ -1,0 +1,139 @@
+// training/options_check.cu: what flags mean together, and which of them cannot be combined. Everything here is known before
+// the model's shape and the data are; an Error names the flags and says which one to change.
+#include "training/training.h"
+
+#include <algorithm>
+
+namespace {
+
+void choose_optimizer(TrainOptions& o, const TypedFlags& typed) {
+    o.schedule.steps = o.steps;
+    o.schedule.peak = typed.lr.value_or(default_learning_rate(o.optimizer));
+    if (o.schedule.warmup == -1) o.schedule.warmup = o.steps / 20;
+    OptimizerOptions& h = o.optimizer_options = default_optimizer_options(o.optimizer);
+    h.weight_decay = typed.weight_decay.value_or(h.weight_decay);
+    h.beta1 = typed.beta1.value_or(h.beta1);
+    h.beta2 = typed.beta2.value_or(h.beta2);
+    h.eps = typed.eps.value_or(h.eps);
+    h.momentum = typed.momentum.value_or(h.momentum);
+}
+
+// What --dtype and the flags beside it mean together.
+void choose_precision(TrainOptions& o, const TypedFlags& typed) {
+    const bool fp8 = o.dtype == "fp8";
+    check(fp8 || o.dtype == "fp32" || o.dtype == "bf16" || o.dtype == "fp16" || o.dtype == "float32" ||
+              o.dtype == "bfloat16" || o.dtype == "float16",
+          "--dtype ", o.dtype, ": use fp32, bf16, fp16 or fp8");
+    Precision& p = o.precision;
+    p.dtype = fp8 ? DType::bf16 : dtype_from_name(o.dtype);
+    if (fp8) {
+        p.fp8 = fp8_recipe_from_name(typed.fp8);
+        check(p.fp8 != Fp8Recipe::none, "--fp8 none with --dtype fp8: use delayed, current or block, or --dtype bf16");
+        expect_fp8_device(p.fp8);
+        check(o.seq % 16 == 0, "--dtype fp8 multiplies blocks of 16 tokens: --seq ", o.seq, " is no multiple of 16");
+    }
+    check(typed.master == "auto" || typed.master == "fp32" || typed.master == "none", "--master ", typed.master,
+          ": use fp32 or none");
+    check(typed.master != "none" || p.dtype == DType::bf16,
+          "--master none needs --dtype bf16 or fp8: float32 has no other "
+          "weights, and float16 lacks the range");
+    p.master = p.dtype != DType::f32 && typed.master != "none";
+
+    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch / rank_count(o.ranks);
+    if (typed.grad_dtype == "auto") p.grad_dtype = accumulates ? DType::f32 : p.dtype;
+    else if (typed.grad_dtype == "same") p.grad_dtype = p.dtype;
+    else p.grad_dtype = dtype_from_name(typed.grad_dtype);
+    check(p.grad_dtype == DType::f32 || p.grad_dtype == p.dtype, "--grad-dtype ", typed.grad_dtype, " with --dtype ",
+          o.dtype, ": use fp32 or same");
+
+    const LossScaleOptions scale = parse_loss_scale(typed.loss_scale != "auto" ? typed.loss_scale
+                                                    : p.dtype == DType::f16    ? "dynamic"
+                                                                               : "1");
+    o.loss_scale.dynamic = scale.dynamic;
+    if (!scale.dynamic) o.loss_scale.start = scale.start;
+    o.loss_scale.largest = std::max(o.loss_scale.largest, o.loss_scale.start);
+    LossScaler check_it(o.loss_scale);
+    check(p.dtype == DType::f16 || !o.loss_scale.dynamic,
+          "--loss-scale dynamic is for --dtype fp16: bf16 and fp32 have the range of float32");
+    o.recompute = parse_recompute(typed.recompute);
+    o.attention = flash_tier_from_name(typed.attention);
+    expect_flash_tier(o.attention, p.dtype);
+}
+
+// Gradient compression changes the loss curve, so it is part of the run; but one rank sends nothing, and has nothing to compress.
+void choose_compression(TrainOptions& o, const std::string& name) {
+    CompressOptions& c = o.data_parallel.compress;
+    c.kind = compression_from_name(name);
+    check(c.rank >= 1 && c.rank <= 16, "--compress-rank ", c.rank, ": use 1 to 16");
+    if (c.kind == Compression::none) return;
+    const std::string mode = o.data_parallel.naive ? "--dp-mode naive" : concat("--zero ", o.data_parallel.zero);
+    check(o.data_parallel.zero == 0 && !o.data_parallel.naive, "--compress ", name, " with ", mode,
+          ": compressors make the whole "
+          "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two away");
+    check(o.precision.grad_dtype == DType::f32, "--compress ", name,
+          " compresses float32 gradients: add --grad-dtype fp32");
+    check(c.kind == Compression::bf16 || o.precision.dtype != DType::f16, "--compress ", name,
+          " adds the errors of a step to the "
+          "gradients of the next, which --dtype fp16 may have scaled otherwise, or made infinite: use --dtype bf16 or "
+          "--compress bf16");
+}
+
+void check_options(const TrainOptions& o) {
+    check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
+    check(o.micro_batch >= 0, "--micro-batch must not be negative");
+    check(o.ranks.ranks >= 0, "--ranks must not be negative");
+    const int64_t n_ranks = rank_count(o.ranks);
+    check(o.batch % n_ranks == 0, "--batch ", o.batch, " cannot be divided among ", n_ranks,
+          " ranks: choose a multiple of ", n_ranks);
+    check(o.micro_batch == 0 || o.batch / n_ranks % o.micro_batch == 0,
+          n_ranks > 1 ? "a rank's share of --batch, " : "--batch ", o.batch / n_ranks, n_ranks > 1 ? "," : "",
+          " cannot be divided into micro-batches of ", o.micro_batch, ": choose a --micro-batch that divides it");
+    check(o.data_parallel.zero >= 0 && o.data_parallel.zero <= 3, "--zero ", o.data_parallel.zero,
+          ": use 0, 1, 2 or 3");
+    check(!o.data_parallel.naive || o.data_parallel.zero == 0,
+          "--dp-mode naive keeps all states with rank 0: leave --zero away");
+    check(o.data_parallel.bucket_mib > 0, "--bucket-mib must be positive");
+    check(o.seed >= 0, "--seed must not be negative");
+    check(o.clip >= 0, "--clip must not be negative");
+    const OptimizerOptions& h = o.optimizer_options;
+    check(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1, "--beta1 and --beta2 must lie in [0, 1)");
+    check(h.momentum >= 0 && h.momentum < 1, "--momentum must lie in [0, 1)");
+    check(h.eps > 0, "--eps must be positive");
+    check(h.weight_decay >= 0, "--weight-decay must not be negative");
+    check(o.temperature > 0, "--temperature must be positive");
+    check(o.val_fraction > 0 && o.val_fraction < 1, "--val-fraction must lie between 0 and 1");
+    check(o.val_every >= 0 && o.val_sequences > 0 && o.sample_tokens >= 0 && o.save_every >= 0 && o.keep >= 0 &&
+              o.stop_after >= 0,
+          "--val-every, --sample, --save-every, --keep and --stop-after must not be negative, --val-sequences must be "
+          "positive");
+    check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan),
+          "--params N belongs to --plan, and must be positive");
+    check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");
+    check_schedule(o.schedule);
+}
+
+void check_offload(const TrainOptions& o) {
+    if (o.offload != Offload::optimizer && o.offload != Offload::params) return;
+    const char* name = o.offload == Offload::params ? "params" : "optimizer";
+    check(o.offload != Offload::params || o.data_parallel.zero == 3,
+          "--offload params needs --zero 3, which fetches a unit's weights "
+          "before each use, also on one rank; with --zero ",
+          o.data_parallel.zero, " use --offload optimizer");
+    check(has_host_optimizer(o.optimizer), "--offload ", name, " with --optimizer ", o.optimizer,
+          ": the host updates by adamw and adam; use one of them, or --offload unified");
+    check(o.precision.master || o.precision.dtype == DType::f32, "--offload ", name,
+          " with --master none: the host updates float32 weights; leave --master away, or use --offload unified");
+}
+
+}  // namespace
+
+void settle_options(TrainOptions& o, const TypedFlags& typed) {
+    choose_optimizer(o, typed);
+    check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
+    o.data_parallel.naive = typed.dp_mode == "naive";
+    o.offload = offload_from_name(typed.offload);
+    check_options(o);
+    choose_precision(o, typed);
+    choose_compression(o, typed.compress);
+    check_offload(o);
+}

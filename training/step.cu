@@ -1,0 +1,125 @@
+// training/step.cu: the parts of a training step. train_gpt.cu calls them in this order:
+//
+//   read_batch             host: the sequences of this step, which follow from its number and the seed alone
+//   accumulate_gradients   for each micro-batch: forward, loss, backward; parameter gradients are added up
+//   clip_gradients         norm = sqrt(sum of squares of all gradients) / loss scale
+//                          factor = min(1, clip / norm) / loss scale, or NaN where the norm is not finite
+//   update_weights         weights -= lr * the optimizer's step for (factor * gradients); nothing where the factor is NaN
+//   read_back              host: loss and norm; a norm that is not finite lowers the loss scale (fp16) or ends the run
+//
+// The device runs ahead of the host, which waits only in read_back: an overflow must therefore be handled on the device,
+// and it is, by the factor.
+#include "training/training.h"
+
+#include <cmath>
+
+namespace {
+
+void copy_to_device_async(const Tensor& to, const void* from, cudaStream_t stream) {
+    cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, stream));
+}
+
+// --inject-overflow STEP, for tests: what a gradient too large for its type leaves behind.
+void inject_overflow(const Model& model, cudaStream_t stream) {
+    static const float f32 = INFINITY;
+    static const __half f16 = __float2half(INFINITY);
+    const Tensor grads = model.grad_shard(1), one = grads.slice(grads.n() / 2, 1);
+    copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
+}
+
+}  // namespace
+
+void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
+    const int64_t T = t.options.seq;
+    const int64_t first = (step - 1) * t.options.batch + t.world.rank * t.local_batch;
+    for (int64_t b = 0; b < t.local_batch; ++b) {
+        data.sequence(first + b, t.host_tokens + b * T, t.host_targets + b * T);
+        // The last token of a document keeps its target, which is the first token of the next document: where that is an
+        // end-of-text token, this is how a model learns to end.
+        if (t.options.mask_documents) data.documents(first + b, t.host_documents + 2 * b * T, t.host_positions + b * T);
+    }
+}
+
+void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro, cudaStream_t stream) {
+    const int64_t first = micro * t.micro_batch * t.options.seq;
+    copy_to_device_async(acts.tokens, t.host_tokens + first, stream);
+    copy_to_device_async(acts.targets, t.host_targets + first, stream);
+    if (!acts.documents) return;
+    copy_to_device_async(acts.documents, t.host_documents + 2 * first, stream);
+    copy_to_device_async(acts.positions, t.host_positions + first, stream);
+}
+
+void accumulate_gradients(Trainer& t, int64_t step) {
+    const TrainOptions& o = t.options;
+    const cudaStream_t stream = device().stream;
+    const float loss_scale = static_cast<float>(t.scaler.scale);
+    // The loss is the mean over all tokens of the step: of all micro-batches and all ranks.
+    const float dloss = static_cast<float>(loss_scale / static_cast<double>(o.batch * o.seq));
+    // With --clip 0 the host updates a unit as soon as the backward has its gradients, and needs to know how.
+    if (t.offload)
+        t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
+                              static_cast<uint64_t>(o.seed));
+    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
+    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+        upload_micro_batch(t, t.acts, micro, stream);
+        forward(t.model, t.acts, stream);
+        loss_backward(t.model, t.acts, dloss, stream);
+        add_losses(t.loss_sum(), t.acts.losses, stream);
+        t.data_parallel.begin_backward(t.model, micro, stream);
+        backward(t.model, t.acts, stream);
+    }
+    t.data_parallel.finish_grads(stream);
+    if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);
+}
+
+void clip_gradients(Trainer& t, bool stop) {
+    const cudaStream_t stream = device().stream;
+    // Each rank squares its shard, also where it holds all gradients: so the norm has the same bits with and without ZeRO.
+    for (int64_t u = 0; u < t.n_units(); ++u)
+        sum_squares(t.squares(u), t.model.grad_shard(static_cast<size_t>(u)), t.norm_scratch, stream);
+    // The ranks agree on stopping here, in a sum that they make anyway: all of them stop after the same step.
+    t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
+    copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, stream);
+    t.data_parallel.all_reduce(t.summed_over_ranks(), stream);
+    clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(t.options.clip),
+               1.0f / static_cast<float>(t.scaler.scale), stream);
+}
+
+void update_weights(Trainer& t, int64_t step) {
+    const TrainOptions& o = t.options;
+    const cudaStream_t stream = device().stream;
+    const uint64_t seed = static_cast<uint64_t>(o.seed);  // of stochastic rounding
+    for (size_t u = 0; u < t.model.units.size(); ++u) {
+        if (t.offload) t.offload->update(u, t.norm_result(), stream);
+        else
+            t.optimizers[u]->step(t.model.updated_weights(u, seed), t.model.updated_grads(u), t.norm_result(),
+                                  learning_rate(o.schedule, step), t.updates + 1, stream);
+        t.data_parallel.all_gather_weights(t.model, u, stream);  // while the next unit is updated
+    }
+    quantise_weights(t.model, stream);
+    advance_fp8(t.model, stream);
+}
+
+StepNumbers read_numbers(Trainer& t) {
+    const cudaStream_t stream = device().stream;
+    cudaCheck(cudaMemcpyAsync(t.host_numbers, t.loss_sum().data, sizeof(StepNumbers), cudaMemcpyDeviceToHost, stream));
+    cudaCheck(cudaStreamSynchronize(stream));
+    return *t.host_numbers;
+}
+
+StepResult read_back(Trainer& t, int64_t step) {
+    const TrainOptions& o = t.options;
+    const StepNumbers numbers = read_numbers(t);
+    const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq), norm = numbers.grad_norm;
+    const bool overflow = !std::isfinite(norm);
+    // Without clipping the host has updated during the backward, before the norm was known.
+    const bool unchanged = !t.model.sharding.host_updates() || o.updates_after_norm();
+    check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss,
+          " and the gradient norm ", norm, unchanged ? "; the weights are unchanged by this step" : "",
+          ". Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
+          "checkpoint in ",
+          o.out, " is good");
+    t.scaler.update(overflow);
+    if (!overflow) ++t.updates;
+    return {loss, norm, overflow, numbers.stop_count > 0};
+}
