@@ -26,6 +26,13 @@ endif
 ifeq ($(origin CXX),default)
   CXX := g++
 endif
+# Compilers run behind ccache where it is there (make CCACHE= does without): what was compiled before, in this folder or in
+# another clone, is copied. CCACHE_DEPEND: ccache takes the list of headers from the compiler (-MD), not from the preprocessed
+# text. For nvcc nothing else is right: that text is what one of its passes sees, and a change under #if __CUDA_ARCH__ is not
+# in it. The sloppiness is about __TIME__ and about macros of precompiled headers; we have neither.
+CCACHE ?= $(if $(findstring ccache,$(CXX)),,$(shell command -v ccache 2>/dev/null))
+export CCACHE_DEPEND     := 1
+export CCACHE_SLOPPINESS := pch_defines,time_macros
 ifdef CUDA_HOME
   NVCC ?= $(wildcard $(CUDA_HOME)/bin/nvcc)
 else
@@ -55,7 +62,7 @@ ifeq ($(DEVICE)$(NVCC),cuda)
   $(error DEVICE=cuda needs nvcc, and there is none in PATH or /usr/local/cuda. `make DEVICE=cpu` needs no CUDA)
 endif
 ifeq ($(MAKELEVEL),0)
-  ifeq ($(filter help doctor clean format compile_commands.json sanitize fuzz,$(MAKECMDGOALS)),)
+  ifeq ($(filter help doctor clean format format-check house-check compile_commands.json sanitize fuzz,$(MAKECMDGOALS)),)
     $(info Building for $(if $(filter cpu,$(DEVICE)),the CPU,the GPU) (DEVICE=$(DEVICE)): $(REASON).)
   endif
 endif
@@ -70,8 +77,8 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt model/config model/huggingface% training/% planning/% test/% \
-               dev/bench_kernels dev/bench_report dev/plot_runs
+LIGHT       := train_gpt io/safetensors io/tokenizer_json parallel/comm/trace model/config model/huggingface% training/% planning/% \
+               layers/flash_attention/mma% layers/flash_attention/hopper% test/% dev/bench_kernels dev/bench_report dev/plot_runs
 LIGHT_FLAGS := -O1
 ifeq ($(DEBUG),1)
   BUILD       := $(BUILD)-debug
@@ -138,11 +145,26 @@ else
   say := @printf '  %-5s %s\n'
 endif
 
+# What g++ makes of -march=native is part of what ccache compares: a home folder may serve several kinds of machines. And
+# nvcc's -gencode looks to ccache like -g, for which it would compare the name of the working folder, too.
+ifneq ($(CCACHE),)
+  CACHED_CXX  := CCACHE_COMPILERCHECK='string:$(shell { $(CXX) -v; $(CXX) -march=$(MARCH) -Q --help=target; } 2>&1 | cksum)' $(CCACHE) $(CXX)
+  CACHED_NVCC := CCACHE_NOHASHDIR=1 $(CCACHE) $(NVCC)
+else
+  CACHED_CXX  := $(CXX)
+  CACHED_NVCC := $(NVCC)
+endif
+
 # ---- sources ---------------------------------------------------------------------------------------------------------
 PROGRAMS := $(basename $(wildcard train_gpt.cu generate.cu))
-# From the ground up: a file includes only what lies in its own folder or in one before it.
-FOLDERS  := core io layers layers/flash_attention optim parallel/comm parallel/data model . training planning
-LIBRARY  := $(filter-out $(PROGRAMS:%=%.cu),$(patsubst ./%,%,$(wildcard $(FOLDERS:%=%/*.cu))))
+# The floors, from the ground up, "|" between two of them: a file includes headers of its own folder and of lower floors only.
+# io stands beside two of them: it includes core alone, and what lies above both may include it. dev/floors.py checks this.
+FLOORS   := core | io layers | io layers/flash_attention optim | parallel/comm | parallel/data | model | . | training | planning
+FOLDERS  := $(sort $(filter-out |,$(FLOORS)))
+# The slowest to compile first: a build on two cores must not end with one that works alone.
+SLOWEST  := $(wildcard layers/flash_attention/*.cu training/options.cu training/checkpoint.cu io/tokenizer_json.cu optim/adafactor.cu model/*.cu)
+SOURCES  := $(patsubst ./%,%,$(wildcard $(FOLDERS:%=%/*.cu)))
+LIBRARY  := $(filter-out $(PROGRAMS:%=%.cu),$(SLOWEST) $(filter-out $(SLOWEST),$(SOURCES)))
 TESTS    := $(wildcard test/test_*.cu) test/main.cu test/reference.cu
 DEV      := $(basename $(wildcard dev/*.cu))
 # The library that writes what a GPU does (make profile) needs CUPTI, which most CUDA toolkits bring.
@@ -161,7 +183,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test test-ranks run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test test-ranks run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -179,13 +201,30 @@ debug:
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(NVCC) $(NVCCFLAGS))
+FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
 
 light_flags = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS))
-depend       = -MMD -MP -MT $@ -MF $(@:.o=.d)
+depend       = -MD -MP -MT $@ -MF $(basename $(@:.gch=)).d
+
+# Precompiled headers: what every file of the product includes, and what every test does, is read once instead of in each. A
+# file still has to include what it uses: the CUDA build compiles without them, and so does make PCH=.
+PCH         ?= $(filter cpu,$(DEVICE))
+PCH_product := core/core.h algorithm functional
+PCH_test    := test/test.h algorithm functional
+NO_PCH      := test/main  # which defines what Catch2's header looks at
+pch_of       = $(if $(PCH),$(if $(filter $(NO_PCH),$(1)),,$(BUILD)/pch/$(if $(filter test/test_% test/reference,$(1)),test,product).h))
+include_pch  = $(patsubst %,-include %,$(call pch_of,$*))
+$(foreach file,$(SOURCES:%.cu=%) $(DEV) $(TESTS:%.cu=%) $(TEST_PROGRAMS:%=test/%),\
+    $(eval $(BUILD)/$(file).o: $(addsuffix .gch,$(call pch_of,$(file)))))
+
+$(BUILD)/pch/%.h.gch: $(BUILD)/flags
+	$(say) CXX $(@:.gch=)
+	@mkdir -p $(@D)
+	@printf '#include <%s>\n' $(PCH_$*) > $(@:.gch=)
+	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(depend) -x c++-header -c $(@:.gch=) -o $@
 
 ifeq ($(DEVICE),cpu)
 build/rewrite: cpu/rewrite.cpp
@@ -199,7 +238,7 @@ $(BUILD)/%.cpp: %.cu build/rewrite
 
 $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(say) CXX $*.cu
-	$(Q)$(CXX) $(CXXFLAGS) $(light_flags) -iquote $(dir $*.cu) $(depend) -c $< -o $@
+	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
 # In debug builds, too: nobody steps through it, and everybody waits for it.
 $(BUILD)/cpu/sgemm.o: CXXFLAGS += -O3
@@ -207,14 +246,14 @@ $(BUILD)/cpu/sgemm.o: CXXFLAGS += -O3
 $(BUILD)/cpu/%.o: cpu/%.cpp $(BUILD)/flags
 	$(say) CXX $<
 	@mkdir -p $(@D)
-	$(Q)$(CXX) $(CXXFLAGS) $(depend) -c $< -o $@
+	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(depend) -c $< -o $@
 else
 $(BUILD)/%.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)if grep -qE '__global__|<<<|\.cuh"' $<; then \
-	    $(if $(Q),printf '  NVCC  %s\n' $<;,set -x;) $(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@; \
+	    $(if $(Q),printf '  NVCC  %s\n' $<;,set -x;) $(CACHED_NVCC) $(NVCCFLAGS) -MD -MP -MT $@ -MF $(@:.o=.d) -c $< -o $@; \
 	else \
-	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CXX) $(CXXFLAGS) $(light_flags) $(depend) -x c++ -c $< -o $@; \
+	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(depend) -x c++ -c $< -o $@; \
 	fi
 endif
 
@@ -327,9 +366,19 @@ compile_commands.json: force
 	@echo "$@ is there: clangd reads it by itself"
 
 CLANG_FORMAT ?= clang-format
+FORMATTED    := $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,\
+    $(patsubst ./%,%,$(wildcard $(foreach folder,$(FOLDERS) cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp)))))
+LONG_LINES_YET := . core cpu layers layers/flash_attention optim model training planning parallel/comm parallel/data
 format:
-	@$(CLANG_FORMAT) -i $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,\
-	    $(patsubst ./%,%,$(wildcard $(foreach folder,$(FOLDERS) cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp)))))
+	@$(CLANG_FORMAT) -i $(FORMATTED)
+# clang-format leaves comments as they are: their length is checked here.
+format-check:
+	@$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
+	@! grep -nE '^.{121}' $(filter-out $(patsubst ./%,%,$(wildcard $(LONG_LINES_YET:%=%/*))),$(FORMATTED)) | cut -c1-100 | sed 's/$$/... is longer than 120 columns/' | grep .
+# What can be said of the sources without compiling them: who includes whom, and how long functions are.
+house-check:
+	@dev/floors.py
+	@dev/long_functions.py
 
 doctor:
 ifneq ($(DEVICE),cpu)
@@ -359,7 +408,8 @@ help:
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'
 	@echo 'make compile_commands.json  for clangd'
-	@echo 'make format                 clang-format every source'
+	@echo 'make format                 clang-format every source; make format-check only looks'
+	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile), no function is longer than a screen'
 	@echo 'make clean                  remove all that was built'
 	@echo
 	@echo 'DEVICE=cpu|cuda             the device to build for; now $(DEVICE): $(REASON)'
@@ -369,3 +419,4 @@ help:
 	@echo 'MARCH=native                CPU architecture (-march)'
 	@echo 'SANITIZE=address,undefined  sanitizers, in a build folder of their own'
 	@echo 'CXX=g++ NVCC= CUDA_HOME=    the compilers'
+	@echo 'CCACHE=                     without ccache; PCH= without precompiled headers'

@@ -17,6 +17,8 @@ packages=(
     libstb-dev              # PNG
     libopenmpi-dev openmpi-bin  # ranks as processes (mpirun)
     gdb                     # to step through kernels
+    ccache                  # what was compiled before is not compiled again
+    python3                 # the tests that compare runs and read the sources
 )
 for argument in "$@"; do
     case $argument in
@@ -32,9 +34,9 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<'END'
 install.sh: this system has no apt. What llm.cu needs, under the names of other package managers (untested):
 
-  Fedora  sudo dnf install gcc-c++ make boost-devel catch-devel cli11-devel json-devel stb-devel openmpi-devel gdb
-  Arch    sudo pacman -S gcc make boost catch2 cli11 nlohmann-json stb openmpi gdb
-  macOS   brew install gcc make boost catch2 cli11 nlohmann-json open-mpi   and stb's headers as stb/*.h
+  Fedora  sudo dnf install gcc-c++ make boost-devel catch-devel cli11-devel json-devel stb-devel openmpi-devel gdb ccache python3
+  Arch    sudo pacman -S gcc make boost catch2 cli11 nlohmann-json stb openmpi gdb ccache python
+  macOS   brew install gcc make boost catch2 cli11 nlohmann-json open-mpi ccache   and stb's headers as stb/*.h
           (then gmake CXX=g++-14, or the version that brew gives)
 
 That is a compiler with C++20 and OpenMP, GNU make, Boost.Context, Catch2, CLI11, nlohmann/json, stb, and (optional)

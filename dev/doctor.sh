@@ -110,7 +110,26 @@ fi
 
 echo "Not needed, good to have:"
 if has gdb; then yes "gdb" "$(first_line gdb --version)"; else no "gdb" "none" "./install.sh, to step through kernels"; fi
-if has mpirun; then yes "MPI" "$(first_line mpirun --version)"; else no "MPI" "no mpirun" "only for several machines: apt install openmpi-bin libopenmpi-dev"; fi
+# Open MPI starts no more processes than there are cores, and none for root, unless it is told to: the first line that works.
+mpi_line() {
+    local options
+    for options in "" "--oversubscribe " "--allow-run-as-root " "--oversubscribe --allow-run-as-root "; do
+        # shellcheck disable=SC2086
+        if timeout 20 mpirun $options-np 8 true < /dev/null > "$work/log" 2>&1; then
+            echo "mpirun $options-np 8 ./train_gpt"
+            return
+        fi
+    done
+    return 1
+}
+if ! has mpirun; then
+    no "MPI" "no mpirun" "only for several machines: apt install openmpi-bin libopenmpi-dev"
+elif out=$(mpi_line); then
+    yes "MPI" "$(first_line mpirun --version); eight ranks on this machine: $out"
+else
+    no "MPI" "mpirun -np 8 true fails: $(grep -m 1 '[a-z]' "$work/log")" "--ranks 8 instead: ranks as threads of one process"
+fi
+if has ccache; then yes "ccache" "$(first_line ccache --version): what was compiled before is not compiled again"; else no "ccache" "none" "./install.sh: builds after the first take seconds"; fi
 echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' > "$work/try.cpp"
 if has "$CLANGXX" && "$CLANGXX" -fsanitize=fuzzer "$work/try.cpp" -o "$work/try" > /dev/null 2>&1; then
     yes "clang" "$(first_line "$CLANGXX" --version), with libFuzzer: make fuzz"

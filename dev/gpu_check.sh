@@ -100,9 +100,9 @@ if wants full_size; then
     add "full size" $status $((SECONDS - started)) "$(tests_end "$out/full_size.txt")"
 fi
 
-# The tests of kernels: those of the files in layers/ and optim/.
+# The tests of kernels: those of the files in layers/, layers/flash_attention/ and optim/.
 kernel_tests=()
-for file in layers/*.cu optim/*.cu; do
+for file in layers/*.cu layers/flash_attention/*.cu optim/*.cu; do
     name=$(basename "$file" .cu)
     [ -e "test/test_$name.cu" ] || continue
     if [ -z "$CHECK_TESTS" ] || [[ " $CHECK_TESTS " == *" $name "* ]]; then kernel_tests+=("$name"); fi
