@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""dev/floors.py: no file includes upwards.   run: dev/floors.py           the check; one line for each wrong include
+                                                dev/floors.py --draw    the same as a picture: doc/floors.svg
+
+The Makefile's variable FLOORS holds the order, from the ground up; "|" stands between two floors. A file includes headers
+of its own folder and of folders on lower floors. Two folders on one floor do not include each other. A folder that stands
+on several floors (io) is beside all of them: it includes what lies below the lowest, and is included from above the highest.
+
+Above these stand the programs of the root (files with a main), then dev/, then test/. cpu/ holds the headers that bear
+NVIDIA's names; it is on the include path of the CPU build, and only its own files and its tests name it.
+"""
+import html
+import os
+import re
+import sys
+import textwrap
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SOURCES = ('.cu', '.cuh', '.h', '.cpp')
+PROGRAMS = 'programs'  # the folder that we pretend the root's programs lie in
+CPU = 'cpu'
+
+
+def read_floors(root=ROOT):
+    """The floors from the ground up, each a list of folders, as the Makefile has them and with those above them."""
+    with open(os.path.join(root, 'Makefile'), encoding='utf-8') as file:
+        match = re.search(r'^FLOORS\s*:?=\s*((?:[^\n#]*\\\n)*[^\n#]*)', file.read(), re.MULTILINE)
+    floors = [floor.split() for floor in match[1].replace('\\\n', ' ').split('|')]
+    return floors + [[PROGRAMS], ['dev'], ['test']]
+
+
+def sources_in(folder, root=ROOT):
+    here = os.path.join(root, folder)
+    if not os.path.isdir(here):
+        return []
+    return sorted(os.path.normpath(os.path.join(folder, name)) for name in os.listdir(here) if name.endswith(SOURCES))
+
+
+def product_files(floors, root=ROOT):
+    """Every source of the product: the folders of the Makefile's floors, the programs, and the CPU device."""
+    folders = {folder for floor in floors for folder in floor} - {PROGRAMS, 'dev', 'test'}
+    return [path for folder in sorted(folders | {CPU}) for path in sources_in(folder, root)]
+
+
+def folder_of(path, root=ROOT):
+    folder = os.path.dirname(path) or '.'
+    if folder == '.' and path.endswith('.cu'):
+        with open(os.path.join(root, path), encoding='utf-8') as file:
+            if re.search(r'^int main\(', file.read(), re.MULTILINE):
+                return PROGRAMS
+    return folder
+
+
+def includes(path, root=ROOT):
+    """Yields (line number, included file) for each #include "..." of a file of ours."""
+    with open(os.path.join(root, path), encoding='utf-8') as file:
+        for number, line in enumerate(file, 1):
+            match = re.match(r'\s*#\s*include\s+"([^"]+)"', line)
+            if not match:
+                continue
+            # As the compiler looks for it: beside the file, from the root, among the headers of the CPU device.
+            for folder in (os.path.dirname(path), '', CPU):
+                candidate = os.path.normpath(os.path.join(folder, match[1]))
+                if os.path.exists(os.path.join(root, candidate)):
+                    yield number, candidate
+                    break
+
+
+def all_includes(floors, root=ROOT):
+    """Every include as (file, line, folder of the file, included file, its folder), for folders that differ."""
+    folders = {folder for floor in floors for folder in floor} - {PROGRAMS} | {CPU}
+    for folder in sorted(folders):
+        for path in sources_in(folder, root):
+            for number, included in includes(path, root):
+                pair = folder_of(path, root), folder_of(included, root)
+                if pair[0] != pair[1]:
+                    yield path, number, pair[0], included, pair[1]
+
+
+def heights(floors):
+    """The lowest and the highest floor of each folder."""
+    result = {}
+    for i, floor in enumerate(floors):
+        for folder in floor:
+            result[folder] = (result.get(folder, (i, i))[0], i)
+    return result
+
+
+def is_allowed(height, path, folder, included_folder):
+    if CPU in (folder, included_folder):  # tests of the CPU device call it as nothing else may
+        return folder == 'test' and os.path.basename(path).startswith(('test_cpu_', 'test_cublaslt', 'test_number_formats'))
+    return included_folder in height and height[included_folder][1] < height[folder][0]
+
+
+def check(root=ROOT):
+    """The wrong includes, one line each."""
+    floors = read_floors(root)
+    height = heights(floors)
+    return [f'{path}:{number}: {folder} may not include {included}: ' + (
+                'cpu/ is on the include path of the CPU build, and only its tests name it' if CPU in (folder, to) else
+                f'{to} is not on a lower floor (FLOORS in the Makefile)')
+            for path, number, folder, included, to in all_includes(floors, root)
+            if not is_allowed(height, path, folder, to)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The picture: one box for each folder, standing where FLOORS has it, with what its headers say it is for and which
+# folders its files include.
+
+WIDTH, FLOOR_HEIGHT, MARGIN, LINE = 1000, 78, 8, 15
+
+
+def purpose(folder, root=ROOT):
+    """The first sentence of the folder's header (of its first file, where it has none), without the name of the file."""
+    if folder == 'test':
+        return 'tests: Catch2, float64 references, golden files'
+    if folder == 'dev':
+        return 'ladders from the naive kernel to the fastest, benchmarks'
+    name = 'llm' if folder == '.' else os.path.basename(folder)
+    files = [path for path in sources_in('.' if folder == PROGRAMS else folder, root) if folder_of(path, root) == folder]
+    headers = [path for path in files if os.path.basename(path) in (name + '.h', name + '.cuh')] or files
+    with open(os.path.join(root, headers[0]), encoding='utf-8') as file:
+        text = ''
+        for line in file:
+            if not line.startswith('// '):
+                break
+            text += ' ' + line[3:].strip()
+    text = text.split(': ', 1)[1]
+    return re.split(r'(?<=\w)\.(?= )', text + ' ')[0].strip().rstrip('.')
+
+
+def place(floors):
+    """The box (left, bottom floor, width, number of floors) of each folder. Those on several floors stand on the left."""
+    height = heights(floors)
+    boxes = {}
+    for i, floor in enumerate(floors):
+        left = 0
+        for folder in floor:
+            first, last = height[folder]
+            if first < last:
+                boxes.setdefault(folder, (left, first, WIDTH // 4, last - first + 1))
+                left = boxes[folder][0] + boxes[folder][2]
+        others = [folder for folder in floor if height[folder] == (i, i)]
+        for k, folder in enumerate(others):
+            width = (WIDTH - left) // len(others)
+            boxes[folder] = (left + k * width, i, width, 1)
+    return boxes
+
+
+def draw(root=ROOT):
+    floors = read_floors(root)
+    uses = {}
+    for _, _, folder, _, to in all_includes(floors, root):
+        uses.setdefault(folder, set()).add(to)
+    order = [folder for folder in heights(floors)]
+    titles = {'.': 'llm.h, llm.cu', PROGRAMS: ', '.join(
+        path for path in sources_in('.', root) if folder_of(path, root) == PROGRAMS)}
+    total = len(floors) * FLOOR_HEIGHT
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 -4 {WIDTH + 8} {total + 8}" font-family="sans-serif">',
+             '<rect x="-4" y="-4" width="100%" height="100%" fill="white"/>']
+    for folder, (left, first, width, n_floors) in place(floors).items():
+        top = total - (first + n_floors) * FLOOR_HEIGHT
+        lines.append(f'<rect x="{left + 2}" y="{top + 2}" width="{width - 4}" height="{n_floors * FLOOR_HEIGHT - 4}" rx="4" '
+                     'fill="#eef3f8" stroke="#5a7184"/>')
+        included = [titles.get(f, f + '/') for f in order if f in uses.get(folder, ())]
+        characters = (width - 2 * MARGIN) // 7
+        texts = [(titles.get(folder, folder + '/'), 'font-size="15" font-weight="bold"')]
+        texts += [(line, 'font-size="13"') for line in textwrap.wrap(purpose(folder, root), characters)]
+        texts += [(line, 'font-size="12" fill="#5a7184"') for line in
+                  textwrap.wrap('includes ' + ', '.join(included) if included else 'includes nothing of ours', characters)]
+        y = top + (n_floors * FLOOR_HEIGHT - len(texts) * LINE) // 2 + 12
+        for text, style in texts:
+            lines.append(f'<text x="{left + MARGIN}" y="{y}" {style}>{html.escape(text)}</text>')
+            y += LINE
+    return '\n'.join(lines + ['</svg>', ''])
+
+
+if __name__ == '__main__':
+    if sys.argv[1:] == ['--draw']:
+        with open(os.path.join(ROOT, 'doc', 'floors.svg'), 'w', encoding='utf-8') as file:
+            file.write(draw())
+        sys.exit(0)
+    wrong = check()
+    for line in wrong:
+        print(line)
+    sys.exit(1 if wrong else 0)

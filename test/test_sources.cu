@@ -1,0 +1,78 @@
+// test/test_sources.cu: what can be said of the sources without compiling them, and that the scripts which say it would
+// find what is wrong: in small trees of files with one mistake each.
+#include "program.h"
+
+namespace {
+
+Outcome python(const std::string& arguments) {
+    const char* set = std::getenv("LLM_PYTHON");
+    return run_shell(concat(set ? set : "python3", " ", arguments));
+}
+bool python_is_here() { return python("-c ''").status == 0; }
+
+// A copy of the two scripts, with a Makefile of three floors, in a folder that the scripts take for the repository.
+void make_tree(const TempFolder& tree, const std::vector<std::pair<std::string, std::string>>& files) {
+    run_shell(concat("mkdir -p ", tree / "dev", " && cp dev/floors.py dev/long_functions.py ", tree / "dev"));
+    std::ofstream(tree / "Makefile") << "FLOORS := core | io layers | io optim | .\n";
+    for (const auto& [path, text] : files) {
+        std::filesystem::create_directories(std::filesystem::path(tree / path).parent_path());
+        std::ofstream(tree / path) << text;
+    }
+}
+
+std::string wrong_includes(const std::vector<std::pair<std::string, std::string>>& files) {
+    const TempFolder tree;
+    std::vector<std::pair<std::string, std::string>> all = {
+        {"core/core.h", ""}, {"io/io.h", ""}, {"layers/layers.h", ""}, {"optim/optim.h", ""}, {"cpu/device.h", ""}};
+    all.insert(all.end(), files.begin(), files.end());
+    make_tree(tree, all);
+    const Outcome outcome = python(tree / "dev/floors.py");
+    CHECK(outcome.err == "");
+    CHECK(outcome.status == (outcome.out.empty() ? 0 : 1));
+    return outcome.out;
+}
+
+}  // namespace
+
+TEST_CASE("floors: no file of ours includes upwards", "[program][sources]") {
+    if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
+    const Outcome outcome = python("dev/floors.py");
+    CHECK(outcome.out == "");
+    CHECK(outcome.status == 0);
+}
+
+TEST_CASE("floors: each kind of wrong include is found", "[program][sources]") {
+    if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
+    CHECK(wrong_includes(
+              {{"optim/a.cu", "#include \"core/core.h\"\n#include \"layers/layers.h\"\n#include \"optim.h\"\n"},
+               {"llm.cu", "#include \"io/io.h\"\n"}}) == "");
+    using Catch::Matchers::StartsWith;
+    CHECK_THAT(wrong_includes({{"core/a.cu", "\n#include \"layers/layers.h\"\n"}}), StartsWith("core/a.cu:2: "));
+    // io stands beside layers and optim: neither may include the other.
+    CHECK_THAT(wrong_includes({{"layers/a.cuh", "#include \"io/io.h\"\n"}}), StartsWith("layers/a.cuh:1: "));
+    CHECK_THAT(wrong_includes({{"optim/a.cu", "#include \"io/io.h\"\n"}}), StartsWith("optim/a.cu:1: "));
+    CHECK_THAT(wrong_includes({{"io/a.cu", "#include \"../layers/layers.h\"\n"}}), StartsWith("io/a.cu:1: "));
+    CHECK_THAT(wrong_includes({{"layers/a.cu", "#include \"cpu/device.h\"\n"}}), StartsWith("layers/a.cu:1: "));
+    CHECK_THAT(wrong_includes({{"cpu/a.cpp", "#include \"core/core.h\"\n"}}), StartsWith("cpu/a.cpp:1: "));
+}
+
+TEST_CASE("long functions: found in code, not in comments, strings or classes", "[program][sources]") {
+    if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
+    const TempFolder folder;
+    const auto lines = [](int n) {
+        std::string text;
+        for (int i = 0; i < n; ++i) text += "    x = \"}\";  // } {\n";
+        return text;
+    };
+    std::ofstream(folder / "a.cu") << "struct S {\n"
+                                   << lines(70) << "};\nint fits(int a) {\n"
+                                   << lines(58) << "}\nS::S(int a) : n_{a}, m_(a) {\n"
+                                   << lines(59) << "}\n__global__ void kernel(int a) {\n"
+                                   << lines(78) << "}\ntemplate <class T>\n__device__ void long_kernel(T a) {\n"
+                                   << lines(78) << "}\n";
+    const Outcome outcome = python(concat("dev/long_functions.py ", folder / "a.cu"));
+    CHECK(outcome.status == 1);
+    CHECK(outcome.err == "");
+    CHECK(outcome.out == concat(folder / "a.cu", ":273: long_kernel has 81 lines; at most 80\n", folder / "a.cu",
+                                ":133: S::S has 61 lines; at most 60\n"));
+}
