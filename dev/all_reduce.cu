@@ -5,9 +5,9 @@
 //            mpirun -np 4 build/cpu/dev/all_reduce           processes
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/all_reduce --ranks 2
 //
-// The limit: of N bytes each rank must send 2 (n-1)/n N. How fast bytes leave a rank is measured as the ring loads them: all ranks
-// send the largest message to their right neighbour at once. So the limit knows of no latency, and of no addition.
-// Times are the slowest rank's; of several rounds the median.
+// The limit: of N bytes each rank must send 2 (n-1)/n N. How fast bytes leave a rank is measured as the ring loads
+// them: all ranks send the largest message to their right neighbour at once. So the limit knows of no latency, and of
+// no addition. Times are the slowest rank's; of several rounds the median.
 #include "io/io.h"
 #include "parallel/data/data.h"
 

@@ -11,8 +11,9 @@
 // Five products of D multiply-adds for each pair, and that is the limit. But dq_t wants a sum over the keys of a query,
 // dk_s and dv_s one over the queries of a key, and a block can only keep the sums of one kind at home. From rung 2 on
 // there are two kernels, of which each computes S and dP for itself: 7 products instead of 5, so nothing here comes
-// closer to the limit than 71 %. (The other way is to add to dq from many blocks with atomics; then no two runs give the
-// same bits.) The two are mirror images. With r for the rows that a block owns and o for the others that stream past,
+// closer to the limit than 71 %. (The other way is to add to dq from many blocks with atomics; then no two runs give
+// the same bits.) The two are mirror images.
+// With r for the rows that a block owns and o for the others that stream past,
 //
 //     S_ro = x_r . x'_o / sqrt(D)    dP_ro = y_r . y'_o    dx_r = sum_o dS_ro x'_o / sqrt(D)    dy_r = sum_o P_ro y'_o
 //
@@ -56,8 +57,9 @@ struct Sides {
     }
 };
 
-// Does this row meet this other? Rows from T on are never stored, and keys from T on are behind every query. Queries from
-// T on are zeros in the tiles, but exp(0 - lse) with the lse of another query may be infinite, and 0 times that is NaN.
+// Does this row meet this other? Rows from T on are never stored, and keys from T on are behind every query. Queries
+// from T on are zeros in the tiles, but exp(0 - lse) with the lse of another query may be infinite,
+// and 0 times that is NaN.
 template <bool kOfKeys>
 __device__ __forceinline__ bool meet(int row, int other, int T) {
     return kOfKeys ? row <= other && other < T : other <= row;
@@ -66,8 +68,8 @@ __device__ __forceinline__ bool meet(int row, int other, int T) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. Naive: every formula a kernel, with P and dP, then dS, in device memory: two matrices of T x T floats.
 //
-// A pair moves 8 bytes when P and dP are written, 20 for delta and dS, and 12 for the three gradients, each of which reads
-// one of the matrices: dq along rows, dk and dv along columns.
+// A pair moves 8 bytes when P and dP are written, 20 for delta and dS, and 12 for the three gradients, each of which
+// reads one of the matrices: dq along rows, dk and dv along columns.
 
 constexpr int kSide = 16;  // a block is a square of threads
 
@@ -237,9 +239,10 @@ void launch_row(const Problem& p, cudaStream_t stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Flash: a block owns 32 rows and fetches tiles of 32 others into shared memory: each number serves 32 rows.
 //                                                                               (Dao et al. 2022, arXiv:2205.14135)
-// 16 x 16 threads; thread (a, b) has the rows 2b, 2b + 1 and the others a, a + 16, and then of the same rows the columns
-// a, a + 16, ... . dS and P go through shared memory within half a warp, as in the forward. Four tiles of operands, not
-// two as there: that is what leaves room for 32 rows only, and an other read from shared memory feeds 2 multiply-adds.
+// 16 x 16 threads; thread (a, b) has the rows 2b, 2b + 1 and the others a, a + 16, and then of the same rows the
+// columns a, a + 16, ... . dS and P go through shared memory within half a warp, as in the forward. Four tiles of
+// operands, not two as there: that is what leaves room for 32 rows only,
+// and an other read from shared memory feeds 2 multiply-adds.
 
 constexpr int kFlash = 32, kThreads = 16, kEach = kFlash / kThreads, kEachColumn = kD / kThreads;
 
@@ -311,10 +314,10 @@ __global__ void __launch_bounds__(kThreads* kThreads) backward_flash_kernel(Side
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 4. mma.sync: a warp owns 16 rows, x and y as operands and dx and dy as sums in its registers. S, dP, P and dS of a tile
-// of 32 others do not leave them either: the result of the first two products, turned into dS and P where it is, is
-// operand A of the other two. A thread keeps 32 registers of x and y and 64 of dx and dy, and takes 32 for S and dP and
-// 16 for P and dS: there is room for two blocks in a multiprocessor, and for tiles half as long as in the forward.
+// 4. mma.sync: a warp owns 16 rows, x and y as operands and dx and dy as sums in its registers. S, dP, P and dS of a
+// tile of 32 others do not leave them either: the result of the first two products, turned into dS and P where it is,
+// is operand A of the other two. A thread keeps 32 registers of x and y and 64 of dx and dy, and takes 32 for S and dP
+// and 16 for P and dS: there is room for two blocks in a multiprocessor, and for tiles half as long as in the forward.
 //
 // lse and delta belong to queries: to this thread's two rows, or to the columns of its fragments.
 
@@ -401,8 +404,8 @@ __global__ void __launch_bounds__(kBlock) backward_mma_kernel(Sides<Number> p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. cp.async: two stages, the next tile on its way while this one is worked on, and one barrier a tile.
 //
-// 6. Swizzle: the same kernel with Layout = Swizzled. x' is read in both directions here, as rows for S and as columns for
-// dx. ldmatrix takes 8 neighbouring rows either way, so one layout is free of conflicts for both.
+// 6. Swizzle: the same kernel with Layout = Swizzled. x' is read in both directions here, as rows for S and as columns
+// for dx. ldmatrix takes 8 neighbouring rows either way, so one layout is free of conflicts for both.
 
 template <class Number, bool kOfKeys, class Layout>
 __global__ void __launch_bounds__(kBlock) backward_pipeline_kernel(Sides<Number> p) {
@@ -457,8 +460,8 @@ void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {
 //
 //     A_ts = P_ts (|dP_ts| + sum_d |do_td out_td|) >= |dS_ts|
 //
-// a delta from the rounded out errs by a unit roundoff of the second term, and rounding dS to 16 bits by one of |dS|. So
-// the errors of dq, dk and dv are relative to  sum_s A_ts |k_s| / sqrt(D),  sum_t A_ts |q_t| / sqrt(D),
+// a delta from the rounded out errs by a unit roundoff of the second term, and rounding dS to 16 bits by one of |dS|.
+// So the errors of dq, dk and dv are relative to  sum_s A_ts |k_s| / sqrt(D),  sum_t A_ts |q_t| / sqrt(D),
 // sum_t P_ts |do_t|, where numbers that are rounded count as at least `tiny`.
 struct Reference {
     std::vector<double> dq, dk, dv, dq_sizes, dk_sizes, dv_sizes;

@@ -5,8 +5,8 @@
 //
 // N heads of T tokens, D = 64 (dev/attention.cuh); q, k, v, out (N, T, D) bf16 or f16; lse (N, T) f32. For each pair of
 // a query and a key 128 multiply-adds and one exponential, while the tensors themselves are small: at T = 4096 in 16
-// bits 2 MB a head for 2.1 Gflop, a thousand flops a byte. So the limit is the arithmetic of the tensor cores. But S and
-// P are T x T numbers, and each rung is about a place where they, or the operands, wait for something:
+// bits 2 MB a head for 2.1 Gflop, a thousand flops a byte. So the limit is the arithmetic of the tensor cores. But S
+// and P are T x T numbers, and each rung is about a place where they, or the operands, wait for something:
 //
 //   rung               S and P are in       a number that was fetched   what it waits for
 //                                           serves
@@ -99,7 +99,8 @@ void launch_naive(const Problem& p, cudaStream_t stream) {
 // 2. Fused row: a warp a query, one kernel, nothing of size T x T.     (Milakov & Gimelshein 2018, arXiv:1805.02867)
 //
 // The maximum of a row is not needed beforehand. With a larger one, m', what has been summed is too large by
-// exp(m' - m), and one product mends it; that holds for the sum of the exponentials and for the sum of the values alike:
+// exp(m' - m), and one product mends it; that holds for the sum of the exponentials and for the sum of the values
+// alike:
 //
 //     m' = max(m, scores)     l <- l exp(m - m') + sum_s exp(S_s - m')     o <- o exp(m - m') + sum_s exp(S_s - m') v_s
 //
@@ -240,9 +241,9 @@ __global__ void __launch_bounds__(kThreads* kThreads)
 // 4. mma.sync: tensor cores. One instruction of a warp makes 2048 multiply-adds, as 64 FMA instructions do, and its
 // operands are registers. Four warps with 16 queries each share tiles of 64 keys and values.
 //
-// S never leaves the registers of the warp: exponentials are taken where the product has left the scores, and rounded to
-// 16 bits the probabilities are already in the order in which the next product wants its operand A. So there is no P in
-// shared memory.
+// S never leaves the registers of the warp: exponentials are taken where the product has left the scores, and rounded
+// to 16 bits the probabilities are already in the order in which the next product wants its operand A. So there is no P
+// in shared memory.
 //
 // A thread has parts of two rows: the maximum of a row is that of a quad, two shuffles.
 
@@ -337,10 +338,11 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. cp.async: the next tiles are on their way while these are worked on. In rung 4 a thread loads into registers, waits
-// some 600 clocks, and stores into shared memory, and all four warps do so at the same time. An asynchronous copy passes
-// the registers by, and nobody waits for it until its tile's turn has come. That takes a second stage of shared memory,
-// 32 KB in all, and saves one of the two barriers: the stage that is filled now was read before this round's barrier.
+// 5. cp.async: the next tiles are on their way while these are worked on. In rung 4 a thread loads into registers,
+// waits some 600 clocks, and stores into shared memory, and all four warps do so at the same time. An asynchronous copy
+// passes the registers by, and nobody waits for it until its tile's turn has come. That takes a second stage of shared
+// memory, 32 KB in all, and saves one of the two barriers:
+// the stage that is filled now was read before this round's barrier.
 //
 // 6. Swizzle: the same kernel with Layout = Swizzled (dev/attention.cuh). For a tile a warp makes 64 products, and 32
 // times ldmatrix, each of 4 matrices. Shared memory gives one matrix of 128 bytes a clock, so the four warps need
@@ -386,19 +388,19 @@ void launch(const Problem& p, int n_threads, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. The product on mma.sync (layers/flash_attention/mma_forward.cu). 32 queries a warp: each ldmatrix of keys or values
-// feeds four products instead of two, and shared memory is no longer as busy as the tensor cores. Any head size, for which
-// it pads rows by 16 bytes instead of swizzling; grouped queries, windows and documents.
+// 7. The product on mma.sync (layers/flash_attention/mma_forward.cu). 32 queries a warp: each ldmatrix of keys or
+// values feeds four products instead of two, and shared memory is no longer as busy as the tensor cores. Any head size,
+// for which it pads rows by 16 bytes instead of swizzling; grouped queries, windows and documents.
 //
-// 8. wgmma and TMA. On Hopper a warp group of four warps multiplies 64 rows at a time, and operand B, here q too, is read
-// straight from shared memory: no ldmatrix, no registers for operands, and a tile is read once for four warps. One
+// 8. wgmma and TMA. On Hopper a warp group of four warps multiplies 64 rows at a time, and operand B, here q too, is
+// read straight from shared memory: no ldmatrix, no registers for operands, and a tile is read once for four warps. One
 // thread tells the copy engine which box of a tensor to bring; the engine computes the addresses, swizzles, and fills
 // with zeros what is behind the last token.
 //
 // So the block has two roles. The producer, one thread of a fifth warp, goes through the tiles ahead of the consumers,
 // as far as there are free stages. The consumers, four warps, multiply. They never meet at a barrier of the block: a
-// stage goes back and forth between them with two mbarriers, full (its bytes have landed) and empty (all four warps have
-// read it). The ring is explained in layers/ptx.cuh.
+// stage goes back and forth between them with two mbarriers, full (its bytes have landed) and empty (all four warps
+// have read it). The ring is explained in layers/ptx.cuh.
 //
 // But a warp group does one thing after the other. An H100 makes 2048 multiply-adds and 16 exponentials a clock: the
 // products of a tile take 2 x 64^3 / 2048 = 256 clocks, its exponentials 64^2 / 16 = 256. Neither unit can be busy for
@@ -430,8 +432,8 @@ __device__ __forceinline__ void produce(HopperShared& shared, const Maps& maps, 
     }
 }
 
-// attend() of the rungs before, by a warp group. For a tile of 128-byte rows the next 16 columns of a row begin 32 bytes
-// further on, and the next 16 rows 2048.
+// attend() of the rungs before, by a warp group. For a tile of 128-byte rows the next 16 columns of a row begin 32
+// bytes further on, and the next 16 rows 2048.
 template <class Number>
 __device__ __forceinline__ void attend_wgmma(RowSums& o, RowPair& softmax, const unsigned char* q_tile,
                                              const Stage& stage, int first_row, int s0) {
@@ -499,7 +501,8 @@ void launch_hopper(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 9. The product on Hopper (layers/flash_attention/hopper_forward.cu): ping-pong.              (Shah et al. 2024, arXiv:2407.08608)
+// 9. The product on Hopper (layers/flash_attention/hopper_forward.cu): ping-pong.
+//                                                                                 (Shah et al. 2024, arXiv:2407.08608)
 //
 // Two consumer groups take turns: while one takes exponentials the other multiplies. And within a group the product P v
 // of a tile runs beside the exponentials of the next one. Tiles of 128 keys serve 128 queries; the producer gives its

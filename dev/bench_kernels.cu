@@ -3,21 +3,24 @@
 //   run      make bench                                                   everything, against PyTorch (dev/bench.sh)
 //            build/cuda/dev/bench_kernels --limits --dtype bf16
 //            build/cuda/dev/bench_kernels --model gpt2 --batch 64 --seq 1024 --dtype bf16
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_kernels --batch 2 --seq 16
+//   debug    make DEBUG=1 DEVICE=cpu dev &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_kernels --batch 2 --seq 16
 //
-// Each line of the table operations() is one operation: its name, the bytes it cannot do without moving (each input read
-// once, each output written once), the floating-point operations it cannot do without, and how to launch it. Then
+// Each line of the table operations() is one operation: its name, the bytes it cannot do without moving (each input
+// read once, each output written once), the floating-point operations it cannot do without, and how to launch it. Then
 //
 //   limit = max(bytes / copy bandwidth, operations / matmul rate)          share of the limit = limit / time
 //
-// with both rates measured here, in the same process: a copy counts the bytes it reads and those it writes. Causal attention
-// counts the half of the products that is needed. The time is the median over repeated launches, between CUDA events.
+// with both rates measured here, in the same process: a copy counts the bytes it reads and those it writes. Causal
+// attention counts the half of the products that is needed. The time is the median over repeated launches,
+// between CUDA events.
 //
-// All data is normal(0, 1), drawn on the device: matrix units take less power for zeros, and so run faster than real data
-// would (the clock follows the power). Tensors should be a few times larger than the L2 cache (60 MB on an H200): then no
-// launch finds in it what the last one left.
+// All data is normal(0, 1), drawn on the device: matrix units take less power for zeros, and so run faster than real
+// data would (the clock follows the power). Tensors should be a few times larger than the L2 cache (60 MB on an H200):
+// then no launch finds in it what the last one left.
 //
-// Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name> <rate>".
+// Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name>
+// <rate>".
 #include "dev/fill.cuh"
 #include "layers/layers.h"
 #include "llm.h"
@@ -146,7 +149,8 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     linear("linear down", C, F, gpt2);
     linear("linear head", Vp, C, false);
 
-    // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products: it may be above 100 %.
+    // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products:
+    // it may be above 100 %.
     const int64_t O = c.up_width();
     for (const Fp8Recipe recipe : {Fp8Recipe::delayed, Fp8Recipe::current, Fp8Recipe::block}) {
         if (dtype == DType::f32 || !has_fp8(recipe)) continue;
@@ -315,8 +319,8 @@ double median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
-// Seconds of one launch. All repeats are queued before anyone waits, so the device never does, and the events stand right
-// before and after the work.
+// Seconds of one launch. All repeats are queued before anyone waits, so the device never does, and the events stand
+// right before and after the work.
 double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
     const cudaStream_t stream = device().stream;
     std::vector<double> times;

@@ -1,6 +1,7 @@
-// dev/bench_report.cu: from measured numbers to tables in Markdown and pictures, and the inputs that all subjects share.
+// dev/bench_report.cu: from measured numbers to tables in Markdown and pictures,
+// and the inputs that all subjects share.
 //
-//   bench_report config MODEL               the model's config.json, which bench_torch.py reads too: one definition of a size
+//   bench_report config MODEL               the model's config.json, which bench_torch.py reads too
 //   bench_report tokens MODEL FILE COUNT    a shard of uniformly random tokens
 //   bench_report results FOLDER             FOLDER/results.tsv -> the tables; FOLDER/kernels.png, FOLDER/training.png
 //   bench_report profile FOLDER             FOLDER/trace.tsv of one run -> the table of a step; FOLDER/profile.png
@@ -68,8 +69,8 @@ struct KernelTimes {
     std::string model, operation, pass, shape;
     double bytes = 0, flops = 0, ours_s = 0;
     std::map<std::string, double> others_s;
-    // One of our ways to attention ("attention hopper"): compared with what others take for attention, and in no mean, where
-    // "attention" itself is.
+    // One of our ways to attention ("attention hopper"): compared with what others take for attention, and in no mean,
+    // where "attention" itself is.
     bool is_tier() const { return operation.rfind("attention ", 0) == 0; }
     // The fastest of those whose name starts with `who`; "" and 0 if there is none.
     std::pair<std::string, double> best(const std::string& who) const {
@@ -160,8 +161,8 @@ std::string ratio_text(double ratio) { return ratio <= 0 ? "" : format("%.2f", r
 double divide(double a, double b) { return a > 0 && b > 0 ? a / b : 0; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Bars: one row each, two panels side by side. The left one shows shares from 0 to 1, the right one ratios around 1 on a
-// log axis from 1/4 to 4.
+// Bars: one row each, two panels side by side. The left one shows shares from 0 to 1, the right one ratios around 1 on
+// a log axis from 1/4 to 4.
 
 constexpr Canvas::Color kInk{40, 40, 40}, kGrid{215, 215, 215}, kBlue{0, 114, 178}, kOrange{230, 159, 0},
     kGreen{0, 158, 115}, kRed{213, 94, 0};
@@ -313,7 +314,8 @@ struct Part {
     double seconds = 0;   // measured, per step
 };
 
-// The parts of a step of B x T tokens. A kernel that fuses two parts belongs to the first, and its limit is then too low.
+// The parts of a step of B x T tokens. A kernel that fuses two parts belongs to the first,
+// and its limit is then too low.
 std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dtype) {
     const double e = static_cast<double>(dtype_bytes(dtype)), L = static_cast<double>(c.L),
                  N = static_cast<double>(B * T), C = static_cast<double>(c.C);

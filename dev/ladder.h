@@ -238,8 +238,8 @@ class Ladder {
         return worst;
     }
 
-    // The times of single runs, sorted: at least 3, and for half a second, but no more than 101; one before them to warm
-    // up.
+    // The times of single runs, sorted: at least 3, and for half a second, but no more than 101; one before them to
+    // warm up.
     std::vector<double> sorted_ms(const std::function<void(cudaStream_t)>& launch) {
         if (!flush_) {
             cudaDeviceProp properties;

@@ -392,8 +392,8 @@ void matmul_wgmma(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 10. Wide tiles, persistent blocks. With 256 columns each row of a is read for twice as many products; a consumer's sums
-// take 128 registers a thread, which is why the producer gives its own away. And there are as many blocks as
+// 10. Wide tiles, persistent blocks. With 256 columns each row of a is read for twice as many products; a consumer's
+// sums take 128 registers a thread, which is why the producer gives its own away. And there are as many blocks as
 // multiprocessors, which stay: while the consumers of a block round and store one tile, its producer is already filling
 // the ring for the next, so loads never stop, either. In rung 9 that time is lost, once a tile, and the mbarriers are
 // made anew.
@@ -405,7 +405,8 @@ void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 11. The product: cuBLASLt (cpu/sgemm.cpp on the CPU device), layers/matmul.cu. For 16-bit numbers it uses the tensor cores.
+// 11. The product: cuBLASLt (cpu/sgemm.cpp on the CPU device), layers/matmul.cu.
+//     For 16-bit numbers it uses the tensor cores.
 
 void matmul_product(const Problem& p, cudaStream_t stream) { matmul(p.out, p.a, p.b, {}, stream); }
 

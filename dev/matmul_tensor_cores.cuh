@@ -3,14 +3,14 @@
 // A multiprocessor of an H100 makes 2048 multiply-adds a clock with them, and the question of matmul.cu comes back, 16
 // times harder:
 //
-//   rung               out elements                        reads for each multiply-add: of device memory, of shared memory
+//   rung               out elements                        reads a multiply-add: of device memory, of shared memory
 //   mma.sync           128 x 128 a block, 64 x 32 a warp                              2/128             1/64 + 1/32
 //   wgmma              128 x 128 a block, 64 x 128 four warps                         2/128             1/64 + 1/128
 //   persistent         128 x 256 a block, 64 x 256 four warps                         1/128 + 1/256     1/64 + 1/256
 //
-// Shared memory gives 64 16-bit numbers a clock, which is 2048/64 = 1/32 for each multiply-add: mma.sync, whose operands
-// go through registers, asks for more than that, wgmma, which reads shared memory itself, for less. The tensor cores of
-// an A100 are half as fast, and mma.sync feeds them.
+// Shared memory gives 64 16-bit numbers a clock, which is 2048/64 = 1/32 for each multiply-add: mma.sync, whose
+// operands go through registers, asks for more than that, wgmma, which reads shared memory itself, for less. The tensor
+// cores of an A100 are half as fast, and mma.sync feeds them.
 //
 // Here are kernels only: headers are not rewritten for the CPU device, so the launches are in matmul.cu.
 #pragma once
@@ -26,19 +26,19 @@ constexpr int kMmaTileN = 128;  // and with mma.sync its columns
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 7. Tensor cores: mma.sync. A warp multiplies 16 x 16 by 16 x 8 in one instruction, with operands in registers, in
-// fragments (layers/ptx.cuh). Eight warps compute 128 x 128, each 64 x 32: for 16 of K it loads 4 fragments of a and 4 of
-// b, and makes 16 products of them. ldmatrix loads a fragment of a, or two of b, at a time; it turns the 8 x 8 matrices of
-// b around on the way, because mma wants the pairs of b down a column.
+// fragments (layers/ptx.cuh). Eight warps compute 128 x 128, each 64 x 32: for 16 of K it loads 4 fragments of a and 4
+// of b, and makes 16 products of them. ldmatrix loads a fragment of a, or two of b, at a time; it turns the 8 x 8
+// matrices of b around on the way, because mma wants the pairs of b down a column.
 //
-// Tiles stay 16-bit in shared memory, and lie in panels of 64 columns: rows of 128 bytes, all 32 banks. ldmatrix reads 8
-// rows of 16 bytes at a time, at the same column of 8 neighbouring rows: all in the same 4 banks. So the eight 16-byte
-// packs of a row are permuted by the row's number: pack p of row r lies at place p ^ (r % 8). Then the 8 rows meet 8
-// different groups of banks, and no byte is spent on padding. That is the swizzle of 128 bytes that the copy engine of
-// Hopper writes, too.
+// Tiles stay 16-bit in shared memory, and lie in panels of 64 columns: rows of 128 bytes, all 32 banks. ldmatrix reads
+// 8 rows of 16 bytes at a time, at the same column of 8 neighbouring rows: all in the same 4 banks. So the eight
+// 16-byte packs of a row are permuted by the row's number: pack p of row r lies at place p ^ (r % 8). Then the 8 rows
+// meet 8 different groups of banks, and no byte is spent on padding. That is the swizzle of 128 bytes that the copy
+// engine of Hopper writes, too.
 //
 // The tiles come by cp.async, past the registers, into kStages stages in turn: while one is multiplied, kStages - 1 are
-// on their way. One barrier a round: behind it the tile of this round is there for all threads, and nobody reads the one
-// of the round before any more, whose stage is filled again.
+// on their way. One barrier a round: behind it the tile of this round is there for all threads, and nobody reads the
+// one of the round before any more, whose stage is filled again.
 
 constexpr int kWarps = 8, kMmaThreads = kWarps * kWarp;
 constexpr int kPanelColumns = 64, kRowBytes = 128;  // of a panel
@@ -48,8 +48,9 @@ constexpr int kATileBytes = kTileM * kRowBytes,
               kBTileBytes = 2 * kBPanelBytes;  // 128 of M x 64 of K; 64 of K x 128 of N
 constexpr int kMmaStageBytes = kATileBytes + kBTileBytes;
 
-// Starts the copies of a panel of x (n_rows x n_columns), whose first element is (row0, column0); zeros behind the edges.
-// Rows that are no multiples of 16 bytes (packs == false) go one by one, through registers, and are there at once.
+// Starts the copies of a panel of x (n_rows x n_columns), whose first element is (row0, column0); zeros behind the
+// edges. Rows that are no multiples of 16 bytes (packs == false) go one by one, through registers,
+// and are there at once.
 template <int kRows, class T>
 __device__ __forceinline__ void copy_panel(unsigned char* panel, const T* x, int64_t row0, int64_t column0,
                                            int64_t n_rows, int64_t n_columns, bool packs) {
@@ -135,8 +136,8 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 9. wgmma and the copy engine (TMA): Hopper, sm_90a. Four warps, a group, multiply 64 x 16 by 16 x 128 in one
-// instruction, which reads both operands from shared memory, and runs beside the threads, as the copy engine does. What is
-// left to the threads is to say when:
+// instruction, which reads both operands from shared memory, and runs beside the threads, as the copy engine does. What
+// is left to the threads is to say when:
 //
 //     producer     one thread     wait(empty[i])   announce the bytes, start the copies of a and b to stage i
 //     consumers    two groups     wait(full[i])    start the products of stage i;   those of the stage before are done:
@@ -150,8 +151,8 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
 //     b       64 x kColumns in panels of 64 columns, N-major        read as it lies
 //     out     through shared memory: 64 x 64 panels, which the copy engine stores, in whole lines
 //
-// A block goes through tiles of out, blockIdx.x, blockIdx.x + gridDim.x, ...; here there are as many blocks as tiles. They
-// are numbered along strips of kStrip rows of tiles, so that blocks that run at the same time share rows of a and
+// A block goes through tiles of out, blockIdx.x, blockIdx.x + gridDim.x, ...; here there are as many blocks as tiles.
+// They are numbered along strips of kStrip rows of tiles, so that blocks that run at the same time share rows of a and
 // columns of b, which they then find in the L2 cache.
 
 constexpr int kGroup = 128, kConsumers = 2, kWgmmaThreads = kGroup * (kConsumers + 1), kGroupRows = 64, kStrip = 8;

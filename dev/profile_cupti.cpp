@@ -1,12 +1,12 @@
-// dev/profile_cupti.cpp: a library that writes when each kernel, copy and fill of a CUDA program ran on the GPU. The program
-// is not changed: the driver loads the library when the environment says so.
+// dev/profile_cupti.cpp: a library that writes when each kernel, copy and fill of a CUDA program ran on the GPU. The
+// program is not changed: the driver loads the library when the environment says so.
 //
 //   run      make profile                (dev/profile.sh), or by hand:
 //            CUDA_INJECTION64_PATH=$PWD/build/cuda/dev/libprofile.so PROFILE_FILE=trace.tsv ./train_gpt --steps 5
 //
-// CUPTI, part of the CUDA toolkit, hands out buffers full of records, each with the GPU's own clock at start and end: true
-// times of kernels, also of those in CUDA graphs, while they run as they always do, one behind the other without gaps that a
-// profiler made. Lines as cpu/profile.cpp writes them:   <start, ns> <tab> <duration, ns> <tab> <name>
+// CUPTI, part of the CUDA toolkit, hands out buffers full of records, each with the GPU's own clock at start and end:
+// true times of kernels, also of those in CUDA graphs, while they run as they always do, one behind the other without
+// gaps that a profiler made. Lines as cpu/profile.cpp writes them:   <start, ns> <tab> <duration, ns> <tab> <name>
 //
 // Records are written every quarter of a second and at the end, lines whole, so that the program may also be killed.
 #include <cupti.h>

@@ -1,20 +1,22 @@
 // dev/recompute.cu: what recomputation of activations saves, and what it costs: the square-root law, measured.
 //
-//   run      make dev && build/cpu/dev/recompute recompute.png      (--layers 36 --width 128 --seq 128 --batch 4 --steps 5)
-//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/recompute out.png --layers 4
+//   run      make dev && build/cpu/dev/recompute recompute.png
+//            (--layers 36 --width 128 --seq 128 --batch 4 --steps 5)
+//   debug    make DEBUG=1 DEVICE=cpu dev &&
+//            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/recompute out.png --layers 4
 //
 // Keeping the input of every n-th block of L, and all activations of n blocks at a time, takes (arXiv:1604.06174)
 //
 //     fixed + (L/n) s + n b bytes          s: a block's input;  b: all that a block keeps, its input among it
 //
-// which is least at n = sqrt(L s / b): there it is fixed + 2 sqrt(L s b), and grows like the root of L. The paper counts
-// in layers that keep one thing each, s = b; in a transformer's block b is some ten times s, so the best n is smaller than
-// sqrt(L). The price is a second forward of all blocks but the last n.
+// which is least at n = sqrt(L s / b): there it is fixed + 2 sqrt(L s b), and grows like the root of L. The paper
+// counts in layers that keep one thing each, s = b; in a transformer's block b is some ten times s, so the best n is
+// smaller than sqrt(L). The price is a second forward of all blocks but the last n.
 //
-// For each way the program counts the bytes with an arena, takes them, and looks how much the device has given: both must
-// agree to the byte, and with the law, where n divides L. The gradients must be those of --recompute none to the bit. Times
-// are of a forward and a backward, the least of several rounds in which each way has its turn: programs that disturb only
-// ever add to it.
+// For each way the program counts the bytes with an arena, takes them, and looks how much the device has given: both
+// must agree to the byte, and with the law, where n divides L. The gradients must be those of --recompute none to the
+// bit. Times are of a forward and a backward, the least of several rounds in which each way has its turn: programs that
+// disturb only ever add to it.
 #include "io/io.h"
 #include "llm.h"
 

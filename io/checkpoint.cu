@@ -1,7 +1,7 @@
 // io/checkpoint.cu: checkpoints that a killed run cannot break.
 //
-// rename() is atomic: before it the folder has its temporary name and no reader looks at it; after it everything in it has
-// been fsynced. Older checkpoints are removed only when the new one is in place.
+// rename() is atomic: before it the folder has its temporary name and no reader looks at it; after it everything in it
+// has been fsynced. Older checkpoints are removed only when the new one is in place.
 #include "io/io.h"
 
 #include <algorithm>

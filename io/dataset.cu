@@ -136,8 +136,9 @@ std::string_view without_leading_comments(std::string_view text) {
     }
 }
 
-// What stands between documents in text, if this tokenizer has it as one token: GPT-2's and Qwen 2's <|endoftext|>, LLaMA 3's
-// <|begin_of_text|>. Those who write them put one before each document, or between two: either way a document begins there.
+// What stands between documents in text, if this tokenizer has it as one token: GPT-2's and Qwen 2's <|endoftext|>,
+// LLaMA 3's <|begin_of_text|>. Those who write them put one before each document, or between two:
+// either way a document begins there.
 int32_t find_document_token(const Tokenizer& tokenizer) {
     for (const char* text : {"<|endoftext|>", "<|begin_of_text|>"})
         if (const std::vector<int32_t> tokens = tokenizer.encode(text); tokens.size() == 1) return tokens[0];

@@ -205,9 +205,9 @@ class TokenSource {
     static TokenSource open(const std::string& path, const Tokenizer& tokenizer, bool held_out = false);
     int64_t n() const { return n_; }                              // number of tokens
     void read(int64_t first, int64_t count, int32_t* out) const;  // crosses shard borders
-    // Where documents begin, within [first, first + count). Shards: at each document token; what a shard begins with may
-    // be the rest of a document. Text: at each file, and at each <|endoftext|> or <|begin_of_text|> in it, if that is one
-    // token of the tokenizer.
+    // Where documents begin, within [first, first + count). Shards: at each document token; what a shard begins with
+    // may be the rest of a document. Text: at each file, and at each <|endoftext|> or <|begin_of_text|> in it, if that
+    // is one token of the tokenizer.
     std::vector<int64_t> document_starts(int64_t first, int64_t count) const;
     int32_t max_token() const;  // largest id present, to be held against the vocabulary; reads all tokens (GB/s)
     const std::string& description() const;  // one line for the start of the log

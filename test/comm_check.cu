@@ -1,4 +1,5 @@
-// test/comm_check.cu: ranks as a program of its own, for what a test cannot do to itself: to be started by mpirun, to be killed.
+// test/comm_check.cu: ranks as a program of its own, for what a test cannot do to itself: to be started by mpirun,
+// to be killed.
 //
 //   comm_check [--ranks N] [--trace FOLDER] [--timeout S] [--comm NAME] MODE
 //     check     every collective against a serial sum

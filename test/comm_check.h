@@ -1,5 +1,6 @@
-// test/comm_check.h: every collective against a serial sum; used by test_comm.cu (ranks as threads) and by comm_check.cu (as
-// processes, and for the faults). A difference is an Error, because ranks are no place for Catch2's macros.
+// test/comm_check.h: every collective against a serial sum; used by test_comm.cu (ranks as threads) and by
+// comm_check.cu (as processes, and for the faults). A difference is an Error,
+// because ranks are no place for Catch2's macros.
 #pragma once
 
 #include "parallel/data/data.h"
@@ -20,8 +21,8 @@ struct Buffer {
     operator Tensor() const { return tensor; }
 };
 
-// Element i of rank r's input. Sums of the integers are exact in every dtype: up to 8 ranks of |x| <= 15 stay below 2^7, and
-// bf16 has 8 bits. The fractions are not exact, and show the order of the additions.
+// Element i of rank r's input. Sums of the integers are exact in every dtype: up to 8 ranks of |x| <= 15 stay below
+// 2^7, and bf16 has 8 bits. The fractions are not exact, and show the order of the additions.
 enum class Values { integers, fractions };
 inline float value_of(Values values, int rank, int64_t i) {
     if (values == Values::integers) return static_cast<float>((7 * i + 13 * rank + i / 31) % 31 - 15);
@@ -101,9 +102,10 @@ inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType d
     const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype),
                                     " over ", comm.size, " ranks, rank ", comm.rank);
     const std::vector<float> mine = inputs(values, comm.rank, n, dtype), want = serial(values, comm.size, n, dtype, op);
-    // Integers are exact in any order, and so is what adds in rank order. Fractions in another order: size - 1 additions of
-    // |x| < 1, each rounded by 2^-24 of a sum below `size`, on both sides; and at 16 bits two roundings of the result, to
-    // 2^-8 (bf16) or 2^-11 (f16) of it, may fall to neighbouring numbers.
+    // Integers are exact in any order, and so is what adds in rank order. Fractions in another order:
+    // size - 1 additions of
+    // |x| < 1, each rounded by 2^-24 of a sum below `size`, on both sides; and at 16 bits two roundings of the result,
+    // to 2^-8 (bf16) or 2^-11 (f16) of it, may fall to neighbouring numbers.
     double tolerance = 0;
     if (values == Values::fractions && algorithm != AllReduce::library && op == ReduceOp::sum) {
         const double unit = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0x1p-24;

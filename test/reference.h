@@ -32,8 +32,8 @@ std::vector<double> rounded(const std::vector<double>& values, DType dtype);
 // Half the distance from 1 to the next number of the dtype: the relative error of one rounding.
 double unit_roundoff(DType dtype);
 // The error of a float32 sum of n terms of size 1 that stays of size 1 (a mean, a dot product of normalised rows). Each
-// addition rounds by at most 2^-24 of the sum; n roundings of random sign add up to sqrt(n) of that. Twice that, and 8 for
-// the handful of operations around the sum.
+// addition rounds by at most 2^-24 of the sum; n roundings of random sign add up to sqrt(n) of that. Twice that, and 8
+// for the handful of operations around the sum.
 inline double sum_error(int64_t n) { return (8 + 2 * std::sqrt(static_cast<double>(n))) * 0x1p-24; }
 // max |x|, the size that absolute tolerances are multiples of.
 double largest(const std::vector<double>& values);

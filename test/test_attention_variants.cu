@@ -1,12 +1,12 @@
-// test/test_attention_variants.cu: what whole models promise of their attention: GQA, MLA and MFA, on every tier, over documents,
-// with a cache of latents. (That they equal PyTorch's and transformers': test_model.cu.)
+// test/test_attention_variants.cu: what whole models promise of their attention: GQA, MLA and MFA, on every tier, over
+// documents, with a cache of latents. (That they equal PyTorch's and transformers': test_model.cu.)
 #include "models.h"
 
-// Documents side by side in a row, and each alone: at the beginning of a row that is not masked (what stands behind it there
-// no token of it can see), and on the CPU device also as a batch of its own, as long as it is. In float32 the losses agree to
-// the bit: a token's row of a matrix product is the same bits at every place and in any batch (cpu/sgemm.cpp; a GPU's library
-// promises it for products of one shape), and so are the other layers. Gradients differ in the order in which documents add
-// up. In 16 bits attention works in tiles that a document's place shifts.
+// Documents side by side in a row, and each alone: at the beginning of a row that is not masked (what stands behind it
+// there no token of it can see), and on the CPU device also as a batch of its own, as long as it is. In float32 the
+// losses agree to the bit: a token's row of a matrix product is the same bits at every place and in any batch
+// (cpu/sgemm.cpp; a GPU's library promises it for products of one shape), and so are the other layers. Gradients differ
+// in the order in which documents add up. In 16 bits attention works in tiles that a document's place shifts.
 TEST_CASE("documents packed in a row give the losses that they have apart", "[model][documents]") {
     const int64_t B = 2, T = 192;
     const std::vector<std::vector<int64_t>> lengths = {{37, 11, 1, 47, 95, 1}, {13, 24, 1, 9, 145}};
@@ -60,9 +60,9 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
                     const std::vector<float> losses = run(alone);
                     std::copy_n(losses.begin(), n, apart.begin() + first);
                 }
-                // Every stored number is off by up to u of itself, and some 30 roundings (the test of 16 bits in test_model.cu
-                // counts them) add up to sqrt(30) u; 4 times that for two such runs. The gradients in float32: 384 tokens in
-                // another order.
+                // Every stored number is off by up to u of itself, and some 30 roundings (the test of 16 bits in
+                // test_model.cu counts them) add up to sqrt(30) u; 4 times that for two such runs. The gradients in
+                // float32: 384 tokens in another order.
                 const double u = dtype == DType::bf16  ? 0x1p-9
                                  : dtype == DType::f16 ? 0x1p-12
                                                        : 0x1p-24 * std::sqrt(384.0);
@@ -98,8 +98,8 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
     }
 }
 
-// All that differs is the order in which sums are taken, and with it which numbers round up or down: by 2^-9 of each, in
-// both directions, and the loss is a mean over 150 tokens of what came out of some hundred of them: 2^-9 / 12.
+// All that differs is the order in which sums are taken, and with it which numbers round up or down: by 2^-9 of each,
+// in both directions, and the loss is a mean over 150 tokens of what came out of some hundred of them: 2^-9 / 12.
 TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][precision][hopper]") {
     Config config = small_llama();
     config.L = 1, config.T_max = 150;  // two blocks of hopper's, and three tiles of mma's keys
@@ -144,10 +144,10 @@ TEST_CASE("every optimizer learns a batch by heart with every attention", "[mode
         }
 }
 
-// The absorbed form sums in another order: over kv_rank numbers of the latent where the training form sums over a head's own
-// columns. In float32 both are within sum_error of the exact logits, relative to the largest, times the layers' handful of
-// such sums; in bf16 the training form rounds keys and values once more: sqrt(30) roundings as in the test of 16 bits
-// in test_model.cu.
+// The absorbed form sums in another order: over kv_rank numbers of the latent where the training form sums over a
+// head's own columns. In float32 both are within sum_error of the exact logits, relative to the largest, times the
+// layers' handful of such sums; in bf16 the training form rounds keys and values once more: sqrt(30) roundings as in
+// the test of 16 bits in test_model.cu.
 TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][latent]") {
     const int64_t B = 2, T = 13, prompt = 6;
     for (const int64_t q_rank : {0, 16})

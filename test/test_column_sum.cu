@@ -15,8 +15,8 @@ Values column_sums(const Values& x, Values total, int64_t N, int64_t C) {
 struct Size {
     int64_t N, C;
 };
-// One element; columns that are no whole chunks of 4, 8 or 32 and no whole warps; one chunk of rows, one and a bit (64, 65),
-// more partial rows than one warp adds up in the second stage (8: from 513 rows on), more than 32 warps (20000).
+// One element; columns that are no whole chunks of 4, 8 or 32 and no whole warps; one chunk of rows, one and a bit (64,
+// 65), more partial rows than one warp adds up in the second stage (8: from 513 rows on), more than 32 warps (20000).
 const Size kSizes[] = {{1, 1}, {3, 3}, {64, 33}, {65, 48}, {100, 100}, {600, 129}, {1100, 7}, {20000, 12}, {257, 768}};
 
 }  // namespace

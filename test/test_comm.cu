@@ -1,5 +1,5 @@
-// Communicators, collectives, meshes: ranks as threads of this process, and as processes under mpirun; and what happens when a
-// rank fails. What is compared is in comm_check.h; the program that mpirun starts is comm_check.cu.
+// Communicators, collectives, meshes: ranks as threads of this process, and as processes under mpirun; and what happens
+// when a rank fails. What is compared is in comm_check.h; the program that mpirun starts is comm_check.cu.
 #include "comm_check.h"
 #include "program.h"
 #include "ranks.h"
@@ -372,8 +372,8 @@ TEST_CASE("threads that hang take the process down", "[comm][program]") {
 }
 
 #ifdef CUDA_ON_CPU
-// An event wait between computing and reducing is missing: by default the CPU device runs everything in the order of the calls,
-// and the result is right by luck. In strict mode it is not.
+// An event wait between computing and reducing is missing: by default the CPU device runs everything in the order of
+// the calls, and the result is right by luck. In strict mode it is not.
 TEST_CASE("strict mode finds a missing event wait around a collective", "[comm][program]") {
     const auto run = [](const std::string& mode, int seed) {
         return run_program(

@@ -1,5 +1,5 @@
-// Gradient compression (parallel/data/compress.cu, power_sgd.cu): each compressor against a plain C++ model of it, the bytes that travel,
-// what error feedback promises, and training runs with it.
+// Gradient compression (parallel/data/compress.cu, power_sgd.cu): each compressor against a plain C++ model of it, the
+// bytes that travel, what error feedback promises, and training runs with it.
 #include "io/io.h"
 #include "program.h"
 #include "ranks.h"
@@ -12,8 +12,8 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Two units of parameters whose sizes divide nothing: long and short blocks, vectors, a matrix that is smaller than its factors,
-// and rows that pad a vocabulary.
+// Two units of parameters whose sizes divide nothing: long and short blocks, vectors, a matrix that is smaller than its
+// factors, and rows that pad a vocabulary.
 
 struct Piece {             // numbers that are a parameter's, without padding
     int64_t offset, R, C;  // R = 0: a vector
@@ -294,9 +294,9 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
             CHECK(results[r] == results[0]);  // the same bits everywhere
             CHECK(run.bytes[static_cast<size_t>(step)][r] == expected_bytes(options, n_ranks, static_cast<int>(r)));
         }
-        // Sums of up to 1024 numbers in float32 (sum_error) and what steps on top of each other add; Gram-Schmidt multiplies that by
-        // the condition of P, some 10. A number that lies so near to the middle of two codes of e4m3 that these errors decide is a whole
-        // step off, an 8th of it at most: that happens to one in 10^4.
+        // Sums of up to 1024 numbers in float32 (sum_error) and what steps on top of each other add; Gram-Schmidt
+        // multiplies that by the condition of P, some 10. A number that lies so near to the middle of two codes of e4m3
+        // that these errors decide is a whole step off, an 8th of it at most: that happens to one in 10^4.
         const double tolerance = (kind == Compression::power_sgd ? 10 : 1) * n_steps * sum_error(kBlock);
         double worst = 0, outside = 0;
         int n_steps_off = 0;
@@ -351,8 +351,8 @@ TEST_CASE("compressors against a plain model, to the byte, and nothing is lost",
                        (kind == Compression::power_sgd ? static_cast<double>(options.rank) : 1.0));
 }
 
-// Gradients that stay: after t steps the mean of what came out is the true sum but for the errors still kept, divided by t. Without
-// feedback a sign times a mean never becomes the gradient.
+// Gradients that stay: after t steps the mean of what came out is the true sum but for the errors still kept, divided
+// by t. Without feedback a sign times a mean never becomes the gradient.
 TEST_CASE("with error feedback the mean over many steps is the true sum, without it it is not", "[compress]") {
     const Compression kind = GENERATE(Compression::fp8, Compression::power_sgd, Compression::one_bit);
     CAPTURE(static_cast<int>(kind));
@@ -379,8 +379,8 @@ TEST_CASE("with error feedback the mean over many steps is the true sum, without
     const double after_10 = distance(10, true), after_40 = distance(40, true), without = distance(40, false);
     CAPTURE(after_10, after_40, without);
     CHECK(after_40 < after_10);
-    // A kept error of 1bit is a few gradients, of fp8 a 16th of one. Rank 2 of 33 sends a part of the error each step that is
-    // proportional to it: the error grows to some 15 gradients, and then no more.
+    // A kept error of 1bit is a few gradients, of fp8 a 16th of one. Rank 2 of 33 sends a part of the error each step
+    // that is proportional to it: the error grows to some 15 gradients, and then no more.
     const double kept = kind == Compression::fp8 ? 0.1 : kind == Compression::one_bit ? 6.0 : 20.0;
     CHECK(after_40 < kept / 40);
     if (kind != Compression::power_sgd) CHECK(without > 3 * after_40);
@@ -449,8 +449,8 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
     const TempFolder folder;
     REQUIRE(train("--ranks 2 --out " + (folder / "none")).status == 0);
     const std::vector<double> none = losses(folder / "none");
-    // How far apart single losses may be. Measured: 2e-5, 7e-4, 0.16 and 0.35. The last two lag behind, because what they do not send
-    // waits, while all that is new at the beginning of a run is large.
+    // How far apart single losses may be. Measured: 2e-5, 7e-4, 0.16 and 0.35. The last two lag behind, because what
+    // they do not send waits, while all that is new at the beginning of a run is large.
     const std::tuple<std::string, double> cases[] = {{"bf16", 2e-4}, {"fp8", 5e-3}, {"powersgd", 0.25}, {"1bit", 0.45}};
     for (const auto& [name, distance] : cases) {
         CAPTURE(name);

@@ -308,7 +308,8 @@ TEST_CASE("work that must wait holds up its own stream only", "[cpu]") {
     Stream first, second;
     std::atomic<bool> open{false};
     std::vector<int> seen;
-    // In the order of the calls where work runs at once; in strict mode the gate may be opened by what is asked for later.
+    // In the order of the calls where work runs at once;
+    // in strict mode the gate may be opened by what is asked for later.
     if (!cuda_cpu::strict) open = true;
     cuda_cpu::enqueue_when(
         first, [&] { return open.load(); }, [&] { seen.push_back(open ? 1 : -1); });

@@ -31,7 +31,8 @@ Reference cross_entropy(const std::vector<double>& logits, const std::vector<int
 struct Size {
     int64_t N, V, padding;
 };
-// V around one chunk, around the limit of a one-thread row (1024 on the CPU), and GPT-2's, which needs several warps a row.
+// V around one chunk, around the limit of a one-thread row (1024 on the CPU), and GPT-2's,
+// which needs several warps a row.
 const Size kSizes[] = {{1, 1, 0},    {300, 2, 3},   {5, 31, 0},    {37, 97, 47},  {600, 256, 0},
                        {9, 1000, 0}, {9, 1000, 47}, {5, 1024, 3},  {7, 1025, 0},  {3, 1025, 47},
                        {4, 2500, 4}, {3, 50257, 0}, {3, 50257, 3}, {3, 50257, 47}};
@@ -88,9 +89,10 @@ TEST_CASE("cross_entropy against float64", "[cross_entropy]") {
             CHECK(losses.bits() == forward_losses.bits());
 
             const Reference expected = cross_entropy(x, targets, V, Vp, static_cast<double>(dloss));
-            // The sum of exponentials: each exp(-d) is off by 2 d + 4 units, but d exp(-d) <= 1/e, so 5 units; scaling to a
-            // new maximum costs 6 more at most once per addition; at most V/128 + 40 positive terms are added one after the
-            // other (V/256 in a thread that takes single elements, then 32 lanes, 32 threads, 8 warps pairwise).
+            // The sum of exponentials: each exp(-d) is off by 2 d + 4 units, but d exp(-d) <= 1/e, so 5 units; scaling
+            // to a new maximum costs 6 more at most once per addition; at most V/128 + 40 positive terms are added one
+            // after the other (V/256 in a thread that takes single elements,
+            // then 32 lanes, 32 threads, 8 warps pairwise).
             const double sum_error = (11 + static_cast<double>(V) / 128 + 40) * kUnit;
             const std::string what = concat("N = ", N, ", V = ", V, ", Vp = ", Vp, ", ", dtype_name(dtype));
             check_close(losses.values(), expected.losses, 3 * kUnit, sum_error + 2 * kUnit, "losses, " + what);

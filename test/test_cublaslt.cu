@@ -515,8 +515,8 @@ TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
 }
 
 #if defined(CUDA_ON_CPU) && defined(__FP_FAST_FMAF)
-// cpu/sgemm.cpp's promise: an element is formed by fused multiply-adds in the order of k, anew for each 384 of them. So its
-// bits do not depend on the shape of the matrices, its place in them, or the width of the CPU's vectors.
+// cpu/sgemm.cpp's promise: an element is formed by fused multiply-adds in the order of k, anew for each 384 of them. So
+// its bits do not depend on the shape of the matrices, its place in them, or the width of the CPU's vectors.
 TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cublaslt]") {
     const int64_t sizes[][3] = {{1, 1, 1}, {1, 33, 771}, {65, 1, 384}, {49, 9, 385}, {101, 57, 803}, {210, 130, 33}};
     for (const auto& [m, n, k] : sizes)

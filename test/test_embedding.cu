@@ -13,8 +13,9 @@ using Values = std::vector<double>;
 struct Case {
     int64_t B, T, C, rows;
 };
-// One element; channels that are no whole chunks; more chunks than threads in a block (129 * 32 channels would be needed on
-// the CPU: 4100); more positions than a block of the link kernel has threads; a vocabulary smaller and larger than B T.
+// One element; channels that are no whole chunks; more chunks than threads in a block (129 * 32 channels would be
+// needed on the CPU: 4100); more positions than a block of the link kernel has threads;
+// a vocabulary smaller and larger than B T.
 const Case kCases[] = {{1, 1, 1, 1},  {2, 3, 3, 4},      {3, 5, 33, 2},   {1, 37, 48, 11},
                        {4, 50, 7, 3}, {2, 65, 100, 300}, {1, 3, 4100, 5}, {5, 31, 129, 20}};
 
@@ -53,8 +54,8 @@ TEST_CASE("embedding forward against float64", "[embedding]") {
                     for (int64_t c = 0; c < C; ++c)
                         expected[at(i, c, C)] =
                             e[at(ids[static_cast<size_t>(i)], c, C)] + (positions ? p[at(i % T, c, C)] : 0.0);
-                // Two numbers of dtype are added in float32 and rounded once: that is the rounding of the exact sum (a sum of
-                // two 16-bit numbers whose exponents are close enough to matter fits in float32's 24 bits).
+                // Two numbers of dtype are added in float32 and rounded once: that is the rounding of the exact sum (a
+                // sum of two 16-bit numbers whose exponents are close enough to matter fits in float32's 24 bits).
                 INFO(name(s, dtype));
                 CHECK(out.values() == rounded(expected, dtype));
             }

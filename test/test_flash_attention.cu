@@ -272,8 +272,8 @@ Result plain_errors(const Case& c, DType dtype, const Values& in, const Result& 
 }
 
 // All tiers have the same inputs and the same reference. An error may be at most twice that of the plain computation in
-// the same precision. On top come two roundings of the largest element, and 8 units of float32 of the size of the numbers
-// that float32 sums on the way, which may cancel (with one key dP - delta is 0, a difference of two do . v).
+// the same precision. On top come two roundings of the largest element, and 8 units of float32 of the size of the
+// numbers that float32 sums on the way, which may cancel (with one key dP - delta is 0, a difference of two do . v).
 void check_case(const Case& c, DType dtype, const std::vector<FlashTier>& tiers, uint64_t seed) {
     const Values in = random_inputs(c, dtype, seed);
     const Result exact = attention<double>(c, in, dtype), plain = plain_errors(c, dtype, in, exact, seed);

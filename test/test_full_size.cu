@@ -1,14 +1,14 @@
-// test/test_full_size.cu: every operation on tensors as large as training has them, and larger: past 2^31 elements, where a
-// 32-bit index breaks.
+// test/test_full_size.cu: every operation on tensors as large as training has them, and larger: past 2^31 elements,
+// where a 32-bit index breaks.
 //
 // The other tests hold small calls against float64. Here a large call is held against small ones:
-//   - a row of a result depends on that row of the inputs alone, so the large call must give each row the bits that a call on
-//     a few rows gives it (matrix products: up to the order of their sums, which cuBLASLt chooses by shape);
+//   - a row of a result depends on that row of the inputs alone, so the large call must give each row the bits that a
+//     call on a few rows gives it (matrix products: up to the order of their sums, which cuBLASLt chooses by shape);
 //   - a parameter's gradient is a sum over rows. If dout is zero but for a few rows, it is the sum over those.
 // The rows are the first, the last, and those around element 2^31.
 //
-// With LLM_FULL_SIZE=1 (make gpu-check sets it on a GPU: about 20 GB of its memory) the sizes are those of GPT-2 and LLaMA,
-// otherwise a few rows each, so that the test itself is tested.
+// With LLM_FULL_SIZE=1 (make gpu-check sets it on a GPU: about 20 GB of its memory) the sizes are those of GPT-2 and
+// LLaMA, otherwise a few rows each, so that the test itself is tested.
 #include "dev/fill.cuh"
 #include "layers/layers.h"
 #include "test.h"
@@ -97,7 +97,8 @@ void check_same(const Tensor& large, const Tensor& small, const std::string& wha
     CHECK(worst <= error * largest);
 }
 
-// Two float32 sums of the same n numbers in another order, each rounded to 16 bits once: half a unit each, and as much again.
+// Two float32 sums of the same n numbers in another order, each rounded to 16 bits once: half a unit each,
+// and as much again.
 constexpr double kOtherOrder = 0x1p-7;
 const DType kDType = DType::bf16;
 

@@ -50,15 +50,16 @@ TEST_CASE("gelu against float64", "[gelu]") {
             const std::string what = concat("n = ", n, ", ", dtype_name(dtype));
             const double u = unit_roundoff(dtype), f16_extra = dtype == DType::f16 ? kHalfSubnormal : 0;
             check_close(out.values(), y, u + 8 * kUnit, 8 * kUnit * largest(x) + f16_extra, "gelu forward, " + what);
-            // Backward: the second term is x v' s (1 - s) with |x v'| < 3 |v|, its error 5 units times 3 v^2 exp(-|v|) <= 1.7:
-            // 9 units; and 7 for the first term and the sum.
+            // Backward: the second term is x v' s (1 - s) with |x v'| < 3 |v|, its error 5 units times 3 v^2 exp(-|v|)
+            // <= 1.7: 9 units; and 7 for the first term and the sum.
             check_close(dinp.values(), dx, u + 8 * kUnit, 16 * kUnit * largest(dy) + f16_extra,
                         "gelu backward, " + what);
         }
 }
 
 TEST_CASE("gelu keeps its digits in the negative tail", "[gelu]") {
-    // Here 1 + tanh(u) would cancel: from x = -5.5 on float32 gives 0. The error is that of exp(v): 5 |v| units, and 8 more.
+    // Here 1 + tanh(u) would cancel: from x = -5.5 on float32 gives 0. The error is that of exp(v): 5 |v| units,
+    // and 8 more.
     std::vector<double> x, y;
     for (double value = -9; value < 0; value += 0.25) x.push_back(value);
     for (double value : x) y.push_back(value / (1 + std::exp(-2 * kRoot * (value + 0.044715 * value * value * value))));

@@ -1,8 +1,9 @@
 // test/test_golden_runs.cu: train_gpt computes the bits that it computed when the table was recorded.
 //
-// test/golden/runs/runs.txt lists the runs, recorded.txt has the hashes of their losses, norms and final weights, and runs.py
-// (whose head says on which machines the bits hold) runs and compares. Some of the runs continue checkpoints that an earlier
-// program wrote. `make test` runs the quick ones, `make test-ranks` all, and those on several ranks again under mpirun.
+// test/golden/runs/runs.txt lists the runs, recorded.txt has the hashes of their losses, norms and final weights, and
+// runs.py (whose head says on which machines the bits hold) runs and compares. Some of the runs continue checkpoints
+// that an earlier program wrote. `make test` runs the quick ones, `make test-ranks` all,
+// and those on several ranks again under mpirun.
 #include "program.h"
 
 #include <cstdlib>

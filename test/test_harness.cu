@@ -1,5 +1,5 @@
-// test/test_harness.cu: make bench, make profile, make gpu-check and make gpu-bundle, at toy sizes and with programs that only
-// pretend: what they will do on a GPU must not be found out there.
+// test/test_harness.cu: make bench, make profile, make gpu-check and make gpu-bundle, at toy sizes and with programs
+// that only pretend: what they will do on a GPU must not be found out there.
 #include "llm.h"
 #include "program.h"
 
@@ -160,7 +160,8 @@ TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]"
     const TempFolder folder;
     REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
     spit(folder / "results.tsv", "limit\tours\tcopy\t1e9\nlimit\tours\tmatmul f32\t1e12\nstep\ttiny\t2\t16\tfp32\n");
-    // Steps of 10 ms: a product of 6 ms in two launches, RoPE for 1 ms, AdamW in two launches of 1 ms, and 1 ms of nothing.
+    // Steps of 10 ms: a product of 6 ms in two launches, RoPE for 1 ms, AdamW in two launches of 1 ms,
+    // and 1 ms of nothing.
     std::string trace = "0\t500\tfill_kernel\n";
     for (int64_t step = 0; step < 6; ++step) {
         const auto at = [&](int64_t from_us, int64_t us, const std::string& name) {

@@ -12,7 +12,8 @@ using Values = std::vector<double>;
 struct Size {
     int64_t B, T, H, R, Dr, Dn, Dv, first, rows;
 };
-// Tiles are 128 rows: fewer, exactly so many, and more. Latents below, at and above a chunk of each device, and odd ones.
+// Tiles are 128 rows: fewer, exactly so many, and more. Latents below, at and above a chunk of each device,
+// and odd ones.
 const Size kSizes[] = {{1, 1, 1, 4, 2, 4, 3, 0, 1},        {2, 3, 3, 24, 8, 16, 16, 5, 11},
                        {1, 2, 2, 7, 3, 5, 6, 125, 131},    {2, 1, 2, 40, 16, 32, 24, 127, 128},
                        {1, 3, 4, 24, 8, 16, 16, 270, 273}, {1, 1, 2, 512, 64, 128, 128, 300, 301}};
@@ -53,8 +54,8 @@ TEST_CASE("latent attention against float64 with expanded keys and values", "[la
         for (const Size& s : kSizes) {
             const int64_t W = s.R + s.Dr, D = s.Dn + s.Dr, N = s.B * s.T, pad = 16;
             const double scale = 1 / std::sqrt(static_cast<double>(D));
-            // Queries and keys of size about 1: scores of size 1, so that the softmax is neither flat nor a single key. Later keys
-            // are up to twice as large, so that the maximum moves from tile to tile.
+            // Queries and keys of size about 1: scores of size 1, so that the softmax is neither flat nor a single key.
+            // Later keys are up to twice as large, so that the maximum moves from tile to tile.
             Values cache = random_values(s.B * s.rows * W, 2);
             for (size_t i = 0; i < cache.size(); ++i)
                 cache[i] *= 1 + static_cast<double>(static_cast<int64_t>(i) / W % s.rows) / static_cast<double>(s.rows);
@@ -73,8 +74,9 @@ TEST_CASE("latent attention against float64 with expanded keys and values", "[la
             latent_attention_forward({out, s.H, s.Dv}, {q_rows, s.H, D}, rows, w, s.first, static_cast<float>(scale),
                                      device().stream);
             const Values expected = attention(q, cache, kv_b, s, scale);
-            // Sums in float32 all the way: the query's (Dn terms), the score's (R + Dr), over keys, the output's (R). A score's error
-            // is one of its exponential; scores here stay below 10 (5 standard deviations of 2). Then one rounding.
+            // Sums in float32 all the way: the query's (Dn terms), the score's (R + Dr), over keys, the output's (R). A
+            // score's error is one of its exponential; scores here stay below 10 (5 standard deviations of 2).
+            // Then one rounding.
             const double error = 10 * (sum_error(s.Dn) + sum_error(W)) + sum_error(s.first + s.T) + sum_error(s.R);
             check_close(out.values(), expected, unit_roundoff(dtype),
                         4 * error * largest(expected) + (dtype == DType::f16 ? 0x1p-25 : 0),

@@ -55,9 +55,9 @@ Backward layernorm_gradient(const Values& dy, const Values& dsum, const Values& 
     return b;
 }
 
-// One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and on the
-// CPU (from 2049 on), of a whole block (on the GPU from 513 on), and the widest. Row counts that leave warps and blocks part
-// empty, and more rows than the backward's blocks and threads have at a time.
+// One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and
+// on the CPU (from 2049 on), of a whole block (on the GPU from 513 on), and the widest. Row counts that leave warps and
+// blocks part empty, and more rows than the backward's blocks and threads have at a time.
 struct Size {
     int64_t N, C;
 };
@@ -114,7 +114,8 @@ TEST_CASE("layernorm forward against float64", "[layernorm]") {
                     layernorm_forward(out, fused ? sum.tensor() : Tensor{}, mean, rstd, inp,
                                       fused ? branch.tensor() : Tensor{}, weight, bias, kEps, device().stream);
                     const Forward expected = layernorm(total, g, b, N, C, kEps);
-                    // The mean is off by the error of a sum of C terms; r by that of the variance; out by both, times x r g.
+                    // The mean is off by the error of a sum of C terms; r by that of the variance; out by both,
+                    // times x r g.
                     const double size = largest(total), r = largest(expected.rstd);
                     check_close(mean.values(), expected.mean, 0, sum_error(C) * size, "layernorm mean, " + what);
                     if (C > 1)
@@ -152,8 +153,8 @@ TEST_CASE("layernorm backward against float64", "[layernorm]") {
                     Backward expected = layernorm_gradient(dy, ds, x, g, N, C, kEps);
                     for (size_t c = 0; c < dw.size(); ++c)
                         expected.dweight[c] += dw[c], expected.dbias[c] += db[c];  // +=
-                    // x - m is off by one rounding of x and m, the normalised row by that times r. dinp: four terms, each at
-                    // most `size`, two of them with a sum of C terms; then one rounding.
+                    // x - m is off by one rounding of x and m, the normalised row by that times r. dinp: four terms,
+                    // each at most `size`, two of them with a sum of C terms; then one rounding.
                     const double normal = 0x1p-24 * largest(x) * largest(saved.rstd);
                     const double size = largest(saved.rstd) * largest(dy) * largest(g) + largest(ds);
                     check_close(dinp.values(), expected.dinp, unit_roundoff(dtype),
@@ -191,8 +192,8 @@ TEST_CASE("layernorm repeats bit for bit", "[layernorm]") {
 
 TEST_CASE("layernorm of rows that are hard on float32", "[layernorm]") {
     const int64_t C = 64;
-    // A constant row: x - m is exactly 0, so out is the bias. A row of 10000 +- 1: mean(x^2) - m^2 would have no digit of the
-    // variance left (1e8 has steps of 8); the two passes have all.
+    // A constant row: x - m is exactly 0, so out is the bias. A row of 10000 +- 1: mean(x^2) - m^2 would have no digit
+    // of the variance left (1e8 has steps of 8); the two passes have all.
     Values x(2 * C, 3.0);
     for (size_t c = 0; c < C; ++c) x[C + c] = 10000 + (c % 2 ? 1 : -1);
     Buffer inp(DType::f32, {2, C}, x), weight(DType::f32, {C}, Values(C, 1.0)), bias(DType::f32, {C}, Values(C, 0.25));

@@ -31,8 +31,9 @@ void cut_batch(const std::vector<int32_t>& all, int64_t s, int64_t B, int64_t T,
     }
 }
 
-// GPT-2's key bias shifts every score of a softmax row alike: its gradient is exactly 0, and what float32 leaves of it is
-// rounding noise, which AdamW scales up to whole steps. PyTorch's own float32 is 3e-4 off there. So that third is left out.
+// GPT-2's key bias shifts every score of a softmax row alike: its gradient is exactly 0, and what float32 leaves of it
+// is rounding noise, which AdamW scales up to whole steps. PyTorch's own float32 is 3e-4 off there.
+// So that third is left out.
 std::vector<float> without_key_bias(const Param& param, const Config& c, std::vector<float> values) {
     const std::string& name = param.name;
     if (c.family == Family::gpt2 && name.size() > 16 && name.compare(name.size() - 16, 16, "attn.c_attn.bias") == 0)
@@ -315,9 +316,10 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
                           ContainsSubstring("use none, selective, full, or a number of blocks"));
 }
 
-// A 16-bit forward and backward against the float32 one on the same rounded weights. Every stored number is off by up to
-// u = 2^-9 (bf16) or 2^-12 (f16) of itself, and a sum of n such terms with random signs by sqrt(n) times as much as one: a
-// gradient passes about 30 roundings in these two layers, which adds up to sqrt(30) u of its norm; 4 times that is allowed.
+// A 16-bit forward and backward against the float32 one on the same rounded weights. Every stored number is off by up
+// to u = 2^-9 (bf16) or 2^-12 (f16) of itself, and a sum of n such terms with random signs by sqrt(n) times as much as
+// one: a gradient passes about 30 roundings in these two layers, which adds up to sqrt(30) u of its norm;
+// 4 times that is allowed.
 TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[model][precision]") {
     for (const Config& config : small_models()) {
         const int64_t B = 2, T = 13;
@@ -407,8 +409,8 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
         forward(m.model, m.acts, device().stream);
         loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
         backward(m.model, m.acts, device().stream);
-        // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 leaves a relative error of
-        // about 1e-7 loss / (1e-2 |g|) from rounding and (1e-2)^2 from the third derivative: well below 1 %.
+        // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 leaves a relative error
+        // of about 1e-7 loss / (1e-2 |g|) from rounding and (1e-2)^2 from the third derivative: well below 1 %.
         const std::vector<float> w = to_floats(m.model.weights), g = to_floats(m.model.grads);
         const double length = norm_of(g);
         const auto loss_at = [&](double e) {

@@ -1,6 +1,6 @@
-// Offload: the update on the host against the device's, bit for bit; training with states on the host against training without,
-// over ranks, ZeRO stages, precisions and clipping, also in strict mode (a wait that is missing changes the bits); and the
-// program: memory, resuming across, refusals.
+// Offload: the update on the host against the device's, bit for bit; training with states on the host against training
+// without, over ranks, ZeRO stages, precisions and clipping, also in strict mode (a wait that is missing changes the
+// bits); and the program: memory, resuming across, refusals.
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
@@ -228,7 +228,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
                 const std::vector<float> on_device = to_floats(a), on_host = to_floats(b);
                 record_bits(on_host.data(), on_host.size() * sizeof(float));
                 if (device().is_cpu) return on_device == on_host;
-                // nvcc makes one rounding of some products and sums: three steps of a few roundings each of numbers up to 4.
+                // nvcc makes one rounding of some products and sums:
+                // three steps of a few roundings each of numbers up to 4.
                 for (size_t i = 0; i < on_device.size(); ++i)
                     if (std::abs(on_device[i] - on_host[i]) >
                         32 * 4 * 0x1p-24 + (a.dtype == DType::f32 ? 0 : 4 * 0x1p-8))
@@ -253,8 +254,8 @@ TEST_CASE("the host's update is the device's", "[offload]") {
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
-// Each wait of a host update was taken out once, and strict mode saw it here: for the gradients to be final and on the host, for
-// the norm, for the update to be over, and for the new weights.
+// Each wait of a host update was taken out once, and strict mode saw it here: for the gradients to be final and on the
+// host, for the norm, for the update to be over, and for the new weights.
 TEST_CASE("offload does not change training: ranks, ZeRO, precision, clipping", "[offload]") {
     const int n_ranks = GENERATE(1, 3);
     const DType dtype = GENERATE(DType::f32, DType::bf16);

@@ -510,8 +510,8 @@ TEST_CASE("stochastic rounding is exact on average, and keeps updates that neare
     };
     OwnOptimizer sgd("sgd", layout);
     // Above 1 the next bf16 is 1 + 2^-7. A step to 1 + p 2^-7 goes up with the probability p; the mean of n such
-    // choices has a standard deviation of sqrt(p (1 - p) / n) 2^-7. Five of them: wrong once in 1.7 million tests, and this one
-    // always has the same seed.
+    // choices has a standard deviation of sqrt(p (1 - p) / n) 2^-7. Five of them: wrong once in 1.7 million tests, and
+    // this one always has the same seed.
     for (const double p : {0.01, 0.25, 0.5, 0.9}) {
         Buffer values(DType::bf16, {n}, ones);
         const Weights weights = {.values = values, .stochastic = true, .seed = 5};

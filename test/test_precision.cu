@@ -54,8 +54,8 @@ TEST_CASE("an overflow skips its step, halves the scale, and changes nothing els
     CHECK(number_after(state, "\"scale\":") == 512);
     CHECK(number_after(state, "\"good_steps\":") == 14);
 
-    // The step after it is what the step would have been without the overflow, but for the data and the learning rate: the
-    // number of updates, which Adam's bias correction needs, has not moved on.
+    // The step after it is what the step would have been without the overflow, but for the data and the learning rate:
+    // the number of updates, which Adam's bias correction needs, has not moved on.
     const std::string plain = folder / "plain";
     REQUIRE(train(flags + "--out " + plain + " --stop-after 6").status == 0);
     CHECK(number_after(slurp(checkpoint(plain, 6) + "/state.json"), "\"updates\":") == 6);
@@ -65,8 +65,8 @@ TEST_CASE("an overflow skips its step, halves the scale, and changes nothing els
 TEST_CASE("the scale grows after its interval, and the curve does not notice", "[program][precision]") {
     const TempFolder folder;
     const std::string a = folder / "a", b = folder / "b";
-    // The scales are powers of two. Where nothing overflows or underflows they change no other bit of the run; gradients of
-    // parameters in float32 do not underflow, those of activations do, so the curves agree to rounding.
+    // The scales are powers of two. Where nothing overflows or underflows they change no other bit of the run;
+    // gradients of parameters in float32 do not underflow, those of activations do, so the curves agree to rounding.
     const std::string flags = "--lr 1e-3 --dtype fp16 --grad-dtype fp32 --loss-scale-start 32 ";
     REQUIRE(train(flags + "--loss-scale-interval 5 --out " + a).status == 0);
     REQUIRE(train(flags + "--out " + b).status == 0);
@@ -118,9 +118,10 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
     }
 }
 
-// The default model and text, with smaller batches: the difference of 300 losses from those of the float32 run. Both runs see
-// the same batches, so their noise is the same; means over 20 steps leave the drift. A gentle warmup: while it learns fastest, any
-// two roundings drive the runs apart for a few steps. Measured: 0.04 %, 0.003 %, 0.16 %, and up to 0.27 % for fp8.
+// The default model and text, with smaller batches: the difference of 300 losses from those of the float32 run. Both
+// runs see the same batches, so their noise is the same; means over 20 steps leave the drift. A gentle warmup: while it
+// learns fastest, any two roundings drive the runs apart for a few steps. Measured: 0.04 %, 0.003 %, 0.16 %,
+// and up to 0.27 % for fp8.
 TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "[program][precision]") {
     const TempFolder folder;
     const auto curve = [&](const std::string& flags) {

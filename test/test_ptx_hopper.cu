@@ -495,7 +495,8 @@ TEST_CASE("hopper: wgmma of all widths", "[hopper]") {
     check_product<__half, 32, 64, false, true, true>(DType::f16);
     check_product<__nv_bfloat16, 96, 64, false, true>(DType::bf16);
     check_product<__nv_bfloat16, 96, 128, false, false, true>(DType::bf16);
-    // A part of the columns of a panel, as for the last 16 or 32 columns of heads of 80 and 96; and one and a half panels.
+    // A part of the columns of a panel, as for the last 16 or 32 columns of heads of 80 and 96;
+    // and one and a half panels.
     check_product<__nv_bfloat16, 16, 128, false, true, true>(DType::bf16);
     check_product<__nv_bfloat16, 32, 128, false, true, true>(DType::bf16);
     check_product<__nv_bfloat16, 96, 128, false, true, true>(DType::bf16);

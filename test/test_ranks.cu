@@ -2,9 +2,9 @@
 //
 // The loss curve is a function of the flags and the seed, not of the ranks. Two kinds of "the same":
 //   to the bit    with the same number of ranks, DDP, naive and ZeRO 1, 2, 3 add the same numbers in the same order
-//   to 1e-5       over other numbers of ranks the batch is cut differently, so sums of gradients round differently. At a rate of
-//                 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two roundings (also two
-//                 sizes of micro-batch on one rank) are 1e-4 apart
+//   to 1e-5       over other numbers of ranks the batch is cut differently, so sums of gradients round differently. At
+//                 a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two
+//                 roundings (also two sizes of micro-batch on one rank) are 1e-4 apart
 #include "io/io.h"
 #include "llm.h"
 #include "parallel/data/data.h"
@@ -35,8 +35,8 @@ const std::string& odd_model(bool gpt2) {
     static const bool written = [] {
         spit(paths[0],
              R"({"model_type":"llama","vocab_size":257,"hidden_size":40,"intermediate_size":52,"num_hidden_layers":3,
-            "num_attention_heads":5,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,"rms_norm_eps":1e-5,
-            "rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})");
+            "num_attention_heads":5,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,
+            "rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})");
         spit(paths[1], R"({"model_type":"gpt2","vocab_size":259,"n_positions":64,"n_embd":24,"n_layer":2,"n_head":3,
             "activation_function":"gelu_new","layer_norm_epsilon":1e-5})");
         return true;
@@ -127,8 +127,8 @@ TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and 
     }
 }
 
-// What a method does to another shows only together. Everything is compared with one rank: float32 to 1e-5, and 16 bits to what
-// their roundings make (the gradients of three ranks are rounded to 16 bits before they are added).
+// What a method does to another shows only together. Everything is compared with one rank: float32 to 1e-5, and 16 bits
+// to what their roundings make (the gradients of three ranks are rounded to 16 bits before they are added).
 TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[program][ranks]") {
     const TempFolder folder;
     struct Case {
@@ -319,8 +319,8 @@ TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same
     const int n_kills = is_full() ? 20 : 1;
     for (int i = 0; i < n_kills; ++i) {
         const std::string run = folder / concat("run", i);
-        // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed up to
-        // 0.6 s after the first checkpoint is there, of a run that takes some seconds.
+        // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed up
+        // to 0.6 s after the first checkpoint is there, of a run that takes some seconds.
         const std::string killer = concat(
             "( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10,
             i * 37 % 10, "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");

@@ -46,9 +46,9 @@ Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x,
     return b;
 }
 
-// One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and on the
-// CPU (from 2049 on), of a whole block (on the GPU from 513 on), and the widest. Row counts that leave warps and blocks part
-// empty, and more rows than the backward's blocks and threads have at a time.
+// One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and
+// on the CPU (from 2049 on), of a whole block (on the GPU from 513 on), and the widest. Row counts that leave warps and
+// blocks part empty, and more rows than the backward's blocks and threads have at a time.
 struct Size {
     int64_t N, C;
 };
@@ -103,7 +103,8 @@ TEST_CASE("rmsnorm forward against float64", "[rmsnorm]") {
                     rmsnorm_forward(out, fused ? sum.tensor() : Tensor{}, rstd, inp, fused ? branch.tensor() : Tensor{},
                                     weight, kEps, device().stream);
                     const Forward expected = rmsnorm(total, g, N, C, kEps);
-                    // r carries the error of a sum of C positive terms; out that, two products and one rounding to dtype.
+                    // r carries the error of a sum of C positive terms; out that,
+                    // two products and one rounding to dtype.
                     check_close(rstd.values(), expected.rstd, sum_error(C), 0, "rmsnorm rstd, " + what);
                     const double subnormal = dtype == DType::f16 ? 0x1p-25 : 0x1p-126;  // half a step where they begin
                     check_close(out.values(), expected.out, unit_roundoff(dtype) + sum_error(C), subnormal,
@@ -147,8 +148,8 @@ TEST_CASE("rmsnorm backward against float64", "[rmsnorm]") {
     });
 }
 
-// Heads inside of wider rows against the same numbers as rows by themselves: the same kernels, so the same bits, and what lies
-// between the heads stays as it is. (For rows by themselves see above.)
+// Heads inside of wider rows against the same numbers as rows by themselves: the same kernels, so the same bits, and
+// what lies between the heads stays as it is. (For rows by themselves see above.)
 TEST_CASE("rmsnorm of heads equals rmsnorm of rows, bit for bit", "[rmsnorm]") {
     struct Place {
         int64_t N, heads, D, column, stride, columns;
@@ -237,7 +238,8 @@ TEST_CASE("rmsnorm repeats bit for bit", "[rmsnorm]") {
 
 TEST_CASE("rmsnorm of rows that are hard on float32", "[rmsnorm]") {
     const int64_t C = 64;
-    // A row of zeros has r = 1 / sqrt(eps), and out = 0. A row of 1e-10 drowns in eps. A row of 1e18 has squares of 1e36.
+    // A row of zeros has r = 1 / sqrt(eps), and out = 0. A row of 1e-10 drowns in eps.
+    // A row of 1e18 has squares of 1e36.
     Values x(3 * C);
     for (size_t c = 0; c < C; ++c) x[C + c] = 1e-10, x[2 * C + c] = c % 2 ? 1e18 : -1e18;
     Buffer inp(DType::f32, {3, C}, x), weight(DType::f32, {C}, Values(C, 1.0)), out(DType::f32, {3, C}),

@@ -60,7 +60,8 @@ TEST_CASE("rope against float64", "[rope]") {
             rope_table(table, frequencies);
             rope_forward(qkv, {}, table, H, K, device().stream);
             rope_backward(dqkv, {}, table, H, K, device().stream);
-            // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x): 5 units of 2^-24.
+            // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x):
+            // 5 units of 2^-24.
             const double absolute = 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
             const std::string what = concat("B T H K D = ", B, " ", T, " ", H, " ", K, " ", D, ", ", dtype_name(dtype));
             check_close(qkv.values(), rotate(x, size, frequencies, 1), unit_roundoff(dtype), absolute,
@@ -207,8 +208,9 @@ TEST_CASE("rope table far from the start", "[rope]") {
 }
 
 TEST_CASE("rope frequencies with llama3 scaling are those of transformers", "[rope]") {
-    // transformers 5.23, ROPE_INIT_FUNCTIONS["llama3"] with Llama 3.1's numbers: theta 500000, head size 128, factor 8, low 1,
-    // high 4, 8192 original positions. Points 0 to 28 are unchanged, 29 to 35 in between, from 36 on divided by 8.
+    // transformers 5.23, ROPE_INIT_FUNCTIONS["llama3"] with Llama 3.1's numbers: theta 500000, head size 128, factor 8,
+    // low 1, high 4, 8192 original positions. Points 0 to 28 are unchanged, 29 to 35 in between,
+    // from 36 on divided by 8.
     const auto frequencies = rope_frequencies(128, 500000, {8.0, 1.0, 4.0, 8192});
     const std::pair<size_t, double> golden[] = {{0, 1.0},
                                                 {1, 0.8146172165870667},
@@ -220,8 +222,8 @@ TEST_CASE("rope frequencies with llama3 scaling are those of transformers", "[ro
                                                 {37, 6.341514381347224e-05},
                                                 {63, 3.068925877869333e-07}};
     REQUIRE(frequencies.size() == 64);
-    // transformers computes the power in float32, whose exponent i/64 ln(500000) <= 13 carries 13 units of error, and the
-    // interpolation subtracts numbers of size 1.
+    // transformers computes the power in float32, whose exponent i/64 ln(500000) <= 13 carries 13 units of error, and
+    // the interpolation subtracts numbers of size 1.
     for (const auto& [i, expected] : golden) CHECK(frequencies[i] == Approx(expected).epsilon(40 * 0x1p-24));
 }
 
@@ -246,8 +248,8 @@ TEST_CASE("rope frequencies by transformers' formula in float64", "[rope]") {
 }
 
 TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
-    // transformers 5.23, ROPE_INIT_FUNCTIONS["yarn"] with DeepSeek-V3's numbers: theta 10000, head size 64, factor 40, 4096 original
-    // positions, beta_fast 32, beta_slow 1, mscale = mscale_all_dim = 1.
+    // transformers 5.23, ROPE_INIT_FUNCTIONS["yarn"] with DeepSeek-V3's numbers: theta 10000, head size 64, factor 40,
+    // 4096 original positions, beta_fast 32, beta_slow 1, mscale = mscale_all_dim = 1.
     RopeScaling v3{
         .factor = 40, .original_max_position = 4096, .kind = RopeKind::yarn, .mscale = 1, .mscale_all_dim = 1};
     const auto frequencies = rope_frequencies(64, 10000, v3);

@@ -42,7 +42,8 @@ std::string parse_error(const std::string& bytes) {
 const std::string reference_header =
     R"({"__metadata__":{"format":"pt"},"scalar":{"dtype":"I64","shape":[],"data_offsets":[0,8]},)"
     R"("empty":{"dtype":"F32","shape":[0,3],"data_offsets":[8,8]},)"
-    R"("w":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]},"ids":{"dtype":"I32","shape":[2],"data_offsets":[24,32]},)"
+    R"("w":{"dtype":"F32","shape":[2,2],"data_offsets":[8,24]},)"
+    R"("ids":{"dtype":"I32","shape":[2],"data_offsets":[24,32]},)"
     R"("b":{"dtype":"BF16","shape":[2],"data_offsets":[32,36]},)"
     R"("h":{"dtype":"F16","shape":[3],"data_offsets":[36,42]}}    )";
 const std::string reference = file_of(

@@ -64,9 +64,9 @@ TEST_CASE("swiglu against float64", "[swiglu]") {
             Buffer inp(dtype, {N, 2 * F}, x), dout(dtype, {N, F}, dy), out(dtype, {N, F}), dinp(dtype, {N, 2 * F});
             swiglu_forward(out, inp, device().stream);
             swiglu_backward(dinp, dout, inp, device().stream);
-            // exp(-|g|) has a relative error of 2 |g| + 4 units (the GPU computes 2^(g log2 e)). In g s(g) for g << 0 that is
-            // 2 g^2 exp(-|g|) <= 1.1 units, in silu' at most as much again; everything else is a few roundings of the
-            // result's own size. f16 rounds below 2^-14 to steps of 2^-24.
+            // exp(-|g|) has a relative error of 2 |g| + 4 units (the GPU computes 2^(g log2 e)). In g s(g) for g << 0
+            // that is 2 g^2 exp(-|g|) <= 1.1 units, in silu' at most as much again; everything else is a few roundings
+            // of the result's own size. f16 rounds below 2^-14 to steps of 2^-24.
             const std::string what = concat("N = ", N, ", F = ", F, ", ", dtype_name(dtype));
             const double relative = unit_roundoff(dtype) + 12 * kUnit, f16_extra = dtype == DType::f16 ? 0x1p-25 : 0;
             const double size = largest(x);
@@ -78,9 +78,9 @@ TEST_CASE("swiglu against float64", "[swiglu]") {
 }
 
 TEST_CASE("swiglu's derivative keeps its digits where the gate is open", "[swiglu]") {
-    // silu' = s (1 + g (1 - s)). Up to g = 17 1 - s is above float32's unit; computed as a difference from 1 it would be off by
-    // half a unit, times g. As e / (1 + e) it adds nothing: s is off by 2 units, the sum and the product by one each, and
-    // g (1 - s) (2 g + 4) <= 1.2 units here.
+    // silu' = s (1 + g (1 - s)). Up to g = 17 1 - s is above float32's unit; computed as a difference from 1 it would
+    // be off by half a unit, times g. As e / (1 + e) it adds nothing: s is off by 2 units, the sum and the product by
+    // one each, and g (1 - s) (2 g + 4) <= 1.2 units here.
     const int64_t F = 1000;
     std::vector<double> x(2 * F, 1.0), expected;
     for (int64_t f = 0; f < F; ++f) {

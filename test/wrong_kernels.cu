@@ -111,8 +111,8 @@ bool rotate(int which) {
 bool missing_syncwarp(bool wrong) { return rotate(wrong ? 1 : 0); }
 bool missing_second_syncwarp(bool wrong) { return rotate(wrong ? 2 : 0); }
 
-// Asynchronous copies to shared memory (cp.async) are there when the thread has waited for them, and waiting is for groups:
-// what has not been committed to one is not waited for.
+// Asynchronous copies to shared memory (cp.async) are there when the thread has waited for them, and waiting is for
+// groups: what has not been committed to one is not waited for.
 __global__ void reverse_row_kernel(float* out, const float* inp, int which) {
     __shared__ float row[128];
     const unsigned t = threadIdx.x;
@@ -382,8 +382,9 @@ bool mask_without_lane(bool wrong) { return warp_sum(wrong ? 2 : 0); }
 bool two_collectives(bool wrong) { return warp_sum(wrong ? 3 : 0); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Hopper's asynchronous copies and products (layers/ptx.cuh). A producer loads tiles of A into two stages; a warp group multiplies
-// each by a B of ones, which threads have written. Tile i is full of the number i + 1, so layouts do not matter here.
+// Hopper's asynchronous copies and products (layers/ptx.cuh). A producer loads tiles of A into two stages; a warp group
+// multiplies each by a B of ones, which threads have written. Tile i is full of the number i + 1,
+// so layouts do not matter here.
 
 constexpr int kTiles = 5, kTileNumbers = 64 * 16, kTileBytes = kTileNumbers * 2;
 enum Mistake {
@@ -426,7 +427,9 @@ __global__ void __launch_bounds__(160) product_kernel(float* out, const __nv_bfl
             if (which != no_empty_wait) mbarrier_wait(&empty[i], (tile / 2 + 1) % 2); // <- wrong_parity
             if (which == no_expect_tx) mbarrier_arrive(&full[i]);
             else mbarrier_arrive_expect_tx(&full[i], kTileBytes); // <- missing_empty_wait
-            bulk_load(stages + i * kTileBytes, inp + tile * kTileNumbers, kTileBytes, &full[i]); // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier released_too_early missing_wgmma_commit missing_wgmma_wait
+            // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier
+            // released_too_early missing_wgmma_commit missing_wgmma_wait
+            bulk_load(stages + i * kTileBytes, inp + tile * kTileNumbers, kTileBytes, &full[i]);
         }
     } else if (t < 128) {
         float d[1][4] = {};
@@ -435,7 +438,9 @@ __global__ void __launch_bounds__(160) product_kernel(float* out, const __nv_bfl
             const int i = tile % 2;
             if (which != no_wait) mbarrier_wait(&full[i], (tile / 2 + (which == other_parity)) % 2); // <- wrong_parity
             if (which != no_wgmma_fence) wgmma_fence();
-            wgmma_m64k16<__nv_bfloat16>(d, wgmma_descriptor<0>(stages + i * kTileBytes, 128, 256), ones, true); // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
+            // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_proxy_fence
+            // missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
+            wgmma_m64k16<__nv_bfloat16>(d, wgmma_descriptor<0>(stages + i * kTileBytes, 128, 256), ones, true);
             if (which != no_wgmma_commit) wgmma_commit();
             if (which == early_release && t == 0) mbarrier_arrive(&empty[i]);
             if (which == early_release) __syncwarp();
@@ -456,7 +461,10 @@ bool product(Mistake mistake) {
     const __nv_bfloat16* numbers = reinterpret_cast<const __nv_bfloat16*>(inp.data);
     product_kernel<<<1, 160, 4 * kTileBytes + kTileAlignment>>>(
         out.data, numbers,
-        mistake);  // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early operand_overwritten
+        // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier
+        // missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early
+        // operand_overwritten
+        mistake);
     must(cudaDeviceSynchronize());
     for (float x : out.read())
         if (x != 16.0f * (1 + 2 + 3 + 4 + 5)) return false;
@@ -474,8 +482,8 @@ bool missing_wgmma_wait(bool wrong) { return product(wrong ? no_wgmma_wait : non
 bool released_too_early(bool wrong) { return product(wrong ? early_release : none); }
 bool operand_overwritten(bool wrong) { return product(wrong ? b_overwritten : none); }
 
-// A in registers, times a B of ones that is swizzled by 32 bytes. Three groups of warps: the first gives its registers to the
-// others, and the second multiplies. They start with 168 a thread, 64512 in all.
+// A in registers, times a B of ones that is swizzled by 32 bytes. Three groups of warps: the first gives its registers
+// to the others, and the second multiplies. They start with 168 a thread, 64512 in all.
 __global__ void __launch_bounds__(384, 1) fragment_kernel(float* out, int which) {
     // clang-format off
     __nv_bfloat16* b = reinterpret_cast<__nv_bfloat16*>(shared_tiles());
@@ -495,7 +503,8 @@ __global__ void __launch_bounds__(384, 1) fragment_kernel(float* out, int which)
     uint32_t a[1][4] = {{two, two, two, two}};
     const __nv_bfloat16* start = b + (which == off_the_pattern ? 16 : 0);
     wgmma_fence(d, a);
-    wgmma_m64k16<__nv_bfloat16>(d, a[0], wgmma_descriptor<32>(start, 0, 256), false); // <- fragment_overwritten tile_off_the_pattern
+    // <- fragment_overwritten tile_off_the_pattern
+    wgmma_m64k16<__nv_bfloat16>(d, a[0], wgmma_descriptor<32>(start, 0, 256), false);
     wgmma_commit();
     if (which == a_overwritten) a[0][t % 4] = 0;
     wgmma_wait<0>(d, a);
@@ -552,7 +561,9 @@ bool round_trip(int which) {
     Buffer inp(counting(64)), out(64);
     round_trip_kernel<<<1, 64, 2 * kTileAlignment>>>(
         out.data, inp.data,
-        which);  // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read missing_bulk_wait
+        // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read
+        // missing_bulk_wait
+        which);
     must(cudaDeviceSynchronize());
     const std::vector<float> row = out.read();
     for (size_t i = 0; i < 64; ++i)
