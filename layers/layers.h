@@ -205,19 +205,20 @@ void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
 // with a trap.
 
 enum class RopePairs { halves, neighbours };
-enum class RopeKind { llama3, yarn };
-struct RopeScaling {  // factor 1 means none
+enum class RopeKind { llama3, yarn, linear, dynamic };
+struct RopeScaling {  // for long contexts, the formulas in rope.cu
+    // Whether frequencies change at all. (Dynamic scaling by a factor of 1 still follows the length.)
+    bool acts() const { return factor != 1.0 || kind == RopeKind::dynamic; }
     double factor = 1.0;
     double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
-    int64_t original_max_position = 8192;
+    int64_t original_max_position = 8192;                  // the longest sequence of the training; not read by linear
     RopeKind kind = RopeKind::llama3;
     double beta_fast = 32.0,
            beta_slow = 1.0;  // yarn: turns in the original context from which on points are kept; slowed
     double mscale = 0.0, mscale_all_dim = 0.0;
 };
-// D/2 frequencies base^(-2i/D), scaled for long contexts: long waves are slowed by `factor`, those between two limits
-// partly, short ones not.
-std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling);
+// D/2 frequencies base^(-2i/D), scaled for long contexts. T, the length of the sequences, matters to dynamic scaling alone.
+std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling, int64_t T = 0);
 // YaRN's a, and what it (in DeepSeek's form) multiplies the softmax scale by. Both 1 without YaRN.
 double rope_amplitude(const RopeScaling& scaling);
 double rope_softmax_factor(const RopeScaling& scaling);

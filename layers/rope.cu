@@ -1,30 +1,45 @@
 // RoPE: rotary position embedding.                                              (Su et al. 2021, arXiv:2104.09864)
 //
-// A head's D numbers are D/2 points of the plane, (x_i, x_{i+D/2}); at position t point i is rotated by the angle t w_i.
-// In a row of several documents positions count from the beginning of each.
+// A head's D numbers are D/2 points of the plane, (x_i, x_{i+D/2}); at position t point i is rotated by the angle
+// t w_i. In a row of several documents positions count from the beginning of each.
 //
 //   forward     y1 = x1 cos - x2 sin               w_i = base^(-2i/D): from one radian a token (i = 0) down to 1/base
 //               y2 = x2 cos + x1 sin
 //   backward    dx1 = dy1 cos + dy2 sin            a rotation's inverse and its transpose are the rotation back:
 //               dx2 = dy2 cos - dy1 sin            the same kernel with -sin
 //
-// Queries and keys are rotated, values are not. Two rotated vectors at t and s have the dot product that they would have at
-// t - s and 0: attention sees distances instead of positions.
+// As a plain loop:
 //
-// Hugging Face lays LLaMA out so that a point's two numbers are D/2 apart; Meta's own files, the paper and DeepSeek have them
-// side by side. The two differ by a fixed order of the rows of the query and key weights.
+//   for each token at position t, for each query or key head x, for i = 0 ... D/2 - 1:
+//       c = cos(t w_i), s = sin(t w_i)                                             both from the table
+//       x[i], x[i + D/2] = x[i] c - x[i + D/2] s, x[i + D/2] c + x[i] s
 //
-// Long contexts: a model that was trained on P positions has never seen the slow points turn once. With wavelength =
-// 2 pi / w and turns = P / wavelength, the turns made in training, fast points, which tell neighbours apart, stay as they are;
-// slow points get w/factor: `factor` times the positions, the same angles; those between are mixed, (1 - a) w/factor + a w.
+// Queries and keys are rotated, values are not. The dot product of a query rotated at position t and a key rotated at s
+// depends on t and s through t - s only: so attention's scores depend on distances, not on absolute positions.
 //
-//   llama3   (transformers' modeling_rope_utils.py)     a = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-//   yarn     (Peng et al. 2023, arXiv:2309.00071)           a falls linearly in the point's number i, from 1 where a point
-//            turns beta_fast times (rounded down) to 0 where it turns beta_slow times (rounded up)
+// In Hugging Face's layout of LLaMA a point's two numbers are D/2 apart; in Meta's own files, the paper and DeepSeek
+// they are neighbours. The two differ by a fixed order of the rows of the query and key weights.
 //
-// YaRN also sharpens the softmax, which blurs over more keys: scores grow by mscale^2 with mscale = 0.1 m ln(factor) + 1. Its
-// authors put mscale into the table's numbers (m = 1); DeepSeek (arXiv:2405.04434) puts mscale(mscale_all_dim) into the
-// softmax's scale, and leaves mscale(mscale) / mscale(mscale_all_dim) in the table, which is 1 in all of their models.
+// Long contexts. Let P be the longest sequence of the training, and turns = P w / (2 pi) the number of full rotations
+// of a point in it. At positions beyond P the slow points (turns < 1) reach angles that did not occur in the training.
+// There are four remedies (RopeKind), each of which computes other frequencies w':
+//
+//   linear    w' = w / factor: all positions are divided by `factor`               (Chen et al. 2023, arXiv:2306.15595)
+//   llama3    w' = (1 - a) w / factor + a w      fast points, which distinguish neighbours, keep w (a = 1); slow points
+//   yarn      w' = (1 - a) w / factor + a w      get w / factor (a = 0): `factor` times the positions, the same angles
+//               llama3: a = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor), limited to [0, 1]
+//                                                                            (transformers' modeling_rope_utils.py)
+//               yarn: a falls linearly with the point's number i, from 1 at the point with turns = beta_fast (rounded
+//               down) to 0 at the point with turns = beta_slow (rounded up)        (Peng et al. 2023, arXiv:2309.00071)
+//   dynamic   w' = base'^(-2i/D),  base' = base growth^(D/(D-2)),  growth = factor T/P - (factor - 1) if T > P, else 1
+//               ("dynamic NTK": transformers' modeling_rope_utils.py; arXiv:2309.00071). With this exponent the slowest
+//               point, i = D/2 - 1, is slowed by exactly `growth`, and the fastest not at all. T is the length of the
+//               sequence: a table for more positions differs in every row.
+//
+// YaRN also multiplies attention's scores by mscale^2, with mscale = 0.1 m ln(factor) + 1: a softmax over more keys is
+// flatter, and larger scores compensate for that. Its authors put mscale into the table's numbers (m = 1). DeepSeek
+// (arXiv:2405.04434) puts mscale(mscale_all_dim) into the softmax's scale, and leaves mscale(mscale) /
+// mscale(mscale_all_dim) in the table, which is 1 in all of their models.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -38,6 +53,7 @@ namespace {
 
 // The share a of its own frequency that point i of a head of D columns keeps.
 double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling& scaling) {
+    if (scaling.kind == RopeKind::linear) return 0;
     const double positions = static_cast<double>(scaling.original_max_position);
     if (scaling.kind == RopeKind::llama3) {
         const double low = scaling.low_freq_factor, high = scaling.high_freq_factor, turns = positions * w / (2 * M_PI);
@@ -54,19 +70,30 @@ double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling
     return 1 - std::clamp((static_cast<double>(i) - first) / std::max(last - first, 0.001), 0.0, 1.0);
 }
 
+// By what dynamic scaling multiplies the base for a sequence of T tokens.
+double base_growth(int64_t D, int64_t T, const RopeScaling& scaling) {
+    const int64_t P = scaling.original_max_position;
+    if (scaling.kind != RopeKind::dynamic || T <= P) return 1;
+    check(D > 2, "rope_frequencies: dynamic scaling needs a head size above 2, not ", D);
+    const double growth = scaling.factor * static_cast<double>(T) / static_cast<double>(P) - (scaling.factor - 1);
+    return std::pow(growth, static_cast<double>(D) / static_cast<double>(D - 2));
+}
+
 double yarn_mscale(double factor, double m) { return factor <= 1 ? 1.0 : 0.1 * m * std::log(factor) + 1; }
 
 }  // namespace
 
-std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling) {
+std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling, int64_t T) {
     check(D > 0 && D % 2 == 0, "rope_frequencies: head size D = ", D, " is not even: it is made of pairs");
     check(base > 0, "rope_frequencies: base = ", base, " is not positive");
     check(scaling.factor > 0, "rope_frequencies: scaling factor = ", scaling.factor, " is not positive");
+    base *= base_growth(D, T, scaling);
+    const bool mixes = scaling.factor != 1.0 && scaling.kind != RopeKind::dynamic;
     std::vector<double> frequencies(static_cast<size_t>(D / 2));
     for (int64_t i = 0; i < D / 2; ++i) {
         double& w = frequencies[static_cast<size_t>(i)];
         w = std::pow(base, -2.0 * static_cast<double>(i) / static_cast<double>(D));
-        if (scaling.factor == 1.0) continue;
+        if (!mixes) continue;
         const double a = kept_share(i, w, D, base, scaling);
         w *= (1 - a) / scaling.factor + a;
     }
@@ -84,7 +111,8 @@ double rope_softmax_factor(const RopeScaling& s) {
     return yarn_mscale(s.factor, s.mscale_all_dim) * yarn_mscale(s.factor, s.mscale_all_dim);
 }
 
-// Angles grow to thousands of radians, where a float knows only three digits behind the point: they are computed in double.
+// Angles grow to thousands of radians, where a float has only three digits after the decimal point: so they are
+// computed in double.
 void rope_table(Tensor table, const std::vector<double>& frequencies, double amplitude) {
     const int64_t half = static_cast<int64_t>(frequencies.size()), D = 2 * half;
     expect("rope_table", "table", table, DType::f32, {-1, D});
@@ -102,7 +130,7 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernel. Block (t, b, group of heads); threadIdx.y is the head in the group, threadIdx.x the chunk of kN points of it.
-// A thread reads and writes its own points only: in place.
+// A thread reads and writes its own points only, so the rotation can be done in place.
 
 template <int kN>
 __device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN], const float (&s)[kN], int l,

@@ -60,10 +60,11 @@ inline Tensor rope_rows(const Model& model, const Activations& acts) {
     return model.rope_table.slice(acts.first, acts.T);
 }
 
-inline FlashAttentionOptions attention_options(const Model& model, const Activations& acts) {
+inline FlashAttentionOptions attention_options(const Model& model, const Block& block, const Activations& acts) {
     const Config& config = model.config;
     const double sharper = config.attention == AttentionKind::mla ? rope_softmax_factor(config.rope_scaling) : 1.0;
     return {.scale = static_cast<float>(sharper) / std::sqrt(static_cast<float>(config.D)),
+            .window = block.window,
             .documents = acts.documents,
             .tier = model.attention};
 }

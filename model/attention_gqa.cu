@@ -2,7 +2,9 @@
 //       (Vaswani et al. 2017, arXiv:1706.03762; MQA: Shazeer 2019, arXiv:1911.02150; GQA: Ainslie et al. 2023, arXiv:2305.13245)
 //
 //   qkv = [H query heads | K key heads | K value heads], each of D columns
-//   attn_h = sum over s of softmax(q_h . k_s / sqrt(D)) v_s          key head h / (H/K)
+//   attn_h,t = sum over the s that t sees of softmax(q_h,t . k_s / sqrt(D)) v_s          key head h / (H/K)
+//
+// t sees all s <= t; with a sliding window of w tokens (Mistral, arXiv:2310.06825; Qwen's later layers) t - w < s <= t.
 //
 // Positions: GPT-2 has none here; LLaMA and Qwen rotate queries and keys. Qwen2 (arXiv:2407.10671) adds biases to qkv, which
 // the product has done. Qwen3 (arXiv:2505.09388) first normalises every query and key head, so that no score can grow without
@@ -56,7 +58,7 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     else if (c.family == Family::llama)
         rope_forward(heads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
     flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                            attention_options(model, acts), stream);
+                            attention_options(model, block, acts), stream);
 }
 
 void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
@@ -66,7 +68,7 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
     const QkvHeads dheads = heads_of(c, acts, acts.dqkv, acts.dq, acts.dk);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
                              heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                             attention_options(model, acts), acts.scratch, stream);
+                             attention_options(model, block, acts), acts.scratch, stream);
     if (!c.qk_norm) {
         if (c.family == Family::llama)
             rope_backward(dheads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);

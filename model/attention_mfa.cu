@@ -50,7 +50,7 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     rope_forward(heads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                            attention_options(model, acts), stream);
+                            attention_options(model, block, acts), stream);
 }
 
 void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
@@ -59,7 +59,7 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
     const Heads heads = heads_of(c, acts, saved.qkv, saved.q), dheads = heads_of(c, acts, acts.dqkv, acts.dq);
     flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
                              heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                             attention_options(model, acts), acts.scratch, stream);
+                             attention_options(model, block, acts), acts.scratch, stream);
     rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
     linear_backward(acts.dq_latent, block.q_up, kQUp, acts.dq, saved.q_latent, saved, acts, stream);

@@ -80,7 +80,7 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     const Config& c = model.config;
     const Parts p = saved_parts(c, acts, saved);
     const HeadColumns out = heads_in(saved.attn, acts, c.H, c.D_v);
-    const float scale = attention_options(model, acts).scale;
+    const float scale = attention_options(model, block, acts).scale;
     norm_latents(model, block, saved, acts, stream);
     if (c.q_rank > 0) linear_forward(saved.q, block.q_up, kQUp, saved.q_latent, saved, acts, stream);
     rope_forward(p.q_rotated, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
@@ -93,7 +93,7 @@ void forward(const Model& model, const Block& block, const BlockSaved& saved, co
     }
     linear_forward(saved.kv, block.kv_up, kKvUp, saved.kv_latent, saved, acts, stream);
     latent_keys_forward(p.keys, p.own_keys, p.shared_key, stream);
-    flash_attention_forward(out, saved.lse, p.q, p.keys, p.values, attention_options(model, acts), stream);
+    flash_attention_forward(out, saved.lse, p.q, p.keys, p.values, attention_options(model, block, acts), stream);
 }
 
 void recompute_cheap(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
@@ -109,7 +109,7 @@ void backward(const Model& model, const Block& block, const BlockSaved& saved, c
     const Parts p = saved_parts(c, acts, saved), d = parts_of(c, acts, acts.dqkv, acts.dq, acts.dkv, acts.dk);
     flash_attention_backward(d.q, d.keys, d.values, heads_in(acts.dattn, acts, c.H, c.D_v),
                              heads_in(saved.attn, acts, c.H, c.D_v), saved.lse, p.q, p.keys, p.values,
-                             attention_options(model, acts), acts.scratch, stream);
+                             attention_options(model, block, acts), acts.scratch, stream);
     latent_keys_backward(d.own_keys, d.shared_key, d.keys, stream);
     linear_backward(acts.dkv_latent, block.kv_up, kKvUp, acts.dkv, saved.kv_latent, saved, acts, stream);
     rope_backward(d.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);

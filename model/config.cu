@@ -111,6 +111,12 @@ void check_config(const Config& c) {
               (c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0),
           "model configuration: MLA needs as many key/value heads as query heads, kv_lora_rank ", c.kv_rank,
           ", qk_nope_head_dim ", c.D - c.D_rope, " and v_head_dim ", c.D_v, " above 0");
+    check(c.window >= 0 && c.n_full_layers >= 0, "model configuration: a window of ", c.window, " and ",
+          c.n_full_layers, " layers without it: neither can be negative");
+    const bool plain_gqa = c.family == Family::llama && c.attention == AttentionKind::gqa;
+    check(plain_gqa || (c.window == 0 && !c.qkv_bias && !c.attn_out_bias && !c.mlp_bias && !c.qk_norm),
+          "model configuration: windows, norms of heads and optional biases are there for grouped-query attention with "
+          "rotary positions only");
 }
 
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
@@ -124,8 +130,9 @@ std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
 int64_t parameter_count(const Config& c) {
     const bool gpt2 = c.family == Family::gpt2;
     const int64_t norm = gpt2 ? 2 * c.C : c.C;
-    int64_t block = 2 * norm + (c.has_qkv_bias() ? c.qkv_width() : 0) + (gpt2 ? c.C + c.up_width() + c.C : 0) +
-                    (c.qk_norm ? 2 * c.D : 0) + c.q_rank + c.kv_rank;  // biases, norms of heads and of latents
+    const int64_t biases = (c.has_qkv_bias() ? c.qkv_width() : 0) + (c.has_attn_out_bias() ? c.C : 0) +
+                           (c.has_mlp_bias() ? c.up_width() + c.C : 0);
+    int64_t block = 2 * norm + biases + (c.qk_norm ? 2 * c.D : 0) + c.q_rank + c.kv_rank;  // norms of heads and latents
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) block += inputs * outputs;
     return (c.tied ? 1 : 2) * c.V * c.C + (gpt2 ? c.T_max * c.C : 0) + c.L * block + norm;
 }

@@ -1,9 +1,42 @@
-// model/huggingface_config.cu: config.json: how Hugging Face describes a model, read and written.
+// model/huggingface_config.cu: config.json, in which Hugging Face describes a model: read and written.
+//
+// gpt2 has names of its own: vocab_size, n_positions, n_layer, n_head, n_embd, n_inner, layer_norm_epsilon,
+// tie_word_embeddings, initializer_range; activation_function must be gelu_new, scale_attn_weights true, and
+// scale_attn_by_inverse_layer_idx false. The other model types share most of theirs. x: read; -: ignored; otherwise the
+// table has the only value that is supported.
+//
+//     key                                  llama  mistral  qwen2  qwen3  mfa    deepseek_v2, _v3   in Config
+//     vocab_size, hidden_size                x       x       x      x     x      x                 V, C
+//     num_hidden_layers, intermediate_size   x       x       x      x     x      x                 L, F
+//     num_attention_heads                    x       x       x      x     x      x                 H
+//     num_key_value_heads                    x       x       x      x     1      = heads           K
+//     head_dim                               x       x       x      x     x      -                 D
+//     max_position_embeddings                x       x       x      x     x      x                 T_max
+//     rms_norm_eps, initializer_range        x       x       x      x     x      x                 norm_eps, init_std
+//     tie_word_embeddings                    x       x       x      x     x      x                 tied
+//     rope_parameters, or rope_theta and     x       x       x      x     x      x                 rope_base,
+//     rope_scaling (read_rope)                                                                     rope_scaling
+//     hidden_act                             silu    silu    silu   silu  silu   silu
+//     attention_bias                         x       false   (1)    x     false  false             qkv_bias,
+//                                                                                                  attn_out_bias
+//     mlp_bias                               x       false   false  false false  false             mlp_bias
+//     use_sliding_window                     false   -       x      x     false  -                 window
+//     sliding_window                         -       x       (2)    (2)   -      -                 window
+//     max_window_layers, layer_types         -       -       (2)    (2)   -      -                 n_full_layers
+//     share_q_dim                            -       -       -      -     x      -                 q_rank
+//     q_lora_rank, kv_lora_rank              -       -       -      -     -      x                 q_rank, kv_rank
+//     qk_nope_head_dim, qk_rope_head_dim     -       -       -      -     -      x                 D, D_rope
+//     v_head_dim, rope_interleave            -       -       -      -     -      x                 D_v, rope_pairs
+//     first_k_dense_replace                  -       -       -      -     -      all layers
+//
+// (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
+// All other keys are ignored. A key that is missing has the default of transformers' class.
 #include "io/io.h"
 #include "model/model.h"
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 
@@ -23,12 +56,15 @@ class ConfigReader {
         }
         check(object_.is_object(), path, ": expected a JSON object");
     }
+    // Where a key is optional, null and a missing key mean the same to transformers, but for those that ask is_null.
     bool has(const json& object, const char* key) const { return object.contains(key) && !object.at(key).is_null(); }
     bool has(const char* key) const { return has(object_, key); }
+    bool is_null(const char* key) const { return object_.contains(key) && object_.at(key).is_null(); }
 
     int64_t integer(const json& object, const char* key) const {
         check(has(object, key), path_, ": \"", key, "\" is missing");
         check(object.at(key).is_number_integer(), path_, ": \"", key, "\" is not a whole number");
+        // Sizes are multiplied by each other in 64 bits; below 2^31 a product of two cannot overflow.
         const int64_t value = object.at(key).get<int64_t>();
         check(value > 0 && value < int64_t{1} << 31, path_, ": \"", key, "\" is ", value, ", expected 1 to 2^31");
         return value;
@@ -57,7 +93,7 @@ class ConfigReader {
         return object.at(key).get<std::string>();
     }
     std::string text(const char* key, const std::string& otherwise) const { return text(object_, key, otherwise); }
-    // A value that we support in one form only.
+    // For a key of which only one value is supported.
     void must_be(const char* key, const std::string& only) const {
         const std::string value = text(key, only);
         check(value == only, path_, ": \"", key, "\" is \"", value, "\"; this program supports \"", only, "\"");
@@ -74,12 +110,13 @@ Config read_gpt2(const ConfigReader& in) {
     Config c;
     c.family = Family::gpt2;
     c.L = in.integer("n_layer"), c.H = c.K = in.integer("n_head"), c.C = in.integer("n_embd"), c.D = c.C / c.H;
+    // gelu_new is the form with tanh, layers/gelu.cu. "gelu", with erf, gives slightly other numbers.
     in.must_be("activation_function", "gelu_new");
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("n_positions", 1024);
     c.F = in.integer("n_inner", 4 * c.C);
     c.norm_eps = in.number("layer_norm_epsilon", 1e-5);
-    c.tied = in.boolean("tie_word_embeddings", true);
+    c.tied = in.boolean("tie_word_embeddings", true);  // GPT-2's files do not have this key, and its head is tied
     c.init_std = in.number("initializer_range", 0.02);
     check(in.boolean("scale_attn_weights", true) && !in.boolean("scale_attn_by_inverse_layer_idx", false), in.path(),
           ": only attention scaled by 1/sqrt(head size) is supported");
@@ -87,79 +124,150 @@ Config read_gpt2(const ConfigReader& in) {
     return c;
 }
 
-// RoPE: transformers 5 writes rope_parameters {rope_theta, rope_type, ...}; before, rope_theta and rope_scaling.
+// The names of rope_type, and what each has beside factor. (layers/rope.cu has the formulas.)
+//   linear, dynamic   nothing; dynamic's original length is max_position_embeddings
+//   llama3            original_max_position_embeddings, low_freq_factor, high_freq_factor
+//   yarn              original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim
+const std::pair<const char*, RopeKind> kRopeKinds[] = {{"llama3", RopeKind::llama3},
+                                                       {"yarn", RopeKind::yarn},
+                                                       {"linear", RopeKind::linear},
+                                                       {"dynamic", RopeKind::dynamic}};
+
+RopeScaling read_rope_scaling(const ConfigReader& in, const json& rope, const std::string& type, int64_t T_max) {
+    const auto* known = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
+                                     [&](const auto& kind) { return kind.first == type; });
+    check(known != std::end(kRopeKinds), in.path(), ": rope_type \"", type,
+          "\" is not supported, only default, linear, dynamic, llama3 and yarn");
+    RopeScaling to;
+    to.kind = known->second;
+    // YaRN alone can do without a factor: then it is how much longer the sequences are than the original ones.
+    check(to.kind == RopeKind::yarn || in.has(rope, "factor"), in.path(), ": rope_type ", type, " needs a \"factor\"");
+    to.factor = in.number(rope, "factor", 1.0);
+    if (to.kind == RopeKind::linear) return to;
+    to.original_max_position =
+        to.kind == RopeKind::dynamic ? T_max : in.integer(rope, "original_max_position_embeddings");
+    to.low_freq_factor = in.number(rope, "low_freq_factor", to.low_freq_factor);
+    to.high_freq_factor = in.number(rope, "high_freq_factor", to.high_freq_factor);
+    if (to.kind != RopeKind::yarn) return to;
+    check(!in.has(rope, "attention_factor") && in.boolean(rope, "truncate", true), in.path(),
+          ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
+    to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
+    to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
+    to.beta_slow = in.number(rope, "beta_slow", to.beta_slow);
+    to.mscale = in.number(rope, "mscale", 0.0);
+    to.mscale_all_dim = in.number(rope, "mscale_all_dim", 0.0);
+    return to;
+}
+
+// transformers 5 writes rope_parameters {rope_theta, rope_type, ...}. Earlier versions had rope_theta and rope_scaling,
+// in which rope_type was first called type.
 void read_rope(const ConfigReader& in, Config& c) {
-    const bool newer = in.has("rope_parameters");
-    const char* key = newer ? "rope_parameters" : "rope_scaling";
+    const char* key = in.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
     const json none = json::object();
     const json& rope = in.has(key) ? in.object().at(key) : none;
     check(rope.is_object(), in.path(), ": \"", key, "\" is not an object");
     c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));
+    check(in.number(rope, "partial_rotary_factor", 1.0) == 1.0, in.path(),
+          ": partial_rotary_factor is not supported: all columns of a head are rotated");
     const std::string type = in.text(rope, "rope_type", in.text(rope, "type", "default"));
-    check(type == "default" || type == "llama3" || type == "yarn", in.path(), ": rope_type \"", type,
-          "\" is not supported, only default, llama3 and yarn");
-    RopeScaling& to = c.rope_scaling;
-    if (type == "default") return;
-    to.original_max_position = in.integer(rope, "original_max_position_embeddings");
-    if (type == "llama3") {
-        to.factor = in.number(rope, "factor", 8.0);
-        to.low_freq_factor = in.number(rope, "low_freq_factor", 1.0);
-        to.high_freq_factor = in.number(rope, "high_freq_factor", 4.0);
-        return;
-    }
-    check(!in.has(rope, "attention_factor") && in.boolean(rope, "truncate", true), in.path(),
-          ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
-    to.kind = RopeKind::yarn;
-    to.factor = in.number(rope, "factor", static_cast<double>(c.T_max) / static_cast<double>(to.original_max_position));
-    to.beta_fast = in.number(rope, "beta_fast", 32.0);
-    to.beta_slow = in.number(rope, "beta_slow", 1.0);
-    if (in.has(rope, "mscale")) to.mscale = in.number(rope, "mscale", 1.0);
-    if (in.has(rope, "mscale_all_dim")) to.mscale_all_dim = in.number(rope, "mscale_all_dim", 1.0);
+    if (type != "default") c.rope_scaling = read_rope_scaling(in, rope, type, c.T_max);
+}
+
+// What transformers' classes take where a key is missing; 0: what follows from other keys.
+struct Defaults {
+    int64_t max_position_embeddings = 2048, num_key_value_heads = 0, head_dim = 0;
+};
+Defaults defaults_of(const std::string& type) {
+    if (type == "mistral") return {131072, 8, 0};
+    if (type == "qwen2") return {32768, 32, 0};
+    if (type == "qwen3") return {32768, 32, 128};
+    return {};
 }
 
 // What LLaMA and all that are built like it have.
-Config read_llama_like(const ConfigReader& in) {
+Config read_llama_like(const ConfigReader& in, const std::string& type) {
+    const Defaults defaults = defaults_of(type);
     Config c;
     in.must_be("hidden_act", "silu");
-    check(!in.boolean("attention_bias", false) && !in.boolean("mlp_bias", false), in.path(),
-          ": attention_bias and mlp_bias are not supported");
     c.V = in.integer("vocab_size");
-    c.T_max = in.integer("max_position_embeddings", 2048);
+    c.T_max = in.integer("max_position_embeddings", defaults.max_position_embeddings);
     c.L = in.integer("num_hidden_layers");
     c.H = in.integer("num_attention_heads");
-    c.K = in.integer("num_key_value_heads", c.H);
+    // Here null means one for each query head, in every class.
+    const int64_t default_K = in.is_null("num_key_value_heads") ? 0 : defaults.num_key_value_heads;
+    c.K = in.integer("num_key_value_heads", default_K > 0 ? default_K : c.H);
     c.C = in.integer("hidden_size");
     c.F = in.integer("intermediate_size");
     c.norm_eps = in.number("rms_norm_eps", 1e-6);
     c.tied = in.boolean("tie_word_embeddings", false);
     c.init_std = in.number("initializer_range", 0.02);
     read_rope(in, c);
+    // Qwen2's biases do not depend on a key. transformers ignores attention_bias and mlp_bias in the other types; here
+    // true is an error, because whoever wrote it expects another model than the one that would be trained.
+    const bool attention_bias = in.boolean("attention_bias", false);
+    check(!attention_bias || type == "llama" || type == "qwen3", in.path(),
+          ": attention_bias is supported for llama and qwen3 only, not for ", type);
+    c.qkv_bias = attention_bias || type == "qwen2";
+    c.attn_out_bias = attention_bias;
+    c.mlp_bias = in.boolean("mlp_bias", false);
+    check(!c.mlp_bias || type == "llama", in.path(), ": mlp_bias is supported for llama only, not for ", type);
     return c;
 }
 
-// llama, qwen2, qwen3. mfa, our own: one key/value head, and share_q_dim numbers of the latent that queries come from.
+// How many of the first layers have no sliding window. Newer files name every layer in layer_types; older ones have
+// max_window_layers, by which all layers after the first so many have the window.
+int64_t read_full_layers(const ConfigReader& in, int64_t L) {
+    if (!in.has("layer_types")) return in.has("max_window_layers") ? in.count("max_window_layers") : 28;
+    const json& types = in.object().at("layer_types");
+    check(types.is_array() && static_cast<int64_t>(types.size()) == L, in.path(), ": \"layer_types\" is not a list of ",
+          L, " layers");
+    const auto first_sliding = std::find(types.begin(), types.end(), "sliding_attention");
+    const bool sliding_to_the_end =
+        std::all_of(first_sliding, types.end(), [](const json& kind) { return kind == "sliding_attention"; });
+    const bool full_before =
+        std::all_of(types.begin(), first_sliding, [](const json& kind) { return kind == "full_attention"; });
+    check(sliding_to_the_end && full_before, in.path(),
+          ": \"layer_types\" is supported only as full_attention in the first layers and sliding_attention in all "
+          "others");
+    return first_sliding - types.begin();
+}
+
+void read_window(const ConfigReader& in, const std::string& type, Config& c) {
+    const bool qwen = type == "qwen2" || type == "qwen3";
+    const bool uses = type == "mistral" || in.boolean("use_sliding_window", false);
+    check(!uses || qwen || type == "mistral", in.path(), ": use_sliding_window is not supported for ", type);
+    if (!uses) return;
+    // A missing key and null differ: null means that there is no window.
+    c.window = in.is_null("sliding_window") ? 0 : in.integer("sliding_window", 4096);
+    if (qwen && c.window > 0) c.n_full_layers = read_full_layers(in, c.L);
+}
+
+// llama, mistral, qwen2, qwen3. mfa, our own: one key/value head, and queries from a latent of share_q_dim numbers.
 Config read_llama(const ConfigReader& in, const std::string& type) {
-    Config c = read_llama_like(in);
-    check(in.has("head_dim") || c.C % c.H == 0, in.path(), ": hidden_size ", c.C,
+    Config c = read_llama_like(in, type);
+    // Heads need not fill the width: Qwen3-0.6B has 16 heads of 128 columns at a width of 1024.
+    const int64_t default_D = in.is_null("head_dim") ? 0 : defaults_of(type).head_dim;
+    check(in.has("head_dim") || default_D > 0 || c.C % c.H == 0, in.path(), ": hidden_size ", c.C,
           " cannot be divided by num_attention_heads ", c.H);
-    c.D = in.integer("head_dim", c.C / c.H);
-    check(!in.boolean("use_sliding_window", false), in.path(), ": use_sliding_window is not supported");
-    c.qkv_bias = type == "qwen2";
+    c.D = in.integer("head_dim", default_D > 0 ? default_D : c.C / c.H);
+    read_window(in, type, c);
+    c.mistral = type == "mistral";
     c.qk_norm = type == "qwen3";
     if (type == "mfa") c.attention = AttentionKind::mfa, c.q_rank = in.integer("share_q_dim");
     return c;
 }
 
 // deepseek_v3, and deepseek_v2, which is the same where there are no experts.
-Config read_deepseek(const ConfigReader& in, bool v3) {
-    Config c = read_llama_like(in);
+Config read_deepseek(const ConfigReader& in, const std::string& type) {
+    Config c = read_llama_like(in, type);
+    const bool v3 = type == "deepseek_v3";
     const int64_t n_dense = in.has("first_k_dense_replace") ? in.count("first_k_dense_replace") : v3 ? 3 : 0;
     check(n_dense >= c.L, in.path(), ": layers from ", n_dense, " on have experts (first_k_dense_replace ", n_dense,
           ", num_hidden_layers ", c.L, "), which are not there yet: only models without experts can be used");
     check(c.K == c.H, in.path(), ": num_key_value_heads ", c.K, " must be num_attention_heads ", c.H,
           ": every head has its own key");
     c.attention = AttentionKind::mla;
-    c.q_rank = in.has("q_lora_rank") ? in.integer("q_lora_rank") : 0;
+    c.q_rank = in.has("q_lora_rank") ? in.integer("q_lora_rank") : 0;  // null: queries come from the input
     c.kv_rank = in.integer("kv_lora_rank");
     c.D_rope = in.integer("qk_rope_head_dim");
     c.D = in.integer("qk_nope_head_dim") + c.D_rope;
@@ -183,11 +291,12 @@ Config load_config(const std::string& preset_or_path) {
     const std::string type = in.text("model_type", "");
     Config config;
     if (type == "gpt2") config = read_gpt2(in);
-    else if (type == "llama" || type == "qwen2" || type == "qwen3" || type == "mfa") config = read_llama(in, type);
-    else if (type == "deepseek_v2" || type == "deepseek_v3") config = read_deepseek(in, type == "deepseek_v3");
+    else if (type == "llama" || type == "mistral" || type == "qwen2" || type == "qwen3" || type == "mfa")
+        config = read_llama(in, type);
+    else if (type == "deepseek_v2" || type == "deepseek_v3") config = read_deepseek(in, type);
     else
         fail(path, ": model_type \"", type,
-             "\" is not supported, only gpt2, llama, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
+             "\" is not supported, only gpt2, llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3 and mfa");
     check_config(config);
     return config;
 }
@@ -195,17 +304,44 @@ Config load_config(const std::string& preset_or_path) {
 std::pair<std::string, std::string> hugging_face_type(const Config& c) {
     if (c.attention == AttentionKind::mla) return {"deepseek_v3", "DeepseekV3ForCausalLM"};
     if (c.attention == AttentionKind::mfa) return {"mfa", "MfaForCausalLM"};  // transformers has none
-    if (c.qkv_bias) return {"qwen2", "Qwen2ForCausalLM"};
-    if (c.qk_norm) return {"qwen3", "Qwen3ForCausalLM"};
+    const bool qwen3 = c.qk_norm, qwen2 = !qwen3 && c.qkv_bias && !c.attn_out_bias, qwen = qwen2 || qwen3;
+    const bool mistral = !qwen && c.mistral, llama = !qwen && !mistral;
+    check((c.qkv_bias == c.attn_out_bias || qwen2) && (!c.qkv_bias || !mistral) && (!c.mlp_bias || llama) &&
+              (c.window == 0 || !llama) && (c.n_full_layers == 0 || qwen),
+          "model configuration: no model_type of Hugging Face has these biases and windows together");
+    if (qwen3) return {"qwen3", "Qwen3ForCausalLM"};
+    if (qwen2) return {"qwen2", "Qwen2ForCausalLM"};
+    if (mistral) return {"mistral", "MistralForCausalLM"};
     return {"llama", "LlamaForCausalLM"};
 }
 
 namespace {
 
+// torch_dtype, here and below, is what save_model writes: float32 whatever the training's precision was, so that
+// nothing is lost. n_ctx is what GPT-2's first readers called n_positions.
+ordered_json gpt2_to_json(const Config& c) {
+    return {{"architectures", {"GPT2LMHeadModel"}},
+            {"model_type", "gpt2"},
+            {"activation_function", "gelu_new"},
+            {"vocab_size", c.V},
+            {"n_positions", c.T_max},
+            {"n_ctx", c.T_max},
+            {"n_embd", c.C},
+            {"n_layer", c.L},
+            {"n_head", c.H},
+            {"n_inner", c.F},
+            {"layer_norm_epsilon", c.norm_eps},
+            {"initializer_range", c.init_std},
+            {"tie_word_embeddings", c.tied},
+            {"torch_dtype", "float32"}};
+}
+
 ordered_json rope_scaling_to_json(const RopeScaling& s) {
-    ordered_json out = {{"rope_type", s.kind == RopeKind::yarn ? "yarn" : "llama3"},
-                        {"factor", s.factor},
-                        {"original_max_position_embeddings", s.original_max_position}};
+    const auto* kind = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
+                                    [&](const auto& known) { return known.second == s.kind; });
+    ordered_json out = {{"rope_type", kind->first}, {"factor", s.factor}};
+    if (s.kind == RopeKind::linear || s.kind == RopeKind::dynamic) return out;
+    out["original_max_position_embeddings"] = s.original_max_position;
     if (s.kind == RopeKind::llama3) {
         out["low_freq_factor"] = s.low_freq_factor;
         out["high_freq_factor"] = s.high_freq_factor;
@@ -218,58 +354,61 @@ ordered_json rope_scaling_to_json(const RopeScaling& s) {
     return out;
 }
 
+// The keys that only multi-head latent attention has. It is always saved as deepseek_v3, with the keys that say what
+// deepseek_v2 fixes.
+void add_latent_attention(ordered_json& out, const Config& c) {
+    out["q_lora_rank"] = c.q_rank > 0 ? ordered_json(c.q_rank) : ordered_json(nullptr);
+    out["kv_lora_rank"] = c.kv_rank;
+    out["qk_nope_head_dim"] = c.D - c.D_rope;
+    out["qk_rope_head_dim"] = c.D_rope;
+    out["v_head_dim"] = c.D_v;
+    out["rope_interleave"] = c.rope_pairs == RopePairs::neighbours;
+    out["first_k_dense_replace"] = c.L;  // no layer has experts
+    out["num_nextn_predict_layers"] = 0;
+}
+
+// Mistral's class has a window by default, so null must be written where there is none. Qwen's classes have none by
+// default. layer_types follows from max_window_layers.
+void add_window(ordered_json& out, const Config& c) {
+    if (c.mistral) {
+        out["sliding_window"] = c.window > 0 ? ordered_json(c.window) : ordered_json(nullptr);
+    } else if (c.window > 0) {
+        out["use_sliding_window"] = true;
+        out["sliding_window"] = c.window;
+        out["max_window_layers"] = c.n_full_layers;
+    }
+}
+
+ordered_json llama_to_json(const Config& c) {
+    const auto [type, architecture] = hugging_face_type(c);
+    ordered_json out = {{"architectures", {architecture}},
+                        {"model_type", type},
+                        {"hidden_act", "silu"},
+                        {"vocab_size", c.V},
+                        {"max_position_embeddings", c.T_max},
+                        {"hidden_size", c.C},
+                        {"num_hidden_layers", c.L},
+                        {"num_attention_heads", c.H},
+                        {"num_key_value_heads", c.K},
+                        {"intermediate_size", c.F},
+                        {"rms_norm_eps", c.norm_eps},
+                        {"rope_theta", c.rope_base},
+                        {"attention_bias", c.attn_out_bias},
+                        {"mlp_bias", c.mlp_bias},
+                        {"initializer_range", c.init_std},
+                        {"tie_word_embeddings", c.tied},
+                        {"torch_dtype", "float32"}};
+    if (c.attention == AttentionKind::mla) add_latent_attention(out, c);
+    else out["head_dim"] = c.D;
+    if (c.attention == AttentionKind::mfa) out["share_q_dim"] = c.q_rank;
+    add_window(out, c);
+    // In the older form, which every version of transformers reads.
+    if (c.rope_scaling.acts()) out["rope_scaling"] = rope_scaling_to_json(c.rope_scaling);
+    return out;
+}
+
 }  // namespace
 
 std::string config_to_json(const Config& c) {
-    ordered_json out;
-    if (c.family == Family::gpt2) {
-        out = {{"architectures", {"GPT2LMHeadModel"}},
-               {"model_type", "gpt2"},
-               {"activation_function", "gelu_new"},
-               {"vocab_size", c.V},
-               {"n_positions", c.T_max},
-               {"n_ctx", c.T_max},
-               {"n_embd", c.C},
-               {"n_layer", c.L},
-               {"n_head", c.H},
-               {"n_inner", c.F},
-               {"layer_norm_epsilon", c.norm_eps},
-               {"initializer_range", c.init_std},
-               {"tie_word_embeddings", c.tied},
-               {"torch_dtype", "float32"}};
-        return out.dump(2) + "\n";
-    }
-    const auto [type, architecture] = hugging_face_type(c);
-    out = {{"architectures", {architecture}},
-           {"model_type", type},
-           {"hidden_act", "silu"},
-           {"vocab_size", c.V},
-           {"max_position_embeddings", c.T_max},
-           {"hidden_size", c.C},
-           {"num_hidden_layers", c.L},
-           {"num_attention_heads", c.H},
-           {"num_key_value_heads", c.K},
-           {"intermediate_size", c.F},
-           {"rms_norm_eps", c.norm_eps},
-           {"rope_theta", c.rope_base},
-           {"attention_bias", false},
-           {"mlp_bias", false},
-           {"initializer_range", c.init_std},
-           {"tie_word_embeddings", c.tied},
-           {"torch_dtype", "float32"}};
-    if (c.attention == AttentionKind::mla) {
-        out["q_lora_rank"] = c.q_rank > 0 ? ordered_json(c.q_rank) : ordered_json(nullptr);
-        out["kv_lora_rank"] = c.kv_rank;
-        out["qk_nope_head_dim"] = c.D - c.D_rope;
-        out["qk_rope_head_dim"] = c.D_rope;
-        out["v_head_dim"] = c.D_v;
-        out["rope_interleave"] = c.rope_pairs == RopePairs::neighbours;
-        out["first_k_dense_replace"] = c.L;  // no layer has experts
-        out["num_nextn_predict_layers"] = 0;
-    } else {
-        out["head_dim"] = c.D;
-        if (c.attention == AttentionKind::mfa) out["share_q_dim"] = c.q_rank;
-    }
-    if (c.rope_scaling.factor != 1.0) out["rope_scaling"] = rope_scaling_to_json(c.rope_scaling);
-    return out.dump(2) + "\n";
+    return (c.family == Family::gpt2 ? gpt2_to_json(c) : llama_to_json(c)).dump(2) + "\n";
 }

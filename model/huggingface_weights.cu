@@ -1,7 +1,7 @@
 // model/huggingface_weights.cu: weights in Hugging Face folders: safetensors, whole or in shards.
 //
-// Two differences between their files and our memory: GPT-2's Conv1D stores weights (C, O), transposed; and our embedding
-// and head have rows of padding, which are never written.
+// Their files and our memory differ in two things: GPT-2's Conv1D stores weights as (C, O), transposed; and our
+// embedding and head have rows of padding, which are never written.
 #include "io/io.h"
 #include "model/model.h"
 
@@ -46,7 +46,7 @@ bool is_known_extra(const std::string& name) {
 
 void load_weights(Model& model, const std::string& folder) {
     const SafetensorsReader file(folder);
-    // GPT-2's original files leave out the "transformer." in front of every name.
+    // GPT-2's original files have no "transformer." in front of the names.
     const std::string prefix = "transformer.";
     const bool short_names =
         model.config.family == Family::gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
@@ -76,7 +76,7 @@ void load_weights(Model& model, const std::string& folder) {
 
 void save_model(const Model& model, const std::string& folder) {
     DataParallel* const ranks = model.data_parallel;
-    if (ranks && ranks->comm().rank != 0) {  // hand over the parts, in the order in which rank 0 writes
+    if (ranks && ranks->comm().rank != 0) {  // sends its shards, in the order in which rank 0 writes
         for (const Param& param : model.params) ranks->read(model, param);
         return;
     }

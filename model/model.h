@@ -40,10 +40,17 @@ struct Config {
     double init_std = 0.02;
 
     AttentionKind attention = AttentionKind::gqa;
-    bool qkv_bias = false;  // gqa: biases on queries, keys and values alone (Qwen2)
-    bool qk_norm = false;   // gqa: RMSNorm of each query and key head before rope (Qwen3)
-    int64_t q_rank = 0;   // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
-    int64_t kv_rank = 0;  // mla: numbers of the latent that keys and values come from
+    // Biases of linear layers: GPT-2 always has all of them. LLaMA's and Qwen3's attention_bias is both of attention.
+    bool qkv_bias = false;       // gqa: on queries, keys and values (Qwen2: there alone)
+    bool attn_out_bias = false;  // gqa: on the product that follows attention
+    bool mlp_bias = false;       // on the products of the feed-forward (LLaMA's mlp_bias)
+    bool qk_norm = false;        // gqa: RMSNorm of each query and key head before rope (Qwen3)
+    // gqa: sliding-window attention: token t sees the tokens s with t - window < s <= t, in all layers but the first
+    // n_full_layers (Qwen's max_window_layers; 0 for Mistral). 0: no window.     (Beltagy et al. 2020, arXiv:2004.05150)
+    int64_t window = 0, n_full_layers = 0;
+    bool mistral = false;  // what Hugging Face calls it: without a window Mistral's maths is LLaMA's
+    int64_t q_rank = 0;    // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
+    int64_t kv_rank = 0;   // mla: numbers of the latent that keys and values come from
     int64_t D_rope =
         0;            // mla: of the D columns of a query or key head the last D_rope are rotated; heads share the key's
     int64_t D_v = 0;  // mla: columns of a value head
@@ -53,6 +60,8 @@ struct Config {
         return round_up(V, 128);
     }  // rows of the embedding and of the head: GEMMs like multiples
     bool has_qkv_bias() const { return family == Family::gpt2 || qkv_bias; }
+    bool has_attn_out_bias() const { return family == Family::gpt2 || attn_out_bias; }
+    bool has_mlp_bias() const { return family == Family::gpt2 || mlp_bias; }
     int64_t rope_D() const {
         return attention == AttentionKind::mla ? D_rope : D;
     }  // columns of a head that rope rotates
@@ -71,8 +80,8 @@ struct Config {
 };
 void check_config(const Config& config);  // Error for sizes that do not fit together
 
-// A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, qwen2, qwen3, deepseek_v2
-// and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
+// A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, mistral, qwen2,
+// qwen3, deepseek_v2 and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
 Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();
 const Config* find_preset(const std::string& name);  // nullptr: there is none of this name
@@ -101,6 +110,7 @@ struct Norm {
     Tensor dweight, dbias;
 };
 struct Block {
+    int64_t window = 0;  // of its attention; 0: none
     Norm norm1;
     Linear qkv;       // (qkv_width, C): queries, keys and values in one product, or the latents they are made from
     Norm q_norm;      // (D) of query heads (Qwen3); (q_rank) of the query latent (MLA, MFA)

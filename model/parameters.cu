@@ -98,7 +98,7 @@ void place_attention(Placer& placer, const Config& c, Block& block, const std::s
     switch (c.attention) {
         case AttentionKind::gqa:
             block.qkv = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}},
-                                      c.C, c.qkv_bias, false);
+                                      c.C, c.has_qkv_bias(), false);
             if (!c.qk_norm) break;
             block.q_norm = placer.norm(a + "q_norm", c.D, false);
             block.k_norm = placer.norm(a + "k_norm", c.D, false);
@@ -122,7 +122,7 @@ void place_attention(Placer& placer, const Config& c, Block& block, const std::s
             block.q_up = placer.linear({{a + "wq", c.H * c.D}}, c.q_rank, false, false);
             break;
     }
-    block.attn_out = placer.linear({{a + "o_proj", c.C}}, c.attn_width(), false, false);
+    block.attn_out = placer.linear({{a + "o_proj", c.C}}, c.attn_width(), c.has_attn_out_bias(), false);
 }
 
 // Returns how many elements there are.
@@ -145,6 +145,7 @@ int64_t place_parameters(Model& model, bool counting) {
     }
     for (int64_t l = 0; l < c.L; ++l) {
         Block block;
+        block.window = l < c.n_full_layers ? 0 : c.window;
         placer.begin_unit(concat("block ", l));
         if (gpt2) {
             const std::string p = concat("transformer.h.", l, ".");
@@ -159,8 +160,8 @@ int64_t place_parameters(Model& model, bool counting) {
             block.norm1 = placer.norm(p + "input_layernorm", c.C, false);
             place_attention(placer, c, block, a);
             block.norm2 = placer.norm(p + "post_attention_layernorm", c.C, false);
-            block.up = placer.linear({{m + "gate_proj", c.F}, {m + "up_proj", c.F}}, c.C, false, false);
-            block.down = placer.linear({{m + "down_proj", c.C}}, c.F, false, false);
+            block.up = placer.linear({{m + "gate_proj", c.F}, {m + "up_proj", c.F}}, c.C, c.has_mlp_bias(), false);
+            block.down = placer.linear({{m + "down_proj", c.C}}, c.F, c.has_mlp_bias(), false);
         }
         model.blocks.push_back(block);
     }
@@ -233,7 +234,7 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     for (const Tensor& flat : {model.weights, model.grads, model.masters, model.fp8_states})
         if (flat) cudaCheck(cudaMemsetAsync(flat.data, 0, flat.bytes(), device().stream));
     if (model.rope_table)
-        rope_table(model.rope_table, rope_frequencies(config.rope_D(), config.rope_base, config.rope_scaling),
+        rope_table(model.rope_table, rope_frequencies(config.rope_D(), config.rope_base, config.rope_scaling, T),
                    rope_amplitude(config.rope_scaling));
     return model;
 }

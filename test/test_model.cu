@@ -41,6 +41,32 @@ std::vector<float> without_key_bias(const Param& param, const Config& c, std::ve
     return values;
 }
 
+// Logits against the golden tensor `name` (B, T, V), relative to the largest: a logit near zero is a difference of large
+// terms.
+void check_logits(const TinyTrainer& m, const SafetensorsReader& golden, const std::string& name) {
+    const std::vector<float> padded = to_floats(m.acts.logits), wanted = floats_of(golden, name);
+    std::vector<float> logits;
+    for (int64_t n = 0; n < m.acts.B * m.acts.T; ++n) {
+        const auto row = padded.begin() + n * m.config.V_padded();
+        logits.insert(logits.end(), row, row + m.config.V);
+    }
+    INFO(name);
+    CHECK(largest_difference(logits, wanted) <= 1e-4 * largest(wanted));
+}
+
+// The first T tokens of step 0's rows through the weights of a golden folder.
+void check_other_logits(const std::string& folder, const Config& config, int64_t T, const std::string& name) {
+    const SafetensorsReader golden(kGolden + folder + "/golden.safetensors");
+    TinyTrainer m(config, 3, T);
+    load_weights(m.model, kGolden + folder);
+    const std::vector<int32_t> all = integers_of(golden, "tokens");
+    std::vector<int32_t> tokens;
+    for (int64_t b = 0; b < 3; ++b) tokens.insert(tokens.end(), all.begin() + b * 18, all.begin() + b * 18 + T);
+    m.set_batch(tokens, tokens);
+    forward(m.model, m.acts, device().stream);
+    check_logits(m, golden, name);
+}
+
 void check_golden(const std::string& name) {
     const Config config = load_config(kGolden + name);
     const SafetensorsReader golden(kGolden + name + "/golden.safetensors");
@@ -53,15 +79,7 @@ void check_golden(const std::string& name) {
     m.set_batch(tokens, targets);
     m.zero_grads();
     forward(m.model, m.acts, device().stream);
-
-    // Logits, relative to the largest: a logit near zero is a difference of large terms.
-    const std::vector<float> padded = to_floats(m.acts.logits), wanted = floats_of(golden, "logits");
-    std::vector<float> logits;
-    for (int64_t n = 0; n < B * T; ++n) {
-        const auto row = padded.begin() + n * config.V_padded();
-        logits.insert(logits.end(), row, row + config.V);
-    }
-    CHECK(largest_difference(logits, wanted) <= 1e-4 * largest(wanted));
+    check_logits(m, golden, "logits");
 
     loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
     CHECK(std::abs(m.mean_loss() - floats_of(golden, "loss")[0]) <= 1e-5);
@@ -93,6 +111,25 @@ void check_golden(const std::string& name) {
     }
 }
 
+// small_models(), and what they lack of what config.json can say.
+std::vector<Config> hugging_face_models() {
+    std::vector<Config> all = small_models();
+    Config biases = small_llama(), dynamic = small_llama(), mistral = small_llama(), windows = small_qwen2();
+    biases.qkv_bias = biases.attn_out_bias = biases.mlp_bias = true;
+    biases.rope_scaling = {.factor = 4, .kind = RopeKind::linear};
+    dynamic.T_max = 10;  // fewer than the tests' 13 tokens
+    dynamic.rope_scaling = {.factor = 2, .original_max_position = 10, .kind = RopeKind::dynamic};
+    mistral.mistral = true;  // without a window
+    windows.window = 5, windows.n_full_layers = 1;
+    for (const Config& config : {biases, dynamic, mistral, windows}) all.push_back(config);
+    mistral.window = 5;
+    all.push_back(mistral);
+    Config qwen3 = small_qwen3();
+    qwen3.qkv_bias = qwen3.attn_out_bias = true;
+    all.push_back(qwen3);
+    return all;
+}
+
 // One whose every linear layer has multiples of 16.
 Config for_fp8(Config c) {
     c.C = 32, c.F = 48;
@@ -108,7 +145,24 @@ TEST_CASE("GPT-2 equals transformers: logits, loss, gradients, ten AdamW steps",
     check_golden("gpt2");
 }
 TEST_CASE("LLaMA with GQA and llama3 RoPE scaling equals transformers", "[model][golden]") { check_golden("llama"); }
+TEST_CASE("LLaMA with all biases and linear RoPE scaling equals transformers", "[model][golden]") {
+    check_golden("llama_biases");
+}
+TEST_CASE("LLaMA with dynamic RoPE scaling equals transformers beyond its positions and below", "[model][golden]") {
+    check_golden("llama_dynamic");  // 17 tokens, 12 positions
+    check_other_logits("llama_dynamic", load_config(kGolden + "llama_dynamic"), 9, "short_logits");
+}
+TEST_CASE("Mistral with and without its sliding window equals transformers", "[model][golden]") {
+    check_golden("mistral");
+    Config config = load_config(kGolden + "mistral");
+    CHECK(config.window == 5);
+    config.window = 0;
+    check_other_logits("mistral", config, 17, "logits_without_window");
+}
 TEST_CASE("Qwen2 equals transformers", "[model][golden]") { check_golden("qwen2"); }
+TEST_CASE("Qwen2 with a sliding window in its later layers equals transformers", "[model][golden]") {
+    check_golden("qwen2_window");
+}
 TEST_CASE("Qwen3 equals transformers", "[model][golden]") { check_golden("qwen3"); }
 TEST_CASE("DeepSeek-V3 without experts, with YaRN, equals transformers", "[model][golden]") {
     check_golden("deepseek");
@@ -156,7 +210,7 @@ TEST_CASE("targets that are ignored count neither in the loss nor in the gradien
 }
 
 TEST_CASE("what we save we load again bit for bit", "[model]") {
-    for (const Config& config : small_models()) {
+    for (const Config& config : hugging_face_models()) {
         TempFolder folder;
         TinyTrainer a(config, 1, 8), b(config, 1, 8);
         init_weights(a.model, 5);
@@ -171,7 +225,7 @@ TEST_CASE("what we save we load again bit for bit", "[model]") {
 TEST_CASE("transformers gives the same logits for what we save", "[model][export]") {
     TempFolder all;
     std::string folders;
-    for (const Config& config : small_models()) {
+    for (const Config& config : hugging_face_models()) {
         if (config.attention == AttentionKind::mfa) continue;  // transformers has none
         const std::string folder = concat(all.path, "/", folders.size());
         TinyTrainer m(config, 2, 13);
@@ -205,7 +259,7 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
     CHECK(status == 0);
     size_t n_ok = 0;
     for (size_t at = 0; (at = read_text_file(said).find("check_export: ok", at)) != std::string::npos; ++at) ++n_ok;
-    CHECK(n_ok == small_models().size() - 1);
+    CHECK(n_ok == hugging_face_models().size() - 1);  // all but MFA
 }
 
 TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
@@ -446,7 +500,7 @@ TEST_CASE("sizes of the presets are the published ones", "[model]") {
 }
 
 TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplies", "[model]") {
-    for (const Config& config : small_models()) {
+    for (const Config& config : hugging_face_models()) {
         Arena weights("values"), grads("grads"), masters("masters");
         const Model model = build_model(config, {}, 8, weights, grads, masters);
         int64_t n = 0, multiplying = config.tied ? config.V * config.C : 0;  // a tied head multiplies by the embedding
@@ -483,10 +537,32 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
                       ContainsSubstring("attention_bias"));
     CHECK_THROWS_WITH(load("deepseek", "\"num_key_value_heads\": 3", "\"num_key_value_heads\": 1"),
                       ContainsSubstring("every head has its own key"));
-    CHECK_THROWS_WITH(load("qwen2", "\"use_sliding_window\": false", "\"use_sliding_window\": true"),
-                      ContainsSubstring("use_sliding_window"));
+    CHECK_THROWS_WITH(load("qwen2_window", "\"layer_types\": [", "\"layer_types\": [ \"sliding_attention\","),
+                      ContainsSubstring("\"layer_types\" is not a list of 3 layers"));
+    CHECK_THROWS_WITH(load("qwen2_window", "\"full_attention\",\n    \"sliding_attention\"",
+                           "\"sliding_attention\",\n    \"full_attention\""),
+                      ContainsSubstring("only as full_attention in the first layers"));
+    CHECK_THROWS_WITH(load("qwen2_window", "\"full_attention\"", "\"chunked_attention\""),
+                      ContainsSubstring("only as full_attention in the first layers"));
+    CHECK_THROWS_WITH(load("qwen2", "\"use_cache\"", "\"mlp_bias\": true, \"use_cache\""),
+                      ContainsSubstring("mlp_bias is supported for llama only, not for qwen2"));
+    CHECK_THROWS_WITH(load("mfa", "\"use_cache\"", "\"use_sliding_window\": true, \"use_cache\""),
+                      ContainsSubstring("use_sliding_window is not supported for mfa"));
+    CHECK_THROWS_WITH(load("llama_biases", "\"linear\"", "\"longrope\""),
+                      ContainsSubstring("rope_type \"longrope\" is not supported"));
+    CHECK_THROWS_WITH(load("llama_biases", "\"factor\": 4.0,", ""), ContainsSubstring("linear needs a \"factor\""));
+    CHECK_THROWS_WITH(load("llama_biases", "\"factor\"", "\"partial_rotary_factor\": 0.5, \"factor\""),
+                      ContainsSubstring("partial_rotary_factor is not supported"));
     CHECK_THROWS_WITH(load("mfa", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"),
                       ContainsSubstring("MFA has one key/value head"));
+    // A missing key has the default of transformers' class; null means that there is none.
+    CHECK(load("mistral", "\"sliding_window\": 5,", "").window == 4096);
+    CHECK(load("mistral", "\"sliding_window\": 5,", "\"sliding_window\": null,").window == 0);
+    CHECK(load("qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false").window == 0);
+    CHECK(load("qwen3", "\"head_dim\": 12,", "").D == 128);
+    CHECK(load("qwen2", "\"num_key_value_heads\": 1,", "\"num_key_value_heads\": null,").K == 5);
+    // Before transformers wrote layer_types, max_window_layers alone said where the windows begin.
+    CHECK(load("qwen2_window", "\"layer_types\"", "\"other\"").n_full_layers == 1);
     // A DeepSeek-V2 config without experts is a V3 one.
     const Config v3 = load_config(kGolden + "deepseek"), v2 = load("deepseek", "\"deepseek_v3\"", "\"deepseek_v2\"");
     CHECK(config_to_json(v2) == config_to_json(v3));

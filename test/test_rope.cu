@@ -275,6 +275,41 @@ TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
     CHECK_THROWS_WITH(rope_frequencies(64, 10000, v3), ContainsSubstring("beta_slow = 32 is not below"));
 }
 
+TEST_CASE("rope frequencies with linear and dynamic scaling are those of transformers", "[rope]") {
+    // transformers 5.23, ROPE_INIT_FUNCTIONS["linear"] and ["dynamic"]: theta 10000, head size 64; dynamic with
+    // max_position_embeddings 4096, below and above which T lies. Points 1, 16 and 31.
+    const RopeScaling linear{.factor = 2.5, .kind = RopeKind::linear};
+    const auto dynamic = [](double factor) {
+        return RopeScaling{.factor = factor, .original_max_position = 4096, .kind = RopeKind::dynamic};
+    };
+    struct Golden {
+        RopeScaling scaling;
+        int64_t T;
+        double w1, w16, w31;
+    };
+    const Golden all[] = {
+        {linear, 100, 0.2999576926231384, 0.003999999724328518, 5.3340860176831484e-05},
+        {dynamic(2), 1000, 0.7498942017555237, 0.009999999776482582, 0.0001333521504420787},
+        {dynamic(2), 4096, 0.7498942017555237, 0.009999999776482582, 0.0001333521504420787},
+        {dynamic(2), 4097, 0.7498824000358582, 0.009997480548918247, 0.00013328705972526222},
+        {dynamic(2), 20000, 0.6991778612136841, 0.003261387348175049, 1.5213078768283594e-05},
+        {dynamic(1), 8192, 0.7333129644393921, 0.006992454640567303, 6.667607522103935e-05},
+    };
+    for (const auto& [scaling, T, w1, w16, w31] : all) {
+        INFO("kind " << static_cast<int>(scaling.kind) << ", T " << T);
+        const auto frequencies = rope_frequencies(64, 10000, scaling, T);
+        CHECK(frequencies[0] == (scaling.kind == RopeKind::linear ? 1 / 2.5 : 1.0));
+        // As for llama3, transformers computes powers in float32; dynamic's base is one of them, raised to at most 1 again.
+        CHECK(frequencies[1] == Approx(w1).epsilon(40 * 0x1p-24));
+        CHECK(frequencies[16] == Approx(w16).epsilon(40 * 0x1p-24));
+        CHECK(frequencies[31] == Approx(w31).epsilon(40 * 0x1p-24));
+    }
+    // The slowest point is slowed by exactly factor T/P - (factor - 1), here 2 * 3 - 1.
+    const double slowest = rope_frequencies(64, 10000, {}).back();
+    CHECK(rope_frequencies(64, 10000, dynamic(2), 3 * 4096).back() == Approx(slowest / 5).epsilon(1e-13));
+    CHECK_THROWS_WITH(rope_frequencies(2, 10000, dynamic(2), 8192), ContainsSubstring("head size above 2"));
+}
+
 TEST_CASE("rope names what is wrong", "[rope]") {
     Buffer qkv(DType::f32, {2, 3, 5 * 6}), table(DType::f32, {3, 6}), short_table(DType::f32, {2, 6}),
         half(DType::f16, {3, 6});

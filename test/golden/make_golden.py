@@ -3,6 +3,12 @@
 
     python3 make_golden.py               writes beside this script: the models' folders, tokenizer/, versions.json
     python3 make_golden.py --out DIR     writes there instead; `diff -r` shows whether anything changed
+    python3 make_golden.py --only NAME   one model's folder (and its line of versions.json) alone; may be repeated
+
+It needs the packages whose versions versions.json names, on the CPU only:
+
+    python3 -m venv ~/golden && ~/golden/bin/pip install torch==2.15.0 transformers==5.23.0 safetensors==0.8.0 \
+        tokenizers==0.23.3 numpy && ~/golden/bin/python test/golden/make_golden.py
 
 Small models, all with odd sizes (no power of two where the architecture leaves the choice):
 
@@ -10,7 +16,11 @@ Small models, all with odd sizes (no power of two where the architecture leaves 
     llama         RMSNorm, SwiGLU, RoPE with llama3 scaling, 6 query heads over 2 key/value heads, untied head
     llama_sharded the weights of `llama` in several shards, its config.json in the older style of the hub
     llama_tied    multi-head, plain RoPE, tied head, weights stored in bfloat16; logits and loss only
+    llama_biases  attention_bias and mlp_bias: a bias on every linear layer of the blocks; RoPE with linear scaling
+    llama_dynamic RoPE with dynamic scaling, on sequences longer and shorter than max_position_embeddings
+    mistral       a sliding window of 5 tokens, and the same weights without a window
     qwen2         biases on queries, keys and values; grouped-query, tied head
+    qwen2_window  a sliding window from the second layer on (max_window_layers 1); logits and loss only
     qwen3         RMSNorm of each query and key head; a head size that is not C / H; grouped-query
     deepseek      multi-head latent attention with a query latent, RoPE of neighbours, YaRN with mscale; no experts
     deepseek_lite the same without a query latent and with RoPE of halves, tied head; logits and loss only
@@ -40,7 +50,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -68,10 +79,33 @@ LLAMA_TIED = LlamaConfig(
     num_key_value_heads=5, max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True,
     rope_parameters=dict(rope_type="default", rope_theta=500000.0), bos_token_id=65, eos_token_id=66)
 
+# Linear scaling by 4: the points turn at 0.25, 0.025, 0.0025 and 0.00025 radians a position.
+LLAMA_BIASES = LlamaConfig(
+    vocab_size=59, hidden_size=30, intermediate_size=36, num_hidden_layers=2, num_attention_heads=3,
+    num_key_value_heads=1, head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    attention_bias=True, mlp_bias=True, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+    bos_token_id=57, eos_token_id=58)
+
+# Dynamic scaling starts beyond 12 positions: with T = 17 the base is 10000 (2 * 17 / 12 - 1)^(8 / 6).
+LLAMA_DYNAMIC = LlamaConfig(
+    vocab_size=61, hidden_size=30, intermediate_size=36, num_hidden_layers=2, num_attention_heads=3,
+    num_key_value_heads=3, head_dim=8, max_position_embeddings=12, rms_norm_eps=1e-5, tie_word_embeddings=True,
+    rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0), bos_token_id=59, eos_token_id=60)
+
+MISTRAL = MistralConfig(
+    vocab_size=67, hidden_size=28, intermediate_size=36, num_hidden_layers=2, num_attention_heads=3,
+    num_key_value_heads=1, head_dim=12, max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    sliding_window=5, rope_parameters=dict(rope_type="default", rope_theta=10000.0), bos_token_id=65, eos_token_id=66)
+
 QWEN2 = Qwen2Config(
     vocab_size=89, hidden_size=40, intermediate_size=60, num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=1,
     max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=False,
     rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=87, eos_token_id=88)
+
+QWEN2_WINDOW = Qwen2Config(
+    vocab_size=53, hidden_size=28, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6,
+    max_window_layers=1, rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=51, eos_token_id=52)
 
 QWEN3 = Qwen3Config(
     vocab_size=83, hidden_size=36, intermediate_size=52, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
@@ -147,8 +181,10 @@ MFA = MfaConfig(
 IGNORED_GRADS = {
     "gpt2": ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight"],
     "llama": ["lm_head.weight", "model.layers.0.self_attn.k_proj.weight"],
-    "qwen2": [], "qwen3": [], "deepseek": [], "mfa": [],            # ten steps, but not this case
+    "llama_biases": [], "llama_dynamic": [], "mistral": [],         # ten steps, but not this case
+    "qwen2": [], "qwen3": [], "deepseek": [], "mfa": [],
 }
+SHORT = 9                                                           # positions of `short_logits`: below LLAMA_DYNAMIC's 12
 
 
 class Float64(TorchFunctionMode):
@@ -191,9 +227,10 @@ def make_tokens(vocab_size, generator):
     return (vocab_size * u.pow(power)).to(torch.int32)
 
 
-def load(folder, dtype):
-    """The model of a Hugging Face folder in float32 or float64; the RoPE frequencies too are made in that dtype."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def load(folder, dtype, **changes):
+    """The model of a Hugging Face folder in float32 or float64; the RoPE frequencies too are made in that dtype.
+    changes: what is to be otherwise than in its config.json."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **changes)
     model.train()                                                   # all dropouts are 0
     if dtype == torch.float64:
         model.double()
@@ -205,8 +242,18 @@ def load(folder, dtype):
     return model
 
 
+@contextlib.contextmanager
 def mode_of(model):
-    return Float64() if next(model.parameters()).dtype == torch.float64 else contextlib.nullcontext()
+    """Float64() for a float64 model; and products of integers and Python numbers are float64 then, too."""
+    if next(model.parameters()).dtype != torch.float64:
+        yield
+        return
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def logits_and_loss(model, inputs, targets):
@@ -255,6 +302,11 @@ def run(folder, name, tokens, ignored, dtype):
     model = load(folder, dtype)
     logits, loss, grads = gradients(model, tokens[0, :, :-1], tokens[0, :, 1:])
     out = {"logits": logits, "loss": loss} | {f"grad.{n}": g for n, g in grads.items()}
+    if name == "llama_dynamic":
+        out["short_logits"] = logits_and_loss(model, tokens[0, :, :SHORT], tokens[0, :, 1:SHORT + 1])[0].detach()
+    if name == "mistral":
+        out["logits_without_window"] = gradients(
+            load(folder, dtype, sliding_window=None), tokens[0, :, :-1], tokens[0, :, 1:])[0]
     if name in IGNORED_GRADS:
         _, out["ignored_loss"], grads = gradients(model, tokens[0, :, :-1], ignored)
         out |= {f"ignored_grad.{n}": grads[n] for n in IGNORED_GRADS[name]}
@@ -379,29 +431,38 @@ def check_float64(folder):
         assert error < 1e-8, f"{folder}: {name}: gradient and difference quotient differ by {error:.1e}"
 
 
+# name: the configuration, the seed of its weights and tokens, and the dtype of its weights in the file
+MODELS = {
+    "gpt2": (GPT2, 1), "llama": (LLAMA, 2), "llama_tied": (LLAMA_TIED, 3, torch.bfloat16),
+    "llama_biases": (LLAMA_BIASES, 1), "llama_dynamic": (LLAMA_DYNAMIC, 1), "mistral": (MISTRAL, 1),
+    "qwen2": (QWEN2, 4), "qwen2_window": (QWEN2_WINDOW, 1), "qwen3": (QWEN3, 5),
+    "deepseek": (DEEPSEEK, 7), "deepseek_lite": (DEEPSEEK_LITE, 9), "mfa": (MFA, 9),
+}
+
+
 def main():
     here = pathlib.Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=here)
-    out = parser.parse_args().out
+    parser.add_argument("--only", action="append", choices=MODELS, metavar="NAME")
+    arguments = parser.parse_args()
+    out = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)                                        # one order of summation on every machine
     torch.use_deterministic_algorithms(True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
-    noise = {"gpt2": make_model(out, "gpt2", GPT2, seed=1),
-             "llama": make_model(out, "llama", LLAMA, seed=2),
-             "llama_tied": make_model(out, "llama_tied", LLAMA_TIED, seed=3, dtype=torch.bfloat16),
-             "qwen2": make_model(out, "qwen2", QWEN2, seed=4),
-             "qwen3": make_model(out, "qwen3", QWEN3, seed=5),
-             "deepseek": make_model(out, "deepseek", DEEPSEEK, seed=7),
-             "deepseek_lite": make_model(out, "deepseek_lite", DEEPSEEK_LITE, seed=9),
-             "mfa": make_model(out, "mfa", MFA, seed=9)}
-    make_sharded(out)
+    noise = {name: make_model(out, name, *MODELS[name]) for name in arguments.only or MODELS}
     for name in noise:
         check_float64(out / name)
-    make_tokenizer_golden.make(out / "tokenizer")
+    if arguments.only:                                              # the others' figures stay
+        versions = json.loads((out / "versions.json").read_text()) if (out / "versions.json").exists() else {}
+        known = versions.get("float32_pytorch_against_float64", {}) | noise
+        noise = {name: known[name] for name in MODELS if name in known}
+    else:
+        make_sharded(out)
+        make_tokenizer_golden.make(out / "tokenizer")
 
     versions = dict(date=datetime.date.today().isoformat(), python=platform.python_version(), torch=torch.__version__,
                     transformers=transformers.__version__, safetensors=safetensors.__version__,
