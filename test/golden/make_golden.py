@@ -103,7 +103,7 @@ QWEN2 = Qwen2Config(
     rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=87, eos_token_id=88)
 
 QWEN2_WINDOW = Qwen2Config(
-    vocab_size=53, hidden_size=28, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=53, hidden_size=24, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6,
     max_window_layers=1, rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=51, eos_token_id=52)
 
@@ -434,7 +434,7 @@ def check_float64(folder):
 # name: the configuration, the seed of its weights and tokens, and the dtype of its weights in the file
 MODELS = {
     "gpt2": (GPT2, 1), "llama": (LLAMA, 2), "llama_tied": (LLAMA_TIED, 3, torch.bfloat16),
-    "llama_biases": (LLAMA_BIASES, 1), "llama_dynamic": (LLAMA_DYNAMIC, 1), "mistral": (MISTRAL, 1),
+    "llama_biases": (LLAMA_BIASES, 3), "llama_dynamic": (LLAMA_DYNAMIC, 2), "mistral": (MISTRAL, 2),
     "qwen2": (QWEN2, 4), "qwen2_window": (QWEN2_WINDOW, 1), "qwen3": (QWEN3, 5),
     "deepseek": (DEEPSEEK, 7), "deepseek_lite": (DEEPSEEK_LITE, 9), "mfa": (MFA, 9),
 }
