@@ -77,6 +77,12 @@ inline double norm_of(const std::vector<float>& a) {
     for (float x : a) sum += static_cast<double>(x) * x;
     return std::sqrt(sum);
 }
+// How far a model in `dtype` may be from the same one in exact arithmetic, relative to the norm of what is compared. A
+// number that is stored is rounded by at most u = unit_roundoff of itself; in the root mean square by 0.42 u, for which
+// u / 2 stands here. A gradient passes about 30 such roundings in the two layers of a small model, and with random
+// signs they add up to sqrt(30) times one of them. Four times that is allowed: in the tests' few thousand cases no sum
+// of errors is further out.
+inline double model_error(DType dtype) { return 4 * std::sqrt(30.0) * unit_roundoff(dtype) / 2; }
 inline double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
     REQUIRE(a.size() == b.size());
     double worst = 0;

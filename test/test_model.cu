@@ -1,7 +1,8 @@
 // test/test_model.cu: whole models against PyTorch and transformers (test/golden/), and against themselves.
 //
-// The goldens are float64 results rounded to float32 (test/golden/make_golden.py), so the tolerances below measure our
-// float32 alone: PyTorch's own float32 is within 1e-6 of them everywhere but where a comment says otherwise.
+// The goldens are float64 results rounded to float32 (test/golden/make_golden.py), so what differs from them is our
+// float32. How much that may be is measured, not guessed: versions.json has, for every model and measure, how far
+// PyTorch's own float32 is from the same goldens.
 #include "io/io.h"
 #include "models.h"
 #include "temp_folder.h"
@@ -11,6 +12,23 @@
 namespace {
 
 const std::string kGolden = "test/golden/";
+
+// PyTorch's float32 and ours have the same number of roundings, but other orders of summation: two draws from one
+// distribution. The largest errors of two draws differ, in these models, by up to a factor of 3 (weights after ten
+// steps, where AdamW divides small gradients by their own size) and mostly by less than 2; 8 leaves room for another
+// device's orders.
+constexpr double kDraws = 8;
+double tolerance(const std::string& model, const std::string& measure) {
+    const std::string text = read_text_file(kGolden + "versions.json");
+    const size_t at = text.find("\"" + measure + "\": ", text.find("\"" + model + "\": {"));
+    REQUIRE(at != std::string::npos);
+    return kDraws * std::stod(text.substr(at + measure.size() + 4));
+}
+// A mean of losses. Besides what the logits carry, each is rounded to float32: PyTorch's error may be 0 by luck where
+// only one loss was measured, but a tolerance below one rounding would test that luck.
+double loss_tolerance(const std::string& model, double loss) {
+    return std::max(tolerance(model, "loss_absolute"), kDraws * unit_roundoff(DType::f32) * loss);
+}
 
 std::vector<float> floats_of(const SafetensorsReader& file, const std::string& name) { return file.at(name).floats(); }
 std::vector<int32_t> integers_of(const SafetensorsReader& file, const std::string& name) {
@@ -31,9 +49,9 @@ void cut_batch(const std::vector<int32_t>& all, int64_t s, int64_t B, int64_t T,
     }
 }
 
-// GPT-2's key bias shifts every score of a softmax row alike: its gradient is exactly 0, and what float32 leaves of it
-// is rounding noise, which AdamW scales up to whole steps. PyTorch's own float32 is 3e-4 off there.
-// So that third is left out.
+// GPT-2's key bias adds the same number to all scores of a softmax row: its gradient is exactly 0, and what float32
+// computes is rounding noise, which AdamW divides by its own size. PyTorch's own float32 is 3e-4 off there. So that
+// third is left out.
 std::vector<float> without_key_bias(const Param& param, const Config& c, std::vector<float> values) {
     const std::string& name = param.name;
     if (c.family == Family::gpt2 && name.size() > 16 && name.compare(name.size() - 16, 16, "attn.c_attn.bias") == 0)
@@ -41,17 +59,18 @@ std::vector<float> without_key_bias(const Param& param, const Config& c, std::ve
     return values;
 }
 
-// Logits against the golden tensor `name` (B, T, V), relative to the largest: a logit near zero is a difference of large
-// terms.
-void check_logits(const TinyTrainer& m, const SafetensorsReader& golden, const std::string& name) {
+// Logits against the golden tensor `name` (B, T, V), relative to the largest: a logit near zero is a difference of
+// large terms.
+void check_logits(const TinyTrainer& m, const std::string& model, const SafetensorsReader& golden,
+                  const std::string& name) {
     const std::vector<float> padded = to_floats(m.acts.logits), wanted = floats_of(golden, name);
     std::vector<float> logits;
     for (int64_t n = 0; n < m.acts.B * m.acts.T; ++n) {
         const auto row = padded.begin() + n * m.config.V_padded();
         logits.insert(logits.end(), row, row + m.config.V);
     }
-    INFO(name);
-    CHECK(largest_difference(logits, wanted) <= 1e-4 * largest(wanted));
+    INFO(model << ": " << name);
+    CHECK(largest_difference(logits, wanted) <= tolerance(model, "logits_relative_to_max") * largest(wanted));
 }
 
 // The first T tokens of step 0's rows through the weights of a golden folder.
@@ -64,7 +83,7 @@ void check_other_logits(const std::string& folder, const Config& config, int64_t
     for (int64_t b = 0; b < 3; ++b) tokens.insert(tokens.end(), all.begin() + b * 18, all.begin() + b * 18 + T);
     m.set_batch(tokens, tokens);
     forward(m.model, m.acts, device().stream);
-    check_logits(m, golden, name);
+    check_logits(m, folder, golden, name);
 }
 
 void check_golden(const std::string& name) {
@@ -79,10 +98,11 @@ void check_golden(const std::string& name) {
     m.set_batch(tokens, targets);
     m.zero_grads();
     forward(m.model, m.acts, device().stream);
-    check_logits(m, golden, "logits");
+    check_logits(m, name, golden, "logits");
 
     loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
-    CHECK(std::abs(m.mean_loss() - floats_of(golden, "loss")[0]) <= 1e-5);
+    const double exact_loss = floats_of(golden, "loss_f64")[0];
+    CHECK(std::abs(m.mean_loss() - exact_loss) <= loss_tolerance(name, exact_loss));
     if (!golden.has("losses")) return;
 
     backward(m.model, m.acts, device().stream);
@@ -92,7 +112,7 @@ void check_golden(const std::string& name) {
         std::vector<float> difference(expected.size());
         for (size_t i = 0; i < expected.size(); ++i) difference[i] = actual[i] - expected[i];
         INFO(name << " gradient of " << param.name);
-        CHECK(norm_of(difference) <= 1e-3 * norm_of(expected));
+        CHECK(norm_of(difference) <= tolerance(name, "grad_relative_norm") * norm_of(expected));
     }
 
     const std::vector<float> losses = floats_of(golden, "losses"), norms = floats_of(golden, "grad_norms");
@@ -101,13 +121,15 @@ void check_golden(const std::string& name) {
         m.set_batch(tokens, targets);
         const double loss = m.train_step(1.0f / static_cast<float>(B * T), 1e-3, s + 1);
         INFO(name << " step " << s);
-        CHECK(std::abs(loss - losses[static_cast<size_t>(s)]) <= 5e-5);  // the same to 4 decimals
-        CHECK(std::abs(to_floats(m.norm)[0] / norms[static_cast<size_t>(s)] - 1) <= 1e-4);
+        const double exact = losses[static_cast<size_t>(s)];
+        CHECK(std::abs(loss - exact) <= loss_tolerance(name, exact));
+        CHECK(std::abs(to_floats(m.norm)[0] - norms[static_cast<size_t>(s)]) <= tolerance(name, "grad_norms_absolute"));
     }
     for (const Param& param : m.model.params) {
         INFO(name << " after 10 steps: " << param.name);
         CHECK(largest_difference(without_key_bias(param, config, in_file_layout(param, param.value)),
-                                 without_key_bias(param, config, floats_of(golden, "after." + param.name))) <= 1e-4);
+                                 without_key_bias(param, config, floats_of(golden, "after." + param.name))) <=
+              tolerance(name, "after_absolute"));
     }
 }
 
@@ -197,12 +219,15 @@ TEST_CASE("targets that are ignored count neither in the loss nor in the gradien
         forward(m.model, m.acts, device().stream);
         loss_backward(m.model, m.acts, 1.0f / static_cast<float>(n_counted), device().stream);
         backward(m.model, m.acts, device().stream);
-        CHECK(std::abs(m.mean_loss() - floats_of(golden, "ignored_loss")[0]) <= 1e-5);
+        const double exact_loss = floats_of(golden, "ignored_loss")[0];
+        CHECK(std::abs(m.mean_loss() - exact_loss) <= loss_tolerance(name, exact_loss));
         int n_compared = 0;
         for (const Param& param : m.model.params) {
             if (!golden.has("ignored_grad." + param.name)) continue;
             const std::vector<float> expected = floats_of(golden, "ignored_grad." + param.name);
-            CHECK(largest_difference(in_file_layout(param, param.grad), expected) <= 1e-4 * largest(expected));
+            std::vector<float> difference = in_file_layout(param, param.grad);
+            for (size_t i = 0; i < expected.size(); ++i) difference[i] -= expected[i];
+            CHECK(norm_of(difference) <= tolerance(name, "grad_relative_norm") * norm_of(expected));
             ++n_compared;
         }
         CHECK(n_compared == 2);
@@ -285,7 +310,8 @@ TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
             backward(parts.model, parts.acts, device().stream);
         }
         const std::vector<float> a = to_floats(whole.model.grads), b = to_floats(parts.model.grads);
-        CHECK(largest_difference(a, b) <= 1e-5 * largest(a));
+        // Each row's numbers are the same bits in both; only the sums over the 88 tokens are grouped in another way.
+        CHECK(largest_difference(a, b) <= 2 * sum_error(8 * T) * largest(a));
     }
 }
 
@@ -299,7 +325,7 @@ TEST_CASE("the same run twice gives the same bits", "[model]") {
             for (int64_t t = 1; t <= 3; ++t) m.train_step(1.0f / 39, 1e-2, t);
             const std::vector<float> weights = to_floats(m.model.weights);
             if (run == 0) first = weights;
-            CHECK(weights == first);
+            else CHECK(weights == first);
         }
     }
 }
@@ -340,10 +366,13 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
                     m.train_step(1.0f / static_cast<float>(B * T), 1e-2, t);
                 }
                 const std::vector<float> weights = to_floats(m.model.all_weights(1).values);
-                if (name == "none") expected = weights, most = m.activations.bytes();
+                if (name == "none") {
+                    expected = weights, most = m.activations.bytes();
+                    continue;
+                }
                 CHECK(weights == expected);
                 if (name == "5" || name == "7") CHECK(m.activations.bytes() == most);  // all five blocks in one segment
-                else if (name != "none") CHECK(m.activations.bytes() < most);
+                else CHECK(m.activations.bytes() < most);
             }
         }
     }
@@ -360,7 +389,10 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
                 m.set_batch(random_tokens(32, config.V, static_cast<uint64_t>(t)), random_tokens(32, config.V, 2));
                 m.train_step(1.0f / 32, 1e-2, t);
             }
-            if (name == "none") weights = to_floats(m.model.masters), histories = to_floats(m.model.fp8_states);
+            if (name == "none") {
+                weights = to_floats(m.model.masters), histories = to_floats(m.model.fp8_states);
+                continue;
+            }
             CHECK(to_floats(m.model.masters) == weights);
             CHECK(to_floats(m.model.fp8_states) == histories);
         }
@@ -370,10 +402,7 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
                           ContainsSubstring("use none, selective, full, or a number of blocks"));
 }
 
-// A 16-bit forward and backward against the float32 one on the same rounded weights. Every stored number is off by up
-// to u = 2^-9 (bf16) or 2^-12 (f16) of itself, and a sum of n such terms with random signs by sqrt(n) times as much as
-// one: a gradient passes about 30 roundings in these two layers, which adds up to sqrt(30) u of its norm;
-// 4 times that is allowed.
+// A 16-bit forward and backward against the float32 one on the same rounded weights.
 TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[model][precision]") {
     for (const Config& config : small_models()) {
         const int64_t B = 2, T = 13;
@@ -399,9 +428,8 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
                 std::vector<float> difference(a.size());
                 for (size_t i = 0; i < a.size(); ++i) difference[i] = a[i] - b[i];
                 INFO(dtype_name(dtype) << " with gradients in " << dtype_name(grad_dtype));
-                const double u = dtype == DType::bf16 ? 0x1p-9 : 0x1p-12;
-                CHECK(norm_of(difference) <= 4 * std::sqrt(30.0) * u * norm_of(b));
-                CHECK(std::abs(half.mean_loss() - exact.mean_loss()) <= 4 * std::sqrt(30.0) * u * exact.mean_loss());
+                CHECK(norm_of(difference) <= model_error(dtype) * norm_of(b));
+                CHECK(std::abs(half.mean_loss() - exact.mean_loss()) <= model_error(dtype) * exact.mean_loss());
             }
         }
     }
@@ -425,7 +453,7 @@ TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
             m.train_step(1.0f / 32, 1e-2, t);
         }
         if (!evaluate) weights = to_floats(m.model.masters);
-        CHECK(to_floats(m.model.masters) == weights);
+        else CHECK(to_floats(m.model.masters) == weights);
     }
 }
 
@@ -463,8 +491,8 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
         forward(m.model, m.acts, device().stream);
         loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
         backward(m.model, m.acts, device().stream);
-        // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 leaves a relative error
-        // of about 1e-7 loss / (1e-2 |g|) from rounding and (1e-2)^2 from the third derivative: well below 1 %.
+        // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 has a relative error of
+        // about 1e-7 loss / (1e-2 |g|) by rounding and (1e-2)^2 by the third derivative: well below 1 %.
         const std::vector<float> w = to_floats(m.model.weights), g = to_floats(m.model.grads);
         const double length = norm_of(g);
         const auto loss_at = [&](double e) {

@@ -60,8 +60,8 @@ TEST_CASE("rope against float64", "[rope]") {
             rope_table(table, frequencies);
             rope_forward(qkv, {}, table, H, K, device().stream);
             rope_backward(dqkv, {}, table, H, K, device().stream);
-            // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x):
-            // 5 units of 2^-24.
+            // Two products (each a rounding and the table's own) and a sum of numbers up to largest(x): 5 units of
+            // 2^-24.
             const double absolute = 5 * 0x1p-24 * 2 * largest(x) + (dtype == DType::f16 ? 0x1p-25 : 0);
             const std::string what = concat("B T H K D = ", B, " ", T, " ", H, " ", K, " ", D, ", ", dtype_name(dtype));
             check_close(qkv.values(), rotate(x, size, frequencies, 1), unit_roundoff(dtype), absolute,
@@ -209,8 +209,8 @@ TEST_CASE("rope table far from the start", "[rope]") {
 
 TEST_CASE("rope frequencies with llama3 scaling are those of transformers", "[rope]") {
     // transformers 5.23, ROPE_INIT_FUNCTIONS["llama3"] with Llama 3.1's numbers: theta 500000, head size 128, factor 8,
-    // low 1, high 4, 8192 original positions. Points 0 to 28 are unchanged, 29 to 35 in between,
-    // from 36 on divided by 8.
+    // low 1, high 4, 8192 original positions. Points 0 to 28 are unchanged, 29 to 35 in between, from 36 on divided by
+    // 8.
     const auto frequencies = rope_frequencies(128, 500000, {8.0, 1.0, 4.0, 8192});
     const std::pair<size_t, double> golden[] = {{0, 1.0},
                                                 {1, 0.8146172165870667},
@@ -299,7 +299,8 @@ TEST_CASE("rope frequencies with linear and dynamic scaling are those of transfo
         INFO("kind " << static_cast<int>(scaling.kind) << ", T " << T);
         const auto frequencies = rope_frequencies(64, 10000, scaling, T);
         CHECK(frequencies[0] == (scaling.kind == RopeKind::linear ? 1 / 2.5 : 1.0));
-        // As for llama3, transformers computes powers in float32; dynamic's base is one of them, raised to at most 1 again.
+        // As for llama3, transformers computes powers in float32; dynamic's base is one of them, raised to at most 1
+        // again.
         CHECK(frequencies[1] == Approx(w1).epsilon(40 * 0x1p-24));
         CHECK(frequencies[16] == Approx(w16).epsilon(40 * 0x1p-24));
         CHECK(frequencies[31] == Approx(w31).epsilon(40 * 0x1p-24));
