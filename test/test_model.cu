@@ -14,15 +14,15 @@ namespace {
 const std::string kGolden = "test/golden/";
 
 // PyTorch's float32 and ours have the same number of roundings, but other orders of summation: two draws from one
-// distribution. The largest errors of two draws differ, in these models, by up to a factor of 3 (weights after ten
-// steps, where AdamW divides small gradients by their own size) and mostly by less than 2; 8 leaves room for another
-// device's orders.
-constexpr double kDraws = 8;
-double tolerance(const std::string& model, const std::string& measure) {
+// distribution. Our largest errors were measured on the CPU device as at most 1.4 times PyTorch's; 4 times leaves room
+// for the orders of other devices. Weights after ten steps are another matter, because AdamW divides a gradient by its
+// own size, and with it the rounding error of those that are almost 0: measured 4.8 times, allowed 10.
+constexpr double kDraws = 4, kDrawsAfterSteps = 10;
+double tolerance(const std::string& model, const std::string& measure, double draws = kDraws) {
     const std::string text = read_text_file(kGolden + "versions.json");
     const size_t at = text.find("\"" + measure + "\": ", text.find("\"" + model + "\": {"));
     REQUIRE(at != std::string::npos);
-    return kDraws * std::stod(text.substr(at + measure.size() + 4));
+    return draws * std::stod(text.substr(at + measure.size() + 4));
 }
 // A mean of losses. Besides what the logits carry, each is rounded to float32: PyTorch's error may be 0 by luck where
 // only one loss was measured, but a tolerance below one rounding would test that luck.
@@ -129,7 +129,7 @@ void check_golden(const std::string& name) {
         INFO(name << " after 10 steps: " << param.name);
         CHECK(largest_difference(without_key_bias(param, config, in_file_layout(param, param.value)),
                                  without_key_bias(param, config, floats_of(golden, "after." + param.name))) <=
-              tolerance(name, "after_absolute"));
+              tolerance(name, "after_absolute", kDrawsAfterSteps));
     }
 }
 

@@ -103,7 +103,7 @@ QWEN2 = Qwen2Config(
     rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=87, eos_token_id=88)
 
 QWEN2_WINDOW = Qwen2Config(
-    vocab_size=53, hidden_size=24, intermediate_size=36, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=53, hidden_size=24, intermediate_size=36, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1,
     max_position_embeddings=64, rms_norm_eps=1e-6, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6,
     max_window_layers=1, rope_parameters=dict(rope_type="default", rope_theta=1e6), bos_token_id=51, eos_token_id=52)
 
