@@ -101,7 +101,10 @@ TEST_CASE("1, 2, 3, 4 and 8 ranks in every mode give the curve of one process", 
             INFO(ranks << " ranks, " << mode);
             const std::vector<LogRow> rows = train(flags + concat(" --ranks ", ranks, " ") + mode, run);
             CHECK(difference(rows, one) < 1e-5);
-            if (ddp.empty()) ddp = run;
+            if (ddp.empty()) {
+                ddp = run;
+                continue;
+            }
             if (mode == "--dp-mode naive") continue;  // rank 0 adds up the norm alone: another order
             CHECK(same_bits(rows, read_csv_log(ddp + "/log.csv")));
             CHECK((weights_of(run) == weights_of(ddp)));
@@ -171,7 +174,10 @@ TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[
             const std::string run = folder / concat(id, "-", *stage);
             const std::vector<LogRow> rows = train(flags + concat(" --ranks 3 --zero ", *stage), run);
             CHECK(difference(rows, one) < c.tolerance);
-            if (reference.empty()) reference = run;
+            if (reference.empty()) {
+                reference = run;
+                continue;
+            }
             if (!c.bits) continue;
             CHECK(same_bits(rows, read_csv_log(reference + "/log.csv")));
             CHECK((weights_of(run) == weights_of(reference)));
