@@ -32,14 +32,17 @@ void linear_products(Tensor out, Tensor inp, Tensor weight, cudaStream_t stream)
 }
 
 // The products of all linear layers of a step, on tensors of the step's own sizes that lie where the model's lie.
-void all_products(const Model& model, const Activations& acts, cudaStream_t stream) {
+void all_products(const Model& model, const Activations& acts, const Workspace& workspace, cudaStream_t stream) {
     for (size_t l = 0; l < model.blocks.size(); ++l) {
-        const Block& block = model.blocks[l];
+        const auto &attention = model.blocks[l].attention.linears, &feed_forward = model.blocks[l].feed_forward.linears;
         const BlockSaved& saved = acts.blocks[l];
-        linear_products(saved.qkv, saved.norm1.out, block.qkv.dweight, stream);
-        linear_products(acts.branch, saved.attn, block.attn_out.dweight, stream);
-        linear_products(saved.up, saved.norm2.out, block.up.dweight, stream);
-        linear_products(acts.branch, saved.act, block.down.dweight, stream);
+        // What each product reads or writes: model/attention_gqa.cu, model/feed_forward_gelu.cu.
+        const Tensor qkv = saved.attention[0], heads = saved.attention[2];
+        const Tensor up = saved.feed_forward[0], act = saved.feed_forward[1];
+        linear_products(qkv, saved.norm1.out, attention[0].dweight, stream);
+        linear_products(workspace.branch, heads, attention[1].dweight, stream);
+        linear_products(up, saved.norm2.out, feed_forward[0].dweight, stream);
+        linear_products(workspace.branch, act, feed_forward[1].dweight, stream);
     }
     linear_products(acts.logits, acts.final_norm.out, model.head.dweight, stream);
 }
@@ -51,6 +54,7 @@ void bench(int steps) {
         activations("activations");
     Model model;
     Activations acts;
+    Workspace workspace;
     std::unique_ptr<Optimizer> adamw;
     Tensor norm, norm_scratch;
     double plan_bytes = 0;
@@ -58,6 +62,7 @@ void bench(int steps) {
         model = build_model(config, {}, T, weights, grads, masters);
         adamw = make_optimizer("adamw", states, model.params, model.weights.n(), {});
         acts = take_activations(model, B, T, {}, activations);
+        workspace = take_workspace(model, B, T, true, activations);
         norm = activations.take("norm", DType::f32, {2});
         norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
         if (pass == 1) break;
@@ -80,9 +85,9 @@ void bench(int steps) {
     for (int step = 0; step <= steps; ++step) {  // the first one warms up
         const double start = seconds_now();
         cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
-        forward(model, acts, stream);
+        forward(model, acts, workspace, stream);
         loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);
-        backward(model, acts, stream);
+        backward(model, acts, workspace, stream);
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, stream);
         adamw->step(model.all_weights(1), model.grads, norm, 1e-4, step + 1, stream);
         cudaCheck(cudaStreamSynchronize(stream));
@@ -93,7 +98,7 @@ void bench(int steps) {
     const double peak_bytes = static_cast<double>(usage.ru_maxrss) * 1024;
     for (int step = 0; step <= steps; ++step) {
         const double start = seconds_now();
-        all_products(model, acts, stream);
+        all_products(model, acts, workspace, stream);
         cudaCheck(cudaStreamSynchronize(stream));
         if (step > 0) product_times.push_back(seconds_now() - start);
     }

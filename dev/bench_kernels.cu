@@ -104,9 +104,9 @@ bool has_tier(FlashTier tier, DType dtype) {
 }
 
 std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType dtype) {
-    check(c.attention == AttentionKind::gqa && !c.qk_norm,
-          "bench_kernels: models with MHA, MQA or GQA, such as llama-1b");
-    const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(), Q = c.qkv_width();
+    check(c.attention == "gqa" && !c.qk_norm, "bench_kernels: models with MHA, MQA or GQA, such as llama-1b");
+    const int64_t N = B * T, C = c.C, H = c.H, K = c.K, D = c.D, F = c.F, V = c.V, Vp = c.V_padded(),
+                  Q = (H + 2 * K) * D;
     const bool gpt2 = c.family == Family::gpt2;
     const double e = static_cast<double>(dtype_bytes(dtype)), rows = static_cast<double>(N);
     const double x = rows * static_cast<double>(C) * e;  // bytes of one activation (N, C)
@@ -145,13 +145,13 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     };
     linear("linear qkv", Q, C, gpt2);
     linear("linear attn_out", C, H * D, gpt2);
-    linear("linear up", c.up_width(), C, gpt2);
+    linear("linear up", (gpt2 ? F : 2 * F), C, gpt2);
     linear("linear down", C, F, gpt2);
     linear("linear head", Vp, C, false);
 
     // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products:
     // it may be above 100 %.
-    const int64_t O = c.up_width();
+    const int64_t O = (gpt2 ? F : 2 * F);
     for (const Fp8Recipe recipe : {Fp8Recipe::delayed, Fp8Recipe::current, Fp8Recipe::block}) {
         if (dtype == DType::f32 || !has_fp8(recipe)) continue;
         const std::string name = concat("linear up fp8 ", fp8_recipe_name(recipe)),

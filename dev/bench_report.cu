@@ -19,6 +19,7 @@
 // "ours" is this project; every other name an opponent. A ratio says how many times faster ours is.
 #include "io/io.h"
 #include "llm.h"
+#include "model/sublayer.h"
 
 #include <algorithm>
 #include <cctype>
@@ -327,9 +328,11 @@ std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dty
     const double linear_flops = flops_per_token(c, T) * N - L * 12 * pairs;
     const double heads = N * static_cast<double>(c.H + c.K) * 2 * columns * e;  // q and output, k and v
     const bool gpt2 = c.family == Family::gpt2;
-    const double biases = gpt2 ? L * N * static_cast<double>(c.qkv_width() + c.C + c.F + c.C) * e : 0;
+    const double biases = gpt2 ? L * N * static_cast<double>((c.H + 2 * c.K) * c.D + c.C + c.F + c.C) * e : 0;
     const double norms = (2 * L + 1) * 4 * x, acts = L * f,
-                 rope = gpt2 ? 0 : L * 2 * N * static_cast<double>((c.H + c.K) * c.rope_D()) * e;
+                 rope = gpt2 ? 0
+                             : L * 2 * N *
+                                   static_cast<double>((c.H + c.K) * find_attention(c.attention).rope_width(c)) * e;
     return {
         {"attention backward", "flash_d", L * 2 * heads, attention_flops * 5 / 7},
         {"attention forward", "flash_forward", L * heads, attention_flops * 2 / 7},
@@ -338,8 +341,7 @@ std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dty
         {"activation forward", "(gelu|swiglu)_forward", (gpt2 ? 2 : 3) * acts, 0},
         {"activation backward", "(gelu|swiglu)_backward", (gpt2 ? 3 : 5) * acts, 0},
         {"rope", "rope", 2 * rope, 0},
-        {"MLA's keys", "latent_keys",
-         c.attention == AttentionKind::mla ? L * 4 * N * static_cast<double>(c.H * c.D) * e : 0, 0},
+        {"MLA's keys", "latent_keys", c.attention == "mla" ? L * 4 * N * static_cast<double>(c.H * c.D) * e : 0, 0},
         {"loss", "cross_entropy|add_losses", 2 * N * static_cast<double>(c.V_padded()) * e, 0},
         {"embedding forward", "embedding_forward", 2 * x, 0},
         {"embedding backward", "embedding", x + 2 * static_cast<double>(std::min(B * T, c.V)) * C * e, 0},

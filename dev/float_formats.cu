@@ -278,12 +278,14 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         activations("activations");
     Model model;
     Activations acts;
+    Workspace workspace;
     std::unique_ptr<Optimizer> adamw;
     Tensor norm, norm_scratch;
     for (int pass = 0; pass < 2; ++pass) {  // counting, then for real
         model = build_model(config, {}, o.seq, weights, grads, masters);
         adamw = make_optimizer("adamw", states, model.params, model.weights.n(), default_optimizer_options("adamw"));
         acts = take_activations(model, o.batch, o.seq, {}, activations);
+        workspace = take_workspace(model, o.batch, o.seq, true, activations);
         norm = activations.take("norm", DType::f32, {2});
         norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
         if (pass == 0)
@@ -301,10 +303,10 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         copy_to_device(acts.tokens, tokens.data());
         copy_to_device(acts.targets, targets.data());
         cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
-        forward(model, acts, stream);
+        forward(model, acts, workspace, stream);
         // The loss is a mean over N tokens: every gradient has a factor 1/N, and larger batches have smaller ones.
         loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);
-        backward(model, acts, stream);
+        backward(model, acts, workspace, stream);
         if (step > o.steps) break;
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, stream);
         adamw->step(model.all_weights(1), model.grads, norm, learning_rate(schedule, step), step, stream);
@@ -315,10 +317,15 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         loss += static_cast<double>(token_loss) / static_cast<double>(N);
     std::printf("%s after %lld steps of %lld tokens, trained in fp32; loss %.3f\n", o.model.c_str(),
                 static_cast<long long>(o.steps), static_cast<long long>(N), loss);
-    return {{"dlogits", false, to_floats(acts.logits)}, {"dresidual", false, to_floats(acts.dresidual)},
-            {"dnorm", false, to_floats(acts.dnorm)},    {"dqkv", false, to_floats(acts.dqkv)},
-            {"dattn", false, to_floats(acts.dattn)},    {"dup", false, to_floats(acts.dup)},
-            {"dact", false, to_floats(acts.dact)},      {"parameters", true, to_floats(model.grads)}};
+    std::vector<Gradients> all = {{"dlogits", false, to_floats(acts.logits)},
+                                  {"dresidual", false, to_floats(workspace.dresidual)},
+                                  {"dnorm", false, to_floats(workspace.dnorm)}};
+    for (const auto& [name, slots] :
+         {std::pair("attention", workspace.dattention), std::pair("feed-forward", workspace.dfeed_forward)})
+        for (const Tensor& gradient : slots)
+            if (gradient) all.push_back({concat("of ", name), false, to_floats(gradient)});
+    all.push_back({"parameters", true, to_floats(model.grads)});
+    return all;
 }
 
 // What fp16 makes of gradients times a loss scale. The backward is linear in the loss, and a power of two changes only

@@ -33,6 +33,7 @@ struct Way {
     Recompute recompute;
     std::unique_ptr<Arena> arena;
     Activations acts;
+    Workspace workspace;
     size_t planned = 0, taken = 0;
     std::vector<double> seconds;
     double least_seconds() const { return *std::min_element(seconds.begin(), seconds.end()); }
@@ -60,6 +61,7 @@ size_t planned_bytes(const Sizes& sizes, int64_t layers, const Recompute& recomp
     Arena weights("weights"), grads("gradients"), masters("master weights"), arena("activations");
     const Model model = build_model(config_of(sizes, layers), {}, sizes.seq, weights, grads, masters);
     take_activations(model, sizes.batch, sizes.seq, recompute, arena);
+    take_workspace(model, sizes.batch, sizes.seq, true, arena);
     return arena.bytes();
 }
 
@@ -86,13 +88,13 @@ void check_law(const Law& law, const Way& way, int64_t n) {
 }
 
 // One forward and backward; its seconds.
-double train(const Model& model, Activations& acts) {
+double train(const Model& model, Activations& acts, const Workspace& workspace) {
     const cudaStream_t stream = device().stream;
     const double start = seconds_now();
     cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
-    forward(model, acts, stream);
+    forward(model, acts, workspace, stream);
     loss_backward(model, acts, 1.0f / static_cast<float>(acts.B * acts.T), stream);
-    backward(model, acts, stream);
+    backward(model, acts, workspace, stream);
     cudaCheck(cudaStreamSynchronize(stream));
     return seconds_now() - start;
 }
@@ -100,6 +102,7 @@ double train(const Model& model, Activations& acts) {
 void take(Way& way, const Model& model, const Sizes& sizes) {
     way.arena = std::make_unique<Arena>("activations");
     take_activations(model, sizes.batch, sizes.seq, way.recompute, *way.arena);
+    take_workspace(model, sizes.batch, sizes.seq, true, *way.arena);
     way.planned = way.arena->bytes();
     const size_t before = free_bytes();
     way.arena->reserve();
@@ -107,6 +110,7 @@ void take(Way& way, const Model& model, const Sizes& sizes) {
     check(way.taken == way.planned, "--recompute ", way.name, ": ", way.planned, " bytes were planned, ", way.taken,
           " taken");
     way.acts = take_activations(model, sizes.batch, sizes.seq, way.recompute, *way.arena);
+    way.workspace = take_workspace(model, sizes.batch, sizes.seq, true, *way.arena);
     std::vector<int32_t> tokens(static_cast<size_t>(sizes.batch * sizes.seq));
     for (size_t i = 0; i < tokens.size(); ++i)
         tokens[i] = static_cast<int32_t>(uniform_below(1, 1, i, static_cast<uint64_t>(model.config.V)));
@@ -174,7 +178,7 @@ void run(const std::string& path, const Sizes& sizes) {
         way.recompute = parse_recompute(way.name);
         take(way, model, sizes);
         if (way.recompute.every > 0) check_law(law, way, way.recompute.every);
-        train(model, way.acts);  // warms up
+        train(model, way.acts, way.workspace);  // warms up
         const std::vector<float> gradients = to_floats(model.grads);
         if (way.name == "none") expected = gradients;
         check(gradients == expected, "--recompute ", way.name, " gives other gradients than none");
@@ -183,7 +187,7 @@ void run(const std::string& path, const Sizes& sizes) {
         // Each round begins with another one, or what disturbs in a rhythm would always meet the same.
         for (size_t i = 0; i < ways.size(); ++i) {
             Way& way = ways[(i + static_cast<size_t>(step)) % ways.size()];
-            way.seconds.push_back(train(model, way.acts));
+            way.seconds.push_back(train(model, way.acts, way.workspace));
         }
     print(ways, law, sizes);
     draw(path, ways, law);

@@ -184,6 +184,11 @@ void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadC
                             Tensor weight, Tensor rstd, Tensor scratch, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// residual.cu:  out = inp + branch, (N, C) each, in float32 and rounded once; out may be either of them.
+
+void residual_add(Tensor out, Tensor inp, Tensor branch, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // gelu.cu:  out = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))      the tanh form, as in GPT-2; any shape
 // dinp may be the same memory as dout.
 

@@ -1,90 +1,157 @@
 // model/attention_gqa.cu: multi-head, multi-query and grouped-query attention: H query heads over K key and value heads.
 //       (Vaswani et al. 2017, arXiv:1706.03762; MQA: Shazeer 2019, arXiv:1911.02150; GQA: Ainslie et al. 2023, arXiv:2305.13245)
 //
-//   qkv = [H query heads | K key heads | K value heads], each of D columns
-//   attn_h,t = sum over the s that t sees of softmax(q_h,t . k_s / sqrt(D)) v_s          key head h / (H/K)
+//   qkv = [H query heads | K key heads | K value heads] = linear(inp), each head of D columns
+//   heads_h,t = sum over the s that t sees of softmax(q_h,t . k_s / sqrt(D)) v_s          key head h / (H/K)
+//   out = linear(heads)
 //
 // t sees all s <= t; with a sliding window of w tokens (Mistral, arXiv:2310.06825; Qwen's later layers) t - w < s <= t.
 //
 // Positions: GPT-2 has none here; LLaMA and Qwen rotate queries and keys. Qwen2 (arXiv:2407.10671) adds biases to qkv, which
 // the product has done. Qwen3 (arXiv:2505.09388) first normalises every query and key head, so that no score can grow without
 // bound: then queries and keys stand in tensors of their own, because the norm's backward needs what qkv holds.
-#include "model/attention.h"
+#include "model/sublayer.h"
+
+#include <algorithm>
 
 namespace {
 
-QkvHeads heads_of(const Config& c, const Activations& acts, Tensor qkv, Tensor q, Tensor k) {
-    QkvHeads heads = qkv_heads(qkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
-    if (c.qk_norm) heads.q = heads_in(q, acts, c.H, c.D), heads.k = heads_in(k, acts, c.K, c.D);
+enum LinearOf { kQkv, kOut };
+enum NormOf { kQNorm, kKNorm };                                 // Qwen3: (D), of every query head and of every key head
+enum Saved { kQkvRows, kLse, kHeads, kQ, kK, kQRstd, kKRstd };  // the last four with qk_norm
+
+void check(const Config& c) {
+    ::check(c.H % c.K == 0, "model configuration: ", c.H, " query heads cannot share ", c.K, " key/value heads evenly");
+}
+
+int64_t qkv_width(const Config& c) { return (c.H + 2 * c.K) * c.D; }
+
+void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
+    if (c.family == Family::gpt2) {
+        p.linears[kQkv] = placer.linear({{prefix + "attn.c_attn", qkv_width(c)}}, c.C, true, true);
+        p.linears[kOut] = placer.linear({{prefix + "attn.c_proj", c.C}}, c.H * c.D, true, true);
+        return;
+    }
+    const std::string a = prefix + "self_attn.";
+    p.linears[kQkv] = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}},
+                                    c.C, c.qkv_bias);
+    if (c.qk_norm) p.norms[kQNorm] = placer.norm(a + "q_norm", c.D, false);
+    if (c.qk_norm) p.norms[kKNorm] = placer.norm(a + "k_norm", c.D, false);
+    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, c.attn_out_bias);
+}
+
+void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
+    saved[kQkvRows] = take.keep("attention", qkv_width(c));
+    saved[kLse] = take.arena().take("attention", DType::f32, {take.B, c.H, take.T});
+    saved[kHeads] = take.keep("attention", c.H * c.D);
+    if (!c.qk_norm) return;
+    saved[kQRstd] = take.keep_f32("norms", c.H);
+    saved[kKRstd] = take.keep_f32("norms", c.K);
+    saved[kQ] = take.recomputable("attention", c.H * c.D);
+    saved[kK] = take.recomputable("attention", c.K * c.D);
+}
+void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
+    gradients[kQkvRows] = take.keep("gradients of activations", qkv_width(c));
+    gradients[kHeads] = take.keep("gradients of activations", c.H * c.D);
+    if (!c.qk_norm) return;
+    gradients[kQ] = take.keep("gradients of activations", c.H * c.D);
+    gradients[kK] = take.keep("gradients of activations", c.K * c.D);
+}
+int64_t scratch_n(const Config& c, int64_t B, int64_t T) {
+    return std::max(flash_attention_backward_scratch_n(B, T, c.H),
+                    c.qk_norm ? rmsnorm_backward_scratch_n(B * T * c.H, c.D) : 0);
+}
+
+// Where the heads are, for values as for gradients: in the rows of qkv, or, normalised, in tensors of their own.
+QkvHeads raw_heads(const BlockContext& b, const Slots& slots) {
+    const Config& c = b.model.config;
+    return qkv_heads(slots[kQkvRows].view({b.acts.B, b.acts.T, qkv_width(c)}), c.H, c.K);
+}
+QkvHeads heads_of(const BlockContext& b, const Slots& slots) {
+    const Config& c = b.model.config;
+    QkvHeads heads = raw_heads(b, slots);
+    if (!c.qk_norm) return heads;
+    heads.q = heads_in(slots[kQ], b.acts, c.H, c.D);
+    heads.k = heads_in(slots[kK], b.acts, c.K, c.D);
     return heads;
 }
 
-void take_saved(BlockSaved& saved, const Config& c, DType, int64_t N, Arena& arena) {
+// Qwen3: raw queries and keys -> normalised and rotated ones.
+void norm_queries_and_keys(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
+    const Config& c = b.model.config;
     if (!c.qk_norm) return;
-    saved.q_rstd = arena.take("norms", DType::f32, {N, c.H});
-    saved.k_rstd = arena.take("norms", DType::f32, {N, c.K});
-}
-void take_cheap(BlockSaved& saved, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    if (!c.qk_norm) return;
-    saved.q = arena.take("attention", dtype, {N, c.H * c.D});
-    saved.k = arena.take("attention", dtype, {N, c.K * c.D});
-}
-void take_gradients(Activations& acts, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    if (!c.qk_norm) return;
-    acts.dq = arena.take("gradients of activations", dtype, {N, c.H * c.D});
-    acts.dk = arena.take("gradients of activations", dtype, {N, c.K * c.D});
-}
-int64_t scratch_n(const Config& c, int64_t N) { return c.qk_norm ? rmsnorm_backward_scratch_n(N * c.H, c.D) : 0; }
-
-// Qwen3: qkv -> q, k, normalised and rotated.
-void norm_queries_and_keys(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-                           cudaStream_t stream) {
-    const Config& c = model.config;
-    if (!c.qk_norm) return;
-    const QkvHeads raw = qkv_heads(saved.qkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
-    const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
+    const QkvHeads raw = raw_heads(b, saved), heads = heads_of(b, saved);
     const float eps = static_cast<float>(c.norm_eps);
-    rmsnorm_heads_forward(heads.q, saved.q_rstd, raw.q, block.q_norm.weight, eps, stream);
-    rmsnorm_heads_forward(heads.k, saved.k_rstd, raw.k, block.k_norm.weight, eps, stream);
-    rope_forward(heads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
+    rmsnorm_heads_forward(heads.q, saved[kQRstd], raw.q, p.norms[kQNorm].weight, eps, b.stream);
+    rmsnorm_heads_forward(heads.k, saved[kKRstd], raw.k, p.norms[kKNorm].weight, eps, b.stream);
+    rope_forward(b, heads.q, RopePairs::halves);
+    rope_forward(b, heads.k, RopePairs::halves);
+}
+void norm_queries_and_keys_backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
+    const Tensor scratch = b.workspace.scratch;
+    const Slots& gradients = b.workspace.dattention;
+    const QkvHeads raw = raw_heads(b, saved), draw = raw_heads(b, gradients), dheads = heads_of(b, gradients);
+    rope_backward(b, dheads.q, RopePairs::halves);
+    rope_backward(b, dheads.k, RopePairs::halves);
+    const Norm &q_norm = p.norms[kQNorm], &k_norm = p.norms[kKNorm];
+    rmsnorm_heads_backward(draw.q, q_norm.dweight, dheads.q, raw.q, q_norm.weight, saved[kQRstd], scratch, b.stream);
+    rmsnorm_heads_backward(draw.k, k_norm.dweight, dheads.k, raw.k, k_norm.weight, saved[kKRstd], scratch, b.stream);
 }
 
-void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-             cudaStream_t stream) {
-    const Config& c = model.config;
-    const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
-    if (c.qk_norm) norm_queries_and_keys(model, block, saved, acts, stream);
+void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
+    const Config& c = b.model.config;
+    block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
+    const QkvHeads heads = heads_of(b, saved);
+    if (c.qk_norm) norm_queries_and_keys(b, p, saved);
+    else if (c.family == Family::llama) rope_forward(heads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);
+    const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D);
+    flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+    if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
+}
+
+void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
+              Tensor inp) {
+    const Config& c = b.model.config;
+    const Slots& gradients = b.workspace.dattention;
+    block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
+    block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
+
+    const QkvHeads heads = heads_of(b, saved), dheads = heads_of(b, gradients);
+    const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D),
+                      dattended = heads_in(gradients[kHeads], b.acts, c.H, c.D);
+    flash_attention_backward(dheads.q, dheads.k, dheads.v, dattended, attended, saved[kLse], heads.q, heads.k, heads.v,
+                             flash_options(b, p), b.workspace.scratch, b.stream);
+    if (c.qk_norm) norm_queries_and_keys_backward(b, p, saved);
     else if (c.family == Family::llama)
-        rope_forward(heads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
-    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                            attention_options(model, block, acts), stream);
+        rope_backward(dheads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);
+
+    block_linear_backward_input(b, p.linears[kQkv], dinp, gradients[kQkvRows]);
+    block_linear_backward_weight(b, p.linears[kQkv], gradients[kQkvRows], inp);
 }
 
-void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-              cudaStream_t stream) {
-    const Config& c = model.config;
-    const QkvHeads heads = heads_of(c, acts, saved.qkv, saved.q, saved.k);
-    const QkvHeads dheads = heads_of(c, acts, acts.dqkv, acts.dq, acts.dk);
-    flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
-                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                             attention_options(model, block, acts), acts.scratch, stream);
-    if (!c.qk_norm) {
-        if (c.family == Family::llama)
-            rope_backward(dheads.q.rows, acts.positions, rope_rows(model, acts), c.H, c.K, stream);
-        return;
-    }
-    rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    const QkvHeads raw = qkv_heads(saved.qkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
-    const QkvHeads draw = qkv_heads(acts.dqkv.view({acts.B, acts.T, c.qkv_width()}), c.H, c.K);
-    rmsnorm_heads_backward(draw.q, block.q_norm.dweight, dheads.q, raw.q, block.q_norm.weight, saved.q_rstd,
-                           acts.scratch, stream);
-    rmsnorm_heads_backward(draw.k, block.k_norm.dweight, dheads.k, raw.k, block.k_norm.weight, saved.k_rstd,
-                           acts.scratch, stream);
+// Norms of heads; rope; q, k, v -> heads. Backward: delta; dq; dk and dv (flash_attention.cu); rope; norms.
+Elements elements(const Config& c) {
+    const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.K * c.D), v = k, heads = q;
+    const double normed = c.qk_norm ? q + k : 0, rope = c.family == Family::llama ? 2 * (q + k) : 0;
+    return {2 * normed + rope + (q + k + v + heads), 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope};
 }
+
+int64_t score_width(const Config& c) { return c.H * (c.D + c.D); }
+int64_t rope_width(const Config& c) { return c.D; }
+int64_t cache_width(const Config& c) { return 2 * c.K * c.D; }
 
 }  // namespace
 
-const AttentionVariant kGroupedQueryAttention = {
-    take_saved, take_cheap, take_gradients, scratch_n, forward, norm_queries_and_keys, backward};
+extern const SubLayer kGroupedQueryAttention = {.name = "gqa",
+                                                .check = check,
+                                                .place = place,
+                                                .take_saved = take_saved,
+                                                .take_gradients = take_gradients,
+                                                .scratch_n = scratch_n,
+                                                .forward = forward,
+                                                .recompute = norm_queries_and_keys,
+                                                .backward = backward,
+                                                .elements = elements,
+                                                .score_width = score_width,
+                                                .rope_width = rope_width,
+                                                .cache_width = cache_width};

@@ -1,73 +1,132 @@
 // model/attention_mfa.cu: multi-matrix factorization attention: many wide query heads over one key and one value head.
 //                                                     (Hu et al. 2024, arXiv:2412.19255; as in Step-3, arXiv:2507.19427)
 //
-//   qkv    = [query latent (q_rank) | key (D) | value (D)]
-//   q_h    = rope(Wq_h rmsnorm(query latent))                 Wq = q_up (H D, q_rank)
-//   attn_h = sum over s of softmax(q_h . rope(key_s) / sqrt(D)) value_s
+//   qkv     = [query latent (q_rank) | key (D) | value (D)] = linear(inp)
+//   q_h     = rope(Wq_h rmsnorm(query latent))                 Wq = kQUp (H D, q_rank)
+//   heads_h = sum over s of softmax(q_h . rope(key_s) / sqrt(D)) value_s
+//   out     = linear(heads)
 //
 // The cache holds one key and one value, as with MQA: 2 D numbers a token and layer. What makes heads differ is the query, and
 // its matrix is factored: all heads share the first factor (C to q_rank), so that more and wider heads cost H D q_rank
 // weights instead of H D C.
-#include "model/attention.h"
+#include "model/sublayer.h"
+
+#include <algorithm>
 
 namespace {
 
+enum LinearOf { kQkv, kOut, kQUp };  // kQUp: (H D, q_rank), latent to queries
+enum NormOf { kLatentNorm };         // (q_rank)
+enum Saved { kQkvRows, kLse, kHeads, kQ, kLatent, kLatentRstd };
+
+void check(const Config& c) {
+    ::check(c.K == 1 && c.q_rank > 0, "model configuration: MFA has one key/value head, not ", c.K,
+            ", and a query latent (share_q_dim ", c.q_rank, ")");
+}
+
+void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
+    const std::string a = prefix + "self_attn.";
+    p.linears[kQkv] = placer.linear({{a + "q_proj", c.q_rank}, {a + "k_proj", c.D}, {a + "v_proj", c.D}}, c.C, false);
+    p.norms[kLatentNorm] = placer.norm(a + "inter_norm", c.q_rank, false);
+    p.linears[kQUp] = placer.linear({{a + "wq", c.H * c.D}}, c.q_rank, false);
+    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, false);
+}
+
+void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
+    saved[kQkvRows] = take.keep("attention", c.q_rank + 2 * c.D);
+    saved[kLse] = take.arena().take("attention", DType::f32, {take.B, c.H, take.T});
+    saved[kHeads] = take.keep("attention", c.H * c.D);
+    saved[kLatentRstd] = take.keep_f32("norms", 1);
+    saved[kQ] = take.keep("attention", c.H * c.D);
+    saved[kLatent] = take.recomputable("norms", c.q_rank);
+}
+void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
+    gradients[kQkvRows] = take.keep("gradients of activations", c.q_rank + 2 * c.D);
+    gradients[kHeads] = take.keep("gradients of activations", c.H * c.D);
+    gradients[kQ] = take.keep("gradients of activations", c.H * c.D);
+    gradients[kLatent] = take.keep("gradients of activations", c.q_rank);
+}
+int64_t scratch_n(const Config& c, int64_t B, int64_t T) {
+    return std::max(flash_attention_backward_scratch_n(B, T, c.H), rmsnorm_backward_scratch_n(B * T, c.q_rank));
+}
+
+// Where everything is, for values as for gradients.
 struct Heads {
     HeadColumns latent, q, k, v;
 };
-Heads heads_of(const Config& c, const Activations& acts, Tensor qkv, Tensor q) {
-    return {heads_in(qkv, acts, 1, c.q_rank), heads_in(q, acts, c.H, c.D), heads_in(qkv, acts, 1, c.D, c.q_rank),
-            heads_in(qkv, acts, 1, c.D, c.q_rank + c.D)};
+Heads heads_of(const BlockContext& b, const Slots& slots) {
+    const Config& c = b.model.config;
+    const Tensor qkv = slots[kQkvRows];
+    return {heads_in(qkv, b.acts, 1, c.q_rank), heads_in(slots[kQ], b.acts, c.H, c.D),
+            heads_in(qkv, b.acts, 1, c.D, c.q_rank), heads_in(qkv, b.acts, 1, c.D, c.q_rank + c.D)};
 }
 
-void take_saved(BlockSaved& saved, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    saved.q_rstd = arena.take("norms", DType::f32, {N, 1});
-    saved.q = arena.take("attention", dtype, {N, c.H * c.D});
-}
-void take_cheap(BlockSaved& saved, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    saved.q_latent = arena.take("norms", dtype, {N, c.q_rank});
-}
-void take_gradients(Activations& acts, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    acts.dq = arena.take("gradients of activations", dtype, {N, c.H * c.D});
-    acts.dq_latent = arena.take("gradients of activations", dtype, {N, c.q_rank});
-}
-int64_t scratch_n(const Config& c, int64_t N) { return rmsnorm_backward_scratch_n(N, c.q_rank); }
-
-void norm_latent(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-                 cudaStream_t stream) {
-    const Config& c = model.config;
-    rmsnorm_heads_forward(heads_in(saved.q_latent, acts, 1, c.q_rank), saved.q_rstd,
-                          heads_in(saved.qkv, acts, 1, c.q_rank), block.q_norm.weight, static_cast<float>(c.norm_eps),
-                          stream);
+void norm_latent(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
+    const Config& c = b.model.config;
+    rmsnorm_heads_forward(heads_in(saved[kLatent], b.acts, 1, c.q_rank), saved[kLatentRstd], heads_of(b, saved).latent,
+                          p.norms[kLatentNorm].weight, static_cast<float>(c.norm_eps), b.stream);
 }
 
-void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-             cudaStream_t stream) {
-    const Config& c = model.config;
-    const Heads heads = heads_of(c, acts, saved.qkv, saved.q);
-    norm_latent(model, block, saved, acts, stream);
-    linear_forward(saved.q, block.q_up, kQUp, saved.q_latent, saved, acts, stream);
-    rope_forward(heads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    rope_forward(heads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    flash_attention_forward(heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                            attention_options(model, block, acts), stream);
+void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
+    const Config& c = b.model.config;
+    const Heads heads = heads_of(b, saved);
+    block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
+    norm_latent(b, p, saved);
+    block_linear_forward(b, p.linears[kQUp], saved[kQ], saved[kLatent]);
+    rope_forward(b, heads.q, RopePairs::halves);
+    rope_forward(b, heads.k, RopePairs::halves);
+    const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D);
+    flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+    if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
 
-void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-              cudaStream_t stream) {
-    const Config& c = model.config;
-    const Heads heads = heads_of(c, acts, saved.qkv, saved.q), dheads = heads_of(c, acts, acts.dqkv, acts.dq);
-    flash_attention_backward(dheads.q, dheads.k, dheads.v, heads_in(acts.dattn, acts, c.H, c.D),
-                             heads_in(saved.attn, acts, c.H, c.D), saved.lse, heads.q, heads.k, heads.v,
-                             attention_options(model, block, acts), acts.scratch, stream);
-    rope_backward(dheads.k, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    rope_backward(dheads.q, RopePairs::halves, acts.positions, rope_rows(model, acts), stream);
-    linear_backward(acts.dq_latent, block.q_up, kQUp, acts.dq, saved.q_latent, saved, acts, stream);
-    rmsnorm_heads_backward(dheads.latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank),
-                           heads.latent, block.q_norm.weight, saved.q_rstd, acts.scratch, stream);
+void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
+              Tensor inp) {
+    const Config& c = b.model.config;
+    const Slots& gradients = b.workspace.dattention;
+    const Heads heads = heads_of(b, saved), dheads = heads_of(b, gradients);
+    block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
+    block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
+
+    const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D),
+                      dattended = heads_in(gradients[kHeads], b.acts, c.H, c.D);
+    flash_attention_backward(dheads.q, dheads.k, dheads.v, dattended, attended, saved[kLse], heads.q, heads.k, heads.v,
+                             flash_options(b, p), b.workspace.scratch, b.stream);
+    rope_backward(b, dheads.k, RopePairs::halves);
+    rope_backward(b, dheads.q, RopePairs::halves);
+    block_linear_backward_input(b, p.linears[kQUp], gradients[kLatent], gradients[kQ]);
+    block_linear_backward_weight(b, p.linears[kQUp], gradients[kQ], saved[kLatent]);
+    const Norm& norm = p.norms[kLatentNorm];
+    rmsnorm_heads_backward(dheads.latent, norm.dweight, heads_in(gradients[kLatent], b.acts, 1, c.q_rank), heads.latent,
+                           norm.weight, saved[kLatentRstd], b.workspace.scratch, b.stream);
+
+    block_linear_backward_input(b, p.linears[kQkv], dinp, gradients[kQkvRows]);
+    block_linear_backward_weight(b, p.linears[kQkv], gradients[kQkvRows], inp);
 }
+
+// The latent's norm; rope; q, k, v -> heads. Backward: delta; dq; dk and dv (flash_attention.cu); rope; norm.
+Elements elements(const Config& c) {
+    const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.D), v = k, heads = q;
+    const double normed = static_cast<double>(c.q_rank), rope = 2 * (q + k);
+    return {2 * normed + rope + (q + k + v + heads), 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope};
+}
+
+int64_t score_width(const Config& c) { return c.H * (c.D + c.D); }
+int64_t rope_width(const Config& c) { return c.D; }
+int64_t cache_width(const Config& c) { return 2 * c.D; }
 
 }  // namespace
 
-const AttentionVariant kFactorizationAttention = {take_saved, take_cheap,  take_gradients, scratch_n,
-                                                  forward,    norm_latent, backward};
+extern const SubLayer kFactorizationAttention = {.name = "mfa",
+                                                 .check = check,
+                                                 .place = place,
+                                                 .take_saved = take_saved,
+                                                 .take_gradients = take_gradients,
+                                                 .scratch_n = scratch_n,
+                                                 .forward = forward,
+                                                 .recompute = norm_latent,
+                                                 .backward = backward,
+                                                 .elements = elements,
+                                                 .score_width = score_width,
+                                                 .rope_width = rope_width,
+                                                 .cache_width = cache_width};

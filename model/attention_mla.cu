@@ -1,140 +1,213 @@
-// model/attention_mla.cu: multi-head latent attention.            (DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437)
+// model/attention_mla.cu: multi-head latent attention.      (DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437)
 //
-//   qkv        = [query latent (q_rank) | latent (kv_rank) | shared key (D_rope)]     or, without a q_rank, with the queries
-//   q_h        = q_up_h rmsnorm(query latent)                                 H heads of D columns        themselves in front
-//   [k_h | v_h] = kv_up_h rmsnorm(latent)                                     D - D_rope and D_v columns
-//   queries    = [q_h's first columns | rope(its last D_rope)]
-//   keys       = [k_h | rope(shared key)]
-//   attn_h     = sum over s of softmax(scale query_h . key_s,h) v_s,h         scale = 1 / sqrt(D), larger with YaRN (rope.cu)
+//   qkv         = [query latent (q_rank) | latent (kv_rank) | shared key (D_rope)] = linear(inp)
+//   q_h         = q_up_h rmsnorm(query latent)                                 H heads of D columns
+//   [k_h | v_h] = kv_up_h rmsnorm(latent)                                      D - D_rope and D_v columns
+//   queries     = [q_h's first columns | rope(its last D_rope)]
+//   keys        = [k_h | rope(shared key)]
+//   heads_h     = sum over s of softmax(scale query_h . key_s,h) v_s,h         scale = 1 / sqrt(D), larger with YaRN (rope.cu)
+//   out         = linear(heads)
+//
+// Without a q_rank the first product gives the queries themselves, in the place of their latent.
 //
 // Training expands keys and values and is then multi-head attention. Generating keeps only the latent and the shared key of
 // each token, and folds kv_up into query and output (layers/latent_attention.cu): the same function, with sums in another order.
-#include "model/attention.h"
+#include "model/sublayer.h"
 
 #include <algorithm>
 
 namespace {
 
+enum LinearOf { kQkv, kOut, kQUp, kKvUp };  // kQUp: (H D, q_rank); kKvUp: (H (D - D_rope + D_v), kv_rank)
+enum NormOf { kQNorm, kKvNorm };            // (q_rank), (kv_rank): of the latents
+enum Saved { kQkvRows, kLse, kHeads, kQ, kKv, kK, kQLatent, kKvLatent, kQRstd, kKvRstd };
+
 constexpr float kLatentEps =
     1e-6f;  // of the latents' norms: transformers has a constant here, whatever rms_norm_eps is
 
-// Where everything is, for values as for gradients. Without a q_rank queries are part of qkv.
-struct Parts {
+void check(const Config& c) {
+    ::check(c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0,
+            "model configuration: MLA needs as many key/value heads as query heads, kv_lora_rank ", c.kv_rank,
+            ", qk_nope_head_dim ", c.D - c.D_rope, " and v_head_dim ", c.D_v, " above 0");
+}
+
+int64_t first_width(const Config& c) { return c.q_rank > 0 ? c.q_rank : c.H * c.D; }  // query latent, or queries
+int64_t kv_width(const Config& c) { return c.H * (c.D - c.D_rope + c.D_v); }
+
+void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
+    const std::string a = prefix + "self_attn.", first = c.q_rank > 0 ? "q_a_proj" : "q_proj";
+    p.linears[kQkv] =
+        placer.linear({{a + first, first_width(c)}, {a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope}}, c.C, false);
+    if (c.q_rank > 0) {
+        p.norms[kQNorm] = placer.norm(a + "q_a_layernorm", c.q_rank, false);
+        p.linears[kQUp] = placer.linear({{a + "q_b_proj", c.H * c.D}}, c.q_rank, false);
+    }
+    p.norms[kKvNorm] = placer.norm(a + "kv_a_layernorm", c.kv_rank, false);
+    p.linears[kKvUp] = placer.linear({{a + "kv_b_proj", kv_width(c)}}, c.kv_rank, false);
+    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D_v, false);
+}
+
+void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
+    saved[kQkvRows] = take.keep("attention", first_width(c) + c.kv_rank + c.D_rope);
+    saved[kLse] = take.arena().take("attention", DType::f32, {take.B, c.H, take.T});
+    saved[kHeads] = take.keep("attention", c.H * c.D_v);
+    if (c.q_rank > 0) {
+        saved[kQRstd] = take.keep_f32("norms", 1);
+        saved[kQ] = take.keep("attention", c.H * c.D);
+        saved[kQLatent] = take.recomputable("norms", c.q_rank);
+    }
+    saved[kKvRstd] = take.keep_f32("norms", 1);
+    saved[kKv] = take.keep("attention", kv_width(c));
+    saved[kKvLatent] = take.recomputable("norms", c.kv_rank);
+    saved[kK] = take.recomputable("attention", c.H * c.D);
+}
+void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
+    const auto gradient = [&](int64_t columns) { return take.keep("gradients of activations", columns); };
+    gradients[kQkvRows] = gradient(first_width(c) + c.kv_rank + c.D_rope);
+    gradients[kHeads] = gradient(c.H * c.D_v);
+    if (c.q_rank > 0) gradients[kQ] = gradient(c.H * c.D), gradients[kQLatent] = gradient(c.q_rank);
+    gradients[kK] = gradient(c.H * c.D);
+    gradients[kKv] = gradient(kv_width(c));
+    gradients[kKvLatent] = gradient(c.kv_rank);
+}
+int64_t scratch_n(const Config& c, int64_t B, int64_t T) {
+    return std::max({flash_attention_backward_scratch_n(B, T, c.H), rmsnorm_backward_scratch_n(B * T, c.kv_rank),
+                     c.q_rank > 0 ? rmsnorm_backward_scratch_n(B * T, c.q_rank) : 0});
+}
+
+// Where everything is, for values as for gradients.
+struct Places {
     HeadColumns query_latent, latent, shared_key;  // in qkv
-    HeadColumns q, q_rotated;
-    HeadColumns own_keys, values;  // in kv
-    HeadColumns keys;
+    HeadColumns q, q_rotated;                      // in a tensor of their own, or in qkv
+    HeadColumns own_keys, values;                  // in kv
+    HeadColumns keys, heads;
 };
-Parts parts_of(const Config& c, const Activations& acts, Tensor qkv, Tensor q, Tensor kv, Tensor k) {
-    const int64_t own = c.D - c.D_rope, first = c.q_rank > 0 ? c.q_rank : c.H * c.D;
-    const Tensor q_rows = c.q_rank > 0 ? q : qkv;
+Places places_of(const BlockContext& b, const Slots& slots) {
+    const Config& c = b.model.config;
+    const Activations& acts = b.acts;
+    const Tensor qkv = slots[kQkvRows], q_rows = c.q_rank > 0 ? slots[kQ] : qkv;
+    const int64_t own = c.D - c.D_rope, first = first_width(c);
     return {heads_in(qkv, acts, 1, c.q_rank),
             heads_in(qkv, acts, 1, c.kv_rank, first),
             heads_in(qkv, acts, 1, c.D_rope, first + c.kv_rank),
             heads_in(q_rows, acts, c.H, c.D),
             heads_in(q_rows, acts, c.H, c.D_rope, own, c.D),
-            heads_in(kv, acts, c.H, own, 0, own + c.D_v),
-            heads_in(kv, acts, c.H, c.D_v, own, own + c.D_v),
-            heads_in(k, acts, c.H, c.D)};
-}
-Parts saved_parts(const Config& c, const Activations& acts, const BlockSaved& saved) {
-    return parts_of(c, acts, saved.qkv, saved.q, saved.kv, saved.k);
+            heads_in(slots[kKv], acts, c.H, own, 0, own + c.D_v),
+            heads_in(slots[kKv], acts, c.H, c.D_v, own, own + c.D_v),
+            heads_in(slots[kK], acts, c.H, c.D),
+            heads_in(slots[kHeads], acts, c.H, c.D_v)};
 }
 
-void take_saved(BlockSaved& saved, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    if (c.q_rank > 0) saved.q_rstd = arena.take("norms", DType::f32, {N, 1});
-    if (c.q_rank > 0) saved.q = arena.take("attention", dtype, {N, c.H * c.D});
-    saved.k_rstd = arena.take("norms", DType::f32, {N, 1});
-    saved.kv = arena.take("attention", dtype, {N, c.H * (c.D - c.D_rope + c.D_v)});
-}
-void take_cheap(BlockSaved& saved, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    if (c.q_rank > 0) saved.q_latent = arena.take("norms", dtype, {N, c.q_rank});
-    saved.kv_latent = arena.take("norms", dtype, {N, c.kv_rank});
-    saved.k = arena.take("attention", dtype, {N, c.H * c.D});
-}
-void take_gradients(Activations& acts, const Config& c, DType dtype, int64_t N, Arena& arena) {
-    const auto take = [&](int64_t columns) { return arena.take("gradients of activations", dtype, {N, columns}); };
-    if (c.q_rank > 0) acts.dq = take(c.H * c.D), acts.dq_latent = take(c.q_rank);
-    acts.dk = take(c.H * c.D);
-    acts.dkv = take(c.H * (c.D - c.D_rope + c.D_v));
-    acts.dkv_latent = take(c.kv_rank);
-}
-int64_t scratch_n(const Config& c, int64_t N) {
-    const int64_t of_latent = rmsnorm_backward_scratch_n(N, c.kv_rank);
-    return c.q_rank > 0 ? std::max(of_latent, rmsnorm_backward_scratch_n(N, c.q_rank)) : of_latent;
+FlashAttentionOptions options(const BlockContext& b, const SubLayerParameters& p) {
+    return flash_options(b, p, rope_softmax_factor(b.model.config.rope_scaling));
 }
 
-void norm_latents(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-                  cudaStream_t stream) {
-    const Config& c = model.config;
-    const Parts p = saved_parts(c, acts, saved);
+void norm_latents(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
+    const Config& c = b.model.config;
+    const Places at = places_of(b, saved);
     if (c.q_rank > 0)
-        rmsnorm_heads_forward(heads_in(saved.q_latent, acts, 1, c.q_rank), saved.q_rstd, p.query_latent,
-                              block.q_norm.weight, kLatentEps, stream);
-    rmsnorm_heads_forward(heads_in(saved.kv_latent, acts, 1, c.kv_rank), saved.k_rstd, p.latent, block.k_norm.weight,
-                          kLatentEps, stream);
+        rmsnorm_heads_forward(heads_in(saved[kQLatent], b.acts, 1, c.q_rank), saved[kQRstd], at.query_latent,
+                              p.norms[kQNorm].weight, kLatentEps, b.stream);
+    rmsnorm_heads_forward(heads_in(saved[kKvLatent], b.acts, 1, c.kv_rank), saved[kKvRstd], at.latent,
+                          p.norms[kKvNorm].weight, kLatentEps, b.stream);
 }
 
-void forward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-             cudaStream_t stream) {
-    const Config& c = model.config;
-    const Parts p = saved_parts(c, acts, saved);
-    const HeadColumns out = heads_in(saved.attn, acts, c.H, c.D_v);
-    const float scale = attention_options(model, block, acts).scale;
-    norm_latents(model, block, saved, acts, stream);
-    if (c.q_rank > 0) linear_forward(saved.q, block.q_up, kQUp, saved.q_latent, saved, acts, stream);
-    rope_forward(p.q_rotated, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
-    rope_forward(p.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
-    if (saved.cache) {  // absorbed
-        latent_cache_append(saved.cache, acts.first, saved.kv_latent.view({acts.B, acts.T, c.kv_rank}), p.shared_key,
-                            stream);
-        latent_attention_forward(out, p.q, saved.cache, block.kv_up.weight, acts.first, scale, stream);
-        return;
+void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
+    const Config& c = b.model.config;
+    const Places at = places_of(b, saved);
+    block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
+    norm_latents(b, p, saved);
+    if (c.q_rank > 0) block_linear_forward(b, p.linears[kQUp], saved[kQ], saved[kQLatent]);
+    rope_forward(b, at.q_rotated, c.rope_pairs);
+    rope_forward(b, at.shared_key, c.rope_pairs);
+    if (b.saved.cache) {  // absorbed
+        const Tensor latent = saved[kKvLatent].view({b.acts.B, b.acts.T, c.kv_rank});
+        latent_cache_append(b.saved.cache, b.acts.first, latent, at.shared_key, b.stream);
+        latent_attention_forward(at.heads, at.q, b.saved.cache, p.linears[kKvUp].weight, b.acts.first,
+                                 options(b, p).scale, b.stream);
+    } else {
+        block_linear_forward(b, p.linears[kKvUp], saved[kKv], saved[kKvLatent]);
+        latent_keys_forward(at.keys, at.own_keys, at.shared_key, b.stream);
+        flash_attention_forward(at.heads, saved[kLse], at.q, at.keys, at.values, options(b, p), b.stream);
     }
-    linear_forward(saved.kv, block.kv_up, kKvUp, saved.kv_latent, saved, acts, stream);
-    latent_keys_forward(p.keys, p.own_keys, p.shared_key, stream);
-    flash_attention_forward(out, saved.lse, p.q, p.keys, p.values, attention_options(model, block, acts), stream);
+    if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
 
-void recompute_cheap(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-                     cudaStream_t stream) {
-    const Parts p = saved_parts(model.config, acts, saved);
-    norm_latents(model, block, saved, acts, stream);
-    latent_keys_forward(p.keys, p.own_keys, p.shared_key, stream);
+void recompute(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
+    const Places at = places_of(b, saved);
+    norm_latents(b, p, saved);
+    latent_keys_forward(at.keys, at.own_keys, at.shared_key, b.stream);
 }
 
-void backward(const Model& model, const Block& block, const BlockSaved& saved, const Activations& acts,
-              cudaStream_t stream) {
-    const Config& c = model.config;
-    const Parts p = saved_parts(c, acts, saved), d = parts_of(c, acts, acts.dqkv, acts.dq, acts.dkv, acts.dk);
-    flash_attention_backward(d.q, d.keys, d.values, heads_in(acts.dattn, acts, c.H, c.D_v),
-                             heads_in(saved.attn, acts, c.H, c.D_v), saved.lse, p.q, p.keys, p.values,
-                             attention_options(model, block, acts), acts.scratch, stream);
-    latent_keys_backward(d.own_keys, d.shared_key, d.keys, stream);
-    linear_backward(acts.dkv_latent, block.kv_up, kKvUp, acts.dkv, saved.kv_latent, saved, acts, stream);
-    rope_backward(d.shared_key, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
-    rope_backward(d.q_rotated, c.rope_pairs, acts.positions, rope_rows(model, acts), stream);
-    rmsnorm_heads_backward(d.latent, block.k_norm.dweight, heads_in(acts.dkv_latent, acts, 1, c.kv_rank), p.latent,
-                           block.k_norm.weight, saved.k_rstd, acts.scratch, stream);
-    if (c.q_rank == 0) return;
-    linear_backward(acts.dq_latent, block.q_up, kQUp, acts.dq, saved.q_latent, saved, acts, stream);
-    rmsnorm_heads_backward(d.query_latent, block.q_norm.dweight, heads_in(acts.dq_latent, acts, 1, c.q_rank),
-                           p.query_latent, block.q_norm.weight, saved.q_rstd, acts.scratch, stream);
+void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
+              Tensor inp) {
+    const Config& c = b.model.config;
+    const Slots& gradients = b.workspace.dattention;
+    const Tensor scratch = b.workspace.scratch;
+    const Places at = places_of(b, saved), d = places_of(b, gradients);
+    block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
+    block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
+
+    flash_attention_backward(d.q, d.keys, d.values, d.heads, at.heads, saved[kLse], at.q, at.keys, at.values,
+                             options(b, p), scratch, b.stream);
+    latent_keys_backward(d.own_keys, d.shared_key, d.keys, b.stream);
+    block_linear_backward_input(b, p.linears[kKvUp], gradients[kKvLatent], gradients[kKv]);
+    block_linear_backward_weight(b, p.linears[kKvUp], gradients[kKv], saved[kKvLatent]);
+    rope_backward(b, d.shared_key, c.rope_pairs);
+    rope_backward(b, d.q_rotated, c.rope_pairs);
+    const Norm &kv_norm = p.norms[kKvNorm], &q_norm = p.norms[kQNorm];
+    rmsnorm_heads_backward(d.latent, kv_norm.dweight, heads_in(gradients[kKvLatent], b.acts, 1, c.kv_rank), at.latent,
+                           kv_norm.weight, saved[kKvRstd], scratch, b.stream);
+    if (c.q_rank > 0) {
+        block_linear_backward_input(b, p.linears[kQUp], gradients[kQLatent], gradients[kQ]);
+        block_linear_backward_weight(b, p.linears[kQUp], gradients[kQ], saved[kQLatent]);
+        rmsnorm_heads_backward(d.query_latent, q_norm.dweight, heads_in(gradients[kQLatent], b.acts, 1, c.q_rank),
+                               at.query_latent, q_norm.weight, saved[kQRstd], scratch, b.stream);
+    }
+
+    block_linear_backward_input(b, p.linears[kQkv], dinp, gradients[kQkvRows]);
+    block_linear_backward_weight(b, p.linears[kQkv], gradients[kQkvRows], inp);
 }
+
+// Norms of latents; rope; the keys put together (latent_keys.cu); q, k, v -> heads. Backward: delta; dq; dk and dv
+// (flash_attention.cu), and the others again.
+Elements elements(const Config& c) {
+    const double q = static_cast<double>(c.H * c.D), k = q, v = static_cast<double>(c.H * c.D_v), heads = v;
+    const double normed = static_cast<double>(c.q_rank + c.kv_rank);
+    const double rope = 2 * static_cast<double>((c.H + 1) * c.D_rope);
+    const double keys = k - static_cast<double>(c.H * c.D_rope) + k;
+    return {2 * normed + rope + keys + (q + k + v + heads),
+            3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope + keys};
+}
+
+int64_t score_width(const Config& c) { return c.H * (c.D + c.D_v); }
+int64_t rope_width(const Config& c) { return c.D_rope; }
+int64_t cache_width(const Config& c) { return c.kv_rank + c.D_rope; }
 
 }  // namespace
 
-const AttentionVariant kLatentAttention = {take_saved, take_cheap,      take_gradients, scratch_n,
-                                           forward,    recompute_cheap, backward};
+extern const SubLayer kLatentAttention = {.name = "mla",
+                                          .check = check,
+                                          .place = place,
+                                          .take_saved = take_saved,
+                                          .take_gradients = take_gradients,
+                                          .scratch_n = scratch_n,
+                                          .forward = forward,
+                                          .recompute = recompute,
+                                          .backward = backward,
+                                          .elements = elements,
+                                          .score_width = score_width,
+                                          .rope_width = rope_width,
+                                          .cache_width = cache_width};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // With a cache
 
 LatentCache take_latent_cache(const Model& model, int64_t B, int64_t T_max, Arena& arena) {
-    check(model.config.attention == AttentionKind::mla, "take_latent_cache: only MLA has latents to cache");
+    ::check(model.attention == &kLatentAttention, "take_latent_cache: only MLA has latents to cache");
     LatentCache cache;
     for (int64_t l = 0; l < model.config.L; ++l)
         cache.layers.push_back(
-            arena.take("latent cache", model.precision.dtype, {B, T_max, model.config.cache_width()}));
+            arena.take("latent cache", model.precision.dtype, {B, T_max, cache_width(model.config)}));
     return cache;
 }

@@ -1,11 +1,11 @@
 // model/config.cu: model configurations by name, what fits together, and counts of parameters and FLOPs.
-#include "model/model.h"
+#include "model/sublayer.h"
 
 namespace {
 
 Config gpt2(int64_t L, int64_t H, int64_t C) {
     Config c;
-    c.family = Family::gpt2;
+    c.family = Family::gpt2, c.feed_forward = "gelu";
     c.V = 50257, c.T_max = 1024, c.L = L, c.H = H, c.K = H, c.D = C / H, c.C = C, c.F = 4 * C, c.tied = true;
     return c;
 }
@@ -44,12 +44,12 @@ Config tiny() {
 // tiny, and a model of LLaMA 3.2 1B's shape, with other attention. Ours: DeepSeek and StepFun have published none without
 // experts.
 Config with_mla(Config c, int64_t q_rank, int64_t kv_rank, int64_t D_nope, int64_t D_rope, int64_t D_v) {
-    c.attention = AttentionKind::mla, c.rope_pairs = RopePairs::neighbours, c.norm_eps = 1e-6;
+    c.attention = "mla", c.rope_pairs = RopePairs::neighbours, c.norm_eps = 1e-6;
     c.K = c.H, c.q_rank = q_rank, c.kv_rank = kv_rank, c.D = D_nope + D_rope, c.D_rope = D_rope, c.D_v = D_v;
     return c;
 }
 Config with_mfa(Config c, int64_t H, int64_t D, int64_t q_rank) {
-    c.attention = AttentionKind::mfa, c.H = H, c.K = 1, c.D = D, c.q_rank = q_rank;
+    c.attention = "mfa", c.H = H, c.K = 1, c.D = D, c.q_rank = q_rank;
     return c;
 }
 Config one_billion() {
@@ -101,44 +101,33 @@ const Config* find_preset(const std::string& name) {
 void check_config(const Config& c) {
     check(c.V > 0 && c.T_max > 0 && c.L > 0 && c.H > 0 && c.K > 0 && c.D > 0 && c.C > 0 && c.F > 0,
           "model configuration: every size must be positive");
-    check(c.H % c.K == 0, "model configuration: ", c.H, " query heads cannot share ", c.K, " key/value heads evenly");
-    check(c.family != Family::llama || (c.rope_D() > 0 && c.rope_D() % 2 == 0),
-          "model configuration: rotary embedding turns pairs, so the head size ", c.rope_D(), " must be even");
-    check(c.attention != AttentionKind::mfa || (c.K == 1 && c.q_rank > 0),
-          "model configuration: MFA has one key/value head, not ", c.K, ", and a query latent (share_q_dim ", c.q_rank,
-          ")");
-    check(c.attention != AttentionKind::mla ||
-              (c.K == c.H && c.kv_rank > 0 && c.q_rank >= 0 && c.D > c.D_rope && c.D_v > 0),
-          "model configuration: MLA needs as many key/value heads as query heads, kv_lora_rank ", c.kv_rank,
-          ", qk_nope_head_dim ", c.D - c.D_rope, " and v_head_dim ", c.D_v, " above 0");
+    const SubLayer& attention = find_attention(c.attention);
+    attention.check(c);
+    find_feed_forward(c.feed_forward).check(c);
     check(c.window >= 0 && c.n_full_layers >= 0, "model configuration: a window of ", c.window, " and ",
           c.n_full_layers, " layers without it: neither can be negative");
-    const bool plain_gqa = c.family == Family::llama && c.attention == AttentionKind::gqa;
+    const bool plain_gqa = c.family == Family::llama && c.attention == "gqa";
     check(plain_gqa || (c.window == 0 && !c.qkv_bias && !c.attn_out_bias && !c.mlp_bias && !c.qk_norm),
           "model configuration: windows, norms of heads and optional biases are there for grouped-query attention with "
           "rotary positions only");
+    const int64_t rope_width = attention.rope_width(c);
+    check(c.family != Family::llama || (rope_width > 0 && rope_width % 2 == 0),
+          "model configuration: rotary embedding turns pairs, so the head size ", rope_width, " must be even");
 }
 
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
-    std::vector<std::pair<int64_t, int64_t>> shapes = {
-        {c.C, c.qkv_width()}, {c.attn_width(), c.C}, {c.C, c.up_width()}, {c.F, c.C}};
-    if (c.q_rank > 0) shapes.push_back({c.q_rank, c.H * c.D});
-    if (c.attention == AttentionKind::mla) shapes.push_back({c.kv_rank, c.H * (c.D - c.D_rope + c.D_v)});
+    Model model;
+    Placer placer(model, true);
+    placer.begin_unit("block");
+    Block block = place_block(placer, c, 0);
+    std::vector<std::pair<int64_t, int64_t>> shapes;
+    for (const Linear* linear : linears(block)) shapes.push_back({linear->weight.shape[1], linear->weight.shape[0]});
     return shapes;
-}
-
-int64_t parameter_count(const Config& c) {
-    const bool gpt2 = c.family == Family::gpt2;
-    const int64_t norm = gpt2 ? 2 * c.C : c.C;
-    const int64_t biases = (c.has_qkv_bias() ? c.qkv_width() : 0) + (c.has_attn_out_bias() ? c.C : 0) +
-                           (c.has_mlp_bias() ? c.up_width() + c.C : 0);
-    int64_t block = 2 * norm + biases + (c.qk_norm ? 2 * c.D : 0) + c.q_rank + c.kv_rank;  // norms of heads and latents
-    for (const auto& [inputs, outputs] : block_linear_shapes(c)) block += inputs * outputs;
-    return (c.tied ? 1 : 2) * c.V * c.C + (gpt2 ? c.T_max * c.C : 0) + c.L * block + norm;
 }
 
 double flops_per_token(const Config& c, int64_t T) {
     int64_t multiplying = c.V * c.C;
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) multiplying += c.L * inputs * outputs;
-    return 6.0 * static_cast<double>(multiplying) + 3.0 * static_cast<double>(c.L * c.H * (c.D + c.value_D()) * T);
+    return 6.0 * static_cast<double>(multiplying) +
+           3.0 * static_cast<double>(c.L * find_attention(c.attention).score_width(c) * T);
 }

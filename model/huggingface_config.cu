@@ -32,7 +32,7 @@
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
 // All other keys are ignored. A key that is missing has the default of transformers' class.
 #include "io/io.h"
-#include "model/model.h"
+#include "model/sublayer.h"
 
 #include <nlohmann/json.hpp>
 
@@ -108,7 +108,7 @@ class ConfigReader {
 
 Config read_gpt2(const ConfigReader& in) {
     Config c;
-    c.family = Family::gpt2;
+    c.family = Family::gpt2, c.feed_forward = "gelu";
     c.L = in.integer("n_layer"), c.H = c.K = in.integer("n_head"), c.C = in.integer("n_embd"), c.D = c.C / c.H;
     // gelu_new is the form with tanh, layers/gelu.cu. "gelu", with erf, gives slightly other numbers.
     in.must_be("activation_function", "gelu_new");
@@ -188,7 +188,9 @@ Defaults defaults_of(const std::string& type) {
 Config read_llama_like(const ConfigReader& in, const std::string& type) {
     const Defaults defaults = defaults_of(type);
     Config c;
-    in.must_be("hidden_act", "silu");
+    // SwiGLU, or by its own name a feed-forward of the table that Hugging Face does not have.
+    const std::string activation = in.text("hidden_act", "silu");
+    c.feed_forward = activation == "silu" ? "swiglu" : find_feed_forward(activation).name;
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("max_position_embeddings", defaults.max_position_embeddings);
     c.L = in.integer("num_hidden_layers");
@@ -253,7 +255,7 @@ Config read_llama(const ConfigReader& in, const std::string& type) {
     read_window(in, type, c);
     c.mistral = type == "mistral";
     c.qk_norm = type == "qwen3";
-    if (type == "mfa") c.attention = AttentionKind::mfa, c.q_rank = in.integer("share_q_dim");
+    if (type == "mfa") c.attention = "mfa", c.q_rank = in.integer("share_q_dim");
     return c;
 }
 
@@ -266,7 +268,7 @@ Config read_deepseek(const ConfigReader& in, const std::string& type) {
           ", num_hidden_layers ", c.L, "), which are not there yet: only models without experts can be used");
     check(c.K == c.H, in.path(), ": num_key_value_heads ", c.K, " must be num_attention_heads ", c.H,
           ": every head has its own key");
-    c.attention = AttentionKind::mla;
+    c.attention = "mla";
     c.q_rank = in.has("q_lora_rank") ? in.integer("q_lora_rank") : 0;  // null: queries come from the input
     c.kv_rank = in.integer("kv_lora_rank");
     c.D_rope = in.integer("qk_rope_head_dim");
@@ -302,8 +304,8 @@ Config load_config(const std::string& preset_or_path) {
 }
 
 std::pair<std::string, std::string> hugging_face_type(const Config& c) {
-    if (c.attention == AttentionKind::mla) return {"deepseek_v3", "DeepseekV3ForCausalLM"};
-    if (c.attention == AttentionKind::mfa) return {"mfa", "MfaForCausalLM"};  // transformers has none
+    if (c.attention == "mla") return {"deepseek_v3", "DeepseekV3ForCausalLM"};
+    if (c.attention == "mfa") return {"mfa", "MfaForCausalLM"};  // transformers has none
     const bool qwen3 = c.qk_norm, qwen2 = !qwen3 && c.qkv_bias && !c.attn_out_bias, qwen = qwen2 || qwen3;
     const bool mistral = !qwen && c.mistral, llama = !qwen && !mistral;
     check((c.qkv_bias == c.attn_out_bias || qwen2) && (!c.qkv_bias || !mistral) && (!c.mlp_bias || llama) &&
@@ -383,7 +385,7 @@ ordered_json llama_to_json(const Config& c) {
     const auto [type, architecture] = hugging_face_type(c);
     ordered_json out = {{"architectures", {architecture}},
                         {"model_type", type},
-                        {"hidden_act", "silu"},
+                        {"hidden_act", c.feed_forward == "swiglu" ? "silu" : c.feed_forward},
                         {"vocab_size", c.V},
                         {"max_position_embeddings", c.T_max},
                         {"hidden_size", c.C},
@@ -398,9 +400,9 @@ ordered_json llama_to_json(const Config& c) {
                         {"initializer_range", c.init_std},
                         {"tie_word_embeddings", c.tied},
                         {"torch_dtype", "float32"}};
-    if (c.attention == AttentionKind::mla) add_latent_attention(out, c);
+    if (c.attention == "mla") add_latent_attention(out, c);
     else out["head_dim"] = c.D;
-    if (c.attention == AttentionKind::mfa) out["share_q_dim"] = c.q_rank;
+    if (c.attention == "mfa") out["share_q_dim"] = c.q_rank;
     add_window(out, c);
     // In the older form, which every version of transformers reads.
     if (c.rope_scaling.acts()) out["rope_scaling"] = rope_scaling_to_json(c.rope_scaling);

@@ -1,13 +1,18 @@
-// model/model.h: what a model is: configuration, parameters, activations, and Hugging Face folders.
+// model/model.h: what a model is made of: configuration, parameters, activations, and Hugging Face folders.
 //
 // Letters as in layers/layers.h: B batch, T sequence length, C channels, H query heads, K key/value heads, D head size,
 // V vocabulary, F feed-forward width, L layers; N = B T rows.
 //
 // Files, in reading order:
-//     config.cu        presets, counts of parameters and FLOPs
-//     parameters.cu    the parameters, their names and places; initial values
-//     activations.cu   what a forward keeps for its backward, and what recomputation leaves out
-//     attention.h, attention_gqa.cu, attention_mla.cu, attention_mfa.cu
+//     config.cu          presets; counts of parameters and FLOPs
+//     parameters.cu      the parameters, their names and places; initial values
+//     norm.cu            LayerNorm or RMSNorm, and the addition to the residual stream
+//     block_linear.cu    the linear layer of a block: 16 bits or fp8; weight gradients that are computed later
+//     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
+//     recompute.cu       what is not kept, but computed again
+//     visits.cu          which units a step visits in which order
+//     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a file:
+//     attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
 //     huggingface_config.cu, huggingface_weights.cu   config.json and safetensors
 #pragma once
 
@@ -16,17 +21,27 @@
 #include "optim/optim.h"
 #include "parallel/data/data.h"
 
+#include <array>
+
+struct SubLayer;  // sublayer.h: an attention or a feed-forward
+struct Model;
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Configuration
 
 // gpt2: learned positions, LayerNorm, biases, GELU.  llama: rotary positions, RMSNorm, SwiGLU; Qwen and DeepSeek too.
 enum class Family { gpt2, llama };
 
-// How a block's queries, keys and values come from its input; model/attention.h has a module for each.
-//   gqa   each from its own matrix: MHA (K = H), MQA (K = 1), GQA                                        model/attention_gqa.cu
-//   mla   keys and values of all heads from one latent of kv_rank numbers                                model/attention_mla.cu
-//   mfa   queries of all heads from one latent of q_rank numbers; one key and value head                 model/attention_mfa.cu
-enum class AttentionKind { gqa, mla, mfa };
+// The attentions (attention_*.cu) and feed-forwards (feed_forward_*.cu) that a block can have, by name:
+//   gqa      queries, keys and values each from a matrix of its own: MHA (K = H), MQA (K = 1), GQA
+//   mla      keys and values of all heads from one latent of kv_rank numbers
+//   mfa      queries of all heads from one latent of q_rank numbers; one key and value head
+//   swiglu   down (silu(gate x) * up x)
+//   gelu     down gelu(up x)
+const SubLayer& find_attention(const std::string& name);     // Error for an unknown name: lists those in the table
+const SubLayer& find_feed_forward(const std::string& name);  // likewise
+std::vector<const SubLayer*>& attention_table();
+std::vector<const SubLayer*>& feed_forward_table();
 
 struct Config {
     Family family = Family::llama;
@@ -39,7 +54,7 @@ struct Config {
     bool tied = false;  // the head is the token embedding
     double init_std = 0.02;
 
-    AttentionKind attention = AttentionKind::gqa;
+    std::string attention = "gqa", feed_forward = "swiglu";
     // Biases of linear layers: GPT-2 always has all of them. LLaMA's and Qwen3's attention_bias is both of attention.
     bool qkv_bias = false;       // gqa: on queries, keys and values (Qwen2: there alone)
     bool attn_out_bias = false;  // gqa: on the product that follows attention
@@ -53,30 +68,13 @@ struct Config {
     int64_t kv_rank = 0;   // mla: numbers of the latent that keys and values come from
     int64_t D_rope =
         0;            // mla: of the D columns of a query or key head the last D_rope are rotated; heads share the key's
-    int64_t D_v = 0;  // mla: columns of a value head
+    int64_t D_v = 0;  // mla: columns of a value head; 0 elsewhere: they have D
     RopePairs rope_pairs = RopePairs::halves;  // mla
 
     int64_t V_padded() const {
         return round_up(V, 128);
     }  // rows of the embedding and of the head: GEMMs like multiples
-    bool has_qkv_bias() const { return family == Family::gpt2 || qkv_bias; }
-    bool has_attn_out_bias() const { return family == Family::gpt2 || attn_out_bias; }
-    bool has_mlp_bias() const { return family == Family::gpt2 || mlp_bias; }
-    int64_t rope_D() const {
-        return attention == AttentionKind::mla ? D_rope : D;
-    }  // columns of a head that rope rotates
-    int64_t value_D() const { return attention == AttentionKind::mla ? D_v : D; }  // columns of a value head
-    // Columns of what the block's first product gives: queries, keys and values, or what they are made from.
-    int64_t qkv_width() const {
-        if (attention == AttentionKind::mfa) return q_rank + 2 * D;
-        if (attention == AttentionKind::mla) return (q_rank > 0 ? q_rank : H * D) + kv_rank + D_rope;
-        return (H + 2 * K) * D;
-    }
-    int64_t attn_width() const { return H * value_D(); }  // of attention's output
-    // Numbers that a token leaves in the cache of one layer while text is generated.
-    int64_t cache_width() const { return attention == AttentionKind::mla ? kv_rank + D_rope : 2 * K * D; }
-    // Inputs of the activation: LLaMA's SwiGLU has two, gate and up.
-    int64_t up_width() const { return family == Family::llama ? 2 * F : F; }
+    int64_t value_D() const { return D_v > 0 ? D_v : D; }  // columns of a value head
 };
 void check_config(const Config& config);  // Error for sizes that do not fit together
 
@@ -93,7 +91,7 @@ int64_t parameter_count(const Config& config);  // without the padding of the vo
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
 // tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half counted.
 double flops_per_token(const Config& config, int64_t T);
-// (inputs, outputs) of the linear layers of a block.
+// (inputs, outputs) of the linear layers of a block, in the order of Linear::index.
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& config);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -102,25 +100,26 @@ std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& confi
 struct Linear {
     Tensor weight, bias;  // (O, C), (O); GPT-2 has biases, Qwen2 on q, k and v, LLaMA none
     Tensor dweight, dbias;
-    Fp8Weight fp8;     // with fp8: the weight as the products read it
-    Tensor fp8_state;  // and, with delayed scaling, the largest values of the last steps
+    Fp8Weight fp8;      // with fp8: the weight as the products read it
+    Tensor fp8_state;   // and, with delayed scaling, the largest values of the last steps
+    int64_t index = 0;  // among the linear layers of its block
 };
 struct Norm {
     Tensor weight, bias;  // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
     Tensor dweight, dbias;
 };
+// Parameters of an attention or a feed-forward. linears[0] reads the sub-layer's input, linears[1] writes its output; what the
+// others are, the file of the sub-layer says.
+struct SubLayerParameters {
+    std::array<Linear, 4> linears;
+    std::array<Norm, 2> norms;
+    int64_t window = 0;  // attention: how many tokens up to itself a token sees; 0: all
+};
 struct Block {
-    int64_t window = 0;  // of its attention; 0: none
     Norm norm1;
-    Linear qkv;       // (qkv_width, C): queries, keys and values in one product, or the latents they are made from
-    Norm q_norm;      // (D) of query heads (Qwen3); (q_rank) of the query latent (MLA, MFA)
-    Norm k_norm;      // (D) of key heads (Qwen3); (kv_rank) of the key/value latent (MLA)
-    Linear q_up;      // MLA, MFA: (H D, q_rank), latent to queries
-    Linear kv_up;     // MLA: (H (D - D_rope + D_v), kv_rank), latent to [key | value] of each head
-    Linear attn_out;  // (C, H value_D)
+    SubLayerParameters attention;
     Norm norm2;
-    Linear up;    // GPT-2 (F, C); LLaMA (2F, C) = [gate | up]
-    Linear down;  // (C, F)
+    SubLayerParameters feed_forward;
 };
 
 // The types of a model's numbers.                                        (Micikevicius et al. 2018, arXiv:1710.03740)
@@ -139,8 +138,10 @@ struct Model : FlatParameters {
     Config config;
     Precision precision;
     DataParallel* data_parallel =
-        nullptr;  // many ranks: gathers units before they are used, and reduces their gradients
-    FlashTier attention = FlashTier::automatic;
+        nullptr;                          // many ranks: gathers units before they are used, and reduces their gradients
+    const SubLayer* attention = nullptr;  // what config names
+    const SubLayer* feed_forward = nullptr;
+    FlashTier flash_tier = FlashTier::automatic;
 
     Tensor wte, dwte;  // (V_padded, C) token embedding
     Tensor wpe, dwpe;  // (T_max, C) position embedding, GPT-2
@@ -165,13 +166,38 @@ void init_weights(Model& model, uint64_t seed);
 void quantise_weights(const Model& model, cudaStream_t stream);
 void advance_fp8(const Model& model, cudaStream_t stream);
 
+// ---------------------------------------------------------------------------------------------------------------------
+// visits.cu: which units a step visits, in which order. A unit (FlatParameters) is the embedding, a block or the head: what is
+// gathered, reduced and updated together. The run goes along such a list, data parallelism fetches the next unit of it ahead of
+// time, and the account of traffic (planning/account.cu) adds it up.
+
+enum class Work : uint8_t {
+    embed,
+    forward_block,
+    forward_head,
+    backward_head,
+    recompute_block,
+    backward_block,
+    backward_embedding
+};
+struct Visit {
+    Work work;
+    int64_t block = -1;                // of the three kinds of work on a block
+    std::vector<size_t> weights = {};  // units whose weights are read
+    std::vector<size_t> begin = {},
+                        end = {};      // units whose gradients are added to for the first time, and for the last
+    int64_t next = -1;                 // the unit whose weights the visit after this one reads
+    bool first = false, last = false;  // recompute_block: of the blocks between two kept inputs
+};
+std::vector<Visit> forward_visits(const Config& config);
+
 // Units by their place in Model::units: 0 the embedding, 1 + l block l, L + 1 the head.
-size_t head_unit(const Model& model);
-// With many ranks; no-ops on one. Before a unit's weights are read (`next`: the unit that follows, or -1); before the first
-// kernel that adds to a unit's gradients; after the last one.
-void gather(const Model& model, size_t unit, int64_t next, cudaStream_t stream);
-void begin_grads(const Model& model, size_t unit, cudaStream_t stream);
-void end_grads(const Model& model, size_t unit, cudaStream_t stream);
+inline size_t block_unit(int64_t block) { return static_cast<size_t>(1 + block); }
+inline size_t head_unit(const Config& config) { return static_cast<size_t>(config.L + 1); }
+// Around the work of a visit: the stream has its weights, and may add to its gradients; its gradients are complete. With one rank
+// there is nothing to do.
+void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream);
+void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu, huggingface_config.cu).
 // With many ranks all of them call these, and rank 0 writes.
@@ -179,37 +205,33 @@ void load_weights(Model& model, const std::string& folder);
 void save_model(const Model& model, const std::string& folder);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Activations: all that a forward keeps for its backward. The caller owns them; several sets may be in flight.
-//
-// Recomputation keeps less and computes the rest again in the backward: the same kernels on the same numbers, so the same
-// bits.                                  (Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198)
-//   none        all activations of L blocks
-//   every n     the input of every n-th block, and all activations of n blocks at a time: L/n + n, least at n = sqrt(L)
-//   full        every 1: the input of every block
-//   selective   not what is cheap to compute again: the outputs of norms and activation functions
+// recompute.cu: which activations are not kept, but computed again in the backward; the law of what that saves is there.
 
 struct Recompute {
-    int64_t every = 0;  // 0: do not forget blocks
+    int64_t every = 0;  // blocks from one kept input to the next; 0: every block keeps everything
     bool selective = false;
 };
-Recompute parse_recompute(const std::string& text);  // "none", "full", "selective" or a number
+Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number
+
+std::vector<Visit> backward_visits(const Config& config, const Recompute& recompute);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// activations.cu: what a micro-batch keeps from its forward to its backward (Activations), and scratch that all micro-batches
+// share, because nothing stays in it from one of them to the next (Workspace). Any number of micro-batches may be in flight, each
+// with activations of its own.
 
 struct NormSaved {
-    Tensor sum;         // (N, C): what was normalised, inp + branch
+    Tensor sum;         // (N, C): what was normalised: the residual stream after the addition of the last branch
     Tensor out;         // (N, C)
     Tensor mean, rstd;  // (N) f32
 };
+// The tensors of an attention or a feed-forward; its file names the places.
+using Slots = std::array<Tensor, 12>;
 struct BlockSaved {
     NormSaved norm1, norm2;
-    Tensor qkv;       // (N, qkv_width): the first product; what is a query or a key in it, after rope
-    Tensor q, k, kv;  // queries, keys, [key | value] of each head: where they do not stand in qkv (model/attention.h)
-    Tensor q_latent, kv_latent;  // (N, q_rank), (N, kv_rank) after their norms
-    Tensor q_rstd, k_rstd;       // (N, heads) f32, of q_norm and k_norm
-    Tensor lse;                  // (B, H, T) f32: the logarithm of each softmax's denominator
-    Tensor attn;                 // (N, H value_D): attention's output
-    Tensor up, act;              // (N, up_width), (N, F)
-    Tensor fp8;                  // (6, 2) f32: what the inputs and output gradients of the linear layers were scaled by
-    Tensor cache;                // this layer's rows of a LatentCache; set only by forward_cached
+    Slots attention, feed_forward;
+    Tensor fp8;    // (linear layers, 2) f32: what the inputs and output gradients of each were scaled by
+    Tensor cache;  // this layer's rows of a LatentCache; set only by forward_cached
 };
 struct Activations {
     int64_t B = 0, T = 0;
@@ -221,13 +243,8 @@ struct Activations {
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
-    Tensor logits;  // (N, V_padded); the loss turns them into their own gradient
-    Tensor losses;  // (N) f32
-    // Shared by all layers, holding nothing between them.
-    Tensor branch;                                    // (N, C): output of a residual branch until the next norm adds it
-    Tensor dresidual, dnorm, dqkv, dattn, dup, dact;  // training only
-    Tensor dq, dk, dkv, dq_latent, dkv_latent;        // training only, where attention has them
-    Tensor scratch, links;
+    Tensor logits;          // (N, V_padded); the loss turns them into their own gradient
+    Tensor losses;          // (N) f32
     bool training = false;  // the last forward was a training step's
     int64_t first = 0;      // position of the first token: 0 but in forward_cached
 };
@@ -235,6 +252,44 @@ struct Activations {
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena);
 void take_documents(Activations& acts, Arena& arena);  // documents and positions, for rows that need them
+
+class WeightGradients;  // block_linear.cu
+struct Workspace {
+    Tensor branch;  // (N, C): output of an attention or feed-forward, until the next norm adds it to the stream
+    Tensor dresidual, dnorm;          // (N, C): gradients of the residual stream, and of a norm's output
+    Slots dattention, dfeed_forward;  // gradients of what the sub-layers keep, in the same places
+    Tensor scratch, links;
+    WeightGradients* later = nullptr;  // if set: the blocks' weight gradients are queued there
+};
+// training: with what a backward needs. For micro-batches of B x T tokens, whatever their number.
+Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training, Arena& arena);
+
+// The residual stream between two operations is sum + branch: the norm that comes next does the addition, because it reads both
+// anyway, and keeps the sum. No branch: the stream is sum.
+struct Residual {
+    Tensor sum, branch;
+};
+
+// Gradients of weights for later: a pipeline with a zero bubble computes them when its rank has nothing else to do. Each entry
+// keeps the gradient of its layer's output; the layer's input is kept by the activations, which must not be computed again
+// (Recompute: none), and must stay until run().
+class WeightGradients {
+  public:
+    // Memory for `micro_batches` that are in flight at once.
+    void take_memory(const Model& model, int64_t B, int64_t T, int64_t micro_batches, Arena& arena);
+    void push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
+    // Computes what was queued, in the order of push: for each weight the order of the micro-batches, as without a queue.
+    void run(Tensor scratch, cudaStream_t stream);
+
+  private:
+    struct Entry {
+        const Linear* linear;
+        Tensor dout, inp, scaled_by;
+    };
+    std::vector<Entry> entries_;
+    Tensor memory_;  // bytes of output gradients, one after the other
+    int64_t used_ = 0;
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // MLA with a cache: what a token leaves in it

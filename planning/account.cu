@@ -18,32 +18,21 @@
 
 namespace {
 
-// The units that a step with ZeRO 3 fetches: what llm.cu asks for, in its order, unless it still stands in its buffer.
+// Elements that a step with ZeRO 3 fetches: of each unit on the way of a step (model/visits.cu), unless its buffer still holds it.
 int64_t fetched_n(const Trainer& t) {
-    const int64_t head = static_cast<int64_t>(t.model.units.size()) - 1, L = head - 1;
-    std::vector<int64_t> asked;
-    const auto ask_head = [&] {
-        asked.push_back(head);
-        if (t.config.tied) asked.push_back(0);
-    };
-    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
-        for (int64_t u = 0; u <= L; ++u) asked.push_back(u);
-        ask_head();
-        ask_head();
-        const int64_t segment = t.options.recompute.every > 0 ? t.options.recompute.every : L;
-        for (int64_t l = L; l-- > 0;) {
-            if ((l + 1) % segment == 0 && l + 1 < L)
-                for (int64_t again = l + 1 - segment; again <= l; ++again) asked.push_back(1 + again);
-            asked.push_back(1 + l);
-        }
-    }
-    std::map<int, int64_t> in_buffer;
+    std::vector<Visit> visits = forward_visits(t.config);
+    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) visits.push_back(visit);
+    std::map<int, size_t> in_buffer;
     int64_t n = 0;
-    for (int64_t u : asked) {
-        const Unit& unit = t.model.units[static_cast<size_t>(u)];
-        if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
-        in_buffer[unit.buffer] = u;
-        n += unit.n;
+    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+        for (const Visit& visit : visits) {
+            for (size_t u : visit.weights) {
+                const Unit& unit = t.model.units[u];
+                if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
+                in_buffer[unit.buffer] = u;
+                n += unit.n;
+            }
+        }
     }
     return n;
 }

@@ -38,6 +38,7 @@ double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L)
     Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
     const Model model = build_model(config, t.options.precision, t.options.seq, weights, grads, masters);
     Activations acts = take_activations(model, t.micro_batch, t.options.seq, recompute, activations);
+    take_workspace(model, t.micro_batch, t.options.seq, true, activations);
     if (t.options.mask_documents) take_documents(acts, activations);
     return static_cast<double>(activations.bytes());
 }

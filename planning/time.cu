@@ -6,6 +6,7 @@
 //   memory     bytes that all operations read and write / bandwidth
 //
 // and one in which they never overlap takes their sum. Real steps lie between, where their kernels reach the rates.
+#include "model/sublayer.h"
 #include "planning/planning.h"
 
 #include <algorithm>
@@ -64,34 +65,16 @@ DeviceSpec find_spec(const std::string& name, DType dtype) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a step computes and moves
 
-// Elements that the operations of llm.cu read and write for one token, each operation by itself.
-struct Elements {
-    double forward = 0, backward = 0;
-};
+// Elements that the operations of a block read and write for one token, each operation by itself.
 Elements block_elements(const Config& c) {
-    const double C = static_cast<double>(c.C), F = static_cast<double>(c.F), U = static_cast<double>(c.up_width());
-    const bool mla = c.attention == AttentionKind::mla, mfa = c.attention == AttentionKind::mfa;
-    const double q = static_cast<double>(c.H * c.D), O = static_cast<double>(c.attn_width());
-    const double k = mfa ? static_cast<double>(c.D) : static_cast<double>(c.K * c.D);
-    const double v = mfa ? static_cast<double>(c.D) : static_cast<double>(c.K * c.value_D());
-    // Columns that rope turns: of all query heads, and of the key heads, of which MLA shares one.
-    const double turned = static_cast<double>((c.H + (mla ? 1 : c.K)) * c.rope_D());
-    const double rope = c.family == Family::llama ? 2 * turned : 0;
-    const double normed = c.qk_norm ? q + k : static_cast<double>(c.q_rank + c.kv_rank);  // heads, or latents
-    const double keys = mla ? k - static_cast<double>(c.H * c.D_rope) + k : 0;  // put together (latent_keys.cu)
+    const double C = static_cast<double>(c.C);
     double linears = 0;
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) linears += static_cast<double>(inputs + outputs);
-    Elements t;
-    t.forward = 2 * 4 * C + 2 * normed +         // norms: stream, branch -> sum, out; heads, latents
-                linears +                        // linear layers
-                rope + keys + (q + k + v + O) +  // attention: q, k, v -> o
-                (U + F);                         // activation function
-    t.backward = 2 * 4 * C + 3 * normed +        // norms: dout, dsum, x -> dinp
-                 2 * linears +                   // linear layers: by input and by weight
-                 2 * O + (3 * (q + k + v) + 3 * O) + rope +
-                 keys +        // attention: delta; dq; dk and dv (flash_attention.cu)
-                 (F + 2 * U);  // activation function
-    return t;
+    const Elements attention = find_attention(c.attention).elements(c),
+                   feed_forward = find_feed_forward(c.feed_forward).elements(c);
+    // Norms: stream, branch -> sum, out; backward dout, dsum, x -> dinp. Linear layers: backward by input and by weight.
+    return {2 * 4 * C + linears + attention.forward + feed_forward.forward,
+            2 * 4 * C + 2 * linears + attention.backward + feed_forward.backward};
 }
 
 struct StepCost {

@@ -14,6 +14,7 @@ struct TinyTrainer {
     Config config;
     Model model;
     Activations acts;
+    Workspace workspace;
     std::unique_ptr<Optimizer> optimizer;
     Tensor norm, norm_scratch;
 
@@ -24,6 +25,7 @@ struct TinyTrainer {
             model = build_model(config, precision, T, weights, grads, masters);
             optimizer = make_optimizer(optimizer_name, states, model.params, model.weights.n(), {});
             acts = take_activations(model, B, T, recompute, activations);
+            workspace = take_workspace(model, B, T, true, activations);
             if (documents) take_documents(acts, activations);
             norm = activations.take("norm", DType::f32, {2});
             norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
@@ -49,9 +51,9 @@ struct TinyTrainer {
     double train_step(float dloss, double lr, int64_t t) {
         zero_grads();
         quantise_weights(model, device().stream);
-        forward(model, acts, device().stream);
+        forward(model, acts, workspace, device().stream);
         loss_backward(model, acts, dloss, device().stream);
-        backward(model, acts, device().stream);
+        backward(model, acts, workspace, device().stream);
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, device().stream);
         optimizer->step(model.all_weights(1), model.grads, norm, lr, t, device().stream);
         advance_fp8(model, device().stream);
@@ -105,7 +107,7 @@ inline Config small_llama() {
 }
 inline Config small_gpt2() {
     Config c;
-    c.family = Family::gpt2;
+    c.family = Family::gpt2, c.feed_forward = "gelu";
     c.V = 61, c.T_max = 40, c.L = 2, c.H = 3, c.K = 3, c.D = 8, c.C = 24, c.F = 50, c.tied = true;
     return c;
 }
@@ -122,8 +124,7 @@ inline Config small_qwen3() {
 // q_rank 0: queries come from the input, as in DeepSeek-V2-Lite.
 inline Config small_mla(int64_t q_rank) {
     Config c = small_llama();
-    c.attention = AttentionKind::mla, c.H = c.K = 3, c.D = 24, c.D_rope = 8, c.D_v = 8, c.q_rank = q_rank,
-    c.kv_rank = 24;
+    c.attention = "mla", c.H = c.K = 3, c.D = 24, c.D_rope = 8, c.D_v = 8, c.q_rank = q_rank, c.kv_rank = 24;
     c.rope_pairs = q_rank > 0 ? RopePairs::neighbours : RopePairs::halves;
     if (q_rank > 0)
         c.rope_scaling = {.factor = 4,
@@ -136,7 +137,7 @@ inline Config small_mla(int64_t q_rank) {
 }
 inline Config small_mfa() {
     Config c = small_llama();
-    c.attention = AttentionKind::mfa, c.H = 3, c.K = 1, c.D = 16, c.q_rank = 24;
+    c.attention = "mfa", c.H = 3, c.K = 1, c.D = 16, c.q_rank = 24;
     return c;
 }
 inline std::vector<Config> small_models() {

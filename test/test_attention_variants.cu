@@ -1,5 +1,6 @@
 // test/test_attention_variants.cu: what whole models promise of their attention: GQA, MLA and MFA, on every tier, over
 // documents, with a cache of latents. (That they equal PyTorch's and transformers': test_model.cu.)
+#include "model/sublayer.h"
 #include "models.h"
 
 // Documents side by side in a row, and each alone: at the beginning of a row that is not masked (what stands behind it
@@ -29,17 +30,16 @@ TEST_CASE("documents packed in a row give the losses that they have apart", "[mo
         }
         REQUIRE(positions.size() == tokens.size());
         const auto run = [](TinyTrainer& m) {
-            forward(m.model, m.acts, device().stream);
+            forward(m.model, m.acts, m.workspace, device().stream);
             loss_backward(m.model, m.acts, 1.0f / static_cast<float>(m.acts.B * m.acts.T), device().stream);
-            backward(m.model, m.acts, device().stream);
+            backward(m.model, m.acts, m.workspace, device().stream);
             return to_floats(m.acts.losses);
         };
         for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
             for (const std::string recompute : {"none", "2", "selective"}) {
                 if (dtype != DType::f32 && recompute != "2") continue;
-                INFO("family " << static_cast<int>(config.family) << ", attention "
-                               << static_cast<int>(config.attention) << ", " << dtype_name(dtype) << ", --recompute "
-                               << recompute);
+                INFO("family " << static_cast<int>(config.family) << ", attention " << config.attention << ", "
+                               << dtype_name(dtype) << ", --recompute " << recompute);
                 const Precision precision{dtype, DType::f32, dtype != DType::f32};
                 TinyTrainer packed(config, B, T, precision, parse_recompute(recompute), "adamw", true);
                 TinyTrainer alone(config, B, T, precision, parse_recompute(recompute));
@@ -106,7 +106,7 @@ TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][preci
     const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
     const auto losses = [&](FlashTier tier) {
         TinyTrainer m(config, B, T, {DType::bf16, DType::f32, true});
-        m.model.attention = tier;
+        m.model.flash_tier = tier;
         init_weights(m.model, 3);
         m.set_batch(tokens, targets);
         std::vector<double> all;
@@ -132,7 +132,7 @@ TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][preci
 TEST_CASE("every optimizer learns a batch by heart with every attention", "[model]") {
     for (const Config& config : {small_qwen3(), small_mla(16), small_mfa()})
         for (const std::string& name : optimizer_names()) {
-            INFO(name << ", attention " << static_cast<int>(config.attention));
+            INFO(name << ", attention " << config.attention);
             TinyTrainer m(config, 2, 13, {}, {}, name);
             init_weights(m.model, 4);
             m.set_batch(random_tokens(26, config.V, 1), random_tokens(26, config.V, 2));
@@ -155,10 +155,13 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
             TinyTrainer m(config, B, T, {dtype, DType::f32, dtype != DType::f32});
             Arena arena("decoding");
             Activations all, one;
+            Workspace workspace_all, workspace_one;
             LatentCache cache;
             for (int pass = 0; pass < 2; ++pass) {
                 all = take_forward_activations(m.model, B, prompt, arena);
                 one = take_forward_activations(m.model, B, 1, arena);
+                workspace_all = take_workspace(m.model, B, prompt, false, arena);
+                workspace_one = take_workspace(m.model, B, 1, false, arena);
                 cache = take_latent_cache(m.model, B, T, arena);
                 if (pass == 0) arena.reserve();
             }
@@ -172,7 +175,7 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
                 }
             const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1);
             m.set_batch(tokens, tokens);
-            forward(m.model, m.acts, device().stream, false);
+            forward(m.model, m.acts, m.workspace, device().stream, false);
             const std::vector<float> expected = to_floats(m.acts.logits);
             const double tolerance =
                 (dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : model_error(dtype)) * largest(expected);
@@ -184,7 +187,7 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
                 for (int64_t b = 0; b < B; ++b)
                     next.insert(next.end(), tokens.begin() + b * T + first, tokens.begin() + b * T + first + acts.T);
                 copy_to_device(acts.tokens, next.data());
-                forward_cached(m.model, acts, cache, device().stream);
+                forward_cached(m.model, acts, first == 0 ? workspace_all : workspace_one, cache, device().stream);
                 CHECK(cache.length == first + acts.T);
                 const std::vector<float> logits = to_floats(acts.logits);
                 const int64_t V = config.V_padded();
@@ -198,14 +201,14 @@ TEST_CASE("MLA with a cache of latents equals MLA that expands them", "[model][l
                                        << largest(expected));
                 CHECK(worst <= tolerance);
             }
-            CHECK_THROWS_WITH(forward_cached(m.model, one, cache, device().stream),
+            CHECK_THROWS_WITH(forward_cached(m.model, one, workspace_one, cache, device().stream),
                               ContainsSubstring("13 + 1 tokens, but the cache has 13 rows"));
             // 32 numbers a token and layer, instead of 96 with keys (H D) and values (H D_v) expanded.
             CHECK(cache.layers[0].bytes() == static_cast<size_t>(B * T * (24 + 8)) * dtype_bytes(dtype));
-            CHECK(config.cache_width() == 32);
+            CHECK(find_attention(config.attention).cache_width(config) == 32);
         }
     // DeepSeek-V3's numbers: 576 against 128 heads of 192 + 128.                                  (arXiv:2412.19437)
     Config v3 = small_mla(16);
     v3.kv_rank = 512, v3.D_rope = 64;
-    CHECK(v3.cache_width() == 576);
+    CHECK(find_attention(v3.attention).cache_width(v3) == 576);
 }

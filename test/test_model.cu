@@ -82,7 +82,7 @@ void check_other_logits(const std::string& folder, const Config& config, int64_t
     std::vector<int32_t> tokens;
     for (int64_t b = 0; b < 3; ++b) tokens.insert(tokens.end(), all.begin() + b * 18, all.begin() + b * 18 + T);
     m.set_batch(tokens, tokens);
-    forward(m.model, m.acts, device().stream);
+    forward(m.model, m.acts, m.workspace, device().stream);
     check_logits(m, folder, golden, name);
 }
 
@@ -97,7 +97,7 @@ void check_golden(const std::string& name) {
     cut_batch(all, 0, B, T, tokens, targets);
     m.set_batch(tokens, targets);
     m.zero_grads();
-    forward(m.model, m.acts, device().stream);
+    forward(m.model, m.acts, m.workspace, device().stream);
     check_logits(m, name, golden, "logits");
 
     loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
@@ -105,7 +105,7 @@ void check_golden(const std::string& name) {
     CHECK(std::abs(m.mean_loss() - exact_loss) <= loss_tolerance(name, exact_loss));
     if (!golden.has("losses")) return;
 
-    backward(m.model, m.acts, device().stream);
+    backward(m.model, m.acts, m.workspace, device().stream);
     for (const Param& param : m.model.params) {
         const std::vector<float> expected = floats_of(golden, "grad." + param.name),
                                  actual = in_file_layout(param, param.grad);
@@ -155,8 +155,8 @@ std::vector<Config> hugging_face_models() {
 // One whose every linear layer has multiples of 16.
 Config for_fp8(Config c) {
     c.C = 32, c.F = 48;
-    if (c.attention == AttentionKind::mla) c.H = c.K = 2, c.D = 32, c.D_rope = 16, c.D_v = 16, c.kv_rank = 32;
-    else c.H = 2, c.D = 16, c.K = c.attention == AttentionKind::mfa ? 1 : 2;
+    if (c.attention == "mla") c.H = c.K = 2, c.D = 32, c.D_rope = 16, c.D_v = 16, c.kv_rank = 32;
+    else c.H = 2, c.D = 16, c.K = c.attention == "mfa" ? 1 : 2;
     if (c.q_rank > 0) c.q_rank = 32;
     return c;
 }
@@ -216,9 +216,9 @@ TEST_CASE("targets that are ignored count neither in the loss nor in the gradien
         REQUIRE(n_counted < 51);
         m.set_batch(tokens, targets);
         m.zero_grads();
-        forward(m.model, m.acts, device().stream);
+        forward(m.model, m.acts, m.workspace, device().stream);
         loss_backward(m.model, m.acts, 1.0f / static_cast<float>(n_counted), device().stream);
-        backward(m.model, m.acts, device().stream);
+        backward(m.model, m.acts, m.workspace, device().stream);
         const double exact_loss = floats_of(golden, "ignored_loss")[0];
         CHECK(std::abs(m.mean_loss() - exact_loss) <= loss_tolerance(name, exact_loss));
         int n_compared = 0;
@@ -251,14 +251,14 @@ TEST_CASE("transformers gives the same logits for what we save", "[model][export
     TempFolder all;
     std::string folders;
     for (const Config& config : hugging_face_models()) {
-        if (config.attention == AttentionKind::mfa) continue;  // transformers has none
+        if (config.attention == "mfa") continue;  // transformers has none
         const std::string folder = concat(all.path, "/", folders.size());
         TinyTrainer m(config, 2, 13);
         init_weights(m.model, 5);
         save_model(m.model, folder);
         const std::vector<int32_t> tokens = random_tokens(26, config.V, 3);
         m.set_batch(tokens, tokens);
-        forward(m.model, m.acts, device().stream);
+        forward(m.model, m.acts, m.workspace, device().stream);
         const auto fill_logits = [&](void* bytes) {
             const std::vector<float> padded = to_floats(m.acts.logits);
             for (int64_t n = 0; n < 26; ++n)
@@ -298,16 +298,16 @@ TEST_CASE("micro-batches of 2 add up to a batch of 8", "[model]") {
         const float dloss = 1.0f / static_cast<float>(8 * T);
         whole.set_batch(tokens, targets);
         whole.zero_grads();
-        forward(whole.model, whole.acts, device().stream);
+        forward(whole.model, whole.acts, whole.workspace, device().stream);
         loss_backward(whole.model, whole.acts, dloss, device().stream);
-        backward(whole.model, whole.acts, device().stream);
+        backward(whole.model, whole.acts, whole.workspace, device().stream);
         parts.zero_grads();
         for (int64_t b = 0; b < 8; b += 2) {
             parts.set_batch({tokens.begin() + b * T, tokens.begin() + (b + 2) * T},
                             {targets.begin() + b * T, targets.begin() + (b + 2) * T});
-            forward(parts.model, parts.acts, device().stream);
+            forward(parts.model, parts.acts, parts.workspace, device().stream);
             loss_backward(parts.model, parts.acts, dloss, device().stream);
-            backward(parts.model, parts.acts, device().stream);
+            backward(parts.model, parts.acts, parts.workspace, device().stream);
         }
         const std::vector<float> a = to_floats(whole.model.grads), b = to_floats(parts.model.grads);
         // Each row's numbers are the same bits in both; only the sums over the 88 tokens are grouped in another way.
@@ -336,14 +336,16 @@ TEST_CASE("forward without a backward gives the same logits in less memory", "[m
         TinyTrainer training(config, 2, 13);
         Arena arena("inference");
         take_forward_activations(training.model, 2, 13, arena);
+        take_workspace(training.model, 2, 13, false, arena);
         arena.reserve();
         Activations acts = take_forward_activations(training.model, 2, 13, arena);
+        const Workspace workspace = take_workspace(training.model, 2, 13, false, arena);
         const std::vector<int32_t> tokens = random_tokens(26, config.V, 1);
         init_weights(training.model, 4);
         training.set_batch(tokens, tokens);
         copy_to_device(acts.tokens, tokens.data());
-        forward(training.model, training.acts, device().stream);
-        forward(training.model, acts, device().stream);
+        forward(training.model, training.acts, training.workspace, device().stream);
+        forward(training.model, acts, workspace, device().stream);
         CHECK(to_floats(training.acts.logits) == to_floats(acts.logits));
         CHECK(arena.bytes() < training.activations.bytes() / 3);
     }
@@ -413,9 +415,9 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
             const auto run = [&](TinyTrainer& m, float dloss) {
                 m.set_batch(tokens, targets);
                 m.zero_grads();
-                forward(m.model, m.acts, device().stream);
+                forward(m.model, m.acts, m.workspace, device().stream);
                 loss_backward(m.model, m.acts, dloss, device().stream);
-                backward(m.model, m.acts, device().stream);
+                backward(m.model, m.acts, m.workspace, device().stream);
                 std::vector<float> grads = to_floats(m.model.grads);
                 for (float& g : grads) g /= dloss;
                 return grads;
@@ -447,7 +449,7 @@ TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
             if (evaluate) {
                 m.set_batch(random_tokens(32, config.V, 77), tokens);
                 quantise_weights(m.model, device().stream);
-                forward(m.model, m.acts, device().stream, false);
+                forward(m.model, m.acts, m.workspace, device().stream, false);
             }
             m.set_batch(tokens, tokens);
             m.train_step(1.0f / 32, 1e-2, t);
@@ -488,9 +490,9 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
                                    targets = random_tokens(B * T, config.V, 2);
         m.set_batch(tokens, targets);
         m.zero_grads();
-        forward(m.model, m.acts, device().stream);
+        forward(m.model, m.acts, m.workspace, device().stream);
         loss_backward(m.model, m.acts, 1.0f / static_cast<float>(B * T), device().stream);
-        backward(m.model, m.acts, device().stream);
+        backward(m.model, m.acts, m.workspace, device().stream);
         // Along the gradient g itself: d/de loss(w + e g/|g|) = |g|. In float32 a step of 1e-2 has a relative error of
         // about 1e-7 loss / (1e-2 |g|) by rounding and (1e-2)^2 by the third derivative: well below 1 %.
         const std::vector<float> w = to_floats(m.model.weights), g = to_floats(m.model.grads);
@@ -499,7 +501,7 @@ TEST_CASE("gradients of the whole model equal finite differences of its loss", "
             std::vector<float> moved = w;
             for (size_t i = 0; i < w.size(); ++i) moved[i] = static_cast<float>(w[i] + e * g[i] / length);
             from_floats(m.model.weights, moved);
-            forward(m.model, m.acts, device().stream);
+            forward(m.model, m.acts, m.workspace, device().stream);
             loss_forward(m.model, m.acts, device().stream);
             return m.mean_loss();
         };

@@ -62,10 +62,10 @@ class Run {
                                                        i, static_cast<uint64_t>(model.config.V))));
             copy_to_device(acts_.tokens, tokens.data());
             copy_to_device(acts_.targets, tokens.data());
-            forward(model, acts_, stream);
+            forward(model, acts_, workspace_, stream);
             loss_backward(model, acts_, loss_scale / static_cast<float>(kT), stream);
             ranks_.begin_backward(model, micro, stream);
-            backward(model, acts_, stream);
+            backward(model, acts_, workspace_, stream);
         }
         ranks_.finish_grads(stream);
         for (size_t u = 0; u < model.units.size(); ++u)
@@ -127,6 +127,7 @@ class Run {
             ranks_.grads_are_final = [this](size_t u, cudaStream_t stream) { offload_->grads_are_final(u, stream); };
         }
         acts_ = take_activations(model, 1, kT, {}, rest_);
+        workspace_ = take_workspace(model, 1, kT, true, rest_);
         sums_ = rest_.take("sums", DType::f32, {static_cast<int64_t>(model.units.size()), 2});
         norm_ = rest_.take("norm", DType::f32, {2});
         scratch_ = rest_.take("scratch", DType::f32, {scratch_n});
@@ -137,6 +138,7 @@ class Run {
         transit_{"transit", MemoryKind::pinned};
     DataParallel ranks_;
     Activations acts_;
+    Workspace workspace_;
     Tensor sums_, norm_, scratch_;
     std::vector<std::unique_ptr<Optimizer>> optimizers_;
     std::unique_ptr<OffloadedUpdate> offload_;

@@ -26,7 +26,7 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
                 data.sequence(batch * t.micro_batch + b, t.host_tokens + b * T, t.host_targets + b * T);
             upload_micro_batch(t, acts, 0, stream);
         }
-        forward(t.model, acts, stream, false);
+        forward(t.model, acts, t.workspace, stream, false);
         loss_forward(t.model, acts, stream);
         if (mine) add_losses(t.loss_sum(), acts.losses, stream);
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory

@@ -57,7 +57,7 @@ void Trainer::take_memory() {
     sharding.offload = o.offload;
     model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding);
     model.data_parallel = &data_parallel;
-    model.attention = o.attention;
+    model.flash_tier = o.attention;
     data_parallel.take_memory(model, local_batch / micro_batch, memory.communication);
 
     optimizers.clear();
@@ -78,11 +78,15 @@ void Trainer::take_memory() {
     }
     if (offload) offload->take_memory(memory.transit);
     acts = take_activations(model, micro_batch, o.seq, o.recompute, memory.activations);
+    workspace = take_workspace(model, micro_batch, o.seq, true, memory.activations);
     if (o.mask_documents) take_documents(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
-    if (o.sample_tokens > 0)
-        sample_acts = take_forward_activations(model, 1, std::min<int64_t>(o.seq, 256), memory.sampling);
+    if (o.sample_tokens > 0) {
+        const int64_t T = std::min<int64_t>(o.seq, 256);
+        sample_acts = take_forward_activations(model, 1, T, memory.sampling);
+        sample_workspace = take_workspace(model, 1, T, false, memory.sampling);
+    }
 }
 
 void Trainer::reserve() {

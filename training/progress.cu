@@ -89,7 +89,7 @@ void print_sample(Trainer& t, const Tokenizer& tokenizer, const char* title) {
     const std::vector<int32_t> prompt = tokenizer.encode("\n");
     std::vector<int32_t> text;
     const double deadline = seconds_now() + 10;  // the whole window is computed for every token: a large model is slow
-    sample(t.model, t.sample_acts, prompt, t.options.sample_tokens, t.options.temperature,
+    sample(t.model, t.sample_acts, t.sample_workspace, prompt, t.options.sample_tokens, t.options.temperature,
            static_cast<uint64_t>(t.options.seed), [&](int32_t token) {
                text.push_back(token);
                const int64_t go_on = seconds_now() < deadline;

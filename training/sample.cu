@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
-std::vector<int32_t> sample(const Model& model, Activations& acts, const std::vector<int32_t>& prompt, int64_t n,
-                            double temperature, uint64_t seed, const std::function<bool(int32_t)>& token_ready) {
+std::vector<int32_t> sample(const Model& model, Activations& acts, const Workspace& workspace,
+                            const std::vector<int32_t>& prompt, int64_t n, double temperature, uint64_t seed,
+                            const std::function<bool(int32_t)>& token_ready) {
     check(acts.B == 1 && !prompt.empty(),
           "sample: needs activations for one sequence and a prompt of at least one token");
     const cudaStream_t stream = device().stream;
@@ -17,7 +18,7 @@ std::vector<int32_t> sample(const Model& model, Activations& acts, const std::ve
         const size_t length = std::min(text.size(), window.size());
         std::copy(text.end() - static_cast<std::ptrdiff_t>(length), text.end(), window.begin());
         copy_to_device(acts.tokens, window.data());
-        forward(model, acts, stream, false);
+        forward(model, acts, workspace, stream, false);
         const Tensor row = acts.logits.slice(static_cast<int64_t>(length) - 1, 1);
         std::vector<float> logits = to_floats(row);
         logits.resize(static_cast<size_t>(model.config.V));

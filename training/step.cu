@@ -62,11 +62,11 @@ void accumulate_gradients(Trainer& t, int64_t step) {
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
         upload_micro_batch(t, t.acts, micro, stream);
-        forward(t.model, t.acts, stream);
+        forward(t.model, t.acts, t.workspace, stream);
         loss_backward(t.model, t.acts, dloss, stream);
         add_losses(t.loss_sum(), t.acts.losses, stream);
         t.data_parallel.begin_backward(t.model, micro, stream);
-        backward(t.model, t.acts, stream);
+        backward(t.model, t.acts, t.workspace, stream);
     }
     t.data_parallel.finish_grads(stream);
     if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);

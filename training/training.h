@@ -101,6 +101,7 @@ struct Trainer {
     Memory memory;
     Model model;
     Activations acts, sample_acts;
+    Workspace workspace, sample_workspace;
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
@@ -183,8 +184,9 @@ int64_t load_checkpoint(Trainer& trainer);  // the newest; returns its step
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
 // Recomputes the whole window for every token. acts: B = 1. `token_ready` sees each token; false ends the text.
 
-std::vector<int32_t> sample(const Model& model, Activations& acts, const std::vector<int32_t>& prompt, int64_t n,
-                            double temperature, uint64_t seed, const std::function<bool(int32_t)>& token_ready);
+std::vector<int32_t> sample(const Model& model, Activations& acts, const Workspace& workspace,
+                            const std::vector<int32_t>& prompt, int64_t n, double temperature, uint64_t seed,
+                            const std::function<bool(int32_t)>& token_ready);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: what a person sees. Only rank 0 prints and writes; print_sample is collective.

@@ -1,0 +1,58 @@
+// model/recompute.cu: activations that are not kept, but computed again in the backward: by the same kernels from the same numbers,
+// so with the same bits.                                                            (Chen et al. 2016, arXiv:1604.06174)
+//
+//   none        all activations of L blocks
+//   N           the input of every N-th block, and all activations of N blocks at a time: in the backward the forward of N blocks
+//               is run again from their kept input, then their backward
+//   full        N = 1
+//   selective   all but what is cheap to compute again: the outputs of norms and of activation functions. The blocks share one
+//               tensor for each, which is filled again before a block's backward. (Korthikanti et al. 2022, arXiv:2205.05198,
+//               use this word for computing the core of attention again. Flash attention does that in any case.)
+//
+// THE LAW. A block's input takes s bytes, all its activations b. With N, L/N inputs and N blocks are there at once:
+//
+//     memory(N) = fixed + (L/N) s + N b            least at N = sqrt(L s/b)
+//
+// and not at sqrt(L), because b is many times s: 16 times in GPT-2, where the least memory of 36 blocks is at N = 1.5. dev/recompute
+// measures it (doc/recompute.png). The price: the forward of all blocks but the last N a second time, at most a third more FLOPs.
+#include "model/sublayer.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+Recompute parse_recompute(const std::string& text) {
+    if (text == "none") return {};
+    if (text == "full") return {.every = 1};
+    if (text == "selective") return {.selective = true};
+    char* end = nullptr;
+    const long long every = std::strtoll(text.c_str(), &end, 10);
+    check(!text.empty() && *end == 0 && every > 0, "--recompute ", text,
+          ": use none, selective, full, or a number of blocks");
+    return {.every = every};
+}
+
+std::vector<Visit> backward_visits(const Config& config, const Recompute& recompute) {
+    const int64_t L = config.L, every = recompute.every > 0 ? std::min(recompute.every, L) : L;
+    const size_t head = head_unit(config);
+    std::vector<Visit> visits;
+    if (config.tied)
+        visits.push_back({.work = Work::backward_head, .weights = {head, 0}, .begin = {head, 0}, .end = {head}});
+    else visits.push_back({.work = Work::backward_head, .weights = {head}, .begin = {head}, .end = {head}});
+    for (int64_t l = L - 1; l >= 0; --l) {
+        // The last N blocks still have their activations from the forward; those before were overwritten.
+        if ((l + 1) % every == 0 && l + 1 < L)
+            for (int64_t again = l + 1 - every; again <= l; ++again)
+                visits.push_back({.work = Work::recompute_block,
+                                  .block = again,
+                                  .weights = {block_unit(again)},
+                                  .first = again == l + 1 - every,
+                                  .last = again == l});
+        const size_t unit = block_unit(l);
+        visits.push_back({.work = Work::backward_block, .block = l, .weights = {unit}, .begin = {unit}, .end = {unit}});
+    }
+    Visit embedding{.work = Work::backward_embedding, .end = {0}};
+    if (!config.tied) embedding.begin = {0};
+    visits.push_back(embedding);
+    set_next(visits);
+    return visits;
+}

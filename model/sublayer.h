@@ -1,0 +1,163 @@
+// model/sublayer.h: what an attention or a feed-forward is. A block is two of them, each behind a norm, each added to the stream:
+//
+//     x = x + attention(norm1(x))
+//     x = x + feed_forward(norm2(x))
+//
+// A sub-layer is one file, which defines a SubLayer and says all that is to be known of it: its parameters and their Hugging Face
+// names, what it keeps, what it can compute again, its forward, its backward and what they move. sublayers.cu has the table of
+// them. feed_forward_gelu.cu is the shortest, and the one to copy.
+#pragma once
+
+#include "model/model.h"
+
+#include <cmath>
+#include <string>
+
+// Gives every parameter its place in the flat arrays. Fused matrices (q, k and v; gate and up) get one place; their parts are rows
+// of it, under names of their own. (parameters.cu)
+class Placer {
+  public:
+    // counting: decides the places; otherwise the units have memory.
+    Placer(Model& model, bool counting) : model_(model), counting_(counting) {}
+
+    struct Place {
+        Tensor value, grad, master;
+        int64_t offset = 0;
+    };
+    // What is taken from here on belongs to this unit.
+    void begin_unit(const std::string& name);
+    void end_unit();
+    Place take(std::initializer_list<int64_t> dims);
+    // Rows [first, first + rows) of a place as the parameter `name`.
+    void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay,
+              bool transposed = false, int64_t padded_rows = 0);
+    Norm norm(const std::string& prefix, int64_t C, bool bias);
+    // A linear layer (O, C) of one or more parts, each with its name and its number of output rows. transposed: files hold (C, O).
+    Linear linear(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t C, bool bias,
+                  bool transposed = false);
+    int64_t n() const { return n_; }
+
+  private:
+    Tensor next_elements(const Tensor& unit, std::initializer_list<int64_t> dims) const;
+
+    static constexpr size_t kNone = static_cast<size_t>(-1);
+    Model& model_;
+    const bool counting_;
+    int64_t n_ = 0, unit_offset_ = 0;
+    size_t unit_ = kNone;
+    Tensor weights_, grads_, masters_;  // of the unit
+};
+
+// Hands out the tensors that a sub-layer keeps for its backward. (activations.cu)
+class SavedTaker {
+  public:
+    // shared: what can be computed again is one tensor for all blocks (selective recomputation).
+    SavedTaker(Arena& arena, DType dtype, int64_t B, int64_t T, bool shared)
+        : B(B), T(T), N(B * T), arena_(arena), dtype_(dtype), shared_(shared) {}
+    const int64_t B, T, N;
+
+    void begin_block() { next_ = 0; }
+    // (N, columns), of the model's dtype or in float32: kept from the forward to the backward.
+    Tensor keep(const char* what, int64_t columns) { return arena_.take(what, dtype_, {N, columns}); }
+    Tensor keep_f32(const char* what, int64_t columns) { return arena_.take(what, DType::f32, {N, columns}); }
+    // Cheap to compute again from what is kept: the outputs of norms and of activation functions.
+    Tensor recomputable(const char* what, int64_t columns);
+    Arena& arena() { return arena_; }
+
+  private:
+    Arena& arena_;
+    const DType dtype_;
+    const bool shared_;
+    std::vector<Tensor> tensors_;  // shared ones, in the order of the calls in a block
+    size_t next_ = 0;
+};
+
+// What the functions of a sub-layer work with: one block of one micro-batch, on one stream.
+struct BlockContext {
+    const Model& model;
+    const Activations& acts;  // sizes, documents, positions
+    const Workspace& workspace;
+    const BlockSaved& saved;
+    cudaStream_t stream;
+};
+
+// Elements read and written for one token, each operation by itself, beside the products.
+struct Elements {
+    double forward = 0, backward = 0;
+};
+
+struct SubLayer {
+    const char* name;
+    void (*check)(const Config& config);  // Error for sizes that do not fit together
+    // `prefix`: of the block's names, "model.layers.3." or "transformer.h.3.". The matrix that writes the output is named o_proj,
+    // down_proj or c_proj, by which init_weights knows it: its initial values are smaller.
+    void (*place)(Placer& placer, const Config& config, const std::string& prefix, SubLayerParameters& parameters);
+    void (*take_saved)(SavedTaker& take, const Config& config, Slots& saved);
+    // Gradients of what is saved, in the same slots; one set for all blocks.
+    void (*take_gradients)(SavedTaker& take, const Config& config, Slots& gradients);
+    int64_t (*scratch_n)(const Config& config, int64_t B, int64_t T);  // floats, beside what linear layers need
+
+    // inp -> out, keeping what the backward needs in `saved`. No `out`: all but the last product, whose result nobody needs where a
+    // forward is run again.
+    void (*forward)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp);
+    // Fills again what take_saved called recomputable.
+    void (*recompute)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved);
+    // dout -> dinp (written), and the gradients of the parameters (added to).
+    void (*backward)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
+                     Tensor inp);
+    Elements (*elements)(const Config& config);
+
+    // Attention only.
+    int64_t (*score_width)(const Config& config) =
+        nullptr;  // columns that a score multiplies: of q.k and p.v, of all heads
+    int64_t (*rope_width)(const Config& config) = nullptr;   // columns of a head that rope rotates
+    int64_t (*cache_width)(const Config& config) = nullptr;  // numbers that a token leaves in the cache of a layer
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What sub-layers share
+
+// A linear layer of a block, in the model's dtype or with its products in fp8: its three products, which may be called at
+// different times. (block_linear.cu)
+void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp);
+void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout);
+// Now, or later, if the workspace has a queue. After backward_input of the same dout.
+void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp);
+
+// The linear layers that a block has, in the order of Linear::index.
+std::vector<Linear*> linears(Block& block);
+// The parameters of block l. (parameters.cu)
+Block place_block(Placer& placer, const Config& config, int64_t l);
+// Fills in Visit::next. (visits.cu)
+void set_next(std::vector<Visit>& visits);
+// With fp8: the 8-bit weights of block l, from its 16-bit ones.
+void quantise_block(const Model& model, int64_t l, cudaStream_t stream);
+
+// The norm before a sub-layer, and the addition before it (Residual): saved.sum = x, saved.out = norm(x). LayerNorm in GPT-2,
+// RMSNorm elsewhere. (norm.cu)
+void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x, cudaStream_t stream);
+// dinp = d norm(dout) + dsum; dsum, if any, is what reaches the stream past the norm.
+void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,
+                   Tensor scratch, cudaStream_t stream);
+
+// `count` heads of D columns in rows (N, columns).
+inline HeadColumns heads_in(Tensor rows, const Activations& acts, int64_t count, int64_t D, int64_t column = 0,
+                            int64_t stride = 0) {
+    return {rows.view({acts.B, acts.T, rows.cols()}), count, D, column, stride};
+}
+// The rotations of the tokens' positions.
+inline Tensor rope_rows(const BlockContext& b) { return b.model.rope_table.slice(b.acts.first, b.acts.T); }
+inline void rope_forward(const BlockContext& b, const HeadColumns& heads, RopePairs pairs) {
+    rope_forward(heads, pairs, b.acts.positions, rope_rows(b), b.stream);
+}
+inline void rope_backward(const BlockContext& b, const HeadColumns& heads, RopePairs pairs) {
+    rope_backward(heads, pairs, b.acts.positions, rope_rows(b), b.stream);
+}
+// score_scale: 1, or what makes the softmax sharper.
+inline FlashAttentionOptions flash_options(const BlockContext& b, const SubLayerParameters& p,
+                                           double score_scale = 1.0) {
+    return {.scale = static_cast<float>(score_scale) / std::sqrt(static_cast<float>(b.model.config.D)),
+            .window = p.window,
+            .documents = b.acts.documents,
+            .tier = b.model.flash_tier};
+}

@@ -1,0 +1,33 @@
+// model/visits.cu: which units a step visits, in which order, as data: the forward's list is here, the backward's in recompute.cu.
+#include "model/sublayer.h"
+
+void set_next(std::vector<Visit>& visits) {
+    for (size_t i = 0; i + 1 < visits.size(); ++i)
+        if (!visits[i + 1].weights.empty()) visits[i].next = static_cast<int64_t>(visits[i + 1].weights[0]);
+}
+
+std::vector<Visit> forward_visits(const Config& config) {
+    std::vector<Visit> visits = {{.work = Work::embed, .weights = {0}}};
+    for (int64_t l = 0; l < config.L; ++l)
+        visits.push_back({.work = Work::forward_block, .block = l, .weights = {block_unit(l)}});
+    visits.push_back({.work = Work::forward_head, .weights = {head_unit(config)}});
+    if (config.tied) visits.back().weights.push_back(0);
+    set_next(visits);
+    return visits;
+}
+
+void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
+    DataParallel* const ranks = model.data_parallel;
+    if (!ranks) return;
+    for (size_t unit : visit.weights)
+        ranks->gather(model, unit, unit == visit.weights.back() ? visit.next : -1, stream);
+    // ZeRO 3: the 8-bit weights of a block come with its 16-bit ones.
+    if (visit.block >= 0 && model.precision.fp8 != Fp8Recipe::none && model.sharding.shards_weights())
+        quantise_block(model, visit.block, stream);
+    for (size_t unit : visit.begin) ranks->begin_grads(model, unit, stream);
+}
+
+void end_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
+    if (!model.data_parallel) return;
+    for (size_t unit : visit.end) model.data_parallel->end_grads(model, unit, stream);
+}

@@ -1,0 +1,151 @@
+// The model in parts: micro-batches in flight, weight gradients computed later, blocks run by themselves. All of it must give the bits
+// of one micro-batch after the other through the whole model: the same kernels on the same numbers in the same order of additions.
+#include "model/sublayer.h"
+#include "models.h"
+
+namespace {
+
+constexpr int64_t kB = 2, kT = 11;
+
+// Two micro-batches in flight: activations of their own, one workspace.
+struct TwoMicroBatches {
+    TinyTrainer m;
+    Arena arena{"second micro-batch"};
+    Activations second;
+    WeightGradients later;
+
+    explicit TwoMicroBatches(const Config& config, const Precision& precision = {}, const Recompute& recompute = {},
+                             int64_t T = kT)
+        : m(config, kB, T, precision, recompute) {
+        for (int pass = 0; pass < 2; ++pass) {
+            second = take_activations(m.model, kB, T, recompute, arena);
+            later.take_memory(m.model, kB, T, 2, arena);
+            if (pass == 0) arena.reserve();
+        }
+        init_weights(m.model, 3);
+        quantise_weights(m.model, device().stream);
+        uint64_t seed = 1;
+        for (Activations* acts : {&m.acts, &second}) {
+            copy_to_device(acts->tokens, random_tokens(kB * T, config.V, seed++).data());
+            copy_to_device(acts->targets, random_tokens(kB * T, config.V, seed++).data());
+        }
+    }
+    void forward_and_loss(Activations& acts) {
+        forward(m.model, acts, m.workspace, device().stream);
+        loss_backward(m.model, acts, 0.01f, device().stream);
+    }
+    void run_backward(Activations& acts) { backward(m.model, acts, m.workspace, device().stream); }
+    std::vector<float> grads() { return to_floats(m.model.grads); }
+
+    // One after the other.
+    std::vector<float> sequential() {
+        m.workspace.later = nullptr;
+        m.zero_grads();
+        for (Activations* acts : {&m.acts, &second}) forward_and_loss(*acts), run_backward(*acts);
+        return grads();
+    }
+};
+
+Config fp8_config() {
+    Config c = small_gpt2();
+    c.C = 32, c.D = 16, c.H = c.K = 2, c.F = 48;
+    return c;
+}
+const Precision kFp8 = {.dtype = DType::bf16, .grad_dtype = DType::f32, .master = true, .fp8 = Fp8Recipe::delayed};
+
+}  // namespace
+
+TEST_CASE("two micro-batches in flight give the bits of one after the other", "[model]") {
+    for (const Config& config : small_models())
+        for (const Recompute& recompute : {Recompute{}, Recompute{.selective = true}}) {
+            TwoMicroBatches two(config, {}, recompute);
+            const std::vector<float> expected = two.sequential();
+            two.m.zero_grads();
+            two.forward_and_loss(two.m.acts);
+            // Selective recomputation shares tensors between the blocks of a micro-batch, not between micro-batches.
+            two.forward_and_loss(two.second);
+            two.run_backward(two.m.acts);
+            two.run_backward(two.second);
+            CHECK(two.grads() == expected);
+        }
+}
+
+TEST_CASE("weight gradients of all blocks, computed at the end of the step, have the same bits", "[model]") {
+    std::vector<std::pair<Config, Precision>> cases = {{fp8_config(), kFp8}};
+    for (const Config& config : small_models()) cases.push_back({config, {}});
+    for (const auto& [config, precision] : cases) {
+        TwoMicroBatches two(config, precision, {}, precision.fp8 == Fp8Recipe::none ? kT : 16);
+        const std::vector<float> expected = two.sequential();
+        two.m.zero_grads();
+        two.m.workspace.later = &two.later;
+        for (Activations* acts : {&two.m.acts, &two.second}) two.forward_and_loss(*acts), two.run_backward(*acts);
+        CHECK(largest(to_floats(two.m.model.blocks[0].attention.linears[0].dweight)) == 0);  // not yet
+        two.later.run(two.m.workspace.scratch, device().stream);
+        CHECK(two.grads() == expected);
+        two.forward_and_loss(two.m.acts);
+        for (int i = 0; i < 2; ++i) two.run_backward(two.m.acts);
+        CHECK_THROWS_WITH(two.run_backward(two.m.acts), ContainsSubstring("call run()"));
+    }
+}
+
+TEST_CASE("a model that is cut between two blocks has the bits of the whole", "[model]") {
+    const cudaStream_t stream = device().stream;
+    for (Config config : small_models()) {
+        config.L = 3;
+        for (const Precision& precision :
+             {Precision{}, Precision{.dtype = DType::bf16, .grad_dtype = DType::bf16, .master = true}}) {
+            TinyTrainer m(config, kB, kT, precision);
+            const Model& model = m.model;
+            init_weights(m.model, 3);
+            m.set_batch(random_tokens(kB * kT, config.V, 1), random_tokens(kB * kT, config.V, 2));
+            m.zero_grads();
+            forward(model, m.acts, m.workspace, stream);
+            const std::vector<float> logits = to_floats(m.acts.logits);
+            loss_backward(model, m.acts, 0.01f, stream);
+            backward(model, m.acts, m.workspace, stream);
+            const std::vector<float> grads = to_floats(model.grads);
+            for (int64_t cut = 0; cut <= config.L; ++cut) {
+                Buffer between(precision.dtype, {kB * kT, config.C}), end(precision.dtype, {kB * kT, config.C});
+                m.zero_grads();
+                embed_forward(model, m.acts, m.acts.embedded, stream);
+                forward_blocks(model, m.acts, m.workspace, 0, cut, m.acts.embedded, between, stream);
+                forward_blocks(model, m.acts, m.workspace, cut, config.L, between, end, stream);
+                head_forward(model, m.acts, end, stream);
+                INFO(config.attention << " " << dtype_name(precision.dtype) << ", cut before block " << cut);
+                CHECK(to_floats(m.acts.logits) == logits);
+                loss_backward(model, m.acts, 0.01f, stream);
+                head_backward(model, m.acts, m.workspace, end, stream);
+                backward_blocks(model, m.acts, m.workspace, cut, config.L, between, end, stream);
+                backward_blocks(model, m.acts, m.workspace, 0, cut, m.workspace.dresidual, between, stream);
+                embed_backward(model, m.acts, m.workspace, m.workspace.dresidual, stream);
+                CHECK(to_floats(model.grads) == grads);
+            }
+        }
+    }
+}
+
+TEST_CASE("the visits of a step: every block forward, and backward once, in the mirrored order", "[model]") {
+    Config config = small_llama();
+    config.L = 5;
+    for (const int64_t every : {0, 1, 2, 5, 9}) {
+        std::vector<int64_t> forward_blocks, again, backward_blocks;
+        for (const Visit& visit : forward_visits(config))
+            if (visit.work == Work::forward_block) forward_blocks.push_back(visit.block);
+        std::vector<size_t> begun, ended;
+        for (const Visit& visit : backward_visits(config, {.every = every})) {
+            if (visit.work == Work::recompute_block) again.push_back(visit.block);
+            if (visit.work == Work::backward_block) backward_blocks.push_back(visit.block);
+            begun.insert(begun.end(), visit.begin.begin(), visit.begin.end());
+            ended.insert(ended.end(), visit.end.begin(), visit.end.end());
+        }
+        CHECK(forward_blocks == std::vector<int64_t>{0, 1, 2, 3, 4});
+        CHECK(backward_blocks == std::vector<int64_t>{4, 3, 2, 1, 0});
+        CHECK(begun == std::vector<size_t>{6, 5, 4, 3, 2, 1, 0});
+        CHECK(ended == begun);
+        // Blocks before the last kept input of `every` blocks.
+        const std::vector<int64_t> expected = every == 1   ? std::vector<int64_t>{3, 2, 1, 0}
+                                              : every == 2 ? std::vector<int64_t>{2, 3, 0, 1}
+                                                           : std::vector<int64_t>{};
+        CHECK(again == expected);
+    }
+}
