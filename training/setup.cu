@@ -29,11 +29,10 @@ std::string fresh_run_folder() {
         if (const std::string folder = "runs/" + std::to_string(i); !std::filesystem::exists(folder)) return folder;
 }
 
-// Which build this is.
+// Which build this is; the same for all where the system does not tell.
 std::string program_hash() {
     const std::string path = "/proc/self/exe";
-    return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path)))
-                                         : std::string(__DATE__ " " __TIME__);
+    return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path))) : "unknown";
 }
 
 // What must not differ between ranks. Options are typed once, but mpirun may start different programs on different machines, and
