@@ -78,18 +78,24 @@ BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
 LIGHT       := train_gpt io/safetensors io/tokenizer_json parallel/comm/trace model/config model/huggingface% training/% planning/% \
-               layers/flash_attention/mma% layers/flash_attention/hopper% test/% dev/bench_kernels dev/bench_report dev/plot_runs
+               test/% dev/bench_kernels dev/bench_report dev/plot_runs
 LIGHT_FLAGS := -O1
+# Flash attention on tensor cores, which the CPU device emulates, and uses only where it is asked to: with -O2 it takes half the
+# time to compile, and runs 5 % slower.
+EMULATED       := layers/flash_attention/mma% layers/flash_attention/hopper%
+EMULATED_FLAGS := -O2
 ifeq ($(DEBUG),1)
   BUILD       := $(BUILD)-debug
   OPTIMIZE    := -O0 -g
   LIGHT_FLAGS :=
+  EMULATED_FLAGS :=
 endif
 # SANITIZE=address,undefined builds into a folder of its own.
 ifneq ($(SANITIZE),)
   BUILD       := $(BUILD)-$(subst $(comma),-,$(SANITIZE))
   OPTIMIZE    := -O0 -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all -Wno-maybe-uninitialized
   LIGHT_FLAGS :=
+  EMULATED_FLAGS :=
 endif
 
 # What `make gpu-bundle` has put aside for machines without a network: used where the system has none of its own.
@@ -201,12 +207,12 @@ debug:
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS))
+FLAGS_NOW := $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
 
-light_flags = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS))
+light_flags  = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS)) $(if $(filter $(EMULATED),$*),$(EMULATED_FLAGS))
 depend       = -MD -MP -MT $@ -MF $(basename $(@:.gch=)).d
 
 # Precompiled headers: what every file of the product includes, and what every test does, is read once instead of in each. A
