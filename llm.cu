@@ -7,22 +7,22 @@
 //
 // GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases, GELU, tied head.
 // LLaMA (Touvron et al. 2023, arXiv:2302.13971): rotary positions, RMSNorm, no biases, SwiGLU, grouped-query attention.
-// Qwen2, Qwen3, DeepSeek and MFA differ from LLaMA in their attention alone. Each attention and each feed-forward is a file in
-// model/, behind one interface (model/sublayer.h).
+// Qwen2, Qwen3, DeepSeek and MFA differ from LLaMA in their attention alone. Each attention and each feed-forward is a
+// file in model/, behind one interface (model/sublayer.h).
 //
-// The sums x + branch are formed by the norm that comes next, because it reads them anyway (model/norm.cu): so x is a pair {sum,
-// branch} from one operation to the next (Residual).
+// The sums x + branch are formed by the norm that comes next, because it reads them anyway (model/norm.cu): so x is a
+// pair {sum, branch} from one operation to the next (Residual).
 //
-// Where there are many ranks, begin_visit gathers the weights that the work of a visit reads and end_visit reduces the gradients
-// that it has completed (model/visits.cu). On one rank they do nothing.
+// Where there are many ranks, begin_visit gathers the weights that the work of a visit reads and end_visit reduces the
+// gradients that it has completed (model/visits.cu). On one rank they do nothing.
 #include "model/sublayer.h"
 
 #include "llm.h"
 
 namespace {
 
-// x = x + attention(norm1(x)), x = x + feed_forward(norm2(x)). `last_product` is false where a forward is run again for what it
-// saves: then nobody needs the output of the last linear layer.
+// x = x + attention(norm1(x)), x = x + feed_forward(norm2(x)). `last_product` is false where a forward is run again for
+// what it saves: then nobody needs the output of the last linear layer.
 Residual block_forward(const BlockContext& b, const Block& block, Residual x, bool last_product = true) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;
@@ -38,7 +38,8 @@ Residual block_forward(const BlockContext& b, const Block& block, Residual x, bo
     return {saved.norm2.sum, branch};
 }
 
-// dx, in place: from the gradient of the block's output to that of its input. x + branch passes its gradient on to both.
+// dx, in place: from the gradient of the block's output to that of its input. x + branch passes its gradient on to
+// both.
 void block_backward(const BlockContext& b, const Block& block, Tensor dx) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;

@@ -30,9 +30,9 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
     return saved;
 }
 
-// The activations of L blocks. Blocks l, l + n, l + 2 n, ... share one set of tensors, but for the input of each n blocks, from
-// which their forward can be run again (recompute.cu). n = 1 without inputs is what a forward without a backward needs: block 0's
-// input is the embedding, which is no longer read when block 1 writes its own input there.
+// The activations of L blocks. Blocks l, l + n, l + 2 n, ... share one set of tensors, but for the input of each n
+// blocks, from which their forward can be run again (recompute.cu). n = 1 without inputs is what a forward without a
+// backward needs: block 0's input is the embedding, which is no longer read when block 1 writes its own input there.
 void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inputs, Arena& arena) {
     const int64_t C = model.config.C, L = model.config.L;
     SavedTaker take(arena, model.precision.dtype, acts.B, acts.T, acts.recompute.selective);

@@ -1,5 +1,6 @@
-// model/attention_gqa.cu: multi-head, multi-query and grouped-query attention: H query heads over K key and value heads.
-//       (Vaswani et al. 2017, arXiv:1706.03762; MQA: Shazeer 2019, arXiv:1911.02150; GQA: Ainslie et al. 2023, arXiv:2305.13245)
+// model/attention_gqa.cu: multi-head, multi-query and grouped-query attention: H query heads over K key/value heads.
+//   (Vaswani et al. 2017, arXiv:1706.03762; MQA: Shazeer 2019, arXiv:1911.02150;
+//    GQA: Ainslie et al. 2023, arXiv:2305.13245)
 //
 //   qkv = [H query heads | K key heads | K value heads] = linear(inp), each head of D columns
 //   heads_h,t = sum over the s that t sees of softmax(q_h,t . k_s / sqrt(D)) v_s          key head h / (H/K)
@@ -7,9 +8,10 @@
 //
 // t sees all s <= t; with a sliding window of w tokens (Mistral, arXiv:2310.06825; Qwen's later layers) t - w < s <= t.
 //
-// Positions: GPT-2 has none here; LLaMA and Qwen rotate queries and keys. Qwen2 (arXiv:2407.10671) adds biases to qkv, which
-// the product has done. Qwen3 (arXiv:2505.09388) first normalises every query and key head, so that no score can grow without
-// bound: then queries and keys stand in tensors of their own, because the norm's backward needs what qkv holds.
+// Positions: GPT-2 has none here; LLaMA and Qwen rotate queries and keys. Qwen2 (arXiv:2407.10671) adds biases to qkv,
+// which the product has done. Qwen3 (arXiv:2505.09388) first normalises every query and key head, so that no score can
+// grow without bound: then queries and keys stand in tensors of their own, because the norm's backward needs what qkv
+// holds.
 #include "model/sublayer.h"
 
 #include <algorithm>

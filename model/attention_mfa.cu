@@ -1,14 +1,14 @@
 // model/attention_mfa.cu: multi-matrix factorization attention: many wide query heads over one key and one value head.
-//                                                     (Hu et al. 2024, arXiv:2412.19255; as in Step-3, arXiv:2507.19427)
+//                                               (Hu et al. 2024, arXiv:2412.19255; as in Step-3, arXiv:2507.19427)
 //
 //   qkv     = [query latent (q_rank) | key (D) | value (D)] = linear(inp)
 //   q_h     = rope(Wq_h rmsnorm(query latent))                 Wq = kQUp (H D, q_rank)
 //   heads_h = sum over s of softmax(q_h . rope(key_s) / sqrt(D)) value_s
 //   out     = linear(heads)
 //
-// The cache holds one key and one value, as with MQA: 2 D numbers a token and layer. What makes heads differ is the query, and
-// its matrix is factored: all heads share the first factor (C to q_rank), so that more and wider heads cost H D q_rank
-// weights instead of H D C.
+// The cache holds one key and one value, as with MQA: 2 D numbers a token and layer. What makes heads differ is the
+// query, and its matrix is factored: all heads share the first factor (C to q_rank), so that more and wider heads cost
+// H D q_rank weights instead of H D C.
 #include "model/sublayer.h"
 
 #include <algorithm>

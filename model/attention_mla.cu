@@ -1,17 +1,19 @@
-// model/attention_mla.cu: multi-head latent attention.      (DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437)
+// model/attention_mla.cu: multi-head latent attention.  (DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437)
 //
 //   qkv         = [query latent (q_rank) | latent (kv_rank) | shared key (D_rope)] = linear(inp)
 //   q_h         = q_up_h rmsnorm(query latent)                                 H heads of D columns
 //   [k_h | v_h] = kv_up_h rmsnorm(latent)                                      D - D_rope and D_v columns
 //   queries     = [q_h's first columns | rope(its last D_rope)]
 //   keys        = [k_h | rope(shared key)]
-//   heads_h     = sum over s of softmax(scale query_h . key_s,h) v_s,h         scale = 1 / sqrt(D), larger with YaRN (rope.cu)
+//   heads_h     = sum over s of softmax(scale query_h . key_s,h) v_s,h
 //   out         = linear(heads)
 //
-// Without a q_rank the first product gives the queries themselves, in the place of their latent.
+// scale = 1 / sqrt(D), larger with YaRN (rope.cu). Without a q_rank the first product gives the queries themselves, in
+// the place of their latent.
 //
-// Training expands keys and values and is then multi-head attention. Generating keeps only the latent and the shared key of
-// each token, and folds kv_up into query and output (layers/latent_attention.cu): the same function, with sums in another order.
+// Training expands keys and values and is then multi-head attention. Generating keeps only the latent and the shared
+// key of each token, and folds kv_up into query and output (layers/latent_attention.cu): the same function, with sums
+// in another order.
 #include "model/sublayer.h"
 
 #include <algorithm>

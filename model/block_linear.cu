@@ -4,8 +4,8 @@
 //   backward_input    dinp = dout W                    the layer before waits for it
 //   backward_weight   dW += dout^T inp, dbias          nobody waits for it before the update: it may come later
 //
-// A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be idle.
-// WeightGradients is the queue for that: what an entry needs is kept until run().
+// A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be
+// idle. WeightGradients is the queue for that: what an entry needs is kept until run().
 #include "model/sublayer.h"
 
 namespace {

@@ -41,8 +41,8 @@ Config tiny() {
     return c;
 }
 
-// tiny, and a model of LLaMA 3.2 1B's shape, with other attention. Ours: DeepSeek and StepFun have published none without
-// experts.
+// tiny, and a model of LLaMA 3.2 1B's shape, with other attention. Ours: DeepSeek and StepFun have published none
+// without experts.
 Config with_mla(Config c, int64_t q_rank, int64_t kv_rank, int64_t D_nope, int64_t D_rope, int64_t D_v) {
     c.attention = "mla", c.rope_pairs = RopePairs::neighbours, c.norm_eps = 1e-6;
     c.K = c.H, c.q_rank = q_rank, c.kv_rank = kv_rank, c.D = D_nope + D_rope, c.D_rope = D_rope, c.D_v = D_v;
@@ -58,7 +58,8 @@ Config one_billion() {
     return c;
 }
 
-// Sizes as published: GPT-2 by OpenAI (2019), LLaMA 3.1 and 3.2 by Meta (2024), Qwen2.5 and Qwen3 by Alibaba (2024, 2025).
+// Sizes as published: GPT-2 by OpenAI (2019), LLaMA 3.1 and 3.2 by Meta (2024), Qwen2.5 and Qwen3 by Alibaba (2024,
+// 2025).
 const std::vector<std::pair<std::string, Config>>& presets() {
     static const std::vector<std::pair<std::string, Config>> all = {
         {"tiny", tiny()},

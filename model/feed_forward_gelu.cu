@@ -1,4 +1,4 @@
-// model/feed_forward_gelu.cu: GPT-2's feed-forward.                                                  (Radford et al. 2019)
+// model/feed_forward_gelu.cu: GPT-2's feed-forward.                                            (Radford et al. 2019)
 //
 //   up = linear(inp)  (N, F)      act = gelu(up)      out = linear(act)  (N, C)
 #include "model/sublayer.h"

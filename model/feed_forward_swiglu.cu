@@ -1,4 +1,4 @@
-// model/feed_forward_swiglu.cu: LLaMA's gated feed-forward.                                (Shazeer 2020, arXiv:2002.05202)
+// model/feed_forward_swiglu.cu: LLaMA's gated feed-forward.                           (Shazeer 2020, arXiv:2002.05202)
 //
 //   [gate | up] = linear(inp)  (N, 2F)      act = silu(gate) * up      out = linear(act)  (N, C)
 #include "model/sublayer.h"

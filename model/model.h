@@ -11,8 +11,8 @@
 //     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
 //     recompute.cu       what is not kept, but computed again
 //     visits.cu          which units a step visits in which order
-//     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a file:
-//     attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
+//     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a
+//     file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
 //     huggingface_config.cu, huggingface_weights.cu   config.json and safetensors
 #pragma once
 
@@ -61,7 +61,7 @@ struct Config {
     bool mlp_bias = false;       // on the products of the feed-forward (LLaMA's mlp_bias)
     bool qk_norm = false;        // gqa: RMSNorm of each query and key head before rope (Qwen3)
     // gqa: sliding-window attention: token t sees the tokens s with t - window < s <= t, in all layers but the first
-    // n_full_layers (Qwen's max_window_layers; 0 for Mistral). 0: no window.     (Beltagy et al. 2020, arXiv:2004.05150)
+    // n_full_layers (Qwen's max_window_layers; 0 for Mistral). 0: no window.   (Beltagy et al. 2020, arXiv:2004.05150)
     int64_t window = 0, n_full_layers = 0;
     bool mistral = false;  // what Hugging Face calls it: without a window Mistral's maths is LLaMA's
     int64_t q_rank = 0;    // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
@@ -89,7 +89,8 @@ std::pair<std::string, std::string> hugging_face_type(
 
 int64_t parameter_count(const Config& config);  // without the padding of the vocabulary
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
-// tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half counted.
+// tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half
+// counted.
 double flops_per_token(const Config& config, int64_t T);
 // (inputs, outputs) of the linear layers of a block, in the order of Linear::index.
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& config);
@@ -108,8 +109,8 @@ struct Norm {
     Tensor weight, bias;  // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
     Tensor dweight, dbias;
 };
-// Parameters of an attention or a feed-forward. linears[0] reads the sub-layer's input, linears[1] writes its output; what the
-// others are, the file of the sub-layer says.
+// Parameters of an attention or a feed-forward. linears[0] reads the sub-layer's input, linears[1] writes its output;
+// what the others are, the file of the sub-layer says.
 struct SubLayerParameters {
     std::array<Linear, 4> linears;
     std::array<Norm, 2> norms;
@@ -123,8 +124,8 @@ struct Block {
 };
 
 // The types of a model's numbers.                                        (Micikevicius et al. 2018, arXiv:1710.03740)
-// Mixed precision: forward and backward in 16 bits, and a float32 master copy of the weights for the optimizer, because a
-// step is often smaller than the distance from a 16-bit weight to the next.
+// Mixed precision: forward and backward in 16 bits, and a float32 master copy of the weights for the optimizer, because
+// a step is often smaller than the distance from a 16-bit weight to the next.
 struct Precision {
     DType dtype = DType::f32;         // of weights and activations, and of the gradients of activations
     DType grad_dtype = DType::f32;    // of the parameters' gradients: f32, or dtype
@@ -132,8 +133,8 @@ struct Precision {
     Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' linear layers on 8-bit floats; the rest stays in dtype
 };
 
-// The parameters' memory is FlatParameters' (parallel/data/data.h): flat arrays of units, which are the embedding, the blocks and
-// the head. Every parameter below is a view into its unit.
+// The parameters' memory is FlatParameters' (parallel/data/data.h): flat arrays of units, which are the embedding, the
+// blocks and the head. Every parameter below is a view into its unit.
 struct Model : FlatParameters {
     Config config;
     Precision precision;
@@ -151,25 +152,26 @@ struct Model : FlatParameters {
     Tensor rope_table;  // (T, rope_D) f32, LLaMA
     Tensor fp8_states;  // (2 x linear layers, kFp8StateN) f32, delayed scaling
 
-    // What an optimizer of all parameters updates: the masters, and the weights as their copy; or the weights alone, where 16 bits are
-    // rounded stochastically.
+    // What an optimizer of all parameters updates: the masters, and the weights as their copy; or the weights alone,
+    // where 16 bits are rounded stochastically.
     Weights all_weights(uint64_t seed) const;
 };
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding = {});
-// Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual branches
-// divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
+// Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
+// branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
-// With fp8, after every change of the weights: quantises those of the blocks; and after every step: moves the histories on.
+// With fp8, after every change of the weights: quantises those of the blocks; and after every step: moves the histories
+// on.
 void quantise_weights(const Model& model, cudaStream_t stream);
 void advance_fp8(const Model& model, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// visits.cu: which units a step visits, in which order. A unit (FlatParameters) is the embedding, a block or the head: what is
-// gathered, reduced and updated together. The run goes along such a list, data parallelism fetches the next unit of it ahead of
-// time, and the account of traffic (planning/account.cu) adds it up.
+// visits.cu: which units a step visits, in which order. A unit (FlatParameters) is the embedding, a block or the head:
+// what is gathered, reduced and updated together. The run goes along such a list, data parallelism fetches the next
+// unit of it ahead of time, and the account of traffic (planning/account.cu) adds it up.
 
 enum class Work : uint8_t {
     embed,
@@ -194,18 +196,19 @@ std::vector<Visit> forward_visits(const Config& config);
 // Units by their place in Model::units: 0 the embedding, 1 + l block l, L + 1 the head.
 inline size_t block_unit(int64_t block) { return static_cast<size_t>(1 + block); }
 inline size_t head_unit(const Config& config) { return static_cast<size_t>(config.L + 1); }
-// Around the work of a visit: the stream has its weights, and may add to its gradients; its gradients are complete. With one rank
-// there is nothing to do.
+// Around the work of a visit: the stream has its weights, and may add to its gradients; its gradients are complete.
+// With one rank there is nothing to do.
 void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 
-// Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu, huggingface_config.cu).
-// With many ranks all of them call these, and rank 0 writes.
+// Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
+// huggingface_config.cu). With many ranks all of them call these, and rank 0 writes.
 void load_weights(Model& model, const std::string& folder);
 void save_model(const Model& model, const std::string& folder);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// recompute.cu: which activations are not kept, but computed again in the backward; the law of what that saves is there.
+// recompute.cu: which activations are not kept, but computed again in the backward; the law of what that saves is
+// there.
 
 struct Recompute {
     int64_t every = 0;  // blocks from one kept input to the next; 0: every block keeps everything
@@ -216,9 +219,9 @@ Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 
 std::vector<Visit> backward_visits(const Config& config, const Recompute& recompute);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// activations.cu: what a micro-batch keeps from its forward to its backward (Activations), and scratch that all micro-batches
-// share, because nothing stays in it from one of them to the next (Workspace). Any number of micro-batches may be in flight, each
-// with activations of its own.
+// activations.cu: what a micro-batch keeps from its forward to its backward (Activations), and scratch that all
+// micro-batches share, because nothing stays in it from one of them to the next (Workspace). Any number of
+// micro-batches may be in flight, each with activations of its own.
 
 struct NormSaved {
     Tensor sum;         // (N, C): what was normalised: the residual stream after the addition of the last branch
@@ -237,8 +240,9 @@ struct Activations {
     int64_t B = 0, T = 0;
     Recompute recompute;
     Tensor tokens, targets;  // (B, T), (N) i32
-    // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2): [first, end)
-    // of each token's document in its row; positions (B, T): counted from its first token. Filled like tokens.
+    // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2):
+    // [first, end) of each token's document in its row; positions (B, T): counted from its first token. Filled like
+    // tokens.
     Tensor documents, positions;
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
@@ -264,21 +268,22 @@ struct Workspace {
 // training: with what a backward needs. For micro-batches of B x T tokens, whatever their number.
 Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training, Arena& arena);
 
-// The residual stream between two operations is sum + branch: the norm that comes next does the addition, because it reads both
-// anyway, and keeps the sum. No branch: the stream is sum.
+// The residual stream between two operations is sum + branch: the norm that comes next does the addition, because it
+// reads both anyway, and keeps the sum. No branch: the stream is sum.
 struct Residual {
     Tensor sum, branch;
 };
 
-// Gradients of weights for later: a pipeline with a zero bubble computes them when its rank has nothing else to do. Each entry
-// keeps the gradient of its layer's output; the layer's input is kept by the activations, which must not be computed again
-// (Recompute: none), and must stay until run().
+// Gradients of weights for later: a pipeline with a zero bubble computes them when its rank has nothing else to do.
+// Each entry keeps the gradient of its layer's output; the layer's input is kept by the activations, which must not be
+// computed again (Recompute: none), and must stay until run().
 class WeightGradients {
   public:
     // Memory for `micro_batches` that are in flight at once.
     void take_memory(const Model& model, int64_t B, int64_t T, int64_t micro_batches, Arena& arena);
     void push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
-    // Computes what was queued, in the order of push: for each weight the order of the micro-batches, as without a queue.
+    // Computes what was queued, in the order of push: for each weight the order of the micro-batches, as without a
+    // queue.
     void run(Tensor scratch, cudaStream_t stream);
 
   private:

@@ -1,7 +1,7 @@
 // model/norm.cu: the norms of a model: LayerNorm in GPT-2, RMSNorm elsewhere; and the additions to the residual stream.
 //
-// x = x + branch is done by the norm that comes next: it reads the sum anyway. It rounds the sum to the model's dtype first, and
-// normalises what it has stored, so the result is that of an addition by itself.
+// x = x + branch is done by the norm that comes next: it reads the sum anyway. It rounds the sum to the model's dtype
+// first, and normalises what it has stored, so the result is that of an addition by itself.
 #include "model/sublayer.h"
 
 void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x,

@@ -71,8 +71,8 @@ Linear Placer::linear(const std::vector<std::pair<std::string, int64_t>>& parts,
     return linear;
 }
 
-// The first and the last product of the attention and of the feed-forward, then what they have between: the order in which
-// checkpoints hold fp8's histories.
+// The first and the last product of the attention and of the feed-forward, then what they have between: the order in
+// which checkpoints hold fp8's histories.
 std::vector<Linear*> linears(Block& block) {
     auto &a = block.attention.linears, &f = block.feed_forward.linears;
     std::vector<Linear*> present;

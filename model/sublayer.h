@@ -1,11 +1,12 @@
-// model/sublayer.h: what an attention or a feed-forward is. A block is two of them, each behind a norm, each added to the stream:
+// model/sublayer.h: what an attention or a feed-forward is. A block is two of them, each behind a norm, each added to
+// the stream:
 //
 //     x = x + attention(norm1(x))
 //     x = x + feed_forward(norm2(x))
 //
-// A sub-layer is one file, which defines a SubLayer and says all that is to be known of it: its parameters and their Hugging Face
-// names, what it keeps, what it can compute again, its forward, its backward and what they move. sublayers.cu has the table of
-// them. feed_forward_gelu.cu is the shortest, and the one to copy.
+// A sub-layer is one file, which defines a SubLayer and says all that is to be known of it: its parameters and their
+// Hugging Face names, what it keeps, what it can compute again, its forward, its backward and what they move.
+// sublayers.cu has the table of them. feed_forward_gelu.cu is the shortest, and the one to copy.
 #pragma once
 
 #include "model/model.h"
@@ -13,8 +14,8 @@
 #include <cmath>
 #include <string>
 
-// Gives every parameter its place in the flat arrays. Fused matrices (q, k and v; gate and up) get one place; their parts are rows
-// of it, under names of their own. (parameters.cu)
+// Gives every parameter its place in the flat arrays. Fused matrices (q, k and v; gate and up) get one place; their
+// parts are rows of it, under names of their own. (parameters.cu)
 class Placer {
   public:
     // counting: decides the places; otherwise the units have memory.
@@ -32,7 +33,8 @@ class Placer {
     void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay,
               bool transposed = false, int64_t padded_rows = 0);
     Norm norm(const std::string& prefix, int64_t C, bool bias);
-    // A linear layer (O, C) of one or more parts, each with its name and its number of output rows. transposed: files hold (C, O).
+    // A linear layer (O, C) of one or more parts, each with its name and its number of output rows. transposed: files
+    // hold (C, O).
     Linear linear(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t C, bool bias,
                   bool transposed = false);
     int64_t n() const { return n_; }
@@ -89,16 +91,16 @@ struct Elements {
 struct SubLayer {
     const char* name;
     void (*check)(const Config& config);  // Error for sizes that do not fit together
-    // `prefix`: of the block's names, "model.layers.3." or "transformer.h.3.". The matrix that writes the output is named o_proj,
-    // down_proj or c_proj, by which init_weights knows it: its initial values are smaller.
+    // `prefix`: of the block's names, "model.layers.3." or "transformer.h.3.". The matrix that writes the output is
+    // named o_proj, down_proj or c_proj, by which init_weights knows it: its initial values are smaller.
     void (*place)(Placer& placer, const Config& config, const std::string& prefix, SubLayerParameters& parameters);
     void (*take_saved)(SavedTaker& take, const Config& config, Slots& saved);
     // Gradients of what is saved, in the same slots; one set for all blocks.
     void (*take_gradients)(SavedTaker& take, const Config& config, Slots& gradients);
     int64_t (*scratch_n)(const Config& config, int64_t B, int64_t T);  // floats, beside what linear layers need
 
-    // inp -> out, keeping what the backward needs in `saved`. No `out`: all but the last product, whose result nobody needs where a
-    // forward is run again.
+    // inp -> out, keeping what the backward needs in `saved`. No `out`: all but the last product, whose result nobody
+    // needs where a forward is run again.
     void (*forward)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp);
     // Fills again what take_saved called recomputable.
     void (*recompute)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved);
@@ -117,8 +119,8 @@ struct SubLayer {
 // ---------------------------------------------------------------------------------------------------------------------
 // What sub-layers share
 
-// A linear layer of a block, in the model's dtype or with its products in fp8: its three products, which may be called at
-// different times. (block_linear.cu)
+// A linear layer of a block, in the model's dtype or with its products in fp8: its three products, which may be called
+// at different times. (block_linear.cu)
 void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp);
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout);
 // Now, or later, if the workspace has a queue. After backward_input of the same dout.
@@ -133,8 +135,8 @@ void set_next(std::vector<Visit>& visits);
 // With fp8: the 8-bit weights of block l, from its 16-bit ones.
 void quantise_block(const Model& model, int64_t l, cudaStream_t stream);
 
-// The norm before a sub-layer, and the addition before it (Residual): saved.sum = x, saved.out = norm(x). LayerNorm in GPT-2,
-// RMSNorm elsewhere. (norm.cu)
+// The norm before a sub-layer, and the addition before it (Residual): saved.sum = x, saved.out = norm(x). LayerNorm in
+// GPT-2, RMSNorm elsewhere. (norm.cu)
 void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x, cudaStream_t stream);
 // dinp = d norm(dout) + dsum; dsum, if any, is what reaches the stream past the norm.
 void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,

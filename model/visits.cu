@@ -1,4 +1,5 @@
-// model/visits.cu: which units a step visits, in which order, as data: the forward's list is here, the backward's in recompute.cu.
+// model/visits.cu: which units a step visits, in which order, as data: the forward's list is here, the backward's in
+// recompute.cu.
 #include "model/sublayer.h"
 
 void set_next(std::vector<Visit>& visits) {

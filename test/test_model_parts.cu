@@ -1,5 +1,6 @@
-// The model in parts: micro-batches in flight, weight gradients computed later, blocks run by themselves. All of it must give the bits
-// of one micro-batch after the other through the whole model: the same kernels on the same numbers in the same order of additions.
+// The model in parts: micro-batches in flight, weight gradients computed later, blocks run by themselves. All of it
+// must give the bits of one micro-batch after the other through the whole model: the same kernels on the same numbers
+// in the same order of additions.
 #include "model/sublayer.h"
 #include "models.h"
 

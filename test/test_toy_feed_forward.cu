@@ -1,5 +1,6 @@
-// A feed-forward that the project does not have, from this file alone: down(relu(up x)^2) (So et al. 2021, arXiv:2109.08668).
-// It is registered in the table, and then trained, saved, loaded and planned like the others. What a new one needs is all here.
+// A feed-forward that the project does not have, from this file alone: down(relu(up x)^2) (So et al. 2021,
+// arXiv:2109.08668). It is registered in the table, and then trained, saved, loaded and planned like the others. What a
+// new one needs is all here.
 #include "core/kernel.cuh"
 #include "model/sublayer.h"
 #include "models.h"
@@ -127,8 +128,9 @@ TEST_CASE("its gradients are those of finite differences", "[model][toy]") {
     forward(m.model, m.acts, m.workspace, device().stream);
     loss_backward(m.model, m.acts, 1.0f / 7, device().stream);
     backward(m.model, m.acts, m.workspace, device().stream);
-    // Along the gradient the loss rises by its squared norm. Central differences with a step of 1e-2 / norm err by its third power,
-    // and by float32's rounding of a loss near 4 (2^-22) over twice the rise: 1 % of both together at most.
+    // Along the gradient the loss rises by its squared norm. Central differences with a step of 1e-2 / norm err by its
+    // third power, and by float32's rounding of a loss near 4 (2^-22) over twice the rise: 1 % of both together at
+    // most.
     const std::vector<float> w = to_floats(m.model.weights), g = to_floats(m.model.grads);
     const double norm = norm_of(g), step = 1e-2 / norm;
     double loss[2];
