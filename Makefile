@@ -201,9 +201,22 @@ ifeq ($(filter 1,$(DEBUG))$(SANITIZE),)
 	@ln -sfn $< $@
 endif
 
+# With FILES, only those are compiled for the debugger, and PROGRAM takes the rest as it is: seconds instead of minutes, and
+# what lies before the breakpoint runs at full speed.
+PROGRAM ?= train_gpt
+DEBUG_FOLDER := build/$(DEVICE)-debug
 debug:
+ifeq ($(FILES),)
 	@$(MAKE) DEVICE=$(DEVICE) DEBUG=1 programs
-	@echo "gdb -x cpu/cuda.gdb --args build/$(DEVICE)-debug/train_gpt"
+else
+	@$(MAKE) DEVICE=$(DEVICE) $(BUILD)/$(PROGRAM).o $(BUILD)/libllm.a
+	@$(MAKE) DEVICE=$(DEVICE) DEBUG=1 $(FILES:%.cu=$(DEBUG_FOLDER)/%.o)
+	@mkdir -p $(dir $(DEBUG_FOLDER)/$(PROGRAM))
+	$(say) LINK $(DEBUG_FOLDER)/$(PROGRAM)
+	$(Q)$(LINK) $(FILES:%.cu=$(DEBUG_FOLDER)/%.o) $(filter-out $(FILES:%.cu=$(BUILD)/%.o),$(BUILD)/$(PROGRAM).o) \
+	    $(BUILD)/libllm.a $(LDLIBS) -o $(DEBUG_FOLDER)/$(PROGRAM)
+endif
+	@echo "gdb -x cpu/cuda.gdb --args $(DEBUG_FOLDER)/$(PROGRAM)"
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
@@ -402,7 +415,8 @@ help:
 	@echo 'make                        build the programs (./train_gpt); says for which device and why'
 	@echo 'make test                   build and run all tests; on the CPU the kernel tests also in strict mode, three seeds'
 	@echo 'make tests                  build the tests only; then: build/cpu/run_tests --list-tests, "[rmsnorm]", ...'
-	@echo 'make debug                  build without optimisation into build/<device>-debug, for gdb'
+	@echo 'make debug                  build without optimisation into build/<device>-debug, for gdb; in seconds with'
+	@echo '                            FILES="layers/rmsnorm.cu ..." (only those files) and PROGRAM=train_gpt, dev/rmsnorm, ...'
 	@echo 'make dev                    build the ladders and benchmarks of dev/ into build/<device>/dev'
 	@echo 'make gpu-check              all that a GPU can tell about what is right: the tests, then compute-sanitizer; one table'
 	@echo 'make bench                  kernels and training against the limits of the device, PyTorch and llm.c: tables, PNGs'
