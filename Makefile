@@ -364,8 +364,8 @@ profile: programs dev
 
 # ---- tools -----------------------------------------------------------------------------------------------------------
 bench-cpu:
-	@$(MAKE) DEVICE=cpu build/cpu/dev/bench_cpu
-	@build/cpu/dev/bench_cpu
+	@$(MAKE) DEVICE=cpu build/cpu/dev/bench_cpu build/cpu/dev/bench_report
+	@$(if $(LLM_PYTHON)$(LLMC),dev/bench_cpu.py build/cpu,build/cpu/dev/bench_cpu)
 
 # For clangd (editors: go to definition, errors while typing), which reads our .cu files as C++ against the headers of the
 # CPU device. All of CUDA C++ that is not C++ is the kernel launch: clangd cannot look inside that one statement, and .clangd
@@ -422,7 +422,8 @@ help:
 	@echo 'make bench                  kernels and training against the limits of the device, PyTorch and llm.c: tables, PNGs'
 	@echo 'make profile                where the time of a training step goes, by kernel: a table and a PNG'
 	@echo 'make gpu-bundle             put aside what a GPU machine without a network may lack (gpu-bundle/)'
-	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU'
+	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
+	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'

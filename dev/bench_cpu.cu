@@ -2,9 +2,11 @@
 //
 //   run      make bench-cpu                          tokens/s, the share of the matmul limit, memory against the plan
 //            build/cpu/dev/bench_cpu --steps 20      another number of timed steps
+//            make bench-cpu LLM_PYTHON=python3 LLMC=llm.c      in turns with PyTorch and llm.c (dev/bench_cpu.py)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_cpu --steps 1
 //
 // The matmul limit is the time that the step's matrix products take alone, one after the other, on the same machine.
+#include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
 
@@ -13,7 +15,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
 namespace {
 
@@ -47,8 +48,8 @@ void all_products(const Model& model, const Activations& acts, const Workspace& 
     linear_products(acts.logits, acts.final_norm.out, model.head.dweight, stream);
 }
 
-void bench(int steps) {
-    const Config config = load_config("gpt2");
+void bench(const std::string& model_name, int steps) {
+    const Config config = load_config(model_name);
     const cudaStream_t stream = device().stream;
     Arena weights("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
         activations("activations");
@@ -103,8 +104,9 @@ void bench(int steps) {
         if (step > 0) product_times.push_back(seconds_now() - start);
     }
     const double step_s = median(times), products_s = median(product_times);
-    std::printf("GPT-2 124M, float32, batch %lld x %lld, on %s\n", static_cast<long long>(B), static_cast<long long>(T),
-                device().name.c_str());
+    std::printf("%s, %s parameters, float32, batch %lld x %lld, on %s\n", model_name.c_str(),
+                human_count(static_cast<double>(parameter_count(config))).c_str(), static_cast<long long>(B),
+                static_cast<long long>(T), device().name.c_str());
     std::printf("step                 %7.3f s   (median of %d)\n", step_s, steps);
     std::printf("its matmuls alone    %7.3f s   share of the matmul limit: %.0f %%\n", products_s,
                 100 * products_s / step_s);
@@ -119,8 +121,15 @@ void bench(int steps) {
 int main(int argc, char** argv) {
     try {
         int steps = 10;
-        if (argc == 3 && std::strcmp(argv[1], "--steps") == 0) steps = std::max(1, std::atoi(argv[2]));
-        bench(steps);
+        std::string model = "gpt2";
+        for (int i = 1; i < argc; i += 2) {
+            const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+            check(!value.empty() && (flag == "--steps" || flag == "--model"), flag,
+                  ": give --steps N (timed steps) or --model NAME (a GPT-2: a preset or a config.json)");
+            if (flag == "--model") model = value;
+            else steps = std::max(1, std::atoi(value.c_str()));
+        }
+        bench(model, steps);
         return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "bench_cpu: %s\n", error.what());
