@@ -189,7 +189,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test test-ranks run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test test-ranks run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -310,6 +310,10 @@ $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 test: tests programs dev
+# The debugger session of doc/debugging.md is replayed in a program of its own.
+ifeq ($(DEVICE),cpu)
+	@$(MAKE) DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce > /dev/null
+endif
 	@test/run.sh $(BUILD) $(ONCE)
 
 # All combinations of ranks with everything else, as processes under mpirun; make test runs a part of them as threads.
@@ -384,6 +388,12 @@ compile_commands.json: force
 	   printf '\n]\n'; } > $@.part && mv $@.part $@
 	@echo "$@ is there: clangd reads it by itself"
 
+# What README.md and doc/ quote of the programs: doc/flags.md, plans, the debugger session (for which it builds a program).
+docs:
+	@$(MAKE) DEVICE=cpu programs
+	@$(MAKE) DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce
+	@dev/docs.py write build/cpu
+
 CLANG_FORMAT ?= clang-format
 FORMATTED    := $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,\
     $(patsubst ./%,%,$(wildcard $(foreach folder,$(FOLDERS) cpu test dev,$(addprefix $(folder)/*.,cu cuh h cpp)))))
@@ -431,6 +441,7 @@ help:
 	@echo 'make compile_commands.json  for clangd'
 	@echo 'make format                 clang-format every source; make format-check only looks'
 	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile), no function is longer than a screen'
+	@echo 'make docs                   write what README.md and doc/ quote of the programs'
 	@echo 'make clean                  remove all that was built'
 	@echo
 	@echo 'DEVICE=cpu|cuda             the device to build for; now $(DEVICE): $(REASON)'

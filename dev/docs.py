@@ -62,7 +62,7 @@ def missing_names(page, names):
     for code in re.findall(r"`([^`\n]+)`", prose):
         for word in code.split():
             word = word.rstrip(",;:")
-            if not re.fullmatch(r"[\w.+-]*(/[\w.+-]+)*/?", word) or word.startswith(NOT_OURS):
+            if "NAME" in word or not re.fullmatch(r"[\w+-][\w.+-]*(/[\w.+-]+)*/?", word) or word.startswith(NOT_OURS):
                 continue
             if not (word.endswith(SOURCES) or word.endswith("/")):
                 continue
