@@ -10,12 +10,13 @@ BUILD is a build folder with train_gpt, as build/cpu. What is checked:
   - every file and folder that a page links to, or names in `code`, exists
   - README.md has at most 150 lines, links every page of doc/, and its map names every folder of sources
   - doc/flags.md is what ./train_gpt --help prints
-  - a block that begins with ```console and "$ ./train_gpt --plan" holds what that command prints
+  - a block that begins with ```console and "$ ./train_gpt ..." holds what that command line prints
 """
 import os
 import re
 import subprocess
 import sys
+import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "CONTRIBUTING.md", "cpu/README.md", "dev/README.md"]
@@ -91,13 +92,14 @@ def check_front_door(folders):
 
 
 def run(build, command):
-    """What a quoted command prints; ./train_gpt is the one in the build folder."""
-    words = command.split()
-    words[0] = os.path.join(build, os.path.basename(words[0]))
+    """What a quoted command line prints; ./train_gpt is the one in the build folder, and runs in a folder that is thrown away."""
+    line = command.replace("./train_gpt", os.path.join(build, "train_gpt"), 1)
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.pop("CUDA_CPU_STRICT", None)
-    done = subprocess.run(words, cwd=ROOT, env=environment, text=True, capture_output=True, stdin=subprocess.DEVNULL)
-    return re.sub(r"[ \t]+$", "", done.stdout + done.stderr, flags=re.M)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(["bash", "-c", line], cwd=folder, env=environment, text=True, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return re.sub(r"[ \t]+$", "", done.stdout, flags=re.M)
 
 
 def flags_page(build):
@@ -114,7 +116,7 @@ def refreshed(page, build):
     def block(match):
         command = match.group(1)
         return f"```console\n$ {command}\n{run(build, command)}```"
-    return re.sub(r"^```console\n\$ (\./train_gpt --plan[^\n]*)\n.*?^```", block, read(page), flags=re.M | re.S)
+    return re.sub(r"^```console\n\$ (\./train_gpt [^\n]*)\n.*?^```", block, read(page), flags=re.M | re.S)
 
 
 def first_difference(page, want):
