@@ -90,6 +90,24 @@ TEST_CASE("make bench: PyTorch beside ours, at the same shapes", "[program][harn
     CHECK(count(outcome.err, "failed") == 0);
 }
 
+TEST_CASE("make bench-cpu: a table of rounds", "[program][harness]") {
+    if (!device().is_cpu) SKIP_TEST("it measures the CPU build");
+    if (run_shell("python3 -c ''").status != 0) SKIP_TEST("needs Python");
+    const TempFolder folder;
+    const std::string toy = folder / "toy.json";
+    spit(toy,
+         R"({"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 300, "n_positions": 128})");
+    const Outcome outcome = run_script("bench_cpu.py", "LLM_PYTHON= LLMC= ROUNDS=2 STEPS=1 MODEL=" + toy);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    CHECK(count(outcome.out, "| llm.cu | ") == 1);
+    CHECK(count(outcome.out, " | 1.00 |") == 1);  // times ours
+    CHECK(count(outcome.err, "round 2: llm.cu") == 1);
+    const Outcome wrong = run_shell(program_path("dev/bench_cpu") + " --model");
+    CHECK(wrong.status == 2);
+    CHECK_THAT(wrong.err, ContainsSubstring("--model: give --steps N"));
+}
+
 TEST_CASE("bench_torch: a LLaMA in bf16 learns, and one that does not is an error", "[program][harness]") {
     if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
     const TempFolder folder;
