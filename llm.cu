@@ -84,7 +84,8 @@ void embed(const Pass& p, Tensor out) {
 }
 void embed_backward(const Pass& p, Tensor dout) {
     const Tensor rows = dout.view({p.acts.B, p.acts.T, p.model.config.C});
-    embedding_backward(p.model.dwte, p.model.dwpe, rows, p.acts.tokens, p.acts.positions, p.workspace.links, p.stream);
+    embedding_backward(p.model.dwte, p.model.dwpe, rows, p.acts.tokens, p.acts.positions, p.workspace.embedding_scratch,
+                       p.stream);
 }
 
 // logits = head(norm(x))

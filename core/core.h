@@ -1,7 +1,7 @@
 // core/core.h: what every file may use. Errors, dtypes, Tensor, Arena, Device, Philox random numbers, the time.
 //
-// Reading order: errors.h-like helpers first, then the one data type everything passes around (Tensor: a view that
-// owns nothing), then where its memory comes from (Arena), then the GPU (or the CPU that plays one: see cpu/README.md).
+// Reading order: errors first, then the one data type that everything passes around (Tensor: a view that owns nothing),
+// then where its memory comes from (Arena), then the device: a GPU, or a CPU that emulates one (cpu/README.md).
 #pragma once
 
 #include <cublasLt.h>
@@ -42,15 +42,17 @@ template <class... Parts>
     throw Error(concat(parts...));
 }
 
-// check(condition, "what is wrong, with values, and what to do"): throws when the condition does not hold.
+// check(condition, "what is wrong, with values, and what to do"): throws when the condition does not hold. Arguments
+// are passed by reference and become text only then, so a check that passes costs a comparison. Launchers make dozens
+// of checks: pass a Tensor itself (it is printed as "f32 (4, 64, 768)"), and no text that is made for the call.
 template <class... Parts>
 void check(bool condition, const Parts&... parts) {
     if (!condition) fail(parts...);
 }
 
 // cudaCheck(call): throws with the failing expression, its place and CUDA's own words.
-// cudaCheckLaunch(): the same for the kernel launched just before. With LAUNCH_BLOCKING=1 in the environment it waits for
-// the kernel, so that a fault is reported on the line that launched it.
+// cudaCheckLaunch(): the same for the kernel launched just before. With LAUNCH_BLOCKING=1 in the environment it waits
+// for the kernel, so that a fault is reported on the line that launched it.
 #define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
 #define cublasCheck(call) cublas_check((call), #call, __FILE__, __LINE__)
 #define cudaCheckLaunch() cuda_check_launch(__FILE__, __LINE__)
@@ -106,7 +108,8 @@ struct DTypeOf<int32_t> {
     static constexpr DType value = DType::i32;
 };
 
-// Calls f with a value of the C++ type that dtype names: the one place where a run-time dtype becomes a template argument.
+// Calls f with a value of the C++ type that dtype names: the one place where a run-time dtype becomes a template
+// argument.
 //     dispatch(out.dtype, [&](auto zero) { using T = decltype(zero); kernel<T><<<...>>>(out.ptr<T>(), ...); });
 template <class F>
 void dispatch(DType dtype, F&& f) {
@@ -129,7 +132,7 @@ struct Tensor {
 
     // Is there a tensor? One whose arena still counts has a shape and no memory yet.
     bool exists() const { return ndim > 0; }
-    explicit operator bool() const { return data != nullptr; }  // has it memory?
+    explicit operator bool() const { return data != nullptr; }  // does it have memory?
     int64_t n() const { return ndim == 0 ? 0 : shape[0] * shape[1] * shape[2] * shape[3]; }
     size_t bytes() const { return static_cast<size_t>(n()) * dtype_bytes(dtype); }
     int64_t rows() const { return n() == 0 ? 0 : n() / cols(); }  // all dimensions but the last, flattened
@@ -143,8 +146,9 @@ struct Tensor {
     }
     Tensor view(std::initializer_list<int64_t> dims) const;  // the same elements in another shape
     Tensor slice(int64_t first, int64_t count) const;        // rows [first, first + count) of dimension 0
-    std::string describe() const;                            // "f32 (4, 64, 768)"
 };
+// "f32 (4, 64, 768)"; "no tensor" without dimensions.
+std::ostream& operator<<(std::ostream& text, const Tensor& tensor);
 
 Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims);
 
@@ -155,8 +159,8 @@ void expect(const char* operation, const char* argument, const Tensor& tensor, D
 // True if data is a multiple of `bytes` (16 for the 128-bit loads of the fast kernels).
 bool is_aligned(const void* data, size_t bytes);
 
-// Copies of whole tensors to and from ordinary host memory, for initialisation, checkpoints and tests: they wait for completion.
-// The tensor is wherever its arena is.
+// Copies of whole tensors to and from ordinary host memory, for initialisation, checkpoints and tests. They wait for
+// completion. The tensor may lie in any kind of memory that an arena has.
 void copy_to_device(const Tensor& tensor, const void* host);
 void copy_to_host(void* host, const Tensor& tensor);
 std::vector<float> to_floats(const Tensor& tensor);                        // any float dtype, converted
@@ -165,15 +169,15 @@ void from_floats(const Tensor& tensor, const std::vector<float>& values);  // ro
 // ---------------------------------------------------------------------------------------------------------------------
 // Arena: memory taken once, before the first step, and handed out in order.
 //
-// The same code runs twice: once over a counting arena (reserve() not yet called: tensors come back with data == nullptr
-// and only the bytes are counted), then for real. So nothing calls cudaMalloc during training, and the memory plan that is
-// printed is the memory that is taken. Every tensor starts on a 256-byte boundary.
+// The same code runs twice: once over a counting arena (reserve() not yet called: tensors come back with data ==
+// nullptr and only the bytes are counted), then for real. So nothing calls cudaMalloc during training, and the memory
+// plan that is printed is the memory that is taken. Every tensor starts on a 256-byte boundary.
 //
 // ARENA_SEPARATE=1 in the environment gives each tensor an allocation of its own, so that compute-sanitizer and the CPU
 // device's guard pages (strict mode switches this on) see where each one ends.
 
-// Where an arena's memory is: on the device; in host memory whose pages stay in place, so that copies can run beside the
-// kernels; or in pages that move to whoever touches them (cudaMallocManaged).
+// Where an arena's memory is: on the device; in host memory whose pages stay in place, so that copies can run beside
+// the kernels; or in pages that migrate to the processor that accesses them (cudaMallocManaged).
 enum class MemoryKind : uint8_t { device, pinned, managed };
 
 class Arena {
@@ -195,7 +199,7 @@ class Arena {
     // Bytes by the name given to take(), in the order of first use: the rows of the memory plan.
     const std::vector<std::pair<std::string, size_t>>& table() const { return table_; }
 
-    // Scratch that is free again after an operation: mark() before, release(mark) after. The high-water mark is counted.
+    // Scratch that is free again after an operation: mark() before, release(mark) after. The largest sum is counted.
     size_t mark() const { return used_bytes_; }
     void release(size_t mark);
 
@@ -210,23 +214,22 @@ class Arena {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Param: one learned tensor under its Hugging Face name. Values and gradients of all parameters lie in two flat buffers at
-// the same offsets, so that optimizers, reductions and checkpoints are loops over one array.
+// Param: one learned tensor under its Hugging Face name. Weights and gradients of all parameters lie in two flat
+// buffers at the same offsets, so that optimizers, reductions and checkpoints are loops over one array.
 
 struct Param {
     std::string name;  // "model.layers.0.mlp.up_proj.weight"
-    Tensor value,
-        grad;       // as the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0
-    Tensor master;  // f32, in mixed precision: what the optimizer updates, of which value is a rounded copy
+    // As the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0.
+    Tensor value, grad;
+    Tensor master;            // f32, in mixed precision: what the optimizer updates, of which value is a rounded copy
     int64_t offset = 0;       // of its first element in the flat buffers
     bool decay = false;       // weight decay applies (matrices, not biases and norm weights)
     bool transposed = false;  // Hugging Face stores it (C, O): GPT-2's Conv1D
     int64_t padded_rows = 0;  // rows that only round the vocabulary up; zero, and never written to files
-    int64_t first = 0;        // of a part of a parameter: its first element in the whole one
+    int64_t first = 0;        // of a shard of a parameter: its first element in the whole parameter
 
-    Tensor exact() const {
-        return master ? master : value;
-    }  // the most precise version there is: what checkpoints keep
+    // The most precise version there is: what checkpoints keep.
+    Tensor exact() const { return master ? master : value; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -272,7 +275,8 @@ __host__ __device__ inline Philox philox(uint64_t seed, uint64_t key, uint64_t c
 }
 double uniform(uint64_t seed, uint64_t key, uint64_t counter);                      // in [0, 1), 53 bits
 uint64_t uniform_below(uint64_t seed, uint64_t key, uint64_t counter, uint64_t n);  // in [0, n)
-// n numbers from normal(0, std), number i from counter i / 2 (Box-Muller on the host); and a tensor of them, rounded to it.
+// n numbers from normal(0, std), number i from counter i / 2 (Box-Muller on the host); and a tensor of them,
+// rounded to it.
 std::vector<float> normal_values(int64_t n, double std, uint64_t seed, uint64_t key);
 void fill_normal(const Tensor& tensor, double std, uint64_t seed, uint64_t key);
 void fill_constant(const Tensor& tensor, float value);

@@ -13,7 +13,7 @@ void cuda_check(cudaError_t status, const char* expression, const char* file, in
             hint = concat("; the device has ", free_bytes >> 20, " MiB free of ", total_bytes >> 20,
                           " MiB: use a smaller --micro-batch, --seq or --model");
     }
-    cudaGetLastError();  // clears it: the next call is not to blame
+    cudaGetLastError();  // clears the error, so that the next check does not report it again
     fail("CUDA: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ") from ", expression, " at ", file, ":",
          line, hint);
 }

@@ -51,8 +51,8 @@ inline void expect_aligned(const char* operation, std::initializer_list<std::pai
 // The start of an operation's f32 scratch, in the shape it needs now.
 inline Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims) {
     const Tensor wanted = make_tensor(scratch.data, DType::f32, dims);
-    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ",
-          scratch.describe(), ", expected f32 of at least ", wanted.n(), " elements");
+    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ", scratch,
+          ", expected f32 of at least ", wanted.n(), " elements");
     expect_aligned(operation, {{"scratch", scratch}});
     return wanted;
 }
@@ -77,8 +77,8 @@ __device__ __forceinline__ T* dynamic_shared() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Reductions over a warp: the butterfly. After round o every lane holds the sum of the 32/o lanes that differ from it in
-// the bits o and above; every lane ends with the same bits, because a + b == b + a.
+// Reductions over a warp: the butterfly. After round o every lane holds the sum of the 32/o lanes that differ from it
+// in the bits o and above; every lane ends with the same bits, because a + b == b + a.
 
 struct Sum {
     __device__ __forceinline__ static float of(float a, float b) { return a + b; }
@@ -90,8 +90,8 @@ struct Max {
 };
 
 #ifdef CUDA_ON_CPU
-// A butterfly is five warp exchanges: each parks 32 fibers. The CPU device does the same additions, in the same order, in
-// one exchange: the last lane to arrive computes all rounds.
+// A butterfly is five warp exchanges: each parks 32 fibers. The CPU device does the same additions, in the same order,
+// in one exchange: the last lane to arrive computes all rounds.
 struct ButterflyOperands {
     float value;
     int width;
@@ -109,7 +109,8 @@ static void complete_butterfly(void** lanes, unsigned mask) {
 }
 #endif
 
-// Every lane of the warp takes part. With a width of 2, 4, 8 or 16 each group of so many neighbours is reduced by itself.
+// Every lane of the warp takes part. With a width of 2, 4, 8 or 16 each group of so many neighbours is reduced by
+// itself.
 template <class Operation>
 __device__ __forceinline__ float warp_reduce(float value, int width = kWarp) {
 #ifdef CUDA_ON_CPU

@@ -47,13 +47,13 @@ Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims)
 
 Tensor Tensor::view(std::initializer_list<int64_t> dims) const {
     const Tensor other = make_tensor(data, dtype, dims);
-    check(other.n() == n(), "cannot view ", describe(), " as ", other.describe());
+    check(other.n() == n(), "cannot view ", *this, " as ", other);
     return other;
 }
 
 Tensor Tensor::slice(int64_t first, int64_t count) const {
     check(ndim >= 1 && first >= 0 && count >= 0 && first + count <= shape[0], "rows [", first, ", ", first + count,
-          ") are not all in ", describe());
+          ") are not all in ", *this);
     Tensor part = *this;
     part.shape[0] = count;
     const int64_t row_n = shape[0] == 0 ? 0 : n() / shape[0];
@@ -61,15 +61,16 @@ Tensor Tensor::slice(int64_t first, int64_t count) const {
     return part;
 }
 
-static std::string describe_shape(DType dtype, const int64_t* shape, size_t ndim) {
+static std::string shape_text(DType dtype, const int64_t* shape, size_t ndim) {
     std::string text = concat(dtype_name(dtype), " (");
     for (size_t i = 0; i < ndim; ++i)
         text += (i ? ", " : "") + (shape[i] < 0 ? std::string("*") : std::to_string(shape[i]));
     return text + ")";
 }
 
-std::string Tensor::describe() const {
-    return ndim == 0 ? "no tensor" : describe_shape(dtype, shape, static_cast<size_t>(ndim));
+std::ostream& operator<<(std::ostream& text, const Tensor& tensor) {
+    if (!tensor.exists()) return text << "no tensor";
+    return text << shape_text(tensor.dtype, tensor.shape, static_cast<size_t>(tensor.ndim));
 }
 
 void expect(const char* operation, const char* argument, const Tensor& tensor, DType dtype,
@@ -83,8 +84,8 @@ void expect(const char* operation, const char* argument, const Tensor& tensor, D
     }
     if (same) return;
     const std::vector<int64_t> wanted(dims);
-    fail(operation, ": ", argument, " is ", tensor.ndim && !tensor.data ? "without memory, " : "", tensor.describe(),
-         ", expected ", describe_shape(dtype, wanted.data(), wanted.size()));
+    fail(operation, ": ", argument, " is ", tensor.ndim && !tensor.data ? "without memory, " : "", tensor,
+         ", expected ", shape_text(dtype, wanted.data(), wanted.size()));
 }
 
 bool is_aligned(const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
@@ -113,7 +114,7 @@ std::vector<float> to_floats(const Tensor& tensor) {
 }
 
 void from_floats(const Tensor& tensor, const std::vector<float>& values) {
-    check(static_cast<int64_t>(values.size()) == tensor.n(), values.size(), " values for ", tensor.describe());
+    check(static_cast<int64_t>(values.size()) == tensor.n(), values.size(), " values for ", tensor);
     dispatch(tensor.dtype, [&](auto zero) {
         using T = decltype(zero);
         std::vector<T> stored(values.size());

@@ -54,11 +54,12 @@ class Data {
         cudaCheckLaunch();
         return x;
     }
-    Tensor tokens(std::initializer_list<int64_t> dims, int64_t below) {
+    // power: above 1 some ids are frequent (fill.cuh).
+    Tensor tokens(std::initializer_list<int64_t> dims, int64_t below, int power = 1) {
         const Tensor x = arena.take("tokens", DType::i32, dims);
         if (!x.data) return x;
         const int blocks = narrow(ceil_div(x.n(), 256), "blocks");
-        fill_tokens_kernel<<<blocks, 256, 0, device().stream>>>(x.ptr<int32_t>(), x.n(), static_cast<int>(below),
+        fill_tokens_kernel<<<blocks, 256, 0, device().stream>>>(x.ptr<int32_t>(), x.n(), static_cast<int>(below), power,
                                                                 ++key_);
         cudaCheckLaunch();
         return x;
@@ -292,12 +293,15 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                                       wpe = gpt2 ? d.random({T, C}) : Tensor{};
                          return [=] { embedding_forward(out, tokens, {}, wte, wpe, s); };
                      }});
-    table.push_back(
-        {"embedding", "backward", nc, x + 2 * wte_rows, 0, [=](Data& d) -> Launch {
-             const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V), links = d.integers({2, N});
-             const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
-             return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, links, s); };
-         }});
+    // Ids that all are as frequent, and ids like those of words. The time grows with the number of tokens,
+    // and no faster.
+    for (const auto& [name, power] : {std::pair{"embedding", 1}, {"embedding, skewed ids", 4}})
+        table.push_back({name, "backward", nc, x + 2 * wte_rows, 0, [=, power = power](Data& d) -> Launch {
+                             const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V, power),
+                                          scratch = d.integers({embedding_backward_scratch_n(N)});
+                             const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
+                             return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, scratch, s); };
+                         }});
     table.push_back({"cross entropy", "forward", nv, logits, 0, [=](Data& d) -> Launch {
                          const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);
                          return [=] { cross_entropy_forward(losses, scores, targets, V, s); };

@@ -1,13 +1,13 @@
 // layers/chunk.cuh: the neighbouring elements that one thread handles at a time, and the threads that share a row.
 //
-// A thread moves a chunk of a row at once. How large a chunk should be is the one thing the two devices disagree about:
+// A thread moves a chunk of a row at once. How large a chunk should be is the one thing in which the two devices differ:
 //
-//   GPU    16 bytes: 4 floats or 8 16-bit numbers. One load instruction then moves 512 bytes a warp. It wants addresses that
-//          are multiples of 16, so every row must be whole chunks long; other rows go one element at a time (n = 1).
-//   CPU    32 elements, at any address: the loops over a chunk are what g++ turns into vector instructions. (Up to 16 rounds
-//          it unrolls a loop before its vectoriser sees it, and most of it stays scalar: 32 is four times faster than 16.)
+//   GPU    16 bytes: 4 floats or 8 16-bit numbers. One load instruction then moves 512 bytes a warp. Its addresses must
+//          be multiples of 16, so every row must be whole chunks long; other rows go one element at a time (n = 1).
+//   CPU    32 elements, at any address: g++ turns the loops over a chunk into vector instructions. (It unrolls loops of
+//          up to 16 rounds before they are vectorised, and most of them stay scalar: 32 is four times faster than 16.)
 //
-// -DGPU_CHUNKS makes the CPU device take the GPU's choices, so that the tests walk the GPU's paths without a GPU.
+// -DGPU_CHUNKS makes the CPU device take the GPU's choices, so that the tests run the GPU's code without a GPU.
 //
 // In registers a chunk is float x[n]. Loops over it have a constant bound and no branches.
 #pragma once
@@ -114,8 +114,8 @@ void dispatch_chunks(DType dtype, int64_t row_n, F&& f) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launches over heads: (B, T, heads, chunks of a head). Block (t, b, group of heads); in it threadIdx.x is the chunk and
-// threadIdx.y the head, so that no kernel divides to find out where it is.
+// Launches over heads: (B, T, heads, chunks of a head). Block (t, b, group of heads); in it threadIdx.x is the chunk
+// and threadIdx.y the head, so that no kernel divides to find out where it is.
 
 struct HeadLaunch {
     dim3 grid, block;
@@ -130,12 +130,13 @@ inline HeadLaunch head_launch(int64_t B, int64_t T, int64_t n_heads, int64_t n_c
 // ---------------------------------------------------------------------------------------------------------------------
 // Reductions along rows. A team of blockDim.x threads shares a row, blockDim.y teams make a block:
 //
-//   blockDim = (1, 256)     a short row is one thread's work: nobody to wait for
+//   blockDim = (1, 256)     a short row is one thread's work, without any barrier
 //              (32, 8)      a warp a row: reductions are shuffles, the block has no barrier
 //              (64.., 1)    a block a row, for vocabularies
 //
-// "Short" is where waiting for 31 others costs more than doing it alone. On the CPU a warp's exchange parks 32 fibers,
-// which takes as long as some 500 exponentials; on the GPU five shuffles, and one thread per row reads uncoalesced.
+// A row is short where one thread alone is faster than 32 that exchange results. On the CPU device an exchange switches
+// between 32 fibers, which takes as long as some 500 exponentials; on a GPU it is five shuffles, and one thread a row
+// would read uncoalesced.
 
 constexpr int64_t kShortRow = kOnCpu ? 1024 : 16;
 
@@ -151,8 +152,8 @@ inline RowTeams row_teams(int64_t n_rows, int64_t row_n, int chunk_n) {
 }
 __device__ __forceinline__ int64_t team_row() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
-// Every thread of the team takes part and gets the result. `scratch`: 32 floats of shared memory for each use; only teams
-// that are a whole block (blockDim.y == 1) touch it, so teams of one block never meet there.
+// Every thread of the team takes part and gets the result. `scratch`: 32 floats of shared memory for each use; only
+// teams that are a whole block (blockDim.y == 1) touch it, so teams of one block never meet there.
 template <class Operation>
 __device__ __forceinline__ float team_reduce(float value, float* scratch) {
     return blockDim.x == 1 ? value : block_reduce<Operation>(value, scratch);

@@ -4,12 +4,13 @@
 //                      = log(s_n) + (m_n - x_n[target_n])
 //   backward    dx_n[v] = (p_n[v] - [v == target_n]) dloss
 //
-// The logits are the largest tensor of a training step: 8 x 1024 x 50304 float32 numbers are 1.6 GB. So the gradient takes
-// their place: a row is read once for m and s (layers/softmax.cuh), and once more to turn each x into dx. There is no
-// second buffer, and no probabilities are ever stored.
+// The logits are the largest tensor of a training step: 8 x 1024 x 50304 float32 numbers are 1.6 GB. So the gradient
+// takes their place: a row is read once for m and s (layers/softmax.cuh), and once more to turn each x into dx. There
+// is no second buffer, and no probabilities are ever stored.
 //
-// Vp >= V: the columns from V on only pad the rows to a size that matrix products like. They are no tokens: they are left
-// out of the sum, and their gradient is zero. Rows with a negative target (padding, prompts) have loss 0 and gradient 0.
+// Vp >= V: the columns from V on only pad the rows to a size that matrix products like. They are no tokens: they are
+// left out of the sum, and their gradient is zero. Rows with a negative target (padding,
+// prompts) have loss 0 and gradient 0.
 #include "layers/layers.h"
 #include "layers/softmax.cuh"
 
@@ -61,7 +62,7 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
             cudaStream_t stream) {
     expect(operation, "logits", logits, logits.dtype, {-1, -1});
     const int64_t N = logits.shape[0], Vp = logits.shape[1];
-    check(V > 0 && V <= Vp, operation, ": V = ", V, " tokens do not fit in logits ", logits.describe());
+    check(V > 0 && V <= Vp, operation, ": V = ", V, " tokens do not fit in logits ", logits);
     expect(operation, "losses", losses, DType::f32, {N});
     expect(operation, "targets", targets, DType::i32, {N});
     expect_aligned(operation, {{"logits", logits}});

@@ -5,25 +5,41 @@
 //   backward    dwte[v,:] += sum of dout[i,:] over the places i with tokens[i] == v
 //               dwpe[p,:] += sum of dout[i,:] over the places i with positions[i] == p
 //
-// The gather is easy; its gradient is a scatter in which many places meet in one row of dwte. Atomic adds would give other
-// bits on every run. Instead the places of each token are first linked into a list, in ascending order:
+// As plain loops, one table:
 //
-//     place i     0     1     2     3     4     5
-//     token       7     2     7     7     2     9
-//     next        2     4     3    -1    -1    -1       links[0]
-//     previous   -1    -1     0     2     1    -1       links[1]: -1 marks the first, whose block sums the whole list
+//   for i:  out[i,:] = table[ids[i],:]                         for i:  dtable[ids[i],:] += dout[i,:]
 //
-// Every element of links is written by one thread only, and every row of dwte is added to by one block only. Positions that
-// begin anew with every document make lists in the same way; without documents row t of dwpe is a plain sum over b.
+// The forward copies rows. In the backward many places add to the same row of dtable. Atomic additions would do so in
+// another order, and with other bits, on every run. Instead the places are sorted by their ids; those of one id then
+// stand side by side, in ascending order, and form a list that one thread for each few columns adds up from its first
+// place to its last:
 //
-// Limits: the search for the next place takes B T steps for a token that does not occur again, and the list of a very
-// frequent token is walked by one block. Both hide behind the matrix products up to about 100,000 tokens a batch.
+//     place i     0  1  2  3  4  5                  order (of places)     1  4 | 0  2  3 | 5
+//     id          7  2  7  7  2  9                  their ids             2  2 | 7  7  7 | 9
+//
+// The sort is a radix sort: ids have 4-bit digits, and one pass for each digit, from the lowest to the highest, moves
+// places with a smaller digit in front of those with a larger one and leaves equal digits in the order they had. A pass
+// is three kernels, in which a thread owns a run of 32 neighbouring places:
+//
+//     count      how many places of each run have digit d            counts[d][run]
+//     scan       counts become the first position of (d, run)        sums over all (d', run') in front of it
+//     scatter    each run, from its first place on, puts its places at these positions
+//
+// The work is proportional to the number of places, whatever the ids are. A list is never cut into partial sums, since
+// that would change the order of additions; a long one is spread over columns,
+// and its thread loads rows ahead of the additions.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
+
+#include <bit>
 
 namespace {
 
 constexpr int kBlock = 128;
+constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
+constexpr int kRun = 32;  // places that one thread counts and scatters
+// One block scans all counts. Its barriers are expensive on the CPU device, where a warp is enough.
+constexpr int kScanBlock = kOnCpu ? 32 : 1024;
 
 // One block a place. wpe and positions may be null.
 template <class T, int n>
@@ -43,17 +59,63 @@ __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const in
     }
 }
 
-// One thread a place looks ahead for the same id: token, or position. `previous` comes filled with -1; place j's previous is
-// written by the thread of that previous place.
-__global__ void embedding_link_kernel(int32_t* next, int32_t* previous, const int32_t* ids, int64_t n_places) {
-    const int64_t i = global_thread();
-    if (i >= n_places) return;
-    const int32_t id = ids[i];
-    int64_t j = i + 1;
-    while (j < n_places && ids[j] != id) ++j;
-    next[i] = j < n_places ? static_cast<int32_t>(j) : -1;
-    if (j < n_places) previous[j] = static_cast<int32_t>(i);
+// ---------------------------------------------------------------------------------------------------------------------
+// Sorting the places by their ids
+
+// order: the places, as the passes before left them; null before the first pass, when they stand by themselves.
+__device__ __forceinline__ int32_t place_at(const int32_t* order, int64_t k) {
+    return order ? order[k] : static_cast<int32_t>(k);
 }
+__device__ __forceinline__ int digit_of(int32_t id, int shift) { return id >> shift & (kDigits - 1); }
+
+// One thread a run.
+__global__ void embedding_count_kernel(int32_t* counts, const int32_t* order, const int32_t* ids, int shift,
+                                       int64_t n_places, int64_t n_runs) {
+    const int64_t run = global_thread();
+    if (run >= n_runs) return;
+    int32_t count[kDigits] = {};
+    for (int64_t k = run * kRun; k < min((run + 1) * kRun, n_places); ++k)
+        ++count[digit_of(ids[place_at(order, k)], shift)];
+    for (int d = 0; d < kDigits; ++d) counts[d * n_runs + run] = count[d];  // neighbouring threads, neighbouring counts
+}
+
+// counts[i] <- sum of counts[0 ... i - 1]. One block; a thread owns n / kScanBlock neighbouring counts.
+__global__ void __launch_bounds__(kScanBlock) embedding_scan_kernel(int32_t* counts, int64_t n) {
+    __shared__ int32_t sums[kScanBlock];
+    const int64_t share = (n + kScanBlock - 1) / kScanBlock, first = threadIdx.x * share;
+    int32_t own = 0;
+    for (int64_t i = first; i < min(first + share, n); ++i) own += counts[i];
+    sums[threadIdx.x] = own;
+    // After the round of `distance` sums[x] covers the 2 distance threads up to x.
+    for (unsigned distance = 1; distance < kScanBlock; distance *= 2) {
+        __syncthreads();  // all sums of the round before are written
+        const int32_t other = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
+        __syncthreads();  // all are read
+        sums[threadIdx.x] += other;
+    }
+    int32_t before = sums[threadIdx.x] - own;
+    for (int64_t i = first; i < min(first + share, n); ++i) {
+        const int32_t count = counts[i];
+        counts[i] = before;
+        before += count;
+    }
+}
+
+// One thread a run. Integers only, and every position is written by one thread: the result is always the same.
+__global__ void embedding_scatter_kernel(int32_t* sorted, const int32_t* firsts, const int32_t* order,
+                                         const int32_t* ids, int shift, int64_t n_places, int64_t n_runs) {
+    const int64_t run = global_thread();
+    if (run >= n_runs) return;
+    int32_t next[kDigits];
+    for (int d = 0; d < kDigits; ++d) next[d] = firsts[d * n_runs + run];
+    for (int64_t k = run * kRun; k < min((run + 1) * kRun, n_places); ++k) {
+        const int32_t place = place_at(order, k);
+        sorted[next[digit_of(ids[place], shift)]++] = place;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Adding up
 
 // gradient += sum
 template <int n, class G>
@@ -64,23 +126,41 @@ __device__ __forceinline__ void add_chunk(G* gradient, float (&sum)[n], int64_t 
     store_chunk(gradient, sum, n_left);
 }
 
-// One block a place; only the first place of each id works, and walks through all of them. G: type of the gradient.
-template <class T, class G, int n>
-__global__ void embedding_backward_lists_kernel(G* dtable, const T* dout, const int32_t* ids, const int32_t* next,
-                                                const int32_t* previous, int64_t C, int64_t n_rows) {
-    const int64_t first = blockIdx.x, id = ids[first];
-    if (previous[first] >= 0) return;
-    if (id < 0 || id >= n_rows) __trap();
-    for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        float sum[n] = {}, x[n];
-        for (int64_t i = first; i >= 0;) {
-            const int64_t after = next[i];  // asked for before the row: the two loads run side by side
-            load_chunk(x, dout + i * C + c, C - c);
-            for (int l = 0; l < n; ++l) sum[l] += x[l];
-            i = after;
-        }
-        add_chunk(dtable + id * C + c, sum, C - c);
+// The position behind the list that begins at `first`. Most lists are short, so it looks 1, 2, 4, ... positions ahead,
+// and then halves the interval that is left.
+__device__ __forceinline__ int64_t end_of_list(const int32_t* order, const int32_t* ids, int64_t first,
+                                               int64_t n_places) {
+    const int32_t id = ids[order[first]];
+    int64_t inside = first, step = 1;
+    for (; inside + step < n_places && ids[order[inside + step]] == id; step *= 2) inside += step;
+    int64_t outside = min(inside + step, n_places);  // a position behind the list
+    while (outside - inside > 1) {
+        const int64_t middle = (inside + outside) / 2;
+        (ids[order[middle]] == id ? inside : outside) = middle;
     }
+    return outside;
+}
+
+// One thread for each position of `order` and n columns; only the threads of a list's first position have work: they
+// add up the whole list. G: type of the gradient.
+template <class T, class G, int n>
+__global__ void embedding_backward_lists_kernel(G* dtable, const T* dout, const int32_t* ids, const int32_t* order,
+                                                int64_t n_places, int64_t C, int64_t n_rows) {
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * n;
+    if (first >= n_places || c >= C) return;
+    const int64_t id = ids[order[first]];
+    if (first > 0 && ids[order[first - 1]] == id) return;
+    if (id < 0 || id >= n_rows) __trap();
+    const int64_t end = end_of_list(order, ids, first, n_places);
+    float sum[n] = {};
+#pragma unroll 16  // 16 loads are under way at a time; the additions keep their order
+    for (int64_t k = first; k < end; ++k) {
+        float x[n];
+        load_chunk(x, dout + order[k] * C + c, C - c);
+        for (int l = 0; l < n; ++l) sum[l] += x[l];
+    }
+    add_chunk(dtable + id * C + c, sum, C - c);
 }
 
 // Without positions. One block a t.
@@ -123,34 +203,63 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
     cudaCheckLaunch();
 }
 
+int64_t embedding_backward_scratch_n(int64_t n_places) {
+    return 2 * n_places + kDigits * ceil_div(n_places, kRun);  // two orders, from one to the other; counts
+}
+
+// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows; equal ids in ascending order of
+// places. An id outside of the table lands anywhere, but no position has its id before it:
+// the kernel that adds up sees it, and stops.
+static const int32_t* sort_places(Tensor ids, int64_t n_rows, Tensor scratch, cudaStream_t stream) {
+    const int64_t n_places = ids.n(), n_runs = ceil_div(n_places, kRun);
+    int32_t* const orders[2] = {scratch.ptr<int32_t>(), scratch.ptr<int32_t>() + n_places};
+    int32_t* const counts = scratch.ptr<int32_t>() + 2 * n_places;
+    const unsigned blocks = static_cast<unsigned>(ceil_div(n_runs, kBlock));
+    const int id_bits = std::bit_width(static_cast<uint64_t>(n_rows - 1));
+    const int32_t* order = nullptr;
+    for (int pass = 0; pass == 0 || pass * kDigitBits < id_bits; ++pass) {
+        int32_t* const sorted = orders[pass % 2];
+        const int shift = pass * kDigitBits;
+        embedding_count_kernel<<<blocks, kBlock, 0, stream>>>(counts, order, ids.ptr<int32_t>(), shift, n_places,
+                                                              n_runs);
+        embedding_scan_kernel<<<1, kScanBlock, 0, stream>>>(counts, kDigits * n_runs);
+        embedding_scatter_kernel<<<blocks, kBlock, 0, stream>>>(sorted, counts, order, ids.ptr<int32_t>(), shift,
+                                                                n_places, n_runs);
+        cudaCheckLaunch();
+        order = sorted;
+    }
+    return order;
+}
+
 // Adds dout to the rows of one table: row ids[i] gets dout[i].
 template <class T, class G, int n>
-static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor links, cudaStream_t stream) {
+static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor scratch, cudaStream_t stream) {
     const int64_t C = dout.shape[2], n_places = dout.shape[0] * dout.shape[1];
-    int32_t *next = links.ptr<int32_t>(), *previous = next + n_places;
-    cudaCheck(cudaMemsetAsync(previous, 0xff, static_cast<size_t>(n_places) * sizeof(int32_t), stream));  // -1
-    embedding_link_kernel<<<static_cast<unsigned>(ceil_div(n_places, kBlock)), kBlock, 0, stream>>>(
-        next, previous, ids.ptr<int32_t>(), n_places);
-    cudaCheckLaunch();
-    embedding_backward_lists_kernel<T, G, n><<<static_cast<unsigned>(n_places), kBlock, 0, stream>>>(
-        dtable.ptr<G>(), dout.ptr<T>(), ids.ptr<int32_t>(), next, previous, C, dtable.shape[0]);
+    const int32_t* order = sort_places(ids, dtable.shape[0], scratch, stream);
+    // At most a warp of columns in a block, so that the list of a frequent token is spread over as many blocks as can
+    // be.
+    const int64_t x = std::min<int64_t>(kWarp, ceil_div(C, n)), y = 2 * kBlock / x;
+    const dim3 grid(static_cast<unsigned>(ceil_div(n_places, y)), static_cast<unsigned>(ceil_div(C, x * n))),
+        block(static_cast<unsigned>(x), static_cast<unsigned>(y));
+    embedding_backward_lists_kernel<T, G, n><<<grid, block, 0, stream>>>(
+        dtable.ptr<G>(), dout.ptr<T>(), ids.ptr<int32_t>(), order, n_places, C, dtable.shape[0]);
     cudaCheckLaunch();
 }
 
 template <class T, class G, int n>
 static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions,
-                                      Tensor links, cudaStream_t stream) {
+                                      Tensor scratch, cudaStream_t stream) {
     if (dwpe && positions) {
-        add_by_lists<T, G, n>(dwpe, dout, positions, links, stream);
+        add_by_lists<T, G, n>(dwpe, dout, positions, scratch, stream);
     } else if (dwpe) {
         embedding_backward_wpe_kernel<T, G, n><<<static_cast<unsigned>(dout.shape[1]), kBlock, 0, stream>>>(
             dwpe.ptr<G>(), dout.ptr<T>(), dout.shape[0], dout.shape[2]);
         cudaCheckLaunch();
     }
-    add_by_lists<T, G, n>(dwte, dout, tokens, links, stream);
+    add_by_lists<T, G, n>(dwte, dout, tokens, scratch, stream);
 }
 
-void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor links,
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
                         cudaStream_t stream) {
     const char* name = "embedding_backward";
     expect(name, "dout", dout, dout.dtype, {-1, -1, -1});
@@ -163,15 +272,17 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     }
     expect(name, "tokens", tokens, DType::i32, {B, T_length});
     if (positions) expect(name, "positions", positions, DType::i32, {B, T_length});
-    expect(name, "links", links, DType::i32, {2, B * T_length});
     expect_aligned(name, {{"dout", dout}, {"dwte", dwte}, {"dwpe", dwpe}});
     if (dout.n() == 0) return;
     narrow(B * T_length, "embedding_backward: B T");
+    check(scratch && scratch.dtype == DType::i32 && scratch.n() >= embedding_backward_scratch_n(B * T_length), name,
+          ": scratch is ", scratch, ", expected i32 of at least ", embedding_backward_scratch_n(B * T_length),
+          " elements");
     dispatch_chunks(dout.dtype, C, [&](auto zero) {
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;
         if (dwte.dtype == DType::f32)
-            launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, positions, links, stream);
-        else launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, positions, links, stream);
+            launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, positions, scratch, stream);
+        else launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, positions, scratch, stream);
     });
 }

@@ -295,7 +295,8 @@ void launch_quantise(const Target& to, const Tensor& inp, cudaStream_t stream) {
 
 // The flags that a size comes from are what the user can change.
 void expect_multiple(const char* operation, const char* what, int64_t value, int64_t of) {
-    check(value % of == 0, operation, ": fp8 products need ", what, " that are a multiple of ", of, ", not ", value);
+    check(value % of == 0, operation, ": fp8 products need ", what, " that are a multiple of ", of, ", not ", value,
+          ": choose another size, or --dtype bf16");
 }
 constexpr const char* kTokens = "tokens of a micro-batch (sequences times length)";
 
@@ -356,6 +357,13 @@ void expect_fp8_device(Fp8Recipe recipe) {
     if (recipe != Fp8Recipe::none) expect_fp8_device(is_block(recipe));
 }
 
+void expect_fp8_sizes(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {
+    if (recipe == Fp8Recipe::none) return;
+    expect_multiple("model", "output channels of a linear layer", O, 16);
+    expect_multiple("model", "input channels of a linear layer", C, 16);
+    expect_multiple("model", kTokens, N, 16);
+}
+
 constexpr std::pair<Fp8Recipe, const char*> kRecipeNames[] = {{Fp8Recipe::none, "none"},
                                                               {Fp8Recipe::delayed, "delayed"},
                                                               {Fp8Recipe::current, "current"},
@@ -371,7 +379,7 @@ void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream) {
     const char* name = "fp8_amax";
     expect(name, "amax", amax, DType::f32, {1});
     if (known) expect(name, "known", known, DType::f32, {1});
-    check(inp.data, name, ": inp is ", inp.describe());
+    check(inp.data, name, ": inp is ", inp);
     expect_aligned(name, {{"inp", inp}});
     cudaCheck(cudaMemsetAsync(amax.data, 0, sizeof(float), stream));
     const unsigned n_blocks = static_cast<unsigned>(ceil_div(inp.n(), kAmaxSpan));

@@ -1,4 +1,5 @@
-// GELU: the Gaussian error linear unit x Phi(x), in the tanh form that GPT-2 uses. (Hendrycks & Gimpel 2016, arXiv:1606.08415)
+// GELU: the Gaussian error linear unit x Phi(x), in the tanh form that GPT-2 uses.
+// (Hendrycks & Gimpel 2016, arXiv:1606.08415)
 //
 //   forward     y = 0.5 x (1 + tanh(u))            u = sqrt(2/pi) (x + 0.044715 x^3)
 //
@@ -7,11 +8,11 @@
 //               y = x s(v)                         v = 2u,  s(v) = 1 / (1 + exp(-v))
 //   backward    dx = dy (s + x s (1 - s) v')       v' = sqrt(8/pi) (1 + 3 * 0.044715 x^2)
 //
-// The second form is the one below. 1 + tanh(u) cancels for x << 0, where tanh(u) is just above -1: at x = -5 float32 has no
-// digit of y left. s(v) keeps them all, needs one exponential, and overflows nowhere (layers/sigmoid.cuh).
+// The second form is the one below. 1 + tanh(u) cancels for x << 0, where tanh(u) is just above -1: at x = -5 float32
+// has no digit of y left. s(v) keeps them all, needs one exponential, and overflows nowhere (layers/sigmoid.cuh).
 //
-// Rounding: v carries a relative error of some 5 * 2^-24, so exp(-|v|) one of |v| times that; but |v| exp(-|v|) <= 1/e, so
-// the absolute error of y stays below 8 * 2^-24 |x| everywhere: test/test_gelu.cu holds it to that.
+// Rounding: v carries a relative error of some 5 * 2^-24, so exp(-|v|) one of |v| times that; but |v| exp(-|v|) <= 1/e,
+// so the absolute error of y stays below 8 * 2^-24 |x| everywhere: test/test_gelu.cu holds it to that.
 //
 // Bytes: forward reads and writes each element once, backward reads two and writes one. Both run at memory speed.
 #include "layers/chunk.cuh"
@@ -65,7 +66,7 @@ unsigned blocks_for(int64_t n, int chunk_n) {
 void expect_like_inp(const char* operation, const char* argument, const Tensor& tensor, const Tensor& inp) {
     const bool same = tensor.data && tensor.dtype == inp.dtype && tensor.ndim == inp.ndim &&
                       std::equal(inp.shape, inp.shape + inp.ndim, tensor.shape);
-    check(same, operation, ": ", argument, " is ", tensor.describe(), ", expected ", inp.describe(), " as inp");
+    check(same, operation, ": ", argument, " is ", tensor, ", expected ", inp, " as inp");
 }
 
 }  // namespace
@@ -74,7 +75,7 @@ void expect_like_inp(const char* operation, const char* argument, const Tensor& 
 // Launchers
 
 void gelu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
-    check(inp.data, "gelu_forward: inp is ", inp.describe());
+    check(inp.data, "gelu_forward: inp is ", inp);
     expect_like_inp("gelu_forward", "out", out, inp);
     expect_aligned("gelu_forward", {{"out", out}, {"inp", inp}});
     const int64_t n = inp.n();
@@ -86,7 +87,7 @@ void gelu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
 }
 
 void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) {
-    check(inp.data, "gelu_backward: inp is ", inp.describe());
+    check(inp.data, "gelu_backward: inp is ", inp);
     expect_like_inp("gelu_backward", "dinp", dinp, inp);
     expect_like_inp("gelu_backward", "dout", dout, inp);
     expect_aligned("gelu_backward", {{"dinp", dinp}, {"dout", dout}, {"inp", inp}});

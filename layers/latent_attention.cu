@@ -1,22 +1,26 @@
-// Latent attention: MLA over a cache of latents: the absorbed form.       (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1)
+// Latent attention: MLA over a cache of latents: the absorbed form.       (DeepSeek-V2 2024, arXiv:2405.04434,
+// section 2.1)
 //
-// In training MLA expands every latent c_s (R numbers) to the keys and values of all heads, k_s = Wk c_s and v_s = Wv c_s. When
-// one token a step is generated, that would be done again for the whole context. But both are linear, and so
+// In training MLA expands every latent c_s (R numbers) to the keys and values of all heads, k_s = Wk c_s and v_s = Wv
+// c_s. When one token a step is generated, that would be done again for the whole context. But both are linear, and so
 //
 //   q . k_s          =  q . (Wk c_s)        =  (Wk^T q) . c_s           Wk moves into the query
 //   sum_s p_s v_s    =  sum_s p_s (Wv c_s)  =  Wv (sum_s p_s c_s)       Wv moves behind the sum
 //
-// The H heads then are H query heads over one key/value head: the cache row [c_s | r_s], whose first R columns are the value
-// too. Per token and layer it has R + Dr numbers where expanded ones are H (D + Dv): 576 instead of 40960 in DeepSeek-V3.
+// The H heads then are H query heads over one key/value head: the cache row [c_s | r_s], whose first R columns are the
+// value too. Per token and layer it has R + Dr numbers where expanded ones are H (D + Dv):
+// 576 instead of 40960 in DeepSeek-V3.
 //
 //   1. fold       query = [Wk^T q | rotated part of q]                              R + Dr
 //   2. the cache  softmax(scale query . row) over the rows seen, tile by tile, with the running maximum m, sum l and
-//                 unfinished output o of flash_attention.cu:  o = o exp(m - m') + sum over the tile of exp(score - m') c_s
+//                 unfinished output o of flash_attention.cu:
+//                 o = o exp(m - m') + sum over the tile of exp(score - m') c_s
 //   3. unfold     out = Wv o / l                                                    Dv
 //
-// One block does all three for one head of one token: between them nothing leaves shared memory. H blocks read the same cache
-// rows, from the second one on out of the second-level cache. FLOPs 2 R (Dn + Dv) + 2 S (2 R + Dr) per head, S rows seen: more
-// than the expanded form's 2 S (D + Dv), which is why only decoding uses it: that waits for bytes, and there are 71 times fewer.
+// One block does all three for one head of one token: between them nothing leaves shared memory. H blocks read the same
+// cache rows, from the second one on out of the second-level cache. FLOPs 2 R (Dn + Dv) + 2 S (2 R + Dr) per head, S
+// rows seen: more than the expanded form's 2 S (D + Dv), which is why only decoding uses it: that waits for bytes,
+// and there are 71 times fewer.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -133,12 +137,12 @@ void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tens
     expect(name, "kv_b", kv_b, dtype, {-1, -1});
     const int64_t R = kv_b.shape[1], Dn = kv_b.shape[0] / H - Dv, Dr = q.D - Dn;
     check(H > 0 && out.count == H && Dn > 0 && Dr > 0 && kv_b.shape[0] == H * (Dn + Dv), name, ": q has ", H,
-          " heads of ", q.D, " columns, out ", out.count, " of ", Dv, ": kv_b ", kv_b.describe(),
+          " heads of ", q.D, " columns, out ", out.count, " of ", Dv, ": kv_b ", kv_b,
           " does not fit, expected (H (Dn + Dv), R)");
     check_cache(name, cache, B, T, R + Dr, first);
     for (const HeadColumns& heads : {q, out})
         check(heads.column >= 0 && heads.column + (H - 1) * heads.head_stride() + heads.D <= heads.rows.cols(), name,
-              ": heads are not inside of ", heads.rows.describe());
+              ": heads are not inside of ", heads.rows);
     expect_aligned(name, {{"q", q.rows}, {"out", out.rows}, {"cache", cache}, {"kv_b", kv_b}});
     const LatentShape shape{
         R,     Dr,   Dn, Dv, q.rows.cols(), q.head_stride(), out.rows.cols(), out.head_stride(), cache.shape[1],
@@ -163,7 +167,7 @@ void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadC
     const int64_t B = latent.shape[0], T = latent.shape[1], R = latent.shape[2], Dr = key.D;
     expect(name, "key", key.rows, cache.dtype, {B, T, -1});
     check(key.count == 1 && key.column >= 0 && key.column + Dr <= key.rows.cols(), name, ": key is ", key.count,
-          " heads of ", Dr, " columns from ", key.column, " on, expected one inside of ", key.rows.describe());
+          " heads of ", Dr, " columns from ", key.column, " on, expected one inside of ", key.rows);
     check_cache(name, cache, B, T, R + Dr, first);
     expect_aligned(name, {{"cache", cache}, {"latent", latent}, {"key", key.rows}});
     dispatch_chunks(cache.dtype, std::gcd(std::gcd(R, Dr), std::gcd(key.column, key.rows.cols())), [&](auto chunk) {

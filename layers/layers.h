@@ -18,11 +18,12 @@
 #include "core/core.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Heads inside of rows. Attention's projections are packed in all ways: [q | k | v], or [key | value] head by head, or a latent
-// beside a rotary key. Operations on heads (rope, RMSNorm of heads, flash attention) are told where to find them.
+// Heads inside of rows. Attention's projections are packed in several ways: [q | k | v], or [key | value] head by head,
+// or a latent beside a rotary key. Operations on heads (rope, RMSNorm of heads, flash attention) are told where
+// they lie.
 
-// `count` heads of D columns inside of rows (B, T, columns): head h is rows[b, t, column + h * stride ... + D). So q, k and
-// v may lie apart or in one packed row, and a head's columns may be part of a wider one (MLA).
+// `count` heads of D columns inside of rows (B, T, columns): head h is rows[b, t, column + h * stride ... + D). So q, k
+// and v may lie apart or in one packed row, and a head's columns may be part of a wider one (MLA).
 struct HeadColumns {
     Tensor rows;
     int64_t count = 0, D = 0, column = 0;
@@ -63,7 +64,7 @@ void expect_fp8_device(bool block_scales);
 // linear.cu:  out = inp weight^T + bias
 //   out (N, O), inp (N, C), weight (O, C), bias (O) optional
 //   dinp = dout weight;   dweight += dout^T inp;   dbias += sum over rows of dout
-// The two gradients are two calls, so that a pipeline schedule can put the second one later.
+// The two gradients are two calls, so that a pipeline schedule can run the second one later.
 
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
 // accumulate: dinp += instead of = (an activation that feeds two layers).
@@ -73,8 +74,9 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 int64_t linear_backward_scratch_n(int64_t N, int64_t O);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// fp8.cu: the linear layer with its three products on 8-bit floats. What stays 16-bit: inp, dout, bias, out and dinp (bf16
-// or f16); dweight and dbias may be f32. C and O are multiples of 16, and N (for inference any; block: a multiple of 4).
+// fp8.cu: the linear layer with its three products on 8-bit floats. What stays 16-bit: inp, dout, bias, out and dinp
+// (bf16 or f16); dweight and dbias may be f32. C and O are multiples of 16, and N (for inference any; block:
+// a multiple of 4).
 
 enum class Fp8Recipe : uint8_t {
     none,     // 16-bit products: linear.cu
@@ -84,7 +86,10 @@ enum class Fp8Recipe : uint8_t {
 };
 Fp8Recipe fp8_recipe_from_name(const std::string& name);  // "none", "delayed", "current", "block"
 const char* fp8_recipe_name(Fp8Recipe recipe);
-void expect_fp8_device(Fp8Recipe recipe);  // throws if this device cannot do it
+// Both throw, with what to do: if this device has no fp8 products of this kind; if C or O, or the N tokens of a
+// micro-batch that is trained on, are not multiples of 16.
+void expect_fp8_device(Fp8Recipe recipe);
+void expect_fp8_sizes(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O);
 
 // A quantised matrix: codes * scale ~ x, ready to be a factor of matmul (which says where the scales stand).
 struct Fp8Matrix {
@@ -103,9 +108,9 @@ struct Fp8Weight {
 Fp8Weight take_fp8_weight(Arena& arena, Fp8Recipe recipe, int64_t O, int64_t C);
 void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream);  // weight (O, C) bf16 or f16
 
-// The memory of delayed scaling: two rows, for inp and dout, of (kFp8StateN) f32 for each linear layer. All layers'
-// states lie in one f32 tensor (2 layers, kFp8StateN): it starts as zeros, is saved with the model, and is advanced once
-// a step, after all micro-batches. Several ranks reduce it before, element by element, to the maximum.
+// The amax histories of delayed scaling: two rows, for inp and dout, of (kFp8StateN) f32 for each linear layer. All
+// layers' states lie in one f32 tensor (2 layers, kFp8StateN): it starts as zeros, is saved with the model, and is
+// advanced once a step, after all micro-batches. Several ranks reduce it before, element by element, to the maximum.
 constexpr int64_t kFp8History = 16;  // steps
 constexpr int64_t kFp8StateN =
     2 + kFp8History;  // [amax that scales this step, 0: none yet | this step's own | history]
@@ -113,8 +118,8 @@ void fp8_advance(Tensor states, cudaStream_t stream);
 
 // saved (2) f32 belongs to the activations: forward and backward_input note the amax that inp and dout were scaled by,
 // and backward_weight scales by the same. state (2, kFp8StateN): delayed only. Block scaling needs neither, take {}.
-// record: this forward counts for the history; false in evaluation. A forward may be repeated (recomputation), and gives
-// the same bits.
+// record: this forward counts for the history; false in evaluation. A forward may be repeated (recomputation), and
+// gives the same bits.
 void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& weight, Tensor bias, Tensor state,
                         bool record, Tensor scratch, cudaStream_t stream);
 void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8Weight& weight, bool accumulate,
@@ -133,7 +138,7 @@ void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream);
 void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, Tensor recorded, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// column_sum.cu: the sum over rows in which the gradient of every bias and scale ends, in two stages of fixed order.
+// column_sum.cu: the sum over rows that ends the gradient of every bias and scale, in two stages of fixed order.
 
 // dparam[c] += sum over rows n of inp[n, c]       dparam (C), inp (N, C)
 void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream);
@@ -149,16 +154,17 @@ void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream);
 // A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
-// links: i32 scratch (2, B T).
-void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor links,
+// scratch: i32, of at least embedding_backward_scratch_n(B T) elements.
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
                         cudaStream_t stream);
+int64_t embedding_backward_scratch_n(int64_t n_places);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // layernorm.cu:  out = (x - mean) * rstd * weight + bias      x = inp, or x = inp + branch  (the residual add, fused)
 //   out, inp, branch (N, C), sum (N, C) = x is written when there is a branch; weight, bias (C); mean, rstd (N) f32
 //   rstd = 1 / sqrt(mean_c((x - mean)^2) + eps);   C is at most 8192, for RMSNorm too
-//   backward: dinp = layernorm's gradient + dsum  (dsum (N, C) optional: the gradient that reaches x past the norm; it may
-//   be the same memory as dinp). The branch's gradient is the same dinp: d(inp + branch) goes to both.
+//   backward: dinp = layernorm's gradient + dsum  (dsum (N, C) optional: the gradient that reaches x past the norm; it
+//   may be the same memory as dinp). The branch's gradient is the same dinp: d(inp + branch) goes to both.
 
 void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor branch, Tensor weight,
                        Tensor bias, float eps, cudaStream_t stream);
@@ -176,8 +182,9 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
                       Tensor scratch, cudaStream_t stream);
 int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C);
 
-// The same over the D columns of each head, all with one weight (D): Qwen3's norm of queries and keys; with one head, of the
-// part of a row: the latents of MLA and MFA. rstd (N, heads) f32; scratch: rmsnorm_backward_scratch_n(N heads, D).
+// The same over the D columns of each head, all with one weight (D): Qwen3's norm of queries and keys; with one head
+// over a part of each row: the latents of MLA and MFA. rstd (N, heads) f32; scratch:
+// rmsnorm_backward_scratch_n(N heads, D).
 void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumns& inp, Tensor weight, float eps,
                            cudaStream_t stream);
 void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, const HeadColumns& inp,
@@ -204,10 +211,10 @@ void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream);
 // ---------------------------------------------------------------------------------------------------------------------
 // rope.cu: rotary position embedding, in place.
 //   (x1, x2) -> a (x1 cos - x2 sin,  x2 cos + x1 sin)         angle = t * frequency_i,   i = 0 ... D/2 - 1
-// Pair i of a head of D columns is (x_i, x_{i+D/2}), as Hugging Face lays LLaMA out, or two neighbours (x_2i, x_2i+1), as
-// DeepSeek does. The backward rotates by the negative angle. a is 1 but for YaRN.
-// t is the token's place in its row, or positions (B, T) i32, as for the embedding; one outside of the table stops the kernel
-// with a trap.
+// Pair i of a head of D columns is (x_i, x_{i+D/2}), as Hugging Face lays LLaMA out, or two neighbours (x_2i, x_2i+1),
+// as DeepSeek does. The backward rotates by the negative angle. a is 1 except with YaRN.
+// t is the token's index in its row, or positions (B, T) i32, as for the embedding; a position outside of the table
+// stops the kernel with a trap.
 
 enum class RopePairs { halves, neighbours };
 enum class RopeKind { llama3, yarn, linear, dynamic };
@@ -218,8 +225,9 @@ struct RopeScaling {  // for long contexts, the formulas in rope.cu
     double low_freq_factor = 1.0, high_freq_factor = 4.0;  // llama3
     int64_t original_max_position = 8192;                  // the longest sequence of the training; not read by linear
     RopeKind kind = RopeKind::llama3;
-    double beta_fast = 32.0,
-           beta_slow = 1.0;  // yarn: turns in the original context from which on points are kept; slowed
+    // yarn: pairs that make at least beta_fast turns in the original context keep their frequency, those that make at
+    // most beta_slow are slowed by `factor`, those between partly.
+    double beta_fast = 32.0, beta_slow = 1.0;
     double mscale = 0.0, mscale_all_dim = 0.0;
 };
 // D/2 frequencies base^(-2i/D), scaled for long contexts. T, the length of the sequences, matters to dynamic scaling alone.
@@ -240,10 +248,12 @@ void rope_backward(Tensor dqkv, Tensor positions, Tensor table, int64_t H, int64
 // flash_attention.cu: attention that never stores its probabilities. H query heads over K key/value heads: MHA
 // (K = H), MQA (K = 1), GQA (between; K divides H).
 //   probs[b,h,t,s] = softmax over the s that t sees, of scale * q[b,t,h,:] . k[b,s,h/(H/K),:]
-//   out[b,t,h,:]   = sum over s of probs[b,h,t,s] v[b,s,h/(H/K),:];      lse[b,h,t] = log(sum over s of exp(score)), f32
+//   out[b,t,h,:]   = sum over s of probs[b,h,t,s] v[b,s,h/(H/K),:]
+//   lse[b,h,t]     = log(sum over s of exp(score)), f32
 //   Backward: from lse and out the probabilities are computed again, tile by tile. dq, dk, dv are written (=).
-// f32 runs on CUDA cores, bf16 and f16 on tensor cores. Heads have D columns (q, k) and Dv columns (v, out), multiples of
-// 16 bytes, at most 192. T is any length from 1 on. Any heads of one call may be parts of the same rows (MLA, packed qkv).
+// f32 runs on CUDA cores, bf16 and f16 on tensor cores. Heads have D columns (q, k) and Dv columns (v, out), any number
+// up to 192; where a head does not start and end at multiples of 16 bytes, 16-bit loads are slower and the hopper tier
+// cannot run. T is any length from 1 on. Any heads of one call may be parts of the same rows (MLA, packed qkv).
 
 struct QkvHeads {
     HeadColumns q, k, v;
@@ -251,13 +261,16 @@ struct QkvHeads {
 // The heads of packed rows (B, T, (H + 2K) D) = [H query heads | K key heads | K value heads].
 QkvHeads qkv_heads(Tensor qkv, int64_t H, int64_t K);
 
-// How it is computed: on CUDA cores (f32, and on the CPU device 16 bits too), on tensor cores by mma.sync (16 bits), or by
-// wgmma and the copy engine (hopper: 16 bits on GPUs of compute capability 9.0, and on the CPU device). automatic chooses by
-// device and type (flash_attention.cu).
+// How it is computed: on CUDA cores (f32, and on the CPU device 16 bits too), on tensor cores by mma.sync (16 bits), or
+// by wgmma and the copy engine (hopper: 16 bits on GPUs of compute capability 9.0, and on the CPU device). automatic
+// chooses by device, type and head size (flash_attention.cu).
 enum class FlashTier { automatic, cuda_cores, mma, hopper };
-bool has_wgmma();                                         // and the copy engine, on this thread's device
+bool has_wgmma();                                         // Does this thread's device have wgmma and the copy engine?
 FlashTier flash_tier_from_name(const std::string& name);  // auto, cores, mma or hopper
-void expect_flash_tier(FlashTier tier, DType dtype);  // throws an Error if this device has no such tier for this type
+// Both throw, with what to do: if this device has no such tier for this type; if the tier cannot have heads of D and Dv
+// columns.
+void expect_flash_tier(FlashTier tier, DType dtype);
+void expect_head_size(FlashTier tier, DType dtype, int64_t D, int64_t Dv);
 
 struct FlashAttentionOptions {
     float scale = 1.0f;  // usually 1 / sqrt(D)
@@ -280,7 +293,7 @@ int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // latent_keys.cu: MLA's keys. Every head's key ends in the same columns, those that rope turns:
-//   keys[b,t,h] = [own[b,t,h] | shared[b,t]]       own H heads of Dn columns, shared 1 head of Dr, keys H heads of Dn + Dr
+//   keys[b,t,h] = [own[b,t,h] | shared[b,t]]     own H heads of Dn columns, shared 1 head of Dr, keys H of Dn + Dr
 //   down = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]
 
 void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const HeadColumns& shared,
@@ -291,7 +304,7 @@ void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, c
 // ---------------------------------------------------------------------------------------------------------------------
 // latent_attention.cu: MLA over a cache of latents, without ever expanding them to keys and values.
 //   cache (B, at least first + T, R + Dr): row s is [latent c_s (R) | rotated shared key r_s (Dr)]
-//   q     H heads of Dn + Dr columns in rows (B, T, ...): [q_h | rotated part], of the positions first ... first + T - 1
+//   q     H heads of Dn + Dr columns in rows (B, T, ...): [q_h | rotated part], positions first ... first + T - 1
 //   kv_b  (H (Dn + Dv), R): for each head Wk (Dn, R), by which keys are expanded from latents, and Wv (Dv, R), values
 //   score[s] = scale ((Wk^T q_h) . c_s + rotated part . r_s),   s <= first + t
 //   out[b,t,h] = Wv (sum over s of softmax(score)[s] c_s)         H heads of Dv columns in rows (B, T, H Dv)
@@ -304,7 +317,7 @@ void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadC
 // ---------------------------------------------------------------------------------------------------------------------
 // cross_entropy.cu: softmax cross-entropy, forward and backward in one.
 //   losses[n] = log(sum_v exp(logits[n,v])) - logits[n, targets[n]]           0 where targets[n] < 0 (ignored)
-//   logits[n,v] <- (softmax(logits[n])[v] - [v == targets[n]]) * dloss        in place; 0 for ignored rows and for v >= V
+//   logits[n,v] <- (softmax(logits[n])[v] - [v == targets[n]]) * dloss  in place; 0 for ignored rows and for v >= V
 //   logits (N, Vp): the first V columns are the vocabulary, the rest is padding;  targets (N) i32;  losses (N) f32
 // There is never a second buffer of the size of the logits. cross_entropy_forward leaves the logits as they are.
 // A target >= V is an error of the data reader; its loss is NaN.
@@ -312,6 +325,6 @@ void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadC
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
                                     cudaStream_t stream);
-// sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum += losses, in an order that depends on N
-// alone.
+// sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum += losses, in an order that
+// depends on N alone.
 void add_losses(Tensor sum, Tensor losses, cudaStream_t stream);

@@ -5,10 +5,10 @@
 //               dweight (O, C) += dout^T (O, N)  inp (N, C)
 //               dbias (O)      += sum over rows of dout
 //
-// Each costs 2 N O C flops, so the backward costs twice the forward: the "6 N" of the scaling papers. The weight is stored
-// (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way. The bias rides in
-// the forward product's epilogue. The two gradients are two functions: dinp is what the layer below waits for, dweight only
-// has to be there before the optimizer, and pipeline schedules fill their gaps with it.
+// Each costs 2 N O C flops, so the backward costs twice the forward: the "6 N" of the scaling papers. The weight is
+// stored (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way. The bias
+// rides in the forward product's epilogue. The two gradients are two functions: dinp is what the layer below waits for,
+// dweight only has to be there before the optimizer, and pipeline schedules fill their gaps with it.
 #include "layers/layers.h"
 
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {

@@ -1,17 +1,18 @@
-// Matrix product: the one operation that a language model spends its time in, handed to NVIDIA's cuBLASLt (on the CPU device:
-// cpu/cublas_lt.cpp and cpu/sgemm.cpp).
+// Matrix product: the one operation that a language model spends its time in, handed to NVIDIA's cuBLASLt (on the CPU
+// device: cpu/cublas_lt.cpp and cpu/sgemm.cpp).
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
 //
 //   backward    da = dout op(b)^T,  db = op(a)^T dout: two more products of the same kind (linear.cu)
 //
-// cuBLASLt thinks in columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols, rows) with
-// leading dimension cols, so we ask for the transposed product and swap the factors:
+// cuBLASLt thinks in columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols, rows)
+// with leading dimension cols, so we ask for the transposed product and swap the factors:
 //
-//   out^T (N, M) = op(b)^T (N, K) op(a)^T (K, M)       "A" is b, "B" is a; a factor that we transpose, it transposes too
+//   out^T (N, M) = op(b)^T (N, K) op(a)^T (K, M)       "A" is b, "B" is a; a factor that we transpose,
+//   it transposes too
 //
-// and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32, before
-// the one rounding to out's type. Sums are float32 for every type, and float32 factors are not cut to TF32.
+// and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32,
+// before the one rounding to out's type. Sums are float32 for every type, and float32 factors are not cut to TF32.
 //
 // fp8. The tensor cores of Ada and Hopper multiply 8-bit floats twice as fast as 16-bit ones, but read them one way
 // only, with K contiguous in both factors: in cuBLASLt's terms A transposed and B not, in ours b transposed and a not.
@@ -20,9 +21,9 @@
 // cuBLASLt's "fast accumulation" off, so that it moves such sums to float32 registers every few products (DeepSeek-V3,
 // section 3.3.2).
 //
-// cuBLASLt asks for a description of each matrix, and for an algorithm, which its heuristic chooses from hundreds by type,
-// shape and alignment. That takes longer than a small product, so both are kept in a table: a model has a few dozen products,
-// and after the first step nothing is searched.
+// cuBLASLt asks for a description of each matrix, and for an algorithm, which its heuristic chooses from hundreds by
+// type, shape and alignment. That takes longer than a small product, so both are kept in a table: a model has a few
+// dozen products, and after the first step nothing is searched.
 //
 // The device has one workspace: products that run side by side, on two streams, would need one each.
 #include "layers/layers.h"
@@ -44,7 +45,8 @@ cudaDataType cuda_type(DType dtype) {
 
 bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
-// All that the choice of an algorithm depends on: two products with equal keys differ in their addresses, alpha and beta only.
+// All that the choice of an algorithm depends on: two products with equal keys differ in their addresses,
+// alpha and beta only.
 struct Product {
     int64_t M, N, K, batch_count;
     DType a_dtype, b_dtype, out_dtype;
@@ -178,10 +180,10 @@ void expect_fp8_product(const Tensor& out, const Tensor& a, const Tensor& b, int
 
 // Checks the shapes, and says which product it is.
 Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
-    check(out.ndim == 2 || out.ndim == 3, "matmul: out is ", out.describe(), ", expected (M, N) or (batch, M, N)");
+    check(out.ndim == 2 || out.ndim == 3, "matmul: out is ", out, ", expected (M, N) or (batch, M, N)");
     const bool batched = out.ndim == 3;
     const int64_t batch_count = batched ? out.shape[0] : 1, M = out.shape[out.ndim - 2], N = out.cols();
-    check(a.ndim == out.ndim, "matmul: a is ", a.describe(), ", but out is ", out.describe());
+    check(a.ndim == out.ndim, "matmul: a is ", a, ", but out is ", out);
     const int64_t K = a.shape[options.transpose_a ? a.ndim - 2 : a.ndim - 1];
     const auto expect_operand = [&](const char* argument, const Tensor& tensor, DType dtype, int64_t rows,
                                     int64_t cols) {

@@ -1,21 +1,21 @@
 // layers/norm.cuh: what LayerNorm and RMSNorm share: how a row lies in the registers of its threads.
 //
-// A row of C channels is read once, kept in registers, reduced to one or two numbers, and written. P threads share a row.
-// Each holds up to kRowColumns of its channels, in chunks of n (chunk.cuh):
+// A row of C channels is read once, kept in registers, reduced to one or two numbers, and written. P threads share a
+// row. Each holds up to kRowColumns of its channels, in chunks of n (chunk.cuh):
 //
 //     thread t of P holds the columns  (k P + t) n, ..., (k P + t) n + n - 1     for k = 0, 1, ... K - 1
 //
 //     C = 20, n = 4, P = 4    | t0  | t1  | t2  | t3  | t0  |      neighbours read neighbouring addresses
 //                             k = 0 ................. k = 1
 //
-// Narrow rows are shared by 8, 16 or 32 threads (or are one thread's): then a block has 4 rows, and the lanes of one warp
-// form the sum of a row without a barrier. For wide rows P is 64, 96, ..., a block has one row, and the sum crosses its warps
-// through shared memory. So threadIdx.x is the place in the row, threadIdx.y says which of the block's rows.
+// Narrow rows are shared by 8, 16 or 32 threads (or are one thread's): then a block has 4 rows, and the lanes of one
+// warp form the sum of a row without a barrier. For wide rows P is 64, 96, ..., a block has one row, and the sum
+// crosses its warps through shared memory. So threadIdx.x is the position in the row, threadIdx.y the row in the block.
 //
-// The backward also sums over the rows: a few hundred blocks walk through all rows with a stride, each thread adds up its own
-// columns in registers, at the end the block adds up its threads and writes one partial row, and add_column_sums
-// (column_sum.cu) adds these to the parameter's gradient. Every sum has a fixed order, which depends on N and C alone: not on
-// the number of multiprocessors, so that all GPUs give the same result.
+// The backward also sums over the rows: a few hundred blocks walk through all rows with a stride, each thread adds up
+// its own columns in registers, at the end the block adds up its threads and writes one partial row, and
+// add_column_sums (column_sum.cu) adds these to the parameter's gradient. Every sum has a fixed order, which depends on
+// N and C alone: not on the number of multiprocessors, so that all GPUs give the same result.
 #pragma once
 
 #include "layers/chunk.cuh"
@@ -25,9 +25,9 @@
 
 namespace {
 
-// How many columns one thread may hold. On a GPU 16 fill its registers: in LayerNorm's backward it holds 32 sums over rows
-// beside the rows themselves. On the CPU device "registers" are the first-level cache, and each thread that takes part in a
-// sum costs a switch of stacks, as much as 100 columns: there most rows are one thread's.
+// How many columns one thread may hold. On a GPU 16 fill its registers: in LayerNorm's backward it holds 32 sums over
+// rows beside the rows themselves. On the CPU device "registers" are the first-level cache, and each thread that takes
+// part in a sum costs a switch of stacks, as much as 100 columns: there most rows are one thread's.
 constexpr int kRowColumns = kOnCpu ? 2048 : 16;
 
 }  // namespace
@@ -75,8 +75,8 @@ __device__ __forceinline__ int row_chunks(int64_t C) {
     return static_cast<int>(((C + n - 1) / n + blockDim.x - 1 - threadIdx.x) / blockDim.x);
 }
 
-// This thread's share of a row of C columns. Behind the row's end it is zero: that adds nothing to a sum. A row behind the
-// last one has C = 0: its threads come along, because the other rows of their warp need all lanes to form their sums.
+// This thread's share of a row of C columns. Behind the row's end it is zero: that adds nothing to a sum. A row behind
+// the last one has C = 0: its threads take part, because the other rows of their warp need all lanes to form their sums.
 template <int n>
 using RowShare = float[kRowColumns / n][n];
 
@@ -106,8 +106,9 @@ __device__ __forceinline__ void store_row(T* row, const RowShare<n>& x, int64_t 
     }
 }
 
-// The sum over a row of what its threads have summed into n accumulators each (n, so that the additions of a chunk do not
-// wait for each other). `scratch` is shared memory of 32 floats for rows wider than a warp; free again after the next barrier.
+// The sum over a row of what its threads have summed into n accumulators each (n, so that the additions of a chunk do
+// not wait for each other). `scratch` is shared memory of 32 floats for rows wider than a warp; it is free again after
+// the next barrier.
 template <int n>
 __device__ __forceinline__ float row_sum(const float (&sums)[n], float* scratch) {
     const float sum = fold_chunk<Sum>(sums);

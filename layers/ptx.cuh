@@ -549,9 +549,9 @@ __device__ __forceinline__ void wgmma_wait(Registers&... registers) {
     wgmma_pin(registers...);
 }
 
-// Between two waits: x >= 0 is computed before the second one. Arithmetic that should go on beside a product needs this:
-// ptxas moves a wait up, in front of all arithmetic that does not touch the product's registers. It does not move it in
-// front of a store, not even of one that never happens.
+// Between two waits: x >= 0 is computed before the second one. Arithmetic that should go on beside a product needs
+// this: ptxas moves a wait up, in front of all arithmetic that does not touch the product's registers. It does not move
+// it in front of a store, not even of one that never happens.
 __device__ __forceinline__ void compute_before_wait(float x) {
 #ifdef CUDA_ON_CPU
     (void)x;

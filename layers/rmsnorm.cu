@@ -9,13 +9,14 @@
 //               dx = r (dn - n mean_c(dn n))        the part of dn along n goes: scaling x does not change y
 //               + dsum, the gradient that reaches x past the norm, along the residual stream
 //
-//   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit, so each row
+//   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit,
+//   so each row
 //               is read once and kept in registers. norm.cuh says how. r is saved: N floats.
 //
 // Rows of more than 8192 channels do not fit.
 //
-// What is normalised may also be heads inside of wider rows (Qwen3's queries and keys; the latents of MLA and MFA): then row r
-// of the kernels is head r % heads of token r / heads.
+// What is normalised may also be heads inside of wider rows (Qwen3's queries and keys; the latents of MLA and MFA):
+// then row r of the kernels is head r % heads of token r / heads.
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -77,8 +78,9 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
                             NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N,
                             int64_t C) {
-    // Rows wider than a warp: there is one barrier a row, behind which its sum is read, perhaps while a faster thread is
-    // already writing the next row's. So the rows take the two arrays in turn; a third row is behind the second's barrier.
+    // Rows wider than a warp: there is one barrier a row, behind which its sum is read, perhaps while a faster thread
+    // is already writing the next row's. So the rows take the two arrays in turn;
+    // a third row is behind the second's barrier.
     __shared__ float scratch[2][kWarp];
     RowShare<n> dweight;
     zero_row<n>(dweight, C);
@@ -156,7 +158,7 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
 int64_t check_norm_heads(const char* name, const char* argument, const HeadColumns& heads, const HeadColumns& like) {
     const Tensor& rows = heads.rows;
     check(rows.data && rows.dtype == like.rows.dtype && rows.rows() == like.rows.rows(), name, ": ", argument, " is ",
-          rows.describe(), ", expected ", dtype_name(like.rows.dtype), " with ", like.rows.rows(), " rows");
+          rows, ", expected ", dtype_name(like.rows.dtype), " with ", like.rows.rows(), " rows");
     check(heads.count == like.count && heads.D == like.D && heads.count >= 1 && heads.D >= 1, name, ": ", argument,
           " has ", heads.count, " heads of ", heads.D, " columns, expected ", like.count, " of ", like.D);
     check(heads.column >= 0 && heads.head_stride() >= heads.D &&

@@ -2,8 +2,10 @@
 //                                                                     (Milakov & Gimelshein 2018, arXiv:1805.02867)
 //   softmax(x)_i = exp(x_i - m) / s,      m = max_i x_i,      s = sum_i exp(x_i - m)
 //
-// Subtracting m keeps every exponential in [0, 1], whatever the size of x. Taken literally that is one pass for m and one
-// for s. But when a new maximum m' arrives, the sum so far only has to be scaled: sum exp(x - m') = s exp(m - m'). So
+// As plain loops, two passes:      for i: m = max(m, x[i])          for i: s += exp(x[i] - m)
+//
+// Subtracting m keeps every exponential in [0, 1], whatever the size of x. One pass is enough: when a new maximum m'
+// arrives, the sum so far only has to be scaled, sum exp(x - m') = s exp(m - m'). So
 //
 //   add x:     d = x - m,  e = exp(-|d|)        d > 0: m = x, s = s e + 1        d <= 0: s = s + e
 //
@@ -56,8 +58,9 @@ struct SoftmaxStatistics {
     float max, sum;
 };
 
-// The statistics of the first n_valid numbers of a row of row_n, by the team of threads that shares it (layers/chunk.cuh);
-// each thread gets the result. scratch: shared, 64 floats. Each half is used once, so no barrier stands between the two.
+// The statistics of the first n_valid numbers of a row of row_n, by the team of threads that shares it
+// (layers/chunk.cuh); each thread gets the result. scratch: shared, 64 floats. Each half is used once, so no barrier
+// stands between the two.
 template <int n, class T>
 __device__ __forceinline__ SoftmaxStatistics softmax_statistics(const T* row, int n_valid, int row_n, float* scratch) {
     float max = -FLT_MAX, sum = 0.0f;

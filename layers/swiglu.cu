@@ -1,13 +1,15 @@
-// SwiGLU: a feed-forward layer's gate, swish(gate) * up.                                  (Shazeer 2020, arXiv:2002.05202)
+// SwiGLU: a feed-forward layer's gate, swish(gate) * up.
+// (Shazeer 2020, arXiv:2002.05202)
 //
 //   forward     y = silu(g) u                      silu(g) = g s(g),   s(g) = 1 / (1 + exp(-g))
 //   backward    du = dy silu(g)
 //               dg = dy u silu'(g)                 silu'(g) = s + g s (1 - s) = s (1 + g (1 - s))
 //
-// The gate decides, number by number, how much of u passes. A gated layer has three matrices where a plain one has two; with
-// F = 8/3 C instead of 4 C it costs as much, and learns better: LLaMA's feed-forward layer.
+// The gate decides, number by number, how much of u passes. A gated layer has three matrices where a plain one has two;
+// with F = 8/3 C instead of 4 C it costs as much, and learns better: LLaMA's feed-forward layer.
 //
-// Gate and up projection are one matrix product, so a row of inp is [g_0 ... g_F-1 | u_0 ... u_F-1], and that of dinp too.
+// Gate and up projection are one matrix product, so a row of inp is [g_0 ... g_F-1 | u_0 ... u_F-1],
+// and that of dinp too.
 //
 // Bytes: forward reads 2 and writes 1 number per output, backward reads 3 and writes 2. Both run at memory speed.
 #include "layers/chunk.cuh"
@@ -73,7 +75,7 @@ RowLaunch row_launch(int64_t rows, int64_t F, int chunk_n) {
 
 void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
     const int64_t N = out.rows(), F = out.cols();
-    check(out.data && inp.data, "swiglu_forward: out is ", out.describe(), ", inp is ", inp.describe());
+    check(out.data && inp.data, "swiglu_forward: out is ", out, ", inp is ", inp);
     expect("swiglu_forward", "inp", inp.view({inp.rows(), inp.cols()}), out.dtype, {N, 2 * F});
     expect_aligned("swiglu_forward", {{"out", out}, {"inp", inp}});
     dispatch_chunks(out.dtype, F, [&](auto chunk) {
@@ -87,8 +89,7 @@ void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
 
 void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) {
     const int64_t N = dout.rows(), F = dout.cols();
-    check(dinp.data && dout.data && inp.data, "swiglu_backward: dinp is ", dinp.describe(), ", dout is ",
-          dout.describe(), ", inp is ", inp.describe());
+    check(dinp.data && dout.data && inp.data, "swiglu_backward: dinp is ", dinp, ", dout is ", dout, ", inp is ", inp);
     expect("swiglu_backward", "inp", inp.view({inp.rows(), inp.cols()}), dout.dtype, {N, 2 * F});
     expect("swiglu_backward", "dinp", dinp.view({dinp.rows(), dinp.cols()}), dout.dtype, {N, 2 * F});
     expect_aligned("swiglu_backward", {{"dinp", dinp}, {"dout", dout}, {"inp", inp}});

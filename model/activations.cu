@@ -111,7 +111,7 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
         workspace.dnorm = take.keep("gradients of activations", c.C);
         model.attention->take_gradients(take, c, workspace.dattention);
         model.feed_forward->take_gradients(take, c, workspace.dfeed_forward);
-        workspace.links = arena.take("shared by layers", DType::i32, {2, N});
+        workspace.embedding_scratch = arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N)});
         scratch_n = std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
                               model.attention->scratch_n(c, B, T), model.feed_forward->scratch_n(c, B, T)});
     }

@@ -262,7 +262,7 @@ struct Workspace {
     Tensor branch;  // (N, C): output of an attention or feed-forward, until the next norm adds it to the stream
     Tensor dresidual, dnorm;          // (N, C): gradients of the residual stream, and of a norm's output
     Slots dattention, dfeed_forward;  // gradients of what the sub-layers keep, in the same places
-    Tensor scratch, links;
+    Tensor scratch, embedding_scratch;
     WeightGradients* later = nullptr;  // if set: the blocks' weight gradients are queued there
 };
 // training: with what a backward needs. For micro-batches of B x T tokens, whatever their number.

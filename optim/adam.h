@@ -1,5 +1,5 @@
-// optim/adam.h: the maths of Adam and AdamW, for adam.cu and adamw.cu, Muon's other parameters, 8-bit Adam, and the host
-// (adam_host.cu).
+// optim/adam.h: the maths of Adam and AdamW, for adam.cu and adamw.cu, Muon's other parameters, 8-bit Adam, and the
+// host (adam_host.cu).
 //                             (Kingma & Ba 2015, arXiv:1412.6980; Loshchilov & Hutter 2019, arXiv:1711.05101)
 //
 //   g  = g + weight_decay * w               Adam only: decay as the gradient of an L2 term in the loss

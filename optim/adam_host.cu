@@ -1,12 +1,14 @@
-// adam_host.cu: Adam and AdamW on the host's cores, in host memory.                  (ZeRO-Offload: arXiv:2101.06840, section 4.1)
+// adam_host.cu: Adam and AdamW on the host's cores, in host memory.                  (ZeRO-Offload:
+// arXiv:2101.06840, section 4.1)
 //
-//     host function in a stream        ... | update | ...        reads norm_scale and gradients that copies before it brought,
+//     host function in a stream        ... | update | ...
+//     reads norm_scale and gradients that copies before it brought,
 //                                                                writes weights that copies after it take away
 //
-// The maths is optim/adam.h's, the same function that the device's kernels call. What a block of threads is there is a loop over a
-// tile here: g++ makes SIMD of it (16 elements an instruction with AVX-512), and OpenMP gives each core its share of the tiles.
-// An element reads g, m, v, w and writes m, v, w and perhaps a copy: 28 bytes, as on the device. So memory decides here, too: a
-// server with 200 GB/s updates 7 billion parameters a second.
+// The maths is optim/adam.h's, the same function that the device's kernels call. What a block of threads is there is a
+// loop over a tile here: g++ makes SIMD of it (16 elements an instruction with AVX-512), and OpenMP gives each core its
+// share of the tiles. An element reads g, m, v, w and writes m, v, w and perhaps a copy: 28 bytes, as on the device. So
+// memory decides here, too: a server with 200 GB/s updates 7 billion parameters a second.
 //
 // g++ compiles this file for both devices (no kernel, no launch), with -march=native and without contraction to fmaf.
 #include "optim/adam.h"

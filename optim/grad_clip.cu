@@ -100,8 +100,8 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) 
     const int64_t n = grads.n(), n_chunks = n / kChunkN, n_rest = n % kChunkN;
     expect("sum_squares", "sum", sum, DType::f32, {2});
     expect("sum_squares", "grads", grads, grads.dtype, {-1});
-    check(scratch.dtype == DType::f32 && scratch.n() >= grad_norm_scratch_n(n), "sum_squares: scratch is ",
-          scratch.describe(), ", expected at least f32 (", grad_norm_scratch_n(n), ")");
+    check(scratch.dtype == DType::f32 && scratch.n() >= grad_norm_scratch_n(n), "sum_squares: scratch is ", scratch,
+          ", expected at least f32 (", grad_norm_scratch_n(n), ")");
     check(is_aligned(scratch.data, sizeof(double)), "sum_squares: scratch must be on an 8-byte boundary");
 
     double* sums = static_cast<double*>(scratch.data);

@@ -38,14 +38,15 @@ void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tenso
 int64_t grad_norm_scratch_n(int64_t n);
 
 // The two halves of grad_norm, for gradients that lie in several arrays or on several ranks.
-// sum: (2) f32 = {high, low}: a double as the f32 nearest to it and what that leaves over, so that collectives can add it.
+// sum: (2) f32 = {high, low}: a double as the f32 nearest to it and what that leaves over, so that collectives can
+// add it.
 void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
 // sums: (k, 2), rows like `sum`.
 void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // loss_scaler.cu: the factor on the loss that keeps f16 gradients from becoming 0     (Micikevicius et al. 2018,
-// arXiv:1710.03740). Every gradient is `scale` times as large; grad_norm's unscale = 1 / scale takes it back in f32.
+// arXiv:1710.03740). Every gradient is `scale` times as large; grad_norm multiplies by unscale = 1 / scale in f32.
 //   dynamic   an overflow: scale *= backoff, and the step is skipped (its norm is not finite: no update)
 //             `interval` steps in a row without one: scale *= growth, up to `largest`
 //   static    scale stays
@@ -66,7 +67,7 @@ struct LossScaler {
     int64_t overflows = 0;   // in a row
 
     explicit LossScaler(const LossScaleOptions& options);
-    // Error when it cannot go on: a dynamic scale that falls below 1, 20 overflows in a row of a static one.
+    // Error when training cannot continue: a dynamic scale falls below 1, or a static one overflows 20 times in a row.
     void update(bool overflow);
 };
 
@@ -79,10 +80,10 @@ struct Tile {
     int64_t first;        // offset of its first element in the flat values and gradients
     int64_t state_first;  // and in the optimizer's states: the same, unless these are packed
     int32_t n;
-    float decay;   // 1 where weight decay applies, otherwise 0
-    uint64_t key;  // hash_name of the parameter's name: with
-    int64_t
-        element;  // its first element's place in the (whole) parameter, a multiple of tile_n, it addresses random numbers
+    float decay;  // 1 where weight decay applies, otherwise 0
+    // The random numbers of stochastic rounding are addressed by the parameter and the element, not by where they lie:
+    uint64_t key;     // hash_name of the parameter's name
+    int64_t element;  // index of the tile's first element in the whole parameter, a multiple of tile_n
 };
 constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
 // packed: the states of these parameters lie side by side, without the parameters that are not among them.
@@ -93,12 +94,12 @@ std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = 
 //
 //   name        file           state bytes a parameter     usual lr (with warmup, for language models)
 //   sgd         sgd.cu         0                           0.1       w -= lr g
-//   momentum    sgd.cu         4    m                      0.05      heavy ball
-//   nesterov    sgd.cu         4    m                      0.05      heavy ball, looking ahead
-//   adagrad     adagrad.cu     4    v                      1e-2      g over the root of the sum of all squares
-//   rmsprop     rmsprop.cu     4    v                      1e-3      g over the root of the recent mean square
-//   adam        adam.cu        8    m, v                   1e-3      mean of g over that root; weight decay as L2
-//   adamw       adamw.cu       8    m, v                   1e-3      the same; weight decay beside it
+//   momentum    sgd.cu         4    m                      0.05      a decaying sum of g (heavy ball)
+//   nesterov    sgd.cu         4    m                      0.05      the same, one gradient further
+//   adagrad     adagrad.cu     4    v                      1e-2      g / square root of the sum of all squares
+//   rmsprop     rmsprop.cu     4    v                      1e-3      g / square root of the decaying mean of squares
+//   adam        adam.cu        8    m, v                   1e-3      m / sqrt(v); weight decay is part of g (L2)
+//   adamw       adamw.cu       8    m, v                   1e-3      m / sqrt(v); weight decay is added to the step
 //   adafactor   adafactor.cu   ~0   row, col               1e-2      v as an outer product, steps relative to w
 //   lion        lion.cu        4    m                      1e-4      sign of a mean of g
 //   muon        muon.cu        4    m  (matrices)          2e-2      orthogonalised momentum; AdamW for the rest
@@ -123,16 +124,17 @@ struct Weights {
 // Every optimizer reads the fields that its maths names. Start from default_optimizer_options(name): the defaults below
 // are AdamW's, as GPT-3 and LLaMA were trained.
 struct OptimizerOptions {
-    float beta1 = 0.9f;             // memory of the mean of g           (adam, adamw, adam8bit, lion, muon's AdamW)
-    float beta2 = 0.95f;            // memory of the mean of g^2, and rmsprop's; in lion: memory of m
+    float beta1 = 0.9f;             // decay rate of the first moment, m      (adam, adamw, adam8bit, muon's AdamW);
+                                    // lion: share of m in the step's direction
+    float beta2 = 0.95f;            // decay rate of the second moment, v     (those, rmsprop);  lion: of m
     float eps = 1e-8f;              // added to the root that divides; adafactor: smallest mean square
     float weight_decay = 0.1f;      // adamw, adam8bit, lion, muon, adafactor: w -= lr wd w.  Others: g += wd w
     float momentum = 0.9f;          // momentum, nesterov, muon
     float decay_power = 0.8f;       // adafactor: beta2 at step t is 1 - t^-decay_power
     float clip_threshold = 1;       // adafactor: largest root mean square of an update before lr
-    float min_scale = 1e-3f;        // adafactor: a parameter counts as at least so large
+    float min_scale = 1e-3f;        // adafactor: lower limit of a parameter's root mean square, which scales its steps
     int ns_steps = 5;               // muon: Newton-Schulz iterations
-    DType ns_dtype = DType::f32;    // muon: precision of their matrices; bf16 is what GPUs do fast
+    DType ns_dtype = DType::f32;    // muon: precision of their matrices; on GPUs bf16 is many times faster
     float adamw_lr_ratio = 0.015f;  // muon: lr of the parameters that AdamW updates / lr of the matrices
 };
 
@@ -152,30 +154,30 @@ class Optimizer {
     // After arena.reserve(): zeroes the states and uploads tables.
     virtual void init(cudaStream_t stream) = 0;
     // One update of all parameters. grads: flat (n), f32, or of the 16-bit dtype of the weights. norm_scale:
-    // grad_norm's result; a scale of NaN leaves values, copy and states as they are. t counts updates from 1, and only those that
-    // happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no parameter (gaps,
-    // padding of the flat arrays) are never touched.
+    // grad_norm's result; a scale of NaN leaves values, copy and states as they are. t counts updates from 1, and only
+    // those that happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no
+    // parameter (gaps, padding of the flat arrays) are never touched.
     virtual void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
                       cudaStream_t stream) = 0;
     virtual std::vector<OptimizerState> states() const = 0;
-    // f32 elements of scratch that step() writes before it reads them. Optimizers that take turns may share it; hand it over
-    // before the first step. make_optimizer does, unless it is told otherwise.
+    // f32 elements of scratch that step() writes before it reads them. Optimizers that take turns may share it; hand it
+    // over before the first step. make_optimizer does, unless it is told otherwise.
     virtual int64_t scratch_n() const { return 0; }
     virtual void use_scratch(Tensor) {}
 };
 
-// Takes states, tables and scratch from the arena, also a counting one: construct it while the arena counts, reserve(),
-// and construct it again. n: elements of the flat arrays. An unknown name is an Error that lists the names.
+// Takes states, tables and scratch from the arena, also from one that counts: construct it while the arena counts,
+// reserve(), and construct it again. n: elements of the flat arrays. An unknown name is an Error that lists the names.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
                                           int64_t n, const OptimizerOptions& options, bool own_scratch = true);
-// adam_host.cu: adam and adamw on the host's cores, for states that do not fit on the device (--offload). The same updates, bit
-// for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and step() puts the update on
-// the stream, as a host function that reads them when the stream gets there; only one at a time may be under way. The copy may
-// also be missing beside f32 values. Another name is an Error.
+// adam_host.cu: adam and adamw on the host's cores, for states that do not fit on the device (--offload). The same
+// updates, bit for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and
+// step() puts the update on the stream, as a host function that reads them when the stream gets there; only one at a
+// time may be under way. The copy may also be missing beside f32 values. Another name is an Error.
 std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
                                                int64_t n, const OptimizerOptions& options);
 bool has_host_optimizer(const std::string& name);
-// Where a parameter may be cut between ranks: at multiples of so many elements. 0: nowhere, its update needs all of it.
+// A parameter may be sharded between ranks at multiples of so many elements. 0: nowhere, its update needs all of it.
 int64_t optimizer_granularity(const std::string& name);
 std::vector<std::string> optimizer_names();
 OptimizerOptions default_optimizer_options(const std::string& name);

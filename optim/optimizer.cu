@@ -13,9 +13,9 @@ struct Entry {
     OptimizerOptions defaults;
 };
 
-// Learning rates: those with which the small default model of train_gpt trained well in 150 steps. Other defaults: those
-// of the paper or of PyTorch, where language models have no habit of their own. Lion's steps are all of length lr, so
-// its lr is smaller than AdamW's, and its weight decay larger.
+// Learning rates: those with which the small default model of train_gpt trained well in 150 steps. Other defaults:
+// those of the paper or of PyTorch, where language models have no habit of their own. Lion's steps are all of length
+// lr, so its lr is smaller than AdamW's, and its weight decay larger.
 const std::vector<Entry>& entries() {
     static const std::vector<Entry> table = {
         {"sgd", make_sgd, 0.3, kTileN, {.weight_decay = 0}},
@@ -84,8 +84,8 @@ void check_optimizer_input(const char* name, const std::vector<Param>& params, i
     positive("ratio of AdamW's learning rate", o.adamw_lr_ratio);
     check(o.ns_steps >= 1 && o.ns_steps <= 100, name, ": ", o.ns_steps, " Newton-Schulz steps: it must be 1 to 100");
     for (const Param& param : params)
-        check(param.offset >= 0 && param.offset + param.value.n() <= n, name, ": ", param.name, " ",
-              param.value.describe(), " at offset ", param.offset, " is not inside the ", n, " flat elements");
+        check(param.offset >= 0 && param.offset + param.value.n() <= n, name, ": ", param.name, " ", param.value,
+              " at offset ", param.offset, " is not inside the ", n, " flat elements");
 }
 
 void check_optimizer_step(const char* name, int64_t n, const Weights& weights, Tensor grads, Tensor norm_scale,

@@ -70,10 +70,11 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 Values de = rounded(random_values(rows * C, 4), gradient_dtype),
                        dp = rounded(random_values((T + 2) * C, 5), gradient_dtype);
                 const std::vector<int32_t> ids = random_tokens(s);
-                Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), dout(dtype, {B, T, C}, dy);
+                Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T)}),
+                    dout(dtype, {B, T, C}, dy);
                 Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
                 tokens.set_integers(ids);
-                embedding_backward(dwte, dwpe, dout, tokens, {}, links, device().stream);
+                embedding_backward(dwte, dwpe, dout, tokens, {}, scratch, device().stream);
                 for (int64_t i = 0; i < B * T; ++i)
                     for (int64_t c = 0; c < C; ++c) {
                         de[at(ids[static_cast<size_t>(i)], c, C)] +=
@@ -87,7 +88,7 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 check_close(dwpe.values(), dp, unit_roundoff(gradient_dtype), absolute, "embedding dwpe, " + what);
                 // Once more, without positions: the same bits are added to dwte, and dwpe stays.
                 const std::vector<unsigned char> positions = dwpe.bits(), first = dwte.bits();
-                embedding_backward(dwte, {}, dout, tokens, {}, links, device().stream);
+                embedding_backward(dwte, {}, dout, tokens, {}, scratch, device().stream);
                 CHECK(dwpe.bits() == positions);
                 CHECK((dwte.bits() != first));
             }
@@ -108,15 +109,16 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
                 const bool begins = i % T == 0 || uniform(9, 9, static_cast<uint64_t>(i)) < 0.2;
                 positions[static_cast<size_t>(i)] = begins ? 0 : positions[static_cast<size_t>(i - 1)] + 1;
             }
-            Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}), links(DType::i32, {2, B * T}),
-                wte(dtype, {rows, C}, e), wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy),
-                dwpe(DType::f32, {T, C}, dp), dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))),
+            Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}),
+                scratch(DType::i32, {embedding_backward_scratch_n(B * T)}), wte(dtype, {rows, C}, e),
+                wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy), dwpe(DType::f32, {T, C}, dp),
+                dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))),
                 dwte_without(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C)));
             tokens.set_integers(ids);
             places.set_integers(positions);
             embedding_forward(out, tokens, places, wte, wpe, device().stream);
-            embedding_backward(dwte, dwpe, dout, tokens, places, links, device().stream);
-            embedding_backward(dwte_without, {}, dout, tokens, {}, links, device().stream);
+            embedding_backward(dwte, dwpe, dout, tokens, places, scratch, device().stream);
+            embedding_backward(dwte_without, {}, dout, tokens, {}, scratch, device().stream);
             for (int64_t i = 0; i < B * T; ++i)
                 for (int64_t c = 0; c < C; ++c) {
                     const int64_t position = positions[static_cast<size_t>(i)];
@@ -135,7 +137,7 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
             std::vector<unsigned char> bits[2];
             for (const bool given : {false, true}) {
                 dwpe.set(dp);
-                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, links,
+                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, scratch,
                                    device().stream);
                 bits[given] = dwpe.bits();
             }
@@ -143,15 +145,65 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
         }
 }
 
-TEST_CASE("embedding backward links the positions of each token in order", "[embedding]") {
-    Buffer tokens(DType::i32, {2, 3}), links(DType::i32, {2, 6}), dout(DType::f32, {2, 3, 1}),
-        dwte(DType::f32, {10, 1}, Values(10));
-    tokens.set_integers({7, 2, 7, 7, 2, 9});  // the picture in embedding.cu
-    // In ascending order 1 + 2^24 - 2^24 is 0: the 1 is lost. In another order it would not be.
-    dout.set({1, 5, 0x1p24, -0x1p24, 6, 7});
-    embedding_backward(dwte, {}, dout, tokens, {}, links, device().stream);
-    CHECK(links.values() == Values{2, 4, 3, -1, -1, -1, -1, -1, 0, 2, 1, -1});
-    CHECK(dwte.values() == Values{0, 0, 11, 0, 0, 0, 0, 0, 0, 7});
+// Sums are ordered, so float32 loops in that order have the same bits. Ids of all kinds, at lengths around the sort's runs of 32
+// places, with one digit of 4 bits and with several.
+TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]") {
+    const int64_t C = 5;
+    int i = 0;
+    for (int64_t N : {1, 31, 32, 33, 1000, 5000})
+        for (int64_t rows : {int64_t{1}, int64_t{16}, int64_t{17}, int64_t{4097}})
+            for (const char* kind : {"random", "skewed", "descending", "one id"}) {
+                const std::string ids_kind = kind;
+                std::vector<int32_t> ids(static_cast<size_t>(N));
+                for (size_t k = 0; k < ids.size(); ++k) {
+                    const double u = uniform(3, static_cast<uint64_t>(i), k), last = static_cast<double>(rows - 1);
+                    ids[k] = ids_kind == "random"       ? static_cast<int32_t>(u * static_cast<double>(rows))
+                             : ids_kind == "skewed"     ? static_cast<int32_t>(last * u * u * u * u)
+                             : ids_kind == "descending" ? static_cast<int32_t>((N - 1 - static_cast<int64_t>(k)) % rows)
+                                                        : static_cast<int32_t>(rows - 1);
+                }
+                const Values dy = rounded(random_values(N * C, 8, 1000.0), DType::f32),
+                             before = rounded(random_values(rows * C, 9), DType::f32);
+                std::vector<float> sums(static_cast<size_t>(rows * C));
+                for (int64_t k = 0; k < N; ++k)
+                    for (int64_t c = 0; c < C; ++c)
+                        sums[at(ids[static_cast<size_t>(k)], c, C)] += static_cast<float>(dy[at(k, c, C)]);
+                Values expected = before;
+                for (size_t k = 0; k < sums.size(); ++k) expected[k] = static_cast<float>(before[k]) + sums[k];
+                Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N)}),
+                    dout(DType::f32, {1, N, C}, dy), dwte(DType::f32, {rows, C}, before);
+                tokens.set_integers(ids);
+                embedding_backward(dwte, {}, dout, tokens, {}, scratch, device().stream);
+                INFO(N << " places, " << rows << " rows, " << kind);
+                CHECK((dwte.values() == rounded(expected, DType::f32)));
+                ++i;
+            }
+}
+
+// 16 times as many places, none of which recurs or all of which have the same id, may take 16 times as long. What grows with
+// the square takes 256 times as long, and fails by a factor of 4; a busy machine does not slow down the best of 5 that much.
+TEST_CASE("embedding backward takes time in proportion to the number of places", "[embedding]") {
+    const auto seconds = [](int64_t N, bool recurring) {
+        std::vector<int32_t> ids(static_cast<size_t>(N));
+        if (!recurring) std::iota(ids.begin(), ids.end(), 0);
+        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N)}),
+            dout(DType::f32, {1, N, 1}, Values(static_cast<size_t>(N))),
+            dwte(DType::f32, {N, 1}, Values(static_cast<size_t>(N)));
+        tokens.set_integers(ids);
+        double best = 1e9;
+        for (int i = 0; i < 5; ++i) {
+            const double start = seconds_now();
+            embedding_backward(dwte, {}, dout, tokens, {}, scratch, device().stream);
+            cudaCheck(cudaStreamSynchronize(device().stream));
+            best = std::min(best, seconds_now() - start);
+        }
+        return best;
+    };
+    for (bool recurring : {false, true}) {
+        const double few = seconds(1 << 12, recurring), many = seconds(1 << 16, recurring);
+        INFO((recurring ? "one id: " : "no id recurs: ") << 1e3 * few << " ms, then " << 1e3 * many << " ms");
+        CHECK(many < 64 * few);
+    }
 }
 
 TEST_CASE("embedding backward is the transpose of embedding forward", "[embedding]") {
@@ -159,14 +211,14 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     const Case s{3, 17, 20, 9};
     const auto [B, T, C, rows] = s;
     const Values e = random_values(rows * C, 1), p = random_values(T * C, 2), dy = random_values(B * T * C, 3);
-    Buffer tokens(DType::i32, {B, T}), links(DType::i32, {2, B * T}), wte(DType::f32, {rows, C}, e),
-        wpe(DType::f32, {T, C}, p);
+    Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T)}),
+        wte(DType::f32, {rows, C}, e), wpe(DType::f32, {T, C}, p);
     Buffer out(DType::f32, {B, T, C}), dout(DType::f32, {B, T, C}, dy),
         dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
     Buffer dwpe(DType::f32, {T, C}, Values(T * C, 0.0));
     tokens.set_integers(random_tokens(s));
     embedding_forward(out, tokens, {}, wte, wpe, device().stream);
-    embedding_backward(dwte, dwpe, dout, tokens, {}, links, device().stream);
+    embedding_backward(dwte, dwpe, dout, tokens, {}, scratch, device().stream);
     const auto dot = [](const Values& a, const Values& b) {
         return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
     };
@@ -189,8 +241,8 @@ TEST_CASE("embedding stops at a token beyond the table", "[embedding][errors]") 
 
 TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors]") {
     Buffer out(DType::f32, {2, 3, 8}), tokens(DType::i32, {2, 3}), wte(DType::f32, {5, 8}), wpe(DType::f32, {3, 8});
-    Buffer links(DType::i32, {2, 6}), short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}),
-        half(DType::bf16, {5, 8});
+    Buffer scratch(DType::i32, {embedding_backward_scratch_n(6)}), places(DType::i32, {2, 6}),
+        short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}), half(DType::bf16, {5, 8});
     const auto s = device().stream;
     CHECK_THROWS_WITH(embedding_forward(flat, tokens, {}, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
     CHECK_THROWS_WITH(embedding_forward(out, wte, {}, wte, wpe, s), ContainsSubstring("embedding_forward: tokens"));
@@ -198,21 +250,21 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, wte, half, s), ContainsSubstring("embedding_forward: wpe"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, wte, short_wpe, s),
                       ContainsSubstring("embedding_forward: wpe has 2 positions, but T is 3"));
-    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, {}, links, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, {}, scratch, s),
                       ContainsSubstring("embedding_backward: dwpe"));
-    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, {}, links, s),
+    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, {}, scratch, s),
                       ContainsSubstring("embedding_backward: dwte"));
-    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, links, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, scratch, s),
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, tokens, s),
-                      ContainsSubstring("embedding_backward: links"));
-    CHECK_THROWS_WITH(embedding_forward(out, tokens, links, wte, wpe, s),
+                      ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 28"));
+    CHECK_THROWS_WITH(embedding_forward(out, tokens, places, wte, wpe, s),
                       ContainsSubstring("embedding_forward: positions"));
-    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, links, links, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, scratch, s),
                       ContainsSubstring("embedding_backward: positions"));
     const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, shifted, {}, s),
                       ContainsSubstring("embedding_forward: wte starts at"));
-    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, links, s),
+    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, scratch, s),
                       ContainsSubstring("embedding_backward: dwte starts at"));
 }

@@ -48,7 +48,7 @@ class Large {
     }
     Large& tokens(int64_t below, uint64_t key) {
         const int blocks = narrow(ceil_div(tensor_.n(), 256), "blocks");
-        fill_tokens_kernel<<<blocks, 256>>>(tensor_.ptr<int32_t>(), tensor_.n(), static_cast<int>(below), key);
+        fill_tokens_kernel<<<blocks, 256>>>(tensor_.ptr<int32_t>(), tensor_.n(), static_cast<int>(below), 1, key);
         cudaCheckLaunch();
         return *this;
     }
@@ -235,13 +235,14 @@ TEST_CASE("full size: embedding", "[full_size]") {
         embedding_forward(small_out, tokens.rows(first, kCount), {}, wte, wpe, nullptr);
         check_same(out.rows(first, kCount), small_out, concat("out, sequence ", first));
     }
-    Large dwte(kDType, {V, C}), dwpe(kDType, {T, C}), links(DType::i32, {2, B * T});
-    Large small_dwte(kDType, {V, C}), small_dwpe(kDType, {T, C}), small_links(DType::i32, {2, kCount * T});
+    Large dwte(kDType, {V, C}), dwpe(kDType, {T, C}), scratch(DType::i32, {embedding_backward_scratch_n(B * T)});
+    Large small_dwte(kDType, {V, C}), small_dwpe(kDType, {T, C}),
+        small_scratch(DType::i32, {embedding_backward_scratch_n(kCount * T)});
     for (const int64_t first : places(B, T * C)) {
         out.normal(4).only(first, kCount), dwte.zero(), dwpe.zero(), small_dwte.zero(), small_dwpe.zero();
-        embedding_backward(dwte, dwpe, out, tokens, {}, links, nullptr);
-        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {}, small_links,
-                           nullptr);
+        embedding_backward(dwte, dwpe, out, tokens, {}, scratch, nullptr);
+        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {},
+                           small_scratch, nullptr);
         check_same(dwte, small_dwte, concat("dwte, sequence ", first), kOtherOrder);
         check_same(dwpe, small_dwpe, concat("dwpe, sequence ", first), kOtherOrder);
     }

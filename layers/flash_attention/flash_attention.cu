@@ -82,7 +82,8 @@ __global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads
 
 void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadColumns& out, cudaStream_t stream) {
     const int64_t n_rows = a.B * a.q.count * a.T;
-    dispatch_chunks(out.rows.dtype, out.D, [&](auto chunk) {
+    const int64_t chunk_of = a.packed ? out.D : 1;  // heads that are not packed go one element at a time
+    dispatch_chunks(out.rows.dtype, chunk_of, [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const RowTeams teams = row_teams(n_rows, out.D, kN);
@@ -97,21 +98,27 @@ void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadC
 
 constexpr int64_t kMaxD = 192;
 
-// Rows of (B, T, columns) in which `heads` find their place, every head on a 16-byte boundary.
+// Rows of (B, T, columns) in which `heads` find their place.
 void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t B, int64_t T,
                  int64_t count, int64_t D) {
     expect(operation, name, heads.rows, dtype, {B, T, -1});
     check(heads.count == count && heads.D == D, operation, ": ", name, " has ", heads.count, " heads of ", heads.D,
           " columns, expected ", count, " of ", D);
-    const int64_t columns = heads.rows.shape[2], stride = heads.head_stride(),
-                  pack = 16 / static_cast<int64_t>(dtype_bytes(dtype));
+    const int64_t columns = heads.rows.shape[2], stride = heads.head_stride();
     check(heads.column >= 0 && stride >= D && heads.column + (count - 1) * stride + D <= columns, operation, ": ", name,
           "'s ", count, " heads of ", D, " columns, ", stride, " apart, from column ", heads.column,
           " on, are not inside of ", columns, " columns");
-    check(heads.column % pack == 0 && stride % pack == 0 && columns % pack == 0, operation, ": ", name,
-          "'s heads start at column ", heads.column, ", ", stride, " apart, in rows of ", columns,
-          " columns: each must be a multiple of ", pack);
     expect_aligned(operation, {{name, heads.rows}});
+}
+
+// Do all rows of these heads start and end at multiples of 16 bytes?
+bool is_packed(std::initializer_list<HeadColumns> all) {
+    for (const HeadColumns& heads : all) {
+        const int64_t pack = 16 / static_cast<int64_t>(dtype_bytes(heads.rows.dtype));
+        for (const int64_t columns : {heads.D, heads.column, heads.head_stride(), heads.rows.cols()})
+            if (columns % pack != 0) return false;
+    }
+    return true;
 }
 
 FlashArguments check_arguments(const char* operation, const char* out_name, const HeadColumns& out, Tensor lse,
@@ -119,15 +126,15 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
                                const FlashAttentionOptions& options) {
     const DType dtype = q.rows.dtype;
     check(q.rows.data && (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16), operation, ": q is ",
-          q.rows.describe(), ", expected f32, bf16 or f16 of (B, T, columns)");
+          q.rows, ", expected f32, bf16 or f16 of (B, T, columns)");
     expect(operation, "q", q.rows, dtype, {-1, -1, -1});
-    const int64_t B = q.rows.shape[0], T = q.rows.shape[1], pack = 16 / static_cast<int64_t>(dtype_bytes(dtype));
-    check(B >= 1 && T >= 1, operation, ": q is ", q.rows.describe(), ": there must be a token");
-    check(T < (1 << 30) && B < (1 << 16) && q.count < (1 << 16), operation, ": q is ", q.rows.describe(), " with ",
-          q.count, " heads: too large");
+    const int64_t B = q.rows.shape[0], T = q.rows.shape[1];
+    check(B >= 1 && T >= 1, operation, ": q is ", q.rows, ": there must be a token");
+    check(T < (1 << 30) && B < (1 << 16) && q.count < (1 << 16), operation, ": q is ", q.rows, " with ", q.count,
+          " heads: too large");
     for (const auto& [D, name] : {std::pair{q.D, "q"}, std::pair{v.D, "v"}})
-        check(D >= 1 && D <= kMaxD && D % pack == 0, operation, ": heads of ", name, " have ", D,
-              " columns; multiples of ", pack, " up to ", kMaxD, " are possible");
+        check(D >= 1 && D <= kMaxD, operation, ": heads of ", name, " have ", D, " columns; 1 to ", kMaxD,
+              " are possible");
     check(k.count >= 1 && q.count >= 1 && q.count % k.count == 0, operation, ": H = ", q.count,
           " query heads are not a multiple of K = ", k.count, " key/value heads");
     check_heads(operation, "q", q, dtype, B, T, q.count, q.D);
@@ -146,19 +153,23 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     a.B = B, a.T = T;
     a.scale = options.scale, a.causal = options.causal, a.window = options.window == 0 ? T : options.window;
     a.documents = static_cast<const int2*>(options.documents.data);
+    a.packed = is_packed({q, k, v, out});
     return a;
 }
 
-// On an H100 FlashAttention-2, with mma.sync, reaches 35 % of what the tensor cores can do, FlashAttention-3, with wgmma,
-// 75 % (Shah et al. 2024, arXiv:2407.08608). `make bench` times ours: "attention mma" and "attention hopper".
-// On the CPU device each tensor core instruction is played by a function, 30 times slower than its CUDA cores' loops.
-FlashTier automatic_tier(DType dtype) {
+// On an H100 FlashAttention-2, with mma.sync, reaches 35 % of what the tensor cores can do, FlashAttention-3, with
+// wgmma, 75 % (Shah et al. 2024, arXiv:2407.08608). `make bench` times ours: "attention mma" and "attention hopper".
+// On the CPU device each tensor core instruction is emulated by a function, 30 times slower than its CUDA cores' loops.
+// The copy engine moves 16 bytes at least, so heads that are not packed take mma.sync on a Hopper GPU too.
+FlashTier automatic_tier(DType dtype, bool packed) {
     if (dtype == DType::f32 || device().is_cpu) return FlashTier::cuda_cores;
-    return has_wgmma() ? FlashTier::hopper : FlashTier::mma;
+    return packed && has_wgmma() ? FlashTier::hopper : FlashTier::mma;
 }
-FlashTier tier_of(FlashTier wanted, DType dtype) {
-    if (wanted == FlashTier::automatic) return automatic_tier(dtype);
+FlashTier tier_of(const char* operation, FlashTier wanted, DType dtype, bool packed) {
+    if (wanted == FlashTier::automatic) return automatic_tier(dtype, packed);
     expect_flash_tier(wanted, dtype);
+    check(wanted != FlashTier::hopper || packed, operation,
+          ": the tier hopper needs heads that start and end at multiples ", "of 8 columns: use mma or auto");
     return wanted;
 }
 
@@ -197,6 +208,14 @@ void expect_flash_tier(FlashTier tier, DType dtype) {
         check(has_wgmma(), "attention on 'hopper' needs a GPU of compute capability 9.0 (H100, H200): use mma or auto");
 }
 
+void expect_head_size(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
+    expect_flash_tier(tier, dtype);
+    check(D >= 1 && D <= kMaxD && Dv >= 1 && Dv <= kMaxD, "attention: heads of ", D, " columns (values: ", Dv,
+          ") are beyond the ", kMaxD, " that its kernels can have: use more and smaller heads");
+    check(tier != FlashTier::hopper || (D % 8 == 0 && Dv % 8 == 0), "attention on 'hopper' needs head sizes that are ",
+          "multiples of 8, not ", D, " (values: ", Dv, "): use mma or auto");
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
@@ -210,7 +229,7 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
                              const HeadColumns& v, const FlashAttentionOptions& options, cudaStream_t stream) {
     const char* operation = "flash_attention_forward";
     const FlashArguments a = check_arguments(operation, "out", out, lse, q, k, v, options);
-    switch (tier_of(options.tier, q.rows.dtype)) {
+    switch (tier_of(operation, options.tier, q.rows.dtype, a.packed)) {
         case FlashTier::cuda_cores: return flash_forward_cores(a, stream);
         case FlashTier::hopper: return flash_forward_hopper(a, stream);
         default: return flash_forward_mma(a, stream);
@@ -231,9 +250,10 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
     check_heads(operation, "dk", dk, dtype, a.B, a.T, k.count, q.D);
     check_heads(operation, "dv", dv, dtype, a.B, a.T, k.count, v.D);
     a.dq = dq, a.dk = dk, a.dv = dv;
+    a.packed = a.packed && is_packed({out, dq, dk, dv});
     a.delta = scratch_as(operation, scratch, {flash_attention_backward_scratch_n(a.B, a.T, q.count)}).ptr<float>();
     compute_delta(a, dout, out, stream);
-    switch (tier_of(options.tier, dtype)) {
+    switch (tier_of(operation, options.tier, dtype, a.packed)) {
         case FlashTier::cuda_cores: return flash_backward_cores(a, stream);
         case FlashTier::hopper: return flash_backward_hopper(a, stream);
         default: return flash_backward_mma(a, stream);

@@ -1,5 +1,5 @@
-// layers/flash_attention/flash_attention.cuh: what the tiers of flash attention share: where heads lie, who sees whom, the softmax's
-// powers of two. The maths is on the first page of flash_attention.cu.
+// layers/flash_attention/flash_attention.cuh: what the tiers of flash attention share: where heads lie, who sees whom,
+// the softmax's powers of two. The maths is on the first page of flash_attention.cu.
 #pragma once
 
 #include "core/kernel.cuh"
@@ -65,6 +65,7 @@ struct Shape {
     int D, Dv;  // columns of a query and key head, and of a value head
     float scale;
     Mask mask;
+    bool packed;  // rows of every head start and end at multiples of 16 bytes
 };
 
 // What n_rows rows from t0 on see together, and what every one of them sees. Rows behind the last one see nothing.
@@ -109,6 +110,7 @@ struct FlashArguments {
     bool causal;
     int64_t window;
     const int2* documents;
+    bool packed;  // as in Shape
 };
 
 void flash_forward_cores(const FlashArguments& arguments, cudaStream_t stream);
@@ -126,7 +128,8 @@ inline Shape shape_of(const FlashArguments& a) {
             static_cast<int>(a.q.D),
             static_cast<int>(a.v.D),
             a.scale,
-            {static_cast<int>(a.T), static_cast<int>(std::min(a.window, a.T)), a.causal, a.documents}};
+            {static_cast<int>(a.T), static_cast<int>(std::min(a.window, a.T)), a.causal, a.documents},
+            a.packed};
 }
 
 // Calls f with the smallest of the sizes that kernels are compiled for which holds heads of D and Dv columns. The

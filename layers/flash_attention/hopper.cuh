@@ -15,12 +15,12 @@
 //
 //                  operand A                               operand B                              result
 //     scores       X, shared memory, K-major               Y, shared memory, K-major              S, dP in registers
-//     columns      P in registers: S, packed               Y, shared memory, N-major              o, dq, dk, dv likewise
+//     columns      P in registers: S, packed               Y, shared memory, N-major              o, dq, dk, dv, too
 //
 // In both a row of Y is a token, as it lies in device memory: nothing is ever transposed.
 //
-// Registers move from who does not need them to who does: 168 a thread at the start, for three groups of 128 threads
-// 64512 of the 65536 that there are; then the producer's threads keep 24, and the consumers' have 240.
+// Registers are moved from the producer, which needs few, to the consumers: 168 a thread at the start, for three groups
+// of 128 threads 64512 of the 65536 that there are; then the producer's threads keep 24, and the consumers' have 240.
 #pragma once
 
 #include "layers/flash_attention/mma.cuh"

@@ -1,5 +1,5 @@
-// Flash attention on Hopper's tensor cores, backward. The maths is in flash_attention.cu, the tiles and the roles of the
-// warp groups in flash_attention/hopper.cuh.
+// Flash attention on Hopper's tensor cores, backward. The maths is in flash_attention.cu, the tiles and the roles of
+// the warp groups in flash_attention/hopper.cuh.
 //
 // Two kernels that mirror each other: one owns queries and sums dq, the other owns keys and sums dk and dv. In both the
 // rows' two tiles stay in shared memory, and those of the others stream past in a ring of stages. At D = 128:
@@ -24,7 +24,8 @@
 //
 // At the barriers:
 //
-//     full[i]        others of stage i; for dk and dv also their lse and delta, which the 32 lanes of the producer's warp
+//     full[i]        others of stage i; for dk and dv also their lse and delta,
+//     which the 32 lanes of the producer's warp
 //                    bring by ordinary stores (rows of T floats start on no boundary that the copy engine takes)
 //     empty[i]       each of the eight warps of the consumers lets go of a stage by itself: a group that has nothing to
 //                    do with a tile does not multiply, and multiplying is what keeps its four warps in step

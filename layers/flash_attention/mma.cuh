@@ -65,8 +65,18 @@ __device__ __forceinline__ void clear(float (&acc)[kRowTiles][kColumns][4]) {
 // Memory
 
 // Starts the copies of n rows of a head into a tile of kRows x kColumns; the other rows and columns become zeros.
+// packed: rows start and end at multiples of 16 bytes (Shape). Otherwise they are copied element by element, and
+// without cp.async: the barrier that callers put behind cp_async_wait covers these copies too.
 template <int kRows, int kColumns, class Number>
-__device__ __forceinline__ void load_tile(Number* tile, const Number* head, int64_t stride, int n, int D) {
+__device__ __forceinline__ void load_tile(Number* tile, const Number* head, int64_t stride, int n, int D, bool packed) {
+    if (!packed) {
+        for (int i = static_cast<int>(threadIdx.x); i < kRows * kColumns; i += kThreads) {
+            const int row = i / kColumns, column = i % kColumns;
+            tile[row * kPitch<kColumns> + column] =
+                row < n && column < D ? head[row * stride + column] : from_float<Number>(0.0f);
+        }
+        return;
+    }
     constexpr int kPacks = kColumns / 8;  // 16 bytes each; neighbouring threads take neighbouring ones
 #pragma unroll 2
     for (int i = static_cast<int>(threadIdx.x); i < kRows * kPacks; i += kThreads) {
@@ -77,10 +87,10 @@ __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int6
 }
 
 // Writes factor * acc, rounded, to a warp's rows of a head. Pairs of columns, 4 bytes: a quad writes 16 neighbouring
-// bytes.
+// bytes. Where rows are not packed a pair may straddle the row's end, or not be aligned: two stores.
 template <class Number, int kRowTiles, int kTiles>
 __device__ __forceinline__ void store_rows(Number* head, int64_t stride, const float (&acc)[kRowTiles][kTiles][4],
-                                           const float (&factor)[kRowTiles][2], int n_rows, int D) {
+                                           const float (&factor)[kRowTiles][2], int n_rows, int D, bool packed) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -91,9 +101,15 @@ __device__ __forceinline__ void store_rows(Number* head, int64_t stride, const f
             for (int n = 0; n < kTiles; ++n) {
                 const int column = n * 8 + 2 * in_quad();
                 if (column >= D) continue;
-                const float x = factor[m][half];
-                *reinterpret_cast<uint32_t*>(head + row * stride + column) =
-                    pack<Number>(acc[m][n][2 * half] * x, acc[m][n][2 * half + 1] * x);
+                const float first = acc[m][n][2 * half] * factor[m][half],
+                            second = acc[m][n][2 * half + 1] * factor[m][half];
+                Number* to = head + row * stride + column;
+                if (packed) {
+                    *reinterpret_cast<uint32_t*>(to) = pack<Number>(first, second);
+                } else {
+                    to[0] = from_float<Number>(first);
+                    if (column + 1 < D) to[1] = from_float<Number>(second);
+                }
             }
         }
 }

@@ -28,9 +28,10 @@ struct BackwardTile {
 template <class T, int kTokens, class Number>
 __device__ __forceinline__ void load_pair(Number* pair, const Heads<const Number>& x, const Heads<const Number>& y,
                                           int b, int64_t x_head, int64_t y_head, int token, int n, const Shape& shape) {
-    load_tile<kTokens, T::kD>(pair, x.head(b, x_head) + token * x.token_stride, x.token_stride, n, shape.D);
+    load_tile<kTokens, T::kD>(pair, x.head(b, x_head) + token * x.token_stride, x.token_stride, n, shape.D,
+                              shape.packed);
     load_tile<kTokens, T::kDv>(pair + kTokens * kPitch<T::kD>, y.head(b, y_head) + token * y.token_stride,
-                               y.token_stride, n, shape.Dv);
+                               y.token_stride, n, shape.Dv, shape.packed);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -94,7 +95,8 @@ __global__ void __launch_bounds__(kThreads)
         pack_fragments<Number>(dS, dscores);
         multiply_columns(acc, dS, k_tile);  // dq = scale dS k
     }
-    store_rows(dq.head(b, h) + first_row * dq.token_stride, dq.token_stride, acc, factor, mask.T - first_row, shape.D);
+    store_rows(dq.head(b, h) + first_row * dq.token_stride, dq.token_stride, acc, factor, mask.T - first_row, shape.D,
+               shape.packed);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -173,11 +175,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int m = 0; m < T::kRowTiles; ++m) factor[m][0] = factor[m][1] = 1.0f;
     store_rows(dv.head(b, kv) + first_row * dv.token_stride, dv.token_stride, dv_acc, factor, mask.T - first_row,
-               shape.Dv);
+               shape.Dv, shape.packed);
 #pragma unroll
     for (int m = 0; m < T::kRowTiles; ++m) factor[m][0] = factor[m][1] = shape.scale;
     store_rows(dk.head(b, kv) + first_row * dk.token_stride, dk.token_stride, dk_acc, factor, mask.T - first_row,
-               shape.D);
+               shape.D, shape.packed);
 }
 
 template <class Number>

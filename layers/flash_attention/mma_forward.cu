@@ -39,10 +39,10 @@ __global__ void __launch_bounds__(kThreads)
         view_of<true>(mask, b, t0, T::kRows).any;  // of the block; a warp skips what none of its rows sees
     const auto load_keys = [&](int s) {
         load_tile<T::kKeys, T::kD>(k_tile, k_head + s * k.token_stride, k.token_stride, min(T::kKeys, keys.end - s),
-                                   shape.D);
+                                   shape.D, shape.packed);
     };
     load_tile<T::kRows, T::kD>(q_tile, q.head(b, h) + t0 * q.token_stride, q.token_stride, min(T::kRows, mask.T - t0),
-                               shape.D);
+                               shape.D, shape.packed);
     load_keys(keys.first);
     cp_async_commit();
 
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and nobody needs the values of the tile before any more
         load_tile<T::kKeys, T::kDv>(v_tile, v_head + s0 * v.token_stride, v.token_stride, min(T::kKeys, keys.end - s0),
-                                    shape.Dv);
+                                    shape.Dv, shape.packed);
         cp_async_commit();
         const bool work = view.overlaps(s0, T::kKeys);
         if (work) multiply_scores<T::kD>(scores, q_tile + warp_row * kPitch<T::kD>, k_tile);
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kThreads)
             if (in_quad() == 0 && t < mask.T)
                 lse[(b * shape.H + h) * mask.T + t] = fmaf(softmax.max[m][half], scale2, log2f(sum)) * kLn2;
         }
-    store_rows(out.head(b, h) + first_row * out.token_stride, out.token_stride, o, factor, mask.T - first_row,
-               shape.Dv);
+    store_rows(out.head(b, h) + first_row * out.token_stride, out.token_stride, o, factor, mask.T - first_row, shape.Dv,
+               shape.packed);
 }
 
 template <class Number>

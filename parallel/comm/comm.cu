@@ -125,9 +125,8 @@ namespace {
 void check_pair(const char* what, const Tensor& out, const Tensor& inp, int64_t out_pieces, int64_t inp_pieces) {
     check(
         inp.dtype == out.dtype && (dtype_bytes(inp.dtype) == 4 || inp.dtype == DType::bf16 || inp.dtype == DType::f16),
-        what, ": out is ", out.describe(), ", inp is ", inp.describe(),
-        "; expected two of one dtype: f32, bf16, f16 or i32");
-    check(out.n() * inp_pieces == inp.n() * out_pieces, what, ": out is ", out.describe(), ", inp is ", inp.describe(),
+        what, ": out is ", out, ", inp is ", inp, "; expected two of one dtype: f32, bf16, f16 or i32");
+    check(out.n() * inp_pieces == inp.n() * out_pieces, what, ": out is ", out, ", inp is ", inp,
           "; expected out : inp = ", out_pieces, " : ", inp_pieces, " elements");
 }
 
@@ -204,11 +203,11 @@ void check_cuts(const char* what, const Tensor& piece, const Tensor& whole, cons
                 int size) {
     check(cuts.size() == static_cast<size_t>(size) + 1 && cuts[0] == 0 && std::is_sorted(cuts.begin(), cuts.end()) &&
               cuts.back() == whole.n(),
-          what, ": ", cuts.size(), " cuts up to ", cuts.empty() ? 0 : cuts.back(), " of ", whole.describe(), " for ",
-          size, " ranks: expected one more than ranks, from 0 to all elements, in order");
+          what, ": ", cuts.size(), " cuts up to ", cuts.empty() ? 0 : cuts.back(), " of ", whole, " for ", size,
+          " ranks: expected one more than ranks, from 0 to all elements, in order");
     const size_t r = static_cast<size_t>(rank);
     check(piece.dtype == whole.dtype && piece.n() == cuts[r + 1] - cuts[r], what, ": rank ", rank, "'s piece is ",
-          piece.describe(), "; expected ", cuts[r + 1] - cuts[r], " elements of ", dtype_name(whole.dtype));
+          piece, "; expected ", cuts[r + 1] - cuts[r], " elements of ", dtype_name(whole.dtype));
 }
 }  // namespace
 

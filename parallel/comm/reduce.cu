@@ -97,8 +97,7 @@ void dispatch_op(ReduceOp op, F&& f) {
 void reduce_into(Tensor acc, Tensor part, ReduceOp op, cudaStream_t stream) {
     const int64_t n = acc.n();
     if (n == 0) return;
-    check(part.n() == n && part.dtype == acc.dtype, "reduce_into: acc is ", acc.describe(), ", part is ",
-          part.describe());
+    check(part.n() == n && part.dtype == acc.dtype, "reduce_into: acc is ", acc, ", part is ", part);
     dispatch_op(op, [&](auto constant) {
         constexpr ReduceOp kOp = decltype(constant)::value;
         if (acc.dtype == DType::i32) {
@@ -116,7 +115,7 @@ void reduce_rows(Tensor out, Tensor parts, int n_parts, ReduceOp op, cudaStream_
     const int64_t n = out.n();
     if (n == 0) return;
     check(parts.n() == n * n_parts && (out.dtype == parts.dtype || out.dtype == DType::f32), "reduce_rows: out is ",
-          out.describe(), ", parts are ", n_parts, " rows in ", parts.describe());
+          out, ", parts are ", n_parts, " rows in ", parts);
     dispatch_op(op, [&](auto constant) {
         constexpr ReduceOp kOp = decltype(constant)::value;
         if (parts.dtype == DType::i32)
@@ -132,7 +131,7 @@ void reduce_rows(Tensor out, Tensor parts, int n_parts, ReduceOp op, cudaStream_
 void convert(Tensor out, Tensor inp, cudaStream_t stream) {
     const int64_t n = out.n();
     if (n == 0) return;
-    check(inp.n() == n, "convert: out is ", out.describe(), ", inp is ", inp.describe());
+    check(inp.n() == n, "convert: out is ", out, ", inp is ", inp);
     dispatch(out.dtype, [&](auto out_zero) {
         dispatch(inp.dtype, [&](auto inp_zero) {
             using Out = decltype(out_zero);
