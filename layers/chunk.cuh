@@ -1,6 +1,6 @@
 // layers/chunk.cuh: the neighbouring elements that one thread handles at a time, and the threads that share a row.
 //
-// A thread moves a chunk of a row at once. How large a chunk should be is the one thing in which the two devices differ:
+// A thread moves a chunk of a row at once. How large a chunk should be is where the two devices differ:
 //
 //   GPU    16 bytes: 4 floats or 8 16-bit numbers. One load instruction then moves 512 bytes a warp. Its addresses must
 //          be multiples of 16, so every row must be whole chunks long; other rows go one element at a time (n = 1).

@@ -2,10 +2,16 @@
 //
 //   y[n, c] = ... + b[c]      so      db[c] = sum over the N rows of dy[n, c]
 //
+// As plain loops:
+//
+//   for c < C:
+//       sum = 0;  for n < N:  sum += dy[n][c]
+//       db[c] += sum
+//
 // The rows are many and the columns few, so one thread a column would leave most of a GPU idle. Two stages: many blocks
 // each sum a chunk of rows into one partial row; then the partial rows are summed. No atomics: every sum has a fixed
-// order, chunk by chunk, and the chunks depend on N and C only.
-// So the result is the same bits on every run and every machine.
+// order, chunk by chunk, and the chunks depend on N and C only. So the result has the same bits on every run and every
+// machine.
 //
 //        inp (N, C)                    partial (R, C) f32               dparam (C)
 //     chunk 0  ████████  --sum-->      ████████  ─┐
@@ -42,7 +48,7 @@ __global__ void column_sum_kernel(float* partial, const T* inp, int64_t N, int64
 }
 
 // Stage 2. A block has 32 columns (threadIdx.x); its warps (threadIdx.y) share the R partial rows: warp y takes the
-// rows y, y + blockDim.y, ... A few partial rows are one warp's, and nobody waits.
+// rows y, y + blockDim.y, ... A few partial rows are summed by one warp, without a barrier.
 template <class T>
 __global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t R, int64_t C) {
     float(*sums)[kWarp] = dynamic_shared<float[kWarp]>();  // (blockDim.y, 32), not used by a single warp

@@ -1,16 +1,22 @@
-// Softmax cross-entropy: how surprised the model is by the token that really came next, in nats.
+// Softmax cross-entropy: minus the log of the probability that the model gave to the token that came next, in nats.
 //
 //   forward     loss_n = -log p_n[target_n],       p_n = softmax(x_n) = exp(x_n - m_n) / s_n      x: logits (N, Vp)
 //                      = log(s_n) + (m_n - x_n[target_n])
 //   backward    dx_n[v] = (p_n[v] - [v == target_n]) dloss
 //
-// The logits are the largest tensor of a training step: 8 x 1024 x 50304 float32 numbers are 1.6 GB. So the gradient
-// takes their place: a row is read once for m and s (layers/softmax.cuh), and once more to turn each x into dx. There
-// is no second buffer, and no probabilities are ever stored.
+// As plain loops, for each row x:
 //
-// Vp >= V: the columns from V on only pad the rows to a size that matrix products like. They are no tokens: they are
-// left out of the sum, and their gradient is zero. Rows with a negative target (padding,
-// prompts) have loss 0 and gradient 0.
+//   m = max(x);  s = 0;  for v < V:  s += exp(x[v] - m)
+//   loss = log(s) + m - x[target]
+//   for v < V:  x[v] = (exp(x[v] - m) / s - (v == target)) * dloss
+//
+// The logits are the largest tensor of a training step: 8 x 1024 x 50304 float32 numbers are 1.6 GB. So the gradient
+// overwrites them: a row is read once for m and s (layers/softmax.cuh), and once more to turn each x into dx. There is
+// no second buffer, and no probabilities are ever stored.
+//
+// Vp >= V: the columns from V on only pad the rows to a size for which matrix products are fast. They are no tokens:
+// they are left out of the sum, and their gradient is zero. Rows with a negative target (padding, prompts) have loss 0
+// and gradient 0.
 #include "layers/layers.h"
 #include "layers/softmax.cuh"
 
@@ -24,7 +30,7 @@ __global__ void cross_entropy_kernel(float* losses, T* logits, const int* target
                                      float dloss) {
     __shared__ float scratch[2 * kWarp];
     const int64_t row = team_row();
-    if (row >= N) return;  // a whole team; a block of several teams has no barrier, so nobody waits for this one
+    if (row >= N) return;  // a whole team; a block of several teams has no barrier that this one could miss
     T* x_row = logits + row * Vp;
     const int first = static_cast<int>(threadIdx.x) * kN, stride = static_cast<int>(blockDim.x) * kN;
     const int target = targets[row];

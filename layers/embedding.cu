@@ -26,8 +26,8 @@
 //     scatter    each run, from its first place on, puts its places at these positions
 //
 // The work is proportional to the number of places, whatever the ids are. A list is never cut into partial sums, since
-// that would change the order of additions; a long one is spread over columns,
-// and its thread loads rows ahead of the additions.
+// that would change the order of additions; a long one is spread over columns, and its threads load rows ahead of the
+// additions.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -62,7 +62,7 @@ __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const in
 // ---------------------------------------------------------------------------------------------------------------------
 // Sorting the places by their ids
 
-// order: the places, as the passes before left them; null before the first pass, when they stand by themselves.
+// order: the places, as the passes before left them; null before the first pass, when place k is the k-th.
 __device__ __forceinline__ int32_t place_at(const int32_t* order, int64_t k) {
     return order ? order[k] : static_cast<int32_t>(k);
 }
@@ -208,8 +208,7 @@ int64_t embedding_backward_scratch_n(int64_t n_places) {
 }
 
 // The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows; equal ids in ascending order of
-// places. An id outside of the table lands anywhere, but no position has its id before it:
-// the kernel that adds up sees it, and stops.
+// places. An id outside of the table may land anywhere, but begins some list, and the kernel that adds up stops at it.
 static const int32_t* sort_places(Tensor ids, int64_t n_rows, Tensor scratch, cudaStream_t stream) {
     const int64_t n_places = ids.n(), n_runs = ceil_div(n_places, kRun);
     int32_t* const orders[2] = {scratch.ptr<int32_t>(), scratch.ptr<int32_t>() + n_places};
@@ -236,8 +235,7 @@ template <class T, class G, int n>
 static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor scratch, cudaStream_t stream) {
     const int64_t C = dout.shape[2], n_places = dout.shape[0] * dout.shape[1];
     const int32_t* order = sort_places(ids, dtable.shape[0], scratch, stream);
-    // At most a warp of columns in a block, so that the list of a frequent token is spread over as many blocks as can
-    // be.
+    // At most a warp of columns in a block, so that the list of a frequent token is spread over many blocks.
     const int64_t x = std::min<int64_t>(kWarp, ceil_div(C, n)), y = 2 * kBlock / x;
     const dim3 grid(static_cast<unsigned>(ceil_div(n_places, y)), static_cast<unsigned>(ceil_div(C, x * n))),
         block(static_cast<unsigned>(x), static_cast<unsigned>(y));

@@ -4,12 +4,19 @@
 //   backward    dinp     = Q(dout) Q(weight)
 //               dweight += Q(dout)^T Q(inp)            Q(x): x rounded to 8 bits
 //
-// Tensor cores multiply 8-bit floats twice as fast as 16-bit ones, and half as many bytes travel. The formats:
+// As plain loops, one scale a tensor:
+//
+//   for x in (inp, weight):  s = largest power of two with s * max|x| <= 448;  codes = round_e4m3(s * x)
+//   for n < N, o < O:
+//       sum = 0;  for c < C:  sum += inp_codes[n][c] * weight_codes[o][c]
+//       out[n][o] = sum / s_inp / s_weight + bias[o]
+//
+// Tensor cores multiply 8-bit floats twice as fast as 16-bit ones, and half as many bytes are moved. The formats:
 //
 //   e4m3    3 mantissa bits, up to 448,   down to 2^-9     weights and activations: digits matter
 //   e5m2    2 mantissa bits, up to 57344, down to 2^-16    gradients: range matters
 //
-// An activation gradient of 1e-7 would be zero in both. So a scale s moves the numbers to where the format is: the
+// An activation gradient of 1e-7 would be zero in both. So a scale s moves the numbers into the format's range: the
 // codes are round(s x), and the product is multiplied by 1/s. With amax = max |x| the best s is one that just fits:
 //
 //   s = the largest power of two with s amax <= 448 (57344)        s = 1 where amax = 0
@@ -26,8 +33,9 @@
 //              takes the current amax: with s = 1 its gradients would all be rounded to zero. During a step the scale
 //              does not move, so that the order of micro-batches does not matter.
 //   block      of 128 numbers along K, of 128 x 128 for weights, each its own. An outlier costs its 127 neighbours, not
-//              the tensor, and in so small a block gradients get by with e4m3's range, and gain its digit. The tensor
-//              cores' sum over each block of K is scaled before it is added to the others: only Hopper has that.
+//              the tensor, and in so small a block e4m3's range is enough for gradients, which gain a bit of precision.
+//              The tensor cores' sum over each block of K is scaled before it is added to the others: only Hopper can
+//              do that.
 //
 // Infinity and NaN. A saturating conversion would turn an overflow into a harmless 448. Here both become NaN, which the
 // products carry on to the gradient norm, where the step is skipped; and an amax is that of the finite numbers, so that
@@ -53,8 +61,8 @@
 // the next step. The blocks of dout^T run along N and not along O: they are quantised again, from 16 bits and not from
 // codes.
 //
-// Bytes: 2 read and 1 written a number (current: 4 read), beside the product's 2 flops for each output channel. Where
-// layers are narrower than some 1000 channels, quantising eats what the product gains.
+// Bytes: 2 read and 1 written a number (current: 4 read), beside the product's 2 flops for each output channel. In
+// layers narrower than about 1000 channels quantising takes longer than the product gains.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -169,6 +177,23 @@ __device__ __forceinline__ void store_transposed(Code* codes_t, const Code (&cod
     }
 }
 
+// Writes a patch's rows of codes: its first number is inp[row][col].
+template <class Code>
+__device__ __forceinline__ void store_straight(Code* to, const Code (&codes)[kPatch][kPatch], int64_t row, int64_t col,
+                                               int64_t rows, int64_t cols) {
+    for (int i = 0; i < kPatch; ++i) {
+        if (row + i >= rows || col >= cols) continue;
+        Code* const at = to + (row + i) * cols + col;
+        if constexpr (kOnCpu) {
+            for (int64_t j = 0; j < min(cols - col, static_cast<int64_t>(kPatch)); ++j) at[j] = codes[i][j];
+        } else {
+            Packed<Code, kPatch> pack;
+            for (int j = 0; j < kPatch; ++j) pack.v[j] = codes[i][j];
+            store_packed(at, pack);
+        }
+    }
+}
+
 template <class T, class Code, Shared kShared, bool kStraight, bool kTransposed>
 __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const T* inp, int64_t rows, int64_t cols) {
     const int y = threadIdx.x / kPatches, x = threadIdx.x % kPatches;  // of the patch
@@ -198,7 +223,7 @@ __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const
         if constexpr (kPatches > 1) {
             __shared__ unsigned parts[kPatches][kTile];
             for (int j = 0; j < kPatch; ++j) parts[y][x * kPatch + j] = most[j];
-            __syncthreads();  // every patch's maxima are there; thread c takes column c, and nobody else's
+            __syncthreads();  // every patch's maxima are there; thread c takes column c alone
             if (threadIdx.x < kTile)
                 for (int k = 1; k < kPatches; ++k)
                     parts[0][threadIdx.x] = max(parts[0][threadIdx.x], parts[k][threadIdx.x]);
@@ -239,23 +264,12 @@ __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const
         }
     }
 
-    if constexpr (kStraight)
-        for (int i = 0; i < kPatch; ++i) {
-            Code* const at = static_cast<Code*>(to.codes) + (row + i) * cols + col;
-            if (row + i >= rows || col >= cols) continue;
-            if constexpr (kOnCpu) {
-                for (int64_t j = 0; j < min(cols - col, static_cast<int64_t>(kPatch)); ++j) at[j] = codes[i][j];
-            } else {
-                Packed<Code, kPatch> pack;
-                for (int j = 0; j < kPatch; ++j) pack.v[j] = codes[i][j];
-                store_packed(at, pack);
-            }
-        }
+    if constexpr (kStraight) store_straight(static_cast<Code*>(to.codes), codes, row, col, rows, cols);
     if constexpr (kTransposed)
         store_transposed(static_cast<Code*>(to.codes_t), codes, first_row, first_col, rows, cols, y, x);
 }
 
-// Between two steps: a thread a state. The oldest amax drops out, this step's comes in.
+// Advances the amax histories between two steps, a thread a state: the oldest amax is dropped, this step's is added.
 __global__ void advance_kernel(float* states, int64_t n) {
     const int64_t i = global_thread();
     if (i >= n) return;

@@ -1,20 +1,26 @@
 // GELU: the Gaussian error linear unit x Phi(x), in the tanh form that GPT-2 uses.
-// (Hendrycks & Gimpel 2016, arXiv:1606.08415)
+//                                                                       (Hendrycks & Gimpel 2016, arXiv:1606.08415)
 //
 //   forward     y = 0.5 x (1 + tanh(u))            u = sqrt(2/pi) (x + 0.044715 x^3)
+//
+// As a plain loop:
+//
+//   for i < n:
+//       u = sqrt(2/pi) * (x[i] + 0.044715 * x[i]^3)
+//       y[i] = 0.5 * x[i] * (1 + tanh(u))
 //
 // Because 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), this is the same as
 //
 //               y = x s(v)                         v = 2u,  s(v) = 1 / (1 + exp(-v))
 //   backward    dx = dy (s + x s (1 - s) v')       v' = sqrt(8/pi) (1 + 3 * 0.044715 x^2)
 //
-// The second form is the one below. 1 + tanh(u) cancels for x << 0, where tanh(u) is just above -1: at x = -5 float32
-// has no digit of y left. s(v) keeps them all, needs one exponential, and overflows nowhere (layers/sigmoid.cuh).
+// The kernels compute the second form. 1 + tanh(u) cancels for x << 0, where tanh(u) is just above -1: at x = -5 no
+// digit of y is left in float32. s(v) keeps them all, needs one exponential, and never overflows (layers/sigmoid.cuh).
 //
-// Rounding: v carries a relative error of some 5 * 2^-24, so exp(-|v|) one of |v| times that; but |v| exp(-|v|) <= 1/e,
-// so the absolute error of y stays below 8 * 2^-24 |x| everywhere: test/test_gelu.cu holds it to that.
+// Rounding: v has a relative error of about 5 * 2^-24, so exp(-|v|) has |v| times that; but |v| exp(-|v|) <= 1/e, so
+// the absolute error of y stays below 8 * 2^-24 |x| everywhere: test/test_gelu.cu checks this bound.
 //
-// Bytes: forward reads and writes each element once, backward reads two and writes one. Both run at memory speed.
+// Bytes: forward reads and writes each element once, backward reads two and writes one. Memory limits both.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 #include "layers/sigmoid.cuh"

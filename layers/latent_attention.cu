@@ -1,15 +1,15 @@
-// Latent attention: MLA over a cache of latents: the absorbed form.       (DeepSeek-V2 2024, arXiv:2405.04434,
-// section 2.1)
+// Latent attention: MLA over a cache of latents, in the absorbed form.
+//                                                           (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1)
 //
 // In training MLA expands every latent c_s (R numbers) to the keys and values of all heads, k_s = Wk c_s and v_s = Wv
-// c_s. When one token a step is generated, that would be done again for the whole context. But both are linear, and so
+// c_s. When one token a step is generated, that would be done again for the whole context. But both are linear, so
 //
-//   q . k_s          =  q . (Wk c_s)        =  (Wk^T q) . c_s           Wk moves into the query
-//   sum_s p_s v_s    =  sum_s p_s (Wv c_s)  =  Wv (sum_s p_s c_s)       Wv moves behind the sum
+//   q . k_s          =  q . (Wk c_s)        =  (Wk^T q) . c_s           Wk is applied to the query instead
+//   sum_s p_s v_s    =  sum_s p_s (Wv c_s)  =  Wv (sum_s p_s c_s)       Wv is applied after the sum instead
 //
 // The H heads then are H query heads over one key/value head: the cache row [c_s | r_s], whose first R columns are the
-// value too. Per token and layer it has R + Dr numbers where expanded ones are H (D + Dv):
-// 576 instead of 40960 in DeepSeek-V3.
+// value too. Per token and layer it has R + Dr numbers where expanded ones are H (D + Dv): 576 instead of 40960 in
+// DeepSeek-V3.
 //
 //   1. fold       query = [Wk^T q | rotated part of q]                              R + Dr
 //   2. the cache  softmax(scale query . row) over the rows seen, tile by tile, with the running maximum m, sum l and
@@ -17,10 +17,18 @@
 //                 o = o exp(m - m') + sum over the tile of exp(score - m') c_s
 //   3. unfold     out = Wv o / l                                                    Dv
 //
-// One block does all three for one head of one token: between them nothing leaves shared memory. H blocks read the same
-// cache rows, from the second one on out of the second-level cache. FLOPs 2 R (Dn + Dv) + 2 S (2 R + Dr) per head, S
-// rows seen: more than the expanded form's 2 S (D + Dv), which is why only decoding uses it: that waits for bytes,
-// and there are 71 times fewer.
+// As plain loops, for one head of one token:
+//
+//   query = Wk^T q[0 ... Dn)                                            # R numbers
+//   for s seen:  score[s] = scale * (dot(query, c[s]) + dot(q[Dn ...), r[s]))
+//   p = softmax(score)
+//   o = sum over s of p[s] * c[s]                                       # R numbers
+//   out = Wv o                                                          # Dv numbers
+//
+// One block does all three steps for one head of one token: between them nothing leaves shared memory. H blocks read
+// the same cache rows; all but the first find them in the second-level cache. FLOPs 2 R (Dn + Dv) + 2 S (2 R + Dr) per
+// head, S rows seen. That is more than the expanded form's 2 S (D + Dv), which is why only decoding uses this form:
+// decoding is limited by the bytes it reads, and here they are 71 times fewer.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -100,7 +108,7 @@ __global__ void __launch_bounds__(kKeys)
             }
             store_chunk(o + r, sum, R - r);
         }
-        __syncthreads();  // nobody reads probs and scratch any more; after the last tile: o is whole
+        __syncthreads();  // all have read probs and scratch; after the last tile: o is complete
     }
     // 3. unfold
     for (int64_t d = threadIdx.x; d < s.Dv; d += kKeys)

@@ -1,14 +1,20 @@
-// Latent keys: putting the keys of multi-head latent attention (MLA) together.
-// (DeepSeek-V2 2024, arXiv:2405.04434)
+// Latent keys: putting the keys of multi-head latent attention (MLA) together.   (DeepSeek-V2 2024, arXiv:2405.04434)
 //
 // A latent is compressed before positions are known, so what is expanded from it cannot be rotated by them: a rotation
-// between the two matrices would keep them from being folded into one (latent_attention.cu). MLA therefore lets some
-// columns of every head carry the position alone, in queries and keys, and all heads share the key's:
+// between the two matrices would keep them from being multiplied into one (latent_attention.cu). Therefore MLA reserves
+// some columns of every head for the position, in queries and keys, and all heads share those of the key:
 //
-//   forward     k_h = [own_h | shared]          own_h (Dn) from the latent; shared (Dr) straight from the input,
-//   rotated backward    down_h = dk_h's first columns;  dshared = sum over h of dk_h's last columns
+//   forward     k_h = [own_h | shared]                      own_h (Dn) from the latent; shared (Dr) from the input,
+//                                                           rotated
+//   backward    down_h = dk_h's first columns               dshared = sum over h of dk_h's last columns
 //
-// Bytes: forward reads Dn and writes Dn + Dr numbers per head and token; backward the other way round. Memory speed.
+// As plain loops, for one token:
+//
+//   for h < H:
+//       keys[h][0 ... Dn) = own[h]                          down[h] = dkeys[h][0 ... Dn)
+//       keys[h][Dn ... Dn + Dr) = shared                    dshared += dkeys[h][Dn ... Dn + Dr)
+//
+// Bytes: forward reads Dn and writes Dn + Dr numbers per head and token; backward the reverse. Memory limits both.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -32,7 +38,7 @@ struct Part {
 };
 
 // Block (t, b, group of heads); threadIdx.y is the head in the group, threadIdx.x the chunk of kN of its Dn + Dr
-// columns, in which own and shared part never meet: n_own chunks are the head's own.
+// columns. A chunk is either own or shared columns, never both: n_own chunks are the head's own.
 template <class Number, int kN>
 __global__ void latent_keys_forward_kernel(Part<Number> keys, Part<const Number> own, Part<const Number> shared,
                                            int n_heads, int n_own) {
@@ -49,8 +55,8 @@ __global__ void latent_keys_forward_kernel(Part<Number> keys, Part<const Number>
     }
 }
 
-// Block (t, b); a thread moves the chunk's own columns of every head, or sums the shared ones over the heads,
-// in their order.
+// Block (t, b); a thread moves the chunk's own columns of every head, or sums the shared ones over the heads, in
+// their order.
 template <class Number, int kN>
 __global__ void latent_keys_backward_kernel(Part<Number> down, Part<Number> dshared, Part<const Number> dkeys,
                                             int n_heads, int n_own) {

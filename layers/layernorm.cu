@@ -1,5 +1,5 @@
 // LayerNorm: every row to mean 0 and variance 1, then a learned scale and shift.
-// (Ba, Kiros & Hinton 2016, arXiv:1607.06450)
+//                                                                    (Ba, Kiros & Hinton 2016, arXiv:1607.06450)
 //
 //   forward     x = inp  or  inp + branch  (the residual add before the norm, fused: it saves a pass over memory)
 //               m = mean_c(x)          r = 1 / sqrt(mean_c((x - m)^2) + eps)
@@ -11,14 +11,20 @@
 //               dx = r (dn - mean_c(dn) - n mean_c(dn n))
 //               + dsum, the gradient that reaches x past the norm, along the residual stream
 //
-//               Why two means are subtracted: y does not change when x is shifted or scaled, so dx has no part along
-//               the all-ones vector and none along n.
+//               Why two means are subtracted: y does not change when a constant is added to x, or x is multiplied by
+//               one, so dx has no component along the all-ones vector and none along n.
 //
-//   The variance is summed from x - m, in a second pass over registers: mean(x^2) - m^2 would cancel for rows whose
-//   mean is large against their spread.
-//   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit,
-//   so each row
-//               is read once and kept in registers. norm.cuh says how. m and r are saved: 2 N floats.
+// As plain loops, for each row:
+//
+//   m = sum(x) / C                                          for c < C:  dn[c] = dy[c] * g[c];  n[c] = (x[c] - m) * r
+//   r = 1 / sqrt(sum((x - m)^2) / C + eps)                  a = sum(dn) / C;  b = sum(dn * n) / C
+//   for c < C:  y[c] = (x[c] - m) * r * g[c] + b[c]         for c < C:  dx[c] = r * (dn[c] - a - n[c] * b) + dsum[c]
+//
+// The variance is summed from x - m, in a second pass over registers: mean(x^2) - m^2 would cancel for rows whose mean
+// is large compared with their spread.
+//
+// Bytes: forward 2 rows read, 2 written (with branch); backward 3 read, 1 written. Memory is the limit, so each row is
+// read once and kept in registers; norm.cuh says how. m and r are saved: 2 N floats.
 //
 // rmsnorm.cu is the same without means: read it first. Rows of more than 8192 channels do not fit.
 #include "layers/layers.h"
@@ -70,8 +76,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
                               const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N,
                               int64_t C) {
-    // One array for each of a row's sums. Whoever writes to one has passed the barrier of the other, which nobody
-    // reaches before having read the first: so two are enough for all rows.
+    // One array for each of a row's two sums. A thread that writes to one has passed the barrier of the other, and all
+    // threads read the first before they reach that barrier: so two arrays are enough for all rows.
     __shared__ float scratch[2][kWarp];
     RowShare<n> dweight, dbias;
     zero_row<n>(dweight, C);

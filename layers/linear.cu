@@ -5,10 +5,16 @@
 //               dweight (O, C) += dout^T (O, N)  inp (N, C)
 //               dbias (O)      += sum over rows of dout
 //
+// As plain loops:
+//
+//   for n < N, o < O:  out[n][o] = bias[o];  for c < C:  out[n][o] += inp[n][c] * weight[o][c]
+//   for n < N, c < C:  dinp[n][c] = 0;       for o < O:  dinp[n][c] += dout[n][o] * weight[o][c]
+//   for o < O, c < C:  for n < N:  dweight[o][c] += dout[n][o] * inp[n][c]
+//
 // Each costs 2 N O C flops, so the backward costs twice the forward: the "6 N" of the scaling papers. The weight is
-// stored (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way. The bias
-// rides in the forward product's epilogue. The two gradients are two functions: dinp is what the layer below waits for,
-// dweight only has to be there before the optimizer, and pipeline schedules fill their gaps with it.
+// stored (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way. The bias is
+// added by the forward product before it stores its result. The two gradients are two functions: the layer below needs
+// dinp at once, while dweight is needed only by the optimizer, so pipeline schedules compute it when a rank must wait.
 #include "layers/layers.h"
 
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {

@@ -1,31 +1,37 @@
-// Matrix product: the one operation that a language model spends its time in, handed to NVIDIA's cuBLASLt (on the CPU
-// device: cpu/cublas_lt.cpp and cpu/sgemm.cpp).
+// Matrix product: the operation that takes most of a language model's time, handed to NVIDIA's cuBLASLt (on the CPU
+// device: cpu/cublas_lt.cpp and cpu/sgemm.cpp). dev/matmul.cu writes it out, from the naive kernel to the fastest.
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
 //
 //   backward    da = dout op(b)^T,  db = op(a)^T dout: two more products of the same kind (linear.cu)
 //
-// cuBLASLt thinks in columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols, rows)
-// with leading dimension cols, so we ask for the transposed product and swap the factors:
+// As plain loops, without transposed factors:
 //
-//   out^T (N, M) = op(b)^T (N, K) op(a)^T (K, M)       "A" is b, "B" is a; a factor that we transpose,
-//   it transposes too
+//   for m < M, n < N:
+//       sum = 0;  for k < K:  sum += a[m][k] * b[k][n]
+//       out[m][n] = alpha * sum + beta * out[m][n] + bias[n]
+//
+// cuBLASLt stores matrices by columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols,
+// rows) with leading dimension cols, so we ask for the transposed product and swap the factors:
+//
+//   out^T (N, M) = op(b)^T (N, K) op(a)^T (K, M)       its "A" is our b, its "B" is our a; a factor is transposed for
+//                                                      it where it is for us
 //
 // and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32,
-// before the one rounding to out's type. Sums are float32 for every type, and float32 factors are not cut to TF32.
+// before the one rounding to out's type. Sums are float32 for every type, and float32 factors are not rounded to TF32.
 //
 // fp8. The tensor cores of Ada and Hopper multiply 8-bit floats twice as fast as 16-bit ones, but read them one way
 // only, with K contiguous in both factors: in cuBLASLt's terms A transposed and B not, in ours b transposed and a not.
-// The scales that the numbers are multiplied by come with them: one for a tensor, or (Hopper) one for each block of 128
-// along K, which then multiplies the partial sum over that block. Hopper adds fp8 products with about 14 bits; we leave
-// cuBLASLt's "fast accumulation" off, so that it moves such sums to float32 registers every few products (DeepSeek-V3,
-// section 3.3.2).
+// The scales that the numbers are multiplied by are passed with them: one for a tensor, or (Hopper) one for each block
+// of 128 along K, which then multiplies the partial sum over that block. Hopper adds fp8 products with about 14 bits;
+// we leave cuBLASLt's "fast accumulation" off, so that it moves such sums to float32 registers every few products
+// (DeepSeek-V3, section 3.3.2).
 //
 // cuBLASLt asks for a description of each matrix, and for an algorithm, which its heuristic chooses from hundreds by
 // type, shape and alignment. That takes longer than a small product, so both are kept in a table: a model has a few
 // dozen products, and after the first step nothing is searched.
 //
-// The device has one workspace: products that run side by side, on two streams, would need one each.
+// The device has one workspace: products that run at the same time, on two streams, would need one each.
 #include "layers/layers.h"
 
 #include <array>
@@ -45,8 +51,8 @@ cudaDataType cuda_type(DType dtype) {
 
 bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
-// All that the choice of an algorithm depends on: two products with equal keys differ in their addresses,
-// alpha and beta only.
+// All that the choice of an algorithm depends on: two products with equal keys differ in their addresses, alpha and
+// beta only.
 struct Product {
     int64_t M, N, K, batch_count;
     DType a_dtype, b_dtype, out_dtype;
@@ -119,7 +125,7 @@ Plan make_plan(const Product& p, const MatmulOptions& options) {
     describe_operand(plan.b, p.b_dtype, p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N, p.batch_count);
     describe_operand(plan.out, p.out_dtype, p.M, p.N, p.batch_count);
 
-    // Unless told of odd addresses, the heuristic offers algorithms that need 256-byte boundaries.
+    // Unless it is told the addresses' alignment, the heuristic offers algorithms that need 256-byte boundaries.
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));

@@ -32,7 +32,7 @@ constexpr int kRowColumns = kOnCpu ? 2048 : 16;
 
 }  // namespace
 
-// How many it does hold, before another thread shares the row. Tests set it to 16, so that the CPU does what a GPU does.
+// How many it does hold before another thread shares the row. Tests set it to 16, so that the CPU does what a GPU does.
 inline int64_t norm_row_columns = kRowColumns;
 
 namespace {
@@ -68,7 +68,7 @@ template <int n>
 __device__ __forceinline__ int64_t chunk_column(int k) {
     return (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * n;
 }
-// How many chunks of a row the loops go through. On a GPU always all K: unrolled, so that every chunk has its registers.
+// How many chunks of a row the loops go through. On a GPU always all K: unrolled, so every chunk has its registers.
 template <int n>
 __device__ __forceinline__ int row_chunks(int64_t C) {
     if constexpr (!kOnCpu) return kRowColumns / n;
@@ -76,7 +76,7 @@ __device__ __forceinline__ int row_chunks(int64_t C) {
 }
 
 // This thread's share of a row of C columns. Behind the row's end it is zero: that adds nothing to a sum. A row behind
-// the last one has C = 0: its threads take part, because the other rows of their warp need all lanes to form their sums.
+// the last one has C = 0: its threads take part, because the other rows of their warp need all lanes for their sums.
 template <int n>
 using RowShare = float[kRowColumns / n][n];
 

@@ -6,17 +6,23 @@
 //   backward    with n = x r, the normalised row:   dg = sum over rows of dy n
 //
 //               dn = dy g.  Through n_c = x_c r(x) with  dr/dx_c = -r^3 x_c / C = -r^2 n_c / C:
-//               dx = r (dn - n mean_c(dn n))        the part of dn along n goes: scaling x does not change y
+//               dx = r (dn - n mean_c(dn n))        dn without its component along n: scaling x does not change y
 //               + dsum, the gradient that reaches x past the norm, along the residual stream
 //
-//   bytes       forward 2 rows read, 2 written (with branch); backward 3 read, 1 written: memory is the limit,
-//   so each row
-//               is read once and kept in registers. norm.cuh says how. r is saved: N floats.
+// As plain loops, for each row:
+//
+//   r = 1 / sqrt(sum(x^2) / C + eps)                        for c < C:  dn[c] = dy[c] * g[c];  n[c] = x[c] * r
+//   for c < C:  y[c] = x[c] * r * g[c]                      a = sum(dn * n) / C
+//                                                           for c < C:  dx[c] = r * (dn[c] - n[c] * a) + dsum[c]
+//                                                           for c < C:  dg[c] += dy[c] * n[c]
+//
+// Bytes: forward 2 rows read, 2 written (with branch); backward 3 read, 1 written. Memory is the limit, so each row is
+// read once and kept in registers; norm.cuh says how. r is saved: N floats.
 //
 // Rows of more than 8192 channels do not fit.
 //
 // What is normalised may also be heads inside of wider rows (Qwen3's queries and keys; the latents of MLA and MFA):
-// then row r of the kernels is head r % heads of token r / heads.
+// then row r of the kernels is head r % heads of token r / heads. A plain row is treated as a single head.
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -24,7 +30,7 @@
 
 namespace {
 
-// Where rows are. Plain ones are one head in rows as wide as itself.
+// Where rows are. A plain row is treated as a single head.
 template <class T>
 struct NormRows {
     T* data;
@@ -78,9 +84,9 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
                             NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N,
                             int64_t C) {
-    // Rows wider than a warp: there is one barrier a row, behind which its sum is read, perhaps while a faster thread
-    // is already writing the next row's. So the rows take the two arrays in turn;
-    // a third row is behind the second's barrier.
+    // Rows wider than a warp: there is one barrier a row, after which its sum is read, perhaps while a faster thread
+    // already writes the next row's. So the rows use the two arrays in turn; the third row's sum is written after the
+    // second row's barrier, when all threads have read the first's.
     __shared__ float scratch[2][kWarp];
     RowShare<n> dweight;
     zero_row<n>(dweight, C);

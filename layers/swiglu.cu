@@ -1,17 +1,24 @@
-// SwiGLU: a feed-forward layer's gate, swish(gate) * up.
-// (Shazeer 2020, arXiv:2002.05202)
+// SwiGLU: a feed-forward layer's gate, swish(gate) * up.                        (Shazeer 2020, arXiv:2002.05202)
 //
 //   forward     y = silu(g) u                      silu(g) = g s(g),   s(g) = 1 / (1 + exp(-g))
 //   backward    du = dy silu(g)
 //               dg = dy u silu'(g)                 silu'(g) = s + g s (1 - s) = s (1 + g (1 - s))
 //
-// The gate decides, number by number, how much of u passes. A gated layer has three matrices where a plain one has two;
-// with F = 8/3 C instead of 4 C it costs as much, and learns better: LLaMA's feed-forward layer.
+// As a plain loop:
 //
-// Gate and up projection are one matrix product, so a row of inp is [g_0 ... g_F-1 | u_0 ... u_F-1],
-// and that of dinp too.
+//   for n < N, f < F:
+//       g = inp[n][f];  u = inp[n][F + f];  s = 1 / (1 + exp(-g))
+//       out[n][f] = g * s * u
+//       dinp[n][f] = dout[n][f] * u * s * (1 + g * (1 - s))
+//       dinp[n][F + f] = dout[n][f] * g * s
 //
-// Bytes: forward reads 2 and writes 1 number per output, backward reads 3 and writes 2. Both run at memory speed.
+// The gate controls, number by number, how much of u passes. A gated layer has three matrices where a plain one has
+// two; with F = 8/3 C instead of 4 C it costs as much, and learns better: LLaMA's feed-forward layer.
+//
+// Gate and up projection are one matrix product, so a row of inp is [g_0 ... g_F-1 | u_0 ... u_F-1], and so is one of
+// dinp.
+//
+// Bytes: forward reads 2 and writes 1 number per output, backward reads 3 and writes 2. Memory limits both.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 #include "layers/sigmoid.cuh"

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kTile)
 __device__ __forceinline__ double sum_of(const float* numbers, int64_t n, double* shared) {
     double sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += kBlock) sum += numbers[i];
-    __syncthreads();  // nobody reads the last sum's numbers any more
+    __syncthreads();  // all threads have read the last sum's numbers
     shared[threadIdx.x] = sum;
     __syncthreads();  // all are there
     for (int k = 1; threadIdx.x == 0 && k < kBlock; ++k) sum += shared[k];

@@ -1,15 +1,5 @@
-// optim/adam.h: the maths of Adam and AdamW, for adam.cu and adamw.cu, Muon's other parameters, 8-bit Adam, and the
-// host (adam_host.cu).
-//                             (Kingma & Ba 2015, arXiv:1412.6980; Loshchilov & Hutter 2019, arXiv:1711.05101)
-//
-//   g  = g + weight_decay * w               Adam only: decay as the gradient of an L2 term in the loss
-//   m  = beta1 m + (1 - beta1) g            mean of the recent gradients:          which way
-//   v  = beta2 v + (1 - beta2) g^2          mean of their squares, per element:    how large they usually are here
-//   m^ = m / (1 - beta1^t)                  m and v start at 0 and are too small at first: after t steps the weights
-//   v^ = v / (1 - beta2^t)                  in the running mean sum to 1 - beta^t, not yet to 1
-//   w  = w - lr * (m^ / (sqrt(v^) + eps) + weight_decay * w)          the last term: AdamW only
-//
-// m^ / sqrt(v^) has no unit: every weight moves by about lr a step, whether its gradients are large or small.
+// optim/adam.h: the update of Adam and AdamW for one element, which adam.cu and adamw.cu explain. Their kernels call
+// it, and so do 8-bit Adam (adam8bit.cu) and the host (adam_host.cu).
 #pragma once
 
 #include "optim/optim.h"

@@ -3,7 +3,8 @@
 //   m, v from their codes     m = table_m[code] * scale_m                optim/adam.h does the rest in f32
 //   m, v back to codes        scale_m = max |m| of the block;  code = place of the number nearest to m / scale_m
 //
-// Blockwise: 256 neighbouring elements share a scale, so that one outlier spoils 255 others and not millions.
+// Blockwise: 256 neighbouring elements share a scale,
+// so that one outlier makes 255 others less precise and not millions.
 //
 // Dynamic: 8 bits of ordinary integers would hold two decimal orders of magnitude; m and v span seven. The table has
 // as many numbers between 0.1 and 1 as in all orders below. With b(i) = 2^i for m, which has a sign, 2^(i+1) for v:
@@ -14,7 +15,7 @@
 //   ..|.|..|..|...|....|.....|......|........|............|................                        relative error 0.7 %
 //
 // One deviation from the paper: a v above 0 never becomes 0, but the table's smallest number. m would be divided by eps
-// alone if the next gradient of this weight were 0, and the weight thrown far away.
+// alone if the next gradient of this weight were 0, and the weight would make a huge step.
 #include "optim/adam.h"
 #include "optim/elementwise.cuh"
 

@@ -1,14 +1,12 @@
-// adam_host.cu: Adam and AdamW on the host's cores, in host memory.                  (ZeRO-Offload:
-// arXiv:2101.06840, section 4.1)
+// adam_host.cu: Adam and AdamW on the host's cores, in host memory.     (ZeRO-Offload: arXiv:2101.06840, section 4.1)
 //
-//     host function in a stream        ... | update | ...
-//     reads norm_scale and gradients that copies before it brought,
-//                                                                writes weights that copies after it take away
+//     stream        copies to the host  |  host function: update  |  copies to the device
+//                   norm_scale, grads      values, copy, m, v        weights
 //
-// The maths is optim/adam.h's, the same function that the device's kernels call. What a block of threads is there is a
-// loop over a tile here: g++ makes SIMD of it (16 elements an instruction with AVX-512), and OpenMP gives each core its
+// The update of an element is the function that the device's kernels call (optim/adam.h). A block of threads becomes a
+// loop over a tile: g++ makes SIMD instructions of it (16 elements each with AVX-512), and OpenMP gives each core its
 // share of the tiles. An element reads g, m, v, w and writes m, v, w and perhaps a copy: 28 bytes, as on the device. So
-// memory decides here, too: a server with 200 GB/s updates 7 billion parameters a second.
+// memory is the limit here, too: a server with 200 GB/s updates 7 billion parameters a second.
 //
 // g++ compiles this file for both devices (no kernel, no launch), with -march=native and without contraction to fmaf.
 #include "optim/adam.h"
@@ -82,10 +80,10 @@ class HostElementwise final : public Optimizer {
     }
 
   private:
-    // Runs on a thread of the driver's, which knows nothing of the rank and its share of the cores.
+    // Runs on a thread of the driver, where omp_get_max_threads() is not the rank's share of the cores: n_threads_ is.
     template <class G, class C>
     void run(const Update& update, float* w, C* copy, const G* grads, float scale) const {
-        if (scale != scale) return;  // NaN: some gradient is inf or NaN, and this step must leave no trace
+        if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
         float *const m = states_[0].ptr<float>(), *const v = states_[1].ptr<float>();
         const int64_t n_tiles = static_cast<int64_t>(tiles_.size());
 #pragma omp parallel for schedule(static) num_threads(n_threads_)

@@ -1,7 +1,7 @@
 // optim/elementwise.cuh: what the elementwise optimizers share: one launch that updates every parameter.
 //
-// In these optimizers each weight is updated by itself, from its gradient and zero to two numbers of state. All that
-// tells them apart is an Update:
+// In these optimizers each weight is updated by itself, from its gradient and zero to two numbers of state. They differ
+// in an Update only:
 //
 //     struct Update {
 //         static constexpr const char* kName = "Momentum";                    for errors
@@ -10,10 +10,8 @@
 //         __device__ float operator()(float w, float g, float decay, float& m) const;    one element; returns the new w
 //     };
 //
-// g is scaled already. decay is 1 or 0. Elementwise<Update> is then the Optimizer.
-//
-// Bound by memory: AdamW in f32 reads g, m, v, w and writes m, v, w: 28 bytes an element for one division and one root.
-// With 16-bit gradients and copy it is the same 28: 2 less to read, 2 more to write.
+// g is scaled already. decay is 1 or 0. Elementwise<Update> is then the Optimizer. Adam and AdamW have two states and
+// kernels of their own, in their files; the others use the kernel below.
 #pragma once
 
 #include "optim/weights.cuh"
@@ -24,70 +22,82 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernel
+// A tile and its threads
 
 // Threads of a block: an element each, or the elements that share a draw of random bits.
 template <class F>
 constexpr int kTileThreads = F::stochastic ? kDrawStride : kTileN;
+// Elements of a thread, kDrawStride apart.
+template <class F>
+constexpr int kTileParts = F::stochastic ? kDrawParts : 1;
+
+// Does the tile end before its element k? In whole tiles no thread is asked for its index, so that their loop needs no
+// masks. k is unsigned, as threadIdx is: from an int g++ could not tell that neighbours read neighbours, and made no
+// SIMD instructions.
+__device__ __forceinline__ bool is_behind(const Tile& tile, unsigned k) {
+    return tile.n < kTileN && static_cast<int>(k) >= tile.n;
+}
+template <class F>
+__device__ __forceinline__ Philox draw_of_thread(const F& format, const Tile& tile) {
+    if constexpr (!F::stochastic) return {};
+    return draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + threadIdx.x);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernel of optimizers with one state or none
 
 // No barrier: on the CPU device the threads of a block are a loop over consecutive elements, which g++ turns into SIMD.
 // __restrict__ says that no store changes what is loaded after it: these are all different arrays.
-template <class Update, class F, class G, size_t n_states = Update::kStates.size()>
+template <class Update, class F, class G>
 __global__ void __launch_bounds__(kTileThreads<F>)
     elementwise_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
-                       float* __restrict__ state_a, float* __restrict__ state_b, const G* __restrict__ grads,
-                       const float* __restrict__ norm_scale, const Tile* __restrict__ tiles, F format, Update update) {
-    const unsigned x = threadIdx.x;
+                       float* __restrict__ state, const G* __restrict__ grads, const float* __restrict__ norm_scale,
+                       const Tile* __restrict__ tiles, F format, Update update) {
     const Tile tile = tiles[blockIdx.x];
     const float scale = norm_scale[1];
-    if (scale != scale) return;  // NaN: some gradient is inf or NaN, and this step must leave no trace
-    Philox draw = {};
-    if constexpr (F::stochastic) draw = draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + x);
-    for (int part = 0; part < (F::stochastic ? kDrawParts : 1); ++part) {
-        // Unsigned, as threadIdx is: from an int g++ could not tell that neighbours read neighbours, and made no SIMD.
-        const unsigned k = static_cast<unsigned>(part * kDrawStride) + x;
-        // In whole tiles no thread is asked for its index, so that their loop needs no masks.
-        if (tile.n < kTileN && static_cast<int>(k) >= tile.n) return;
-        const int64_t i = tile.first + k, j = tile.state_first + k;
+    if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
+    const Philox draw = draw_of_thread(format, tile);
+    for (int part = 0; part < kTileParts<F>; ++part) {
+        const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x;
+        if (is_behind(tile, k)) return;
+        const int64_t i = tile.first + k;
         const float g = scale * to_float(grads[i]);
         float w = to_float(values[i]);
-        if constexpr (n_states == 0) {
+        if constexpr (Update::kStates.empty()) {
             w = update(w, g, tile.decay);
-        } else if constexpr (n_states == 1) {
-            float a = state_a[j];
-            w = update(w, g, tile.decay, a);
-            state_a[j] = a;
         } else {
-            float a = state_a[j], b = state_b[j];
-            w = update(w, g, tile.decay, a, b);
-            state_a[j] = a;
-            state_b[j] = b;
+            float a = state[tile.state_first + k];
+            w = update(w, g, tile.decay, a);
+            state[tile.state_first + k] = a;
         }
         format.store(values, copy, i, w, part_of(draw, part));
     }
 }
 
 // Launches it over all tiles. The CPU device's rewriter sees .cu files only, so what it would write stands here.
-template <class Update, class F, class G>
-void launch_elementwise(int n_tiles, typename F::Value* values, typename F::Copy* copy, float* state_a, float* state_b,
-                        const G* grads, const float* norm_scale, const Tile* tiles, const F& format,
-                        const Update& update, cudaStream_t stream) {
+template <class Update>
+struct LaunchElementwise {
+    template <class F, class G>
+    static void launch(int n_tiles, cudaStream_t stream, typename F::Value* values, typename F::Copy* copy,
+                       float* state, float* /* no second one */, const G* grads, const float* norm_scale,
+                       const Tile* tiles, const F& format, const Update& update) {
 #ifdef CUDA_ON_CPU
-    ::cuda_cpu::launch(
-        Update::kName, __FILE__, __LINE__, {n_tiles, kTileThreads<F>, 0, stream},
-        [](auto... arguments) { elementwise_kernel<Update, F, G>(arguments...); }, values, copy, state_a, state_b,
-        grads, norm_scale, tiles, format, update);
+        ::cuda_cpu::launch(
+            Update::kName, __FILE__, __LINE__, {n_tiles, kTileThreads<F>, 0, stream},
+            [](auto... arguments) { elementwise_kernel<Update, F, G>(arguments...); }, values, copy, state, grads,
+            norm_scale, tiles, format, update);
 #else
-    elementwise_kernel<Update, F, G><<<n_tiles, kTileThreads<F>, 0, stream>>>(values, copy, state_a, state_b, grads,
-                                                                              norm_scale, tiles, format, update);
+        elementwise_kernel<Update, F, G>
+            <<<n_tiles, kTileThreads<F>, 0, stream>>>(values, copy, state, grads, norm_scale, tiles, format, update);
 #endif
-    cudaCheckLaunch();
-}
+    }
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The optimizer around it
 
-template <class Update>
+// Launch::launch<F, G> queues the kernel.
+template <class Update, class Launch = LaunchElementwise<Update>>
 class Elementwise final : public Optimizer {
     static constexpr int kN = static_cast<int>(Update::kStates.size());
     static_assert(kN <= 2);
@@ -124,9 +134,11 @@ class Elementwise final : public Optimizer {
         dispatch_weights(Update::kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
             using F = decltype(format);
             using G = decltype(grad_zero);
-            launch_elementwise<Update, F, G>(n_tiles, weights.values.ptr<typename F::Value>(), copy_of<F>(weights),
-                                             state(0), state(1), grads.ptr<G>(), norm_scale.ptr<float>(),
-                                             static_cast<const Tile*>(tiles_.data), format, update, stream);
+            Launch::template launch<F, G>(n_tiles, stream, weights.values.ptr<typename F::Value>(), copy_of<F>(weights),
+                                          state(0), state(1), grads.ptr<G>(),
+                                          static_cast<const float*>(norm_scale.ptr<float>()),
+                                          static_cast<const Tile*>(tiles_.data), format, update);
+            cudaCheckLaunch();
         });
     }
 

@@ -5,8 +5,9 @@
 //
 // One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the
 // direction of the step and bounds its length; clipping each by itself would turn it. The update multiplies by scale as
-// it reads the gradients, so clipping costs one pass over them and no write; and scale stays on the device, so nobody
-// waits for it. unscale takes back what the loss was multiplied by (loss_scaler.cu), in the same multiplication.
+// it reads the gradients, so clipping costs one pass over them and no write; scale stays on the device, so the host
+// does not wait for it. unscale divides by what the loss was multiplied by (loss_scaler.cu),
+// in the same multiplication.
 //
 // The sum is made in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
 //   1. each thread sums kRows squares in f32 and stores its sum as a double;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kLastBlock)
     __syncthreads();  // all sums are in shared
     if (t >= kWarp) return;
     for (int i = t + kWarp; i < kLastBlock; i += kWarp) sum += shared[i];
-    shared[t] = sum;  // nobody else reads the first kWarp places before the next barrier
+    shared[t] = sum;  // no other thread reads the first kWarp elements before the next barrier
     __syncwarp();     // the 32 sums of this warp are in shared
     if (t > 0) return;
     for (int i = 1; i < kWarp; ++i) sum += shared[i];

@@ -1,11 +1,11 @@
 // Lion: evolved sign momentum.                                                   (Chen et al. 2023, arXiv:2302.06675)
 //
-//   c = beta1 m + (1 - beta1) g             what decides the direction: the mean, with more of the newest gradient
+//   c = beta1 m + (1 - beta1) g             the direction: the mean, with more of the newest gradient
 //   w = w - lr * (sign(c) + weight_decay * w)
-//   m = beta2 m + (1 - beta2) g             what is remembered: longer than in c
+//   m = beta2 m + (1 - beta2) g             the mean that is kept, over more steps than c
 //
-// Found by a search over programs. Where Adam divides by the usual size of g, Lion forgets the size altogether: every
-// weight moves by exactly lr, so that half of Adam's states are not needed. These steps are longer than Adam's, whose
+// Found by a search over programs. Where Adam divides by the usual size of g, Lion uses the sign alone: every weight
+// moves by exactly lr, so that half of Adam's states are not needed. These steps are longer than Adam's, whose
 // |m^| / sqrt(v^) is below 1 on average: lr should be 3 to 10 times smaller and weight_decay as many times larger.
 #include "core/kernel.cuh"
 #include "optim/elementwise.cuh"

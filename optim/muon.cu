@@ -7,20 +7,21 @@
 //   5 times:  A = X X^T,  X = 3.4445 X - 4.7750 A X + 2.0315 A A X          now they lie between about 0.7 and 1.2
 //   W = W - lr * (sqrt(max(1, R / C)) * X + weight_decay * W)
 //
-// A matrix's gradients are nearly of low rank: a few directions, which inputs and outputs share, drown all others. If X
-// = U S V^T, U V^T has the same directions, each as large as any other. The iteration gets there without an SVD: an odd
-// polynomial in X acts on its singular values alone, and this one makes small values 3.4 times larger each time, at the
-// price of not settling at 1. All of it is matrix products: 5 (4 r^2 c + 2 r^3) flops with r <= c the sides of W.
+// A matrix's gradients are nearly of low rank: a few directions, which inputs and outputs share, are much larger than
+// all others. If X = U S V^T, U V^T has the same directions, each as large as any other. The iteration approximates it
+// without an SVD: an odd polynomial in X acts on its singular values alone, and this one makes small values 3.4 times
+// larger each time, but does not converge to 1. All of it is matrix products: 5
+// (4 r^2 c + 2 r^3) flops with r <= c the sides of W.
 //
 // The scale is that of the author's reference: an orthogonal X with R > C changes the root mean square of a layer's R
 // outputs by sqrt(C / R) of what a square one does, and sqrt(R / C) makes up for it.
 //
 // Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
 // k and v are three, also where they are one parameter (GPT-2's c_attn, whose rows they share by thirds). Embeddings
-// and head, whose rows are tokens and not directions, norms and biases are AdamW's, with lr * adamw_lr_ratio (adam.h).
+// and head, whose rows are tokens and not directions, norms and biases are updated by AdamW (adamw.cu), with
+// lr * adamw_lr_ratio.
 #include "layers/layers.h"
-#include "optim/adam.h"
-#include "optim/elementwise.cuh"
+#include "optim/weights.cuh"
 
 #include <algorithm>
 #include <cctype>
@@ -100,7 +101,7 @@ class Muon final : public Optimizer {
   public:
     Muon(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
         : params_(select(params, true)), n_(n), options_(options),
-          adamw_(arena, select(params, false), n, options, true) {
+          adamw_(make_packed_adamw(arena, select(params, false), n, options)) {
         check_optimizer_input(kName, params, n, options);
         int64_t m_n = 0;
         for (const Param& param : params_) {
@@ -135,14 +136,14 @@ class Muon final : public Optimizer {
         norm_scratch_ = take(DType::f32, grad_norm_scratch_n(max_n_), 0);
     }
     void init(cudaStream_t stream) override {
-        adamw_.init(stream);
+        adamw_->init(stream);
         if (matrices_.empty()) return;
         check(m_.data != nullptr, kName, ": init before the arena is reserved");
         cudaCheck(cudaMemsetAsync(m_.data, 0, m_.bytes(), stream));
     }
     void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
               cudaStream_t stream) override {
-        adamw_.step(weights, grads, norm_scale, lr * options_.adamw_lr_ratio, t, stream);
+        adamw_->step(weights, grads, norm_scale, lr * options_.adamw_lr_ratio, t, stream);
         if (matrices_.empty()) return;
         check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
         dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
@@ -158,7 +159,7 @@ class Muon final : public Optimizer {
         });
     }
     std::vector<OptimizerState> states() const override {
-        std::vector<OptimizerState> all = adamw_.states();
+        std::vector<OptimizerState> all = adamw_->states();
         int64_t first = 0;
         for (const Param& param : params_) {
             all.push_back({"m", param.name, m_.slice(first, param.value.n())});
@@ -219,7 +220,7 @@ class Muon final : public Optimizer {
     std::vector<Matrix> matrices_;
     int64_t n_, max_n_ = 0, max_side_ = 0;
     OptimizerOptions options_;
-    Elementwise<AdamUpdate<true>> adamw_;
+    std::unique_ptr<Optimizer> adamw_;  // updates the others
     Tensor m_, x_, y_, a_, b_, norm_, norm_scratch_;
 };
 

@@ -189,6 +189,8 @@ using MakeOptimizer = std::unique_ptr<Optimizer>(Arena& arena, const std::vector
                                                  const OptimizerOptions& options);
 MakeOptimizer make_sgd, make_momentum, make_nesterov, make_adagrad, make_rmsprop, make_adam, make_adamw, make_adafactor,
     make_lion, make_muon, make_adam8bit;
+// AdamW whose states hold these parameters only, side by side, instead of n elements: for Muon's other parameters.
+MakeOptimizer make_packed_adamw;
 
 // Checks that all optimizers share. They name the optimizer in the error.
 void check_optimizer_input(const char* name, const std::vector<Param>& params, int64_t n,

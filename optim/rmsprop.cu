@@ -1,4 +1,4 @@
-// RMSProp: AdaGrad with a v that forgets.            (Tieleman & Hinton 2012, Coursera: Neural Networks, lecture 6e)
+// RMSProp: AdaGrad with a decaying mean as v.        (Tieleman & Hinton 2012, Coursera: Neural Networks, lecture 6e)
 //
 //   g = g + weight_decay * w
 //   v = beta2 v + (1 - beta2) g^2           mean of the recent squares

@@ -3,11 +3,12 @@
 //
 //   g = g + weight_decay * w
 //   sgd        w = w - lr g
-//   momentum   m = momentum m + g        w = w - lr m                      a heavy ball: it keeps its speed
+//   momentum   m = momentum m + g        w = w - lr m                      m is a decaying sum of gradients
 //   nesterov   m = momentum m + g        w = w - lr (g + momentum m)       the step as if m were one gradient further
 //
-// In a narrow valley plain descent bounces from wall to wall; in m these gradients cancel, and those along the valley
-// add up to 1 / (1 - momentum) times one of them. So lr means ten times as much as in sgd with a momentum of 0.9.
+// Where the loss is a narrow valley, plain descent jumps from one side to the other. In m these gradients cancel, and
+// those along the valley add up to 1 / (1 - momentum) times one of them. So with a momentum of 0.9 the same lr makes
+// steps ten times as long as in sgd.
 #include "core/kernel.cuh"
 #include "optim/elementwise.cuh"
 

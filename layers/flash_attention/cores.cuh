@@ -19,7 +19,7 @@
 //   GPU    16 x 16 threads. threadIdx.y says which kR = 4 (or 2) rows, and the 16 threads of threadIdx.x deal out the
 //          others and the columns among them. A row's maximum is a butterfly over these 16 lanes.
 //   CPU    one thread, kR = 32 rows: the loops over r are vector instructions with a broadcast number, and the loops
-//          over m run over registers. Nobody to wait for.
+//          over m run over registers. There is no barrier.
 //
 // Each number is a sum in ascending order of x, or of j: it does not depend on where a tile begins. Together with
 // rescaling by powers of two (see exp2_below) that makes a document's results independent of what stands before it in

@@ -1,6 +1,25 @@
 // Flash attention: softmax(q k^T) v without the T x T matrix.
 //                                       (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691)
 //
+// READING ORDER of this folder:
+//
+//     flash_attention.cu     this file: the maths, the picture, the checks, and which tier runs where
+//     flash_attention.cuh    what the tiers share: heads inside of rows, who sees whom
+//     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
+//     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
+//     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
+//
+// The climb from a naive kernel to these, rung by rung, is dev/attention_forward.cu and dev/attention_backward.cu.
+//
+// As plain loops, for one head (causal), which need a row of T numbers of storage for each query:
+//
+//     for t < T:
+//         for s <= t:  P[s] = exp(scale * dot(q[t], k[s]))
+//         out[t] = (sum over s of P[s] * v[s]) / sum(P);  lse[t] = log(sum(P))
+//     for t < T, s <= t:                                                    # backward
+//         P = exp(scale * dot(q[t], k[s]) - lse[t]);  dS = P * (dot(dout[t], v[s]) - dot(dout[t], out[t]))
+//         dv[s] += P * dout[t];  dq[t] += scale * dS * k[s];  dk[s] += scale * dS * q[t]
+//
 // FORWARD. For one query the sums over its keys can be formed while they stream past, tile by tile, if what has been
 // summed is scaled down whenever a larger score arrives (Milakov & Gimelshein 2018, arXiv:1805.02867). With scores S_s
 // = scale q.k_s, kept between tiles: the maximum so far m, the sum l, and the unfinished output o,
@@ -18,9 +37,9 @@
 //     dq_t = scale sum_s dS_ts k_s   dk_s = scale sum_t dS_ts q_t
 //
 // delta_t = sum_s P_ts dP_ts is softmax's own gradient. It looks like a sum over a row of the matrix, but
-// sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . o_t: a sum over D columns, done once before all else.
+// sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . o_t: a sum over D columns, computed once, before the tiles.
 //
-// Sums over s (dq) and sums over t (dk, dv) want opposite loops. So there are two kernels, each with the picture
+// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So there are two kernels, each with the picture
 //
 //     a block owns some rows, which stay; the others stream past, a tile at a time; the rows' sums stay in registers
 //
@@ -66,7 +85,7 @@ __global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads
                                    int64_t H, int64_t T, int64_t D) {
     __shared__ float scratch[kWarp];
     const int64_t row = team_row();
-    if (row >= n_rows) return;  // a whole team: nobody waits for it
+    if (row >= n_rows) return;  // a whole team: no barrier misses it
     const int64_t t = row % T, h = row / T % H, b = row / T / H;
     const Number *dy = dout.head(b, h) + t * dout.token_stride, *y = out.head(b, h) + t * out.token_stride;
     float sum[kN] = {};

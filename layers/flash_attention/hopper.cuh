@@ -11,7 +11,7 @@
 //
 // Tiles are cut into panels of 64 columns, 128 bytes a row, swizzled: as the copy engine writes them, and wgmma reads
 // them. What is outside of a tensor the copy engine fills with zeros: columns from D on, tokens from T on. Others that
-// are no row's business, of another document for example, are loaded, and masked.
+// no row of the block sees, of another document for example, are loaded, and masked.
 //
 //                  operand A                               operand B                              result
 //     scores       X, shared memory, K-major               Y, shared memory, K-major              S, dP in registers
@@ -117,8 +117,8 @@ __device__ __forceinline__ void start_columns(float (&acc)[Y::kColumns / 8][4], 
     wgmma_commit();
 }
 
-// Writes factor * acc, rounded, to a group's 64 rows of a tile in shared memory, which nobody reads any more. For the
-// copy engine to see it: fence_proxy_async, and a barrier of the group.
+// Writes factor * acc, rounded, to a group's 64 rows of a tile in shared memory, which have been read for the last
+// time. For the copy engine to see it: fence_proxy_async, and a barrier of the group.
 template <class Number, class Tile, int kColumnTiles>
 __device__ __forceinline__ void put_rows(unsigned char* rows, const float (&acc)[kColumnTiles][4],
                                          const float (&factor)[2]) {

@@ -18,18 +18,18 @@
 //            dq += dS k                                              dk += dS^T q
 //                              arrive(empty)                                             arrive(empty)
 //
-// Here the gaps of one consumer are the other one's turns: exponentials and the rest take about half of the time that
-// the products of a tile take, and nothing has to keep the two apart. Each tile's products are all done before the next
-// tile's first (a product under way from one round of the loop to the next makes the compiler wait for each: C7515).
+// While one consumer computes exponentials the other one multiplies: exponentials and the rest take about half of the
+// time that the products of a tile take, so the two alternate without a barrier between them. Each tile's products are
+// all done before the next tile's first (where a product runs on into the next round of the loop,
+// the compiler waits for each one: C7515).
 //
 // At the barriers:
 //
-//     full[i]        others of stage i; for dk and dv also their lse and delta,
-//     which the 32 lanes of the producer's warp
-//                    bring by ordinary stores (rows of T floats start on no boundary that the copy engine takes)
-//     empty[i]       each of the eight warps of the consumers lets go of a stage by itself: a group that has nothing to
-//                    do with a tile does not multiply, and multiplying is what keeps its four warps in step
-//     kRowsWritten   a group's results are in its rows' place, before its first thread has them stored
+//     full[i]        others of stage i; for dk and dv also their lse and delta, which the 32 lanes of the producer's
+//                    warp write by ordinary stores (rows of T floats start on no boundary that the copy engine takes)
+//     empty[i]       each of the eight warps of the consumers releases a stage by itself: a group that skips a tile does
+//                    not multiply, and only the products synchronise its four warps
+//     kRowsWritten   a group's results have overwritten its rows, before its first thread has them stored
 //
 // How many others: the product of 64 rows and N others takes N / 2 clocks for 16 columns. If both come from shared
 // memory, (64 + N) 32 bytes at 128 bytes a clock take (64 + N) / 4 clocks. So 64 others are the fewest that do not keep
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         release(&barriers.empty[ring.stage]);
     }
 
-    // Nobody needs this group's rows of q any more: dq takes their place, and the copy engine stores it.
+    // This group has read its rows of q for the last time: dq overwrites them, and the copy engine stores it.
     const float factor[2] = {shape.scale, shape.scale};
     put_rows<Number, typename T::RowX>(q_rows, dq[0], factor);
     fence_proxy_async();

@@ -44,6 +44,16 @@ struct Maps {
     CUtensorMap q, k, v, out;
 };
 
+// One thread. The producer alone announces a stage as full; every consumer arrives when it has read one.
+__device__ __forceinline__ void init_barriers(Barriers& barriers) {
+    mbarrier_init(&barriers.q_full, 1);
+    for (int i = 0; i < kStages; ++i) {
+        mbarrier_init(&barriers.k_full[i], 1), mbarrier_init(&barriers.k_empty[i], kConsumers);
+        mbarrier_init(&barriers.v_full[i], 1), mbarrier_init(&barriers.v_empty[i], kConsumers);
+    }
+    fence_proxy_async();
+}
+
 // One thread. Round r of a stage is filled when round r - 1 has been read: the first one at once.
 template <class T>
 __device__ __forceinline__ void produce(const Maps& maps, unsigned char* tiles, Barriers& barriers, int n_tiles,
@@ -63,6 +73,31 @@ __device__ __forceinline__ void produce(const Maps& maps, unsigned char* tiles, 
     }
 }
 
+// The end of a group's rows: lse, and o / sum through shared memory to device memory.
+template <class Number, class T>
+__device__ __forceinline__ void finish_rows(const Shape& shape, const Maps& maps, float* lse, OnlineRows<1>& rows,
+                                            const float (&o)[T::kDv / 8][4], unsigned char* q_rows, float scale2, int b,
+                                            int h, int group, int group_row, int warp_row) {
+    const Mask& mask = shape.mask;
+    float factor[2];
+    for (int half = 0; half < 2; ++half) {
+        const float sum = warp_sum(rows.sum[0][half], 4);
+        const int t = warp_row + half * 8 + quad();
+        factor[half] = 1.0f / sum;
+        if (in_quad() == 0 && t < mask.T)
+            lse[(b * shape.H + h) * mask.T + t] = fmaf(rows.max[0][half], scale2, log2f(sum)) * kLn2;
+    }
+    // This group has read its rows of q for the last time: the output overwrites them, and the copy engine stores it.
+    put_rows<Number, typename T::Q>(q_rows, o, factor);
+    fence_proxy_async();
+    named_barrier_sync(kRowsWritten + group, kGroup);
+    if (static_cast<int>(threadIdx.x) % kGroup == 0 && group_row < mask.T) {
+        store_panels<Panels<kBlockRows, T::kDv>>(maps.out, h, group_row, b, q_rows);
+        bulk_commit();
+        bulk_wait_read<0>();  // shared memory is the next block's when this one ends
+    }
+}
+
 // Block (query tile, query head, b). The longest rows of a causal mask come first, so that no block is left alone at
 // the end.
 template <class Number, class T>
@@ -76,14 +111,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     Barriers& barriers = *reinterpret_cast<Barriers*>(tiles + T::kTileBytes);
     const Interval keys = view_of<true>(mask, b, t0, kBlockRows).any;
     const int n_tiles = (keys.end - keys.first + T::kKeys - 1) / T::kKeys;
-    if (threadIdx.x == 0) {
-        mbarrier_init(&barriers.q_full, 1);
-        for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(&barriers.k_full[i], 1), mbarrier_init(&barriers.k_empty[i], kConsumers);
-            mbarrier_init(&barriers.v_full[i], 1), mbarrier_init(&barriers.v_empty[i], kConsumers);
-        }
-        fence_proxy_async();
-    }
+    if (threadIdx.x == 0) init_barriers(barriers);
     __syncthreads();  // the mbarriers are there. The last barrier of all threads
 
     if (group == kConsumers) {
@@ -143,23 +171,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     start_columns<Number, typename T::V>(o[0], P[0], v_tile(last), last > 0);
     wgmma_wait<0>(o[0], P[0]);
 
-    float factor[2];
-    for (int half = 0; half < 2; ++half) {
-        const float sum = warp_sum(rows.sum[0][half], 4);
-        const int t = warp_row + half * 8 + quad();
-        factor[half] = 1.0f / sum;
-        if (in_quad() == 0 && t < mask.T)
-            lse[(b * shape.H + h) * mask.T + t] = fmaf(rows.max[0][half], scale2, log2f(sum)) * kLn2;
-    }
-    // Nobody needs this group's rows of q any more: the output takes their place, and the copy engine stores it.
-    put_rows<Number, typename T::Q>(q_rows, o[0], factor);
-    fence_proxy_async();
-    named_barrier_sync(kRowsWritten + group, kGroup);
-    if (in_group == 0 && group_row < mask.T) {
-        store_panels<Panels<kBlockRows, T::kDv>>(maps.out, h, group_row, b, q_rows);
-        bulk_commit();
-        bulk_wait_read<0>();  // shared memory is the next block's when this one ends
-    }
+    finish_rows<Number, T>(shape, maps, lse, rows, o[0], q_rows, scale2, b, h, group, group_row, warp_row);
 }
 
 template <class Number>

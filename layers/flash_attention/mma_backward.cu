@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     int buffer = 0;
     for (int s0 = keys.first; s0 < keys.end; s0 += T::kOthers, buffer ^= 1) {
         cp_async_wait<0>();
-        __syncthreads();  // this tile is there, and nobody needs the one before any more
+        __syncthreads();  // this tile is there, and all warps have read the one before
         const int next = s0 + T::kOthers;
         if (next < keys.end)
             load_pair<T, T::kOthers>(others + (buffer ^ 1) * T::kOthersPair, k, v, b, kv, kv, next,
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     clear(dv_acc);
     for (int step = 0; step < n_steps; ++step) {
         cp_async_wait<0>();
-        __syncthreads();  // this tile and its statistics are there, and nobody needs those before any more
+        __syncthreads();  // this tile and its statistics are there, and all warps have read those before
         if (step + 1 < n_steps) load_queries(step + 1);
         cp_async_commit();
         const int t0 = queries.first + step % n_tiles * T::kOthers;

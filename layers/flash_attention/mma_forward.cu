@@ -55,14 +55,14 @@ __global__ void __launch_bounds__(kThreads)
     softmax.clear();
     for (int s0 = keys.first; s0 < keys.end; s0 += T::kKeys) {
         cp_async_wait<0>();
-        __syncthreads();  // the keys are there, and nobody needs the values of the tile before any more
+        __syncthreads();  // the keys are there, and all warps have read the values of the tile before
         load_tile<T::kKeys, T::kDv>(v_tile, v_head + s0 * v.token_stride, v.token_stride, min(T::kKeys, keys.end - s0),
                                     shape.Dv, shape.packed);
         cp_async_commit();
         const bool work = view.overlaps(s0, T::kKeys);
         if (work) multiply_scores<T::kD>(scores, q_tile + warp_row * kPitch<T::kD>, k_tile);
         cp_async_wait<0>();
-        __syncthreads();  // the values are there, and nobody needs the keys any more
+        __syncthreads();  // the values are there, and all warps have read the keys
         if (s0 + T::kKeys < keys.end) load_keys(s0 + T::kKeys);
         cp_async_commit();
 
