@@ -4,7 +4,7 @@
 //   v = beta2 v + (1 - beta2) g^2
 //   w = w - lr * (m^ / (sqrt(v^) + eps) + weight_decay w)         m^ = m / (1 - beta1^t),  v^ = v / (1 - beta2^t)
 //
-// optim/adam.h explains it. An element needs its g, m, v, w read and its m, v, w written: 28 bytes for some 15
+// optim/adamw.cu explains it. An element needs its g, m, v, w read and its m, v, w written: 28 bytes for some 15
 // operations, so memory is the limit. This ladder has nothing to do with threads; it is about how many kernels there
 // are, which is what separates a framework that runs one operation after the other ("eager") from fused code.
 //

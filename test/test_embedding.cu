@@ -145,8 +145,8 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
         }
 }
 
-// Sums are ordered, so float32 loops in that order have the same bits. Ids of all kinds, at lengths around the sort's runs of 32
-// places, with one digit of 4 bits and with several.
+// Sums are ordered, so float32 loops in that order have the same bits. Ids of all kinds, at lengths around the sort's
+// runs of 32 places, with one digit of 4 bits and with several.
 TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]") {
     const int64_t C = 5;
     int i = 0;
@@ -180,8 +180,9 @@ TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]
             }
 }
 
-// 16 times as many places, none of which recurs or all of which have the same id, may take 16 times as long. What grows with
-// the square takes 256 times as long, and fails by a factor of 4; a busy machine does not slow down the best of 5 that much.
+// 16 times as many places, none of which recurs or all of which have the same id, may take 16 times as long. What grows
+// with the square takes 256 times as long, and fails by a factor of 4; a busy machine does not slow down the best of 5
+// runs that much.
 TEST_CASE("embedding backward takes time in proportion to the number of places", "[embedding]") {
     const auto seconds = [](int64_t N, bool recurring) {
         std::vector<int32_t> ids(static_cast<size_t>(N));

@@ -27,8 +27,8 @@
 //
 //     full[i]        others of stage i; for dk and dv also their lse and delta, which the 32 lanes of the producer's
 //                    warp write by ordinary stores (rows of T floats start on no boundary that the copy engine takes)
-//     empty[i]       each of the eight warps of the consumers releases a stage by itself: a group that skips a tile does
-//                    not multiply, and only the products synchronise its four warps
+//     empty[i]       each of the eight warps of the consumers releases a stage by itself: a group that skips a tile
+//                    does not multiply, and only the products synchronise its four warps
 //     kRowsWritten   a group's results have overwritten its rows, before its first thread has them stored
 //
 // How many others: the product of 64 rows and N others takes N / 2 clocks for 16 columns. If both come from shared

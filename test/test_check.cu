@@ -1,0 +1,61 @@
+// test/test_check.cu: check() formats its message only when it fails. Launchers make dozens of checks, on every launch.
+#include "layers/layers.h"
+#include "test.h"
+
+#include <cstdlib>
+#include <functional>
+#include <new>
+
+// Every allocation of the program is counted, for each thread by itself.
+static thread_local int64_t n_allocations = 0;
+void* operator new(size_t bytes) {
+    ++n_allocations;
+    if (void* memory = std::malloc(bytes)) return memory;
+    throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+TEST_CASE("a check that passes makes no text", "[check]") {
+    alignas(16) float memory[256] = {};
+    const Tensor x = make_tensor(memory, DType::f32, {4, 16}), ids = make_tensor(memory, DType::i32, {0, 16});
+    const Tensor none = make_tensor(memory, DType::f32, {0, 16}), row = make_tensor(memory, DType::f32, {16}),
+                 no_rows = make_tensor(memory, DType::f32, {0});
+    const Tensor three = make_tensor(memory, DType::f32, {0, 16, 16});
+    const HeadColumns heads{make_tensor(memory, DType::f32, {1, 1, 16}), 1, 16};
+    // Without rows launchers check their arguments, and launch nothing.
+    const std::pair<const char*, std::function<void()>> calls[] = {
+        {"view",
+         [&] {
+             x.view({16, 4});
+         }},
+        {"slice", [&] { x.slice(1, 2); }},
+        {"expect",
+         [&] {
+             expect("operation", "argument", x, DType::f32, {-1, 16});
+         }},
+        {"check", [&] { check(true, "x is ", x, ", expected another: a message longer than a short string"); }},
+        {"rmsnorm", [&] { rmsnorm_forward(none, {}, no_rows, none, {}, row, 1e-5f, nullptr); }},
+        {"layernorm", [&] { layernorm_forward(none, {}, no_rows, no_rows, none, {}, row, row, 1e-5f, nullptr); }},
+        {"matmul",
+         [&] {
+             matmul(none, none, make_tensor(memory, DType::f32, {16, 16}), {}, nullptr);
+         }},
+        {"embedding", [&] { embedding_forward(three, ids, {}, x, {}, nullptr); }},
+        {"column sum", [&] { column_sum(row, none, x, nullptr); }},
+        {"qkv_heads", [&] { qkv_heads(heads.rows, 2, 1); }},
+        {"expect_head_size", [&] { expect_head_size(FlashTier::automatic, DType::f32, 12, 20); }},
+    };
+    for (const auto& [name, call] : calls) {
+        call();  // the first call may fill tables
+        const int64_t before = n_allocations;
+        call();
+        const int64_t made = n_allocations - before;
+        INFO(name);
+        CHECK(made == 0);
+    }
+    // The count works: a check that fails does make text.
+    const int64_t before = n_allocations;
+    CHECK_THROWS_WITH(check(false, "x is ", x, ", expected something else"), ContainsSubstring("f32 (4, 16)"));
+    CHECK(n_allocations > before);
+}
