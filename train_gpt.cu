@@ -1,6 +1,6 @@
 // train_gpt.cu: trains a GPT-2 or LLaMA model.
 //
-//   run      make && ./train_gpt                                        a small LLaMA on the C++ headers of this machine
+//   run      make && ./train_gpt              a small LLaMA on the C++ headers of this machine
 //            ./train_gpt --data shakespeare.txt --out runs/shakespeare    (--help lists all flags)
 //   debug    make debug && gdb -x cpu/cuda.gdb --args build/cpu-debug/train_gpt --steps 2
 //
@@ -30,7 +30,7 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
     clip_gradients(t, stop_requested);  // norm of all gradients; unscale, check, clip: on the device
     update_weights(t, step);            // the optimizer's step in float32, and its 16-bit copy for the next forward
-    return read_back(t, step);          // loss and norm; a norm that is infinite: nothing was updated
+    return read_back(t, data, step);    // loss and norm; a norm that is infinite: nothing was updated
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
 
 struct Run {
     Trainer& trainer;
-    RunData data;
+    const RunData& data;
     std::optional<RunLog> log = {};  // rank 0's
     int64_t first_step = 0;          // steps made before, by the run that is resumed
     int64_t step = 0;                // steps made
@@ -60,7 +60,7 @@ size_t free_device_bytes() {
 int64_t set_weights(Trainer& t) {
     const TrainOptions& o = t.options;
     int64_t step = 0;
-    if (o.resume) step = load_checkpoint(t);
+    if (o.resume) step = load_checkpoint(t, whole_checkpoint(t.world, o.out));
     else if (!o.init.empty()) load_weights(t.model, o.init);
     else init_weights(t.model, static_cast<uint64_t>(o.seed));
     quantise_weights(t.model, device().stream);
@@ -86,7 +86,7 @@ void prepare(Run& run, Mesh& mesh) {
         make_folder(o.out);
         run.log.emplace(o.out, o.resume ? run.step : -1);
     }
-    if (!o.resume) print_sample(t, *run.data.tokenizer, "sample before training");
+    if (!o.resume) print_sample(t, run.data, "sample before training");
 }
 
 void loop(Run& run) {
@@ -125,7 +125,7 @@ void finish(Run& run) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
     if (t.world.size > 1 && run.step > run.first_step) print_account(t, run.step_traffic, run.comm_time);
-    if (run.step == o.steps) print_sample(t, *run.data.tokenizer, "sample after training");
+    if (run.step == o.steps) print_sample(t, run.data, "sample after training");
     if (!run.is_first()) return;
     if (run.step < o.steps) {
         std::printf("stopped after step %lld of %lld; saved. Continue with:  ./train_gpt --out %s --resume\n",
@@ -142,15 +142,18 @@ void finish(Run& run) {
                 human_seconds(seconds_now() - run.start).c_str(), o.out.c_str(), o.out.c_str());
 }
 
-// All of a run on one rank.
-void run_rank(const TrainOptions& options, Comm& world) {
-    std::unique_ptr<Tokenizer> tokenizer = open_tokenizer(options);
-    const Config config = choose_config(options, tokenizer->vocab_size());
+// All of a run on one rank. fault: what is wrong with the command line, or nothing.
+void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault) {
     Mesh mesh(world, {{"dp", world.size}});
-    Trainer trainer(options, config, mesh);
-    trainer.take_memory();  // counts
-    if (options.plan) return print_plan(trainer);
-    Run run{.trainer = trainer, .data = open_data(options, config, std::move(tokenizer))};
+    std::optional<Trainer> trainer;
+    std::optional<RunData> data;
+    if (fault.empty()) fault = open_run(options, mesh, trainer, data);
+    if (!agree_to_start(world, fault, start_fault)) return;
+    if (options.plan) {
+        if (world.rank == 0) print_plan(*trainer);
+        return;
+    }
+    Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);
     loop(run);
     finish(run);
@@ -162,14 +165,23 @@ int main(int argc, char** argv) {
     std::signal(SIGINT, request_stop);
     std::signal(SIGTERM, request_stop);
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
+    TrainOptions options;
+    std::string fault;
+    StartFault start_fault;
     try {
-        const TrainOptions options = parse_train_options(argc, argv);
+        try {
+            options = parse_train_options(argc, argv);
+        } catch (const Error& error) {
+            if (!started_by_mpirun()) throw;
+            fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
+        }
         RankOptions ranks = options.ranks;
-        if (options.plan) ranks.ranks = 1;  // one rank plans for all
+        if (options.plan && !started_by_mpirun()) ranks.ranks = 1;  // one rank plans for all
         ranks.quiet = rank_count(ranks) == 1;
         ranks.trace_folder = options.out.empty() ? "." : options.out;
-        run_ranks(ranks, [&](Comm& world) { run_rank(options, world); });
-        return 0;
+        run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, start_fault); });
+        if (!start_fault.line.empty()) fail(start_fault.line);
+        return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {
         std::fflush(stdout);
         std::fprintf(stderr, "train_gpt: %s\n", error.what());

@@ -20,19 +20,6 @@ std::string step_name(int64_t step) {
     return name;
 }
 
-// Complete checkpoints in order of their step.
-std::vector<std::string> complete_checkpoints(const std::string& folder) {
-    std::vector<std::string> found;
-    std::error_code error;
-    for (const auto& entry : fs::directory_iterator(folder, error)) {
-        const std::string name = entry.path().filename().string();
-        if (entry.is_directory() && name.rfind("step-", 0) == 0 && entry.path().extension() != ".tmp")
-            found.push_back(entry.path().string());
-    }
-    std::sort(found.begin(), found.end());
-    return found;
-}
-
 void remove_folder(const std::string& folder) {
     std::error_code error;
     fs::remove_all(folder, error);
@@ -42,8 +29,8 @@ void remove_folder(const std::string& folder) {
 }  // namespace
 
 CheckpointWriter::CheckpointWriter(const std::string& run_folder, int64_t step)
-    : parent_(checkpoints_folder(run_folder)), temporary_(parent_ + "/" + step_name(step) + ".tmp"),
-      final_(parent_ + "/" + step_name(step)) {
+    : run_folder_(run_folder), parent_(checkpoints_folder(run_folder)),
+      temporary_(parent_ + "/" + step_name(step) + ".tmp"), final_(parent_ + "/" + step_name(step)) {
     make_folder(parent_);
     std::vector<std::string> leftovers;
     for (const auto& entry : fs::directory_iterator(parent_))
@@ -65,11 +52,27 @@ void CheckpointWriter::commit(int keep) {
     check(!error, "cannot rename ", temporary_, " to ", final_, ": ", error.message());
     committed_ = true;
     sync_folder(parent_);
-    const std::vector<std::string> all = complete_checkpoints(parent_);
-    for (size_t i = 0; keep > 0 && i + static_cast<size_t>(keep) < all.size(); ++i) remove_folder(all[i]);
+    int64_t n_older = 0;  // and this one
+    for (const std::string& folder : find_checkpoints(run_folder_)) {
+        const bool later = folder > final_;
+        if (!later) ++n_older;
+        if (later || (keep > 0 && n_older > keep)) remove_folder(folder);
+    }
+}
+
+std::vector<std::string> find_checkpoints(const std::string& run_folder) {
+    std::vector<std::string> found;
+    std::error_code error;
+    for (const auto& entry : fs::directory_iterator(checkpoints_folder(run_folder), error)) {
+        const std::string name = entry.path().filename().string();
+        if (entry.is_directory() && name.rfind("step-", 0) == 0 && entry.path().extension() != ".tmp")
+            found.push_back(entry.path().string());
+    }
+    std::sort(found.rbegin(), found.rend());  // eight digits: the order of the names is that of the steps
+    return found;
 }
 
 std::optional<std::string> latest_checkpoint(const std::string& run_folder) {
-    const std::vector<std::string> all = complete_checkpoints(checkpoints_folder(run_folder));
-    return all.empty() ? std::nullopt : std::optional(all.back());
+    const std::vector<std::string> all = find_checkpoints(run_folder);
+    return all.empty() ? std::nullopt : std::optional(all.front());
 }

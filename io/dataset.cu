@@ -201,7 +201,9 @@ struct TokenSource::Impl {
     std::vector<uint16_t> narrow_text;
     std::vector<uint32_t> wide_text;
     std::vector<Piece> pieces;
-    std::vector<int64_t> file_starts;  // of text
+    std::vector<int64_t> file_starts;  // token with which each file begins; in text a document begins there, too
+    std::vector<std::string> file_names;
+    bool is_shards = false;
     std::string description;
     int64_t n = 0;
 
@@ -230,8 +232,11 @@ void TokenSource::Impl::visit(int64_t first, int64_t count, F&& f) const {
 }
 
 void TokenSource::Impl::add_shards(const Files& found, const std::string& path) {
+    is_shards = true;
     for (const std::string& p : found.paths) {
         const MappedFile& file = files.emplace_back(p);
+        file_starts.push_back(n);
+        file_names.push_back(p);
         add(parse_token_shard(file.data(), file.bytes(), p));
     }
     description = concat(path, ": ", files.size(), files.size() == 1 ? " token shard, " : " token shards, ",
@@ -262,6 +267,7 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
         if (is_default && text_bytes + text.size() > default_text_bytes) break;
         if (n_files > 0 && !ends_in_newline) append("\n");  // or this file would go on in the last line of the other
         file_starts.push_back(static_cast<int64_t>(narrow_text.size() + wide_text.size()));
+        file_names.push_back(p);
         ++n_files;
         text_bytes += text.size();
         ends_in_newline = text.ends_with('\n');
@@ -321,19 +327,62 @@ std::vector<int64_t> TokenSource::document_starts(int64_t first, int64_t count) 
         for_each_token(shard, begin, n, [&](int32_t token) {
             const bool is_file = file != impl_->file_starts.end() && *file == position;
             if (is_file) ++file;
-            if (is_file || token == shard.document_token) starts.push_back(position - first_);
+            if ((is_file && !impl_->is_shards) || token == shard.document_token) starts.push_back(position - first_);
             ++position;
         });
     });
     return starts;
 }
 
-int32_t TokenSource::max_token() const {
-    int32_t largest = 0;
+TokenSource::Summary TokenSource::summary() const {
+    // Shares of the work: pieces of a million tokens, by all cores. Both results come from one pass, because a data set
+    // may be larger than the memory, and then a second pass would read the disk again.
+    struct Share {
+        TokenShard shard;
+        int64_t first, n;
+        int32_t max_token = 0;
+        uint64_t checksum = 0;
+    };
+    constexpr int64_t share_n = 1 << 20;
+    std::vector<Share> shares;
     impl_->visit(first_, n_, [&](const TokenShard& shard, int64_t begin, int64_t n) {
-        for_each_token(shard, begin, n, [&](int32_t token) { largest = std::max(largest, token); });
+        for (int64_t first = begin; first < begin + n; first += share_n)
+            shares.push_back({shard, first, std::min(share_n, begin + n - first)});
     });
-    return largest;
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < shares.size(); ++i) {
+        Share& s = shares[i];
+        s.checksum =
+            ::checksum(s.shard.tokens + s.first * s.shard.token_bytes, static_cast<size_t>(s.n * s.shard.token_bytes));
+        for_each_token(s.shard, s.first, s.n, [&](int32_t token) { s.max_token = std::max(s.max_token, token); });
+    }
+    Summary summary;
+    std::vector<uint64_t> checksums;
+    for (const Share& s : shares) {
+        summary.max_token = std::max(summary.max_token, s.max_token);
+        checksums.push_back(s.checksum);
+    }
+    summary.checksum = ::checksum(checksums.data(), checksums.size() * sizeof(uint64_t));
+    return summary;
+}
+
+bool TokenSource::is_shards() const { return impl_->is_shards; }
+
+std::string TokenSource::describe(int64_t first, int64_t count) const {
+    const std::vector<int64_t>& starts = impl_->file_starts;
+    const int64_t position = first_ + first;
+    const auto file = std::prev(std::upper_bound(starts.begin(), starts.end(), position));
+    const std::string& name = impl_->file_names[static_cast<size_t>(file - starts.begin())];
+    const std::string tokens = concat("tokens ", position - *file, " to ", position - *file + count - 1, " of ", name);
+    // The document is looked for backwards, in windows: most are short.
+    constexpr int64_t window = 4096;
+    for (int64_t end = first + 1; end > 0 && first_ + end > *file; end -= window) {
+        const int64_t begin = std::max<int64_t>({0, end - window, *file - first_});
+        const std::vector<int64_t> documents = document_starts(begin, end - begin);
+        if (!documents.empty())
+            return concat(tokens, ", in the document that begins at its token ", first_ + documents.back() - *file);
+    }
+    return tokens;
 }
 
 const std::string& TokenSource::description() const { return impl_->description; }

@@ -116,6 +116,18 @@ void AtomicFile::write(const void* data, size_t bytes) {
     }
 }
 
+void AtomicFile::overwrite(size_t offset, std::string_view text) {
+    check(fd_ >= 0, "write to ", path_, " after commit()");
+    write_all(fd_, buffer_.data(), buffer_.size(), path_);
+    buffer_.clear();
+    const off_t end = ::lseek(fd_, 0, SEEK_CUR);
+    check(end >= 0 && offset + text.size() <= static_cast<size_t>(end), path_, ": bytes ", offset, " to ",
+          offset + text.size(), " are to be overwritten, but only ", end, " have been written");
+    check(::lseek(fd_, static_cast<off_t>(offset), SEEK_SET) >= 0, "cannot write ", path_, ": ", reason(errno));
+    write_all(fd_, text.data(), text.size(), path_);
+    check(::lseek(fd_, end, SEEK_SET) >= 0, "cannot write ", path_, ": ", reason(errno));
+}
+
 void AtomicFile::commit() {
     check(fd_ >= 0, "commit() of ", path_, " called twice");
     write_all(fd_, buffer_.data(), buffer_.size(), path_);

@@ -44,6 +44,7 @@ class AtomicFile {
     AtomicFile& operator=(const AtomicFile&) = delete;
     void write(const void* data, size_t bytes);
     void write(std::string_view text) { write(text.data(), text.size()); }
+    void overwrite(size_t offset, std::string_view text);  // what has been written there already
     void commit();
 
   private:
@@ -60,6 +61,13 @@ void make_folder(const std::string& path);                             // with p
 void sync_folder(const std::string& path);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// checksum.cu
+
+// Different for any two inputs that differ in one word of 8 bytes, and nearly surely for any two that differ.
+uint64_t checksum(const void* data, size_t bytes);
+std::string checksum_text(uint64_t checksum);  // 16 hexadecimal digits
+
+// ---------------------------------------------------------------------------------------------------------------------
 // safetensors.cu: the Hugging Face tensor file (8-byte header length, JSON header, raw little-endian data).
 
 struct StoredTensor {
@@ -67,6 +75,7 @@ struct StoredTensor {
     std::vector<int64_t> shape;
     const unsigned char* data = nullptr;  // into the mapped file; may be unaligned: memcpy it
     size_t bytes = 0;
+    std::optional<uint64_t> checksum;  // as the file says; files of others have none
     int64_t n() const;
     std::vector<float> floats() const;  // F32, F16 or BF16 converted to float
 };
@@ -88,7 +97,11 @@ class SafetensorsReader {
     bool has(const std::string& name) const { return tensors_.count(name) != 0; }
     const StoredTensor& at(const std::string& name) const;  // missing: Error that lists the nearest names
     const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
-    const std::map<std::string, std::string>& metadata() const { return metadata_; }  // "__metadata__" of the file
+    // "__metadata__" of the file, without the checksums.
+    const std::map<std::string, std::string>& metadata() const { return metadata_; }
+    // Reads all bytes. Error that names the first tensor whose bytes are not those that were written; tensors without a
+    // checksum are taken as they are.
+    void verify() const;
 
   private:
     SafetensorsView map_file(const std::string& path);
@@ -101,14 +114,15 @@ class SafetensorsReader {
 
 // What is to be written: `fill` is called in file order and gives the bytes of this tensor, so that a model on a device
 // can be saved without a second copy of all of it on the host. File order is the order given, but wider element types
-// come first, so that every tensor starts at a multiple of its element size.
+// come first, so that every tensor starts at a multiple of its element size. With checksums, the metadata get one for
+// each tensor, as "checksum NAME": 16 hexadecimal digits.
 struct TensorToStore {
     std::string name, dtype;
     std::vector<int64_t> shape;
     std::function<void(void* bytes)> fill;
 };
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
-                       const std::map<std::string, std::string>& metadata = {});
+                       const std::map<std::string, std::string>& metadata = {}, bool with_checksums = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tokenizer.cu: text to token ids and back
@@ -209,7 +223,15 @@ class TokenSource {
     // may be the rest of a document. Text: at each file, and at each <|endoftext|> or <|begin_of_text|> in it, if that
     // is one token of the tokenizer.
     std::vector<int64_t> document_starts(int64_t first, int64_t count) const;
-    int32_t max_token() const;  // largest id present, to be held against the vocabulary; reads all tokens (GB/s)
+    // Reads all tokens once, at the speed of the memory or the disk.
+    struct Summary {
+        int32_t max_token = 0;  // to be held against the vocabulary
+        uint64_t checksum = 0;  // of all tokens and of the lengths of the files
+    };
+    Summary summary() const;
+    bool is_shards() const;  // of token ids, not text that was tokenized here
+    // For messages: "tokens 812 to 875 of shard.bin, in the document that begins at its token 400".
+    std::string describe(int64_t first, int64_t count) const;
     const std::string& description() const;  // one line for the start of the log
     // Splits off the last `fraction` as held-out text: [0, split) trains, [split, n) validates.
     std::pair<TokenSource, TokenSource> split(double fraction) const;
@@ -241,6 +263,7 @@ class BatchReader {
     // sequence's first token, and how far into the document it stands.
     void documents(int64_t i, int32_t* spans, int32_t* positions) const;
     int64_t sequences_per_epoch() const;
+    std::string describe(int64_t i) const { return source_.describe(first_token(i), T_); }  // where sequence i is from
 
   private:
     int64_t first_token(int64_t i) const;
@@ -261,14 +284,16 @@ class CheckpointWriter {
     CheckpointWriter(const std::string& run_folder, int64_t step);
     ~CheckpointWriter();                                      // removes the folder if commit() was not reached
     const std::string& folder() const { return temporary_; }  // write the files here
-    // Makes the folder final and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all).
+    // Makes the folder final, and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all),
+    // and those of later steps: they were broken, so that the run was resumed from one before them.
     void commit(int keep);
 
   private:
-    std::string parent_, temporary_, final_;
+    std::string run_folder_, parent_, temporary_, final_;
     bool committed_ = false;
 };
-// The newest complete checkpoint of a run, or nothing.
+// The checkpoints of a run that were committed, newest first; and the newest of them, or nothing.
+std::vector<std::string> find_checkpoints(const std::string& run_folder);
 std::optional<std::string> latest_checkpoint(const std::string& run_folder);
 
 // ---------------------------------------------------------------------------------------------------------------------

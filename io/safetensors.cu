@@ -10,6 +10,7 @@
 // held against the bytes there are, and errors quote names of the file only shortened and escaped.
 #include <algorithm>
 #include <bit>
+#include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -140,6 +141,32 @@ StoredTensor parse_tensor(const json& entry, const unsigned char* data, int64_t 
     return tensor;
 }
 
+const std::string checksum_key = "checksum ";  // and the name of the tensor
+
+// Moves the checksums from the metadata to their tensors. A file in which some tensors have one was written by
+// write_safetensors, which gives one to all.
+void take_checksums(SafetensorsView& view, const std::string& name) {
+    bool any = false;
+    for (auto entry = view.metadata.begin(); entry != view.metadata.end();) {
+        const auto& [key, text] = *entry;
+        if (!key.starts_with(checksum_key)) {
+            ++entry;
+            continue;
+        }
+        const auto tensor = view.tensors.find(key.substr(checksum_key.size()));
+        uint64_t value = 0;
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, 16);
+        check(tensor != view.tensors.end() && error == std::errc() && end == text.data() + text.size(), name, ": ",
+              in_quotes(key), " in __metadata__ is not the checksum of a tensor; the file is broken");
+        tensor->second.checksum = value;
+        any = true;
+        entry = view.metadata.erase(entry);
+    }
+    for (const auto& [tensor_name, tensor] : view.tensors)
+        check(!any || tensor.checksum, name, ": tensor ", in_quotes(tensor_name),
+              " has no checksum, others have; the file is broken");
+}
+
 int edit_distance(const std::string& a, const std::string& b) {  // Levenshtein, one row at a time
     std::vector<int> row(b.size() + 1);
     for (size_t j = 0; j <= b.size(); j++) row[j] = static_cast<int>(j);
@@ -222,6 +249,7 @@ SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const
         reached = range.second;
     }
     check(reached == data_bytes, name, ": ", data_bytes - reached, " bytes after the last tensor; the file is broken");
+    take_checksums(view, name);
     return view;
 }
 
@@ -304,8 +332,21 @@ const StoredTensor& SafetensorsReader::at(const std::string& name) const {
     fail(path_, ": no tensor named ", in_quotes(name), hint);
 }
 
+void SafetensorsReader::verify() const {
+    std::vector<const std::pair<const std::string, StoredTensor>*> order;
+    for (const auto& entry : tensors_)
+        if (entry.second.checksum) order.push_back(&entry);
+    std::vector<uint64_t> found(order.size());
+#pragma omp parallel for schedule(dynamic)
+    for (size_t i = 0; i < order.size(); ++i) found[i] = checksum(order[i]->second.data, order[i]->second.bytes);
+    for (size_t i = 0; i < order.size(); ++i)
+        check(found[i] == *order[i]->second.checksum, path_, ": tensor ", in_quotes(order[i]->first),
+              " is broken: its bytes have checksum ", checksum_text(found[i]), ", and ",
+              checksum_text(*order[i]->second.checksum), " were written");
+}
+
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
-                       const std::map<std::string, std::string>& metadata) {
+                       const std::map<std::string, std::string>& metadata, bool with_checksums) {
     std::set<std::string> names = {metadata_key};
     std::vector<const TensorToStore*> order;
     for (const TensorToStore& tensor : tensors) {
@@ -320,6 +361,12 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
 
     nlohmann::ordered_json header = nlohmann::ordered_json::object();
     if (!metadata.empty()) header[metadata_key] = metadata;
+    // The header stands before the data, whose checksums are known only when they have been written:
+    // they are filled in then.
+    const auto set_checksum = [&](const TensorToStore& tensor, uint64_t value) {
+        if (with_checksums) header[metadata_key][checksum_key + tensor.name] = checksum_text(value);
+    };
+    for (const TensorToStore* tensor : order) set_checksum(*tensor, 0);
     int64_t offset = 0;
     std::vector<int64_t> sizes_bytes;
     for (const TensorToStore* tensor : order) {
@@ -351,6 +398,8 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
         buffer.resize(static_cast<size_t>(sizes_bytes[i]));
         order[i]->fill(buffer.data());
         file.write(buffer.data(), buffer.size());
+        if (with_checksums) set_checksum(*order[i], checksum(buffer.data(), buffer.size()));
     }
+    if (with_checksums) file.overwrite(length_bytes, header.dump());  // as long as before: a checksum has 16 digits
     file.commit();
 }

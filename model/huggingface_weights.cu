@@ -92,5 +92,5 @@ void save_model(const Model& model, const std::string& folder) {
         tensors.push_back({param.name, "F32", stored_shape(param), fill});
     }
     write_text_file(folder + "/config.json", config_to_json(model.config));
-    write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}});
+    write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
 }

@@ -1,14 +1,14 @@
 // planning/memory.cu: where the bytes of a training run go: the table at its start, and ./train_gpt --plan.
 //
-// Bytes that a model keeps, for each of its Psi parameters                          (Rajbhandari et al. 2020, arXiv:1910.02054)
+// Bytes that a model keeps, for each of its Psi parameters              (Rajbhandari et al. 2020, arXiv:1910.02054)
 //
 //   float32 AdamW             4 weights + 4 gradients + 4 m + 4 v                            = 16 Psi
 //   mixed precision AdamW     2 weights + 2 gradients + 4 master weights + 4 m + 4 v         = 16 Psi
 //   bf16, no master, Lion     2 weights + 2 gradients + 4 m                                  =  8 Psi
 //   fp8                       2 more: each weight of the blocks twice, as it is and transposed
 //
-// and activations, which grow with the tokens of a micro-batch and not with Psi. All are counted here by the functions that
-// later take them, over arenas that only count: so the plan is what the program takes.
+// and activations, which grow with the tokens of a micro-batch and not with Psi. All are counted here by the functions
+// that later take them, over arenas that only count: so the plan is what the program takes.
 #include "planning/planning.h"
 
 #include <algorithm>
@@ -88,7 +88,8 @@ struct StateTable {
     }
 };
 
-// Weights, gradients, master weights and the optimizer's states of all ranks together, by the place where --offload puts them.
+// Weights, gradients, master weights and the optimizer's states of all ranks together,
+// by the place where --offload puts them.
 StateTable state_table(Trainer& t) {
     const TrainOptions& o = t.options;
     const double n = static_cast<double>(t.model.n);
@@ -166,10 +167,12 @@ void print_plan(Trainer& t) {
     const bool any_model = o.plan_parameters > 0;
     const double n = static_cast<double>(t.model.n);
     const double psi = any_model ? o.plan_parameters : static_cast<double>(parameter_count(t.config));
-    std::printf(
-        "plan     %s parameters, --dtype %s, --optimizer %s, --batch %lld in micro-batches of %lld, --seq %lld\n",
-        human_count(psi).c_str(), o.dtype.c_str(), o.optimizer.c_str(), static_cast<long long>(o.batch),
-        static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
+    std::printf("plan     %s parameters, --dtype %s, --optimizer %s", human_count(psi).c_str(), o.dtype.c_str(),
+                o.optimizer.c_str());
+    if (!any_model)
+        std::printf(", --batch %lld in micro-batches of %lld, --seq %lld", static_cast<long long>(o.batch),
+                    static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
+    std::printf("\n");
 
     StateTable table = state_table(t);
     const double bytes_a_parameter = table.sum() / n;

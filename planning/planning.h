@@ -1,9 +1,10 @@
-// planning/planning.h: what a training run takes: bytes, floating-point operations, seconds, messages. Before anything is
-// taken (./train_gpt --plan), at the start of a run, and at its end beside what was measured.
+// planning/planning.h: what a training run takes: bytes, floating-point operations, seconds, messages. Before anything
+// is taken (./train_gpt --plan), at the start of a run, and at its end beside what was measured.
 //
 // Files, in reading order:
 //     memory.cu    weights, gradients, optimizer states, activations: bytes by kind and by ZeRO stage
 //     time.cu      FLOPs and bytes of a step, and the seconds that they take on a device
+//     rates.cu     the device's rates, measured
 //     account.cu   a run on many ranks: measured bytes beside the formulas
 #pragma once
 
@@ -15,10 +16,14 @@ void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this ru
 
 // time.cu
 void print_time(Trainer& trainer);  // the plan's part on FLOPs, bytes moved and seconds of a step
-// The rate of a large matrix product of this type on this device, in FLOP/s: what a step's FLOP/s are held against.
-double measure_matmul_rate(DType dtype);
 
-// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed another.
-// Collective; rank 0 prints.
+// rates.cu: measured on this device
+double measure_matmul_rate(DType dtype);  // of a large product, in FLOP/s: what a step's FLOP/s are held against
+double measure_copy_rate();               // of a large copy, in bytes read and written a second
+// Random numbers in [-1, 1), made on the device: a function of (key, place).
+void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream);
+
+// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed
+// another. Collective; rank 0 prints.
 void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
 int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step

@@ -17,8 +17,8 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Devices
 
-// Dense rates, without sparsity, as the makers state them; float32 without tensor cores, because our float32 products are not
-// cut to TF32; 16 bits with sums in float32.
+// Dense rates, without sparsity, as the makers state them; float32 without tensor cores, because our float32 products
+// are not cut to TF32; 16 bits with sums in float32.
 struct DeviceSpec {
     const char* name;
     double f32, f16, fp8;  // FLOP/s; fp8 = 0: the device has none
@@ -33,23 +33,6 @@ const DeviceSpec kSpecs[] = {
     {"a100", 19.5e12, 312e12, 0, 2.039e12, 80e9, "NVIDIA A100 80GB data sheet (SXM)"},
     {"4090", 82.6e12, 165.2e12, 330.3e12, 1.008e12, 24e9, "NVIDIA Ada GPU architecture white paper, appendix A"},
 };
-
-// Bytes read and written a second by a copy on this device.
-double measure_copy_rate() {
-    const int64_t n = device().is_cpu ? 16 << 20 : 256 << 20;
-    Arena arena("copy probe");
-    arena.take("probe", DType::f32, {2, n});
-    arena.reserve();
-    const Tensor both = arena.take("probe", DType::f32, {2, n}), from = both.slice(0, 1), to = both.slice(1, 1);
-    double best = 1e30;
-    for (int i = 0; i < 4; ++i) {  // the first one touches the pages
-        const double start = seconds_now();
-        cudaCheck(cudaMemcpyAsync(to.data, from.data, to.bytes(), cudaMemcpyDeviceToDevice, device().stream));
-        cudaCheck(cudaStreamSynchronize(device().stream));
-        if (i > 0) best = std::min(best, seconds_now() - start);
-    }
-    return static_cast<double>(both.bytes()) / best;
-}
 
 DeviceSpec find_spec(const std::string& name, DType dtype) {
     for (const DeviceSpec& spec : kSpecs)
@@ -107,8 +90,9 @@ StepCost step_cost(Trainer& t, double state_bytes) {
         for (const auto& [inputs, outputs] : block_linear_shapes(c))
             cost.fp8_flops += tokens * L * 6 * static_cast<double>(inputs * outputs);
     }
-    // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for their
-    // norm, and read by the optimizer, which reads and writes what it updates and its states: here, or on the host.
+    // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for
+    // their norm, and read by the optimizer, which reads and writes what it updates and its states: here,
+    // or on the host.
     cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) +
                  3 * n * grad_bytes +
                  (t.model.sharding.host_updates()
@@ -118,28 +102,6 @@ StepCost step_cost(Trainer& t, double state_bytes) {
 }
 
 }  // namespace
-
-double measure_matmul_rate(DType dtype) {
-    const int64_t n = device().is_cpu ? 1024 : 8192;
-    Arena arena("matmul probe");
-    Tensor a, b, c;
-    for (int pass = 0; pass < 2; ++pass) {
-        a = arena.take("probe", dtype, {n, n});
-        b = arena.take("probe", dtype, {n, n});
-        c = arena.take("probe", dtype, {n, n});
-        if (pass == 0) arena.reserve();
-    }
-    fill_normal(a, 1.0, 1, 1);
-    fill_normal(b, 1.0, 1, 2);
-    double best = 1e30;
-    for (int i = 0; i < 4; ++i) {  // the first one warms up
-        const double start = seconds_now();
-        matmul(c, a, b, {}, device().stream);
-        cudaCheck(cudaStreamSynchronize(device().stream));
-        if (i > 0) best = std::min(best, seconds_now() - start);
-    }
-    return 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n) / best;
-}
 
 void print_time(Trainer& t) {
     const TrainOptions& o = t.options;

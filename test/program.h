@@ -6,6 +6,7 @@
 
 #include <sys/wait.h>
 
+#include <cmath>
 #include <cstdlib>
 
 struct Outcome {
@@ -36,4 +37,12 @@ inline bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
 inline std::string mpirun_command(int n, int seconds = 60) {
     return concat("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout ", seconds,
                   " mpirun --oversubscribe -np ", n, " ");
+}
+
+// Are the bytes that cudaMemGetInfo says were taken those that were planned? The CPU device counts bytes. A GPU hands out memory
+// in pieces of 2 MiB: each of the at most 16 arenas may take one more piece than its bytes, or lie in a piece that was taken
+// before it.
+inline bool taken_as_planned(double taken, double planned) {
+    const double difference = std::abs(taken - planned);
+    return device().is_cpu ? difference == 0 : difference <= 16 * 0x1p21;
 }

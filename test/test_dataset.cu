@@ -78,12 +78,12 @@ TEST_CASE("text from a file") {
     TokenSource source = open(folder / "a.txt");
     CHECK(source.n() == 10);
     CHECK(text_of(source) == "one\r\ntwo\xFF\n");
-    CHECK(source.max_token() == 255);
+    CHECK(source.summary().max_token == 255);
     CHECK(one_line_with(source.description(), folder / "a.txt", "10 B", "10 tokens", "bytes"));
 
     TokenSource wide = TokenSource::open(folder / "a.txt", WideTokenizer());
     CHECK(all_tokens(wide)[1] == 70000 + 'n');
-    CHECK(wide.max_token() == 70255);
+    CHECK(wide.summary().max_token == 70255);
 }
 
 TEST_CASE("a text is not changed: no newline is added at its end") {
@@ -140,13 +140,13 @@ TEST_CASE("token shards of two and four bytes") {
     TempFolder folder;
     spit(folder / "two.bin", shard_bytes(std::vector<uint16_t>{0, 1, 50256, 65535}));
     CHECK(all_tokens(open(folder / "two.bin")) == std::vector<int32_t>{0, 1, 50256, 65535});
-    CHECK(open(folder / "two.bin").max_token() == 65535);
+    CHECK(open(folder / "two.bin").summary().max_token == 65535);
     spit(folder / "four.bin", shard_bytes(std::vector<uint32_t>{7, 128255}));
     CHECK(all_tokens(open(folder / "four.bin")) == std::vector<int32_t>{7, 128255});
     CHECK(one_line_with(open(folder / "four.bin").description(), "1 token shard", "2 tokens"));
     // An id that no int32 holds stays one that no vocabulary has.
     spit(folder / "huge.bin", shard_bytes(std::vector<uint32_t>{0xFFFFFFFFu}));
-    CHECK(open(folder / "huge.bin").max_token() == 0x7FFFFFFF);
+    CHECK(open(folder / "huge.bin").summary().max_token == 0x7FFFFFFF);
 }
 
 TEST_CASE("a folder of shards is one row of tokens, read across the borders") {
@@ -173,7 +173,7 @@ TEST_CASE("a folder of shards is one row of tokens, read across the borders") {
     auto [train, val] = source.split(0.3);
     CHECK(all_tokens(train) == std::vector<int32_t>{0, 1, 2, 3, 4});
     CHECK(all_tokens(val) == std::vector<int32_t>{5, 6});
-    CHECK(train.max_token() == 4);
+    CHECK(train.summary().max_token == 4);
     CHECK(all_tokens(val.split(0.5).second) == std::vector<int32_t>{6});
     CHECK(one_line_with(error_of([&] { source.split(1.5); }), "fraction", "1.5"));
 }

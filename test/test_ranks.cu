@@ -270,8 +270,7 @@ TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program]
 }
 
 TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks][plan]") {
-    const Outcome plan =
-        run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --batch 64 --device-spec h100");
+    const Outcome plan = run_program("train_gpt", "--plan --ranks 64 --params 7.5e9 --dtype fp16 --device-spec h100");
     INFO(plan.out << plan.err);
     REQUIRE(plan.status == 0);
     for (const std::string gb : {"120 GB", "31.41 GB", "16.64 GB", "1.875 GB"})
@@ -292,7 +291,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
     const std::tuple<std::string, std::string, std::string> others[] = {
         {program, data + common + " --lr 2e-3", "--lr is '0.002' here"},
         {program, data + common + " --zero 1", "--zero is '1' here"},
-        {program, data + common + " --model gpt2", "--model is 'gpt2' here"},
+        {program, data + common + " --model mfa-tiny", "--model is 'mfa-tiny' here"},
         {program, " --data " + (folder / "other.txt") + common, "--data is "},
         {folder / "train_gpt", data + common, "the program is "}};
     for (const auto& [its_program, flags, words] : others) {
@@ -313,6 +312,25 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
         INFO(flags << run.err);
         CHECK(run.status == 2);
         CHECK_THAT(run.err, ContainsSubstring(words));
+    }
+}
+
+TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program][ranks]") {
+    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    const TempFolder folder;
+    const std::string run = " --out " + (folder / "run"), data = " --data " + text_file();
+    for (const auto& [flags, says] : {std::pair<std::string, std::string>{data + " --batch 3", "--batch 3"},
+                                      {data + " --seq 1000000", "--seq 1000000"},
+                                      {" --data " + (folder / "absent"), "no data at"}}) {
+        const Outcome outcome =
+            run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(2), program_path("train_gpt"), flags, run));
+        INFO(outcome.err);
+        CHECK(outcome.status == 2);
+        const size_t at = outcome.err.find("train_gpt: ");
+        REQUIRE(at != std::string::npos);
+        CHECK(one_line_with(outcome.err.substr(at, outcome.err.find('\n', at) - at), says));
+        CHECK(outcome.err.find("train_gpt: ", at + 1) == std::string::npos);
+        CHECK(outcome.err.find("MPI_ABORT") == std::string::npos);
     }
 }
 

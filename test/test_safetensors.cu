@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <set>
 
 #include "io/io.h"
 #include "temp_folder.h"
@@ -291,4 +292,43 @@ TEST_CASE("writing: impossible tensors and full disks leave nothing behind") {
     ::setrlimit(RLIMIT_FSIZE, &before);
     CHECK(one_line_with(full, path, "more bytes", "free some space"));
     CHECK(folder.listing().empty());
+}
+
+TEST_CASE("a checksum tells inputs apart that differ in any bit, or in their length", "[safetensors][checksum]") {
+    for (const size_t n : {1u, 7u, 8u, 31u, 32u, 33u, 100u}) {
+        std::string bytes(n, '\0');
+        std::set<uint64_t> sums = {checksum(bytes.data(), n)};
+        for (size_t bit = 0; bit < 8 * n; ++bit) {
+            bytes[bit / 8] ^= static_cast<char>(1 << bit % 8);
+            sums.insert(checksum(bytes.data(), n));
+            bytes[bit / 8] ^= static_cast<char>(1 << bit % 8);
+        }
+        CHECK(sums.size() == 8 * n + 1);
+        bytes += '\0';
+        CHECK(sums.count(checksum(bytes.data(), n + 1)) == 0);
+    }
+    // The value is part of the file format: it must not change from one version to the next.
+    CHECK(checksum_text(checksum("The quick brown fox jumps over the lazy dog", 43)) == "d83678ae7e41e1bc");
+}
+
+TEST_CASE("a flipped bit in any tensor is found, and the tensor is named", "[safetensors][checksum]") {
+    const TempFolder folder;
+    const std::string path = folder / "a.safetensors";
+    write_safetensors(path, {to_store("first", "U8", {3}, "abc"), to_store("second", "U8", {5}, "defgh")}, {}, true);
+    const std::string whole = slurp(path);
+    CHECK_NOTHROW(SafetensorsReader(path).verify());
+    const std::string tensors[] = {"first", "first", "first", "second", "second", "second", "second", "second"};
+    for (size_t i = 0; i < 8; ++i) {
+        std::string broken = whole;
+        broken[broken.size() - 8 + i] ^= 1;
+        spit(path, broken);
+        CHECK(one_line_with(error_of([&] { SafetensorsReader(path).verify(); }), path,
+                            "\"" + tensors[i] + "\" is broken"));
+    }
+    // A broken checksum is a broken file as well.
+    std::string broken = whole;
+    const size_t at = broken.find("checksum second");
+    broken[at] = 'C';
+    spit(path, broken);
+    CHECK(one_line_with(error_of([&] { SafetensorsReader reader(path); }), path, "\"second\" has no checksum"));
 }

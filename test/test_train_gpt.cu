@@ -4,6 +4,7 @@
 #include "program.h"
 
 #include <cmath>
+#include <cstring>
 
 namespace {
 
@@ -282,7 +283,10 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--val-fraction 1", "--val-fraction"},
         {"--resume", "no checkpoint"},
         {"--mask-documents", "all of it is one document"},
-        {"--model llama-8b --batch 64 --seq 8192 --data " + file("long.txt", std::string(200000, 'x')), "needs"},
+        {"--model llama-8b --batch 64 --seq 8192 --data " + file("long.bin", shard(20240520, 1, 200000, 400000, 5)),
+         "needs"},
+        {"--model gpt2", "give the model's --tokenizer"},
+        {"--new-data", "--new-data belongs to --resume"},
     };
     REQUIRE(cases.size() >= 25);
     for (const Case& c : cases) {
@@ -336,6 +340,49 @@ TEST_CASE("a loss that is not a number ends the run and keeps the last checkpoin
     CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "the loss is", "--lr"));
     const SafetensorsReader saved(newest_checkpoint(run) + "/model.safetensors");
     for (float x : saved.at("model.norm.weight").floats()) CHECK(std::isfinite(x));
+    // The weights are to blame, and resuming does not help: the line says both, and gives the command that does.
+    CHECK_THAT(outcome.err, ContainsSubstring("all of its 2 sequences is not finite: this comes from the weights"));
+    CHECK_THAT(outcome.err, ContainsSubstring("--resume would meet the same numbers"));
+    const std::string init =
+        "--init " + newest_checkpoint(run) + " --out OTHER, with a smaller --lr (at this step it was ";
+    CHECK_THAT(outcome.err, ContainsSubstring(init));
+}
+
+// Embeddings of one token that are infinite: the loss of the sequences with this token is not finite,
+// that of others is.
+TEST_CASE("a loss that is not a number is traced to its sequences and documents", "[program][train_gpt]") {
+    const TempFolder folder;
+    std::filesystem::create_directories(folder / "text");
+    for (int i = 0; i < 4; ++i)
+        spit(folder / concat("text/", i), std::string(400, static_cast<char>('a' + i)) + "\n");  // "d" only in file 3
+    // A head of its own: with the embedding as the head, the loss of every token would be broken.
+    spit(folder / "model.json",
+         R"({"model_type":"llama","vocab_size":256,"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,
+        "num_attention_heads":1,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,"rms_norm_eps":1e-5,
+        "rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})");
+    const std::string flags = "--data " + (folder / "text") + " --val " + text_file() + " --val-every 0 --out ";
+    REQUIRE(train("--model " + (folder / "model.json") + " --stop-after 1 " + flags + (folder / "good")).status == 0);
+    const std::string checkpoint = newest_checkpoint(folder / "good"), path = checkpoint + "/model.safetensors";
+    std::vector<TensorToStore> tensors;
+    const SafetensorsReader saved(path);
+    for (const auto& [name, tensor] : saved.tensors())
+        tensors.push_back({name, tensor.dtype, tensor.shape, [&, name = name](void* bytes) {
+                               const StoredTensor& from = saved.at(name);
+                               std::memcpy(bytes, from.data, from.bytes);
+                               if (name != "model.embed_tokens.weight") return;
+                               float* row = static_cast<float*>(bytes) + 'd' * from.shape[1];
+                               for (int64_t c = 0; c < from.shape[1]; ++c) row[c] = INFINITY;
+                           }});
+    const std::string broken = folder / "broken";
+    std::filesystem::create_directories(broken);
+    std::filesystem::copy_file(checkpoint + "/config.json", broken + "/config.json");
+    write_safetensors(broken + "/model.safetensors", tensors);
+    const Outcome outcome = train("--init " + broken + " --batch 20 --micro-batch 10 " + flags + (folder / "run"));
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "step 1: the loss is",
+                        "The loss is not finite for ", " of its 20 sequences, first for sequence ",
+                        folder / "text/3, in the document that begins at its token 0", "Nothing was saved yet"));
 }
 
 TEST_CASE("a run is neither overwritten nor continued as another one", "[program][train_gpt]") {
@@ -352,6 +399,101 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
     CHECK(slurp(run + "/log.csv") == log);
     // A flag given again with the same value, written otherwise, is no conflict.
     CHECK(run_program("train_gpt", "--resume --lr 3e-3 --out " + run).status == 0);
+}
+
+namespace {
+
+// Changes bit 30 of a weight in the middle of a tensor: of a float32, the largest bit of the exponent.
+void flip_bit(const std::string& path, const std::string& tensor) {
+    std::string bytes = slurp(path);
+    const SafetensorsReader file(path);
+    const StoredTensor& stored = file.at(tensor);
+    const std::string data(reinterpret_cast<const char*>(stored.data), stored.bytes);
+    const size_t at = bytes.find(data);
+    REQUIRE(at != std::string::npos);
+    bytes[at + stored.bytes / 8 * 4 + 3] ^= 0x40;
+    spit(path, bytes);
+}
+
+}  // namespace
+
+TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the one before", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string whole = folder / "whole";
+    REQUIRE(train("--steps 6 --save-every 2 --out " + whole).status == 0);
+    const std::vector<std::pair<std::string, std::string>> places = {
+        {"/model.safetensors", "model.layers.1.mlp.up_proj.weight"},
+        {"/optimizer.safetensors", "v.model.layers.1.mlp.up_proj.weight"}};
+    for (const auto& [file, tensor] : places) {
+        const std::string run = folder / "run";
+        REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
+        flip_bit(newest_checkpoint(run) + file, tensor);
+        const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "step-00000004" + file, "\"" + tensor + "\"",
+                            "Resuming from " + run + "/checkpoints/step-00000002"));
+        CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+        check_same_end(whole, run);
+        CHECK(run_shell("ls " + run + "/checkpoints").out == "step-00000004\nstep-00000006\n");  // 4 is a new one
+
+        // None is whole: the newest is named.
+        flip_bit(run + "/checkpoints/step-00000004" + file, tensor);
+        flip_bit(run + "/checkpoints/step-00000006" + file, tensor);
+        const Outcome none = run_program("train_gpt", "--resume --out " + run);
+        CHECK(none.status == 2);
+        CHECK(one_line_with(none.err.substr(0, none.err.size() - 1), "step-00000006" + file, "\"" + tensor + "\"",
+                            "no checkpoint in"));
+        std::filesystem::remove_all(run);
+    }
+}
+
+TEST_CASE("a resumed run refuses other data, unless they are meant", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", text = folder / "text.txt", original = slurp(text_file());
+    spit(text, original);
+    REQUIRE(train("--stop-after 2 --out " + run + " --data " + text).status == 0);
+    std::string changed = original;
+    changed[100] ^= 1;
+    for (const std::string& other : {std::string(100, 'x') + original, changed}) {
+        spit(text, other);
+        const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+        INFO(outcome.err);
+        CHECK(outcome.status == 2);
+        const auto n_train = [](const std::string& s) {
+            return s.size() - static_cast<size_t>(std::llround(0.1 * s.size()));
+        };
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "training data are not those",
+                            concat(n_train(other), " tokens with checksum "), concat(n_train(original), " tokens"),
+                            "--new-data"));
+    }
+    CHECK(run_program("train_gpt", "--resume --new-data --stop-after 4 --out " + run).status == 0);
+    CHECK(run_program("train_gpt", "--resume --stop-after 5 --out " + run).status == 0);  // they are the run's now
+    // Another file is other data, too.
+    CHECK(run_program("train_gpt", "--resume --out " + run + " --data " + text_file()).status == 2);
+    CHECK(run_program("train_gpt", "--resume --new-data --out " + run + " --data " + text_file()).status == 0);
+}
+
+TEST_CASE("token shards are trained on without a tokenizer", "[program][train_gpt]") {
+    const TempFolder folder;
+    int32_t header[256] = {20240520, 1, 2000};
+    std::string bytes(reinterpret_cast<const char*>(header), sizeof header);
+    for (int i = 0; i < 2000; ++i) {
+        const uint16_t token = i % 100 == 0 ? 50256 : static_cast<uint16_t>(i * 37 % 50000);
+        bytes.append(reinterpret_cast<const char*>(&token), 2);
+    }
+    spit(folder / "some_train_0.bin", bytes);
+    spit(folder / "model.json",
+         R"({"model_type":"gpt2","vocab_size":50257,"n_positions":64,"n_embd":8,"n_layer":1,"n_head":1,
+        "activation_function":"gelu_new","layer_norm_epsilon":1e-5})");
+    const std::string model = "--model " + (folder / "model.json") + " --steps 2 --warmup 0 --sample 3 --out ";
+    const Outcome outcome = train(model + (folder / "run") + " --data '" + (folder / "some_*.bin") + "'");
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("token ids (there is no --tokenizer to show them as text): "));
+    const Outcome text = train(model + (folder / "other"));
+    CHECK(text.status == 2);
+    CHECK(one_line_with(text.err.substr(0, text.err.size() - 1), "vocabulary of 50257", "--tokenizer"));
 }
 
 TEST_CASE("a broken checkpoint is named", "[program][train_gpt]") {

@@ -1,19 +1,17 @@
 // training/checkpoint.cu: a run on disk. A resumed run goes on bit for bit, so everything that decides the next step is
-// there: the weights as the optimizer has them (the float32 masters in mixed precision), its states, fp8's histories, the loss
-// scale, and the number of the step, from which learning rate and data follow.
+// there: the weights as the optimizer has them (the float32 masters in mixed precision), its states, fp8's histories,
+// the loss scale, and the number of the step, from which learning rate and data follow.
 //
 //     model.safetensors                       one file, whatever the ranks: rank 0 collects what is cut
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
-//     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces, "m.model.norm.weight@4096"
-//                                             from element 4096 on
+//     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces,
+//                                             "m.model.norm.weight@4096" from element 4096 on
 //     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients
-//     state.json                              the rest
+//     state.json                              the rest (state.cu)
 //
 // Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
 // Only compression's errors belong to a number of ranks: with another one they begin as 0 again, and the run says so.
 #include "training/training.h"
-
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cstring>
@@ -127,7 +125,7 @@ void write_states(const Trainer& t, const std::string& path) {
     for (const PlacedState& state : placed_states(t))
         add(state.whole ? state.name : concat(state.name, "@", state.first), state.tensor);
     if (t.model.fp8_states && t.world.rank == 0) add(kHistories, t.model.fp8_states);  // all ranks have the same
-    write_safetensors(path, tensors);
+    write_safetensors(path, tensors, {}, true);
 }
 
 void write_compression(const Trainer& t, const std::string& folder) {
@@ -137,7 +135,7 @@ void write_compression(const Trainer& t, const std::string& folder) {
                                copy_to_host(bytes, from);
                            }});
     if (!tensors.empty())
-        write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors);
+        write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors, {}, true);
 }
 void read_compression(const Trainer& t, const std::string& folder) {
     const auto states = t.data_parallel.compression_states();
@@ -174,34 +172,29 @@ void save_checkpoint(Trainer& t, int64_t step) {
     write_compression(t, folder);
     gather_numbers(t.world, {step});  // all have written
     if (!first) return;
-    const nlohmann::ordered_json state = {
-        {"step", step},
-        {"updates", t.updates},
-        {"sequences", step * t.options.batch},
-        {"tokens", step * t.options.batch * t.options.seq},
-        {"loss_scale",
-         {{"scale", t.scaler.scale}, {"good_steps", t.scaler.good_steps}, {"overflows", t.scaler.overflows}}},
-        {"options", t.options.identity}};
-    write_text_file(folder + "/state.json", state.dump(2) + "\n");
+    const int64_t sequences = step * t.options.batch;
+    write_state(folder, {.step = step,
+                         .updates = t.updates,
+                         .sequences = sequences,
+                         .tokens = sequences * t.options.seq,
+                         .loss_scale = t.scaler.scale,
+                         .good_steps = t.scaler.good_steps,
+                         .overflows = t.scaler.overflows,
+                         .data = t.data,
+                         .options = t.options.identity});
     writer->commit(static_cast<int>(t.options.keep));
 }
 
-int64_t load_checkpoint(Trainer& t) {
-    const std::string folder = latest_checkpoint(t.options.out).value();
+int64_t load_checkpoint(Trainer& t, const std::string& folder) {
     load_weights(t.model, folder);
     const SavedStates saved(folder);
     for (const PlacedState& state : placed_states(t)) saved.read(state.name, state.tensor, state.per, state.first);
     if (t.model.fp8_states) saved.read(kHistories, t.model.fp8_states, 1, 0);
     read_compression(t, folder);
-    try {
-        const nlohmann::json state = nlohmann::json::parse(read_text_file(folder + "/state.json"));
-        const nlohmann::json& scale = state.at("loss_scale");
-        t.updates = state.at("updates").get<int64_t>();
-        t.scaler.scale = scale.at("scale").get<double>();
-        t.scaler.good_steps = scale.at("good_steps").get<int64_t>();
-        t.scaler.overflows = scale.at("overflows").get<int64_t>();
-        return state.at("step").get<int64_t>();
-    } catch (const nlohmann::json::exception& error) {
-        fail(folder, "/state.json is not a training state: ", error.what());
-    }
+    const RunState state = read_state(folder);
+    t.updates = state.updates;
+    t.scaler.scale = state.loss_scale;
+    t.scaler.good_steps = state.good_steps;
+    t.scaler.overflows = state.overflows;
+    return state.step;
 }

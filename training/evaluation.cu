@@ -18,8 +18,8 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     for (int64_t first = 0; first < n_batches; first += t.world.size) {
         const int64_t batch = first + t.world.rank;
         const bool mine = batch < n_batches;
-        // With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights: a rank without a
-        // micro-batch of its own repeats its last one, and does not count it.
+        // With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights: a rank
+        // without a micro-batch of its own repeats its last one, and does not count it.
         if (!mine && !t.model.sharding.shards_weights()) break;
         if (mine) {
             for (int64_t b = 0; b < t.micro_batch; ++b)

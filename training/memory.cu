@@ -1,7 +1,8 @@
 // training/memory.cu: the memory of a training run.
 //
-// take_memory() runs twice. In the first pass the arenas only count, so that --plan, and the table at the start, are made by the
-// code that later takes the memory; reserve() allocates each arena once, and the second pass hands out the same places.
+// take_memory() runs twice. In the first pass the arenas only count, so that --plan, and the table at the start, are
+// made by the code that later takes the memory; reserve() allocates each arena once,
+// and the second pass hands out the same places.
 #include "training/training.h"
 
 #include <algorithm>
@@ -89,12 +90,15 @@ void Trainer::take_memory() {
     }
 }
 
-void Trainer::reserve() {
+void Trainer::check_fits() {
     size_t free_bytes = 0, device_bytes = 0;
     cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
     check(memory.bytes() <= device_bytes, "this run needs ", human_bytes(static_cast<double>(memory.bytes())),
           ", the device has ", human_bytes(static_cast<double>(device_bytes)),
           ": use a smaller --micro-batch, --seq or --model, --recompute, --dtype bf16 or --offload");
+}
+
+void Trainer::reserve() {
     for (Arena* arena : memory.all()) arena->reserve();
     take_memory();
     for (const auto& optimizer : optimizers) optimizer->init(device().stream);

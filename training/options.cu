@@ -1,11 +1,10 @@
 // training/options.cu: the command line of train_gpt.
 //
-// CLI11 parses it; options_check.cu settles what flags mean together. With --resume, the flags that decide the loss curve come
-// from the checkpoint, so that `--out DIR --resume` is enough to continue a run with the same bits.
+// CLI11 parses it; options_check.cu settles what flags mean together. With --resume, the flags that decide the loss
+// curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run with the same bits.
 #include "training/training.h"
 
 #include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
 
 #include <charconv>
 #include <set>
@@ -13,14 +12,17 @@
 namespace {
 
 // Options that belong to one call of the program and not to the run.
-const std::set<std::string> kNotSaved = {"--help",           "--out",         "--resume",     "--stop-after",
-                                         "--plan",           "--device-spec", "--params",     "--inject-overflow",
-                                         "--ranks",          "--comm",        "--all-reduce", "--comm-timeout",
-                                         "--ranks-per-node", "--trace",       "--dp-mode",    "--zero",
-                                         "--bucket-mib",     "--offload"};
+const std::set<std::string> kNotSaved = {
+    "--help",    "--out",         "--resume",       "--new-data",        "--stop-after",
+    "--plan",    "--device-spec", "--params",       "--inject-overflow", "--ranks",
+    "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",  "--trace",
+    "--dp-mode", "--zero",        "--bucket-mib",   "--offload"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 const std::set<std::string> kMayChange = {"--val-every",   "--sample",      "--keep",      "--save-every",
                                           "--temperature", "--micro-batch", "--recompute", "--attention"};
+
+// Those that may also be given anew where --new-data says that the data are meant to differ.
+const std::set<std::string> kDataFlags = {"--data", "--val", "--val-fraction"};
 
 // "3e-3" and "0.003" are the same value.
 bool same_value(const std::string& a, const std::string& b) {
@@ -160,24 +162,20 @@ void add_output_options(CLI::App& app, TrainOptions& o) {
     output.option("--stop-after", o.stop_after,
                   "save and end after this step, as Ctrl-C would; the schedule is that of --steps");
     output.flag("--resume", o.resume, "continue the run in --out, bit for bit");
+    output.flag("--new-data", o.new_data, "with --resume: go on with other data than the run had");
 }
 
 // The options of the checkpoint stand in for those that were not given; one that was given must say the same.
-void adopt_saved_options(CLI::App& app, const std::string& out) {
-    const auto checkpoint = latest_checkpoint(out);
-    check(checkpoint.has_value(), "--resume: there is no checkpoint in ", out, "/checkpoints");
-    const std::string path = *checkpoint + "/state.json";
-    std::map<std::string, std::string> saved;
-    try {
-        saved = nlohmann::json::parse(read_text_file(path)).at("options").get<std::map<std::string, std::string>>();
-    } catch (const nlohmann::json::exception& error) {
-        fail(path, " is not a training state: ", error.what());
-    }
-    for (const auto& [flag, value] : saved) {
+void adopt_saved_options(CLI::App& app, TrainOptions& o) {
+    o.checkpoint = readable_checkpoint(o.out);
+    const bool new_data = app.get_option("--new-data")->count() > 0;
+    for (const auto& [flag, value] : read_state(o.checkpoint).options) {
         CLI::Option* option = app.get_option_no_throw(flag);
-        check(option != nullptr, path, ": unknown option ", flag, "; was it written by another version?");
-        check(option->count() == 0 || kMayChange.count(flag) || same_value(value_of(*option), value), flag, " ",
-              value_of(*option), " differs from the run in ", out, ", which has ", flag, " ", value,
+        check(option != nullptr, o.checkpoint, "/state.json: unknown option ", flag,
+              "; was it written by another version?");
+        check(option->count() == 0 || kMayChange.count(flag) || (new_data && kDataFlags.count(flag)) ||
+                  same_value(value_of(*option), value),
+              flag, " ", value_of(*option), " differs from the run in ", o.out, ", which has ", flag, " ", value,
               ": leave the flag away, or start a new run with another --out");
         if (option->count() > 0 || value.empty()) continue;
         option->add_result(value);
@@ -230,7 +228,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
         if (option->get_type_size() > 0) option->take_last();
     try {
         app.parse(argc, argv);
-        if (options.resume && !options.out.empty()) adopt_saved_options(app, options.out);
+        if (options.resume && !options.out.empty()) adopt_saved_options(app, options);
     } catch (const CLI::CallForHelp&) {
         std::cout << app.help();
         std::exit(0);

@@ -1,5 +1,5 @@
-// training/options_check.cu: what flags mean together, and which of them cannot be combined. Everything here is known before
-// the model's shape and the data are; an Error names the flags and says which one to change.
+// training/options_check.cu: what flags mean together, and which of them cannot be combined. Everything here is known
+// before the model's shape and the data are; an Error names the flags and says which one to change.
 #include "training/training.h"
 
 #include <algorithm>
@@ -60,7 +60,8 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
     expect_flash_tier(o.attention, p.dtype);
 }
 
-// Gradient compression changes the loss curve, so it is part of the run; but one rank sends nothing, and has nothing to compress.
+// Gradient compression changes the loss curve, so it is part of the run; but one rank sends nothing,
+// and has nothing to compress.
 void choose_compression(TrainOptions& o, const std::string& name) {
     CompressOptions& c = o.data_parallel.compress;
     c.kind = compression_from_name(name);
@@ -109,6 +110,7 @@ void check_options(const TrainOptions& o) {
     check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan),
           "--params N belongs to --plan, and must be positive");
     check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");
+    check(!o.new_data || o.resume, "--new-data belongs to --resume: a new run takes any data");
     check_schedule(o.schedule);
 }
 
@@ -128,6 +130,9 @@ void check_offload(const TrainOptions& o) {
 }  // namespace
 
 void settle_options(TrainOptions& o, const TypedFlags& typed) {
+    // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
+    if (const int64_t n = rank_count(o.ranks); o.plan_parameters > 0 && o.batch % n != 0)
+        o.batch = n, o.micro_batch = 0;
     choose_optimizer(o, typed);
     check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
     o.data_parallel.naive = typed.dp_mode == "naive";

@@ -1,25 +1,10 @@
-// training/progress.cu: what a person sees of a run: the first lines, a line a step, samples of text, the logs, the plot.
+// training/progress.cu: what a person sees of a run: the first lines, a line a step, samples of text, the logs,
+// the plot.
 #include "training/training.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-
-namespace {
-
-// What a terminal can show: control characters and bytes that are not UTF-8 become dots.
-std::string printable_text(const std::string& text) {
-    std::string out;
-    for (size_t i = 0; i < text.size();) {
-        const Utf8Char c = utf8_char_at(text, i);
-        const bool shown = c.code == '\n' || c.code == '\t' || (c.code >= 32 && c.code != 127 && c.code != 0xfffd);
-        out += shown ? text.substr(i, c.bytes) : ".";
-        i += c.bytes;
-    }
-    return out;
-}
-
-}  // namespace
 
 void print_start(const Trainer& t, const TokenSource& train_tokens, const TokenSource& val_tokens) {
     const TrainOptions& o = t.options;
@@ -82,21 +67,21 @@ void print_progress(const LogRow& row, int64_t steps, double seconds_left) {
     std::fflush(stdout);
 }
 
-// With ZeRO 3 no rank has all weights, so all of them run the model for every token, and rank 0 decides when it is enough.
-void print_sample(Trainer& t, const Tokenizer& tokenizer, const char* title) {
+// With ZeRO 3 no rank has all weights, so all of them run the model for every token,
+// and rank 0 decides when it is enough.
+void print_sample(Trainer& t, const RunData& data, const char* title) {
     const bool together = t.model.sharding.shards_weights() && t.world.size > 1;
     if (t.options.sample_tokens == 0 || (t.world.rank != 0 && !together)) return;
-    const std::vector<int32_t> prompt = tokenizer.encode("\n");
     std::vector<int32_t> text;
     const double deadline = seconds_now() + 10;  // the whole window is computed for every token: a large model is slow
-    sample(t.model, t.sample_acts, t.sample_workspace, prompt, t.options.sample_tokens, t.options.temperature,
+    sample(t.model, t.sample_acts, t.sample_workspace, data.prompt(), t.options.sample_tokens, t.options.temperature,
            static_cast<uint64_t>(t.options.seed), [&](int32_t token) {
                text.push_back(token);
                const int64_t go_on = seconds_now() < deadline;
                return (together ? gather_numbers(t.world, {go_on})[0][0] : go_on) != 0;
            });
     if (t.world.rank != 0) return;
-    std::printf("---- %s ----\n%s\n----\n", title, printable_text(tokenizer.decode(text)).c_str());
+    std::printf("---- %s ----\n%s\n----\n", title, data.show(text).c_str());
     std::fflush(stdout);
 }
 

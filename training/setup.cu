@@ -1,5 +1,5 @@
-// training/setup.cu: what a run settles before it takes memory: the model's configuration, the data, the folder, and that
-// all ranks have been given the same.
+// training/setup.cu: what a run settles before it takes memory: the model's configuration, the data, the folder, and
+// that all ranks have been given the same.
 #include "training/training.h"
 
 #include <algorithm>
@@ -7,12 +7,34 @@
 
 namespace {
 
-void check_tokens(const TokenSource& source, const Config& config, int64_t T) {
+// Without a tokenizer a token of text is a byte. A vocabulary may be rounded up a little, but one of tens of thousands
+// of tokens belongs to a tokenizer, and nothing good comes of training such a model on bytes.
+constexpr int64_t kLargestByteVocabulary = 512;
+
+void check_text(const TrainOptions& o, const TokenSource& source, const Config& config) {
+    check(!o.tokenizer.empty() || source.is_shards() || config.V <= kLargestByteVocabulary, source.description(),
+          ": without --tokenizer each byte of text is a token, and the model has a vocabulary of ", config.V,
+          ": give the model's --tokenizer tokenizer.json, or token shards *.bin as --data, or use --model tiny");
+}
+
+void check_tokens(const TokenSource& source, int32_t largest, const Config& config, int64_t T) {
     check(source.n() > T, source.description(), ": ", source.n(), " tokens are too short a text for --seq ", T,
           ": use a smaller --seq or more text");
-    const int32_t largest = source.max_token();
     check(largest < config.V, source.description(), ": holds token id ", largest, ", beyond the model's vocabulary of ",
           config.V, ": use the --tokenizer and --model that belong together");
+}
+
+// A resumed run visits the sequences that the uninterrupted one would: of other data they would be others.
+void check_identity(const TrainOptions& o, const DataIdentity& data) {
+    const std::optional<DataIdentity> saved = read_state(o.checkpoint).data;
+    if (!saved || o.new_data) return;
+    const auto check_same = [&](const char* what, int64_t n, uint64_t sum, int64_t saved_n, uint64_t saved_sum) {
+        check(n == saved_n && sum == saved_sum, "--resume: the ", what, " data are not those of the run in ", o.out,
+              ": ", n, " tokens with checksum ", checksum_text(sum), " now, ", saved_n, " tokens with checksum ",
+              checksum_text(saved_sum), " then: give it the same data, or --new-data if they are meant to differ");
+    };
+    check_same("training", data.train_n, data.train_checksum, saved->train_n, saved->train_checksum);
+    check_same("held-out", data.val_n, data.val_checksum, saved->val_n, saved->val_checksum);
 }
 
 void check_documents(const TokenSource& source) {
@@ -35,8 +57,8 @@ std::string program_hash() {
     return std::filesystem::exists(path) ? std::to_string(hash_name(read_text_file(path))) : "unknown";
 }
 
-// What must not differ between ranks. Options are typed once, but mpirun may start different programs on different machines, and
-// each rank opens its own files.
+// What must not differ between ranks. Options are typed once, but mpirun may start different programs on different
+// machines, and each rank opens its own files.
 std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& t, const RunData& data) {
     std::vector<std::pair<std::string, std::string>> things;
     if (started_by_mpirun()) things.push_back({"the program", program_hash()});  // threads are one process
@@ -53,14 +75,26 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     return things;
 }
 
-}  // namespace
+// What a terminal can show: control characters and bytes that are not UTF-8 become dots.
+std::string printable_text(const std::string& text) {
+    std::string out;
+    for (size_t i = 0; i < text.size();) {
+        const Utf8Char c = utf8_char_at(text, i);
+        const bool shown = c.code == '\n' || c.code == '\t' || (c.code >= 32 && c.code != 127 && c.code != 0xfffd);
+        out += shown ? text.substr(i, c.bytes) : ".";
+        i += c.bytes;
+    }
+    return out;
+}
 
+// That of --tokenizer, or a token for each byte.
 std::unique_ptr<Tokenizer> open_tokenizer(const TrainOptions& o) {
     return o.tokenizer.empty() ? make_byte_tokenizer() : load_tokenizer(o.tokenizer);
 }
 
+// The model's configuration: that of the checkpoint, of the weights to start from, or of the preset.
 Config choose_config(const TrainOptions& o, int64_t vocab_size) {
-    if (o.resume) return load_config(latest_checkpoint(o.out).value());
+    if (o.resume) return load_config(o.checkpoint);
     Config config = load_config(o.init.empty() ? o.model : o.init);
     if (o.init.empty() && o.model == "tiny") {  // the preset without a vocabulary and a length of its own
         config.V = vocab_size;
@@ -70,12 +104,71 @@ Config choose_config(const TrainOptions& o, int64_t vocab_size) {
 }
 
 RunData open_data(const TrainOptions& o, const Config& config, std::unique_ptr<Tokenizer> tokenizer) {
-    const auto [train_tokens, val_tokens] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
-    for (const TokenSource& tokens : {train_tokens, val_tokens}) check_tokens(tokens, config, o.seq);
-    if (o.mask_documents) check_documents(train_tokens);
+    const auto [train, val] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
+    const auto checked = [&](const TokenSource& tokens) {
+        check_text(o, tokens, config);
+        const TokenSource::Summary summary = tokens.summary();
+        check_tokens(tokens, summary.max_token, config, o.seq);
+        return summary.checksum;
+    };
+    const uint64_t train_checksum = checked(train), val_checksum = checked(val);
+    const DataIdentity identity{train.n(), val.n(), train_checksum, val_checksum};
+    if (o.resume) check_identity(o, identity);
+    if (o.mask_documents) check_documents(train);
     // The held-out text has an order that does not depend on --seed, so that runs can be compared.
-    return {std::move(tokenizer), train_tokens, val_tokens,
-            BatchReader(train_tokens, o.seq, static_cast<uint64_t>(o.seed)), BatchReader(val_tokens, o.seq, 0)};
+    return {.tokenizer = std::move(tokenizer),
+            .is_text = !o.tokenizer.empty() || !train.is_shards(),
+            .train_tokens = train,
+            .val_tokens = val,
+            .train = BatchReader(train, o.seq, static_cast<uint64_t>(o.seed)),
+            .val = BatchReader(val, o.seq, 0),
+            .identity = identity};
+}
+
+}  // namespace
+
+std::string open_run(const TrainOptions& o, Mesh& mesh, std::optional<Trainer>& trainer, std::optional<RunData>& data) {
+    try {
+        std::unique_ptr<Tokenizer> tokenizer = open_tokenizer(o);
+        const Config config = choose_config(o, tokenizer->vocab_size());
+        trainer.emplace(o, config, mesh);
+        trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
+        if (o.plan) return "";
+        data = open_data(o, config, std::move(tokenizer));
+        trainer->data = data->identity;
+        trainer->check_fits();
+        return "";
+    } catch (const Error& error) {
+        return error.what();
+    }
+}
+
+bool agree_to_start(Comm& world, const std::string& fault, StartFault& start_fault) {
+    bool everywhere = true;
+    if (world.size > 1)
+        for (const auto& row : gather_numbers(world, {!fault.empty()})) everywhere = everywhere && row[0] != 0;
+    if (fault.empty()) return true;  // if another rank has a fault, it ends the job
+    if (!everywhere) fail(fault);
+    start_fault.found = true;
+    if (world.rank == 0) start_fault.line = fault;
+    return false;
+}
+
+std::string RunData::show(const std::vector<int32_t>& tokens) const {
+    // A model may have more ids than its tokenizer, where its vocabulary was rounded up.
+    bool known = is_text;
+    for (const int32_t token : tokens) known = known && token < tokenizer->vocab_size();
+    if (known) return printable_text(tokenizer->decode(tokens));
+    std::string ids = is_text ? "token ids:" : "token ids (there is no --tokenizer to show them as text):";
+    for (const int32_t token : tokens) ids += concat(" ", token);
+    return ids;
+}
+
+std::vector<int32_t> RunData::prompt() const {
+    if (is_text) return tokenizer->encode("\n");
+    int32_t token = 0;  // the first of the held-out data: in most shards, the one that begins a document
+    val_tokens.read(0, 1, &token);
+    return {token};
 }
 
 void settle_folder(Trainer& t, const RunData& data) {

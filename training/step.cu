@@ -4,11 +4,11 @@
 //   accumulate_gradients   for each micro-batch: forward, loss, backward; parameter gradients are added up
 //   clip_gradients         norm = sqrt(sum of squares of all gradients) / loss scale
 //                          factor = min(1, clip / norm) / loss scale, or NaN where the norm is not finite
-//   update_weights         weights -= lr * the optimizer's step for (factor * gradients); nothing where the factor is NaN
+//   update_weights         weights -= lr * the optimizer's step for factor * gradients; nothing if the factor is NaN
 //   read_back              host: loss and norm; a norm that is not finite lowers the loss scale (fp16) or ends the run
 //
-// The device runs ahead of the host, which waits only in read_back: an overflow must therefore be handled on the device,
-// and it is, by the factor.
+// The device runs ahead of the host, which waits only in read_back: an overflow must therefore be handled on the
+// device, and it is, by the factor.
 #include "training/training.h"
 
 #include <cmath>
@@ -34,8 +34,8 @@ void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
     const int64_t first = (step - 1) * t.options.batch + t.world.rank * t.local_batch;
     for (int64_t b = 0; b < t.local_batch; ++b) {
         data.sequence(first + b, t.host_tokens + b * T, t.host_targets + b * T);
-        // The last token of a document keeps its target, which is the first token of the next document: where that is an
-        // end-of-text token, this is how a model learns to end.
+        // The last token of a document keeps its target, which is the first token of the next document: where that is
+        // an end-of-text token, this is how a model learns to end.
         if (t.options.mask_documents) data.documents(first + b, t.host_documents + 2 * b * T, t.host_positions + b * T);
     }
 }
@@ -74,7 +74,8 @@ void accumulate_gradients(Trainer& t, int64_t step) {
 
 void clip_gradients(Trainer& t, bool stop) {
     const cudaStream_t stream = device().stream;
-    // Each rank squares its shard, also where it holds all gradients: so the norm has the same bits with and without ZeRO.
+    // Each rank squares its shard, also where it holds all gradients:
+    // so the norm has the same bits with and without ZeRO.
     for (int64_t u = 0; u < t.n_units(); ++u)
         sum_squares(t.squares(u), t.model.grad_shard(static_cast<size_t>(u)), t.norm_scratch, stream);
     // The ranks agree on stopping here, in a sum that they make anyway: all of them stop after the same step.
@@ -107,18 +108,14 @@ StepNumbers read_numbers(Trainer& t) {
     return *t.host_numbers;
 }
 
-StepResult read_back(Trainer& t, int64_t step) {
+StepResult read_back(Trainer& t, const BatchReader& data, int64_t step) {
     const TrainOptions& o = t.options;
     const StepNumbers numbers = read_numbers(t);
     const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq), norm = numbers.grad_norm;
     const bool overflow = !std::isfinite(norm);
-    // Without clipping the host has updated during the backward, before the norm was known.
-    const bool unchanged = !t.model.sharding.host_updates() || o.updates_after_norm();
-    check((!overflow && std::isfinite(loss)) || o.precision.dtype == DType::f16, "step ", step, ": the loss is ", loss,
-          " and the gradient norm ", norm, unchanged ? "; the weights are unchanged by this step" : "",
-          ". Use a smaller --lr, a longer --warmup or a smaller --clip; the last "
-          "checkpoint in ",
-          o.out, " is good");
+    // In float16 an overflow is expected from time to time: the step is skipped, and the loss scale becomes smaller.
+    if ((overflow || !std::isfinite(loss)) && o.precision.dtype != DType::f16)
+        fail(explain_not_finite(t, data, step, loss, norm));
     t.scaler.update(overflow);
     if (!overflow) ++t.updates;
     return {loss, norm, overflow, numbers.stop_count > 0};

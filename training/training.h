@@ -1,12 +1,15 @@
 // training/training.h: a training run: its options, what it holds, its step, and what it leaves behind.
 //
 // Files, in reading order (train_gpt.cu, above this folder, calls them in the order of the algorithm):
-//     options.cu         the command line                  options_check.cu   what flags mean together, and what is refused
+//     options.cu         the command line
+//     options_check.cu   what flags mean together, and what is refused
 //     setup.cu           the model's configuration, the data, the folder of the run
 //     memory.cu          what a run takes, counted before anything is taken
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
 //     evaluation.cu      the loss on held-out text
+//     diagnosis.cu       what is known where the loss or the gradients are not finite
 //     checkpoint.cu      saving, and resuming with the same bits
+//     state.cu           state.json, and which checkpoint is whole
 //     sample.cu          text drawn from the model
 //     progress.cu        what a person sees: the terminal, the logs, the plot
 #pragma once
@@ -16,6 +19,7 @@
 #include "optim/optim.h"
 #include "parallel/data/data.h"
 
+#include <atomic>
 #include <functional>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -43,7 +47,8 @@ struct TrainOptions {
     int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
     double temperature = 0.8, val_fraction = 0.1;
     bool mask_documents = false;
-    bool resume = false;
+    bool resume = false, new_data = false;  // new_data: a resumed run may go on with other data than those it had
+    std::string checkpoint;                 // with --resume: where the options came from
 
     // Must an update wait for the norm of all gradients? To clip by it, or because float16 may have overflowed.
     bool updates_after_norm() const { return clip > 0 || precision.dtype == DType::f16; }
@@ -52,7 +57,8 @@ struct TrainOptions {
     std::map<std::string, std::string> identity;
 };
 
-// Flags whose meaning depends on other flags, as they were typed. settle_options turns them into fields of TrainOptions.
+// Flags whose meaning depends on other flags, as they were typed.
+// settle_options turns them into fields of TrainOptions.
 struct TypedFlags {
     // Every optimizer has defaults of its own for those that were not given.
     std::optional<double> lr;
@@ -68,8 +74,32 @@ TrainOptions parse_train_options(int argc, char** argv);
 void settle_options(TrainOptions& options, const TypedFlags& typed);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// memory.cu: everything on the device comes from these arenas, and what --offload keeps on the host. They are counted first,
-// printed, and then taken.
+// state.cu: state.json of a checkpoint, and which checkpoint is whole
+
+// Which tokens a run trains on and is validated on.
+struct DataIdentity {
+    int64_t train_n = 0, val_n = 0;
+    uint64_t train_checksum = 0, val_checksum = 0;
+};
+struct RunState {
+    int64_t step = 0, updates = 0, sequences = 0, tokens = 0;
+    double loss_scale = 1;
+    int64_t good_steps = 0, overflows = 0;  // of the loss scaler
+    std::optional<DataIdentity> data;
+    std::map<std::string, std::string> options;  // TrainOptions::identity
+};
+void write_state(const std::string& checkpoint, const RunState& state);
+RunState read_state(const std::string& checkpoint);  // Error for what is not a training state
+
+// The newest checkpoint whose state and configuration can be read; Error if there is none.
+std::string readable_checkpoint(const std::string& run);
+// The newest checkpoint of which every byte of every tensor is as it was written. Where a newer one is broken, a line
+// on stderr names the file and the tensor; Error if none is whole. Collective: rank 0 reads, as fast as its disk can.
+std::string whole_checkpoint(Comm& world, const std::string& run);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// memory.cu: everything on the device comes from these arenas, and what --offload keeps on the host. They are counted
+// first, printed, and then taken.
 
 struct Memory {
     explicit Memory(Offload offload);
@@ -82,8 +112,8 @@ struct Memory {
     size_t host_bytes();  // pinned, and pages that move
 };
 
-// What the host reads back after a step: the last rows of Trainer::totals, in this order. Sums over ranks travel as a pair
-// of floats {high, low}, which together hold 48 bits of a double.
+// What the host reads back after a step: the last rows of Trainer::totals, in this order. Sums over ranks travel as a
+// pair of floats {high, low}, which together hold 48 bits of a double.
 struct StepNumbers {
     float loss_high, loss_low;    // sum of the tokens' losses
     float stop_count, stop_low;   // ranks that were asked to stop
@@ -105,6 +135,7 @@ struct Trainer {
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
+    DataIdentity data;    // for checkpoints
     int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
     // f32 (units + kStepNumberRows, 2): the sum of squares of each unit's gradients, then StepNumbers.
     Tensor totals;
@@ -124,22 +155,35 @@ struct Trainer {
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
     // Goes through all that the run takes: while the arenas count, and again once they are reserved.
     void take_memory();
-    void reserve();  // Error where it is more than the device has
+    void check_fits();  // Error where it is more than the device has
+    void reserve();
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // setup.cu: what is settled before memory is taken
 
 struct RunData {
-    std::unique_ptr<Tokenizer> tokenizer;
+    std::shared_ptr<const Tokenizer> tokenizer;
+    bool is_text = true;  // tokens can be shown as text: not those of shards without a --tokenizer
     TokenSource train_tokens, val_tokens;
     BatchReader train, val;
+    DataIdentity identity;
+    std::string show(const std::vector<int32_t>& tokens) const;  // as text for a terminal, or as ids
+    std::vector<int32_t> prompt() const;                         // what a sample begins with
 };
-std::unique_ptr<Tokenizer> open_tokenizer(
-    const TrainOptions& options);  // that of --tokenizer, or a token for each byte
-// The model's configuration: that of the checkpoint, of the weights to start from, or of the preset.
-Config choose_config(const TrainOptions& options, int64_t vocab_size);
-RunData open_data(const TrainOptions& options, const Config& config, std::unique_ptr<Tokenizer> tokenizer);
+// Opens the tokenizer, the model's configuration and the data, and counts the memory. Returns what is wrong with them,
+// in one line, or "". With --plan the data are not opened.
+std::string open_run(const TrainOptions& options, Mesh& mesh, std::optional<Trainer>& trainer,
+                     std::optional<RunData>& data);
+
+// What was found before the start. Where all ranks found a fault, they end together: rank 0 leaves its line here, and
+// no rank's end is an accident for the others. A fault that only some ranks have is thrown there. Collective; false:
+// do not start.
+struct StartFault {
+    std::atomic<bool> found = false;
+    std::string line;  // in the process of rank 0
+};
+bool agree_to_start(Comm& world, const std::string& fault, StartFault& start_fault);
 // Chooses --out where it was not given; Error where ranks were given different things, or the folder holds another run.
 // Collective.
 void settle_folder(Trainer& trainer, const RunData& data);
@@ -157,20 +201,24 @@ struct StepResult {
 void read_batch(Trainer& trainer, const BatchReader& data, int64_t step);
 // Device: all micro-batches forward and backward, on many ranks with the reduction of the gradients.
 void accumulate_gradients(Trainer& trainer, int64_t step);
-// The norm of all gradients, and from it the factor that removes the loss scale and clips. stop: this rank was asked to stop.
+// The norm of all gradients, and from it the factor that removes the loss scale and clips. stop:
+// this rank was asked to stop.
 void clip_gradients(Trainer& trainer, bool stop);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
 // Waits for the device. Error if the loss or, except in float16, the norm is not finite.
-StepResult read_back(Trainer& trainer, int64_t step);
+StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);
+// diagnosis.cu: what is known of a step whose loss or gradients are not finite, and what to do, in one line. Runs its
+// forward again, to find the sequences that it comes from.
+std::string explain_not_finite(Trainer& trainer, const BatchReader& data, int64_t step, double loss, double norm);
 
 // For evaluation too. The tokens and targets of micro-batch `micro` in the host's memory, to the device.
 void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t micro, cudaStream_t stream);
 // What the device has summed; waits for it.
 StepNumbers read_numbers(Trainer& trainer);
 
-// evaluation.cu: mean loss over the first n_sequences of the held-out text. Documents are never masked here, so that runs can
-// be compared. Collective.
+// evaluation.cu: mean loss over the first n_sequences of the held-out text. Documents are never masked here, so that
+// runs can be compared. Collective.
 double evaluate(Trainer& trainer, const BatchReader& data, int64_t n_sequences);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +226,7 @@ double evaluate(Trainer& trainer, const BatchReader& data, int64_t n_sequences);
 // Collective; any number of ranks and any --zero can go on from it.
 
 void save_checkpoint(Trainer& trainer, int64_t step);
-int64_t load_checkpoint(Trainer& trainer);  // the newest; returns its step
+int64_t load_checkpoint(Trainer& trainer, const std::string& checkpoint);  // returns its step
 
 // ---------------------------------------------------------------------------------------------------------------------
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
@@ -205,5 +253,5 @@ LogRow make_row(const Trainer& trainer, int64_t step, const StepResult& result, 
                 double matmul_rate);
 void print_start(const Trainer& trainer, const TokenSource& train_tokens, const TokenSource& val_tokens);
 void print_progress(const LogRow& row, int64_t steps, double seconds_left);
-void print_sample(Trainer& trainer, const Tokenizer& tokenizer, const char* title);
+void print_sample(Trainer& trainer, const RunData& data, const char* title);
 void draw_loss(const std::string& out);  // OUT/loss.png from OUT/log.csv

@@ -1,0 +1,71 @@
+// planning/rates.cu: the two rates of this device that bound a training step, measured: a large matrix product, which
+// computes, and a large copy, which moves bytes.
+#include "core/kernel.cuh"
+#include "planning/planning.h"
+
+#include <algorithm>
+
+namespace {
+
+// x[i] = uniform in [-1, 1), a function of (key, i). On the device, because the host takes seconds for two 8192 x 8192
+// matrices. Their numbers matter: a product of zeros draws less power,
+// and runs at a higher clock than one of a training step.
+template <class T>
+__global__ void fill_uniform_kernel(T* x, int64_t n, uint64_t key) {
+    const int64_t i = global_thread();
+    if (i >= n) return;
+    const uint32_t bits = philox(1, key, static_cast<uint64_t>(i)).v[0];
+    x[i] = from_float<T>(static_cast<float>(bits >> 8) * 0x1p-23f - 1.0f);
+}
+
+// The shortest time of three runs, after one that warms up and touches the memory's pages.
+template <class F>
+double least_seconds(F&& run) {
+    double best = 1e30;
+    for (int i = 0; i < 4; ++i) {
+        const double start = seconds_now();
+        run();
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        if (i > 0) best = std::min(best, seconds_now() - start);
+    }
+    return best;
+}
+
+}  // namespace
+
+void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream) {
+    constexpr int kBlock = 256;
+    dispatch(tensor.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const int n_blocks = narrow(ceil_div(tensor.n(), kBlock), "fill_uniform: the number of blocks");
+        fill_uniform_kernel<T><<<n_blocks, kBlock, 0, stream>>>(tensor.ptr<T>(), tensor.n(), key);
+        cudaCheckLaunch();
+    });
+}
+
+double measure_matmul_rate(DType dtype) {
+    const int64_t n = device().is_cpu ? 1024 : 8192;
+    Arena arena("matmul probe");
+    Tensor a, b, c;
+    for (int pass = 0; pass < 2; ++pass) {
+        a = arena.take("probe", dtype, {n, n});
+        b = arena.take("probe", dtype, {n, n});
+        c = arena.take("probe", dtype, {n, n});
+        if (pass == 0) arena.reserve();
+    }
+    fill_uniform(a, 1, device().stream);
+    fill_uniform(b, 2, device().stream);
+    const double seconds = least_seconds([&] { matmul(c, a, b, {}, device().stream); });
+    return 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n) / seconds;
+}
+
+double measure_copy_rate() {
+    const int64_t n = device().is_cpu ? 16 << 20 : 256 << 20;
+    Arena arena("copy probe");
+    arena.take("probe", DType::f32, {2, n});
+    arena.reserve();
+    const Tensor both = arena.take("probe", DType::f32, {2, n}), from = both.slice(0, 1), to = both.slice(1, 1);
+    const double seconds = least_seconds(
+        [&] { cudaCheck(cudaMemcpyAsync(to.data, from.data, to.bytes(), cudaMemcpyDeviceToDevice, device().stream)); });
+    return static_cast<double>(both.bytes()) / seconds;
+}

@@ -1,0 +1,81 @@
+// training/diagnosis.cu: what is known of a step whose loss or gradients are not finite.
+//
+// The same weights and the same data give the same bits again: a run that resumes from its last checkpoint stops at the
+// same step, unless something changes. What should change depends on where the numbers come from:
+//
+//   the weights    the loss of every sequence is not finite
+//   some data      the loss of some sequences is not finite
+//   the backward   all losses are finite, and the norm of the gradients is not: they are beyond the type's range
+#include "training/training.h"
+
+#include <cmath>
+
+namespace {
+
+struct BadSequences {
+    int64_t n = 0, first = -1;  // of all ranks; first: by its number in the run
+};
+
+// Runs the forward of the step again, and looks at the losses of each sequence. Collective.
+BadSequences find_bad_sequences(Trainer& t, int64_t step) {
+    const int64_t T = t.options.seq, first = (step - 1) * t.options.batch + t.world.rank * t.local_batch;
+    BadSequences mine;
+    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+        upload_micro_batch(t, t.acts, micro, device().stream);
+        forward(t.model, t.acts, t.workspace, device().stream, false);
+        loss_forward(t.model, t.acts, device().stream);
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        const std::vector<float> losses = to_floats(t.acts.losses);
+        for (int64_t b = 0; b < t.micro_batch; ++b) {
+            bool finite = true;
+            for (int64_t i = b * T; i < (b + 1) * T; ++i)
+                finite = finite && std::isfinite(losses[static_cast<size_t>(i)]);
+            if (finite) continue;
+            if (mine.n++ == 0) mine.first = first + micro * t.micro_batch + b;
+        }
+    }
+    BadSequences all;
+    for (const auto& row : gather_numbers(t.world, {mine.n, mine.first})) {
+        if (all.n == 0) all.first = row[1];  // ranks are in the order of their sequences
+        all.n += row[0];
+    }
+    return all;
+}
+
+}  // namespace
+
+std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step, double loss, double norm) {
+    const TrainOptions& o = t.options;
+    const int64_t first = (step - 1) * o.batch;
+    std::string text = concat("step ", step, ": the loss is ", loss, " and the gradient norm ", norm);
+    const auto where = [&](int64_t i) { return concat("sequence ", i, " (", data.describe(i), ")"); };
+    // With --offload and --clip 0 the host has updated during the backward, before the norm was known.
+    if (t.model.sharding.host_updates() && !o.updates_after_norm()) {
+        text += concat("; the weights have been updated with them. The step's data are sequences ", first, " to ",
+                       first + o.batch - 1, " of the run, the first is ", where(first));
+    } else {
+        text += "; the weights are unchanged by this step. ";
+        const BadSequences bad = find_bad_sequences(t, step);
+        if (bad.n == o.batch)
+            text +=
+                concat("The loss of all of its ", o.batch,
+                       " sequences is not finite: this comes from the weights of the steps before, not from its data");
+        else if (bad.n > 0)
+            text += concat("The loss is not finite for ", bad.n, " of its ", o.batch, " sequences, first for ",
+                           where(bad.first));
+        else
+            text += concat("The losses of its sequences, ", first, " to ", first + o.batch - 1,
+                           " of the run, are finite, the first is ", where(first),
+                           ": the gradients overflowed in the backward");
+    }
+    const auto saved = latest_checkpoint(o.out);
+    char rate[32];
+    std::snprintf(rate, sizeof rate, "%.3g", learning_rate(o.schedule, step));
+    const std::string change = concat("with a smaller --lr (at this step it was ", rate,
+                                      "), a longer --warmup, a smaller --clip, or with other data or another --seed");
+    if (!saved) return concat(text, ". Nothing was saved yet: start again ", change);
+    return concat(text,
+                  ". The last checkpoint is from before this step, but --resume would meet the same numbers and stop "
+                  "at this step again: start a new run from its weights, --init ",
+                  *saved, " --out OTHER, ", change);
+}
