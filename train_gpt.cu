@@ -176,7 +176,7 @@ int main(int argc, char** argv) {
             fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
         }
         RankOptions ranks = options.ranks;
-        if (options.plan && !started_by_mpirun()) ranks.ranks = 1;  // one rank plans for all
+        ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;
         ranks.trace_folder = options.out.empty() ? "." : options.out;
         run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, start_fault); });

@@ -52,6 +52,15 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
     cudaCheck(cudaMalloc(&x.data, x.bytes()));
     cudaCheck(cudaMalloc(&y.data, y.bytes()));
     fill_constant(x, 0);
+    Arena scratch("communication");
+    for (const AllReduce algorithm : kAlgorithms)
+        world.count_memory([&] {
+            world.algorithm = algorithm;
+            world.all_reduce(x, stream);
+        });
+    world.take_memory(scratch);
+    scratch.reserve();
+    world.take_memory(scratch);
 
     const double message_s = race(world, 9, [&] {
         world.group_start();

@@ -70,7 +70,7 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
         for (const OptimizerState& state : optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
     for (const auto& array : {t.model.weight_buffers, t.model.grad_buffers})
         for (const Tensor& buffer : array) buffers += static_cast<int64_t>(buffer.bytes());
-    scratch = static_cast<int64_t>(t.memory.communication.bytes() + t.data_parallel.comm().workspace_bytes());
+    scratch = static_cast<int64_t>(t.memory.communication.bytes());
     states += static_cast<int64_t>(t.model.masters.bytes());
 
     // What all states together take, of all ranks, as bytes an element: for S.

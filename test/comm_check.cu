@@ -20,6 +20,7 @@ namespace {
 void endless(Comm& world, const std::string& mode) {
     const cudaStream_t stream = device().stream;
     comm_check::Buffer x(DType::f32, 1003);
+    const comm_check::CommMemory memory(world, 1003);
     comm_check::fill(x, std::vector<float>(1003, 0), stream);
     std::printf("rank %d pid %d\n", world.rank, static_cast<int>(getpid()));
     std::fflush(stdout);
@@ -48,6 +49,7 @@ void overlap(Comm& world, bool wait_before, bool wait_after) {
     cudaCheck(cudaStreamCreateWithFlags(&reduction, cudaStreamNonBlocking));
     for (cudaEvent_t* event : {&is_written, &is_reduced})
         cudaCheck(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    const comm_check::CommMemory memory(world, n);
     std::vector<std::unique_ptr<comm_check::Buffer>> grads, sources, weights;
     for (int b = 0; b < kBuckets; ++b) {
         grads.push_back(std::make_unique<comm_check::Buffer>(DType::f32, n));

@@ -5,6 +5,7 @@
 
 #include "parallel/data/data.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -19,6 +20,35 @@ struct Buffer {
     ~Buffer() { cudaFree(tensor.data); }
     Buffer(const Buffer&) = delete;
     operator Tensor() const { return tensor; }
+};
+
+// Memory for all collectives of up to n numbers of 4 bytes (reduce_scatter: n / size a rank) by this communicator.
+struct CommMemory {
+    Arena arena{"communication"};
+    CommMemory(Comm& comm, int64_t n) {
+        const Tensor x = make_tensor(nullptr, DType::f32, {n}), half = make_tensor(nullptr, DType::bf16, {n}),
+                     even = make_tensor(nullptr, DType::f32, {round_up(n, comm.size)}),
+                     piece = make_tensor(nullptr, DType::f32, {even.n() / comm.size});
+        const AllReduce chosen = comm.algorithm;
+        for (const AllReduce algorithm : {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
+                                          AllReduce::two_level}) {
+            comm.algorithm = algorithm;
+            comm.count_memory([&] {
+                comm.all_reduce(x, nullptr);
+                comm.all_reduce(half, nullptr);
+            });
+        }
+        comm.algorithm = chosen;
+        comm.count_memory([&] {
+            comm.reduce_scatter(piece, even, ReduceOp::sum, nullptr);
+            comm.all_to_all(even, even, nullptr);
+            comm.reduce(x, x, ReduceOp::sum, comm.size - 1, nullptr);
+            comm.reduce(x, x, ReduceOp::sum, 0, nullptr);
+        });
+        comm.take_memory(arena);
+        arena.reserve();
+        comm.take_memory(arena);
+    }
 };
 
 // Element i of rank r's input. Sums of the integers are exact in every dtype: up to 8 ranks of |x| <= 15 stay below
@@ -195,6 +225,9 @@ constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllRed
 
 // n: as in the issue from nothing to 10^6 + 3; the long ones only for some, because they take time.
 inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_t stream) {
+    int64_t longest = 0;
+    for (const int64_t n : sizes) longest = std::max(longest, n > 10000 ? n : n * comm.size);
+    const CommMemory memory(comm, longest);
     for (const AllReduce algorithm : kAlgorithms)
         for (const int64_t n : sizes)
             for (const DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32}) {

@@ -75,6 +75,7 @@ Run run_compressor(const CompressOptions& options, int n_ranks, int n_steps, con
         for (int pass = 0; pass < 2; ++pass) {
             p.take(DType::f32, DType::f32, false, weights, grads, masters);
             compressor->take_memory(p, memory);
+            world.take_memory(memory);
             if (pass == 1) break;
             for (Arena* arena : {&weights, &grads, &memory}) arena->reserve();
         }

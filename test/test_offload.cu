@@ -106,7 +106,6 @@ class Run {
         model = build_model(config, {case_.dtype, ranks_.comm().size == 1 ? DType::f32 : case_.dtype, half}, kT,
                             weights_, grads_, masters_, sharding);
         model.data_parallel = &ranks_;
-        ranks_.take_memory(model, ranks_.comm().size == 1 ? 2 : 1, rest_);
         optimizers_.clear();
         int64_t scratch_n = 0;
         for (size_t u = 0; u < model.units.size(); ++u) {
@@ -131,6 +130,7 @@ class Run {
         sums_ = rest_.take("sums", DType::f32, {static_cast<int64_t>(model.units.size()), 2});
         norm_ = rest_.take("norm", DType::f32, {2});
         scratch_ = rest_.take("scratch", DType::f32, {scratch_n});
+        ranks_.take_memory(model, ranks_.comm().size == 1 ? 2 : 1, {sums_}, rest_);
     }
 
     const Case case_;

@@ -54,12 +54,10 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
 void Trainer::take_memory() {
     const TrainOptions& o = options;
     Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
-    sharding.size = rank_count(o.ranks);  // a plan is made by one rank for many
     sharding.offload = o.offload;
     model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding);
     model.data_parallel = &data_parallel;
     model.flash_tier = o.attention;
-    data_parallel.take_memory(model, local_batch / micro_batch, memory.communication);
 
     optimizers.clear();
     int64_t scratch_n = 0, norm_n = 0;
@@ -83,6 +81,7 @@ void Trainer::take_memory() {
     if (o.mask_documents) take_documents(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
+    data_parallel.take_memory(model, local_batch / micro_batch, {totals, model.fp8_states}, memory.communication);
     if (o.sample_tokens > 0) {
         const int64_t T = std::min<int64_t>(o.seq, 256);
         sample_acts = take_forward_activations(model, 1, T, memory.sampling);

@@ -8,6 +8,7 @@
 // Parts of flat tensors
 
 Tensor part_of(const Tensor& tensor, int64_t first, int64_t n) {
+    if (!tensor.data) return make_tensor(nullptr, tensor.dtype, {n});  // memory is being counted
     return make_tensor(static_cast<char*>(tensor.data) + static_cast<size_t>(first) * dtype_bytes(tensor.dtype),
                        tensor.dtype, {n});
 }
@@ -61,11 +62,12 @@ Comm::Comm(std::string its_name, std::shared_ptr<RankState> state, std::shared_p
     algorithm = all_reduce_from_name(state_->options.all_reduce);
     transport_->name = name;
     cudaCheck(cudaEventCreateWithFlags(&last_call_, cudaEventDisableTiming));
+    cudaCheck(cudaMalloc(&words_, (kHostWords + 2) * sizeof(int32_t)));
 }
 
 Comm::~Comm() {
-    cudaEventSynchronize(last_call_);  // work in streams still uses the transport and the buffers
-    for (Buffer& buffer : scratch_) cudaFree(buffer.data);
+    cudaEventSynchronize(last_call_);  // work in streams still uses the transport
+    cudaFree(words_);
     cudaEventDestroy(last_call_);
 }
 
@@ -85,19 +87,31 @@ int Comm::node_of(int member) const {
     return state_->node[static_cast<size_t>(transport_->members()[static_cast<size_t>(member)])];
 }
 
-Tensor Comm::scratch(int slot, DType dtype, int64_t n) {
-    Buffer& buffer = scratch_[slot];
-    const size_t bytes = static_cast<size_t>(n) * dtype_bytes(dtype);
-    if (buffer.bytes < bytes) {
-        cudaCheck(cudaFree(buffer.data));  // waits for what still uses it
-        buffer = {};
-        cudaCheck(cudaMalloc(&buffer.data, bytes));
-        buffer.bytes = bytes;
-    }
-    return make_tensor(buffer.data, dtype, {n});
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory for pieces on their way: what the largest of the counted calls needs
+
+void Comm::count_memory(const std::function<void()>& calls) {
+    counting_ = true;
+    calls();
+    counting_ = false;
 }
+
+void Comm::take_memory(Arena& arena) {
+    for (Scratch& slot : scratch_)
+        if (slot.n_needed > 0) slot.words = arena.take("pieces on their way", DType::i32, {slot.n_needed});
+}
+
+Tensor Comm::scratch(int slot, DType dtype, int64_t n) {
+    Scratch& its = scratch_[slot];
+    const int64_t n_words = ceil_div(n * static_cast<int64_t>(dtype_bytes(dtype)), int64_t{sizeof(int32_t)});
+    if (counting_) its.n_needed = std::max(its.n_needed, n_words);
+    else
+        check(n_words <= (its.words.exists() ? its.words.n() : 0), transport_->describe(transport_->tag), " needs ", n,
+              " elements of ", dtype_name(dtype), " on their way, more than were counted: name this call in count_memory");
+    return make_tensor(counting_ ? nullptr : its.words.data, dtype, {n});
+}
+
 Traffic Comm::traffic() const { return {state_->bytes_sent, state_->bytes_received}; }
-size_t Comm::workspace_bytes() const { return scratch_[0].bytes + scratch_[1].bytes + scratch_[2].bytes; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Calls
@@ -106,6 +120,7 @@ size_t Comm::workspace_bytes() const { return scratch_[0].bytes + scratch_[1].by
 // count alike. Messages are not (number -1): each rank sends and receives its own.
 template <class Body>
 void Comm::call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& body) {
+    if (counting_) return body();
     if (state_->job->failed()) throw Stopped(state_->job->reason());
     if (stream != last_stream_) cudaCheck(cudaStreamWaitEvent(stream, last_call_));
     last_stream_ = stream;
@@ -117,7 +132,7 @@ void Comm::call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& bo
 }
 template <class Body>
 void Comm::collective(const char* what, size_t bytes, cudaStream_t stream, Body&& body) {
-    call({what, n_calls_++, state_->step}, bytes, stream, body);
+    call({what, counting_ ? 0 : n_calls_++, state_->step}, bytes, stream, body);
 }
 
 namespace {
@@ -134,7 +149,7 @@ void check_pair(const char* what, const Tensor& out, const Tensor& inp, int64_t 
 
 void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     check_pair("all_reduce", out, inp, 1, 1);
-    if (size == 1) return copy_tensor(out, inp, stream);
+    if (size == 1) return copy_own(out, inp, stream);
     collective("all_reduce", out.bytes(), stream, [&] {
         if (out.n() == 0) return;
         switch (algorithm) {
@@ -144,10 +159,11 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
             case AllReduce::two_level: return two_level_all_reduce(*this, out, inp, op, stream);
             case AllReduce::library: break;
         }
-        NativeCollectives* native = transport_->native();
-        if (native) count_native(2 * out.bytes() / static_cast<size_t>(size));
-        if (native) native->all_reduce(out, inp, op, stream);
-        else rank_order_all_reduce(*this, out, inp, op, stream);
+        if (!transport_->has_native()) return rank_order_all_reduce(*this, out, inp, op, stream);
+        note_native_traffic(2 * out.bytes() / static_cast<size_t>(size));
+        native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
+            transport_->native()->all_reduce(to, from, op, stream);
+        });
     });
 }
 
@@ -169,61 +185,86 @@ void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cuda
 // Equal pieces: the library's own collective, where there is one.
 void Comm::reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     check_pair("reduce_scatter", out, inp, 1, size);
-    NativeCollectives* native = transport_->native();
-    if (!native || size == 1) return reduce_scatter(out, inp, equal_cuts(out.n()), op, stream);
+    if (!transport_->has_native() || size == 1)
+        return reduce_scatter(out, inp, equal_bounds(out.n()), op, stream);
     collective("reduce_scatter", inp.bytes(), stream, [&] {
-        count_native(out.bytes());
-        if (out.n() > 0) native->reduce_scatter(out, inp, op, stream);
+        note_native_traffic(out.bytes());
+        native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
+            transport_->native()->reduce_scatter(to, from, op, stream);
+        });
     });
 }
 void Comm::all_gather(Tensor out, Tensor inp, cudaStream_t stream) {
     check_pair("all_gather", out, inp, size, 1);
-    NativeCollectives* native = transport_->native();
-    if (!native || size == 1) return all_gather(out, inp, equal_cuts(inp.n()), stream);
+    if (!transport_->has_native() || size == 1) return all_gather(out, inp, equal_bounds(inp.n()), stream);
     collective("all_gather", out.bytes(), stream, [&] {
-        count_native(inp.bytes());
-        if (inp.n() > 0) native->all_gather(out, inp, stream);
+        if (counting_) return;
+        note_native_traffic(inp.bytes());
+        if (inp.n() > 0) transport_->native()->all_gather(out, inp, stream);
     });
 }
 
-std::vector<int64_t> Comm::equal_cuts(int64_t n) const {
-    std::vector<int64_t> cuts;
-    for (int j = 0; j <= size; ++j) cuts.push_back(j * n);
-    return cuts;
+std::vector<int64_t> Comm::equal_bounds(int64_t n) const {
+    std::vector<int64_t> bounds;
+    for (int j = 0; j <= size; ++j) bounds.push_back(j * n);
+    return bounds;
 }
+
+// NCCL rounds a sum of 16-bit numbers at each hop; ours are float32 and rounded once. So 16-bit numbers are widened first, in
+// place: `to` lies where the library's in-place rule wants it. In a reduce only root has an out.
+template <class Call>
+void Comm::native_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream, Call&& call) {
+    const bool widens = op == ReduceOp::sum && dtype_bytes(inp.dtype) == 2;
+    Tensor wide;
+    if (widens) wide = scratch(1, DType::f32, inp.n());
+    if (counting_ || inp.n() == 0) return;
+    if (!widens) return call(out, inp);
+    convert(wide, inp, stream);
+    const Tensor to = out ? part_of(wide, out.n() == inp.n() ? 0 : rank * out.n(), out.n()) : wide;
+    call(to, wide);
+    if (out) convert(out, to, stream);
+}
+
+// With one rank every collective's result is what it was given.
+void Comm::copy_own(Tensor out, Tensor inp, cudaStream_t stream) const {
+    if (!counting_) copy_tensor(out, inp, stream);
+}
+
 // What a ring sends for a reduce_scatter or all_gather of pieces of this size.
-void Comm::count_native(size_t piece_bytes) {
+void Comm::note_native_traffic(size_t piece_bytes) {
+    if (counting_) return;
     const int64_t bytes = static_cast<int64_t>(piece_bytes) * (size - 1);
     state_->bytes_sent += bytes;
     state_->bytes_received += bytes;
 }
 
 namespace {
-void check_cuts(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& cuts, int rank,
+void check_bounds(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& bounds, int rank,
                 int size) {
-    check(cuts.size() == static_cast<size_t>(size) + 1 && cuts[0] == 0 && std::is_sorted(cuts.begin(), cuts.end()) &&
-              cuts.back() == whole.n(),
-          what, ": ", cuts.size(), " cuts up to ", cuts.empty() ? 0 : cuts.back(), " of ", whole, " for ", size,
-          " ranks: expected one more than ranks, from 0 to all elements, in order");
+    check(bounds.size() == static_cast<size_t>(size) + 1 && bounds[0] == 0 && std::is_sorted(bounds.begin(), bounds.end()) &&
+              bounds.back() == whole.n(),
+          what, ": ", bounds.size(), " boundaries up to ", bounds.empty() ? 0 : bounds.back(), " of ", whole, " for ",
+          size, " ranks: expected one more than ranks, from 0 to all elements, in order");
     const size_t r = static_cast<size_t>(rank);
-    check(piece.dtype == whole.dtype && piece.n() == cuts[r + 1] - cuts[r], what, ": rank ", rank, "'s piece is ",
-          piece, "; expected ", cuts[r + 1] - cuts[r], " elements of ", dtype_name(whole.dtype));
+    check(piece.dtype == whole.dtype && piece.n() == bounds[r + 1] - bounds[r], what, ": rank ", rank, "'s piece is ",
+          piece, "; expected ", bounds[r + 1] - bounds[r], " elements of ", dtype_name(whole.dtype));
 }
 }  // namespace
 
 // Everybody sends everybody the piece that is theirs, and each adds what it got in rank order: an element's sum is that of
-// rank_order_all_reduce, whatever the cuts.
-void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, ReduceOp op, cudaStream_t stream) {
-    check_cuts("reduce_scatter", out, inp, cuts, rank, size);
-    if (size == 1) return copy_tensor(out, inp, stream);
+// rank_order_all_reduce, whatever the boundaries.
+void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, ReduceOp op, cudaStream_t stream) {
+    check_bounds("reduce_scatter", out, inp, bounds, rank, size);
+    if (size == 1) return copy_own(out, inp, stream);
     collective("reduce_scatter", inp.bytes(), stream, [&] {
         const auto piece = [&](int j) {
             const size_t k = static_cast<size_t>(j);
-            return part_of(inp, cuts[k], cuts[k + 1] - cuts[k]);
+            return part_of(inp, bounds[k], bounds[k + 1] - bounds[k]);
         };
         const int64_t n = out.n();
         Tensor parts;
         if (n > 0) parts = scratch(0, inp.dtype, n * size);
+        if (counting_) return;
         transport_->group_start();
         for (int j = 0; j < size; ++j)
             if (j != rank) send_tensor(*this, piece(j), j, stream);
@@ -236,14 +277,15 @@ void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& cu
     });
 }
 
-void Comm::all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, cudaStream_t stream) {
-    check_cuts("all_gather", inp, out, cuts, rank, size);
-    if (size == 1) return copy_tensor(out, inp, stream);
+void Comm::all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, cudaStream_t stream) {
+    check_bounds("all_gather", inp, out, bounds, rank, size);
+    if (size == 1) return copy_own(out, inp, stream);
     collective("all_gather", out.bytes(), stream, [&] {
         const auto piece = [&](int j) {
             const size_t k = static_cast<size_t>(j);
-            return part_of(out, cuts[k], cuts[k + 1] - cuts[k]);
+            return part_of(out, bounds[k], bounds[k + 1] - bounds[k]);
         };
+        if (counting_) return;
         copy_tensor(piece(rank), inp, stream);
         transport_->group_start();
         for (int j = 0; j < size; ++j)
@@ -257,11 +299,13 @@ void Comm::all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, 
 void Comm::all_to_all(Tensor out, Tensor inp, cudaStream_t stream) {
     check_pair("all_to_all", out, inp, 1, 1);
     const int64_t n = div_exact(inp.n(), size, "all_to_all: elements per rank");
-    if (size == 1) return copy_tensor(out, inp, stream);
+    if (size == 1) return copy_own(out, inp, stream);
     collective("all_to_all", inp.bytes(), stream, [&] {
         if (n == 0) return;
-        if (out.data == inp.data) {  // what arrives must not overwrite what has not left
-            const Tensor copy = scratch(0, inp.dtype, inp.n());
+        Tensor copy;  // in place, what arrives must not overwrite what has not left
+        if (out.data == inp.data) copy = scratch(0, inp.dtype, inp.n());
+        if (counting_) return;
+        if (copy) {
             copy_tensor(copy, inp, stream);
             inp = copy;
         }
@@ -279,7 +323,7 @@ void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
     check(root >= 0 && root < size, "broadcast: root ", root, " of ", size, " ranks");
     if (size == 1) return;
     collective("broadcast", tensor.bytes(), stream, [&] {
-        if (tensor.n() == 0) return;
+        if (tensor.n() == 0 || counting_) return;
         if (NativeCollectives* native = transport_->native()) native->broadcast(tensor, root, stream);
         else tree_broadcast(*this, tensor, root, stream);
     });
@@ -290,14 +334,19 @@ void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
 void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream) {
     check(root >= 0 && root < size, "reduce: root ", root, " of ", size, " ranks");
     check_pair("reduce", rank == root ? out : inp, inp, 1, 1);
-    if (size == 1) return copy_tensor(out, inp, stream);
+    if (size == 1) return copy_own(out, inp, stream);
     collective("reduce", inp.bytes(), stream, [&] {
         const int64_t n = inp.n();
         if (n == 0) return;
-        if (NativeCollectives* native = transport_->native()) return native->reduce(out, inp, op, root, stream);
+        if (transport_->has_native())
+            return native_reduce(rank == root ? out : Tensor{}, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
+                transport_->native()->reduce(to, from, op, root, stream);
+            });
         const Range mine = piece_of(n, size, rank);
-        const Tensor piece = rank == root ? part_of(out, mine.first, mine.n) : scratch(1, inp.dtype, mine.n);
+        const Tensor piece = rank == root ? part_of(out, mine.first, mine.n)
+                                          : part_of(scratch(1, inp.dtype, piece_of(n, size, 0).n), 0, mine.n);
         reduce_to_owners(*this, everybody(*this), piece, inp, op, 0, stream);
+        if (counting_) return;
         if (rank != root) return send_tensor(*this, piece, root, stream);
         for (int j = 0; j < size; ++j) {
             const Range range = piece_of(n, size, j);
@@ -308,11 +357,15 @@ void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t st
 
 void Comm::send(Tensor tensor, int to, cudaStream_t stream) {
     check(to >= 0 && to < size && to != rank, "send: rank ", rank, " to rank ", to, " of ", size);
-    call({"send", -1, state_->step}, tensor.bytes(), stream, [&] { send_tensor(*this, tensor, to, stream); });
+    call({"send", -1, state_->step}, tensor.bytes(), stream, [&] {
+        if (!counting_) send_tensor(*this, tensor, to, stream);
+    });
 }
 void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
     check(from >= 0 && from < size && from != rank, "recv: rank ", rank, " from rank ", from, " of ", size);
-    call({"recv", -1, state_->step}, tensor.bytes(), stream, [&] { recv_tensor(*this, tensor, from, stream); });
+    call({"recv", -1, state_->step}, tensor.bytes(), stream, [&] {
+        if (!counting_) recv_tensor(*this, tensor, from, stream);
+    });
 }
 void Comm::group_start() { transport_->group_start(); }
 void Comm::group_end() { transport_->group_end(); }
@@ -322,7 +375,8 @@ void Comm::group_end() { transport_->group_end(); }
 void Comm::barrier(cudaStream_t stream) {
     if (size == 1) return;
     collective("barrier", 0, stream, [&] {
-        const Tensor tokens = scratch(0, DType::i32, 2);
+        if (counting_) return;
+        const Tensor tokens = make_tensor(static_cast<int32_t*>(words_) + kHostWords, DType::i32, {2});
         cudaCheck(cudaMemsetAsync(tokens.data, 0, tokens.bytes(), stream));
         for (int distance = 1; distance < size; distance *= 2) {
             transport_->group_start();

@@ -43,7 +43,7 @@ enum class ReduceOp { sum, max };
 // How all_reduce is done (--all-reduce). The order of the additions is part of the contract: it depends on n and on the sizes,
 // never on timing, so a run repeats bit for bit.
 enum class AllReduce {
-    library,    // NCCL's where there is NCCL. Elsewhere rank_order.cu: ((x_0 + x_1) + x_2) + ... for every element
+    library,    // NCCL's where there is NCCL. Elsewhere rank order: ((x_0 + x_1) + x_2) + ... for every element
     ring,       // piece j:  ((x_j + x_j+1) + ...) + x_j-1
     tree,       // binomial: (x_0 + x_1) + (x_2 + x_3), ...
     halving,    // pairs at distance n/2, then n/4, ...
@@ -86,9 +86,9 @@ class Comm {
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
     // out: size equal pieces; piece j = inp of rank j. In place: inp is piece `rank` of out.
     void all_gather(Tensor out, Tensor inp, cudaStream_t stream);
-    // The same with pieces of any size: piece j is elements [cuts[j], cuts[j + 1]) of the whole tensor; size + 1 cuts.
-    void reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, ReduceOp op, cudaStream_t stream);
-    void all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& cuts, cudaStream_t stream);
+    // The same with pieces of any size: piece j is elements [bounds[j], bounds[j + 1]) of the whole tensor; size + 1 bounds.
+    void reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, ReduceOp op, cudaStream_t stream);
+    void all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, cudaStream_t stream);
     // Piece j of out = piece `rank` of rank j's inp.
     void all_to_all(Tensor out, Tensor inp, cudaStream_t stream);
     // tensor = root's.
@@ -114,29 +114,46 @@ class Comm {
     int node_of(int member) const;
     // Bytes that this rank has sent and received so far, through all its communicators.
     Traffic traffic() const;
-    // Device memory for pieces under way; grows at the first call of each size. For the memory plan.
-    size_t workspace_bytes() const;
+
+    // Device memory for pieces on their way. It is counted before the first call, and taken once:
+    //     count_memory(calls)    `calls` makes the collective calls of a run, each with the largest sizes; they only note
+    //                            what they need. Nothing is sent, and their tensors need no data. Any number of times.
+    //     take_memory(arena)     takes the largest need, while the arena counts and when it is reserved
+    // A call that needs more than was counted is an Error.
+    void count_memory(const std::function<void()>& calls);
+    void take_memory(Arena& arena);
 
     // For the algorithms (transport.h says what they use).
     Transport& transport() { return *transport_; }
     RankState& state() { return *state_; }
-    // Memory on the device, one buffer per slot 0 to 2, for this call only.
+    // Is this call only counted? Then it returns as soon as it has asked for its scratch memory.
+    bool counting() const { return counting_; }
+    // Memory on the device, one buffer per slot 0 to 2, for this call only. The same n, or a smaller one, must be enough for
+    // every smaller call: piece_of(n, size, 0), the longest piece, not the piece of this rank.
     Tensor scratch(int slot, DType dtype, int64_t n);
+    // A fixed buffer of so many i32, taken with the communicator: what the hosts tell each other (host_messages.cu).
+    static constexpr int64_t kHostWords = 4096;
+    Tensor host_words() const { return make_tensor(words_, DType::i32, {kHostWords}); }
 
   private:
     template <class Body>
     void call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& body);
     template <class Body>
     void collective(const char* what, size_t bytes, cudaStream_t stream, Body&& body);
-    std::vector<int64_t> equal_cuts(int64_t n) const;
-    void count_native(size_t piece_bytes);
+    std::vector<int64_t> equal_bounds(int64_t n) const;
+    template <class Call>
+    void native_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream, Call&& call);
+    void copy_own(Tensor out, Tensor inp, cudaStream_t stream) const;
+    void note_native_traffic(size_t piece_bytes);
 
     std::shared_ptr<RankState> state_;
     std::shared_ptr<Transport> transport_;
-    struct Buffer {
-        void* data = nullptr;
-        size_t bytes = 0;
+    struct Scratch {
+        Tensor words;          // i32
+        int64_t n_needed = 0;  // words that the counted calls need
     } scratch_[3];
+    bool counting_ = false;
+    void* words_ = nullptr;  // host_words(), and two more for barrier()
     cudaStream_t last_stream_ = nullptr;
     cudaEvent_t last_call_ = nullptr;
     int64_t n_calls_ = 0;
@@ -212,7 +229,8 @@ struct RankOptions {
     int ranks_per_node = 0;              // threads only: pretend that so many share a machine (for two-level); 0: all
     bool trace = false;                  // --trace: print, and write trace.json and trace.png
     std::string trace_folder = ".";
-    bool quiet = false;  // do not print what was chosen
+    bool quiet = false;     // do not print what was chosen
+    bool planning = false;  // run f once, as rank 0 of so many ranks that do not exist: it may count, and send nothing
 };
 
 // Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f; as threads

@@ -25,9 +25,11 @@ void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStr
     const int n_extra = n - p;  // the odd ranks below 2 n_extra
     const auto rank_of = [&](int v) { return v < n_extra ? 2 * v : v + n_extra; };
     const Tensor sum = widened(comm, out, inp, stream);
-    const Tensor inbox = comm.scratch(0, sum.dtype, sum.n());
+    const bool is_extra = r < 2 * n_extra && r % 2 == 1;
+    const Tensor inbox = is_extra ? Tensor{} : comm.scratch(0, sum.dtype, sum.n());
+    if (comm.counting()) return;
 
-    if (r < 2 * n_extra && r % 2 == 1) {
+    if (is_extra) {
         send_tensor(comm, sum, r - 1, stream);
         recv_tensor(comm, out, r - 1, stream);
         return;

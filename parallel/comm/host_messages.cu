@@ -1,48 +1,43 @@
 // host_messages.cu: a few numbers or lines of text from host to host. They travel through device memory, because that is how
-// communicators talk; this is for the start and the end of a run.
+// communicators talk, a buffer of fixed size at a time; this is for the start and the end of a run.
 #include "parallel/comm/comm.h"
 
 #include <algorithm>
-#include <cstring>
-
-namespace {
-
-// Room for so many i32 on the device, for one call.
-struct Words {
-    Arena arena{"host messages"};
-    Tensor all;
-    explicit Words(int64_t n) {
-        arena.take("words", DType::i32, {n});
-        arena.reserve();
-        all = arena.take("words", DType::i32, {n});
-    }
-};
-
-}  // namespace
 
 std::string broadcast_text(Comm& comm, const std::string& text) {
     const int64_t bytes = gather_numbers(comm, {static_cast<int64_t>(text.size())})[0][0];
-    std::vector<int32_t> letters(static_cast<size_t>(bytes));
-    for (size_t i = 0; comm.rank == 0 && i < letters.size(); ++i) letters[i] = static_cast<unsigned char>(text[i]);
-    Words words(bytes);
-    copy_to_device(words.all, letters.data());
-    comm.broadcast(words.all, 0, device().stream);
-    cudaCheck(cudaStreamSynchronize(device().stream));
-    copy_to_host(letters.data(), words.all);
-    return {letters.begin(), letters.end()};
+    std::string everywhere;
+    for (int64_t first = 0; first < bytes; first += Comm::kHostWords) {
+        const int64_t n = std::min(bytes - first, Comm::kHostWords);
+        std::vector<int32_t> letters(static_cast<size_t>(n));
+        for (size_t i = 0; comm.rank == 0 && i < letters.size(); ++i)
+            letters[i] = static_cast<unsigned char>(text[static_cast<size_t>(first) + i]);
+        const Tensor words = comm.host_words().slice(0, n);
+        copy_to_device(words, letters.data());
+        comm.broadcast(words, 0, device().stream);
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        copy_to_host(letters.data(), words);
+        everywhere.append(letters.begin(), letters.end());
+    }
+    return everywhere;
 }
 
+// As many numbers at a time as fit into the buffer: two words each, of every rank, and once more of this one.
 std::vector<std::vector<int64_t>> gather_numbers(Comm& comm, const std::vector<int64_t>& numbers) {
-    const int64_t n = static_cast<int64_t>(numbers.size());
-    Words words(2 * n * (comm.size + 1));
-    const Tensor mine = words.all.slice(0, 2 * n), all = words.all.slice(2 * n, 2 * n * comm.size);
-    copy_to_device(mine, numbers.data());
-    comm.all_gather(all, mine, device().stream);
-    cudaCheck(cudaStreamSynchronize(device().stream));
-    std::vector<int64_t> flat(static_cast<size_t>(n * comm.size));
-    copy_to_host(flat.data(), all);
-    std::vector<std::vector<int64_t>> rows;
-    for (int r = 0; r < comm.size; ++r) rows.emplace_back(flat.begin() + r * n, flat.begin() + (r + 1) * n);
+    const size_t at_once = static_cast<size_t>(Comm::kHostWords / (2 * (comm.size + 1)));
+    std::vector<std::vector<int64_t>> rows(static_cast<size_t>(comm.size));
+    for (size_t first = 0; first < numbers.size(); first += at_once) {
+        const int64_t n = static_cast<int64_t>(std::min(at_once, numbers.size() - first));
+        const Tensor mine = comm.host_words().slice(0, 2 * n), all = comm.host_words().slice(2 * n, 2 * n * comm.size);
+        copy_to_device(mine, numbers.data() + first);
+        comm.all_gather(all, mine, device().stream);
+        cudaCheck(cudaStreamSynchronize(device().stream));
+        std::vector<int64_t> flat(static_cast<size_t>(n * comm.size));
+        copy_to_host(flat.data(), all);
+        for (size_t r = 0; r < rows.size(); ++r)
+            rows[r].insert(rows[r].end(), flat.begin() + static_cast<int64_t>(r) * n,
+                           flat.begin() + static_cast<int64_t>(r + 1) * n);
+    }
     return rows;
 }
 

@@ -1,4 +1,4 @@
-// rank_order.cu: all_reduce whose every element is ((x_0 + x_1) + x_2) + ... + x_n-1, bit for bit the serial sum.
+// rank_order_all_reduce.cu: all_reduce whose every element is ((x_0 + x_1) + x_2) + ... + x_n-1, bit for bit the serial sum.
 //
 // Piece j belongs to rank j. Everybody sends everybody the piece that is theirs; each owner adds what it got in the order of the
 // ranks, whatever the order of arrival; then the owners send their sums to everybody.
@@ -9,9 +9,9 @@
 //              send pieces     add in rank order     send sums
 //
 // Each rank sends (n-1)/n N twice: as few bytes as any algorithm can. How the tensor is cut does not change an element's sum, so
-// it equals a reduce_scatter of any other cut, and a run with ZeRO can equal one without to the bit. 16-bit numbers travel in
+// it equals a reduce_scatter with any other boundaries, and a run with ZeRO can equal one without to the bit. 16-bit numbers travel in
 // 16 bits and are added in float32. The price: n - 1 messages at once, each N/n, where the ring has neighbours only; and
-// room for n pieces.
+// memory for n pieces.
 #include "parallel/comm/transport.h"
 
 void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot,
@@ -21,7 +21,8 @@ void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, Re
     const bool owner = group.me < group.n_owners;
     const Range mine = owner ? piece_of(n, group.n_owners, group.me) : Range{0, 0};
     Tensor parts;
-    if (mine.n > 0) parts = comm.scratch(slot, inp.dtype, mine.n * n_members);
+    if (owner) parts = comm.scratch(slot, inp.dtype, piece_of(n, group.n_owners, 0).n * n_members);
+    if (comm.counting()) return;
 
     comm.transport().group_start();
     for (int j = 0; j < group.n_owners; ++j) {
@@ -35,10 +36,11 @@ void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, Re
     comm.transport().group_end();
     if (mine.n == 0) return;
     copy_tensor(part_of(parts, group.me * mine.n, mine.n), part_of(inp, mine.first, mine.n), stream);
-    reduce_rows(out, parts, n_members, op, stream);
+    reduce_rows(out, part_of(parts, 0, n_members * mine.n), n_members, op, stream);
 }
 
 void gather_from_owners(Comm& comm, const Group& group, Tensor out, cudaStream_t stream) {
+    if (comm.counting()) return;
     const int n_members = static_cast<int>(group.members.size());
     comm.transport().group_start();
     if (group.me < group.n_owners) {

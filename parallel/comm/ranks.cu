@@ -131,41 +131,70 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     mpi_finish();
 }
 
+// What all ranks of this process share.
+struct ThreadJob {
+    const RankOptions& options;
+    const int n;
+    const std::shared_ptr<ThreadWorld> world;
+    const std::shared_ptr<Job> job;
+    const std::shared_ptr<Trace> trace;
+};
+
+std::shared_ptr<RankState> state_of_thread(const ThreadJob& all, int rank) {
+    const int per_node = all.options.ranks_per_node > 0 ? all.options.ranks_per_node : all.n;
+    auto state = std::make_shared<RankState>();
+    state->rank = rank;
+    state->size = all.n;
+    state->options = all.options;
+    state->job = all.job;
+    state->trace = all.trace;
+    for (int i = 0; i < all.n; ++i) {
+        state->node.push_back(i / per_node);
+        state->slots.push_back(thread_slot(*all.world, i));
+    }
+    return state;
+}
+
+void run_thread(const ThreadJob& all, int rank, const std::function<void(Comm&)>& f) {
+    const auto state = state_of_thread(all, rank);
+    const bool own_thread = all.n > 1;
+    try {
+        if (own_thread) {
+            share_cores(all.n);
+            open_device(rank % device_count());
+        }
+        run_rank(state, make_thread_transport(all.world, state), false, f);
+    } catch (const Stopped&) {  // because of another rank, or noted already
+    } catch (const std::exception& error) {
+        all.job->fail(rank, error.what());
+    }
+    if (own_thread) close_device();
+}
+
+// A thread cannot be ended from outside, only the process. One that computes for long, or hangs, while another rank has failed
+// would keep it.
+void wait_for_threads(const ThreadJob& all, std::mutex& mutex, std::condition_variable& changed, const int& n_ended) {
+    std::unique_lock lock(mutex);
+    double failed_at = 0;
+    while (n_ended < all.n) {
+        changed.wait_for(lock, std::chrono::milliseconds(100));
+        if (failed_at == 0 && all.job->failed()) failed_at = seconds_now();
+        if (failed_at == 0 || seconds_now() - failed_at < 10) continue;
+        std::fprintf(stderr, "%s\n%d of %d ranks have not ended within 10 s: stopping the process\n",
+                     all.job->reason().c_str(), all.n - n_ended, all.n);
+        std::fflush(nullptr);
+        std::_Exit(2);
+    }
+}
+
 void run_as_threads(const RankOptions& options, int n, const std::function<void(Comm&)>& f) {
 #ifdef CUDA_ON_CPU
     if (device_count() < n) setenv("CUDA_CPU_DEVICES", std::to_string(n).c_str(), 1);
 #endif
-    const auto world = make_thread_world(n);
-    const auto job = std::make_shared<Job>();
-    const auto trace = options.trace ? std::make_shared<Trace>(true) : nullptr;
-    const int per_node = options.ranks_per_node > 0 ? options.ranks_per_node : n;
-
-    const auto run = [&](int rank, bool own_thread) {
-        auto state = std::make_shared<RankState>();
-        state->rank = rank;
-        state->size = n;
-        state->options = options;
-        state->job = job;
-        state->trace = trace;
-        for (int i = 0; i < n; ++i) {
-            state->node.push_back(i / per_node);
-            state->slots.push_back(thread_slot(*world, i));
-        }
-        try {
-            if (own_thread) {
-                share_cores(n);
-                open_device(rank % device_count());
-            }
-            run_rank(state, make_thread_transport(world, state), false, f);
-        } catch (const Stopped&) {  // because of another rank, or noted already
-        } catch (const std::exception& error) {
-            job->fail(rank, error.what());
-        }
-        if (own_thread) close_device();
-    };
-
+    const ThreadJob all{options, n, make_thread_world(n), std::make_shared<Job>(),
+                        options.trace ? std::make_shared<Trace>(true) : nullptr};
     if (n == 1) {
-        run(0, false);
+        run_thread(all, 0, f);
     } else {
         std::mutex mutex;
         std::condition_variable changed;
@@ -173,28 +202,25 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
         std::vector<std::thread> threads;
         for (int rank = 0; rank < n; ++rank)
             threads.emplace_back([&, rank] {
-                run(rank, true);
+                run_thread(all, rank, f);
                 const std::lock_guard lock(mutex);
                 ++n_ended;
                 changed.notify_all();
             });
-        std::unique_lock lock(mutex);
-        double failed_at = 0;
-        while (n_ended < n) {
-            changed.wait_for(lock, std::chrono::milliseconds(100));
-            if (failed_at == 0 && job->failed()) failed_at = seconds_now();
-            if (failed_at == 0 || seconds_now() - failed_at < 10) continue;
-            // A thread cannot be ended from outside, only the process. One that computes for long, or hangs, would keep it.
-            std::fprintf(stderr, "%s\n%d of %d ranks have not ended within 10 s: stopping the process\n",
-                         job->reason().c_str(), n - n_ended, n);
-            std::fflush(nullptr);
-            std::_Exit(2);
-        }
-        lock.unlock();
+        wait_for_threads(all, mutex, changed, n_ended);
         for (std::thread& thread : threads) thread.join();
     }
-    if (trace) write_trace(options.trace_folder, trace->take());
-    if (job->failed()) throw Error(n == 1 ? job->reason().substr(std::string("rank 0: ").size()) : job->reason());
+    if (all.trace) write_trace(options.trace_folder, all.trace->take());
+    const Job& job = *all.job;
+    if (job.failed()) throw Error(n == 1 ? job.reason().substr(std::string("rank 0: ").size()) : job.reason());
+}
+
+void run_as_plan(const RankOptions& options, int n, const std::function<void(Comm&)>& f) {
+    if (!is_first_process()) return;
+    const ThreadJob all{options, n, make_thread_world(n), std::make_shared<Job>(), nullptr};
+    const auto state = state_of_thread(all, 0);
+    Comm world("world", state, make_plan_transport(state));
+    f(world);
 }
 
 }  // namespace
@@ -218,6 +244,7 @@ void run_ranks(const RankOptions& options, const std::function<void(Comm& world)
     check(options.ranks >= 0 && options.ranks <= 1024, "--ranks ", options.ranks, ": a number of ranks from 1 to 1024");
     check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
     all_reduce_from_name(options.all_reduce);
+    if (options.planning) return run_as_plan(options, rank_count(options), f);
     const bool mpi = started_by_mpirun();
     check(!(mpi && comm == "threads"), "--comm threads under mpirun: start the program without mpirun, with --ranks N");
     check(!(!mpi && comm == "mpi"), "--comm mpi: start the program with mpirun -np N");

@@ -143,12 +143,11 @@ void convert(Tensor out, Tensor inp, cudaStream_t stream) {
 }
 
 Tensor widened(Comm& comm, Tensor out, Tensor inp, cudaStream_t stream) {
-    if (dtype_bytes(inp.dtype) == 4) {
-        copy_tensor(out, inp, stream);
-        return out;
-    }
-    const Tensor sum = comm.scratch(1, DType::f32, inp.n());
-    convert(sum, inp, stream);
+    const bool is_wide = dtype_bytes(inp.dtype) == 4;
+    const Tensor sum = is_wide ? out : comm.scratch(1, DType::f32, inp.n());
+    if (comm.counting()) return sum;
+    if (is_wide) copy_tensor(sum, inp, stream);
+    else convert(sum, inp, stream);
     return sum;
 }
 

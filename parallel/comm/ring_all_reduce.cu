@@ -27,6 +27,7 @@ void ring_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream
         return part_of(tensor, range.first, range.n);
     };
     const Tensor inbox = comm.scratch(0, sum.dtype, piece(sum, 0).n());  // no piece is longer than the first
+    if (comm.counting()) return;
 
     for (int s = 0; s < n - 1; ++s) {
         const Tensor mine = piece(sum, r - s - 1), theirs = part_of(inbox, 0, mine.n());

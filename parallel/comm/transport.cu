@@ -94,6 +94,7 @@ std::vector<int> Transport::to_world(const std::vector<int>& members) const {
 namespace {
 
 constexpr size_t kMaxMessageBytes = size_t{1} << 30;  // MPI counts in int
+constexpr size_t kStagingBytes = size_t{8} << 20;     // long enough for the bus to reach its bandwidth
 
 bool strict_mode() {
 #ifdef CUDA_ON_CPU
@@ -106,7 +107,7 @@ bool strict_mode() {
 }  // namespace
 
 HostTransport::~HostTransport() {
-    for (Staging& staging : staging_) cudaFreeHost(staging.data);
+    for (void* buffer : staging_) cudaFreeHost(buffer);
 }
 
 void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work) {
@@ -175,15 +176,12 @@ std::string HostTransport::timeout_report(int from, const CallTag& call, double 
     return text.str();
 }
 
-void* HostTransport::staging(int which, size_t bytes) {
-    Staging& buffer = staging_[which];
-    if (buffer.bytes < bytes) {
-        cudaCheck(cudaFreeHost(buffer.data));
-        buffer = {};
-        cudaCheck(cudaMallocHost(&buffer.data, bytes));
-        buffer.bytes = bytes;
-    }
-    return buffer.data;
+size_t HostTransport::largest_message() const { return device().is_cpu ? kMaxMessageBytes : kStagingBytes; }
+
+// Taken at the first message, which is one of the run's start: a transport is made before its device is open.
+void* HostTransport::staging(int which) {
+    if (!staging_[which]) cudaCheck(cudaMallocHost(&staging_[which], kStagingBytes));
+    return staging_[which];
 }
 
 void HostTransport::trace_message(const CallTag& call, int peer, bool sends, size_t bytes, double start) {
@@ -193,12 +191,12 @@ void HostTransport::trace_message(const CallTag& call, int peer, bool sends, siz
 }
 
 void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t stream) {
-    if (bytes > kMaxMessageBytes) {
-        send(data, kMaxMessageBytes, to, stream);
-        return send(static_cast<const char*>(data) + kMaxMessageBytes, bytes - kMaxMessageBytes, to, stream);
+    if (const size_t most = largest_message(); bytes > most) {
+        send(data, most, to, stream);
+        return send(static_cast<const char*>(data) + most, bytes - most, to, stream);
     }
     if (!device().is_cpu) {
-        void* host = staging(0, bytes);
+        void* host = staging(0);
         cudaCheck(cudaMemcpyAsync(host, data, bytes, cudaMemcpyDeviceToHost, stream));
         data = host;
     }
@@ -211,15 +209,15 @@ void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t st
 }
 
 void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream) {
-    if (bytes > kMaxMessageBytes) {
-        recv(data, kMaxMessageBytes, from, stream);
-        return recv(static_cast<char*>(data) + kMaxMessageBytes, bytes - kMaxMessageBytes, from, stream);
+    if (const size_t most = largest_message(); bytes > most) {
+        recv(data, most, from, stream);
+        return recv(static_cast<char*>(data) + most, bytes - most, from, stream);
     }
     const bool on_cpu = device().is_cpu;
     void* host = data;
     if (!on_cpu) {
         cudaCheck(cudaStreamSynchronize(stream));  // the last receive has left the buffer
-        host = staging(1, bytes);
+        host = staging(1);
     }
     const int64_t number = n_received_[from]++;
     auto start = std::make_shared<double>(0);

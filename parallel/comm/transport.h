@@ -3,7 +3,8 @@
 //
 //     Transport ── HostTransport ── transport_threads.cu     mailboxes in memory
 //               │                └─ transport_mpi.cu         MPI
-//               └─ transport_nccl.cu                         NCCL, and its own collectives
+//               ├─ transport_nccl.cu                         NCCL, and its own collectives
+//               └─ transport_plan.cu                         nothing travels: --plan
 #pragma once
 
 #include "parallel/comm/comm.h"
@@ -140,6 +141,7 @@ class Transport {
 
     // Collectives of its own, where the transport is a library that has them.
     virtual NativeCollectives* native() { return nullptr; }
+    virtual bool has_native() { return native() != nullptr; }
 
   protected:
     void enter(const CallTag& tag);  // this rank's slot
@@ -193,14 +195,12 @@ class HostTransport : public Transport {
     std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double patience = 1);
     std::string timeout_report(int from, const CallTag& tag, double waited);
     void take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& tag);
-    void* staging(int which, size_t bytes);
+    size_t largest_message() const;  // longer ones travel in several
+    void* staging(int which);
     void trace_message(const CallTag& tag, int peer, bool sends, size_t bytes, double start);
 
     std::map<int, int64_t> n_sent_, n_received_;  // by member
-    struct Staging {
-        void* data = nullptr;
-        size_t bytes = 0;
-    } staging_[2];
+    void* staging_[2] = {};  // on a GPU: pinned buffers, one for what is sent and one for what arrives
 };
 
 // The transports. Each throws an Error if it is not built in or cannot be had.
@@ -216,6 +216,9 @@ std::shared_ptr<HostTransport> make_mpi_transport(std::shared_ptr<RankState> sta
 int mpi_local_rank();
 [[noreturn]] void mpi_abort();
 void mpi_finish();  // all ranks have come here and nothing is under way
+
+// A plan's: rank 0 of so many ranks that do not exist. Sends nothing.
+std::shared_ptr<Transport> make_plan_transport(std::shared_ptr<RankState> state);
 
 bool nccl_is_built_in();
 std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state,
@@ -242,14 +245,15 @@ void reduce_rows(Tensor out, Tensor parts, int n_parts, ReduceOp op, cudaStream_
 // out = inp in another float dtype.
 void convert(Tensor out, Tensor inp, cudaStream_t stream);
 // Algorithms that send partial results start from here: a tensor of f32 or i32 that holds inp: out itself, or scratch slot 1.
+// While memory is counted it holds nothing.
 Tensor widened(Comm& comm, Tensor out, Tensor inp, cudaStream_t stream);
 // ... and end here: part of out = the same part of sum, rounded to out's dtype.
 void narrowed(Tensor out, Tensor sum, Range part, cudaStream_t stream);
 
-// tree.cu
+// tree_all_reduce.cu
 void tree_broadcast(Comm& comm, Tensor tensor, int root, cudaStream_t stream);
 
-// rank_order.cu. `members` are ranks of comm; the first n_owners of them own a piece each of the reduction.
+// rank_order_all_reduce.cu. `members` are ranks of comm; the first n_owners of them own a piece each of the reduction.
 struct Group {
     std::vector<int> members;
     int me, n_owners;

@@ -2,7 +2,8 @@
 //
 // NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event says, and at
 // NCCL's own errors, and aborts the communicator when the job has failed, so that nobody waits on a GPU that is gone.
-// NCCL adds 16-bit numbers with a rounding at each hop; ours are added as float32 (parallel.h), so they are widened first.
+// NCCL adds 16-bit numbers with a rounding at each hop; comm.cu widens them to float32 before it calls all_reduce,
+// reduce_scatter or reduce.
 #include "parallel/comm/transport.h"
 
 #ifdef HAVE_NCCL
@@ -45,7 +46,6 @@ class NcclTransport final : public Transport, public NativeCollectives {
         watchdog_.join();
         for (const Pending& call : pending_) cudaEventDestroy(call.end);
         if (!aborted_) ncclCommDestroy(comm_);
-        cudaFree(wide_);
     }
 
     std::shared_ptr<Transport> split(const std::vector<int>& members) override {
@@ -86,20 +86,13 @@ class NcclTransport final : public Transport, public NativeCollectives {
 
     NativeCollectives* native() override { return this; }
     void all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) override {
-        widely(out, inp, op, stream, [&](Tensor to, Tensor from) {
-            ncclCheck(ncclAllReduce(from.data, to.data, count(from), type_of(from.dtype), op_of(op), comm_, stream));
-        });
+        ncclCheck(ncclAllReduce(inp.data, out.data, count(inp), type_of(inp.dtype), op_of(op), comm_, stream));
     }
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) override {
-        widely(out, inp, op, stream, [&](Tensor to, Tensor from) {
-            ncclCheck(ncclReduceScatter(from.data, to.data, count(to), type_of(from.dtype), op_of(op), comm_, stream));
-        });
+        ncclCheck(ncclReduceScatter(inp.data, out.data, count(out), type_of(inp.dtype), op_of(op), comm_, stream));
     }
     void reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream) override {
-        // Only root has an out; the others' result stays in the widened copy, or nowhere.
-        widely(rank() == root ? out : Tensor{}, inp, op, stream, [&](Tensor to, Tensor from) {
-            ncclCheck(ncclReduce(from.data, to.data, count(from), type_of(from.dtype), op_of(op), root, comm_, stream));
-        });
+        ncclCheck(ncclReduce(inp.data, out.data, count(inp), type_of(inp.dtype), op_of(op), root, comm_, stream));
     }
     void all_gather(Tensor out, Tensor inp, cudaStream_t stream) override {
         ncclCheck(ncclAllGather(inp.data, out.data, count(inp), type_of(inp.dtype), comm_, stream));
@@ -113,23 +106,6 @@ class NcclTransport final : public Transport, public NativeCollectives {
         CallTag tag;
         cudaEvent_t end;
     };
-
-    // f(to, from) in float32 where inp is of 16 bits and the operation rounds.
-    template <class F>
-    void widely(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream, F&& f) {
-        if (op == ReduceOp::max || dtype_bytes(inp.dtype) == 4) return f(out, inp);
-        if (wide_n_ < inp.n()) {
-            cudaCheck(cudaFree(wide_));
-            wide_n_ = 0;
-            cudaCheck(cudaMalloc(&wide_, count(inp) * sizeof(float)));
-            wide_n_ = inp.n();
-        }
-        const Tensor wide = make_tensor(wide_, DType::f32, {inp.n()});
-        convert(wide, inp, stream);
-        const Tensor to = out ? part_of(wide, out.n() == inp.n() ? 0 : rank() * out.n(), out.n()) : wide;
-        f(to, wide);
-        if (out) convert(out, to, stream);
-    }
 
     // What the time is when the stream gets here; then calls f, which must not call CUDA.
     void note_time(cudaStream_t stream, std::shared_ptr<double> time, std::function<void(double)> f) {
@@ -194,8 +170,6 @@ class NcclTransport final : public Transport, public NativeCollectives {
     std::deque<Pending> pending_;
     std::atomic<bool> stop_{false}, aborted_{false};
     std::shared_ptr<double> start_of_call_;
-    void* wide_ = nullptr;
-    int64_t wide_n_ = 0;
     std::thread watchdog_;  // last: it uses the others
 };
 

@@ -1,4 +1,4 @@
-// tree.cu: broadcast and all_reduce along a binomial tree.
+// tree_all_reduce.cu: broadcast and all_reduce along a binomial tree.
 //
 // Number the ranks from the root: v = (rank - root) mod n. The parent of v is v with its lowest 1 bit cleared; v and its parent
 // differ by that bit, 2^k, and v's children are v + 2^i for i < k.
@@ -37,8 +37,10 @@ void tree_broadcast(Comm& comm, Tensor tensor, int root, cudaStream_t stream) {
 void tree_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     const int n = comm.size, v = comm.rank, mine = lowest_bit(v, n);
     const Tensor sum = widened(comm, out, inp, stream);
+    Tensor theirs;  // what a child sends
+    if (mine > 1 && v + 1 < n) theirs = comm.scratch(0, sum.dtype, sum.n());
+    if (comm.counting()) return;
     for (int bit = 1; bit < mine && v + bit < n; bit *= 2) {
-        const Tensor theirs = comm.scratch(0, sum.dtype, sum.n());
         recv_tensor(comm, theirs, v + bit, stream);
         reduce_into(sum, theirs, op, stream);
     }

@@ -29,7 +29,8 @@ void two_level_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaS
     const Group inside{mine, me, static_cast<int>(m)};
     Group between{{}, 0, static_cast<int>(machines.size())};
     const bool owner = static_cast<size_t>(me) < m;
-    const Range range = owner ? piece_of(inp.n(), inside.n_owners, me) : Range{0, 0};
+    // Memory is counted for the longest piece: a shorter tensor may give this rank a longer one than its own.
+    const Range range = owner ? piece_of(inp.n(), inside.n_owners, comm.counting() ? 0 : me) : Range{0, 0};
     Tensor sum;
     if (owner) {
         const DType wide = inp.dtype == DType::i32 ? DType::i32 : DType::f32;
@@ -44,7 +45,8 @@ void two_level_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaS
         const Range piece = piece_of(range.n, between.n_owners, between.me);
         reduce_to_owners(comm, between, part_of(sum, piece.first, piece.n), sum, op, 2, stream);
         gather_from_owners(comm, between, sum, stream);
-        if (sum.dtype != out.dtype) convert(part_of(out, range.first, range.n), sum, stream);
+        if (sum.dtype != out.dtype && !comm.counting())
+            convert(part_of(out, range.first, range.n), sum, stream);
     }
     gather_from_owners(comm, inside, out, stream);
 }

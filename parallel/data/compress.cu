@@ -240,23 +240,54 @@ class Bf16Compressor : public Compressor {
         for (const Unit& unit : p.units) largest = std::max(largest, unit.n);
         rounded_ = arena.take("compressed gradients", DType::bf16, {largest});
         sum_ = arena.take("compressed gradients", DType::bf16, {piece_of(largest, p.sharding.size, 0).n});
+        comm_.count_memory([&] {
+            for (const Unit& unit : p.units) reduce_scatter(unit.n, nullptr);
+        });
     }
     void reduce(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         const Tensor grads = p.unit_grads(u), rounded = rounded_.slice(0, grads.n());
-        std::vector<int64_t> bounds;
-        for (int r = 0; r < comm_.size; ++r) bounds.push_back(piece_of(grads.n(), comm_.size, r).first);
-        bounds.push_back(grads.n());
-        const Tensor sum = sum_.slice(0, piece_of(grads.n(), comm_.size, comm_.rank).n);
         convert(rounded, grads, stream);
-        comm_.reduce_scatter(sum, rounded, bounds, ReduceOp::sum, stream);
-        comm_.all_gather(rounded, sum, bounds, stream);
+        const Tensor sum = reduce_scatter(grads.n(), stream);
+        comm_.all_gather(rounded, sum, bounds_of(grads.n()), stream);
         convert(grads, rounded, stream);
     }
     std::vector<std::pair<std::string, Tensor>> states() const override { return {}; }
 
   private:
+    std::vector<int64_t> bounds_of(int64_t n) const {
+        std::vector<int64_t> bounds;
+        for (int r = 0; r < comm_.size; ++r) bounds.push_back(piece_of(n, comm_.size, r).first);
+        bounds.push_back(n);
+        return bounds;
+    }
+    // This rank's piece of the sum of the first n rounded gradients.
+    Tensor reduce_scatter(int64_t n, cudaStream_t stream) {
+        const Tensor sum = sum_.slice(0, piece_of(n, comm_.size, comm_.rank).n);
+        comm_.reduce_scatter(sum, rounded_.slice(0, n), bounds_of(n), ReduceOp::sum, stream);
+        return sum;
+    }
     Comm& comm_;
     Tensor rounded_, sum_;
+};
+
+// ddp with a compressor: a unit at a time, instead of buckets.
+class CompressedDdp final : public Scheme {
+  public:
+    CompressedDdp(CommStream& stream, const CompressOptions& options)
+        : Scheme(stream), compressor_(make_compressor(stream.comm, options)) {}
+    void take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena) override {
+        micro_batches_ = micro_batches;
+        compressor_->take_memory(p, arena);
+    }
+    void end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) override {
+        if (!in_last_micro_batch()) return;
+        comm_stream_.communicate(stream, [&] { compressor_->reduce(p, u, comm_stream_); });
+        grads_are_final(u, comm_stream_);
+    }
+    std::vector<std::pair<std::string, Tensor>> states() const override { return compressor_->states(); }
+
+  private:
+    std::unique_ptr<Compressor> compressor_;
 };
 
 constexpr std::pair<Compression, const char*> kNames[] = {{Compression::none, "none"},
@@ -284,6 +315,10 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
         case Compression::one_bit: return std::make_unique<BlockCompressor<OneBit>>(comm);
     }
     return nullptr;
+}
+
+std::unique_ptr<Scheme> make_compressed_ddp(CommStream& stream, const CompressOptions& options) {
+    return std::make_unique<CompressedDdp>(stream, options);
 }
 
 std::vector<Param> params_of(const FlatParameters& p, size_t u) {

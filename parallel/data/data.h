@@ -1,13 +1,16 @@
-// parallel/data/data.h: data parallelism: every rank trains on a part of the batch. Who holds which part of the parameters,
-// when weights are gathered and gradients reduced, in how many bits they travel, and what lies in the host's memory.
+// parallel/data/data.h: data parallelism: every rank trains on its share of the batch. Which rank holds which shard of the
+// parameters, when weights are gathered and gradients reduced, in how many bits they travel, and what lies in the host's memory.
 //
 // It knows parameters as flat arrays of units, and nothing of the model: so the model, which is made of such arrays, includes it.
 //
 // Files, in reading order:
-//     shards.cu                   which rank holds which part of the parameters: plain data parallelism and ZeRO 1, 2, 3
-//     data_parallel.cu            when the parts are gathered and reduced
+//     shards.cu                   which rank holds which shard of the parameters
+//     naive.cu                    the simplest scheme: rank 0 has the optimizer
+//     ddp.cu                      every rank has the optimizer; gradients are summed in buckets, behind the backward
+//     zero.cu                     ZeRO 1, 2, 3: states, then gradients, then weights are sharded
+//     data_parallel.cu            what the schemes share: the stream of the collectives, its clock, checkpoints
 //     compress.cu, power_sgd.cu   gradients that travel in fewer bits
-//     offload.cu                  states, and parts of the weights, in the host's memory
+//     offload.cu                  states, and shards of the weights, in the host's memory
 #pragma once
 
 #include "optim/optim.h"
@@ -16,10 +19,10 @@
 #include <functional>
 
 // ---------------------------------------------------------------------------------------------------------------------
-// shards.cu: which rank holds which part of the parameters
+// shards.cu: which rank holds which shard of the parameters
 //
 // A unit is what is gathered, reduced and updated together: the embedding, a block, the head. Its parameters lie side by side.
-// It is cut into one part a rank, and what is cut along those lines is the stage:
+// It is divided into one shard a rank; the stage says which arrays are stored as shards only:
 //
 //                weights   gradients   optimizer states, masters     bytes a rank, mixed precision, AdamW, n ranks
 //     ddp        whole     whole       whole                         (2 + 2 + 12) P
@@ -34,9 +37,9 @@
 struct Unit {
     std::string name;
     int64_t offset = 0, n = 0;  // in the flat arrays
-    // Rank r's part is elements [bounds[r], bounds[r + 1]) of the unit.
+    // Rank r's shard is elements [bounds[r], bounds[r + 1]) of the unit.
     std::vector<int64_t> bounds = {};
-    int64_t packed = 0;  // where this rank's part begins in an array of its parts only
+    int64_t packed = 0;  // where this rank's shard begins in an array of its shards only
     int buffer = 0;      // weight_buffers[buffer] and grad_buffers[buffer] hold the unit where the stage shards them
 };
 
@@ -49,7 +52,7 @@ struct Sharding {
     int zero = 0;
     bool naive = false;
     Offload offload = Offload::none;
-    // Cuts lie at multiples of so many elements of a parameter (optimizer_granularity); 0: only between parameters.
+    // Boundaries lie at multiples of so many elements of a parameter (optimizer_granularity); 0: only between parameters.
     int64_t granularity = 1024;
 
     bool shards_states() const { return zero >= 1 || naive; }
@@ -64,12 +67,12 @@ struct FlatParameters {
     std::vector<Unit> units;    // in the order of the forward
     std::vector<Param> params;  // by Hugging Face name, in the order of their places
     int64_t n = 0;              // elements of all units
-    int64_t shard_n = 0;        // of this rank's parts, packed
-    // Flat arrays of all n elements with a place for each parameter; or, where the stage cuts them, of this rank's parts.
+    int64_t shard_n = 0;        // of this rank's shards, packed
+    // Flat arrays of all n elements with a place for each parameter; or, where the stage shards them, of this rank's shards.
     Tensor weights, grads, masters;  // masters: f32, in mixed precision, and where only the host's weights are updated
     std::vector<Tensor> weight_buffers, grad_buffers;
 
-    // Decides the cuts and the buffers, from params and units. tied: the embedding is in use until the head is.
+    // Decides the boundaries and the buffers, from params and units. tied: the embedding is in use as long as the head.
     void shard_units(const Sharding& sharding, bool tied);
     // Takes the memory. The masters' arena is that of what lies on the host, if something does.
     void take(DType dtype, DType grad_dtype, bool with_masters, Arena& weights, Arena& grads, Arena& masters);
@@ -77,14 +80,14 @@ struct FlatParameters {
     // A unit as the layers see it: in the flat array or in its buffer.
     Tensor unit_weights(size_t unit) const;
     Tensor unit_grads(size_t unit) const;
-    Tensor unit_masters(size_t unit) const;  // none if they are cut
-    // This rank's part of a unit, in whatever array has it.
+    Tensor unit_masters(size_t unit) const;  // none if they are sharded
+    // This rank's shard of a unit, in whatever array has it.
     Range shard(size_t unit) const;
     Tensor weight_shard(size_t unit) const;
     Tensor grad_shard(size_t unit) const;
     Tensor master_shard(size_t unit) const;
-    // What this rank's optimizer updates of a unit: its part, or all of it where the states are not cut. The offsets of the
-    // parameters, whole ones and pieces, count from there.
+    // What this rank's optimizer updates of a unit: its shard, or all of it where the states are not sharded. The offsets of
+    // the parameters, whole ones and pieces, count from there.
     Range updated(size_t unit) const;
     Tensor updated_grads(size_t unit) const;
     Weights updated_weights(size_t unit,
@@ -120,7 +123,7 @@ struct CompressOptions {
 class Compressor {
   public:
     virtual ~Compressor() = default;
-    // For p.sharding.size ranks. Once the arena is reserved: the errors begin as 0.
+    // For p.sharding.size ranks. Once the arena is reserved: the errors begin as 0. Also counts what its collectives need.
     virtual void take_memory(const FlatParameters& p, Arena& arena) = 0;
     // The unit's gradients (f32) = the sum over the ranks of what they sent: the same bits everywhere.
     virtual void reduce(const FlatParameters& p, size_t unit, cudaStream_t stream) = 0;
@@ -130,18 +133,20 @@ class Compressor {
 std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& options);  // none: nullptr
 
 // ---------------------------------------------------------------------------------------------------------------------
-// data_parallel.cu: every rank has a part of the batch; their gradients are added.
+// naive.cu, ddp.cu, zero.cu: every rank has a share of the batch; their gradients are added.
 //
+//     naive   rank 0 gets the sum, updates, and sends the new weights to everybody: the simplest, here to show what it costs
 //     ddp     the gradients are summed in buckets, last layers first, on a stream of their own while the backward goes on
-//     naive   rank 0 gets the sum, updates, and sends the new weights to everybody: the old DataParallel, here to show why not
-//     zero 1  each rank gets the sum of its part of each unit, updates that, and everybody gathers the new weights
-//     zero 2  the same, after each micro-batch; a unit's gradients are forgotten as soon as they are reduced
+//     zero 1  each rank gets the sum of its shard of each unit, updates that, and everybody gathers the new weights
+//     zero 2  the same, after each micro-batch; a unit's whole gradients exist only until they are reduced
 //     zero 3  weights, too, are gathered for as long as a unit needs them: before its forward and before its backward;
 //             the next unit's while this one computes
 //
 // A rank sends (n-1)/n of:  2 P with ddp, zero 1 and zero 2 (a micro-batch more with zero 2: P each), 3 P with zero 3.
-// ddp and the three stages give the same bits, as long as a step is one micro-batch a rank and sums are in rank order. (With more
-// of them zero 2 and 3 add up the ranks before the micro-batches; naive adds up the norm in another order.)
+//
+// All of them add the ranks' gradients in rank order. So ddp and the three stages give the same bits, as long as a step is one
+// micro-batch a rank. (With more of them zero 2 and 3 add the ranks before the micro-batches.) naive gives the same bits where
+// no gradient is clipped: its norm is summed in another order.
 
 struct DataParallelOptions {
     bool naive = false;
@@ -155,17 +160,81 @@ struct CommTime {
     double total = 0, exposed = 0;
 };
 
+// data_parallel.cu: the stream of the collectives. It goes on when the computing stream has come to a point (a unit's gradients
+// are complete, a buffer is no longer read), and the computing stream waits where it needs a result, and for nothing else.
+class CommStream {
+  public:
+    explicit CommStream(Comm& comm);
+    ~CommStream();
+    CommStream(const CommStream&) = delete;
+    CommStream& operator=(const CommStream&) = delete;
+    operator cudaStream_t() const { return stream_; }
+
+    // Runs `call`, which puts collectives on this stream, when `computing` has come here.
+    void communicate(cudaStream_t computing, const std::function<void()>& call);
+    // `computing` goes on when the event has come; or when all that is on this stream is done.
+    void wait(cudaStream_t computing, cudaEvent_t event);
+    void wait_for_all(cudaStream_t computing);
+    void start_clock() { busy_.n = waiting_.n = 0; }
+    CommTime read_clock();  // since start_clock(); waits for the streams
+
+    Comm& comm;
+
+  private:
+    // Pairs of events around what is timed; used again each step.
+    struct Stopwatch {
+        std::vector<std::pair<cudaEvent_t, cudaEvent_t>> laps;
+        size_t n = 0;
+        void start(cudaStream_t stream);
+        void stop(cudaStream_t stream);
+        double seconds() const;
+        ~Stopwatch();
+    };
+    cudaStream_t stream_ = nullptr;
+    cudaEvent_t reached_ = nullptr;  // a point of a stream that the other one waits for
+    Stopwatch busy_, waiting_;       // of this stream with collectives; of the computing stream for them
+};
+
+// What a scheme does at each point of a step. DataParallel below says when each function is called. The defaults are those of
+// a scheme that shards nothing.
+class Scheme {
+  public:
+    explicit Scheme(CommStream& comm_stream) : comm_stream_(comm_stream), comm_(comm_stream.comm) {}
+    virtual ~Scheme() = default;
+    // Takes memory of its own, and counts what its collectives will need (Comm::count_memory).
+    virtual void take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena) = 0;
+    virtual void gather(const FlatParameters&, size_t, int64_t, cudaStream_t) {}
+    virtual void begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream);
+    virtual void begin_grads(const FlatParameters&, size_t, cudaStream_t) {}
+    virtual void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream) = 0;
+    virtual void all_gather_weights(const FlatParameters&, size_t, cudaStream_t) {}
+    virtual std::vector<std::pair<std::string, Tensor>> states() const { return {}; }
+    std::function<void(size_t unit, cudaStream_t stream)> grads_are_final;  // DataParallel's
+
+  protected:
+    bool in_last_micro_batch() const { return micro_batch_ + 1 == micro_batches_; }
+    CommStream& comm_stream_;
+    Comm& comm_;
+    int64_t micro_batches_ = 1, micro_batch_ = 0;
+};
+std::unique_ptr<Scheme> make_naive(CommStream& stream);                          // naive.cu
+std::unique_ptr<Scheme> make_ddp(CommStream& stream, double bucket_mib);         // ddp.cu
+std::unique_ptr<Scheme> make_compressed_ddp(CommStream& stream, const CompressOptions& options);
+std::unique_ptr<Scheme> make_zero(CommStream& stream, int stage);  // zero.cu; stage 1, 2 or 3
+
+// data_parallel.cu: data parallelism as the model and the step see it, whatever the scheme.
 class DataParallel {
   public:
     DataParallel(Comm& comm, const DataParallelOptions& options);
-    ~DataParallel();
+    ~DataParallel() { cudaStreamSynchronize(stream_); }  // before the scheme's events go
     DataParallel(const DataParallel&) = delete;
     DataParallel& operator=(const DataParallel&) = delete;
 
-    Comm& comm() { return comm_; }
+    Comm& comm() { return stream_.comm; }
     Sharding sharding(int64_t granularity) const;
-    // micro_batches: of a step on this rank.
-    void take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena);
+    // micro_batches: of a step on this rank. summed: the small tensors that all_reduce() will be called with. The memory of the
+    // communicator is counted and taken here.
+    void take_memory(const FlatParameters& p, int64_t micro_batches, const std::vector<Tensor>& summed, Arena& arena);
 
     // Before a unit's weights are read: after this call the stream has them whole. `next` (or -1) is the unit that will be asked
     // for next: it is fetched meanwhile.
@@ -177,57 +246,29 @@ class DataParallel {
     void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     // After the last backward: the stream waits for all sums.
     void finish_grads(cudaStream_t stream);
-    // After the update of this rank's part of a unit.
+    // After the update of this rank's shard of a unit.
     void all_gather_weights(const FlatParameters& p, size_t unit, cudaStream_t stream);
 
     // If set: called in each step, once for every unit, last ones first, when its gradients are final: when this stream has done
-    // what it has been given so far. (offload.cu)
+    // what is on it so far. (offload.cu)
     std::function<void(size_t unit, cudaStream_t stream)> grads_are_final;
 
     // The norm's sums, the loss and the like: small tensors of f32, added up.
     void all_reduce(Tensor tensor, cudaStream_t stream);
     // Of what was done since start_clock(). Waits for the streams.
-    void start_clock() { busy_.n = waiting_.n = 0; }
-    CommTime read_clock();
+    void start_clock() { stream_.start_clock(); }
+    CommTime read_clock() { return stream_.read_clock(); }
 
-    // The most precise values of a parameter, on rank 0, without padding. Collective if they are cut.
+    // The most precise values of a parameter, on rank 0, without padding. Collective if they are sharded.
     std::vector<float> read(const FlatParameters& p, const Param& param);
     // What --compress keeps on this rank between steps; empty without, and where there is one rank only.
-    std::vector<std::pair<std::string, Tensor>> compression_states() const;
+    std::vector<std::pair<std::string, Tensor>> compression_states() const { return scheme_->states(); }
 
   private:
-    void fetch(const FlatParameters& p, size_t unit, cudaStream_t stream);
-    void reduce_buckets(const FlatParameters& p, int64_t low, bool all, cudaStream_t stream);
-    void announce(const FlatParameters& p, int64_t first, cudaStream_t stream);
-    void reduce_unit(const FlatParameters& p, size_t unit, cudaStream_t stream);
-    // A collective on comm_stream_, when `stream` has come here.
-    template <class Call>
-    void communicate(cudaStream_t stream, Call&& call);
-    void wait(cudaStream_t stream, cudaEvent_t event);
-    // Pairs of events around what is timed; used again each step.
-    struct Stopwatch {
-        std::vector<std::pair<cudaEvent_t, cudaEvent_t>> laps;
-        size_t n = 0;
-        void start(cudaStream_t stream);
-        void stop(cudaStream_t stream);
-        double seconds() const;
-        ~Stopwatch();
-    };
-
-    Comm& comm_;
     const DataParallelOptions options_;
-    std::unique_ptr<Compressor> compressor_;  // nullptr without --compress
-    cudaStream_t comm_stream_ = nullptr;
-    cudaEvent_t reached_ = nullptr;      // a point of a stream that the other one waits for
-    Stopwatch busy_, waiting_;           // of comm_stream_ with collectives; of the computing stream for them
-    std::vector<cudaEvent_t> gathered_;  // by unit: its weights are there
-    std::vector<cudaEvent_t> reduced_;   // by buffer: its gradients have been read
-    std::vector<int64_t> in_buffer_;     // buffer -> unit whose weights it holds, or -1
-    int64_t micro_batches_ = 1, micro_batch_ = 0;
-    int64_t bucket_end_ = 0;  // gradients from here on have been given to a bucket
-    size_t not_final_ = 0;    // units 0 to here - 1 have gradients that are not final
-    Tensor sum_rows_;         // zero 2 and 3 with several micro-batches: (2, largest part)
-    Tensor staging_;
+    CommStream stream_;
+    std::unique_ptr<Scheme> scheme_;
+    Tensor staging_;  // what read() sends
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -237,10 +278,10 @@ class DataParallel {
 //     --offload    on the device                        on the host                       updates   crosses the bus in a step
 //     none         weights, gradients, masters, m, v                                      device
 //     optimizer    weights, gradients                   masters, m, v (pinned)            host      gradients, new weights
-//     params       buffers for units, gradients           the same, and parts of weights    host      gradients, weights twice
+//     params       buffers for units, gradients           the same, and shards of weights   host      gradients, weights twice
 //     unified      weights, gradients                   masters, m, v (pages that move)   device    those, both ways
 //
-// Each rank does so with what it updates: its parts, where ZeRO cuts them; params needs ZeRO 3 (on one rank, too: then a unit
+// Each rank does so with what it updates: its shards, with ZeRO; params needs ZeRO 3 (on one rank, too: then a unit
 // comes to the device for its forward and for its backward). A host update needs masters of its own: in float32 those are
 // host copies of the weights, from which the device's are written.
 
@@ -259,7 +300,7 @@ class OffloadedUpdate {
     // Before a step's backward: what its updates will need. The last step must be over. unscale: 1 / loss scale.
     void begin_step(double lr, int64_t t, float unscale, uint64_t seed);
     void grads_are_final(size_t unit, cudaStream_t stream);  // DataParallel's call
-    // For unit 0, 1, ...: after this call the stream has this rank's part of its new weights. norm_scale: grad_norm's result.
+    // For unit 0, 1, ...: after this call the stream has this rank's shard of its new weights. norm_scale: grad_norm's result.
     void update(size_t unit, Tensor norm_scale, cudaStream_t stream);
 
   private:

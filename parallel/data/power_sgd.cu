@@ -152,6 +152,10 @@ class PowerSgd : public Compressor {
         error_ = arena.take("compression's errors", DType::f32, {p.n});
         q_ = arena.take("powersgd's Q", DType::f32, {q_n});
         alive_ = arena.take("powersgd's Q", DType::f32, {n_matrices * r_});
+        comm_.count_memory([&] {
+            comm_.all_reduce(first_, nullptr);
+            comm_.all_reduce(second_, nullptr);
+        });
         if (arena.counting()) return;
         zero(error_);
         zero(alive_);
