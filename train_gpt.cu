@@ -30,6 +30,7 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
     accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
     clip_gradients(t, stop_requested);  // norm of all gradients; unscale, check, clip: on the device
     update_weights(t, step);            // the optimizer's step in float32, and its 16-bit copy for the next forward
+    t.world.end_step();                 // for traces: evaluation and samples are no part of it
     return read_back(t, data, step);    // loss and norm; a norm that is infinite: nothing was updated
 }
 

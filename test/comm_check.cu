@@ -96,7 +96,7 @@ void run(int argc, char** argv) {
         if (argument == "--ranks") options.ranks = std::atoi(value().c_str());
         else if (argument == "--timeout") options.timeout_s = std::atof(value().c_str());
         else if (argument == "--comm") options.comm = value();
-        else if (argument == "--trace") options.trace = true, options.trace_folder = value();
+        else if (argument == "--trace") options.trace = "0", options.trace_folder = value();
         else mode = argument;
     }
     run_ranks(options, [&](Comm& world) {
@@ -108,7 +108,8 @@ void run(int argc, char** argv) {
         if (mode != "check") return endless(world, mode);
         const cudaStream_t stream = device().stream;
         comm_check::check_all(
-            world, options.trace ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003}, stream);
+            world, !options.trace.empty() ? std::vector<int64_t>{1, 77} : std::vector<int64_t>{0, 1, 1000, 100003},
+            stream);
         if (world.size % 2 == 0) {
             Mesh mesh(world, {{"dp", world.size / 2}, {"tp", 2}});
             if (world.rank == 0) std::fputs(mesh.picture().c_str(), stdout);

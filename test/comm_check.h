@@ -30,8 +30,8 @@ struct CommMemory {
                      even = make_tensor(nullptr, DType::f32, {round_up(n, comm.size)}),
                      piece = make_tensor(nullptr, DType::f32, {even.n() / comm.size});
         const AllReduce chosen = comm.algorithm;
-        for (const AllReduce algorithm : {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
-                                          AllReduce::two_level}) {
+        for (const AllReduce algorithm :
+             {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving, AllReduce::two_level}) {
             comm.algorithm = algorithm;
             comm.count_memory([&] {
                 comm.all_reduce(x, nullptr);

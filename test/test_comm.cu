@@ -284,7 +284,9 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
                 n_of[event["cat"] == "collective"                 ? "collectives"
                      : event["name"].get<std::string>()[0] == 's' ? "sends"
                                                                   : "receives"]++;
-                ranks.insert(event["tid"].get<int>());
+                ranks.insert(event["pid"].get<int>());
+                const size_t bytes = event["args"]["bytes"].get<size_t>();
+                if (event["cat"] == "message" && bytes >= 64) ++n_of["ends of messages that are not tiny"];
                 CHECK(event["dur"].get<double>() >= 0);
             } else if (event["ph"] == "s" || event["ph"] == "f") {
                 n_of["arrow ends"]++;
@@ -293,7 +295,7 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
         CHECK(ranks == std::set<int>{0, 1, 2, 3});
         CHECK(n_of["collectives"] > 1000);
         CHECK(n_of["sends"] == n_of["receives"]);
-        CHECK(n_of["arrow ends"] == 2 * n_of["sends"]);
+        CHECK(n_of["arrow ends"] == n_of["ends of messages that are not tiny"]);
         CHECK(slurp(folder / "trace.png").substr(1, 3) == "PNG");
         std::filesystem::remove(folder / "trace.json");
         std::filesystem::remove(folder / "trace.png");

@@ -112,7 +112,9 @@ void add_rank_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--ranks-per-node", o.ranks.ranks_per_node,
                  "threads: treat so many ranks as one machine (for two-level); 0: all");
     ranks.option("--comm-timeout", o.ranks.timeout_s, "seconds that a rank waits for another before the run ends");
-    ranks.flag("--trace", o.ranks.trace, "print every message; write trace.json (Perfetto) and trace.png");
+    ranks.option("--trace", o.ranks.trace,
+                 "steps to record, as 3 or 3,4: who computes what and sends what to whom when, as text,\n"
+                 "trace.json (ui.perfetto.dev) and trace.png");
 }
 
 void add_data_options(CLI::App& app, TrainOptions& o) {

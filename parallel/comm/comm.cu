@@ -82,7 +82,40 @@ std::unique_ptr<Comm> Comm::split(const std::vector<int>& members, const std::st
     return part;
 }
 
-void Comm::set_step(int64_t step) { state_->step = step; }
+void Comm::set_step(int64_t step) {
+    state_->step = step;
+    state_->tracing = state_->traced_steps.count(step) > 0;
+}
+void Comm::end_step() { state_->tracing = false; }
+bool Comm::is_traced() const { return state_->tracing; }
+
+// The time is that at which the stream gets here; the host is ahead of it.
+void Comm::trace_computing(const std::string& what, cudaStream_t stream, bool rename) {
+    if (!state_->tracing) return;
+    struct Note {
+        std::shared_ptr<RankState> state;
+        std::string what;
+        int64_t step;
+        bool rename;
+    };
+    cudaCheck(cudaLaunchHostFunc(
+        stream,
+        [](void* argument) {
+            const std::unique_ptr<Note> note(static_cast<Note*>(argument));
+            RankState& rank = *note->state;
+            TraceEvent& last = rank.computing;
+            const double now = seconds_now() - rank.started;
+            if (note->rename) {
+                last.what = note->what;
+                return;
+            }
+            last.end = now;
+            if (!last.what.empty()) rank.trace->add(last);
+            last = {
+                .kind = TraceEvent::computing, .rank = rank.rank, .step = note->step, .start = now, .what = note->what};
+        },
+        new Note{state_, what, state_->step, rename}));
+}
 int Comm::node_of(int member) const {
     return state_->node[static_cast<size_t>(transport_->members()[static_cast<size_t>(member)])];
 }
@@ -107,7 +140,8 @@ Tensor Comm::scratch(int slot, DType dtype, int64_t n) {
     if (counting_) its.n_needed = std::max(its.n_needed, n_words);
     else
         check(n_words <= (its.words.exists() ? its.words.n() : 0), transport_->describe(transport_->tag), " needs ", n,
-              " elements of ", dtype_name(dtype), " on their way, more than were counted: name this call in count_memory");
+              " elements of ", dtype_name(dtype),
+              " on their way, more than were counted: name this call in count_memory");
     return make_tensor(counting_ ? nullptr : its.words.data, dtype, {n});
 }
 
@@ -132,7 +166,7 @@ void Comm::call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& bo
 }
 template <class Body>
 void Comm::collective(const char* what, size_t bytes, cudaStream_t stream, Body&& body) {
-    call({what, counting_ ? 0 : n_calls_++, state_->step}, bytes, stream, body);
+    call({what, counting_ ? 0 : n_calls_++, state_->step, state_->tracing}, bytes, stream, body);
 }
 
 namespace {
@@ -185,8 +219,7 @@ void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cuda
 // Equal pieces: the library's own collective, where there is one.
 void Comm::reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     check_pair("reduce_scatter", out, inp, 1, size);
-    if (!transport_->has_native() || size == 1)
-        return reduce_scatter(out, inp, equal_bounds(out.n()), op, stream);
+    if (!transport_->has_native() || size == 1) return reduce_scatter(out, inp, equal_bounds(out.n()), op, stream);
     collective("reduce_scatter", inp.bytes(), stream, [&] {
         note_native_traffic(out.bytes());
         native_reduce(out, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
@@ -239,12 +272,12 @@ void Comm::note_native_traffic(size_t piece_bytes) {
 }
 
 namespace {
-void check_bounds(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& bounds, int rank,
-                int size) {
-    check(bounds.size() == static_cast<size_t>(size) + 1 && bounds[0] == 0 && std::is_sorted(bounds.begin(), bounds.end()) &&
-              bounds.back() == whole.n(),
-          what, ": ", bounds.size(), " boundaries up to ", bounds.empty() ? 0 : bounds.back(), " of ", whole, " for ",
-          size, " ranks: expected one more than ranks, from 0 to all elements, in order");
+void check_bounds(const char* what, const Tensor& piece, const Tensor& whole, const std::vector<int64_t>& bounds,
+                  int rank, int size) {
+    check(bounds.size() == static_cast<size_t>(size) + 1 && bounds[0] == 0 &&
+              std::is_sorted(bounds.begin(), bounds.end()) && bounds.back() == whole.n(),
+          what, ": ", bounds.size(), " boundaries up to ", bounds.empty() ? 0 : bounds.back(), " of ", whole,
+          " for ", size, " ranks: expected one more than ranks, from 0 to all elements, in order");
     const size_t r = static_cast<size_t>(rank);
     check(piece.dtype == whole.dtype && piece.n() == bounds[r + 1] - bounds[r], what, ": rank ", rank, "'s piece is ",
           piece, "; expected ", bounds[r + 1] - bounds[r], " elements of ", dtype_name(whole.dtype));
@@ -253,7 +286,8 @@ void check_bounds(const char* what, const Tensor& piece, const Tensor& whole, co
 
 // Everybody sends everybody the piece that is theirs, and each adds what it got in rank order: an element's sum is that of
 // rank_order_all_reduce, whatever the boundaries.
-void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, ReduceOp op, cudaStream_t stream) {
+void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, ReduceOp op,
+                          cudaStream_t stream) {
     check_bounds("reduce_scatter", out, inp, bounds, rank, size);
     if (size == 1) return copy_own(out, inp, stream);
     collective("reduce_scatter", inp.bytes(), stream, [&] {
@@ -339,9 +373,10 @@ void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t st
         const int64_t n = inp.n();
         if (n == 0) return;
         if (transport_->has_native())
-            return native_reduce(rank == root ? out : Tensor{}, inp, op, stream, [&](const Tensor& to, const Tensor& from) {
-                transport_->native()->reduce(to, from, op, root, stream);
-            });
+            return native_reduce(rank == root ? out : Tensor{}, inp, op, stream,
+                                 [&](const Tensor& to, const Tensor& from) {
+                                     transport_->native()->reduce(to, from, op, root, stream);
+                                 });
         const Range mine = piece_of(n, size, rank);
         const Tensor piece = rank == root ? part_of(out, mine.first, mine.n)
                                           : part_of(scratch(1, inp.dtype, piece_of(n, size, 0).n), 0, mine.n);
@@ -357,13 +392,13 @@ void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t st
 
 void Comm::send(Tensor tensor, int to, cudaStream_t stream) {
     check(to >= 0 && to < size && to != rank, "send: rank ", rank, " to rank ", to, " of ", size);
-    call({"send", -1, state_->step}, tensor.bytes(), stream, [&] {
+    call({"send", -1, state_->step, state_->tracing}, tensor.bytes(), stream, [&] {
         if (!counting_) send_tensor(*this, tensor, to, stream);
     });
 }
 void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
     check(from >= 0 && from < size && from != rank, "recv: rank ", rank, " from rank ", from, " of ", size);
-    call({"recv", -1, state_->step}, tensor.bytes(), stream, [&] {
+    call({"recv", -1, state_->step, state_->tracing}, tensor.bytes(), stream, [&] {
         if (!counting_) recv_tensor(*this, tensor, from, stream);
     });
 }

@@ -22,7 +22,8 @@
 //     host_messages.cu           what the hosts tell each other
 //     mesh.cu                    ranks as a grid of named axes
 //     ranks.cu                   starts the ranks, chooses the transport, ends the job when one of them fails
-//     trace.cu                   --trace: who sent what to whom when, as text, Perfetto trace and PNG
+//     trace.cu                   --trace: who computed what, and sent what to whom, when: as text and for Perfetto
+//     trace_picture.cu           the same as a picture
 //     transport.h, transport*.cu how bytes travel: between threads, with MPI, with NCCL
 #pragma once
 
@@ -110,6 +111,12 @@ class Comm {
 
     // The step that is going on: for traces and error messages, of this rank's communicators together.
     void set_step(int64_t step);
+    // What comes now (evaluation, samples, checkpoints) is no part of the step, and of no trace.
+    void end_step();
+    bool is_traced() const;  // is this step one of --trace?
+    // For the trace: from here on the stream computes `what`, "" for nothing. rename: the part that began last had the wrong
+    // name.
+    void trace_computing(const std::string& what, cudaStream_t stream, bool rename = false);
     // Rank of this communicator -> the machine that it runs on, counted from 0.
     int node_of(int member) const;
     // Bytes that this rank has sent and received so far, through all its communicators.
@@ -227,7 +234,7 @@ struct RankOptions {
     std::string all_reduce = "library";  // --all-reduce
     double timeout_s = 120;              // --comm-timeout: a rank that waits longer for another one ends the job
     int ranks_per_node = 0;              // threads only: pretend that so many share a machine (for two-level); 0: all
-    bool trace = false;                  // --trace: print, and write trace.json and trace.png
+    std::string trace;                   // --trace 3,4: print these steps, and write trace.json and trace.png
     std::string trace_folder = ".";
     bool quiet = false;     // do not print what was chosen
     bool planning = false;  // run f once, as rank 0 of so many ranks that do not exist: it may count, and send nothing

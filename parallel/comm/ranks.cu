@@ -109,7 +109,9 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     auto state = std::make_shared<RankState>();
     state->options = options;
     state->job = std::make_shared<Job>();
-    if (options.trace) state->trace = std::make_shared<Trace>(true);
+    if (!options.trace.empty()) state->trace = std::make_shared<Trace>();
+    state->traced_steps = traced_steps(options.trace);
+    state->tracing = state->traced_steps.count(0) > 0;
     auto control = make_mpi_transport(state);
     check(options.ranks == 0 || options.ranks == state->size, "--ranks ", options.ranks, " under an mpirun of ",
           state->size, " processes: leave --ranks out");
@@ -148,6 +150,8 @@ std::shared_ptr<RankState> state_of_thread(const ThreadJob& all, int rank) {
     state->options = all.options;
     state->job = all.job;
     state->trace = all.trace;
+    state->traced_steps = traced_steps(all.options.trace);
+    state->tracing = all.trace && state->traced_steps.count(0) > 0;
     for (int i = 0; i < all.n; ++i) {
         state->node.push_back(i / per_node);
         state->slots.push_back(thread_slot(*all.world, i));
@@ -192,7 +196,7 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
     if (device_count() < n) setenv("CUDA_CPU_DEVICES", std::to_string(n).c_str(), 1);
 #endif
     const ThreadJob all{options, n, make_thread_world(n), std::make_shared<Job>(),
-                        options.trace ? std::make_shared<Trace>(true) : nullptr};
+                        options.trace.empty() ? nullptr : std::make_shared<Trace>()};
     if (n == 1) {
         run_thread(all, 0, f);
     } else {
@@ -244,6 +248,7 @@ void run_ranks(const RankOptions& options, const std::function<void(Comm& world)
     check(options.ranks >= 0 && options.ranks <= 1024, "--ranks ", options.ranks, ": a number of ranks from 1 to 1024");
     check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
     all_reduce_from_name(options.all_reduce);
+    traced_steps(options.trace);
     if (options.planning) return run_as_plan(options, rank_count(options), f);
     const bool mpi = started_by_mpirun();
     check(!(mpi && comm == "threads"), "--comm threads under mpirun: start the program without mpirun, with --ranks N");

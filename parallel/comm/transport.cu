@@ -185,9 +185,10 @@ void* HostTransport::staging(int which) {
 }
 
 void HostTransport::trace_message(const CallTag& call, int peer, bool sends, size_t bytes, double start) {
-    if (!state_->trace) return;
-    state_->trace->add({state_->rank, members_[static_cast<size_t>(peer)], sends, call.step, bytes,
-                        start - state_->started, seconds_now() - state_->started, describe(call)});
+    if (!call.traced) return;
+    state_->trace->add({sends ? TraceEvent::sending : TraceEvent::receiving, state_->rank,
+                        members_[static_cast<size_t>(peer)], call.step, bytes, start - state_->started,
+                        seconds_now() - state_->started, describe(call)});
 }
 
 void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t stream) {
@@ -251,8 +252,8 @@ void HostTransport::end(cudaStream_t stream, size_t bytes) {
     host_step(stream, may_run, [this, call = tag, bytes] {
         const double start = read_slot(*state_->slots[static_cast<size_t>(state_->rank)]).since;
         leave(call);
-        if (state_->trace && call.number >= 0)
-            state_->trace->add({state_->rank, -1, false, call.step, bytes, start - state_->started,
+        if (call.traced && call.number >= 0)
+            state_->trace->add({TraceEvent::collective, state_->rank, -1, call.step, bytes, start - state_->started,
                                 seconds_now() - state_->started, describe(call)});
     });
 }

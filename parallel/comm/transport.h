@@ -13,6 +13,7 @@
 #include <atomic>
 #include <functional>
 #include <mutex>
+#include <set>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The state of a job
@@ -59,28 +60,34 @@ SlotCopy read_slot(Slot& slot);
 
 // trace.cu
 struct TraceEvent {
-    int rank = 0, peer = -1;  // world ranks; peer -1: a collective
-    bool sends = false;
+    enum Kind { computing, collective, sending, receiving } kind = computing;
+    int rank = 0, peer = -1;  // world ranks; peer: of a message
     int64_t step = 0;
     size_t bytes = 0;
     double start = 0, end = 0;  // seconds since the job began
-    std::string what;           // "all_reduce #12 of dp"
+    std::string what;           // "all_reduce #12 of dp", "forward of block 3"
 };
 class Trace {
   public:
-    explicit Trace(bool print) : print_(print) {}
     void add(const TraceEvent& event);
     std::vector<TraceEvent> take();
 
   private:
     std::mutex mutex_;
-    bool print_;
     std::vector<TraceEvent> events_;
 };
 std::string trace_line(const TraceEvent& event);
+std::set<int64_t> traced_steps(const std::string& list);                      // "3,4"
 void write_trace(const std::string& folder, std::vector<TraceEvent> events);  // trace.json and trace.png
-std::string pack_events(const std::vector<TraceEvent>& events);               // to one string, to be sent
+void write_trace_picture(const std::string& path, const std::vector<TraceEvent>& events,
+                         int n_ranks);                           // trace_picture.cu
+std::string pack_events(const std::vector<TraceEvent>& events);  // to one string, to be sent
 std::vector<TraceEvent> unpack_events(const std::string& packed);
+// A message: the k-th send from a to b within a call, and the k-th receive there.
+struct TracedMessage {
+    const TraceEvent *send = nullptr, *recv = nullptr;
+};
+std::vector<TracedMessage> match_messages(const std::vector<TraceEvent>& events);
 
 // What all communicators of one rank share.
 struct RankState {
@@ -90,7 +97,10 @@ struct RankState {
     std::vector<int> node;         // world rank -> machine
     std::vector<Slot*> slots;      // world rank -> slot; nullptr: on another machine
     std::shared_ptr<Trace> trace;  // nullptr without --trace
-    double started = 0;            // seconds_now() when all ranks were there
+    std::set<int64_t> traced_steps;
+    bool tracing = false;  // is the current step one of them?
+    TraceEvent computing;  // what the stream computes now; used by its host functions
+    double started = 0;    // seconds_now() when all ranks were there
     std::atomic<int64_t> step{0};
     std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
 };
@@ -102,6 +112,7 @@ struct RankState {
 struct CallTag {
     const char* what = "";
     int64_t number = 0, step = 0;
+    bool traced = false;
 };
 
 class NativeCollectives {

@@ -66,7 +66,7 @@ class NcclTransport final : public Transport, public NativeCollectives {
 
     void begin(cudaStream_t stream) override {
         enter(tag);
-        if (state_->trace) note_time(stream, start_of_call_ = std::make_shared<double>(0), nullptr);
+        if (tag.traced) note_time(stream, start_of_call_ = std::make_shared<double>(0), nullptr);
     }
     void end(cudaStream_t stream, size_t bytes) override {
         Pending call{tag, nullptr};
@@ -76,11 +76,11 @@ class NcclTransport final : public Transport, public NativeCollectives {
             const std::lock_guard lock(mutex_);
             pending_.push_back(call);
         }
-        if (!state_->trace) return;
+        if (!tag.traced) return;
         note_time(stream, std::make_shared<double>(0),
                   [this, call_tag = tag, bytes, start = start_of_call_](double end) {
-                      state_->trace->add({state_->rank, -1, false, call_tag.step, bytes, *start - state_->started,
-                                          end - state_->started, describe(call_tag)});
+                      state_->trace->add({TraceEvent::collective, state_->rank, -1, call_tag.step, bytes,
+                                          *start - state_->started, end - state_->started, describe(call_tag)});
                   });
     }
 

@@ -16,7 +16,8 @@ class PlanTransport final : public Transport {
     }
     // Each rank of the plan has a GPU of its own, so NCCL would carry the bytes.
     bool has_native() override {
-        return !device().is_cpu && nccl_is_built_in() && (state_->options.comm == "auto" || state_->options.comm == "nccl");
+        return !device().is_cpu && nccl_is_built_in() &&
+               (state_->options.comm == "auto" || state_->options.comm == "nccl");
     }
 };
 

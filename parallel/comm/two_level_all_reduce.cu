@@ -45,8 +45,7 @@ void two_level_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaS
         const Range piece = piece_of(range.n, between.n_owners, between.me);
         reduce_to_owners(comm, between, part_of(sum, piece.first, piece.n), sum, op, 2, stream);
         gather_from_owners(comm, between, sum, stream);
-        if (sum.dtype != out.dtype && !comm.counting())
-            convert(part_of(out, range.first, range.n), sum, stream);
+        if (sum.dtype != out.dtype && !comm.counting()) convert(part_of(out, range.first, range.n), sum, stream);
     }
     gather_from_owners(comm, inside, out, stream);
 }

@@ -217,8 +217,8 @@ class Scheme {
     Comm& comm_;
     int64_t micro_batches_ = 1, micro_batch_ = 0;
 };
-std::unique_ptr<Scheme> make_naive(CommStream& stream);                          // naive.cu
-std::unique_ptr<Scheme> make_ddp(CommStream& stream, double bucket_mib);         // ddp.cu
+std::unique_ptr<Scheme> make_naive(CommStream& stream);                   // naive.cu
+std::unique_ptr<Scheme> make_ddp(CommStream& stream, double bucket_mib);  // ddp.cu
 std::unique_ptr<Scheme> make_compressed_ddp(CommStream& stream, const CompressOptions& options);
 std::unique_ptr<Scheme> make_zero(CommStream& stream, int stage);  // zero.cu; stage 1, 2 or 3
 
@@ -256,7 +256,7 @@ class DataParallel {
     // The norm's sums, the loss and the like: small tensors of f32, added up.
     void all_reduce(Tensor tensor, cudaStream_t stream);
     // Of what was done since start_clock(). Waits for the streams.
-    void start_clock() { stream_.start_clock(); }
+    void start_clock() { stream_.start_clock(), traced_ = {}; }
     CommTime read_clock() { return stream_.read_clock(); }
 
     // The most precise values of a parameter, on rank 0, without padding. Collective if they are sharded.
@@ -269,6 +269,16 @@ class DataParallel {
     CommStream stream_;
     std::unique_ptr<Scheme> scheme_;
     Tensor staging_;  // what read() sends
+
+    // For the trace: what the computing stream does next. Between two parts it may wait for a collective.
+    void trace(const char* phase, const FlatParameters& p, size_t unit, cudaStream_t stream, bool rename = false);
+    void trace_pause(cudaStream_t stream) { comm().trace_computing("", stream); }
+    struct Traced {
+        enum Phase { forward, backward, update } phase = forward;
+        int64_t unit = -1;                 // in the forward: the last one that was asked for
+        bool in_backward = false;          // of a unit, between its begin_grads and its end_grads
+        bool embedding_has_begun = false;  // a tied embedding's gradients begin with the head's
+    } traced_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

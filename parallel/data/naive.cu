@@ -38,9 +38,8 @@ class Naive final : public Scheme {
         grads_are_final(u, comm_stream_);
     }
     void all_gather_weights(const FlatParameters& p, size_t u, cudaStream_t stream) override {
-        comm_stream_.communicate(stream, [&] {
-            comm_.all_gather(p.unit_weights(u), p.weight_shard(u), p.units[u].bounds, comm_stream_);
-        });
+        comm_stream_.communicate(
+            stream, [&] { comm_.all_gather(p.unit_weights(u), p.weight_shard(u), p.units[u].bounds, comm_stream_); });
         cudaCheck(cudaEventRecord(weights_arrived_, comm_stream_));
     }
 
