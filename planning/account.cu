@@ -1,6 +1,7 @@
 // planning/account.cu: what a run on many ranks took and sent, measured, beside what the formulas say.
 //
-// With P elements (padding counted), n ranks, W, G, S bytes an element of weights, gradients, and masters with optimizer states:
+// With P elements (padding counted), n ranks, W, G, S bytes an element of weights, gradients,
+// and masters with optimizer states:
 //
 //     bytes a rank                                 sent in a step, by all ranks together, M micro-batches
 //     ddp      P (W + G + S)                       (n-1) 2 P G
@@ -9,8 +10,9 @@
 //     zero 2   P (W + (G + S)/n)                   (n-1) P (M G + W)
 //     zero 3   P (W + G + S)/n                     (n-1) (P M G + W times the units that are fetched)
 //
-// The sum over the ranks is exact whatever the cuts: of each element n - 1 ranks send their gradient to its owner, who sends the
-// sum or the new weight to n - 1. On top of that come the numbers that a step adds up (Trainer::totals), and fp8's histories.
+// The sum over the ranks is exact whatever the sharding boundaries: of each element n - 1 ranks send their gradient to
+// its owner, which sends the sum or the new weight to n - 1. On top of that come the numbers that a step adds up
+// (Trainer::totals), and fp8's histories.
 #include "planning/planning.h"
 
 #include <algorithm>
@@ -107,7 +109,8 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     }
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
-    // --compress says in parallel.h what it sends; other algorithms than the library's send wider numbers or more of them.
+    // --compress says in parallel/data/data.h what it sends;
+    // other algorithms than the library's send wider numbers or more of them.
     const bool known = t.data_parallel.comm().algorithm == AllReduce::library &&
                        t.options.data_parallel.compress.kind == Compression::none;
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",

@@ -2,9 +2,9 @@
 //
 // The loss curve is a function of the flags and the seed, not of the ranks. Two kinds of "the same":
 //   to the bit    with the same number of ranks, ddp and ZeRO 1, 2, 3 add the same numbers in the same order, as long as
-//                 a step is one micro-batch a rank: losses, norms and weights. naive does, too, but for the norm: rank 0
-//                 alone sums the squares. So its losses and weights are the same where no gradient is clipped
-//   to 1e-5       over other numbers of ranks the batch is cut differently, so sums of gradients round differently. At
+//                 a step is one micro-batch a rank: losses, norms and weights. naive does, too, but for the norm: rank
+//                 0 alone sums the squares. So its losses and weights are the same where no gradient is clipped
+//   to 1e-5       over other numbers of ranks the batch is divided differently, so sums of gradients round differently. At
 //                 a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two
 //                 roundings (also two sizes of micro-batch on one rank) are 1e-4 apart
 #include "io/io.h"
@@ -279,8 +279,8 @@ TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program]
     }
 }
 
-// Counted by hand, not by the program. odd_model(false): V 257 is padded to 384; C 40, F 52, 5 query heads and 1 key/value
-// head of 8; each parameter begins at a multiple of 64 elements.
+// Counted by hand, not by the program. odd_model(false): V 257 is padded to 384; C 40, F 52, 5 query heads and 1
+// key/value head of 8; each parameter begins at a multiple of 64 elements.
 TEST_CASE("traffic is what was counted by hand", "[program][ranks]") {
     constexpr int64_t E = 384 * 40;                                                    // embedding: wte
     constexpr int64_t B = 64 + 56 * 40 + 40 * 40 + 64 + 2 * 52 * 40 + (52 * 40 + 32);  // a block: norm1, qkv, attn_out,
@@ -288,8 +288,8 @@ TEST_CASE("traffic is what was counted by hand", "[program][ranks]") {
     constexpr int64_t H = 64 + 384 * 40;                                               // head: final norm, lm_head
     constexpr int64_t P = E + 3 * B + H;
     static_assert(P == 61504);
-    // ZeRO 3. Buffers: {block 0, block 2}, {block 1}, {embedding, head}. A step asks for E 0 1 2 H, H 2 1 0: block 0 comes
-    // twice, because block 2 has taken its buffer. A second micro-batch finds 0 and 1 in their buffers: E 2 H, 0.
+    // ZeRO 3. Buffers: {block 0, block 2}, {block 1}, {embedding, head}. A step asks for E 0 1 2 H, H 2 1 0: block 0
+    // comes twice, because block 2 has taken its buffer. A second micro-batch finds 0 and 1 in their buffers: E 2 H, 0.
     constexpr int64_t once = E + 3 * B + H + B, again = E + B + H + B;
     // Summed by all: for 5 units, the loss, and the request to stop, two f32 each.
     constexpr int64_t small = 2 * (5 + 2) * 2 * 4;

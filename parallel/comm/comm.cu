@@ -150,8 +150,8 @@ Traffic Comm::traffic() const { return {state_->bytes_sent, state_->bytes_receiv
 // ---------------------------------------------------------------------------------------------------------------------
 // Calls
 
-// What all calls have in common. A call on another stream than the last one waits for it. Collectives are numbered: all members
-// count alike. Messages are not (number -1): each rank sends and receives its own.
+// What all calls have in common. A call on another stream than the last one waits for it. Collectives are numbered: all
+// members count alike. Messages are not (number -1): each rank sends and receives its own.
 template <class Body>
 void Comm::call(const CallTag& tag, size_t bytes, cudaStream_t stream, Body&& body) {
     if (counting_) return body();
@@ -202,7 +202,7 @@ void Comm::all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) 
 }
 
 namespace {
-Group everybody(const Comm& comm) {
+Group all_ranks(const Comm& comm) {
     Group group{{}, comm.rank, comm.size};
     for (int i = 0; i < comm.size; ++i) group.members.push_back(i);
     return group;
@@ -211,7 +211,7 @@ Group everybody(const Comm& comm) {
 
 void rank_order_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
     const Range mine = piece_of(inp.n(), comm.size, comm.rank);
-    const Group group = everybody(comm);
+    const Group group = all_ranks(comm);
     reduce_to_owners(comm, group, part_of(out, mine.first, mine.n), inp, op, 0, stream);
     gather_from_owners(comm, group, out, stream);
 }
@@ -243,8 +243,8 @@ std::vector<int64_t> Comm::equal_bounds(int64_t n) const {
     return bounds;
 }
 
-// NCCL rounds a sum of 16-bit numbers at each hop; ours are float32 and rounded once. So 16-bit numbers are widened first, in
-// place: `to` lies where the library's in-place rule wants it. In a reduce only root has an out.
+// NCCL rounds a sum of 16-bit numbers at each hop; ours are float32 and rounded once. So 16-bit numbers are widened
+// first, in place: `to` lies where the library's in-place rule wants it. In a reduce only root has an out.
 template <class Call>
 void Comm::native_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream, Call&& call) {
     const bool widens = op == ReduceOp::sum && dtype_bytes(inp.dtype) == 2;
@@ -284,8 +284,8 @@ void check_bounds(const char* what, const Tensor& piece, const Tensor& whole, co
 }
 }  // namespace
 
-// Everybody sends everybody the piece that is theirs, and each adds what it got in rank order: an element's sum is that of
-// rank_order_all_reduce, whatever the boundaries.
+// Each rank sends every other rank the piece that the other one owns, and each adds what it got in rank order: an
+// element's sum is that of rank_order_all_reduce, whatever the boundaries.
 void Comm::reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, ReduceOp op,
                           cudaStream_t stream) {
     check_bounds("reduce_scatter", out, inp, bounds, rank, size);
@@ -363,8 +363,8 @@ void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
     });
 }
 
-// Each rank reduces its piece, in rank order, and root collects the pieces: twice the bytes that root must receive, but no rank
-// adds more than its share.
+// Each rank reduces its piece, in rank order, and root collects the pieces: twice the bytes that root must receive, but
+// no rank adds more than its share.
 void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream) {
     check(root >= 0 && root < size, "reduce: root ", root, " of ", size, " ranks");
     check_pair("reduce", rank == root ? out : inp, inp, 1, 1);
@@ -380,7 +380,7 @@ void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t st
         const Range mine = piece_of(n, size, rank);
         const Tensor piece = rank == root ? part_of(out, mine.first, mine.n)
                                           : part_of(scratch(1, inp.dtype, piece_of(n, size, 0).n), 0, mine.n);
-        reduce_to_owners(*this, everybody(*this), piece, inp, op, 0, stream);
+        reduce_to_owners(*this, all_ranks(*this), piece, inp, op, 0, stream);
         if (counting_) return;
         if (rank != root) return send_tensor(*this, piece, root, stream);
         for (int j = 0; j < size; ++j) {
@@ -405,8 +405,8 @@ void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
 void Comm::group_start() { transport_->group_start(); }
 void Comm::group_end() { transport_->group_end(); }
 
-// Dissemination (Hensgen, Finkel & Manber 1988): in round k each rank tells the one 2^k further on that it has come, and all
-// whom it has heard of. After log2 n rounds everybody has heard of everybody.
+// Dissemination (Hensgen, Finkel & Manber 1988): in round k each rank tells the one 2^k further on that it has come,
+// and all whom it has heard of. After log2 n rounds every rank has heard of all ranks.
 void Comm::barrier(cudaStream_t stream) {
     if (size == 1) return;
     collective("barrier", 0, stream, [&] {

@@ -1,10 +1,10 @@
 // parallel/comm/comm.h: ranks, and how they talk to each other.
 //
-// A rank is one of n workers that run the same program on different data; it has a device of its own (core.h: device()). Ranks
-// talk in two ways: a message goes from one to another (send, recv); in a collective all of them take part, and the name says
-// what each of them has afterwards. Four ranks, three numbers each, and + for the reduction:
+// A rank is one of n workers that run the same program on different data; it has a device of its own (core.h:
+// device()). Ranks talk in two ways: a message goes from one to another (send, recv); in a collective all of them take
+// part, and the name says what each of them has afterwards. Four ranks, three numbers each, and + for the reduction:
 //
-//     all_reduce      every rank gets the sum                       an n-th of it each: reduce_scatter     only root: reduce
+//     all_reduce      every rank gets the sum                       an n-th of it each: reduce_scatter  only root: reduce
 //     all_gather      every rank gets the numbers of all ranks      root's alone: broadcast
 //     all_to_all      piece j of rank i becomes piece i of rank j   (a matrix of pieces is transposed)
 //
@@ -41,8 +41,8 @@ struct CallTag;
 // Sum: 16-bit numbers are added in float32 and rounded once at the end. int32 wraps around. Max: not for NaN.
 enum class ReduceOp { sum, max };
 
-// How all_reduce is done (--all-reduce). The order of the additions is part of the contract: it depends on n and on the sizes,
-// never on timing, so a run repeats bit for bit.
+// How all_reduce is done (--all-reduce). The order of the additions is part of the contract: it depends on n and on the
+// sizes, never on timing, so a run repeats bit for bit.
 enum class AllReduce {
     library,    // NCCL's where there is NCCL. Elsewhere rank order: ((x_0 + x_1) + x_2) + ... for every element
     ring,       // piece j:  ((x_j + x_j+1) + ...) + x_j-1
@@ -62,13 +62,14 @@ struct Traffic {
     int64_t sent = 0, received = 0;  // bytes
 };
 
-// A group of ranks that talk to each other. Every member makes the same calls in the same order; each call is put on a stream,
-// like a kernel, and takes place when the stream gets there. Calls of one communicator never overlap, on whatever streams they
-// are. (Two communicators do: split() the one for the overlap.)
+// A group of ranks that talk to each other. Every member makes the same calls in the same order; each call is put on a
+// stream, like a kernel, and takes place when the stream gets there. Calls of one communicator never overlap, on
+// whatever streams they are. (Two communicators do: split() the one for the overlap.)
 //
-// Tensors lie on the device; out and inp have the same dtype: f32, bf16, f16 or i32. Their shapes do not matter, their n does.
-// Sizes may be 0, and differ from rank to rank only where said. out may be inp ("in place"); out and inp must not overlap
-// otherwise. All ranks must agree on n and dtype: where messages do not fit, the job ends with both sizes named.
+// Tensors lie on the device; out and inp have the same dtype: f32, bf16, f16 or i32. Their shapes do not matter, their
+// n does. Sizes may be 0, and differ from rank to rank only where said. out may be inp ("in place"); out and inp must
+// not overlap otherwise. All ranks must agree on n and dtype: where messages do not fit,
+// the job ends with both sizes named.
 class Comm {
   public:
     int rank = 0, size = 1;  // in this communicator
@@ -83,11 +84,13 @@ class Comm {
     // out = sum or max over ranks of inp.
     void all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
     void all_reduce(Tensor tensor, cudaStream_t stream) { all_reduce(tensor, tensor, ReduceOp::sum, stream); }
-    // inp: size equal pieces; out = piece `rank` of the reduction. In place: out is that piece of inp (whose others are lost).
+    // inp: size equal pieces; out = piece `rank` of the reduction. In place: out is that piece of inp
+    // (whose others are lost).
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream);
     // out: size equal pieces; piece j = inp of rank j. In place: inp is piece `rank` of out.
     void all_gather(Tensor out, Tensor inp, cudaStream_t stream);
-    // The same with pieces of any size: piece j is elements [bounds[j], bounds[j + 1]) of the whole tensor; size + 1 bounds.
+    // The same with pieces of any size: piece j is elements [bounds[j], bounds[j + 1]) of the whole tensor;
+    // size + 1 bounds.
     void reduce_scatter(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, ReduceOp op, cudaStream_t stream);
     void all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, cudaStream_t stream);
     // Piece j of out = piece `rank` of rank j's inp.
@@ -96,8 +99,8 @@ class Comm {
     void broadcast(Tensor tensor, int root, cudaStream_t stream);
     // Root's out = the reduction; the others' out is untouched, and may be no tensor.
     void reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream);
-    // A message: matched by order between each two ranks. send() does not wait for its receiver, except under NCCL, where
-    // messages that cross (I send to you, you send to me) go between group_start() and group_end().
+    // A message: matched by order between each two ranks. send() does not wait for its receiver, except under NCCL,
+    // where messages that cross (I send to you, you send to me) go between group_start() and group_end().
     void send(Tensor tensor, int to, cudaStream_t stream);
     void recv(Tensor tensor, int from, cudaStream_t stream);
     void group_start();
@@ -114,8 +117,8 @@ class Comm {
     // What comes now (evaluation, samples, checkpoints) is no part of the step, and of no trace.
     void end_step();
     bool is_traced() const;  // is this step one of --trace?
-    // For the trace: from here on the stream computes `what`, "" for nothing. rename: the part that began last had the wrong
-    // name.
+    // For the trace: from here on the stream computes `what`, "" for nothing. rename: the part that began last had the
+    // wrong name.
     void trace_computing(const std::string& what, cudaStream_t stream, bool rename = false);
     // Rank of this communicator -> the machine that it runs on, counted from 0.
     int node_of(int member) const;
@@ -135,8 +138,8 @@ class Comm {
     RankState& state() { return *state_; }
     // Is this call only counted? Then it returns as soon as it has asked for its scratch memory.
     bool counting() const { return counting_; }
-    // Memory on the device, one buffer per slot 0 to 2, for this call only. The same n, or a smaller one, must be enough for
-    // every smaller call: piece_of(n, size, 0), the longest piece, not the piece of this rank.
+    // Memory on the device, one buffer per slot 0 to 2, for this call only. The same n, or a smaller one, must be
+    // enough for every smaller call: piece_of(n, size, 0), the longest piece, not the piece of this rank.
     Tensor scratch(int slot, DType dtype, int64_t n);
     // A fixed buffer of so many i32, taken with the communicator: what the hosts tell each other (host_messages.cu).
     static constexpr int64_t kHostWords = 4096;
@@ -167,8 +170,8 @@ class Comm {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The all_reduce algorithms by themselves. Bytes sent by the busiest rank, and messages one after the other, for N bytes (of
-// the type that travels: 16-bit sums travel as float32 except in rank order) and n ranks:
+// The all_reduce algorithms by themselves. Bytes sent by the busiest rank, and messages one after the other, for N
+// bytes (of the type that travels: 16-bit sums travel as float32 except in rank order) and n ranks:
 //
 //     rank order   2 (n-1)/n N     2             all at once: short for small n; bit-equal to the serial sum, and to
 //                                                reduce_scatter
@@ -200,8 +203,8 @@ struct Axis {
     int size;
 };
 
-// rank = ((i_0 size_1 + i_1) size_2 + i_2) ...: the last axis counts fastest, so that its ranks are neighbours, most likely in
-// one machine. The axis that talks most goes last: {dp, pp, cp, tp}.
+// rank = ((i_0 size_1 + i_1) size_2 + i_2) ...: the last axis counts fastest, so that its ranks are neighbours, most
+// likely in one machine. The axis that talks most goes last: {dp, pp, cp, tp}.
 class Mesh {
   public:
     // Collective. The sizes' product is world.size; axes of size 1 are welcome.
@@ -240,15 +243,15 @@ struct RankOptions {
     bool planning = false;  // run f once, as rank 0 of so many ranks that do not exist: it may count, and send nothing
 };
 
-// Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f; as threads
-// several times.
+// Runs f on every rank, and returns when all have ended. Call it once, from main, with all the work inside f; as
+// threads several times.
 //
-//   - Under mpirun each process is one rank. Otherwise --ranks threads of this process are, each with its own device: on the
-//     CPU as many as there are ranks, each with its share of the cores; GPUs are shared if there are fewer.
-//   - NCCL carries the bytes if every rank has a GPU of its own; otherwise memory between threads, MPI between processes.
-//     What was chosen and why is printed by rank 0.
-//   - A rank's exception ends the job: the others stop at their next wait, and the Error thrown here is "rank 3: " and its
-//     text. Under mpirun the line is printed and MPI ends the other processes; exit status 2.
+//   - Under mpirun each process is one rank. Otherwise --ranks threads of this process are, each with its own device:
+//     on the CPU as many as there are ranks, each with its share of the cores; GPUs are shared if there are fewer.
+//   - NCCL carries the bytes if every rank has a GPU of its own; otherwise memory between threads, MPI between
+//     processes. What was chosen and why is printed by rank 0.
+//   - A rank's exception ends the job: the others stop at their next wait, and the Error thrown here is "rank 3: " and
+//     its text. Under mpirun the line is printed and MPI ends the other processes; exit status 2.
 //   - A rank that waits for longer than timeout_s ends the job, with what it waits for, and who is missing since when.
 void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f);
 bool started_by_mpirun();                    // is this process one of several that mpirun started?

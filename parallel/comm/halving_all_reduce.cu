@@ -1,9 +1,11 @@
-// halving_all_reduce.cu: recursive halving, then recursive doubling.                  (Thakur, Rabenseifner & Gropp 2005)
+// halving_all_reduce.cu: recursive halving, then recursive doubling.
+// (Thakur, Rabenseifner & Gropp 2005)
 //
-// For p = 2^k ranks. In each round a rank meets the one whose number differs in one bit, and they share the work on what both
-// still care for:
+// For p = 2^k ranks. In each round a rank meets the one whose number differs in one bit, and they divide between them
+// the range that both still work on:
 //
-//   halving     bit p/2, p/4, ..., 1:   each keeps one half of its range, sends the other half, and adds what it receives.
+//   halving     bit p/2, p/4, ..., 1:   each keeps one half of its range, sends the other half,
+//   and adds what it receives.
 //               Ranges: N, N/2, N/4, ..., N/p: a reduce-scatter.
 //   doubling    bit 1, 2, ..., p/2:     the same meetings backwards, each sends its range of whole sums: an all-gather.
 //
@@ -13,9 +15,9 @@
 //     rank 3  [0 1 2 3]   -> [. . 2 3]  -> [. . . 3]  -> [. . 2 3]  -> [0 1 2 3]
 //                     meets 2       meets 1        meets 1       meets 2
 //
-// 2 (p-1)/p N bytes in 2 log2 p messages: the ring's bytes with the tree's count of messages. With n between p and 2p ranks, the n - p
-// extra ones first give all they have to a partner and get the result from it in the end: up to 2 N more for those.
-// The additions: x_v + x_(v xor p/2) first, then sums of sums.
+// 2 (p-1)/p N bytes in 2 log2 p messages: the ring's bytes with the tree's count of messages. With n between p and 2p
+// ranks, the n - p extra ones first give all they have to a partner and get the result from it in the end: up to 2 N
+// more for those. The additions: x_v + x_(v xor p/2) first, then sums of sums.
 #include "parallel/comm/transport.h"
 
 void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// host_messages.cu: a few numbers or lines of text from host to host. They travel through device memory, because that is how
-// communicators talk, a buffer of fixed size at a time; this is for the start and the end of a run.
+// host_messages.cu: a few numbers or lines of text from host to host. They travel through device memory, because that
+// is how communicators talk, a buffer of fixed size at a time; this is for the start and the end of a run.
 #include "parallel/comm/comm.h"
 
 #include <algorithm>

@@ -1,6 +1,7 @@
 // mesh.cu: ranks as a grid of named axes.
 //
-// A communicator along an axis holds the ranks that differ in that coordinate only. With {dp 2, tp 4}, rank = 4 dp + tp:
+// A communicator along an axis holds the ranks that differ in that coordinate only. With {dp 2, tp 4},
+// rank = 4 dp + tp:
 //
 //               tp 0   1   2   3
 //      dp 0        0   1   2   3      tp: rows       {0 1 2 3} {4 5 6 7}

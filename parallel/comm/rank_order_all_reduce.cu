@@ -1,17 +1,18 @@
-// rank_order_all_reduce.cu: all_reduce whose every element is ((x_0 + x_1) + x_2) + ... + x_n-1, bit for bit the serial sum.
+// rank_order_all_reduce.cu: all_reduce whose every element is ((x_0 + x_1) + x_2) + ... + x_n-1,
+// bit for bit the serial sum.
 //
-// Piece j belongs to rank j. Everybody sends everybody the piece that is theirs; each owner adds what it got in the order of the
-// ranks, whatever the order of arrival; then the owners send their sums to everybody.
+// Piece j belongs to rank j. Each rank sends every other rank the piece that the other one owns; each owner adds what
+// it got in the order of the ranks, whatever the order of arrival; then the owners send their sums to all.
 //
 //     rank 0   a0 b0 c0        a0 a1 a2 -> A         A B C
 //     rank 1   a1 b1 c1        b0 b1 b2 -> B         A B C
 //     rank 2   a2 b2 c2        c0 c1 c2 -> C         A B C
 //              send pieces     add in rank order     send sums
 //
-// Each rank sends (n-1)/n N twice: as few bytes as any algorithm can. How the tensor is cut does not change an element's sum, so
-// it equals a reduce_scatter with any other boundaries, and a run with ZeRO can equal one without to the bit. 16-bit numbers travel in
-// 16 bits and are added in float32. The price: n - 1 messages at once, each N/n, where the ring has neighbours only; and
-// memory for n pieces.
+// Each rank sends (n-1)/n N twice: as few bytes as any algorithm can. How the tensor is divided does not change an
+// element's sum, so it equals a reduce_scatter with any other boundaries, and a run with ZeRO can equal one without to
+// the bit. 16-bit numbers travel in 16 bits and are added in float32. The price: n - 1 messages at once, each N/n,
+// where the ring has neighbours only; and memory for n pieces.
 #include "parallel/comm/transport.h"
 
 void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot,

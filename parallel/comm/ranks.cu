@@ -32,7 +32,7 @@ constexpr bool kCpuDevice = true;
 constexpr bool kCpuDevice = false;
 #endif
 
-// Each rank gets its share of the cores, which are a CPU device, or update what a GPU has no room for (offload.cu), unless
+// Each rank gets its share of the cores, which are a CPU device or run the updates of --offload (offload.cu), unless
 // OMP_NUM_THREADS says otherwise.
 void share_cores(int n_ranks_here) {
     if (!std::getenv("OMP_NUM_THREADS")) omp_set_num_threads(std::max(1, omp_get_num_procs() / n_ranks_here));
@@ -43,7 +43,7 @@ int ranks_here(const RankState& state) {
         std::count(state.node.begin(), state.node.end(), state.node[static_cast<size_t>(state.rank)]));
 }
 
-// Rank 0 hears all opinions and tells everybody what holds.
+// True on all ranks if every rank said true. Rank 0 collects the answers and sends the result.
 bool all_agree(HostTransport& control, bool opinion) {
     if (control.rank() != 0) {
         control.send_host(opinion ? "1" : "0", 0);
@@ -94,7 +94,7 @@ void run_rank(const std::shared_ptr<RankState>& state, const std::shared_ptr<Hos
         cudaCheck(cudaDeviceSynchronize());  // what is still in streams may be what others wait for
     }
     if (state->job->failed()) throw Stopped(state->job->reason());
-    // Nobody leaves before all have come here: who hangs is found by the watchdog.
+    // No rank ends before all have come here, so the watchdog finds one that hangs.
     control->name = "the end";
     all_agree(*control, true);
     if (!processes || !state->trace) return;
@@ -175,8 +175,8 @@ void run_thread(const ThreadJob& all, int rank, const std::function<void(Comm&)>
     if (own_thread) close_device();
 }
 
-// A thread cannot be ended from outside, only the process. One that computes for long, or hangs, while another rank has failed
-// would keep it.
+// A thread cannot be ended from outside, only the process. One that computes for long, or hangs, while another rank has
+// failed would keep it.
 void wait_for_threads(const ThreadJob& all, std::mutex& mutex, std::condition_variable& changed, const int& n_ended) {
     std::unique_lock lock(mutex);
     double failed_at = 0;

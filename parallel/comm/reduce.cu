@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads)
     acc[i] = combine<op>(acc[i], part[i]);
 }
 
-// kRows = 0: any number. The others are for the CPU, whose compiler makes SIMD of a thread loop only if no loop of unknown
-// length is inside.
+// kRows = 0: any number. The others are for the CPU, whose compiler makes SIMD of a thread loop only if no loop of
+// unknown length is inside.
 template <class Out, class T, ReduceOp op, int kRows>
 __global__ void __launch_bounds__(kThreads)
     reduce_rows_kernel(Out* __restrict__ out, const T* __restrict__ parts, int n_rows, int64_t n) {

@@ -1,6 +1,7 @@
-// ring_all_reduce.cu: all_reduce around a ring.                              (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)
+// ring_all_reduce.cu: all_reduce around a ring.                              (Patarasuk & Yuan 2009,
+// doi:10.1016/j.jpdc.2008.09.002)
 //
-// Rank r only ever sends to r + 1 and receives from r - 1 (mod n). The tensor is cut into n pieces.
+// Rank r only ever sends to r + 1 and receives from r - 1 (mod n). The tensor is divided into n pieces.
 //
 //   reduce-scatter    step s = 0 .. n-2:   send piece r - s,  receive piece r - s - 1 and add it to mine.
 //                     A piece's sum travels once around, growing by one rank's numbers at each stop; afterwards rank r
@@ -15,8 +16,9 @@
 //     c02 ->        a01 ->        b12 ->                   s = 1
 //     a0 B   c02    a01 b1 C      A  b12  c2               rank r holds piece r + 1
 //
-// Each rank sends 2 (n-1)/n N bytes in 2 (n-1) messages, all links are busy all the time, and none is used by two. The additions:
-// piece j is ((x_j + x_j+1) + ...) + x_j-1, an order of its own for each piece. 16-bit sums travel in float32 in the first half.
+// Each rank sends 2 (n-1)/n N bytes in 2 (n-1) messages, all links are busy all the time, and none is used by two. The
+// additions: piece j is ((x_j + x_j+1) + ...) + x_j-1, an order of its own for each piece.
+// 16-bit sums travel in float32 in the first half.
 #include "parallel/comm/transport.h"
 
 void ring_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {

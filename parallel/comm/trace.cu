@@ -102,8 +102,8 @@ nlohmann::json arrow_end(const char* phase, int id, int rank, double seconds) {
     return end;
 }
 
-// Chrome's trace format, which Perfetto (ui.perfetto.dev) reads: a rank is a process with two rows, computing and communication;
-// messages lie inside their collectives, and an arrow goes from each send to its receive.
+// Chrome's trace format, which Perfetto (ui.perfetto.dev) reads: a rank is a process with two rows, computing and
+// communication; messages lie inside their collectives, and an arrow goes from each send to its receive.
 void write_json(const std::string& path, const std::vector<TraceEvent>& events, int n_ranks) {
     static const char* const kCategories[] = {"computing", "collective", "message", "message"};
     nlohmann::json all = nlohmann::json::array();

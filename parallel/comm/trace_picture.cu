@@ -6,8 +6,8 @@
 //     rank 1   computing                    \\| forward emb | ...
 //              communication   [all_gather ]
 //
-// What cannot be told apart is not drawn: a name that is longer than its bar, messages that are small beside the largest one,
-// and messages whose arrow would begin or end within a few pixels of another one. trace.json has them all.
+// What cannot be told apart is not drawn: a name that is longer than its bar, messages that are small beside the
+// largest one, and messages whose arrow would begin or end within a few pixels of another one. trace.json has them all.
 #include "io/io.h"
 #include "parallel/comm/transport.h"
 
@@ -106,7 +106,7 @@ class Panel {
                                     computes ? kInk : Canvas::Color{255, 255, 255}, Canvas::Align::center);
     }
 
-    // The largest first, each if there is room for it. Says how many.
+    // The largest first, each if there is space for it. Says how many.
     std::string draw_messages() {
         std::vector<TracedMessage> messages = match_messages(events_);
         size_t largest = 0;

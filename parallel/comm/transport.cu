@@ -1,4 +1,5 @@
-// transport.cu: what all transports share: the slots that say where each rank is, messages in stream order, the watchdog.
+// transport.cu: what all transports share: the slots that say where each rank is, messages in stream order,
+// the watchdog.
 #include "parallel/comm/transport.h"
 
 #include <algorithm>
@@ -135,12 +136,12 @@ void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run
 }
 
 std::function<bool()> HostTransport::watched(std::function<bool()> ready, int from, const CallTag& call,
-                                             double patience) {
-    return [this, ready = std::move(ready), from, call, patience, since = 0.0]() mutable {
+                                             double timeouts) {
+    return [this, ready = std::move(ready), from, call, timeouts, since = 0.0]() mutable {
         if (state_->job->failed() || ready()) return true;
         const double now = seconds_now();
         if (since == 0) since = now;
-        if (now - since < patience * state_->options.timeout_s) return false;
+        if (now - since < timeouts * state_->options.timeout_s) return false;
         state_->job->fail(state_->rank, timeout_report(from, call, now - since));
         return true;
     };
@@ -262,7 +263,7 @@ void HostTransport::send_host(const std::string& text, int to) { post(to, n_sent
 
 std::string HostTransport::recv_host(int from) {
     const int64_t number = n_received_[from]++;
-    // Twice as patient: a rank that waits inside a call knows better what is missing, and should speak first.
+    // Twice the timeout: a rank that waits inside a call knows better what is missing, so its report should come first.
     const auto ready =
         watched([=, this] { return arrived(from, number); }, from, {"a message of the program", -1, state_->step}, 2);
     while (!ready()) pause();

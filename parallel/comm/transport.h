@@ -1,5 +1,5 @@
-// parallel/comm/transport.h: how bytes travel from rank to rank: what comm.cu and the algorithms see of it, and what a transport is
-// made of. Used inside parallel/ only.
+// parallel/comm/transport.h: how bytes travel from rank to rank: what comm.cu and the algorithms see of it, and what a
+// transport is made of. Used inside parallel/ only.
 //
 //     Transport ── HostTransport ── transport_threads.cu     mailboxes in memory
 //               │                └─ transport_mpi.cu         MPI
@@ -18,7 +18,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The state of a job
 
-// The first failure of any rank in this process. From then on nobody waits for anybody.
+// The first failure of any rank in this process. From then on no rank waits for another.
 class Job {
   public:
     void fail(int rank, const std::string& text);  // only the first is kept
@@ -138,8 +138,8 @@ class Transport {
     CallTag tag;                                                  // of the call that is being put on a stream
     std::string describe(const CallTag& tag) const;               // "all_reduce #12 of dp"
 
-    // Put on the stream: bytes of device memory to or from a member. send does not wait for its receiver; within a group
-    // NCCL does sends and receives at once, and the others in order: so inside a group all sends come first.
+    // Put on the stream: bytes of device memory to or from a member. send does not wait for its receiver; within a
+    // group NCCL does sends and receives at once, and the others in order: so inside a group all sends come first.
     virtual void send(const void* data, size_t bytes, int to, cudaStream_t stream) = 0;
     virtual void recv(void* data, size_t bytes, int from, cudaStream_t stream) = 0;
     virtual void group_start() {}
@@ -167,14 +167,15 @@ class Transport {
     uint64_t n_splits_ = 0;
 };
 
-// Bytes pass through the host. A transport says how a message is posted and how it arrives; this class says when: in the
-// stream's order.
+// Bytes pass through the host. A transport says how a message is posted and how it arrives; this class says when: in
+// the stream's order.
 //
-//   CPU device     device memory is the host's: post and take work on it directly, as functions in the stream. In strict mode a
-//                  receive is work that may not run before its message is there, and other streams go on meanwhile.
+//   CPU device     device memory is the host's: post and take work on it directly, as functions in the stream. In strict
+//                  mode a receive is work that may not run before its message is there, and other streams go on
+//                  meanwhile.
 //   GPU            through pinned buffers, and the calling thread waits for the stream, then for the message: with ranks
-//                  that share a GPU a host function that waits for another rank's host function would wait for ever, since
-//                  CUDA may run all of them on one thread. Kernels already on other streams go on.
+//                  that share a GPU a host function that waits for another rank's host function would wait for ever,
+//                  since CUDA may run all of them on one thread. Kernels already on other streams go on.
 class HostTransport : public Transport {
   public:
     using Transport::Transport;
@@ -201,9 +202,9 @@ class HostTransport : public Transport {
   private:
     // Runs work on the host when the stream gets there and may_run() holds.
     void host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work);
-    // may_run for a message, with the watchdog: true also when the job has failed (and then the work does nothing). Waits for
-    // `patience` times --comm-timeout.
-    std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double patience = 1);
+    // may_run for a message, with the watchdog: true also when the job has failed (and then the work does nothing).
+    // Waits for `timeouts` times --comm-timeout.
+    std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double timeouts = 1);
     std::string timeout_report(int from, const CallTag& tag, double waited);
     void take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& tag);
     size_t largest_message() const;  // longer ones travel in several
@@ -240,8 +241,8 @@ std::shared_ptr<Transport> make_nccl_transport(std::shared_ptr<RankState> state,
 
 // Numbers [first, first + n) of a flat tensor.
 Tensor part_of(const Tensor& tensor, int64_t first, int64_t n);
-// Element range of piece j when n elements are cut into n_pieces: all of the same length, a multiple of 32 so that each starts
-// on a boundary that kernels like, but the last ones, which may be shorter, or empty.
+// Element range of piece j when n elements are divided into n_pieces: all of the same length, a multiple of 32 so that
+// each starts on a boundary that kernels like, but the last ones, which may be shorter, or empty.
 Range piece_of(int64_t n, int n_pieces, int j);
 
 void send_tensor(Comm& comm, const Tensor& tensor, int to, cudaStream_t stream);
@@ -251,12 +252,13 @@ void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  //
 // reduce.cu. Kernels over flat tensors.
 // acc = acc op part;  acc and part are of one dtype, f32 or i32.
 void reduce_into(Tensor acc, Tensor part, ReduceOp op, cudaStream_t stream);
-// out = (((x_0 op x_1) op x_2) ...), where x_j is row j of parts. For 16 bits the sum is in float32; out is of their dtype, or f32.
+// out = (((x_0 op x_1) op x_2) ...), where x_j is row j of parts. For 16 bits the sum is in float32;
+// out is of their dtype, or f32.
 void reduce_rows(Tensor out, Tensor parts, int n_parts, ReduceOp op, cudaStream_t stream);
 // out = inp in another float dtype.
 void convert(Tensor out, Tensor inp, cudaStream_t stream);
-// Algorithms that send partial results start from here: a tensor of f32 or i32 that holds inp: out itself, or scratch slot 1.
-// While memory is counted it holds nothing.
+// Algorithms that send partial results start from here: a tensor of f32 or i32 that holds inp: out itself, or scratch
+// slot 1. While memory is counted it holds nothing.
 Tensor widened(Comm& comm, Tensor out, Tensor inp, cudaStream_t stream);
 // ... and end here: part of out = the same part of sum, rounded to out's dtype.
 void narrowed(Tensor out, Tensor sum, Range part, cudaStream_t stream);
@@ -272,5 +274,5 @@ struct Group {
 // out (my piece; none if I own none) = reduction of that piece over the members, in their order.
 void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, ReduceOp op, int slot,
                       cudaStream_t stream);
-// Everybody's out = the owners' pieces, which lie in their out already.
+// On every rank, out = the owners' pieces, which lie in their out already.
 void gather_from_owners(Comm& comm, const Group& group, Tensor out, cudaStream_t stream);

@@ -1,9 +1,9 @@
 // transport_nccl.cu: NCCL, NVIDIA's collectives between GPUs: where every rank has a GPU of its own.
 //
-// NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event says, and at
-// NCCL's own errors, and aborts the communicator when the job has failed, so that nobody waits on a GPU that is gone.
-// NCCL adds 16-bit numbers with a rounding at each hop; comm.cu widens them to float32 before it calls all_reduce,
-// reduce_scatter or reduce.
+// NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event
+// says, and at NCCL's own errors, and aborts the communicator when the job has failed, so that no rank waits for a GPU
+// that is gone. NCCL adds 16-bit numbers with a rounding at each hop; comm.cu widens them to float32 before it calls
+// all_reduce, reduce_scatter or reduce.
 #include "parallel/comm/transport.h"
 
 #ifdef HAVE_NCCL

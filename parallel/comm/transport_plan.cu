@@ -1,5 +1,5 @@
-// transport_plan.cu: --plan --ranks 64 on one machine: a communicator that knows how many ranks there would be, so that all that
-// counts memory sees the same sizes as in the run. Nothing can be sent.
+// transport_plan.cu: --plan --ranks 64 on one machine: a communicator that knows how many ranks there would be, so that
+// all that counts memory sees the same sizes as in the run. Nothing can be sent.
 #include "parallel/comm/transport.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // transport_threads.cu: messages between threads of one process.
 //
-// Each rank has a mailbox. A sender copies its bytes into a new message, puts it there and wakes the owner; the owner finds it
-// by (communicator, sender, number) and copies the bytes out. Nobody ever waits to send.
+// Each rank has a mailbox. A sender copies its bytes into a new message, puts it there and wakes the owner; the owner
+// finds it by (communicator, sender, number) and copies the bytes out. Sending never waits.
 #include "parallel/comm/transport.h"
 
 #include <chrono>

@@ -1,7 +1,7 @@
 // tree_all_reduce.cu: broadcast and all_reduce along a binomial tree.
 //
-// Number the ranks from the root: v = (rank - root) mod n. The parent of v is v with its lowest 1 bit cleared; v and its parent
-// differ by that bit, 2^k, and v's children are v + 2^i for i < k.
+// Number the ranks from the root: v = (rank - root) mod n. The parent of v is v with its lowest 1 bit cleared; v and
+// its parent differ by that bit, 2^k, and v's children are v + 2^i for i < k.
 //
 //     0 ─┬─ 4 ─┬─ 6 ── 7
 //        │     └─ 5             8 ranks: three rounds up, three rounds down
@@ -11,8 +11,9 @@
 //   reduce       from the leaves: v adds what its children send, nearest child first, and sends the sum to its parent.
 //   broadcast    from the root: v receives from its parent, then sends to its children, farthest first.
 //
-// 2 log2 n messages one after the other, against the ring's 2 (n-1): better where time is latency. But each carries all N bytes, and
-// the root's link carries log2 n N: worse where time is bandwidth. The additions: ((x_0 + x_1) + (x_2 + x_3)) + ...
+// 2 log2 n messages one after the other, against the ring's 2 (n-1): better where time is latency. But each carries all
+// N bytes, and the root's link carries log2 n N: worse where time is bandwidth. The additions: ((x_0 + x_1) +
+// (x_2 + x_3)) + ...
 #include "parallel/comm/transport.h"
 
 namespace {

@@ -1,17 +1,19 @@
 // two_level_all_reduce.cu: inside each machine first, then between machines.
 //
-// Inside a machine (NVLink, memory) bytes are cheap; between machines (a network) they are not. With k machines of m ranks:
+// Inside a machine (NVLink, memory) bytes are cheap; between machines (a network) they are not.
+// With k machines of m ranks:
 //
 //   1. reduce-scatter inside each machine:   its rank i holds the machine's sum of piece i of m.
-//   2. all-reduce between machines:          the ranks i of all machines add their pieces; m of these go on side by side.
+//   2. all-reduce between machines:          the ranks i of all machines add their pieces;
+//   m of these go on side by side.
 //   3. all-gather inside each machine.
 //
 //     machine 0   ranks 0 1     1. a01 b01     2. A   B       3. AB AB
 //     machine 1   ranks 2 3        a23 b23        A   B          AB AB
 //
-// A rank sends 2 (k-1)/k N/m bytes to other machines. A ring through all ranks sends more in all: its every link carries 2 N, also those
-// between machines. If machines have different numbers of ranks, m is the smallest of them, and the further ranks only give
-// their numbers in 1 and get the result in 3.
+// A rank sends 2 (k-1)/k N/m bytes to other machines. A ring through all ranks sends more in all: its every link
+// carries 2 N, also those between machines. If machines have different numbers of ranks, m is the smallest of them, and
+// the further ranks only give their numbers in 1 and get the result in 3.
 //
 // The additions: rank order inside a machine, then the order of the machines. Sums travel between machines in float32.
 #include "parallel/comm/transport.h"

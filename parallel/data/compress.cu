@@ -1,31 +1,35 @@
 // compress.cu: --compress: gradients that travel in fewer bits, and the errors that are kept for the next step.
 //
-// A gradient is noise around a direction; to send all of its 32 bits is a waste when the network is slow. What a compressor
-// Q drops is not lost but kept by the rank that dropped it, and added to its next gradient ("error feedback"):
+// A gradient is noise around a direction; to send all of its 32 bits is a waste when the network is slow. What a
+// compressor Q drops is not lost but kept by the rank that dropped it, and added to its next gradient
+// ("error feedback"):
 //
 //     x = g + e          send Q(x)          e = x - Q(x)
 //
-// so that over steps 1 .. t   sum of what was sent + e_t = sum of the gradients:   the error stays one step's error, while the
-// gradients add up.                                   (Seide et al. 2014, "1-bit stochastic gradient descent";
+// so that over steps 1 .. t   sum of what was sent + e_t = sum of the gradients:   the error stays one step's error,
+// while the gradients add up.                       (Seide et al. 2014, "1-bit stochastic gradient descent";
 //                                                      Karimireddy et al. 2019, arXiv:1901.09847)
-// The sum over ranks is compressed once more on its way back, and has errors of its own   (Tang et al. 2021, arXiv:2102.02888):
+// The sum over ranks is compressed once more on its way back, and has errors of its own
+//                                                     (Tang et al. 2021, arXiv:2102.02888):
 //
 //     rank 0   a0 b0 c0        Q(a0) Q(a1) Q(a2) -> A = Q(sum + error)         A B C
 //     rank 1   a1 b1 c1        Q(b0) Q(b1) Q(b2) -> B                          A B C
 //     rank 2   a2 b2 c2        Q(c0) Q(c1) Q(c2) -> C                          A B C
 //              encode          add in rank order, encode                       decode
 //
-// Everybody decodes the same codes, so that all ranks have the same bits; and all sums are in rank order and float32.
+// All ranks decode the same codes, so that all ranks have the same bits; and all sums are in rank order and float32.
 //
 //     bf16   no error is kept: to round to 8 bits is an error without a direction          2 bytes a number
-//     fp8    blocks of 1024 numbers with a scale: e4m3, whose three digits' error is half of e5m2's. Its range, 2^-9 .. 448,
-//            is enough inside a block, and what is below comes back by the error            1 + 4/1024
+//     fp8    blocks of 1024 numbers with a scale: e4m3, whose three digits' error is half
+//            of e5m2's. Its range, 2^-9 .. 448, is enough inside a block, and what is
+//            below comes back by the error                                                  1 + 4/1024
 //     1bit   the sign, times the mean of |x| over the block: of all +-s the nearest to x    1/8 + 4/1024
 //
 // A block belongs to one parameter: the scale of a matrix is none for a norm's weight. power_sgd.cu has the fourth.
 //
-// What this does not give: with Adam a step is no sum of gradients, and errors also go into the mean square v, from where nothing
-// takes them out again. 1-bit Adam therefore freezes v after a warm-up; we do not, and the losses in README show what that costs.
+// What this does not give: with Adam a step is no sum of gradients, and errors also go into the mean square v, from
+// where nothing takes them out again. 1-bit Adam therefore freezes v after a warm-up; we do not,
+// and the losses in README show what that costs.
 #include "parallel/data/compress.h"
 
 #include "core/kernel.cuh"
@@ -35,14 +39,14 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Codecs. A warp has a block: x[k] of a lane is number 32 k + lane. Numbers beyond the block's n are 0, and nobody reads
-// what they become. encode() writes the words of the block, decode() is number 32 k + lane again.
+// Codecs. A warp has a block: x[k] of a lane is number 32 k + lane. Numbers beyond the block's n are 0, and nothing
+// reads what they become. encode() writes the words of the block, decode() is number 32 k + lane again.
 
 constexpr int kBlockN = 1024, kPerLane = kBlockN / kWarp;
 constexpr int kWarps = 4;  // of a thread block
 
-// Word k: the signs of numbers 32 k to 32 k + 31. Word 32: the scale. NaN or infinity anywhere makes all of the block NaN or
-// infinite: the step must not look as if nothing had happened.
+// Word k: the signs of numbers 32 k to 32 k + 31. Word 32: the scale. NaN or infinity anywhere makes all of the block
+// NaN or infinite: the step must not look as if nothing had happened.
 struct OneBit {
     static constexpr int kWords = kPerLane + 1;
     __device__ static void encode(int32_t* words, const float (&x)[kPerLane], int n) {

@@ -1,7 +1,9 @@
-// parallel/data/data.h: data parallelism: every rank trains on its share of the batch. Which rank holds which shard of the
-// parameters, when weights are gathered and gradients reduced, in how many bits they travel, and what lies in the host's memory.
+// parallel/data/data.h: data parallelism: every rank trains on its share of the batch. Which rank holds which shard of
+// the parameters, when weights are gathered and gradients reduced, in how many bits they travel,
+// and what lies in the host's memory.
 //
-// It knows parameters as flat arrays of units, and nothing of the model: so the model, which is made of such arrays, includes it.
+// It knows parameters as flat arrays of units, and nothing of the model: so the model,
+// which is made of such arrays, includes it.
 //
 // Files, in reading order:
 //     shards.cu                   which rank holds which shard of the parameters
@@ -21,18 +23,18 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // shards.cu: which rank holds which shard of the parameters
 //
-// A unit is what is gathered, reduced and updated together: the embedding, a block, the head. Its parameters lie side by side.
-// It is divided into one shard a rank; the stage says which arrays are stored as shards only:
+// A unit is what is gathered, reduced and updated together: the embedding, a block, the head. Its parameters lie side
+// by side. It is divided into one shard a rank; the stage says which arrays are stored as shards only:
 //
 //                weights   gradients   optimizer states, masters     bytes a rank, mixed precision, AdamW, n ranks
 //     ddp        whole     whole       whole                         (2 + 2 + 12) P
 //     naive      whole     whole       all with rank 0               rank 0: 16 P, the others 4 P
-//     zero 1     whole     whole       cut                           (2 + 2 + 12/n) P
-//     zero 2     whole     cut         cut                           (2 + (2 + 12)/n) P
-//     zero 3     cut       cut         cut                           (2 + 2 + 12)/n P          (Rajbhandari et al. 2020,
-//                                                                                               arXiv:1910.02054)
-// Where weights or gradients are cut, the layers still want them whole: there are buffers for whole units, two for the blocks,
-// which take turns, and those of the embedding and the head.
+//     zero 1     whole     whole       shard                         (2 + 2 + 12/n) P
+//     zero 2     whole     shard       shard                         (2 + (2 + 12)/n) P
+//     zero 3     shard     shard       shard                         (2 + 2 + 12)/n P
+//                                                                   (Rajbhandari et al. 2020, arXiv:1910.02054)
+// The layers need whole weights and gradients in every stage. Where a rank stores a shard, there are buffers for whole
+// units: two that the blocks use in turn, and those of the embedding and the head.
 
 struct Unit {
     std::string name;
@@ -52,7 +54,8 @@ struct Sharding {
     int zero = 0;
     bool naive = false;
     Offload offload = Offload::none;
-    // Boundaries lie at multiples of so many elements of a parameter (optimizer_granularity); 0: only between parameters.
+    // Boundaries lie at multiples of so many elements of a parameter (optimizer_granularity); 0:
+    // only between parameters.
     int64_t granularity = 1024;
 
     bool shards_states() const { return zero >= 1 || naive; }
@@ -68,7 +71,8 @@ struct FlatParameters {
     std::vector<Param> params;  // by Hugging Face name, in the order of their places
     int64_t n = 0;              // elements of all units
     int64_t shard_n = 0;        // of this rank's shards, packed
-    // Flat arrays of all n elements with a place for each parameter; or, where the stage shards them, of this rank's shards.
+    // Flat arrays of all n elements with a place for each parameter; or, where the stage shards them,
+    // of this rank's shards.
     Tensor weights, grads, masters;  // masters: f32, in mixed precision, and where only the host's weights are updated
     std::vector<Tensor> weight_buffers, grad_buffers;
 
@@ -86,8 +90,8 @@ struct FlatParameters {
     Tensor weight_shard(size_t unit) const;
     Tensor grad_shard(size_t unit) const;
     Tensor master_shard(size_t unit) const;
-    // What this rank's optimizer updates of a unit: its shard, or all of it where the states are not sharded. The offsets of
-    // the parameters, whole ones and pieces, count from there.
+    // What this rank's optimizer updates of a unit: its shard, or all of it where the states are not sharded. The
+    // offsets of the parameters, whole ones and pieces, count from there.
     Range updated(size_t unit) const;
     Tensor updated_grads(size_t unit) const;
     Weights updated_weights(size_t unit,
@@ -103,8 +107,8 @@ struct FlatParameters {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// compress.cu, power_sgd.cu: gradients that travel in fewer bits, for ddp. Sums are in float32. Bytes that one of n ranks sends
-// for R x C gradients:
+// compress.cu, power_sgd.cu: gradients that travel in fewer bits, for ddp. Sums are in float32. Bytes that one of n
+// ranks sends for R x C gradients:
 //
 //     none        (n-1)/n of 2 x  4 R C
 //     bf16                    2 x  2 R C
@@ -123,7 +127,8 @@ struct CompressOptions {
 class Compressor {
   public:
     virtual ~Compressor() = default;
-    // For p.sharding.size ranks. Once the arena is reserved: the errors begin as 0. Also counts what its collectives need.
+    // For p.sharding.size ranks. Once the arena is reserved: the errors begin as 0.
+    // Also counts what its collectives need.
     virtual void take_memory(const FlatParameters& p, Arena& arena) = 0;
     // The unit's gradients (f32) = the sum over the ranks of what they sent: the same bits everywhere.
     virtual void reduce(const FlatParameters& p, size_t unit, cudaStream_t stream) = 0;
@@ -135,18 +140,18 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 // ---------------------------------------------------------------------------------------------------------------------
 // naive.cu, ddp.cu, zero.cu: every rank has a share of the batch; their gradients are added.
 //
-//     naive   rank 0 gets the sum, updates, and sends the new weights to everybody: the simplest, here to show what it costs
+//     naive   rank 0 gets the sum, updates, and sends the new weights to all: the simplest, here to show what it costs
 //     ddp     the gradients are summed in buckets, last layers first, on a stream of their own while the backward goes on
-//     zero 1  each rank gets the sum of its shard of each unit, updates that, and everybody gathers the new weights
+//     zero 1  each rank gets the sum of its shard of each unit, updates that, and gathers the others' new weights
 //     zero 2  the same, after each micro-batch; a unit's whole gradients exist only until they are reduced
 //     zero 3  weights, too, are gathered for as long as a unit needs them: before its forward and before its backward;
 //             the next unit's while this one computes
 //
 // A rank sends (n-1)/n of:  2 P with ddp, zero 1 and zero 2 (a micro-batch more with zero 2: P each), 3 P with zero 3.
 //
-// All of them add the ranks' gradients in rank order. So ddp and the three stages give the same bits, as long as a step is one
-// micro-batch a rank. (With more of them zero 2 and 3 add the ranks before the micro-batches.) naive gives the same bits where
-// no gradient is clipped: its norm is summed in another order.
+// All of them add the ranks' gradients in rank order. So ddp and the three stages give the same bits, as long as a step
+// is one micro-batch a rank. (With more of them zero 2 and 3 add the ranks before the micro-batches.) naive gives the
+// same bits where no gradient is clipped: its norm is summed in another order.
 
 struct DataParallelOptions {
     bool naive = false;
@@ -160,8 +165,9 @@ struct CommTime {
     double total = 0, exposed = 0;
 };
 
-// data_parallel.cu: the stream of the collectives. It goes on when the computing stream has come to a point (a unit's gradients
-// are complete, a buffer is no longer read), and the computing stream waits where it needs a result, and for nothing else.
+// data_parallel.cu: the stream of the collectives. It goes on when the computing stream has come to a point (a unit's
+// gradients are complete, a buffer is no longer read), and the computing stream waits where it needs a result,
+// and for nothing else.
 class CommStream {
   public:
     explicit CommStream(Comm& comm);
@@ -195,8 +201,8 @@ class CommStream {
     Stopwatch busy_, waiting_;       // of this stream with collectives; of the computing stream for them
 };
 
-// What a scheme does at each point of a step. DataParallel below says when each function is called. The defaults are those of
-// a scheme that shards nothing.
+// What a scheme does at each point of a step. DataParallel below says when each function is called. The defaults are
+// those of a scheme that shards nothing.
 class Scheme {
   public:
     explicit Scheme(CommStream& comm_stream) : comm_stream_(comm_stream), comm_(comm_stream.comm) {}
@@ -232,12 +238,12 @@ class DataParallel {
 
     Comm& comm() { return stream_.comm; }
     Sharding sharding(int64_t granularity) const;
-    // micro_batches: of a step on this rank. summed: the small tensors that all_reduce() will be called with. The memory of the
-    // communicator is counted and taken here.
+    // micro_batches: of a step on this rank. summed: the small tensors that all_reduce() will be called with. The
+    // memory of the communicator is counted and taken here.
     void take_memory(const FlatParameters& p, int64_t micro_batches, const std::vector<Tensor>& summed, Arena& arena);
 
-    // Before a unit's weights are read: after this call the stream has them whole. `next` (or -1) is the unit that will be asked
-    // for next: it is fetched meanwhile.
+    // Before a unit's weights are read: after this call the stream has them whole. `next` (or -1) is the unit that will
+    // be asked for next: it is fetched meanwhile.
     void gather(const FlatParameters& p, size_t unit, int64_t next, cudaStream_t stream);
 
     // Before each micro-batch's backward; before the first kernel that adds to a unit's gradients; after the last one.
@@ -249,8 +255,8 @@ class DataParallel {
     // After the update of this rank's shard of a unit.
     void all_gather_weights(const FlatParameters& p, size_t unit, cudaStream_t stream);
 
-    // If set: called in each step, once for every unit, last ones first, when its gradients are final: when this stream has done
-    // what is on it so far. (offload.cu)
+    // If set: called in each step, once for every unit, last ones first, when its gradients are final: when this stream
+    // has done what is on it so far. (offload.cu)
     std::function<void(size_t unit, cudaStream_t stream)> grads_are_final;
 
     // The norm's sums, the loss and the like: small tensors of f32, added up.
@@ -282,23 +288,24 @@ class DataParallel {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// offload.cu: the host has ten times the device's memory, behind a bus of a fiftieth of its bandwidth. What is used once a step
-// moves there.                                               (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
+// offload.cu: the host has ten times the device's memory, behind a bus of a fiftieth of its bandwidth. What is used
+// once a step moves there.          (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
 //
-//     --offload    on the device                        on the host                       updates   crosses the bus in a step
-//     none         weights, gradients, masters, m, v                                      device
-//     optimizer    weights, gradients                   masters, m, v (pinned)            host      gradients, new weights
-//     params       buffers for units, gradients           the same, and shards of weights   host      gradients, weights twice
-//     unified      weights, gradients                   masters, m, v (pages that move)   device    those, both ways
+//     --offload  on the device                       on the host                      updates  crosses the bus in a step
+//     none       weights, gradients, masters, m, v                                    device
+//     optimizer  weights, gradients                  masters, m, v (pinned)           host     gradients, new weights
+//     params     buffers for units, gradients        the same, and shards of weights  host     gradients, weights twice
+//     unified    weights, gradients                  masters, m, v (pages that move)  device   those, both ways
 //
 // Each rank does so with what it updates: its shards, with ZeRO; params needs ZeRO 3 (on one rank, too: then a unit
-// comes to the device for its forward and for its backward). A host update needs masters of its own: in float32 those are
-// host copies of the weights, from which the device's are written.
+// comes to the device for its forward and for its backward). A host update needs masters of its own: in float32 those
+// are host copies of the weights, from which the device's are written.
 
 class OffloadedUpdate {
   public:
-    // optimizers: one a unit; on the host (make_host_optimizer), but for unified. norm_first: an update must wait for the norm of
-    // all gradients, because it clips, or because fp16 may have overflowed. Otherwise it begins as soon as its unit's are final.
+    // optimizers: one a unit; on the host (make_host_optimizer), but for unified. norm_first: an update must wait for
+    // the norm of all gradients, because it clips, or because fp16 may have overflowed.
+    // Otherwise it begins as soon as its unit's are final.
     OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers,
                     bool norm_first);
     ~OffloadedUpdate();
@@ -310,7 +317,8 @@ class OffloadedUpdate {
     // Before a step's backward: what its updates will need. The last step must be over. unscale: 1 / loss scale.
     void begin_step(double lr, int64_t t, float unscale, uint64_t seed);
     void grads_are_final(size_t unit, cudaStream_t stream);  // DataParallel's call
-    // For unit 0, 1, ...: after this call the stream has this rank's shard of its new weights. norm_scale: grad_norm's result.
+    // For unit 0, 1, ...: after this call the stream has this rank's shard of its new weights. norm_scale:
+    // grad_norm's result.
     void update(size_t unit, Tensor norm_scale, cudaStream_t stream);
 
   private:

@@ -1,8 +1,9 @@
-// data_parallel.cu: what all schemes of data parallelism share: the stream of the collectives, its clock, and checkpoints.
+// data_parallel.cu: what all schemes of data parallelism share: the stream of the collectives, its clock,
+// and checkpoints.
 //
-//     computing    forward of 0 | forward of 1 | ...      backward of 2 | backward of 1 | backward of 0 |        update
-//                     ^ wait       ^ wait                             |  ^ buffer free?  |               |          ^ wait
-//     collectives  [gather 1]     [gather 2]                         [reduce 2]       [reduce 1]      [reduce 0]
+//     computing    forward of 0 | forward of 1 | ...   backward of 2 | backward of 1 | backward of 0 |      update
+//                     ^ wait       ^ wait                          |  ^ buffer free?  |               |        ^ wait
+//     collectives  [gather 1]     [gather 2]                      [reduce 2]       [reduce 1]      [reduce 0]
 //
 // What is gathered and reduced at each of these points is the scheme's: naive.cu, ddp.cu, zero.cu.
 #include "parallel/data/data.h"
@@ -122,8 +123,9 @@ void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, c
     comm().take_memory(arena);
 }
 
-// Weights are also asked for again in the backward, where a block's forward is run again, or its backward follows at once; then
-// begin_grads corrects the name. A unit that is asked for after a later one is a tied embedding beside the head.
+// Weights are also asked for again in the backward, where a block's forward is run again, or its backward follows at
+// once; then begin_grads corrects the name. A unit that is asked for after a later one is a tied embedding beside the
+// head.
 void DataParallel::gather(const FlatParameters& p, size_t u, int64_t next, cudaStream_t stream) {
     const bool beside_head = traced_.phase == Traced::backward ? u == 0 : static_cast<int64_t>(u) < traced_.unit;
     trace_pause(stream);

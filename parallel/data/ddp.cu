@@ -1,15 +1,16 @@
 // ddp.cu: distributed data parallelism: every rank holds everything; gradients are summed while the backward goes on.
-//                                                              (Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704)
+//                                                              (Li et al. 2020, "PyTorch Distributed",
+//                                                              arXiv:2006.15704)
 //     gradients    | embedding | block 0 | block 1 | block 2 | head |       the flat array, filled from its end
 //     buckets      |     bucket 3    |  bucket 2   |  bucket 1   | bucket 0 |
 //
-//     computing    backward of head | backward of block 2 | backward of block 1 | ...              | update, on every rank
-//     collectives                                   [all-reduce bucket 0]  [all-reduce bucket 1] ...
+//     computing    backward of head | backward of block 2 | backward of block 1 | ...              | update, on every
+//     rank collectives                                   [all-reduce bucket 0]  [all-reduce bucket 1] ...
 //
-// The backward fills the flat array from its end to its beginning. As soon as --bucket-mib of it are final, that piece is summed.
-// A bucket does not know where a unit begins or ends: small buckets would pay for many messages, a single one could only start
-// when the backward is over. Every rank then updates all parameters, with the same numbers in the same order: their weights stay
-// equal bit for bit, and are never sent.
+// The backward fills the flat array from its end to its beginning. As soon as --bucket-mib of it are final, that piece
+// is summed. A bucket does not know where a unit begins or ends: small buckets would pay for many messages, a single
+// one could only start when the backward is over. Every rank then updates all parameters, with the same numbers in the
+// same order: their weights stay equal bit for bit, and are never sent.
 #include "parallel/data/data.h"
 
 #include <algorithm>

@@ -1,11 +1,11 @@
 // naive.cu: --dp-mode naive: rank 0 has the optimizer; the others compute gradients for it.
 //
-//     rank 0     forward | backward | [receive all gradients, add] | update | [send all weights to everybody] | forward ...
-//     the rest   forward | backward | [send all gradients]         |   -    | [receive all weights]           | forward ...
+//     rank 0     forward | backward | [receive all gradients, add] | update | [send all weights]    | forward ...
+//     the rest   forward | backward | [send all gradients]         |   -    | [receive all weights] | forward ...
 //
-// The simplest scheme that is right, and what PyTorch's first DataParallel did. Rank 0 receives (n-1) P gradients and sends
-// (n-1) P weights, through one link, while the other links do nothing; it holds all optimizer states; and nobody computes
-// during the update. ddp.cu mends the first, zero.cu the second.
+// The simplest scheme that is right, and what PyTorch's first DataParallel did. Rank 0 receives (n-1) P gradients and
+// sends (n-1) P weights, through one link, while the other links do nothing; it holds all optimizer states; and no rank
+// computes during the update. ddp.cu mends the first, zero.cu the second.
 #include "parallel/data/data.h"
 
 namespace {
@@ -17,8 +17,8 @@ class Naive final : public Scheme {
         if (weights_arrived_) cudaEventDestroy(weights_arrived_);
     }
 
-    // p.units[u].bounds give all of a unit to rank 0 (shards.cu), so a reduce-scatter is a reduce to rank 0, and an all-gather
-    // a broadcast from there.
+    // p.units[u].bounds give all of a unit to rank 0 (shards.cu), so a reduce-scatter is a reduce to rank 0, and an
+    // all-gather a broadcast from there.
     void take_memory(const FlatParameters& p, int64_t micro_batches, Arena&) override {
         micro_batches_ = micro_batches;
         if (!weights_arrived_) cudaCheck(cudaEventCreateWithFlags(&weights_arrived_, cudaEventDisableTiming));

@@ -1,33 +1,35 @@
 // offload.cu: optimizer states in the host's memory, updated there while the backward goes on.
-//                                              (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
+//                                              (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840;
+//                                               ZeRO-Infinity: arXiv:2104.07857)
 //
-//     computing   backward of 3 | backward of 2 | backward of 1 | backward of 0 |                                  next forward
-//                         final v         final v         final v         final v                                   ^ all are done
+//     computing   backward of 3 | backward of 2 | backward of 1 | backward of 0 |                       next forward
+//                         final v         final v         final v         final v                        ^ all are done
 //     to_host               [gradients 3]   [gradients 2]   [gradients 1]   [gradients 0]
 //     host                               [AdamW 3]       [AdamW 2]       [AdamW 1]       [AdamW 0]
 //     to_device                                   [weights 3]     [weights 2]     [weights 1]    [weights 0]
 //
-// Three streams, because three machines can work at once: each direction of the bus, and the host's cores. An update is a host
-// function in a stream: CUDA calls it when the gradients are there, and the copy back waits until it returns.
+// Three streams, because three machines can work at once: each direction of the bus, and the host's cores. An update is
+// a host function in a stream: CUDA calls it when the gradients are there, and the copy back waits until it returns.
 //
-// That picture needs an update that knows its unit's gradients alone. Clipping divides by the norm of ALL gradients, and float16
-// must see that none of them is inf. Then the updates come after the backward, and after the norm:
+// That picture needs an update that knows its unit's gradients alone. Clipping divides by the norm of ALL gradients,
+// and float16 must see that none of them is inf. Then the updates come after the backward, and after the norm:
 //
 //     computing   ... | backward of 0 | norm |
 //     to_host        [gradients 1]  [gradients 0] [norm]
 //     host                                              [AdamW 0] [AdamW 1] [AdamW 2] ...
 //     to_device                                                   [weights 0] [weights 1] ...
 //
-// The same bits either way, and the same as on the device: each element's update is the same function of the same numbers.
+// The same bits either way, and the same as on the device: each element's update is the same function of the same
+// numbers.
 //
-// Who may touch what. The pinned gradients of a unit are written by to_host and read by host; masters, m, v and the pinned copies
-// are host's alone, and to_device reads them after it. Device weights are written by to_device after the unit's backward, which is
-// the last to read them in a step. Everything of a step is over before the next backward: update() makes the computing stream
-// wait for it.
+// Who may touch what. The pinned gradients of a unit are written by to_host and read by host; masters, m, v and the
+// pinned copies are host's alone, and to_device reads them after it. Device weights are written by to_device after the
+// unit's backward, which is the last to read them in a step. Everything of a step is over before the next backward:
+// update() makes the computing stream wait for it.
 //
-// unified: the ordinary update on the device, on memory whose pages move when they are touched. A page fault costs some 20 us, for
-// which the kernel waits, and moves 2 MiB at most; so the pages of a unit are sent for while the unit before is updated, and sent
-// home when it is done. Three units' states are on the device at a time, at most.
+// unified: the ordinary update on the device, on memory whose pages move when they are touched. A page fault costs some
+// 20 us, for which the kernel waits, and moves 2 MiB at most; so the pages of a unit are sent for while the unit before
+// is updated, and sent home when it is done. Three units' states are on the device at a time, at most.
 #include "parallel/data/data.h"
 
 namespace {
@@ -146,7 +148,8 @@ void OffloadedUpdate::update(size_t u, Tensor norm_scale, cudaStream_t stream) {
     cudaCheck(cudaStreamWaitEvent(stream, done_[u]));
 }
 
-// optimizer: the masters are on the host, and the weights that they are rounded to on the device. params: both are on the host.
+// optimizer: the masters are on the host, and the weights that they are rounded to on the device. params:
+// both are on the host.
 void OffloadedUpdate::update_on_host(size_t u) {
     Weights weights = p_.updated_weights(u, seed_);
     Tensor on_device, on_host;

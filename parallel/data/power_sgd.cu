@@ -1,21 +1,22 @@
 // power_sgd.cu: --compress powersgd: a matrix of gradients travels as two narrow ones.
 //                                                               (Vogels, Karimireddy & Jaggi 2019, arXiv:1905.13727)
 //
-// M (R, C) of each rank is its gradient plus its error. Its best approximation of rank r is P P^T M, with the r strongest left
-// singular vectors as the columns of P. One step of the power method comes close to them, from where the last step ended:
+// M (R, C) of each rank is its gradient plus its error. Its best approximation of rank r is P P^T M, with the r
+// strongest left singular vectors as the columns of P. One step of the power method comes close to them,
+// from where the last step ended:
 //
 //     P = sum over ranks of M Q       (R, r)      all-reduce
 //     P = orthonormal columns of P                Gram-Schmidt; on every rank the same numbers, so the same bits
 //     S = M^T P                       (C, r)      this rank's share: it has sent P S^T
 //     M - P S^T                                   is the error that it keeps
 //     Q = sum over ranks of S         (C, r)      all-reduce; the next step starts from it
-//     P Q^T                                       is the sum of gradients that everybody goes on with
+//     P Q^T                                       is the sum of gradients that all ranks use
 //
-// Everything is linear in M, so the sum is that of the ranks' shares, and 4 r (R + C) bytes travel instead of 4 R C. Vectors,
-// and matrices too small to gain, travel as they are, in the first message.
+// Everything is linear in M, so the sum is that of the ranks' shares, and 4 r (R + C) bytes travel instead of 4 R C.
+// Vectors, and matrices too small to gain, travel as they are, in the first message.
 //
-// A column of P that the others already span (M has a lower rank, or is 0) would be rounding noise made long: it becomes 0, and its
-// column of Q starts again from random numbers.
+// A column of P that the others already span (M has a lower rank, or is 0) would be rounding noise made long: it
+// becomes 0, and its column of Q starts again from random numbers.
 #include "core/kernel.cuh"
 #include "parallel/data/compress.h"
 
@@ -59,8 +60,8 @@ __device__ float column_dot(const float* p, int64_t R, int r, int j, int k, floa
 }
 
 // Modified Gram-Schmidt by one thread block. A thread reads and writes its own rows only. alive[k]: column k is not 0.
-// What is left of a column after the others are taken off it has an error of some 2^-24 of what was there: with at least 1e-3
-// left, the columns are orthogonal to about 1e-4.
+// What is left of a column after the others are taken off it has an error of some 2^-24 of what was there: with at
+// least 1e-3 left, the columns are orthogonal to about 1e-4.
 __global__ void __launch_bounds__(256) orthonormalise_kernel(float* p, float* alive, int64_t R, int r) {
     __shared__ float scratch[kWarp];
     for (int k = 0; k < r; ++k) {

@@ -1,12 +1,14 @@
-// shards.cu: who holds what of the parameters, and where. Arithmetic and memory only; nobody talks here.
+// shards.cu: which rank holds which shard of the parameters, and where. Arithmetic and memory only;
+// nothing is sent here.
 //
 //     unit        |      embedding      |   block 0   |   block 1   | ... |   head   |        flat array: whole units
-//     cuts (n=2)  |    rank 0 | rank 1  | r 0  |  r 1 | r 0  |  r 1 |     | r 0 | r 1|
-//     rank 1      |  r 1  |  r 1 |  r 1 | ... | r 1 |                                         packed: its parts side by side
+//     shards      |    rank 0 | rank 1  | r 0  |  r 1 | r 0  |  r 1 |     | r 0 | r 1|
+//     rank 1      |  r 1  |  r 1 |  r 1 | ... | r 1 |                      packed: its shards side by side
 //
-// Parts are about equal. A cut lies where an optimizer allows it: at a multiple of 1024 elements of a parameter, so that what an
-// optimizer does with an element (a block of 8-bit states, a draw of random bits) does not depend on the cut; Muon and Adafactor
-// need whole matrices, and get them: parameter by parameter, the ranks' totals are kept as even as they can be.
+// The drawing is for two ranks. Shards are about equal. A boundary lies where an optimizer allows it: at a multiple of
+// 1024 elements of a parameter, so that what an optimizer does with an element (a block of 8-bit states, a draw of
+// random bits) does not depend on the boundary. Muon and Adafactor need whole matrices, so there boundaries lie between
+// parameters only, and the ranks' totals are kept as equal as that allows.
 #include "parallel/data/data.h"
 
 #include <algorithm>
@@ -14,10 +16,10 @@
 
 namespace {
 
-constexpr int64_t kAlignN = 64;  // parts begin on 256 bytes in f32, like parameters
+constexpr int64_t kAlignN = 64;  // shards begin on 256 bytes in f32, like parameters
 
-// The cuts of a unit, at the allowed places nearest to those that would make all ranks' loads even. loads: elements that each
-// rank has of the units before; grows.
+// The boundaries of a unit's shards, at the allowed places nearest to those that would make all ranks' totals equal.
+// loads: elements that each rank has of the units before; this unit's are added.
 std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>& params, const Sharding& sharding,
                                       std::vector<int64_t>& loads) {
     const size_t size = static_cast<size_t>(sharding.size);

@@ -1,26 +1,29 @@
 // zero.cu: ZeRO: no rank keeps what another rank also keeps.          (Rajbhandari et al. 2020, arXiv:1910.02054)
 //
-// Data parallelism without ZeRO keeps n copies of everything. But an optimizer state is used by the update alone, a sum of
-// gradients by the update alone, and a unit's weights only while that unit computes. Each stage shards one of them more:
+// Data parallelism without ZeRO keeps n copies of everything. But an optimizer state is used by the update alone, a sum
+// of gradients by the update alone, and a unit's weights only while that unit computes.
+// Each stage shards one of them more:
 //
-//              keeps as shard      before its weights   before its        after its last gradient        after its update
-//              on each rank        are read             first gradient    (of what)
-//     -------------------------------------------------------------------------------------------------------------------------
-//     stage 0  nothing: ddp.cu     -                    -                 all-reduce buckets (step)      -
-//     stage 1  optimizer states,   wait for the         -                 reduce-scatter in place        all-gather weights
-//              masters             all-gather                             (step)
-//     stage 2  and gradients       as stage 1           wait for a free   reduce-scatter the buffer      all-gather weights
-//                                                       buffer, zero it   into the shard, free the
-//                                                                         buffer (micro-batch)
-//     stage 3  and weights         all-gather into a    as stage 2        as stage 2                     the buffer is out of
-//                                  buffer; prefetch                                                      date
-//                                  the next unit
+//           each rank keeps    before its weights  before its       after its last gradient      after its update
+//           as a shard         are read            first gradient
+//     ----------------------------------------------------------------------------------------------------------------
+//     0     nothing: ddp.cu    -                   -                all-reduce by buckets, once  -
+//                                                                   a step
+//     1     optimizer states,  wait for the        -                reduce-scatter in place,     all-gather weights
+//           masters            all-gather                           once a step
+//     2     and gradients      as stage 1          wait for a free  reduce-scatter the buffer    all-gather weights
+//                                                  buffer, zero it  into the shard, and free
+//                                                                   it, in each micro-batch
+//     3     and weights        all-gather into a   as stage 2       as stage 2                   the buffer is out of
+//                              buffer; prefetch                                                  date
+//                              the next unit
 //
-// A buffer holds one whole unit. The blocks use two in turn, so that the next unit is gathered while this one computes, and this
-// unit's gradients are reduced while the next one's are computed. Nothing frees a buffer explicitly: it is free when the kernels
-// that read it are done, which the streams know by their events.
+// A buffer holds one whole unit. The blocks use two in turn, so that the next unit is gathered while this one computes,
+// and this unit's gradients are reduced while the next one's are computed. Nothing frees a buffer explicitly: it is
+// free when the kernels that read it are done, which the streams know by their events.
 //
-// Bytes that a rank sends in a step, of P gradients of G bytes and P weights of W bytes, in M micro-batches, times (n-1)/n:
+// Bytes that a rank sends in a step, of P gradients of G bytes and P weights of W bytes, in M micro-batches,
+// times (n-1)/n:
 //
 //     stage 1   P (G + W)        as much as ddp's 2 P G: an all-reduce is a reduce-scatter and an all-gather
 //     stage 2   P (M G + W)
@@ -38,8 +41,8 @@ cudaEvent_t make_event() {
     return event;
 }
 
-// Optimizer states and masters are sharded. Each rank gets the sum of its shard of the gradients, updates its shard of the
-// weights, and gathers the others'.
+// Optimizer states and masters are sharded. Each rank gets the sum of its shard of the gradients, updates its shard of
+// the weights, and gathers the others'.
 class Zero1 : public Scheme {
   public:
     using Scheme::Scheme;
@@ -77,8 +80,8 @@ class Zero1 : public Scheme {
     std::vector<cudaEvent_t> gathered_;  // by unit: its weights are whole
 };
 
-// Gradients, too, are sharded: a unit's whole gradients exist in a buffer, from its backward to its reduce-scatter. With several
-// micro-batches each is reduced by itself and added to the shard.
+// Gradients, too, are sharded: a unit's whole gradients exist in a buffer, from its backward to its reduce-scatter.
+// With several micro-batches each is reduced by itself and added to the shard.
 class Zero2 : public Zero1 {
   public:
     using Zero1::Zero1;
@@ -125,8 +128,8 @@ class Zero2 : public Zero1 {
     Tensor sum_rows_;                   // with several micro-batches: (2, largest shard)
 };
 
-// Weights, too, are sharded: a unit's whole weights exist in a buffer, from shortly before it computes until the next unit that
-// uses the buffer is fetched.
+// Weights, too, are sharded: a unit's whole weights exist in a buffer, from shortly before it computes until the next
+// unit that uses the buffer is fetched.
 class Zero3 final : public Zero2 {
   public:
     using Zero2::Zero2;
