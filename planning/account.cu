@@ -62,45 +62,45 @@ struct Row {
     int64_t measured;
 };
 
-}  // namespace
-
-void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
+// What this rank took and sent, beside the formulas. Collective.
+std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
     const Sharding& s = t.model.sharding;
     const double P = static_cast<double>(t.model.n), n = s.size;
-    int64_t states = 0, buffers = 0, scratch = 0;
+    int64_t states = static_cast<int64_t>(t.model.masters.bytes()), buffers = 0;
     for (const auto& optimizer : t.optimizers)
         for (const OptimizerState& state : optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
     for (const auto& array : {t.model.weight_buffers, t.model.grad_buffers})
         for (const Tensor& buffer : array) buffers += static_cast<int64_t>(buffer.bytes());
-    scratch = static_cast<int64_t>(t.memory.communication.bytes());
-    states += static_cast<int64_t>(t.model.masters.bytes());
 
-    // What all states together take, of all ranks, as bytes an element: for S.
-    const std::vector<std::vector<int64_t>> all_states = gather_numbers(t.world, {states});
+    // What the states of all ranks take together, each element counted once: S.
     double S = 0;
-    for (const auto& row : all_states) S += static_cast<double>(row[0]) / (s.shards_states() ? 1 : n);
+    for (const auto& row : gather_numbers(t.world, {states}))
+        S += static_cast<double>(row[0]) / (s.shards_states() ? 1 : n);
     const double W = P * static_cast<double>(dtype_bytes(t.model.weights.dtype)),
                  G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
-    const bool owner = !s.naive || s.rank == 0;
-    const Row rows[] = {{"weights", s.shards_weights() ? W / n : W, static_cast<int64_t>(t.model.weights.bytes())},
-                        {"gradients", s.shards_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
-                        {"masters, optimizer",
-                         !owner                          ? 0
-                         : s.naive || !s.shards_states() ? S
-                                                         : S / n,
-                         states},
-                        {"units in use", -1, buffers},
-                        {"activations", -1, static_cast<int64_t>(t.memory.activations.bytes())},
-                        {"communication", -1, scratch},
-                        {"sent in a step", -1, step.sent},
-                        {"received in a step", -1, step.received}};
+    const double states_of_rank = s.naive ? (s.rank == 0 ? S : 0) : s.shards_states() ? S / n : S;
+    return {{"weights", s.shards_weights() ? W / n : W, static_cast<int64_t>(t.model.weights.bytes())},
+            {"gradients", s.shards_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
+            {"masters, optimizer", states_of_rank, states},
+            {"units in use", -1, buffers},
+            {"activations", -1, static_cast<int64_t>(t.memory.activations.bytes())},
+            {"communication", -1, static_cast<int64_t>(t.memory.communication.bytes())},
+            {"sent in a step", -1, step.sent},
+            {"received in a step", -1, step.received}};
+}
+
+}  // namespace
+
+void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
+    const Sharding& s = t.model.sharding;
+    const std::vector<Row> rows = account_rows(t, step);
     std::vector<int64_t> mine;
     for (const Row& row : rows) mine.push_back(row.measured);
     const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, mine);
     if (t.world.rank != 0) return;
     std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n", s.size,
                 s.naive ? "naive" : concat("zero ", s.zero).c_str());
-    for (size_t i = 0; i < std::size(rows); ++i) {
+    for (size_t i = 0; i < rows.size(); ++i) {
         int64_t least = all[0][i], most = all[0][i];
         for (const auto& row : all) least = std::min(least, row[i]), most = std::max(most, row[i]);
         std::printf("  %-20s %20s  %18lld %18lld\n", rows[i].name,

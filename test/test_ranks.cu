@@ -1,11 +1,11 @@
 // test/test_ranks.cu: train_gpt on many ranks against the same run on one.
 //
 // The loss curve is a function of the flags and the seed, not of the ranks. Two kinds of "the same":
-//   to the bit    with the same number of ranks, ddp and ZeRO 1, 2, 3 add the same numbers in the same order, as long as
-//                 a step is one micro-batch a rank: losses, norms and weights. naive does, too, but for the norm: rank
-//                 0 alone sums the squares. So its losses and weights are the same where no gradient is clipped
-//   to 1e-5       over other numbers of ranks the batch is divided differently, so sums of gradients round differently. At
-//                 a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two
+//   to the bit    with the same number of ranks, ddp and ZeRO 1, 2, 3 add the same numbers in the same order, as long
+//                 as a step is one micro-batch a rank: losses, norms and weights. naive does, too, but for the norm:
+//                 rank 0 alone sums the squares. So its losses and weights are the same where no gradient is clipped
+//   to 1e-5       over other numbers of ranks the batch is divided differently, so sums of gradients round
+//                 differently. At a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two
 //                 roundings (also two sizes of micro-batch on one rank) are 1e-4 apart
 #include "io/io.h"
 #include "llm.h"

@@ -4,9 +4,9 @@
 // device()). Ranks talk in two ways: a message goes from one to another (send, recv); in a collective all of them take
 // part, and the name says what each of them has afterwards. Four ranks, three numbers each, and + for the reduction:
 //
-//     all_reduce      every rank gets the sum                       an n-th of it each: reduce_scatter  only root: reduce
-//     all_gather      every rank gets the numbers of all ranks      root's alone: broadcast
-//     all_to_all      piece j of rank i becomes piece i of rank j   (a matrix of pieces is transposed)
+//     all_reduce      every rank gets the sum                     an n-th of it each: reduce_scatter root only: reduce
+//     all_gather      every rank gets the numbers of all ranks    root's alone: broadcast
+//     all_to_all      piece j of rank i becomes piece i of rank j (a matrix of pieces is transposed)
 //
 // all_reduce = reduce_scatter + all_gather, and what a rank must at least send for N bytes is
 //
@@ -126,8 +126,9 @@ class Comm {
     Traffic traffic() const;
 
     // Device memory for pieces on their way. It is counted before the first call, and taken once:
-    //     count_memory(calls)    `calls` makes the collective calls of a run, each with the largest sizes; they only note
-    //                            what they need. Nothing is sent, and their tensors need no data. Any number of times.
+    //     count_memory(calls)    `calls` makes the collective calls of a run, each with the largest sizes; they only
+    //                            note what they need. Nothing is sent, and their tensors need no data. Any number of
+    //                            times.
     //     take_memory(arena)     takes the largest need, while the arena counts and when it is reserved
     // A call that needs more than was counted is an Error.
     void count_memory(const std::function<void()>& calls);

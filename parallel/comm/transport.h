@@ -170,12 +170,13 @@ class Transport {
 // Bytes pass through the host. A transport says how a message is posted and how it arrives; this class says when: in
 // the stream's order.
 //
-//   CPU device     device memory is the host's: post and take work on it directly, as functions in the stream. In strict
-//                  mode a receive is work that may not run before its message is there, and other streams go on
+//   CPU device     device memory is the host's: post and take work on it directly, as functions in the stream. In
+//                  strict mode a receive is work that may not run before its message is there, and other streams go on
 //                  meanwhile.
-//   GPU            through pinned buffers, and the calling thread waits for the stream, then for the message: with ranks
-//                  that share a GPU a host function that waits for another rank's host function would wait for ever,
-//                  since CUDA may run all of them on one thread. Kernels already on other streams go on.
+//   GPU            through pinned buffers of a fixed size, and the calling thread waits for the stream, then for the
+//                  message: with ranks that share a GPU a host function that waits for another rank's host function
+//                  would wait for ever, since CUDA may run all of them on one thread. Kernels already on other
+//                  streams go on.
 class HostTransport : public Transport {
   public:
     using Transport::Transport;
