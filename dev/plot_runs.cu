@@ -1,4 +1,4 @@
-// dev/plot_runs.cu: the training losses of several runs in one picture, and how far they are from each other.
+// dev/plot_runs.cu: the training losses of several runs in one picture, and below them their difference from the first run.
 //
 //   run      make dev && build/cpu/dev/plot_runs losses.png runs/fp32 runs/bf16     (--smooth 50: means over 50)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb --args build/cpu-debug/dev/plot_runs losses.png runs/1
@@ -67,18 +67,34 @@ Difference largest_difference(const std::vector<double>& losses, const std::vect
     return largest;
 }
 
+// How far a run is from the first one, in percent of the first one's loss. Where both have no mean yet, neither has this.
+std::vector<double> percent_from(const std::vector<double>& first, const std::vector<double>& losses) {
+    std::vector<double> percent;
+    for (size_t i = 0; i < losses.size(); ++i) percent.push_back(100 * (losses[i] - first[i]) / first[i]);
+    return percent;
+}
+
+// The losses; and below them, where losses that lie on each other can be told apart, their distance from the first run.
 void draw(const std::string& path, const std::vector<Run>& runs, int64_t n_smooth) {
-    Plot plot{n_smooth == 1 ? "Training loss" : concat("Training loss, and its mean over ", n_smooth, " steps"),
-              "step",
-              "loss (nats per token)",
-              {}};
+    const Run& first = runs.front();
+    const std::string mean = n_smooth == 1 ? "" : concat(", and its mean over ", n_smooth, " steps");
+    Plot losses{concat("Training loss", mean), "step", "loss (nats per token)", {}};
+    Plot differences{
+        concat("Difference from ", first.name, n_smooth == 1 ? "" : concat(" of the mean over ", n_smooth, " steps")),
+        "step",
+        "difference (%)",
+        {}};
     for (size_t i = 0; i < runs.size(); ++i) {
-        const std::vector<double> steps(runs[i].steps.begin(), runs[i].steps.end());
+        const Run& run = runs[i];
+        const std::vector<double> steps(run.steps.begin(), run.steps.end());
         const int color = static_cast<int>(i);
-        if (n_smooth > 1) plot.series.push_back({"", steps, runs[i].losses, false, false, color});
-        plot.series.push_back({runs[i].name, steps, runs[i].means, true, false, color});
+        if (n_smooth > 1) losses.series.push_back({"", steps, run.losses, false, false, color});
+        losses.series.push_back({run.name, steps, run.means, true, false, color});
+        differences.series.push_back({"", steps, percent_from(first.means, run.means), true, false, color});
     }
-    write_png(path, plot);
+    if (runs.size() == 1) return write_png(path, losses);
+    differences.height = 400;
+    write_png(path, {losses, differences});
 }
 
 int run(const std::vector<std::string>& arguments) {

@@ -394,6 +394,8 @@ struct Plot {
     int width = 960, height = 600;
 };
 void write_png(const std::string& path, const Plot& plot);
+// Plots of one width, one below the other; their x axes begin and end at the same columns.
+void write_png(const std::string& path, const std::vector<Plot>& plots);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: numbers as people read them

@@ -138,10 +138,10 @@ Axis make_axis(bool log, const std::vector<double>& values, double margin) {
 // The picture
 
 struct Frame {  // the rectangle between the axes, in pixels
-    double left, top, right, bottom;
-    const Axis *x, *y;
+    double left = 0, top = 0, right = 0, bottom = 0;
+    Axis x, y;
     Point at(double x_value, double y_value) const {
-        return {left + x->place(x_value) * (right - left), bottom - y->place(y_value) * (bottom - top)};
+        return {left + x.place(x_value) * (right - left), bottom - y.place(y_value) * (bottom - top)};
     }
 };
 
@@ -149,7 +149,7 @@ struct Frame {  // the rectangle between the axes, in pixels
 std::vector<std::vector<Point>> pieces_of(const Series& series, const Frame& frame) {
     std::vector<std::vector<Point>> pieces(1);
     for (size_t i = 0; i < series.x.size(); i++) {
-        if (frame.x->shows(series.x[i]) && frame.y->shows(series.y[i])) {
+        if (frame.x.shows(series.x[i]) && frame.y.shows(series.y[i])) {
             pieces.back().push_back(frame.at(series.x[i], series.y[i]));
         } else if (!pieces.back().empty()) {
             pieces.emplace_back();
@@ -181,22 +181,22 @@ std::vector<Point> thin_out(const std::vector<Point>& points) {
 
 void draw_axes(Canvas& canvas, const Frame& frame, const Plot& plot, double s) {
     for (bool major : {false, true}) {
-        for (const Tick& tick : frame.x->ticks) {
-            const double x = std::floor(frame.at(tick.value, frame.y->low).x);
+        for (const Tick& tick : frame.x.ticks) {
+            const double x = std::floor(frame.at(tick.value, frame.y.low).x);
             if (tick.major == major) canvas.fill(x, frame.top, x + s, frame.bottom, major ? grid : faint_grid);
         }
-        for (const Tick& tick : frame.y->ticks) {
-            const double y = std::floor(frame.at(frame.x->low, tick.value).y);
+        for (const Tick& tick : frame.y.ticks) {
+            const double y = std::floor(frame.at(frame.x.low, tick.value).y);
             if (tick.major == major) canvas.fill(frame.left, y, frame.right, y + s, major ? grid : faint_grid);
         }
     }
-    for (const Tick& tick : frame.x->ticks) {
-        const double x = std::floor(frame.at(tick.value, frame.y->low).x);
+    for (const Tick& tick : frame.x.ticks) {
+        const double x = std::floor(frame.at(tick.value, frame.y.low).x);
         canvas.text({x, frame.bottom + 21 * s}, tick.label, 10 * s, soft_ink, Align::center);
         if (tick.major) canvas.fill(x, frame.bottom, x + s, frame.bottom + 5 * s, ink);
     }
-    for (const Tick& tick : frame.y->ticks) {
-        const double y = std::floor(frame.at(frame.x->low, tick.value).y);
+    for (const Tick& tick : frame.y.ticks) {
+        const double y = std::floor(frame.at(frame.x.low, tick.value).y);
         canvas.text({frame.left - 10 * s, y + 5 * s}, tick.label, 10 * s, soft_ink, Align::right);
         if (tick.major) canvas.fill(frame.left - 5 * s, y, frame.left, y + s, ink);
     }
@@ -204,7 +204,7 @@ void draw_axes(Canvas& canvas, const Frame& frame, const Plot& plot, double s) {
     canvas.fill(frame.left, frame.bottom, frame.right, frame.bottom + s, ink);
 
     const double middle = (frame.left + frame.right) / 2;
-    const double wide = canvas.width() - 20 * s, high = canvas.height() - 20 * s;
+    const double wide = plot.width - 20 * s, high = plot.height - 20 * s;
     const std::string title = Canvas::shorten(plot.title, 13 * s, wide);
     const std::string x_label = Canvas::shorten(plot.x_label, 10 * s, wide);
     const double half = Canvas::text_width(title, 13 * s) / 2;
@@ -283,58 +283,70 @@ void draw_legend(Canvas& canvas, const Frame& frame, const std::vector<Series>& 
     }
 }
 
-}  // namespace
+Color color_of(const Plot& plot, size_t k) {
+    const int color = plot.series[k].color;
+    return palette[color >= 0 ? static_cast<size_t>(color) : k % 8];
+}
 
-void write_png(const std::string& path, const Plot& plot) {
+void check_plot(const std::string& path, const Plot& plot, int width) {
     check(plot.width >= 160 && plot.height >= 120, path, ": a plot of ", plot.width, " x ", plot.height,
           " pixels is too small; 160 x 120 is the least");
-    Axis x, y;
-    x.log = plot.log_x;
-    y.log = plot.log_y;
-    std::vector<double> x_values, y_values;
-    std::vector<Color> colors;
-    for (size_t k = 0; k < plot.series.size(); k++) {
-        const Series& series = plot.series[k];
+    check(plot.width == width, path, ": plots of ", width, " and ", plot.width,
+          " pixels cannot stand one below the other; give them one width");
+    for (const Series& series : plot.series) {
         check(series.x.size() == series.y.size(), path, ": series \"", series.label, "\" has ", series.x.size(),
               " x and ", series.y.size(), " y values");
         check(series.color >= -1 && series.color < 8, path, ": series \"", series.label, "\" wants color ",
               series.color, "; the palette has 0 to 7");
-        colors.push_back(palette[series.color >= 0 ? static_cast<size_t>(series.color) : k % 8]);
+    }
+}
+
+// The axes of a plot whose upper edge lies at `top`. How far to the right they begin is up to the labels of y.
+Frame make_frame(const Plot& plot, double top, double s) {
+    Frame frame;
+    frame.x.log = plot.log_x;
+    frame.y.log = plot.log_y;
+    std::vector<double> x_values, y_values;
+    for (const Series& series : plot.series) {
         for (size_t i = 0; i < series.x.size(); i++) {
-            if (!x.shows(series.x[i]) || !y.shows(series.y[i])) continue;
+            if (!frame.x.shows(series.x[i]) || !frame.y.shows(series.y[i])) continue;
             x_values.push_back(series.x[i]);
             y_values.push_back(series.y[i]);
         }
     }
-    x = make_axis(plot.log_x, x_values, 0.01);
-    y = make_axis(plot.log_y, y_values, 0.05);
-
-    // Letters grow with the picture.
-    const double s = std::clamp(std::sqrt(plot.width * static_cast<double>(plot.height) / (960 * 600)), 0.7, 8.0);
-    Canvas canvas(plot.width, plot.height);
-    Frame frame{0, (plot.title.empty() ? 20 : 50) * s, 0, plot.height - (plot.x_label.empty() ? 36 : 62) * s, &x, &y};
-    set_ticks(y, static_cast<int>((frame.bottom - frame.top) / (50 * s)));
+    frame.x = make_axis(plot.log_x, x_values, 0.01);
+    frame.y = make_axis(plot.log_y, y_values, 0.05);
+    const double above = (plot.title.empty() ? 20 : 50) * s, below = (plot.x_label.empty() ? 36 : 62) * s;
+    set_ticks(frame.y, static_cast<int>((plot.height - below - above) / (50 * s)));
     double widest = 0;
-    for (const Tick& tick : y.ticks) widest = std::max(widest, Canvas::text_width(tick.label, 10 * s));
+    for (const Tick& tick : frame.y.ticks) widest = std::max(widest, Canvas::text_width(tick.label, 10 * s));
     frame.left = std::floor(widest + (plot.y_label.empty() ? 24 : 46) * s);
     frame.right = plot.width - 28 * s;
-    frame.top = std::floor(frame.top);
-    frame.bottom = std::floor(frame.bottom);
-    // As many ticks on x as there is room for their labels side by side.
+    frame.top = top + std::floor(above);
+    frame.bottom = top + std::floor(plot.height - below);
+    return frame;
+}
+
+// As many ticks on x as there is space for their labels side by side.
+void set_x_ticks(Frame& frame, double s) {
     for (int n_wanted = static_cast<int>((frame.right - frame.left) / (75 * s)); n_wanted >= 1; n_wanted--) {
-        set_ticks(x, n_wanted);
+        set_ticks(frame.x, n_wanted);
         bool crowded = false;
         double reached = -1e9;
-        for (const Tick& tick : x.ticks) {
-            const double half = Canvas::text_width(tick.label, 10 * s) / 2, at = frame.at(tick.value, y.low).x;
+        for (const Tick& tick : frame.x.ticks) {
+            const double half = Canvas::text_width(tick.label, 10 * s) / 2, at = frame.at(tick.value, frame.y.low).x;
             if (half == 0) continue;
             crowded = crowded || at - half < reached;
             reached = at + half + 14 * s;
         }
-        if (!crowded) break;
+        if (!crowded) return;
     }
+}
 
+void draw_plot(Canvas& canvas, const Plot& plot, const Frame& frame, double s) {
     draw_axes(canvas, frame, plot, s);
+    std::vector<Color> colors;
+    for (size_t k = 0; k < plot.series.size(); k++) colors.push_back(color_of(plot, k));
     std::vector<std::vector<Point>> curves;
     for (bool thick : {false, true}) {
         for (size_t k = 0; k < plot.series.size(); k++) {
@@ -348,5 +360,31 @@ void write_png(const std::string& path, const Plot& plot) {
         canvas.text({(frame.left + frame.right) / 2, (frame.top + frame.bottom) / 2}, "no data", 13 * s, soft_ink,
                     Align::center);
     draw_legend(canvas, frame, plot.series, colors, curves, s);
+}
+
+}  // namespace
+
+void write_png(const std::string& path, const Plot& plot) { write_png(path, std::vector<Plot>{plot}); }
+
+void write_png(const std::string& path, const std::vector<Plot>& plots) {
+    check(!plots.empty(), path, ": there is no plot to draw; give at least one");
+    // Letters grow with the picture; all of its plots have letters of one size.
+    const Plot& first = plots.front();
+    const double s = std::clamp(std::sqrt(first.width * static_cast<double>(first.height) / (960 * 600)), 0.7, 8.0);
+    std::vector<Frame> frames;
+    int height = 0;
+    double left = 0;
+    for (const Plot& plot : plots) {
+        check_plot(path, plot, first.width);
+        frames.push_back(make_frame(plot, height, s));
+        left = std::max(left, frames.back().left);
+        height += plot.height;
+    }
+    Canvas canvas(first.width, height);
+    for (size_t i = 0; i < plots.size(); i++) {
+        frames[i].left = left;  // one x lies below the other
+        set_x_ticks(frames[i], s);
+        draw_plot(canvas, plots[i], frames[i], s);
+    }
     canvas.save(path);
 }

@@ -305,7 +305,7 @@ TEST_CASE("plot_runs draws losses and prints how far they are from the first", "
     const Outcome outcome = run_program("dev/plot_runs", folders);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
-    CHECK(png_size(png) == std::pair(960, 600));
+    CHECK(png_size(png) == std::pair(960, 1000));  // the losses, and below them their differences from the first
     // name, steps, last mean, P % at step S twice. All steps of bf16 differ by 1 %.
     const std::vector<std::string> bf16 = words(line_of(outcome.out, "run", "bf16"));
     CHECK(bf16[1] == "60");
@@ -320,6 +320,9 @@ TEST_CASE("plot_runs draws losses and prints how far they are from the first", "
     for (size_t i = 21; i <= 40; ++i) mean += first[i] / 20;
     CHECK(std::stod(spiked[8]) == Approx(100 * 2.2 / 20 / mean).margin(0.0006));  // three decimals
     CHECK(spiked[12] == "41");
+
+    REQUIRE(run_program("dev/plot_runs", png + " " + folder / "fp32").status == 0);
+    CHECK(png_size(png) == std::pair(960, 600));  // one run differs from none
 
     const Outcome single = run_program("dev/plot_runs", folders + " --smooth 1");
     REQUIRE(single.status == 0);

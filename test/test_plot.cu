@@ -204,6 +204,34 @@ TEST_CASE("plot: a line is where its values are") {
     CHECK(static_cast<int>(gap.size()) < (gap.back() - gap.front()) / 2);
 }
 
+TEST_CASE("plot: several stand one below the other, their x axes in the same columns") {
+    const TempFolder folder;
+    Plot wide_labels = plot_of({0, 1}, {1e-7, 1.00001e-7}), narrow_labels = plot_of({0, 1}, {1, 2});
+    narrow_labels.height = 300;
+    write_png(folder / "both.png", {wide_labels, narrow_labels});
+    const Picture both(folder / "both.png"), above = draw(wide_labels), alone = draw(narrow_labels);
+    REQUIRE(both.width == 960);
+    REQUIRE(both.height == 900);
+    // The upper one as if it were alone; the lower one's curve begins and ends where the upper one's does.
+    CHECK(std::equal(above.rgb.begin(), above.rgb.end(), both.rgb.begin()));
+    const auto lower_columns = [&] {
+        Picture lower = both;
+        lower.rgb.erase(lower.rgb.begin(), lower.rgb.begin() + static_cast<std::ptrdiff_t>(above.rgb.size()));
+        lower.height = 300;
+        return lower.columns_of(0, 114, 178);
+    }();
+    const std::vector<int> upper_columns = above.columns_of(0, 114, 178);
+    REQUIRE(!lower_columns.empty());
+    CHECK(std::abs(lower_columns.front() - upper_columns.front()) <= 1);
+    CHECK(std::abs(lower_columns.back() - upper_columns.back()) <= 1);
+    CHECK(alone.columns_of(0, 114, 178).front() < upper_columns.front() - 10);  // its labels alone need less space
+
+    narrow_labels.width = 800;
+    CHECK_THROWS_WITH(write_png(folder / "x.png", {wide_labels, narrow_labels}), ContainsSubstring("one width"));
+    CHECK_THROWS_WITH(write_png(folder / "x.png", std::vector<Plot>{}), ContainsSubstring("no plot"));
+    CHECK(!std::filesystem::exists(folder / "x.png"));
+}
+
 TEST_CASE("plot: a log axis makes a power law straight") {
     Plot plot = plot_of({}, {});
     plot.log_x = plot.log_y = true;
