@@ -47,7 +47,8 @@ BadSequences find_bad_sequences(Trainer& t, int64_t step) {
 std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step, double loss, double norm) {
     const TrainOptions& o = t.options;
     const int64_t first = (step - 1) * o.batch;
-    std::string text = concat("step ", step, ": the loss is ", loss, " and the gradient norm ", norm);
+    const auto number = [](double x) { return std::isnan(x) ? std::string("nan") : concat(x); };  // never "-nan"
+    std::string text = concat("step ", step, ": the loss is ", number(loss), " and the gradient norm ", number(norm));
     const auto where = [&](int64_t i) { return concat("sequence ", i, " (", data.describe(i), ")"); };
     // With --offload and --clip 0 the host has updated during the backward, before the norm was known.
     if (t.model.sharding.host_updates() && !o.updates_after_norm()) {
