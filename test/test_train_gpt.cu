@@ -349,7 +349,8 @@ TEST_CASE("a loss that is not a number ends the run and keeps the last checkpoin
     CHECK_THAT(outcome.err, ContainsSubstring(init));
 }
 
-// Embeddings of one token that are infinite: the loss of the sequences with this token is not finite, that of others is.
+// Embeddings of one token that are infinite: the loss of the sequences with this token is not finite, that of the
+// others is.
 // A final norm that is infinite: no loss is finite.
 TEST_CASE("a loss that is not a number is traced to its sequences and documents", "[program][train_gpt]") {
     const TempFolder folder;
