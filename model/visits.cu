@@ -17,6 +17,24 @@ std::vector<Visit> forward_visits(const Config& config) {
     return visits;
 }
 
+namespace {
+
+// For --trace: "backward of block 3".
+std::string name_of(const Visit& visit) {
+    switch (visit.work) {
+        case Work::embed: return "forward of embedding";
+        case Work::forward_block: return concat("forward of block ", visit.block);
+        case Work::forward_head: return "forward of head";
+        case Work::backward_head: return "backward of head";
+        case Work::recompute_block: return concat("recompute of block ", visit.block);
+        case Work::backward_block: return concat("backward of block ", visit.block);
+        case Work::backward_embedding: return "backward of embedding";
+    }
+    return "";
+}
+
+}  // namespace
+
 void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
     DataParallel* const ranks = model.data_parallel;
     if (!ranks) return;
@@ -26,9 +44,11 @@ void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
     if (visit.block >= 0 && model.precision.fp8 != Fp8Recipe::none && model.sharding.shards_weights())
         quantise_block(model, visit.block, stream);
     for (size_t unit : visit.begin) ranks->begin_grads(model, unit, stream);
+    ranks->comm().trace_computing(name_of(visit), stream);
 }
 
 void end_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
     if (!model.data_parallel) return;
+    model.data_parallel->comm().trace_computing("", stream);
     for (size_t unit : visit.end) model.data_parallel->end_grads(model, unit, stream);
 }

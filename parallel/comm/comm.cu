@@ -87,16 +87,14 @@ void Comm::set_step(int64_t step) {
     state_->tracing = state_->traced_steps.count(step) > 0;
 }
 void Comm::end_step() { state_->tracing = false; }
-bool Comm::is_traced() const { return state_->tracing; }
 
 // The time is that at which the stream gets here; the host is ahead of it.
-void Comm::trace_computing(const std::string& what, cudaStream_t stream, bool rename) {
+void Comm::trace_computing(const std::string& what, cudaStream_t stream) {
     if (!state_->tracing) return;
     struct Note {
         std::shared_ptr<RankState> state;
         std::string what;
         int64_t step;
-        bool rename;
     };
     cudaCheck(cudaLaunchHostFunc(
         stream,
@@ -105,16 +103,12 @@ void Comm::trace_computing(const std::string& what, cudaStream_t stream, bool re
             RankState& rank = *note->state;
             TraceEvent& last = rank.computing;
             const double now = seconds_now() - rank.started;
-            if (note->rename) {
-                last.what = note->what;
-                return;
-            }
             last.end = now;
             if (!last.what.empty()) rank.trace->add(last);
             last = {
                 .kind = TraceEvent::computing, .rank = rank.rank, .step = note->step, .start = now, .what = note->what};
         },
-        new Note{state_, what, state_->step, rename}));
+        new Note{state_, what, state_->step}));
 }
 int Comm::node_of(int member) const {
     return state_->node[static_cast<size_t>(transport_->members()[static_cast<size_t>(member)])];

@@ -116,10 +116,8 @@ class Comm {
     void set_step(int64_t step);
     // What comes now (evaluation, samples, checkpoints) is no part of the step, and of no trace.
     void end_step();
-    bool is_traced() const;  // is this step one of --trace?
-    // For the trace: from here on the stream computes `what`, "" for nothing. rename: the part that began last had the
-    // wrong name.
-    void trace_computing(const std::string& what, cudaStream_t stream, bool rename = false);
+    // For the trace: from here on the stream computes `what`; "": nothing.
+    void trace_computing(const std::string& what, cudaStream_t stream);
     // Rank of this communicator -> the machine that it runs on, counted from 0.
     int node_of(int member) const;
     // Bytes that this rank has sent and received so far, through all its communicators.

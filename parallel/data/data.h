@@ -262,7 +262,7 @@ class DataParallel {
     // The norm's sums, the loss and the like: small tensors of f32, added up.
     void all_reduce(Tensor tensor, cudaStream_t stream);
     // Of what was done since start_clock(). Waits for the streams.
-    void start_clock() { stream_.start_clock(), traced_ = {}; }
+    void start_clock() { stream_.start_clock(); }
     CommTime read_clock() { return stream_.read_clock(); }
 
     // The most precise values of a parameter, on rank 0, without padding. Collective if they are sharded.
@@ -274,17 +274,8 @@ class DataParallel {
     const DataParallelOptions options_;
     CommStream stream_;
     std::unique_ptr<Scheme> scheme_;
-    Tensor staging_;  // what read() sends
-
-    // For the trace: what the computing stream does next. Between two parts it may wait for a collective.
-    void trace(const char* phase, const FlatParameters& p, size_t unit, cudaStream_t stream, bool rename = false);
-    void trace_pause(cudaStream_t stream) { comm().trace_computing("", stream); }
-    struct Traced {
-        enum Phase { forward, backward, update } phase = forward;
-        int64_t unit = -1;                 // in the forward: the last one that was asked for
-        bool in_backward = false;          // of a unit, between its begin_grads and its end_grads
-        bool embedding_has_begun = false;  // a tied embedding's gradients begin with the head's
-    } traced_;
+    Tensor staging_;               // what read() sends
+    bool updates_follow_ = false;  // between finish_grads() and the sum of the norm
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

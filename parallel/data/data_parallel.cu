@@ -123,61 +123,36 @@ void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, c
     comm().take_memory(arena);
 }
 
-// Weights are also asked for again in the backward, where a block's forward is run again, or its backward follows at
-// once; then begin_grads corrects the name. A unit that is asked for after a later one is a tied embedding beside the
-// head.
 void DataParallel::gather(const FlatParameters& p, size_t u, int64_t next, cudaStream_t stream) {
-    const bool beside_head = traced_.phase == Traced::backward ? u == 0 : static_cast<int64_t>(u) < traced_.unit;
-    trace_pause(stream);
     scheme_->gather(p, u, next, stream);
-    const size_t named = beside_head ? p.units.size() - 1 : u;
-    trace(traced_.phase == Traced::forward    ? "forward"
-          : traced_.phase == Traced::backward ? "recompute"
-                                              : "quantise",
-          p, named, stream);
-    traced_.unit = static_cast<int64_t>(named);
 }
 void DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream) {
     scheme_->begin_backward(p, micro_batch, stream);
-    traced_ = {.phase = Traced::backward};
 }
 void DataParallel::begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
     scheme_->begin_grads(p, u, stream);
-    if (traced_.in_backward) {
-        traced_.embedding_has_begun = true;
-        return;
-    }
-    // Without a gather (an embedding that is not tied) nothing has begun that could be renamed.
-    trace("backward", p, u, stream, traced_.unit == static_cast<int64_t>(u));
-    traced_.in_backward = true;
 }
 void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
-    trace_pause(stream);
     scheme_->end_grads(p, u, stream);
-    traced_.in_backward = false;
-    if (u == 1 && traced_.embedding_has_begun) trace("backward", p, 0, stream);
-    if (u == 0) traced_ = {};  // the next micro-batch's forward
-}
-void DataParallel::finish_grads(cudaStream_t stream) {
-    trace_pause(stream);
-    stream_.wait_for_all(stream);
-    traced_.phase = Traced::update;
-    comm().trace_computing("norm", stream);
-}
-void DataParallel::all_gather_weights(const FlatParameters& p, size_t u, cudaStream_t stream) {
-    trace_pause(stream);
-    scheme_->all_gather_weights(p, u, stream);
-    if (u + 1 < p.units.size()) trace("update", p, u + 1, stream);
-}
-// The sums of the norm: the update of the first unit follows.
-void DataParallel::all_reduce(Tensor tensor, cudaStream_t stream) {
-    trace_pause(stream);
-    comm().all_reduce(tensor, stream);
-    if (traced_.phase == Traced::update) comm().trace_computing("update of embedding", stream);
 }
 
-void DataParallel::trace(const char* phase, const FlatParameters& p, size_t u, cudaStream_t stream, bool rename) {
-    if (comm().is_traced()) comm().trace_computing(concat(phase, " of ", p.units[u].name), stream, rename);
+// The trace of computing: forward and backward are named by who runs them (model/visits.cu), what follows is named here. While
+// the stream may wait for a collective it computes nothing.
+void DataParallel::finish_grads(cudaStream_t stream) {
+    stream_.wait_for_all(stream);
+    comm().trace_computing("norm", stream);
+    updates_follow_ = true;
+}
+void DataParallel::all_reduce(Tensor tensor, cudaStream_t stream) {
+    comm().trace_computing("", stream);
+    comm().all_reduce(tensor, stream);
+    if (updates_follow_) comm().trace_computing("update of embedding", stream);
+    updates_follow_ = false;
+}
+void DataParallel::all_gather_weights(const FlatParameters& p, size_t u, cudaStream_t stream) {
+    comm().trace_computing("", stream);
+    scheme_->all_gather_weights(p, u, stream);
+    if (u + 1 < p.units.size()) comm().trace_computing("update of " + p.units[u + 1].name, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
