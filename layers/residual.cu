@@ -27,7 +27,7 @@ __global__ void residual_add_kernel(T* out, const T* inp, const T* branch, int64
 
 void residual_add(Tensor out, Tensor inp, Tensor branch, cudaStream_t stream) {
     const char* const name = "residual_add";
-    check(inp.data && inp.ndim == 2, name, ": inp is ", inp.describe(), ", expected (N, C)");
+    check(inp.data && inp.ndim == 2, name, ": inp is ", inp, ", expected (N, C)");
     expect(name, "out", out, inp.dtype, {inp.shape[0], inp.shape[1]});
     expect(name, "branch", branch, inp.dtype, {inp.shape[0], inp.shape[1]});
     expect_aligned(name, {{"out", out}, {"inp", inp}, {"branch", branch}});
