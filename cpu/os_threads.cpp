@@ -26,8 +26,9 @@ constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between th
 // GNU OpenMP reads its environment when the library is loaded, before any code of this program runs. So the program sets
 // the variable and starts itself once more: it keeps its process number, its arguments and its open files. The second
 // start removes the variable again, so that programs that this one starts find the environment that the user gave it. A
-// user's own choice is respected.
-[[gnu::constructor]] void bound_spinning(int, char** arguments, char**) {
+// user's own choice is respected. The priority 101 puts this before the constructors of other files, which may have
+// changed the environment already.
+[[gnu::constructor(101)]] void bound_spinning(int, char** arguments, char**) {
     const auto is_set = [](const char* name) { return std::getenv(name) != nullptr; };
     if (is_set(kSecondStart)) {
         unsetenv(kSecondStart);

@@ -317,13 +317,15 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         loss += static_cast<double>(token_loss) / static_cast<double>(N);
     std::printf("%s after %lld steps of %lld tokens, trained in fp32; loss %.3f\n", o.model.c_str(),
                 static_cast<long long>(o.steps), static_cast<long long>(N), loss);
-    std::vector<Gradients> all = {{"dlogits", false, to_floats(acts.logits)},
-                                  {"dresidual", false, to_floats(workspace.dresidual)},
-                                  {"dnorm", false, to_floats(workspace.dnorm)}};
-    for (const auto& [name, slots] :
-         {std::pair("attention", workspace.dattention), std::pair("feed-forward", workspace.dfeed_forward)})
-        for (const Tensor& gradient : slots)
-            if (gradient) all.push_back({concat("of ", name), false, to_floats(gradient)});
+    // The places of every attention's first product and heads, and of every feed-forward's (model/attention_gqa.cu, ...).
+    const Slots &attention = workspace.dattention, &feed_forward = workspace.dfeed_forward;
+    const std::vector<std::pair<std::string, Tensor>> of_activations = {
+        {"dlogits", acts.logits},   {"dresidual", workspace.dresidual},
+        {"dnorm", workspace.dnorm}, {"dqkv", attention[0]},
+        {"dattn", attention[2]},    {"dup", feed_forward[0]},
+        {"dact", feed_forward[1]}};
+    std::vector<Gradients> all;
+    for (const auto& [name, gradient] : of_activations) all.push_back({name, false, to_floats(gradient)});
     all.push_back({"parameters", true, to_floats(model.grads)});
     return all;
 }
