@@ -125,12 +125,23 @@ RunData open_data(const TrainOptions& o, const Config& config, std::unique_ptr<T
             .identity = identity};
 }
 
+// Error, with what to do, for sizes of the model that a kernel cannot have with these options.
+void check_limits(const TrainOptions& o, const Config& config) {
+    expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
+    if (o.precision.fp8 == Fp8Recipe::none) return;
+    const int64_t local_batch = o.batch / rank_count(o.ranks);
+    const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch;
+    for (const auto& [inputs, outputs] : block_linear_shapes(config))
+        expect_fp8_sizes(o.precision.fp8, micro_batch * o.seq, inputs, outputs);
+}
+
 }  // namespace
 
 std::string open_run(const TrainOptions& o, Mesh& mesh, std::optional<Trainer>& trainer, std::optional<RunData>& data) {
     try {
         std::unique_ptr<Tokenizer> tokenizer = open_tokenizer(o);
         const Config config = choose_config(o, tokenizer->vocab_size());
+        check_limits(o, config);
         trainer.emplace(o, config, mesh);
         trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
         if (o.plan) return "";
