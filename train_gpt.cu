@@ -149,6 +149,10 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
     std::optional<Trainer> trainer;
     std::optional<RunData> data;
     if (fault.empty()) fault = open_run(options, mesh, trainer, data);
+    if (options.plan && !started_by_mpirun()) {  // the other ranks do not exist
+        if (!fault.empty()) fail(fault);
+        return print_plan(*trainer);
+    }
     if (!agree_to_start(world, fault, start_fault)) return;
     if (options.plan) {
         if (world.rank == 0) print_plan(*trainer);

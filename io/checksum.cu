@@ -1,12 +1,13 @@
 // io/checksum.cu: a 64-bit checksum that is faster than a disk or the memory can deliver bytes.
 //
-//   four lanes h_0 ... h_3; word i of 8 bytes goes to lane j = i mod 4:   h_j = rotate((h_j xor word) * P, 31),   P odd
+//   four lanes h_0 ... h_3; word i of 8 bytes goes to lane j = i mod 4:   h_j = rotate(h_j + word P, 31) Q,   P, Q odd
 //   the result folds the length and the lanes in the same way
 //
-// Each step can be undone when the word is known: it maps different lanes to different lanes, and different words to
-// different lanes. So a change inside one word of 8 bytes always changes the checksum; any other change is missed with
-// a probability of about 2^-64. Four lanes because a multiplication takes several cycles:
-// four of them run at the same time.
+// (The round of xxHash, Y. Collet 2012.) Each step can be undone when the word is known: it maps different lanes to
+// different lanes, and different words to different lanes. So a change inside one word of 8 bytes always changes the
+// checksum; any other change is missed with a probability of about 2^-64. The second product spreads the highest bit of
+// a word, which the first one leaves where it is. Four lanes because a multiplication takes several cycles: four of
+// them run at the same time.
 //
 // It finds broken bytes, not forged ones: whoever wants to can make other bytes with the same checksum.
 #include <bit>
@@ -16,9 +17,10 @@
 
 namespace {
 
-constexpr uint64_t kPrime = 0x9E3779B97F4A7C15u;  // 2^64 / golden ratio; odd, which is all that the argument needs
+// 2^64 over the golden ratio, and over the square root of two, made odd: being odd is all that the argument needs.
+constexpr uint64_t kP = 0x9E3779B97F4A7C15u, kQ = 0xB504F333F9DE6485u;
 
-uint64_t add_word(uint64_t lane, uint64_t word) { return std::rotl((lane ^ word) * kPrime, 31); }
+uint64_t add_word(uint64_t lane, uint64_t word) { return std::rotl(lane + word * kP, 31) * kQ; }
 
 }  // namespace
 
