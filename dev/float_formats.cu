@@ -317,7 +317,8 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         loss += static_cast<double>(token_loss) / static_cast<double>(N);
     std::printf("%s after %lld steps of %lld tokens, trained in fp32; loss %.3f\n", o.model.c_str(),
                 static_cast<long long>(o.steps), static_cast<long long>(N), loss);
-    // The places of every attention's first product and heads, and of every feed-forward's (model/attention_gqa.cu, ...).
+    // The places of every attention's first product and heads, and of every feed-forward's (model/attention_gqa.cu,
+    // ...).
     const Slots &attention = workspace.dattention, &feed_forward = workspace.dfeed_forward;
     const std::vector<std::pair<std::string, Tensor>> of_activations = {
         {"dlogits", acts.logits},   {"dresidual", workspace.dresidual},

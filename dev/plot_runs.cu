@@ -1,4 +1,5 @@
-// dev/plot_runs.cu: the training losses of several runs in one picture, and below them their difference from the first run.
+// dev/plot_runs.cu: the training losses of several runs in one picture, and below them their difference from the first
+// run.
 //
 //   run      make dev && build/cpu/dev/plot_runs losses.png runs/fp32 runs/bf16     (--smooth 50: means over 50)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb --args build/cpu-debug/dev/plot_runs losses.png runs/1
@@ -67,7 +68,8 @@ Difference largest_difference(const std::vector<double>& losses, const std::vect
     return largest;
 }
 
-// How far a run is from the first one, in percent of the first one's loss. Where both have no mean yet, neither has this.
+// How far a run is from the first one, in percent of the first one's loss. Where both have no mean yet, neither has
+// this.
 std::vector<double> percent_from(const std::vector<double>& first, const std::vector<double>& losses) {
     std::vector<double> percent;
     for (size_t i = 0; i < losses.size(); ++i) percent.push_back(100 * (losses[i] - first[i]) / first[i]);

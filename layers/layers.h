@@ -230,7 +230,7 @@ struct RopeScaling {  // for long contexts, the formulas in rope.cu
     double beta_fast = 32.0, beta_slow = 1.0;
     double mscale = 0.0, mscale_all_dim = 0.0;
 };
-// D/2 frequencies base^(-2i/D), scaled for long contexts. T, the length of the sequences, matters to dynamic scaling alone.
+// D/2 frequencies base^(-2i/D), scaled for long contexts. T, the length of the sequences: for dynamic scaling alone.
 std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& scaling, int64_t T = 0);
 // YaRN's a, and what it (in DeepSeek's form) multiplies the softmax scale by. Both 1 without YaRN.
 double rope_amplitude(const RopeScaling& scaling);

@@ -46,6 +46,10 @@ __device__ __forceinline__ Philox draw_of_thread(const F& format, const Tile& ti
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel of optimizers with one state or none
 
+// Here and not in the kernel, because device code may not call the host's string_view::empty.
+template <class Update>
+constexpr bool kHasState = !Update::kStates.empty();
+
 // No barrier: on the CPU device the threads of a block are a loop over consecutive elements, which g++ turns into SIMD.
 // __restrict__ says that no store changes what is loaded after it: these are all different arrays.
 template <class Update, class F, class G>
@@ -63,7 +67,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
         const int64_t i = tile.first + k;
         const float g = scale * to_float(grads[i]);
         float w = to_float(values[i]);
-        if constexpr (Update::kStates.empty()) {
+        if constexpr (!kHasState<Update>) {
             w = update(w, g, tile.decay);
         } else {
             float a = state[tile.state_first + k];

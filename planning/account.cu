@@ -20,7 +20,8 @@
 
 namespace {
 
-// Elements that a step with ZeRO 3 fetches: of each unit on the way of a step (model/visits.cu), unless its buffer still holds it.
+// Elements that a step with ZeRO 3 fetches: of each unit on the way of a step (model/visits.cu), unless its buffer
+// still holds it.
 int64_t fetched_n(const Trainer& t) {
     std::vector<Visit> visits = forward_visits(t.config);
     for (const Visit& visit : backward_visits(t.config, t.options.recompute)) visits.push_back(visit);

@@ -55,7 +55,8 @@ Elements block_elements(const Config& c) {
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) linears += static_cast<double>(inputs + outputs);
     const Elements attention = find_attention(c.attention).elements(c),
                    feed_forward = find_feed_forward(c.feed_forward).elements(c);
-    // Norms: stream, branch -> sum, out; backward dout, dsum, x -> dinp. Linear layers: backward by input and by weight.
+    // Norms: stream, branch -> sum, out; backward dout, dsum, x -> dinp. Linear layers: backward by input and by
+    // weight.
     return {2 * 4 * C + linears + attention.forward + feed_forward.forward,
             2 * 4 * C + 2 * linears + attention.backward + feed_forward.backward};
 }

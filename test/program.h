@@ -39,9 +39,9 @@ inline std::string mpirun_command(int n, int seconds = 60) {
                   " mpirun --oversubscribe -np ", n, " ");
 }
 
-// Are the bytes that cudaMemGetInfo says were taken those that were planned? The CPU device counts bytes. A GPU hands out memory
-// in pieces of 2 MiB: each of the at most 16 arenas may take one more piece than its bytes, or lie in a piece that was taken
-// before it.
+// Are the bytes that cudaMemGetInfo says were taken those that were planned? The CPU device counts bytes. A GPU hands
+// out memory in pieces of 2 MiB: each of the at most 16 arenas may take one more piece than its bytes, or lie in a
+// piece that was taken before it.
 inline bool taken_as_planned(double taken, double planned) {
     const double difference = std::abs(taken - planned);
     return device().is_cpu ? difference == 0 : difference <= 16 * 0x1p21;

@@ -5,8 +5,8 @@
 //                 as a step is one micro-batch a rank: losses, norms and weights. naive does, too, but for the norm:
 //                 rank 0 alone sums the squares. So its losses and weights are the same where no gradient is clipped
 //   to 1e-5       over other numbers of ranks the batch is divided differently, so sums of gradients round
-//                 differently. At a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are chaotic, any two
-//                 roundings (also two sizes of micro-batch on one rank) are 1e-4 apart
+//                 differently. At a rate of 1e-3 this stays below 2e-7 in 20 steps; at 3e-3, where the first steps are
+//                 chaotic, any two roundings (also two sizes of micro-batch on one rank) are 1e-4 apart
 #include "io/io.h"
 #include "llm.h"
 #include "parallel/data/data.h"

@@ -270,8 +270,8 @@ void check_bounds(const char* what, const Tensor& piece, const Tensor& whole, co
                   int rank, int size) {
     check(bounds.size() == static_cast<size_t>(size) + 1 && bounds[0] == 0 &&
               std::is_sorted(bounds.begin(), bounds.end()) && bounds.back() == whole.n(),
-          what, ": ", bounds.size(), " boundaries up to ", bounds.empty() ? 0 : bounds.back(), " of ", whole,
-          " for ", size, " ranks: expected one more than ranks, from 0 to all elements, in order");
+          what, ": ", bounds.size(), " boundaries up to ", bounds.empty() ? 0 : bounds.back(), " of ", whole, " for ",
+          size, " ranks: expected one more than ranks, from 0 to all elements, in order");
     const size_t r = static_cast<size_t>(rank);
     check(piece.dtype == whole.dtype && piece.n() == bounds[r + 1] - bounds[r], what, ": rank ", rank, "'s piece is ",
           piece, "; expected ", bounds[r + 1] - bounds[r], " elements of ", dtype_name(whole.dtype));

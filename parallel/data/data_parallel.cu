@@ -136,8 +136,8 @@ void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t str
     scheme_->end_grads(p, u, stream);
 }
 
-// The trace of computing: forward and backward are named by who runs them (model/visits.cu), what follows is named here. While
-// the stream may wait for a collective it computes nothing.
+// The trace of computing: forward and backward are named by who runs them (model/visits.cu), what follows is named
+// here. While the stream may wait for a collective it computes nothing.
 void DataParallel::finish_grads(cudaStream_t stream) {
     stream_.wait_for_all(stream);
     comm().trace_computing("norm", stream);
