@@ -22,7 +22,7 @@ run() {
     shift
     printf '  %-14s ' "$name"
     # The inner 2>&1 is the program's; the outer one takes the shell's own word on a program that crashed.
-    { LLM_TEST_LOG=$runs/$name.log timeout --foreground "${TEST_TIMEOUT:-900}" "$build/run_tests" --durations yes "$@" \
+    { LLM_TEST_LOG=$runs/$name.log timeout --foreground "${TEST_TIMEOUT:-1500}" "$build/run_tests" --durations yes "$@" \
         > "$runs/$name.out" 2>&1 || status=$?; } 2> /dev/null
     if [ $status = 0 ]; then
         echo "ok, $((SECONDS - started)) s"
