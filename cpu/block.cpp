@@ -12,7 +12,6 @@
 #include "device.h"
 #include "fiber.h"
 
-#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -85,7 +84,7 @@ class Block {
 
   private:
     uint3 index_of(unsigned thread) const {
-        if (thread < size_.x) return {thread, 0, 0};  // two divisions are as dear as a switch
+        if (thread < size_.x) return {thread, 0, 0};  // two divisions cost as much as a switch of fibers
         return {thread % size_.x, thread / size_.x % size_.y, thread / size_.x / size_.y};
     }
     void take_over(unsigned thread);  // the running thread waits for the first time: its loop ends with it
@@ -317,7 +316,7 @@ inline void Block::wait(unsigned thread) {
     switch_fiber(&self->stopped, to->stopped);
 }
 
-// Its first wait, or nobody is ready, or strict mode.
+// The general case: its first wait, or no fiber is ready, or strict mode.
 void Block::wait_slowly(unsigned thread) {
     if (loop_) take_over(thread);
     Fiber* self = current_;
@@ -347,7 +346,7 @@ inline void Block::arrive_at_barrier(unsigned thread) {
     wait(thread);
 }
 
-// For waits of other kinds: the thread goes on when somebody has called set_ready(list).
+// For waits of other kinds: the thread goes on after a call of set_ready(list).
 void Block::park(unsigned thread, FiberList& list) {
     current_->thread = thread;
     list.push(current_);
@@ -362,7 +361,7 @@ void Block::give_way(unsigned thread) {
     wait(thread);
 }
 
-// Another barrier than the last one: right if nobody waits.
+// Another barrier than the last one: an error, unless no thread waits at that one.
 void Block::barrier_elsewhere(unsigned thread, const char* file, int line) {
     if (n_arrived_ > 0 && (line != barrier_line_ || std::strcmp(file, barrier_file_) != 0))
         report("barrier divergence in " + where() + ":\n  it waits at " + file + ":" + std::to_string(line) +
@@ -534,7 +533,7 @@ void run_grid(const Launch& launch, const BlockProgram& program) {
                            std::to_string(launch.line));
         return;
     }
-    const int n_os_threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+    const int n_os_threads = os_threads();
     if (n_blocks == 1 || n_os_threads == 1) {
         for (uint64_t i = 0; i < n_blocks; ++i) run_block(launch, program, i);
         return;

@@ -341,7 +341,7 @@ void multiply(const Multiplication& p) {
     const Profiled profiled("matmul");
     const auto value = [](const float* pointer) { return pointer ? *pointer : 1.0f; };
     const float alpha = p.device_alpha ? *p.device_alpha : p.alpha, beta = p.device_beta ? *p.device_beta : p.beta;
-    const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+    const int threads = os_threads();
     const float scales = p.has_block_scales() ? 1.0f : value(p.a_scale) * value(p.b_scale);
     Run run{p, choose_tiling(p, threads), alpha * scales, beta * value(p.c_scale), {}, {}};
     const int64_t tasks = run.tiling.count(p.batch_count);

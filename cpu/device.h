@@ -61,6 +61,9 @@ void hopper_step();                                                          // 
 bool hopper_land_one();      // every thread waits: a copy lands. False: none is under way
 std::string hopper_waits();  // who waits at which mbarrier or named barrier, for the report when all wait for ever
 
+// ---- cpu/os_threads.cpp
+int os_threads();  // how many of them a grid or a product may use
+
 // ---- cpu/strict.cpp
 // Strict mode's random numbers: splitmix64 from CUDA_CPU_STRICT=seed.
 uint64_t strict_random();

@@ -46,7 +46,6 @@ strict_runs() {
 }
 
 if [[ $build == build/cpu* ]]; then
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # who waits leaves its core to the others
     set -m  # a process group of its own, that ends with us
     strict_runs "$@" > "$runs/strict.txt" &
     strict=$!

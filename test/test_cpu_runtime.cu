@@ -2,7 +2,7 @@
 //
 // Plain CUDA, so that a GPU can say whether the tests are right. What must hold under any order of streams is tested
 // here, also in strict mode, where the order is drawn; that a wrong order is found is test_cpu_strict.cu's subject.
-#include "test.h"
+#include "program.h"
 
 #include <algorithm>
 #include <atomic>
@@ -304,6 +304,27 @@ TEST_CASE("host functions run in their stream's order", "[cpu]") {
 }
 
 #ifdef CUDA_ON_CPU
+// What GNU OpenMP says of itself when it is loaded: twice, if the program starts itself again (cpu/os_threads.cpp).
+TEST_CASE("OpenMP's threads spin for a short time, unless the user says otherwise", "[cpu][program]") {
+    const auto spins = [](const std::string& variables) {
+        const std::string text = run_program("wrong_kernels", "",
+                                             "env -u GOMP_SPINCOUNT -u OMP_WAIT_POLICY -u OMP_NUM_THREADS "
+                                             "OMP_DISPLAY_ENV=verbose " +
+                                                 variables)
+                                     .err;
+        const std::string name = "GOMP_SPINCOUNT = '";
+        const size_t at = text.rfind(name);
+        REQUIRE(at != std::string::npos);  // another OpenMP than GNU's: nothing is known of its waiting
+        return std::stoll(text.substr(at + name.size()));
+    };
+    CHECK(spins("") == 3000);
+    CHECK(spins("OMP_WAIT_POLICY=passive") == 0);
+    CHECK(spins("OMP_WAIT_POLICY=active") > 3000);
+    CHECK(spins("GOMP_SPINCOUNT=77") == 77);
+    CHECK(run_program("wrong_kernels", "", "env OMP_DISPLAY_ENV=verbose OMP_NUM_THREADS=1").err.find("'3000'") ==
+          std::string::npos);
+}
+
 TEST_CASE("work that must wait holds up its own stream only", "[cpu]") {
     Stream first, second;
     std::atomic<bool> open{false};

@@ -61,9 +61,15 @@ int marked_lines(const std::string& text, const std::string& name) {
         REQUIRE(!lines.empty());  // run the tests from the folder in which they were built
         const size_t line = std::stoul(text.substr(at + file.size()));
         REQUIRE(line <= lines.size());
-        const size_t mark = lines[line - 1].find("// <- ");
-        REQUIRE(mark != std::string::npos);
-        const std::string marked_for = lines[line - 1].substr(mark) + " ";
+        // The mark stands at the end of the line, or in the lines of comment above it.
+        std::string marked_for = lines[line - 1] + " ";
+        for (size_t above = line - 1; above > 0; --above) {
+            const std::string& comment = lines[above - 1];
+            const size_t start_of_text = comment.find_first_not_of(' ');
+            if (start_of_text == std::string::npos || comment.compare(start_of_text, 2, "//") != 0) break;
+            marked_for = comment + " " + marked_for;
+        }
+        REQUIRE(marked_for.find("// <- ") != std::string::npos);
         CHECK(marked_for.find(" " + name + " ") != std::string::npos);
         ++n;
     }

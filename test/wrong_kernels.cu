@@ -459,12 +459,10 @@ bool product(Mistake mistake) {
     Buffer inp(tiles.size() / 2), out(128);
     must(cudaMemcpy(inp.data, tiles.data(), tiles.size() * 2, cudaMemcpyHostToDevice));
     const __nv_bfloat16* numbers = reinterpret_cast<const __nv_bfloat16*>(inp.data);
-    product_kernel<<<1, 160, 4 * kTileBytes + kTileAlignment>>>(
-        out.data, numbers,
-        // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier
-        // missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early
-        // operand_overwritten
-        mistake);
+    // <- missing_mbarrier_wait wrong_parity missing_empty_wait missing_expect_tx missing_fence_of_mbarrier
+    // missing_proxy_fence missing_wgmma_fence missing_wgmma_commit missing_wgmma_wait released_too_early
+    // operand_overwritten
+    product_kernel<<<1, 160, 4 * kTileBytes + kTileAlignment>>>(out.data, numbers, mistake);
     must(cudaDeviceSynchronize());
     for (float x : out.read())
         if (x != 16.0f * (1 + 2 + 3 + 4 + 5)) return false;
@@ -513,9 +511,8 @@ __global__ void __launch_bounds__(384, 1) fragment_kernel(float* out, int which)
 }
 bool fragment(Mistake mistake) {
     Buffer out(128);
-    fragment_kernel<<<1, 384, 2 * kTileAlignment>>>(
-        out.data,
-        mistake);  // <- fragment_overwritten tile_off_the_pattern registers_of_half_a_group too_many_registers
+    // <- fragment_overwritten tile_off_the_pattern registers_of_half_a_group too_many_registers
+    fragment_kernel<<<1, 384, 2 * kTileAlignment>>>(out.data, mistake);
     must(cudaDeviceSynchronize());
     for (float x : out.read())
         if (x != 32.0f) return false;
@@ -559,11 +556,9 @@ __global__ void round_trip_kernel(float* out, const float* inp, int which) {
 }
 bool round_trip(int which) {
     Buffer inp(counting(64)), out(64);
-    round_trip_kernel<<<1, 64, 2 * kTileAlignment>>>(
-        out.data, inp.data,
-        // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read
-        // missing_bulk_wait
-        which);
+    // <- arrival_that_never_comes named_barrier_of_other_size missing_store_fence missing_bulk_wait_read
+    // missing_bulk_wait
+    round_trip_kernel<<<1, 64, 2 * kTileAlignment>>>(out.data, inp.data, which);
     must(cudaDeviceSynchronize());
     const std::vector<float> row = out.read();
     for (size_t i = 0; i < 64; ++i)

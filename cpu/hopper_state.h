@@ -1,0 +1,144 @@
+// cpu/hopper_state.h: what a block has under way of Hopper's asynchronous instructions; shared by cpu/hopper*.cpp.
+#pragma once
+
+#include "device.h"
+
+#include <algorithm>
+#include <deque>
+#include <vector>
+
+namespace cuda_cpu::hopper {
+
+constexpr unsigned kNamedBarriers = 16;
+// How many products of each warp group have been waited for, as far as a thread can know: it has waited itself, or it
+// has waited at a barrier at which a thread that knows has arrived.
+constexpr unsigned kMaxWarpGroups = 1024 / kWarpGroup;
+struct Knowledge {
+    uint32_t n_done[kMaxWarpGroups] = {};
+    void merge(const Knowledge& other) {
+        for (unsigned g = 0; g < kMaxWarpGroups; ++g) n_done[g] = std::max(n_done[g], other.n_done[g]);
+    }
+};
+
+struct Waiter {
+    unsigned thread, parity;
+    Here here;
+};
+struct Barrier {
+    void* at;
+    unsigned count, pending;  // arrivals of a phase, and those that have not come
+    int64_t bytes;            // announced, and not yet landed
+    unsigned phase;           // how many phases are complete
+    Here initialised;
+    FiberList waiting;
+    std::vector<Waiter> waiters;
+    Knowledge brought, complete;  // by all arrivals, and by those of complete phases
+};
+struct NamedBarrier {
+    unsigned n_threads, n_arrived;
+    Here here;
+    FiberList waiting;
+    Knowledge brought;
+};
+
+struct Load {
+    char* to;
+    size_t bytes;
+    void* barrier;
+    unsigned phase, thread;
+    Here here;
+    bool landed;
+    std::function<void()> copy;
+};
+struct Store {
+    const char* from;
+    std::vector<char> bytes;  // as they were when the store began
+    unsigned group, thread;
+    Here here;
+    bool read, written;
+    std::function<void(const char*)> write;
+};
+
+// 16 bytes that a wgmma reads, and what they were.
+struct Chunk {
+    const char* at;
+    char bytes[16];
+};
+struct Product {
+    unsigned warp_group, group, thread;
+    Here here;
+    std::vector<Chunk> operands;
+};
+struct Accumulator {
+    float* registers;
+    std::vector<float> values;
+    unsigned group;
+    Here here;
+};
+// A thread's part of an A in registers, and what it was.
+struct Fragment {
+    const uint32_t* registers;
+    uint32_t values[4];
+    unsigned group;
+    Here here;
+};
+struct ThreadState {
+    unsigned n_stores = 0;    // groups of stores that it has closed
+    unsigned n_products = 0;  // groups of wgmma likewise
+    bool fenced = false;      // wgmma_fence since the last wait
+    std::vector<Accumulator> in_flight;
+    std::vector<Fragment> fragments;
+    unsigned n_registers = 0;  // that it has given or taken; 0: neither
+    Knowledge knowledge;
+};
+struct WarpGroup {
+    unsigned n_arrived = 0;
+    FiberList waiting;
+    Wgmma* lanes[kWarpGroup];
+    WgmmaComplete complete;
+    Here here;
+    std::vector<Here> products;       // all that were started: number n stands at n - 1
+    std::vector<uint32_t> committed;  // the number of the last one of each group of products
+    std::vector<uint32_t> readers;    // for each 16 bytes of dynamic shared memory, the last one that read them
+};
+
+// All that one block has under way.
+struct Unit {
+    bool used = false, lazy = false;
+    std::deque<Barrier> barriers;
+    NamedBarrier named[kNamedBarriers] = {};
+    std::vector<Load> loads;  // in flight, until a thread has waited for them
+    size_t n_flying = 0;      // those of them that have not landed
+    std::vector<Store> stores;
+    std::vector<Product> products;
+    std::vector<ThreadState> threads;
+    std::vector<WarpGroup> warp_groups;
+    char* shared = nullptr;
+    size_t shared_bytes = 0;
+    std::vector<char> view;      // strict mode: dynamic shared memory as the asynchronous proxy sees it
+    Product* product = nullptr;  // strict mode: whose operands are being read
+    unsigned product_thread = 0;
+};
+
+Unit& this_unit();  // this block's
+
+// ---- hopper.cpp: words for reports, and checks of addresses
+std::string place(Here here);
+std::string offset_of(const Unit& u, const void* at);  // "byte 16 of dynamic shared memory"
+// Where the view has the bytes at `at`; null if they are not in dynamic shared memory.
+char* view_of(Unit& u, const char* at);
+void check_aligned(unsigned thread, const void* pointer, size_t alignment, const char* what, Here here);
+
+// ---- hopper.cpp: mbarriers
+Barrier& find_barrier(unsigned thread, void* at, Here here);
+void complete_phase_if_due(Barrier& b);
+
+// ---- hopper_copies.cpp
+// The bytes that a copy or a product reads through the asynchronous proxy must be those that ordinary stores have left;
+// and no copy may be on its way to them.
+void check_fenced(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here);
+void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here);
+void land(Unit& u, Load& load);
+void finish_writing(Store& store);
+
+}  // namespace cuda_cpu::hopper
