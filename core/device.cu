@@ -43,3 +43,22 @@ void close_device() {
     cudaStreamDestroy(current->stream);
     current.reset();
 }
+
+void run_on_host(cudaStream_t stream, std::function<void()> function,
+                 [[maybe_unused]] std::initializer_list<Tensor> reads,
+                 [[maybe_unused]] std::initializer_list<Tensor> writes) {
+#ifdef CUDA_ON_CPU
+    cuda_cpu::Footprint footprint{"a function of the host", {nullptr, 0}, {}};
+    for (const Tensor& tensor : reads) footprint.accesses.push_back({tensor.data, tensor.bytes(), false});
+    for (const Tensor& tensor : writes) footprint.accesses.push_back({tensor.data, tensor.bytes(), true});
+    cuda_cpu::enqueue(stream, std::move(function), footprint);
+#else
+    const auto call = [](void* owned) {
+        const std::unique_ptr<std::function<void()>> its_function(static_cast<std::function<void()>*>(owned));
+        (*its_function)();
+    };
+    auto owned = std::make_unique<std::function<void()>>(std::move(function));
+    cudaCheck(cudaLaunchHostFunc(stream, call, owned.get()));
+    owned.release();  // the call owns it now
+#endif
+}

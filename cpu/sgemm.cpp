@@ -4,7 +4,7 @@
 // AVX2. For each k it loads one column of A's block (three vectors), and multiplies it with each element of B's row:
 // 24 (12) fused multiply-adds for 3 loads and 8 (4) broadcasts, so that the arithmetic is what takes the time.
 //
-// Caches. It reads A and B from copies that lie in the order in which it wants them ("packed"): A as slivers of 48 rows,
+// Caches. It reads A and B from copies that lie in the order in which it reads them ("packed"): A as slivers of 48 rows,
 // B as slivers of 8 columns, k after k. 384 k's at a time: a sliver of B then fits the first cache, and stays there while
 // a block of four slivers of A (288 KiB), which fits the second, goes past it. Packing transposes where it must, in
 // registers, and widens 16- and 8-bit numbers, which is exact. (Goto & van de Geijn, Anatomy of High-Performance Matrix

@@ -186,8 +186,9 @@ class HostTransport : public Transport {
     virtual void pause() = 0;                 // between two questions: gives way to others
 
   private:
-    // Runs work on the host when the stream gets there and may_run() holds.
-    void host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work);
+    // Runs work on the host when the stream gets there and may_run() holds. The work reads or writes `bytes` of `data`.
+    void host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                   const void* data = nullptr, size_t bytes = 0, bool writes = false);
     // may_run for a message, with the watchdog: true also when the job has failed (and then the work does nothing). Waits for
     // `patience` times --comm-timeout.
     std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double patience = 1);
