@@ -124,7 +124,8 @@ struct cudaDeviceProp {
 namespace cuda_cpu {
 struct Stream;
 struct Event;
-// Where a call stands in the program, for reports: as the last parameter with a default value, it is the caller's place.
+// Where a call stands in the program, for reports: as the last parameter with a default value, it is the caller's
+// place.
 struct Place {
     const char* file;
     int line;
@@ -162,8 +163,9 @@ cudaError_t cudaFree(void* pointer);
 cudaError_t cudaMallocHost(void** pointer, size_t bytes);
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* pointer);
-// Managed memory: on a GPU its pages go where they are touched, and a prefetch moves them ahead of that. Here they are where
-// everything is; the calls check that it is managed memory that they are given, and a prefetch takes its place in the stream.
+// Managed memory: on a GPU its pages go where they are touched, and a prefetch moves them ahead of that. Here they are
+// where everything is; the calls check that it is managed memory that they are given, and a prefetch takes its place in
+// the stream.
 cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned flags = cudaMemAttachGlobal);
 cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation to, unsigned flags,
                                  cudaStream_t stream = nullptr, cuda_cpu::Place place = cuda_cpu::Place::here());
@@ -201,7 +203,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
-// The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled (cuda.h).
+// The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled
+// (cuda.h).
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 constexpr unsigned long long cudaEnableDefault = 0;
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
@@ -258,7 +261,8 @@ struct BlockProgram {
     void (*enter_block)(const Launch& launch, uint3 block);
 };
 
-// For strict mode's check of races (cpu/races.cpp): what a piece of work is called, and which bytes it reads and writes.
+// For strict mode's check of races (cpu/races.cpp): what a piece of work is called, and which bytes it reads and
+// writes.
 struct Access {
     const void* data;
     size_t bytes;
@@ -271,8 +275,9 @@ struct Footprint {
 };
 // Runs work at once, or in strict mode when something waits for it.
 void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint = {});
-// The same, but not before may_run() returns true: work that waits for another rank. The stream stands still until then,
-// the others do not: strict mode asks may_run again and again, and holds the runtime's lock meanwhile (so it must be quick).
+// The same, but not before may_run() returns true: work that waits for another rank. The stream stands still until
+// then, the others do not: strict mode asks may_run again and again, and holds the runtime's lock meanwhile (so it must
+// be quick).
 void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
                   const Footprint& footprint = {});
 bool runs_at_once();
@@ -357,8 +362,8 @@ struct OfConst : std::false_type {};
 template <template <class> class Struct, class T>
 struct OfConst<Struct<const T>> : std::true_type {};
 
-// Does the kernel only read through argument I? Its parameter is a pointer to const, or a structure of them, Heads<const
-// float>. Other structures with pointers count as written through.
+// Does the kernel only read through argument I? Its parameter is a pointer to const, or a structure of them,
+// Heads<const float>. Other structures with pointers count as written through.
 template <size_t I, class Call, class... Arguments>
 constexpr bool only_reads() {
     using T = std::tuple_element_t<I, std::tuple<Arguments...>>;

@@ -37,8 +37,8 @@ struct FiberList {
     }
 };
 
-// A wait of any kind, for cpu/hopper.cpp: the running thread waits in a list, others run, and it goes on some time after
-// let_go has been called for the list. give_way: in strict mode others may run now.
+// A wait of any kind, for cpu/hopper.cpp: the running thread waits in a list, others run, and it goes on some time
+// after let_go has been called for the list. give_way: in strict mode others may run now.
 void park(unsigned thread, FiberList& list);
 void let_go(FiberList& list);
 void give_way(unsigned thread);

@@ -1,7 +1,8 @@
 // cpu/memory.cpp: memory of the CPU device, and copies.
 //
-// Device memory, pinned memory and managed memory are ordinary memory here, but the device knows which bytes it has given
-// out as what, and refuses copies that CUDA refuses. In strict mode each allocation ends at a guard page (cpu/strict.cpp).
+// Device memory, pinned memory and managed memory are ordinary memory here, but the device knows which bytes it has
+// given out as what, and refuses copies that CUDA refuses. In strict mode each allocation ends at a guard page
+// (cpu/strict.cpp).
 #include "races.h"
 
 #include <sys/mman.h>
@@ -146,8 +147,8 @@ cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocat
                                  Place place) {
     if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
     if (!strict) return cudaSuccess;
-    // Nothing moves here. But pages that move while a kernel uses them are what a prefetch is there to avoid: it counts as a
-    // write, so that strict mode finds a missing wait.
+    // Nothing moves here. But pages that move while a kernel uses them are what a prefetch is there to avoid: it counts
+    // as a write, so that strict mode finds a missing wait.
     enqueue(stream, [] {}, {"cudaMemPrefetchAsync", place, {{pointer, bytes, true}}});
     return cudaSuccess;
 }
@@ -158,8 +159,8 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};
     sysinfo(&info);
     *total_bytes = uint64_t{info.totalram} * info.mem_unit;
-    // As on a GPU of its own: what there was when the program started, less what it has allocated since. (The system counts
-    // a page only once it is touched.)
+    // As on a GPU of its own: what there was when the program started, less what it has allocated since. (The system
+    // counts a page only once it is touched.)
     static const size_t at_start = available_bytes();
     size_t allocated = 0;
     const std::lock_guard lock(mutex);

@@ -3,21 +3,21 @@
 //     stream 1   [launch A writes b] [record e]
 //     stream 2                                   [wait for e] [launch B reads b]
 //
-// A comes before B in every order that CUDA allows, because of e. Without the wait some orders have B first: a race, even
-// if the order of today gives the right result. So the check does not look at the order in which operations run, but at
-// what orders them, when the program asks for them. Each operation has a vector clock (Fidge 1988, Mattern 1989): for each
-// stream, how many of its operations come before. An operation joins the clocks of the operation before it in its stream,
-// of the events that its stream waits for, and of what the host has waited for. Number i of stream s comes before it if
-// its clock for s is at least i.
+// A comes before B in every order that CUDA allows, because of e. Without the wait some orders have B first: a race,
+// even if the order of today gives the right result. So the check does not look at the order in which operations run,
+// but at what orders them, when the program asks for them. Each operation has a vector clock (Fidge 1988, Mattern
+// 1989): for each stream, how many of its operations come before. An operation joins the clocks of the operation before
+// it in its stream, of the events that its stream waits for, and of what the host has waited for. Number i of stream s
+// comes before it if its clock for s is at least i.
 //
-// For each byte we keep which operation wrote it last, and which have read it since (as FastTrack does: Flanagan & Freund 2009). A new
-// access must come after the last write; a write must also come after the reads.
+// For each byte we keep which operation wrote it last, and which have read it since (as FastTrack does: Flanagan &
+// Freund 2009). A new access must come after the last write; a write must also come after the reads.
 //
-// Which bytes does an operation touch? Copies and memsets say it, matrix products and messages between ranks too. A kernel
-// may touch what its pointers point to: each argument that lies in an allocation counts, up to the end of the tensor that
-// it was taken from (note_view), as read or written according to the kernel's parameter (const T* or T*). That is more
-// than many kernels touch, but never less, as long as a kernel finds no pointers in memory. Not seen: what the host reads
-// and writes by itself, and host functions that do not say what they touch.
+// Which bytes does an operation touch? Copies and memsets say it, matrix products and messages between ranks too. A
+// kernel may touch what its pointers point to: each argument that lies in an allocation counts, up to the end of the
+// tensor that it was taken from (note_view), as read or written according to the kernel's parameter (const T* or T*).
+// That is more than many kernels touch, but never less, as long as a kernel finds no pointers in memory. Not seen: what
+// the host reads and writes by itself, and host functions that do not say what they touch.
 #include "races.h"
 
 #include <algorithm>

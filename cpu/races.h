@@ -1,4 +1,5 @@
-// cpu/races.h: what the streams (cpu/streams.cpp) and the memory (cpu/memory.cpp) tell the check of races (cpu/races.cpp).
+// cpu/races.h: what the streams (cpu/streams.cpp) and the memory (cpu/memory.cpp) tell the check of races
+// (cpu/races.cpp).
 #pragma once
 
 #include "device.h"
@@ -18,8 +19,8 @@ class VectorClock {
     std::vector<uint64_t> counts_;  // by the number of the stream
 };
 
-// Reports the first pair of this operation and an earlier one that touch the same bytes, at least one of the two writing,
-// where nothing orders the two. clock: the operation's own, which it is number clock.of(stream) in its stream.
+// Reports the first pair of this operation and an earlier one that touch the same bytes, at least one of the two
+// writing, where nothing orders the two. clock: the operation's own, which it is number clock.of(stream) in its stream.
 void check_races(const Footprint& footprint, size_t stream, const std::string& stream_name, const VectorClock& clock);
 void forget_accesses(uintptr_t begin, uintptr_t end);  // the memory has been freed
 

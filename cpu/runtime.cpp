@@ -1,4 +1,5 @@
-// cpu/runtime.cpp: errors and devices of the CPU device. Memory is in cpu/memory.cpp, streams and events in cpu/streams.cpp.
+// cpu/runtime.cpp: errors and devices of the CPU device. Memory is in cpu/memory.cpp, streams and events in
+// cpu/streams.cpp.
 #include "device.h"
 
 #include <omp.h>

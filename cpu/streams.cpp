@@ -6,12 +6,14 @@
 // run, and when, is the seed's:
 //
 //     seed 1, 4, 7, ...   as late as possible: when the program waits for something, only what that needs
-//     seed 2, 5, 8, ...   as early as possible: as soon as it is asked for, but for copies from and to pinned memory, which
+//     seed 2, 5, 8, ...   as early as possible: as soon as it is asked for, but for copies from and to pinned memory,
+//     which
 //                         the host could see; they run when they are needed
 //     seed 3, 6, 9, ...   at random, when the program waits for something; by the three ways of RandomOrder
 //
-// So a missing wait shows as a wrong result, and work that the program does not wait for does not happen. That alone would find many
-// missing waits by luck only; cpu/races.cpp finds each, under every seed, from the clocks that operations carry.
+// So a missing wait shows as a wrong result, and work that the program does not wait for does not happen. That alone
+// would find many missing waits by luck only; cpu/races.cpp finds each, under every seed, from the clocks that
+// operations carry.
 #include "races.h"
 
 #include <algorithm>
@@ -87,8 +89,8 @@ struct DeviceState {
 std::mutex mutex;  // guards everything below
 std::map<int, DeviceState> devices;
 uint64_t n_operations = 0;
-// What the host has waited for, on any thread: threads of the host order their own work among each other in ways that the
-// device does not see (a join, a mutex), and each rank has memory and streams of its own.
+// What the host has waited for, on any thread: threads of the host order their own work among each other in ways that
+// the device does not see (a join, a mutex), and each rank has memory and streams of its own.
 VectorClock host_clock;
 std::vector<uint64_t> counts;     // operations so far that touch memory, by the stream's place in clocks
 std::vector<size_t> free_places;  // of streams that are gone
@@ -141,8 +143,8 @@ std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, cons
 }
 
 // How the next operation is chosen during one wait, at random. Each of the three finds mistakes that the others seldom
-// find: only what the program waits for (what does it not wait for, and should?); by a random priority of each stream, so
-// that one runs far ahead of another (what is overwritten while it is still read?); at random each time.
+// find: only what the program waits for (what does it not wait for, and should?); by a random priority of each stream,
+// so that one runs far ahead of another (what is overwritten while it is still read?); at random each time.
 struct RandomOrder {
     enum { needed_only, by_stream, any } kind;
     uint64_t salt = strict_random();
@@ -158,8 +160,8 @@ struct RandomOrder {
     }
 };
 
-// The program waits for one operation, or for all of a device if there is no such target; or for nothing: then work runs
-// that need not wait.
+// The program waits for one operation, or for all of a device if there is no such target; or for nothing: then work
+// runs that need not wait.
 class Wait {
   public:
     struct ForNothing {};
@@ -284,8 +286,8 @@ void put_on_stream(cudaStream_t stream, std::function<bool()> may_run, std::func
     }
 }
 
-// For the tests of this check. CUDA_CPU_STRICT_SKIP_WAIT=17 leaves out the 17th wait of each device, =FILE:LINE all waits of
-// that line, and =list shows them all: whether each orders more than what has been waited for before.
+// For the tests of this check. CUDA_CPU_STRICT_SKIP_WAIT=17 leaves out the 17th wait of each device, =FILE:LINE all
+// waits of that line, and =list shows them all: whether each orders more than what has been waited for before.
 bool is_skipped_wait(const Stream& stream, const Event& event, Place place) {
     static const char* const text = std::getenv("CUDA_CPU_STRICT_SKIP_WAIT");
     if (!text) return false;
