@@ -6,9 +6,8 @@
 // run, and when, is the seed's:
 //
 //     seed 1, 4, 7, ...   as late as possible: when the program waits for something, only what that needs
-//     seed 2, 5, 8, ...   as early as possible: as soon as it is asked for, but for copies from and to pinned memory,
-//     which
-//                         the host could see; they run when they are needed
+//     seed 2, 5, 8, ...   as early as possible: as soon as it is asked for; but copies from and to pinned memory, which
+//                         the host could see, when they are needed
 //     seed 3, 6, 9, ...   at random, when the program waits for something; by the three ways of RandomOrder
 //
 // So a missing wait shows as a wrong result, and work that the program does not wait for does not happen. That alone
