@@ -130,11 +130,6 @@ void visit_backward(const Pass& p, const Visit& visit, Tensor dx, Residual& x) {
     end_visit(p.model, visit, p.stream);
 }
 
-void copy_if_elsewhere(Tensor to, Tensor from, cudaStream_t stream) {
-    if (to.data != from.data)
-        cudaCheck(cudaMemcpyAsync(to.data, from.data, to.bytes(), cudaMemcpyDeviceToDevice, stream));
-}
-
 bool is_block_in(const Visit& visit, int64_t first, int64_t last) { return first <= visit.block && visit.block < last; }
 
 }  // namespace
@@ -182,13 +177,13 @@ void forward_blocks(const Model& model, Activations& acts, const Workspace& work
     for (const Visit& visit : forward_visits(model.config))
         if (is_block_in(visit, first, last)) visit_forward(pass, visit, x);
     if (x.branch) residual_add(out, x.sum, x.branch, stream);
-    else copy_if_elsewhere(out, in, stream);
+    else copy_tensor(out, in, stream);
 }
 
 void backward_blocks(const Model& model, Activations& acts, const Workspace& workspace, int64_t first, int64_t last,
                      Tensor din, Tensor dout, cudaStream_t stream) {
     const Pass pass{model, acts, workspace, stream};
-    copy_if_elsewhere(din, dout, stream);
+    copy_tensor(din, dout, stream);
     Residual x;
     for (const Visit& visit : backward_visits(model.config, acts.recompute))
         if (is_block_in(visit, first, last)) visit_backward(pass, visit, din, x);

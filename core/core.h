@@ -12,6 +12,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
@@ -142,6 +143,9 @@ struct Tensor {
     T* ptr() const {
         check(dtype == DTypeOf<T>::value, "tensor holds ", dtype_name(dtype), ", read as ",
               dtype_name(DTypeOf<T>::value));
+#ifdef CUDA_ON_CPU
+        cuda_cpu::note_view(data, bytes());  // how far a kernel may go from here: strict mode looks for races
+#endif
         return static_cast<T*>(data);
     }
     Tensor view(std::initializer_list<int64_t> dims) const;  // the same elements in another shape
@@ -249,6 +253,16 @@ struct Device {
 Device& device();                // this thread's device; the first call opens CUDA device 0
 Device& open_device(int index);  // makes CUDA device `index` this thread's
 void close_device();
+
+cudaStream_t make_stream();  // one that the default stream does not wait for (cudaStreamNonBlocking)
+cudaEvent_t make_event();    // without a time
+void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  // on the device; nothing if out is inp
+
+// Puts a function of the host on the stream: it runs when the work before it is done, and the work after it waits for it.
+// It must not call CUDA. `reads` and `writes` are all the memory of the device, or pinned, that it touches: the CPU
+// device's strict mode checks that nothing else touches it meanwhile (cpu/races.cpp).
+void run_on_host(cudaStream_t stream, std::function<void()> function, std::initializer_list<Tensor> reads,
+                 std::initializer_list<Tensor> writes);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based

@@ -23,7 +23,7 @@ Device& open_device(int index) {
     opened->index = index;
     opened->name = properties.name;
     opened->sm_count = properties.multiProcessorCount;
-    cudaCheck(cudaStreamCreateWithFlags(&opened->stream, cudaStreamNonBlocking));
+    opened->stream = make_stream();
     cublasCheck(cublasLtCreate(&opened->blas));
 #ifdef CUDA_ON_CPU
     opened->is_cpu = true;
@@ -42,4 +42,38 @@ void close_device() {
     cudaFree(current->blas_workspace);
     cudaStreamDestroy(current->stream);
     current.reset();
+}
+
+cudaStream_t make_stream() {
+    cudaStream_t stream = nullptr;
+    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+}
+cudaEvent_t make_event() {
+    cudaEvent_t event = nullptr;
+    cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return event;
+}
+void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream) {
+    if (out.data != inp.data && inp.n() > 0)
+        cudaCheck(cudaMemcpyAsync(out.data, inp.data, inp.bytes(), cudaMemcpyDeviceToDevice, stream));
+}
+
+void run_on_host(cudaStream_t stream, std::function<void()> function,
+                 [[maybe_unused]] std::initializer_list<Tensor> reads,
+                 [[maybe_unused]] std::initializer_list<Tensor> writes) {
+#ifdef CUDA_ON_CPU
+    cuda_cpu::Footprint footprint{"a function of the host", {nullptr, 0}, {}};
+    for (const Tensor& tensor : reads) footprint.accesses.push_back({tensor.data, tensor.bytes(), false});
+    for (const Tensor& tensor : writes) footprint.accesses.push_back({tensor.data, tensor.bytes(), true});
+    cuda_cpu::enqueue(stream, std::move(function), footprint);
+#else
+    const auto call = [](void* owned) {
+        const std::unique_ptr<std::function<void()>> its_function(static_cast<std::function<void()>*>(owned));
+        (*its_function)();
+    };
+    auto owned = std::make_unique<std::function<void()>>(std::move(function));
+    cudaCheck(cudaLaunchHostFunc(stream, call, owned.get()));
+    owned.release();  // the call owns it now
+#endif
 }

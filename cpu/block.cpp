@@ -37,8 +37,8 @@ struct Exchange {
     void* lanes[kWarp] = {};
 };
 
-// Strict mode: copies that a thread has started and not waited for, the oldest first, and how many groups of them it has
-// closed.
+// Strict mode: copies that a thread has started and not waited for, the oldest first, and how many groups of them it
+// has closed.
 struct AsyncCopy {
     void* to;
     const void* from;  // nullptr: zeros
@@ -552,7 +552,8 @@ void* dynamic_shared_memory() {
     return block->dynamic_shared();
 }
 
-// A copy may land at any time between its start and the wait for it. Nobody may read its place meanwhile, so NaN stands there.
+// A copy may land at any time between its start and the wait for it. Nobody may read its place meanwhile, so NaN stands
+// there.
 void async_copy_strict(unsigned thread, void* to, const void* from, size_t bytes) {
     AsyncCopies& copies = block->async_copies(thread);
     std::memset(to, 0xff, bytes);

@@ -1,6 +1,6 @@
 // cublasLt.h on the CPU: matrix multiplication as NVIDIA's library offers it (cublas_lt.cpp).
 //
-// For the reader who meets cuBLASLt for the first time. One function does all the work,
+// One function of cuBLASLt does all the work,
 //
 //     D = epilogue(alpha * op(A) * op(B) + beta * C)          A: m x k, B: k x n, C and D: m x n, after op
 //
@@ -277,4 +277,5 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
                               cublasLtMatrixLayout_t a_layout, const void* B, cublasLtMatrixLayout_t b_layout,
                               const void* beta, const void* C, cublasLtMatrixLayout_t c_layout, void* D,
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo, void* workspace,
-                              size_t workspace_bytes, cudaStream_t stream);
+                              size_t workspace_bytes, cudaStream_t stream,
+                              cuda_cpu::Place place = cuda_cpu::Place::here());

@@ -260,6 +260,45 @@ cublasStatus_t destroy(Descriptor* descriptor) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// What a multiplication reads and writes, for the check of races (races.cpp)
+
+cuda_cpu::Access access(const Matrix& matrix, int64_t rows, int64_t columns, int64_t batch_count, bool writes) {
+    if (!matrix.data || rows == 0 || columns == 0) return {nullptr, 0, writes};
+    const char* last = matrix.at(batch_count - 1, rows - 1, columns - 1);
+    return {matrix.data, size_t(last - matrix.data) + element_bytes(matrix.type), writes};
+}
+
+std::vector<cuda_cpu::Access> accesses_of(const Multiplication& p) {
+    std::vector<cuda_cpu::Access> all = {access(p.a, p.m, p.k, p.batch_count, false),
+                                         access(p.b, p.k, p.n, p.batch_count, false),
+                                         access(p.d, p.m, p.n, p.batch_count, true)};
+    if (p.device_beta || p.beta != 0) all.push_back(access(p.c, p.m, p.n, p.batch_count, false));
+    if (p.reads_aux() || p.writes_aux()) all.push_back(access(p.aux, p.m, p.n, p.batch_count, p.writes_aux()));
+    const bool writes_bias =
+        p.sums_gradient_of_d() || p.has(CUBLASLT_EPILOGUE_BGRADA) || p.has(CUBLASLT_EPILOGUE_BGRADB);
+    if (p.bias && (writes_bias || p.has_bias())) {
+        Matrix bias;
+        bias.data = static_cast<char*>(p.bias), bias.type = p.bias_type, bias.batch_stride = p.bias_batch_stride;
+        const bool of_rows = p.has(CUBLASLT_EPILOGUE_BGRADA) || (!p.has(CUBLASLT_EPILOGUE_BGRADB) && p.bias_along_rows);
+        all.push_back(access(bias, of_rows ? p.m : p.n, 1, p.batch_count, writes_bias));
+    }
+    // Block scales: one for each 128 along k, and for each row or for each 128 rows.
+    const auto n_scales = [&](int32_t mode, int64_t rows) {
+        if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return int64_t{1};
+        const bool square = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+        return (square ? cuda_cpu::divide_up(rows, cuda_cpu::scale_block) : rows) *
+               cuda_cpu::divide_up(p.k, cuda_cpu::scale_block);
+    };
+    const auto scale = [&](const float* data, int64_t n, bool writes) {
+        if (data) all.push_back({data, size_t(n) * sizeof(float), writes});
+    };
+    scale(p.a_scale, n_scales(p.a_scale_mode, p.m), false), scale(p.b_scale, n_scales(p.b_scale_mode, p.n), false);
+    scale(p.c_scale, 1, false), scale(p.d_scale, 1, false), scale(p.d_amax, 1, true);
+    scale(p.device_alpha, 1, false), scale(p.device_beta, 1, false);
+    return all;
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -359,7 +398,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
                               cublasLtMatrixLayout_t a_layout, const void* B, cublasLtMatrixLayout_t b_layout,
                               const void* beta, const void* C, cublasLtMatrixLayout_t c_layout, void* D,
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t*, void*, size_t,
-                              cudaStream_t stream) {
+                              cudaStream_t stream, cuda_cpu::Place place) {
     if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
     if (!operation || !a_layout || !b_layout || !c_layout || !d_layout || !alpha || !beta || !A || !B || !D)
         return CUBLAS_STATUS_INVALID_VALUE;
@@ -397,7 +436,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t oper
     p.d_scale = operation->d_scale, p.d_amax = operation->d_amax;
     p.a_scale_mode = operation->a_scale_mode, p.b_scale_mode = operation->b_scale_mode;
     if (d_layout->order == CUBLASLT_ORDER_ROW) p.transpose();
-    cuda_cpu::enqueue(stream, [p] { cuda_cpu::multiply(p); });
+    if (cuda_cpu::runs_at_once()) cuda_cpu::multiply(p);
+    else cuda_cpu::enqueue(stream, [p] { cuda_cpu::multiply(p); }, {"a matrix product", place, accesses_of(p)});
     return CUBLAS_STATUS_SUCCESS;
 }
 

@@ -96,8 +96,8 @@ struct Multiplication {
 void multiply(const Multiplication& multiplication);
 
 // D = alpha A B + beta D, on this thread, without D if beta is 0: A rows x k and B k x columns, of any type; D floats,
-// element (i, j) at d[i + j * ld]. An element's bits depend on nothing but its row of A, its column of B, its place's old
-// value, alpha and beta. `space`: sgemm_space(columns, k) floats, aligned to 64 bytes.
+// element (i, j) at d[i + j * ld]. An element's bits depend on nothing but its row of A, its column of B, its place's
+// old value, alpha and beta. `space`: sgemm_space(columns, k) floats, aligned to 64 bytes.
 void sgemm(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha, float beta,
            float* d, int64_t ld, float* space);
 int64_t sgemm_space(int64_t columns, int64_t k);

@@ -6,9 +6,9 @@
 // is in the cache, and the result is rounded once to D's type. One large matrix and many small ones so take the same
 // path, and threads meet only at the end.
 //
-// 16- and 8-bit matrices are widened to float32, which is exact, on sgemm's way to its packed panels. Where blocks of an
-// fp8 matrix have scales of their own, the product over one block of k is formed by itself, and added to the tile with
-// its scales.
+// 16- and 8-bit matrices are widened to float32, which is exact, on sgemm's way to its packed panels. Where blocks of
+// an fp8 matrix have scales of their own, the product over one block of k is formed by itself, and added to the tile
+// with its scales.
 //
 // Row-major D: the transposed problem, D^T = op(B)^T op(A)^T, is column-major. So everything below is column-major.
 //

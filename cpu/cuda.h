@@ -1,4 +1,4 @@
-// cpu/cuda.h: of the CUDA driver's interface, what describes a tensor to the copy engine (TMA). It bears NVIDIA's file
+// cpu/cuda.h: of the CUDA driver's interface, what describes a tensor to the copy engine (TMA). It has NVIDIA's file
 // name.
 //
 // A tensor map says where an array of up to five dimensions lies in device memory, how large the boxes are that one

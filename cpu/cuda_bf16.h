@@ -1,7 +1,7 @@
 // cuda_bf16.h on the CPU: __nv_bfloat16, the upper half of a float32.
 //
 // Eight exponent bits, like float32, so that it covers the same range and gradients need no loss scaling; seven
-// mantissa bits, so that it knows two to three decimal digits. cuda_fp16.h compares the formats and explains the
+// mantissa bits: two to three decimal digits. cuda_fp16.h compares the formats and explains the
 // rounding; here the rounding is at its simplest, because a bfloat16 is a float32 without its last 16 bits.
 //
 // Every function has the name and the result of NVIDIA's. A NaN that is rounded becomes 0x7fff; widening to float

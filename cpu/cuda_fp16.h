@@ -1,6 +1,6 @@
 // cuda_fp16.h on the CPU: __half, and the rounding rules that all 16- and 8-bit floats here share.
 //
-// For the reader who wants to know what a "half" is and what a GPU does when it stores one. nvcc finds NVIDIA's header
+// This file also explains what a "half" is and what a GPU does when it stores one. nvcc finds NVIDIA's header
 // of this name; the CPU build finds this one, which offers the part of it that language model code uses.
 //
 // A small float is sign | exponent | mantissa. With e the stored exponent, m the mantissa, M mantissa bits:

@@ -76,7 +76,7 @@ constexpr __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t x, __nv_fp
 
 namespace cuda_cpu {
 
-// Straight to float, without the stop at half: what a loop wants.
+// Straight to float, without the stop at half: faster in a loop.
 constexpr float fp8_bits_to_float(__nv_fp8_storage_t x, __nv_fp8_interpretation_t interpretation) {
     if (interpretation == __NV_E5M2) return half_bits_to_float(uint16_t(x << 8));
     const uint32_t bits = SmallFloat<4, 3>::widen(x & 0x7f) | uint32_t(x & 0x80) << 24;

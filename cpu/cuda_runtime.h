@@ -1,4 +1,4 @@
-// cpu/cuda_runtime.h: the CUDA runtime on the CPU. It bears NVIDIA's file name so that the same .cu files find it.
+// cpu/cuda_runtime.h: the CUDA runtime on the CPU. It has NVIDIA's file name, so that the same .cu files find it.
 //
 // Read cpu/README.md first. In short: a kernel launch runs the kernel once for each thread of each block. The blocks of
 // a grid are spread over OpenMP threads. The threads of one block run one after the other in a plain loop (run_threads,
@@ -19,7 +19,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <string>
+#include <tuple>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "library_types.h"
 
@@ -120,6 +124,15 @@ struct cudaDeviceProp {
 namespace cuda_cpu {
 struct Stream;
 struct Event;
+// Where a call stands in the program, for reports: as the last parameter with a default value, it is the caller's
+// place.
+struct Place {
+    const char* file;
+    int line;
+    static constexpr Place here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
+};
 }  // namespace cuda_cpu
 using cudaStream_t = cuda_cpu::Stream*;
 using cudaEvent_t = cuda_cpu::Event*;
@@ -150,18 +163,21 @@ cudaError_t cudaFree(void* pointer);
 cudaError_t cudaMallocHost(void** pointer, size_t bytes);
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* pointer);
-// Managed memory: on a GPU its pages go where they are touched, and a prefetch moves them ahead of that. Here they are where
-// everything is; the calls check that it is managed memory that they are given, and a prefetch takes its place in the stream.
+// Managed memory: on a GPU its pages go where they are touched, and a prefetch moves them ahead of that. Here they are
+// where everything is; the calls check that it is managed memory that they are given, and a prefetch takes its place in
+// the stream.
 cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned flags = cudaMemAttachGlobal);
 cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation to, unsigned flags,
-                                 cudaStream_t stream = nullptr);
+                                 cudaStream_t stream = nullptr, cuda_cpu::Place place = cuda_cpu::Place::here());
 cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise advice, cudaMemLocation location);
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                       cuda_cpu::Place place = cuda_cpu::Place::here());
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                            cudaStream_t stream = nullptr);
-cudaError_t cudaMemset(void* pointer, int value, size_t bytes);
-cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream = nullptr);
+                            cudaStream_t stream = nullptr, cuda_cpu::Place place = cuda_cpu::Place::here());
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes, cuda_cpu::Place place = cuda_cpu::Place::here());
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream = nullptr,
+                            cuda_cpu::Place place = cuda_cpu::Place::here());
 template <class T>
 cudaError_t cudaMalloc(T** pointer, size_t bytes) {
     return cudaMalloc(reinterpret_cast<void**>(pointer), bytes);
@@ -176,7 +192,8 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0,
+                                cuda_cpu::Place place = cuda_cpu::Place::here());
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument);
 cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
@@ -186,7 +203,8 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
-// The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled (cuda.h).
+// The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled
+// (cuda.h).
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 constexpr unsigned long long cudaEnableDefault = 0;
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
@@ -243,11 +261,25 @@ struct BlockProgram {
     void (*enter_block)(const Launch& launch, uint3 block);
 };
 
+// For strict mode's check of races (cpu/races.cpp): what a piece of work is called, and which bytes it reads and
+// writes.
+struct Access {
+    const void* data;
+    size_t bytes;
+    bool writes;
+};
+struct Footprint {
+    std::string name = "work of the host";
+    Place place{nullptr, 0};
+    std::vector<Access> accesses = {};
+};
 // Runs work at once, or in strict mode when something waits for it.
-void enqueue(cudaStream_t stream, std::function<void()> work);
-// The same, but not before may_run() says yes: work that waits for another rank. The stream stands still until then, the
-// others do not: in strict mode may_run is asked again and again (quickly, please: it holds the runtime's lock).
-void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work);
+void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint = {});
+// The same, but not before may_run() returns true: work that waits for another rank. The stream stands still until
+// then, the others do not: strict mode asks may_run again and again, and holds the runtime's lock meanwhile (so it must
+// be quick).
+void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                  const Footprint& footprint = {});
 bool runs_at_once();
 void run_grid(const Launch& launch, const BlockProgram& program);
 bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
@@ -266,6 +298,13 @@ void warp_exchange(unsigned thread, unsigned mask, void* operands, const Collect
 void loop_taken_over();         // a thread whose loop was taken over has finished
 void* dynamic_shared_memory();  // on a 1024-byte boundary; in strict mode 16, so that it can end at a guard page
 extern bool strict;
+
+// A kernel that is given a pointer may touch what lies from there to the end of the tensor that the pointer was taken
+// from. Whoever takes a pointer to be given to kernels says here how long the tensor is.
+void note_view_strict(const void* data, size_t bytes);
+static inline void note_view(const void* data, size_t bytes) {
+    if (strict) note_view_strict(data, bytes);
+}
 void shared_declared_strict(void* variable, size_t bytes);
 static inline void shared_declared(void* variable, size_t bytes) {
     if (strict) shared_declared_strict(variable, bytes);
@@ -303,6 +342,47 @@ static inline void enter_block(const Launch& launch, uint3 block) {
     gridDim = launch.grid;
 }
 
+// An argument of a launch, as the check of races sees it: bytes, among which are pointers, and whether the kernel only
+// reads through them.
+struct Argument {
+    const void* value;
+    size_t bytes;
+    bool only_reads;
+};
+void enqueue_launch(const Launch& launch, std::function<void()> run, const std::vector<Argument>& arguments);
+
+// Can `Call` be called with an argument of type New in place of argument I?
+template <size_t I, class New, class Call, class... Arguments, size_t... J>
+constexpr bool takes(std::index_sequence<J...>) {
+    return std::is_invocable_v<const Call&, std::conditional_t<I == J, New, Arguments>...>;
+}
+struct Anything {};  // no kernel is written for this type: if it takes one, its parameter's type is deduced
+template <class T>
+struct OfConst : std::false_type {};
+template <template <class> class Struct, class T>
+struct OfConst<Struct<const T>> : std::true_type {};
+
+// Does the kernel only read through argument I? Its parameter is a pointer to const, or a structure of them,
+// Heads<const float>. Other structures with pointers count as written through.
+template <size_t I, class Call, class... Arguments>
+constexpr bool only_reads() {
+    using T = std::tuple_element_t<I, std::tuple<Arguments...>>;
+    if constexpr (std::is_pointer_v<T>) {
+        using All = std::index_sequence_for<Arguments...>;
+        if constexpr (std::is_const_v<std::remove_pointer_t<T>>) return true;
+        else
+            return takes<I, const std::remove_pointer_t<T>*, Call, Arguments...>(All{}) &&
+                   !takes<I, const Anything*, Call, Arguments...>(All{});
+    } else {
+        return OfConst<T>::value;
+    }
+}
+template <class Call, class... Arguments, size_t... I>
+static std::vector<Argument> describe(std::index_sequence<I...>, const Arguments&... arguments) {
+    return {Argument{&arguments, std::is_arithmetic_v<Arguments> ? 0 : sizeof arguments,
+                     only_reads<I, Call, Arguments...>()}...};
+}
+
 template <class Call, class... Arguments>
 static void launch(const char* name, const char* file, int line, const Configuration& configuration, Call call,
                    Arguments... arguments) {
@@ -312,7 +392,7 @@ static void launch(const char* name, const char* file, int line, const Configura
     using Kernel = std::remove_const_t<decltype(kernel)>;
     const auto run = [=] { run_grid(where, {&kernel, &run_threads<Kernel>, &enter_block}); };
     if (runs_at_once()) run();
-    else enqueue(configuration.stream, run);
+    else enqueue_launch(where, run, describe<Call>(std::index_sequence_for<Arguments...>{}, arguments...));
 }
 
 // Threads are numbered x first; 32 consecutive numbers are a warp.

@@ -37,8 +37,8 @@ struct FiberList {
     }
 };
 
-// A wait of any kind, for cpu/hopper.cpp: the running thread waits in a list, others run, and it goes on some time after
-// somebody has let the list go. give_way: in strict mode others may run now.
+// A wait of any kind, for cpu/hopper.cpp: the running thread waits in a list, others run, and it goes on some time
+// after let_go has been called for the list. give_way: in strict mode others may run now.
 void park(unsigned thread, FiberList& list);
 void let_go(FiberList& list);
 void give_way(unsigned thread);
@@ -60,6 +60,13 @@ void hopper_meet(unsigned first_thread, unsigned n_threads, unsigned mask);  // 
 void hopper_step();                                                          // strict mode: perhaps a copy lands
 bool hopper_land_one();      // every thread waits: a copy lands. False: none is under way
 std::string hopper_waits();  // who waits at which mbarrier or named barrier, for the report when all wait for ever
+
+// ---- cpu/runtime.cpp
+int current_device();
+cudaError_t remember(cudaError_t error);  // for cudaGetLastError; returns it
+
+// ---- cpu/streams.cpp
+void wait_for_device(int device);
 
 // ---- cpu/os_threads.cpp
 int os_threads();  // how many of them a grid or a product may use

@@ -1,5 +1,6 @@
-// cpu/hopper.cpp: Hopper's asynchronous instructions, for one block at a time: mbarriers and named barriers. Bulk and tensor
-// copies are in hopper_copies.cpp, products (wgmma) in hopper_wgmma.cpp; what a block has under way is in hopper_state.h.
+// cpu/hopper.cpp: Hopper's asynchronous instructions, for one block at a time: mbarriers and named barriers. Bulk and
+// tensor copies are in hopper_copies.cpp, products (wgmma) in hopper_wgmma.cpp; what a block has under way is in
+// hopper_state.h.
 //
 // By default all that is asynchronous is done at once. Strict mode lets each copy land late, and follows what is under
 // way:
@@ -217,8 +218,8 @@ void hopper_step() {
 }
 
 namespace {
-// A kernel that changes its numbers of registers is compiled for the most that its threads can have of 65536, in steps of
-// 8: that is all a block has. Who takes more than the others have left waits for ever.
+// A kernel that changes its numbers of registers is compiled for the most that its threads can have of 65536, in steps
+// of 8: that is all a block has. Who takes more than the others have left waits for ever.
 void check_registers(const Unit& u) {
     const unsigned n_threads = static_cast<unsigned>(u.threads.size());
     const unsigned n_each = std::min(65536 / n_threads / 8 * 8, 256u);

@@ -84,8 +84,8 @@ void check_not_read(Unit& u, unsigned thread, const char* at, size_t bytes, cons
                               ", which the wgmma at " + place(p.here) + " reads: nobody has waited for it");
 }
 
-// A tile may be overwritten by whom the wait for the last product that read it has reached through barriers. That the product
-// is done by now is not enough: it may have been luck.
+// A tile may be overwritten by whom the wait for the last product that read it has reached through barriers. That the
+// product is done by now is not enough: it may have been luck.
 void check_known_done(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here) {
     if (!view_of(u, at)) return;
     const size_t first = static_cast<size_t>(at - u.shared) / 16, n = std::min(bytes, u.shared_bytes - first * 16) / 16;

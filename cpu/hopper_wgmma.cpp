@@ -1,5 +1,5 @@
-// cpu/hopper_wgmma.cpp: products of tiles in shared memory by four warps together (wgmma). What strict mode checks is at the top
-// of hopper.cpp.
+// cpu/hopper_wgmma.cpp: products of tiles in shared memory by four warps together (wgmma). What strict mode checks is
+// at the top of hopper.cpp.
 #include "hopper_state.h"
 
 namespace cuda_cpu {
@@ -59,8 +59,8 @@ void finish_products(Unit& u, unsigned thread, unsigned n_groups) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Instructions
 
-// A descriptor has no field that we fill for a swizzle whose pattern of 8 lines does not begin at a multiple of its size
-// (PTX: base offset). Within the first line a tile may begin anywhere: that is the next 16 of k.
+// A descriptor has no field that we fill for a swizzle whose pattern of 8 lines does not begin at a multiple of its
+// size (PTX: base offset). Within the first line a tile may begin anywhere: that is the next 16 of k.
 void check_descriptor(unsigned thread, uint64_t descriptor, Here here) {
     const uint32_t mode = static_cast<uint32_t>(descriptor >> 62), line = 256u >> mode,
                    start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;

@@ -1,10 +1,10 @@
-// cpu/profile.cpp: where a program's time goes, by kernel. CUDA_CPU_PROFILE=FILE in the environment writes a line into FILE
-// for each kernel and each matrix product, when it ends:
+// cpu/profile.cpp: where a program's time goes, by kernel. CUDA_CPU_PROFILE=FILE in the environment writes a line into
+// FILE for each kernel and each matrix product, when it ends:
 //
 //     <start, ns> <tab> <duration, ns> <tab> <name>
 //
-// dev/profile_cupti.cpp writes the same of a GPU; `make profile` makes a table and a picture of either. Lines are written
-// whole, so the file can be read while the program runs, and after it was killed.
+// dev/profile_cupti.cpp writes the same of a GPU; `make profile` makes a table and a picture of either. Lines are
+// written whole, so the file can be read while the program runs, and after it was killed.
 #include "device.h"
 
 #include <chrono>

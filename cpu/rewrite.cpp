@@ -7,7 +7,8 @@
 //
 //     kernel<T><<<grid, block, shared, stream>>>(a, b);
 //  -> ::cuda_cpu::launch("kernel<T>", __FILE__, __LINE__, ::cuda_cpu::Configuration(grid, block, shared, stream),
-//                        [=](auto... arguments_) { kernel<T>(arguments_...); }, a, b);
+//                        [=](auto... arguments_) -> decltype(kernel<T>(arguments_...)) { kernel<T>(arguments_...); },
+//                        a, b);
 //
 //     __shared__ float tile[32][33];
 //  -> __shared__ float tile[32][33]; ::cuda_cpu::shared_declared(&tile, sizeof(tile));      (strict mode: fills it)
@@ -160,8 +161,8 @@ void rewrite_launches(const std::string& code, const std::string& text, std::vec
         edits.push_back({start, open + 1,
                          "::cuda_cpu::launch(\"" + quoted(kernel) +
                              "\", __FILE__, __LINE__, ::cuda_cpu::Configuration(" + configuration +
-                             "), [=](auto... arguments_) { " + kernel + "(arguments_...); }" +
-                             (no_arguments ? "" : ", ")});
+                             "), [=](auto... arguments_) -> decltype(" + kernel + "(arguments_...)) { " + kernel +
+                             "(arguments_...); }" + (no_arguments ? "" : ", ")});
     }
 }
 

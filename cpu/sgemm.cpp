@@ -4,18 +4,18 @@
 // AVX2. For each k it loads one column of A's block (three vectors), and multiplies it with each element of B's row:
 // 24 (12) fused multiply-adds for 3 loads and 8 (4) broadcasts, so that the arithmetic is what takes the time.
 //
-// Caches. It reads A and B from copies that lie in the order in which it wants them ("packed"): A as slivers of 48 rows,
-// B as slivers of 8 columns, k after k. 384 k's at a time: a sliver of B then fits the first cache, and stays there while
-// a block of four slivers of A (288 KiB), which fits the second, goes past it. Packing transposes where it must, in
-// registers, and widens 16- and 8-bit numbers, which is exact. (Goto & van de Geijn, Anatomy of High-Performance Matrix
-// Multiplication, 2008.)
+// Caches. It reads A and B from copies that lie in the order in which it reads them ("packed"): A as slivers of 48
+// rows, B as slivers of 8 columns, k after k. 384 k's at a time: a sliver of B then fits the first cache, and stays
+// there while a block of four slivers of A (288 KiB), which fits the second, goes past it. Packing transposes where it
+// must, in registers, and widens 16- and 8-bit numbers, which is exact. (Goto & van de Geijn, Anatomy of
+// High-Performance Matrix Multiplication, 2008.)
 //
-// One order of summation. An element of A B is formed by fused multiply-adds in the order of k, from zero, anew for each
-// 384 k's, and these parts are added up in order. This holds at the edges of a matrix as inside of it. So the bits of an
-// element depend on its row of A, its column of B, alpha, beta and what was in its place, and on nothing else: not on the
-// shape of the matrices, not on its place in them, not on the number of threads, nor, among CPUs with fused multiply-add,
-// on the width of the vectors. A token's activations are the same bits in whatever batch it is computed. (Libraries do not
-// promise this: OpenBLAS has other kernels at the edge of a matrix, and for small ones.)
+// One order of summation. An element of A B is formed by fused multiply-adds in the order of k, from zero, anew for
+// each 384 k's, and these parts are added up in order. This holds at the edges of a matrix as inside of it. So the bits
+// of an element depend on its row of A, its column of B, alpha, beta and what was in its place, and on nothing else:
+// not on the shape of the matrices, not on its place in them, not on the number of threads, nor, among CPUs with fused
+// multiply-add, on the width of the vectors. A token's activations are the same bits in whatever batch it is computed.
+// (Libraries do not promise this: OpenBLAS has other kernels at the edge of a matrix, and for small ones.)
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -127,8 +127,8 @@ void pack_lines(const float* from, int64_t line_stride, int64_t lines, int64_t k
     }
 }
 
-// `count` lines (A's rows or B's columns) of k numbers, as slivers of `sliver` lines: out[l * sliver + i] for number l of
-// line i, sliver after sliver. The last one is filled up with zeros to a whole number of vectors, or to a sliver.
+// `count` lines (A's rows or B's columns) of k numbers, as slivers of `sliver` lines: out[l * sliver + i] for number l
+// of line i, sliver after sliver. The last one is filled up with zeros to a whole number of vectors, or to a sliver.
 template <int sliver, class T>
 void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to) {
     if (line_stride == 1) {

@@ -6,7 +6,7 @@
 // The end is on a 16-byte boundary (the widest load a kernel may use), so up to 15 bytes may lie between an
 // allocation's last byte and the page's end. They hold the canary 0xff, like the rest of the page before the
 // allocation: read as floats they are NaN, and whether anyone wrote there is checked after every block and kernel.
-#include "device.h"
+#include "races.h"
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -190,12 +190,18 @@ void guarded_refill(void* pointer) {
     std::memset(pointer, kCanary, find_live(pointer).user_bytes);
 }
 
+std::string describe_bytes(uintptr_t begin, uintptr_t end) {
+    const std::lock_guard lock(mutex);
+    const Guarded& g = find_live(reinterpret_cast<void*>(begin));
+    return "bytes " + std::to_string(begin - g.user) + " to " + std::to_string(end - 1 - g.user) + " of " + g.name();
+}
+
 // The address range stays taken for a while, and faults; its memory goes back to the system.
 void guarded_free(void* pointer) {
     const std::lock_guard lock(mutex);
     const Guarded g = find_live(pointer);
-    check_end(g, "somebody, perhaps the host,");
-    check_start(g, "somebody, perhaps the host,");
+    check_end(g, "some code, perhaps of the host,");
+    check_start(g, "some code, perhaps of the host,");
     madvise(reinterpret_cast<void*>(g.map), g.map_bytes, MADV_DONTNEED);
     mprotect(reinterpret_cast<void*>(g.map), g.map_bytes, PROT_NONE);
     live.erase(g.map);

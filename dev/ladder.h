@@ -278,7 +278,7 @@ class Ladder {
 #ifdef CUDA_ON_CPU  // the CPU device's rewriter sees .cu files only: what it would write stands here
             ::cuda_cpu::launch(
                 "copy_kernel", __FILE__, __LINE__, {n_blocks, 256, 0, stream},
-                [](auto... arguments) { copy_kernel(arguments...); }, out, inp);
+                [](auto... arguments) -> decltype(copy_kernel(arguments...)) { copy_kernel(arguments...); }, out, inp);
 #else
             copy_kernel<<<n_blocks, 256, 0, stream>>>(out, inp);
 #endif

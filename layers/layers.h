@@ -112,8 +112,8 @@ void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream
 // layers' states lie in one f32 tensor (2 layers, kFp8StateN): it starts as zeros, is saved with the model, and is
 // advanced once a step, after all micro-batches. Several ranks reduce it before, element by element, to the maximum.
 constexpr int64_t kFp8History = 16;  // steps
-constexpr int64_t kFp8StateN =
-    2 + kFp8History;  // [amax that scales this step, 0: none yet | this step's own | history]
+// [amax that scales this step, 0: none yet | this step's own | history]
+constexpr int64_t kFp8StateN = 2 + kFp8History;
 void fp8_advance(Tensor states, cudaStream_t stream);
 
 // saved (2) f32 belongs to the activations: forward and backward_input note the amax that inp and dout were scaled by,

@@ -1,10 +1,9 @@
-// layers/ptx.cuh: the instructions of NVIDIA's GPUs that C++ has no word for, each as a function: its PTX, and beside
-// it what it means, as the CPU device does it. (PTX is the assembly language that nvcc compiles to; NVIDIA's manual is
-// "Parallel Thread Execution ISA".) All of these are there from sm_80 on; the second half of the
-// file is for Hopper.
+// layers/ptx.cuh: instructions of NVIDIA's GPUs that CUDA C++ has no function for, each as a function: its PTX, and
+// beside it the same in C++, for the CPU device. (PTX is the assembly language that nvcc compiles to; NVIDIA's manual
+// is "Parallel Thread Execution ISA".) The first half of the file needs sm_80 or later, the second half is for Hopper.
 //
 // Tensor cores multiply small matrices that a warp holds together: each of its 32 lanes has a few elements in
-// registers, its fragment. Which ones, is all that there is to know. With g = lane / 4 and t = lane % 4:
+// registers, its fragment. Which lane has which elements, with g = lane / 4 and t = lane % 4:
 //
 //     D = A B + C      A (16 x 16) and B (16 x 8): 16-bit, two in a register        C, D (16 x 8): float
 //
@@ -202,7 +201,8 @@ __device__ __forceinline__ void cp_async_wait() {
 // start.
 //
 // On the CPU device all of it is done at once, and in strict mode late, with a report of what is touched meanwhile
-// (cpu/README.md). Compiled for other GPUs than sm_90a these functions stop the kernel: who launches it asks first.
+// (cpu/README.md). Compiled for other GPUs than sm_90a these functions stop the kernel: the code that launches them
+// checks first.
 
 #ifdef CUDA_ON_CPU
 // The caller's line, for reports.
@@ -238,7 +238,7 @@ __device__ __forceinline__ void mbarrier_invalidate(uint64_t* barrier PTX_HERE) 
     HOPPER_ASM("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
-// What this thread has done before can be seen by who waits for the phase.
+// What this thread has written before is visible to threads that wait for the phase.
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier PTX_HERE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::mbarrier_arrive_by(cuda_cpu::linear_index(), barrier, 1, 0, {file, line});
@@ -311,7 +311,7 @@ __device__ __forceinline__ bool elect_one() {
 #endif
 }
 // The warps of a group give registers back, or take them: kRegisters for each thread, a multiple of 8 from 24 to 256.
-// Who asks for more waits until there are enough. All four warps of a group call it.
+// A warp group that asks for more waits until there are enough. All four warps of a group call it.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);

@@ -66,14 +66,13 @@ struct Config {
     bool mistral = false;  // what Hugging Face calls it: without a window Mistral's maths is LLaMA's
     int64_t q_rank = 0;    // mla, mfa: numbers of the latent that queries come from; mla: 0 if they come from the input
     int64_t kv_rank = 0;   // mla: numbers of the latent that keys and values come from
-    int64_t D_rope =
-        0;            // mla: of the D columns of a query or key head the last D_rope are rotated; heads share the key's
-    int64_t D_v = 0;  // mla: columns of a value head; 0 elsewhere: they have D
+    // mla: of the D columns of a query or key head the last D_rope are rotated; all heads share the rotated keys.
+    int64_t D_rope = 0;
+    int64_t D_v = 0;                           // mla: columns of a value head; 0 elsewhere: they have D
     RopePairs rope_pairs = RopePairs::halves;  // mla
 
-    int64_t V_padded() const {
-        return round_up(V, 128);
-    }  // rows of the embedding and of the head: GEMMs like multiples
+    // Rows of the embedding and of the head: matrix products are faster with a multiple of 128.
+    int64_t V_padded() const { return round_up(V, 128); }
     int64_t value_D() const { return D_v > 0 ? D_v : D; }  // columns of a value head
 };
 void check_config(const Config& config);  // Error for sizes that do not fit together
@@ -84,8 +83,8 @@ Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();
 const Config* find_preset(const std::string& name);  // nullptr: there is none of this name
 std::string config_to_json(const Config& config);    // a config.json that transformers reads
-std::pair<std::string, std::string> hugging_face_type(
-    const Config& config);  // model_type, and the class of transformers
+// Its model_type, and the name of the class in transformers.
+std::pair<std::string, std::string> hugging_face_type(const Config& config);
 
 int64_t parameter_count(const Config& config);  // without the padding of the vocabulary
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
@@ -138,10 +137,9 @@ struct Precision {
 struct Model : FlatParameters {
     Config config;
     Precision precision;
-    DataParallel* data_parallel =
-        nullptr;                          // many ranks: gathers units before they are used, and reduces their gradients
     const SubLayer* attention = nullptr;  // what config names
     const SubLayer* feed_forward = nullptr;
+    DataParallel* data_parallel = nullptr;  // many ranks: gathers weights before they are read, and reduces gradients
     FlashTier flash_tier = FlashTier::automatic;
 
     Tensor wte, dwte;  // (V_padded, C) token embedding
@@ -163,8 +161,8 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
-// With fp8, after every change of the weights: quantises those of the blocks; and after every step: moves the histories
-// on.
+// With fp8. quantise_weights, after every change of the weights: makes the 8-bit weights of the blocks. advance_fp8,
+// after every step: advances the amax histories.
 void quantise_weights(const Model& model, cudaStream_t stream);
 void advance_fp8(const Model& model, cudaStream_t stream);
 

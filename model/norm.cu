@@ -7,8 +7,7 @@
 void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x,
                   cudaStream_t stream) {
     const float eps = static_cast<float>(model.config.norm_eps);
-    if (!x.branch && x.sum.data != saved.sum.data)  // nothing to add, but the backward reads saved.sum
-        cudaCheck(cudaMemcpyAsync(saved.sum.data, x.sum.data, x.sum.bytes(), cudaMemcpyDeviceToDevice, stream));
+    if (!x.branch) copy_tensor(saved.sum, x.sum, stream);  // nothing to add, but the backward reads saved.sum
     const Tensor sum = x.branch ? saved.sum : Tensor{};
     if (model.config.family == Family::gpt2)
         layernorm_forward(saved.out, sum, saved.mean, saved.rstd, x.sum, x.branch, norm.weight, norm.bias, eps, stream);

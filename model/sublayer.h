@@ -109,9 +109,8 @@ struct SubLayer {
                      Tensor inp);
     Elements (*elements)(const Config& config);
 
-    // Attention only.
-    int64_t (*score_width)(const Config& config) =
-        nullptr;  // columns that a score multiplies: of q.k and p.v, of all heads
+    // Attention only. score_width: columns that a score multiplies, of q.k and of p.v, in all heads.
+    int64_t (*score_width)(const Config& config) = nullptr;
     int64_t (*rope_width)(const Config& config) = nullptr;   // columns of a head that rope rotates
     int64_t (*cache_width)(const Config& config) = nullptr;  // numbers that a token leaves in the cache of a layer
 };

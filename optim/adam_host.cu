@@ -55,9 +55,10 @@ class HostElementwise final : public Optimizer {
         const Update update(options_, lr, t);
         const float* const scale = norm_scale.ptr<float>() + 1;
         const auto with = [&](auto* copy, auto grad_zero) {
-            work_ = [=, this] {
+            const auto work = [=, this] {
                 run(update, weights.values.ptr<float>(), copy, grads.ptr<decltype(grad_zero)>(), *scale);
             };
+            run_on_host(stream, work, {grads, norm_scale}, {weights.values, weights.copy, states_[0], states_[1]});
         };
         if (!weights.copy.exists()) {
             with(static_cast<NoCopy*>(nullptr), float{});
@@ -67,8 +68,6 @@ class HostElementwise final : public Optimizer {
                 else with(weights.copy.ptr<decltype(zero)>(), zero);
             });
         }
-        cudaCheck(cudaLaunchHostFunc(
-            stream, [](void* self) { static_cast<HostElementwise*>(self)->work_(); }, this));
     }
 
     std::vector<OptimizerState> states() const override {
@@ -100,7 +99,6 @@ class HostElementwise final : public Optimizer {
     std::vector<Tile> tiles_;
     int n_threads_;
     Tensor states_[2];
-    std::function<void()> work_;  // of the step under way
 };
 
 }  // namespace

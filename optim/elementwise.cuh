@@ -88,8 +88,10 @@ struct LaunchElementwise {
 #ifdef CUDA_ON_CPU
         ::cuda_cpu::launch(
             Update::kName, __FILE__, __LINE__, {n_tiles, kTileThreads<F>, 0, stream},
-            [](auto... arguments) { elementwise_kernel<Update, F, G>(arguments...); }, values, copy, state, grads,
-            norm_scale, tiles, format, update);
+            [](auto... arguments) -> decltype(elementwise_kernel<Update, F, G>(arguments...)) {
+                elementwise_kernel<Update, F, G>(arguments...);
+            },
+            values, copy, state, grads, norm_scale, tiles, format, update);
 #else
         elementwise_kernel<Update, F, G>
             <<<n_tiles, kTileThreads<F>, 0, stream>>>(values, copy, state, grads, norm_scale, tiles, format, update);

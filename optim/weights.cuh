@@ -116,7 +116,8 @@ void dispatch_weights(const char* name, const Weights& weights, DType grads, int
 }
 template <class F>
 typename F::Copy* copy_of(const Weights& weights) {
-    return static_cast<typename F::Copy*>(weights.copy.data);
+    if constexpr (std::is_same_v<typename F::Copy, NoCopy>) return nullptr;
+    else return weights.copy.ptr<typename F::Copy>();
 }
 
 }  // namespace

@@ -89,8 +89,17 @@ const std::vector<Mistake> mistakes = {
     {"missing_syncwarp", {}, by_some_seed},
     {"missing_second_syncwarp", {}, by_some_seed},
     {"blocks_in_order", {}, by_some_seed},
-    // 2. Streams are interleaved at random, and run only when something waits.
-    {"missing_event_wait", {}, by_some_seed},
+    // 2. Streams run as late as possible, as early as possible or at random; what touches the same bytes is ordered.
+    {"missing_event_wait",
+     {"race between streams", "kernel 'add_kernel' launched at", "on stream 1 writes", "on stream 2 reads",
+      "bytes 0 to 3999 of an allocation of 4000 bytes of device memory"}},
+    {"read_while_overwritten",
+     {"race between streams", "kernel 'add_kernel' launched at", "on stream 1 reads", "cudaMemsetAsync at",
+      "on stream 2 writes", "bytes 0 to 3999"}},
+    {"recorded_too_early",
+     {"race between streams", "cudaMemcpyAsync at", "on stream 1 writes", "on stream 2 reads",
+      "bytes 400 to 799 of an allocation of 4000"}},
+    {"two_writers", {"race between streams", "cudaMemsetAsync at", "bytes 396 to 399 of an allocation of 4000"}},
     {"missing_stream_sync", {}},
     {"pinned_overwritten", {}},
     // 3. Fresh memory is NaN.
@@ -239,6 +248,35 @@ TEST_CASE("a seed repeats: the same mistake is reported in the same thread", "[c
     const std::string report = run("use_after_free wrong", 7).text;
     CHECK_THAT(report, ContainsSubstring("thread ("));
     CHECK(run("use_after_free wrong", 7).text == report);
+}
+
+// Its sessions are what a reader sees who types the same. A command's output goes on to the next command or the end of
+// the block; in a session of gdb, "23<tab>text" is line 23 of the file that was named last.
+TEST_CASE("cpu/README.md shows what strict mode prints, and lines that are there", "[cpu][strict]") {
+    const std::vector<std::string> page = lines_of("cpu/README.md");
+    const std::string command = "$ CUDA_CPU_STRICT=1 build/cpu/wrong_kernels ";
+    int n_commands = 0, n_lines = 0;
+    std::vector<std::string> source;
+    for (size_t i = 0; i < page.size(); ++i) {
+        const size_t at = page[i].rfind(" at ");
+        if (const size_t colon = page[i].find(".cu:");
+            at != std::string::npos && colon != std::string::npos && at < colon)
+            source = lines_of(page[i].substr(at + 4, colon + 3 - at - 4));
+        if (const size_t tab = page[i].find('\t'); tab != std::string::npos) {
+            const size_t line = std::stoul(page[i]);
+            INFO("cpu/README.md: " << page[i]);
+            REQUIRE(line <= source.size());
+            CHECK(page[i].substr(tab + 1) == source[line - 1]);
+            ++n_lines;
+        }
+        if (page[i].rfind(command, 0) != 0) continue;
+        std::string shown;
+        for (size_t j = i + 1; page[j][0] != '$' && page[j] != "```"; ++j) shown += page[j] + "\n";
+        CHECK(run(page[i].substr(command.size()), 1).text == shown);
+        ++n_commands;
+    }
+    CHECK(n_commands >= 5);
+    CHECK(n_lines >= 3);
 }
 
 TEST_CASE("every case of wrong_kernels is tested", "[cpu][strict]") {

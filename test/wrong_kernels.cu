@@ -157,10 +157,10 @@ bool missing_event_wait(bool wrong) {
     must(cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking));
     must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
     must(cudaEventCreateWithFlags(&b_is_there, cudaEventDisableTiming));
-    add_kernel<<<4, 256, 0, first>>>(b.data, a.data, 1.0f, 1000);
+    add_kernel<<<4, 256, 0, first>>>(b.data, a.data, 1.0f, 1000);  // <- missing_event_wait
     must(cudaEventRecord(b_is_there, first));
     if (!wrong) must(cudaStreamWaitEvent(second, b_is_there));
-    add_kernel<<<4, 256, 0, second>>>(c.data, b.data, 1.0f, 1000);
+    add_kernel<<<4, 256, 0, second>>>(c.data, b.data, 1.0f, 1000);  // <- missing_event_wait
     must(cudaStreamSynchronize(second));
     const bool right = c.read()[999] == 1001.0f;
     must(cudaDeviceSynchronize());
@@ -168,6 +168,60 @@ bool missing_event_wait(bool wrong) {
     must(cudaStreamDestroy(first));
     must(cudaStreamDestroy(second));
     return right;
+}
+
+// Two streams, and an event between them.
+struct Streams {
+    cudaStream_t first, second;
+    cudaEvent_t event;
+    Streams() {
+        must(cudaStreamCreateWithFlags(&first, cudaStreamNonBlocking));
+        must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+        must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    }
+    ~Streams() {
+        cudaStreamDestroy(first);
+        cudaStreamDestroy(second);
+        cudaEventDestroy(event);
+    }
+};
+
+// Who overwrites must wait for who reads.
+bool read_while_overwritten(bool wrong) {
+    Buffer a(counting(1000)), b(1000);
+    Streams s;
+    add_kernel<<<4, 256, 0, s.first>>>(b.data, a.data, 1.0f, 1000);  // <- read_while_overwritten
+    must(cudaEventRecord(s.event, s.first));
+    if (!wrong) must(cudaStreamWaitEvent(s.second, s.event));
+    must(cudaMemsetAsync(a.data, 0, 4000, s.second));  // <- read_while_overwritten
+    must(cudaDeviceSynchronize());
+    return b.read()[999] == 1000.0f;
+}
+
+// An event stands for what its stream had been given when it was recorded: not for what came later.
+bool recorded_too_early(bool wrong) {
+    Buffer a(counting(1000)), b(1000), c(1000);
+    Streams s;
+    constexpr cudaMemcpyKind kKind = cudaMemcpyDeviceToDevice;
+    must(cudaMemcpyAsync(b.data, a.data, 400, kKind, s.first));
+    must(cudaEventRecord(s.event, s.first));
+    must(cudaMemcpyAsync(b.data + 100, a.data + 100, 400, kKind, s.first));  // <- recorded_too_early
+    if (!wrong) must(cudaEventRecord(s.event, s.first));
+    must(cudaStreamWaitEvent(s.second, s.event));
+    must(cudaMemcpyAsync(c.data, b.data, 400, kKind, s.second));        // was there when the event was recorded
+    must(cudaMemcpyAsync(c.data, b.data + 100, 400, kKind, s.second));  // <- recorded_too_early
+    must(cudaDeviceSynchronize());
+    return c.read()[99] == 199.0f;
+}
+
+// Neighbours may be written at the same time, the same element may not.
+bool two_writers(bool wrong) {
+    Buffer a(1000);
+    Streams s;
+    must(cudaMemsetAsync(a.data, 0, 400, s.first));                        // <- two_writers
+    must(cudaMemsetAsync(a.data + (wrong ? 99 : 100), 0, 400, s.second));  // <- two_writers
+    must(cudaDeviceSynchronize());
+    return a.read()[0] == 0.0f;
 }
 
 // A copy to pinned memory returns at once; the numbers are there when the stream has been waited for.
@@ -580,7 +634,8 @@ struct Case {
 #define CASE(name) {#name, name}
 const Case cases[] = {
     CASE(missing_syncthreads), CASE(threads_in_order), CASE(missing_syncwarp), CASE(missing_second_syncwarp),
-    CASE(blocks_in_order), CASE(missing_event_wait), CASE(missing_stream_sync), CASE(pinned_overwritten),
+    CASE(blocks_in_order), CASE(missing_event_wait), CASE(read_while_overwritten), CASE(recorded_too_early),
+    CASE(two_writers), CASE(missing_stream_sync), CASE(pinned_overwritten),
     CASE(uninitialised_device_memory), CASE(uninitialised_shared_memory), CASE(uninitialised_dynamic_shared_memory),
     CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),
     CASE(reads_past_an_odd_end), CASE(use_after_free), CASE(null_pointer), CASE(past_dynamic_shared_memory),

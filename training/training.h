@@ -146,9 +146,8 @@ struct Trainer {
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     int64_t n_units() const { return static_cast<int64_t>(model.units.size()); }
-    Tensor summed_over_ranks() const {
-        return totals.slice(0, n_units() + 2);
-    }  // all but the norm, which follows from it
+    // All but the norm, which follows from it.
+    Tensor summed_over_ranks() const { return totals.slice(0, n_units() + 2); }
     Tensor squares(int64_t unit) const { return totals.slice(unit, 1).view({2}); }
     Tensor loss_sum() const { return totals.slice(n_units(), 1).view({2}); }
     Tensor stop_count() const { return totals.slice(n_units() + 1, 1).view({2}); }

@@ -18,11 +18,6 @@ Range piece_of(int64_t n, int n_pieces, int j) {
     return {first, std::min(n - first, length)};
 }
 
-void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream) {
-    if (out.data != inp.data && inp.n() > 0)
-        cudaCheck(cudaMemcpyAsync(out.data, inp.data, inp.bytes(), cudaMemcpyDeviceToDevice, stream));
-}
-
 // Empty pieces are no messages: both sides know the sizes.
 void send_tensor(Comm& comm, const Tensor& tensor, int to, cudaStream_t stream) {
     if (tensor.n() == 0) return;
@@ -61,7 +56,7 @@ Comm::Comm(std::string its_name, std::shared_ptr<RankState> state, std::shared_p
     size = transport_->size();
     algorithm = all_reduce_from_name(state_->options.all_reduce);
     transport_->name = name;
-    cudaCheck(cudaEventCreateWithFlags(&last_call_, cudaEventDisableTiming));
+    last_call_ = make_event();
     cudaCheck(cudaMalloc(&words_, (kHostWords + 2) * sizeof(int32_t)));
 }
 

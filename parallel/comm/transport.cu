@@ -111,7 +111,9 @@ HostTransport::~HostTransport() {
     for (void* buffer : staging_) cudaFreeHost(buffer);
 }
 
-void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work) {
+void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                              [[maybe_unused]] const void* data, [[maybe_unused]] size_t bytes,
+                              [[maybe_unused]] bool writes) {
     const std::shared_ptr<Job> job = state_->job;
 #ifdef CUDA_ON_CPU
     if (strict_mode()) {
@@ -124,8 +126,9 @@ void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run
                 job->fail(rank, error.what());
             }
         };
-        if (may_run) cuda_cpu::enqueue_when(stream, std::move(may_run), guarded);
-        else cuda_cpu::enqueue(stream, guarded);
+        const cuda_cpu::Footprint footprint{describe(tag), {nullptr, 0}, {{data, bytes, writes}}};
+        if (may_run) cuda_cpu::enqueue_when(stream, std::move(may_run), guarded, footprint);
+        else cuda_cpu::enqueue(stream, guarded, footprint);
         return;
     }
 #endif
@@ -203,11 +206,12 @@ void HostTransport::send(const void* data, size_t bytes, int to, cudaStream_t st
         data = host;
     }
     const int64_t number = n_sent_[to]++;
-    host_step(stream, nullptr, [=, this, call = tag] {
+    const auto work = [=, this, call = tag] {
         const double start = seconds_now();
         post(to, number, data, bytes);
         trace_message(call, to, true, bytes, start);
-    });
+    };
+    host_step(stream, nullptr, work, data, bytes, false);
 }
 
 void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream) {
@@ -227,10 +231,11 @@ void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream
         if (*start == 0) *start = seconds_now();
         return arrived(from, number);
     };
-    host_step(stream, watched(ready, from, tag), [=, this, call = tag] {
+    const auto work = [=, this, call = tag] {
         take_checked(host, bytes, from, number, call);
         trace_message(call, from, false, bytes, *start);
-    });
+    };
+    host_step(stream, watched(ready, from, tag), work, host, bytes, true);
     if (!on_cpu) cudaCheck(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice, stream));
 }
 

@@ -201,8 +201,9 @@ class HostTransport : public Transport {
     virtual void pause() = 0;                 // between two questions: gives way to others
 
   private:
-    // Runs work on the host when the stream gets there and may_run() holds.
-    void host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work);
+    // Runs work on the host when the stream gets there and may_run() holds. The work reads or writes `bytes` of `data`.
+    void host_step(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                   const void* data = nullptr, size_t bytes = 0, bool writes = false);
     // may_run for a message, with the watchdog: true also when the job has failed (and then the work does nothing).
     // Waits for `timeouts` times --comm-timeout.
     std::function<bool()> watched(std::function<bool()> ready, int from, const CallTag& tag, double timeouts = 1);
@@ -248,7 +249,6 @@ Range piece_of(int64_t n, int n_pieces, int j);
 
 void send_tensor(Comm& comm, const Tensor& tensor, int to, cudaStream_t stream);
 void recv_tensor(Comm& comm, const Tensor& tensor, int from, cudaStream_t stream);
-void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  // nothing if out is inp
 
 // reduce.cu. Kernels over flat tensors.
 // acc = acc op part;  acc and part are of one dtype, f32 or i32.

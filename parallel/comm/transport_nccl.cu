@@ -69,8 +69,7 @@ class NcclTransport final : public Transport, public NativeCollectives {
         if (tag.traced) note_time(stream, start_of_call_ = std::make_shared<double>(0), nullptr);
     }
     void end(cudaStream_t stream, size_t bytes) override {
-        Pending call{tag, nullptr};
-        cudaCheck(cudaEventCreateWithFlags(&call.end, cudaEventDisableTiming));
+        Pending call{tag, make_event()};
         cudaCheck(cudaEventRecord(call.end, stream));
         {
             const std::lock_guard lock(mutex_);

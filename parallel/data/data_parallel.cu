@@ -15,10 +15,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The stream of the collectives
 
-CommStream::CommStream(Comm& its_comm) : comm(its_comm) {
-    cudaCheck(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    cudaCheck(cudaEventCreateWithFlags(&reached_, cudaEventDisableTiming));
-}
+CommStream::CommStream(Comm& its_comm) : comm(its_comm), stream_(make_stream()), reached_(make_event()) {}
 CommStream::~CommStream() {
     cudaStreamSynchronize(stream_);
     cudaEventDestroy(reached_);

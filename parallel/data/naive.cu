@@ -21,7 +21,7 @@ class Naive final : public Scheme {
     // all-gather a broadcast from there.
     void take_memory(const FlatParameters& p, int64_t micro_batches, Arena&) override {
         micro_batches_ = micro_batches;
-        if (!weights_arrived_) cudaCheck(cudaEventCreateWithFlags(&weights_arrived_, cudaEventDisableTiming));
+        if (!weights_arrived_) weights_arrived_ = make_event();
         comm_.count_memory([&] {
             for (size_t u = 0; u < p.units.size(); ++u)
                 comm_.reduce_scatter(p.grad_shard(u), p.unit_grads(u), p.units[u].bounds, ReduceOp::sum, nullptr);

@@ -34,17 +34,6 @@
 
 namespace {
 
-cudaStream_t make_stream() {
-    cudaStream_t stream = nullptr;
-    cudaCheck(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    return stream;
-}
-cudaEvent_t make_event() {
-    cudaEvent_t event = nullptr;
-    cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    return event;
-}
-
 void copy_across(const Tensor& out, const Tensor& inp, cudaMemcpyKind kind, cudaStream_t stream) {
     if (out.n() > 0) cudaCheck(cudaMemcpyAsync(out.data, inp.data, out.bytes(), kind, stream));
 }

@@ -35,12 +35,6 @@
 
 namespace {
 
-cudaEvent_t make_event() {
-    cudaEvent_t event = nullptr;
-    cudaCheck(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    return event;
-}
-
 // Optimizer states and masters are sharded. Each rank gets the sum of its shard of the gradients, updates its shard of
 // the weights, and gathers the others'.
 class Zero1 : public Scheme {

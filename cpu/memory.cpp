@@ -1,0 +1,208 @@
+// cpu/memory.cpp: memory of the CPU device, and copies.
+//
+// Device memory, pinned memory and managed memory are ordinary memory here, but the device knows which bytes it has
+// given out as what, and refuses copies that CUDA refuses. In strict mode each allocation ends at a guard page
+// (cpu/strict.cpp).
+#include "races.h"
+
+#include <sys/mman.h>
+#include <sys/sysinfo.h>
+
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace cuda_cpu {
+namespace {
+
+enum class MemoryKind { device, pinned_host, managed };
+
+struct Allocation {
+    size_t bytes;
+    MemoryKind kind;
+    int device;
+};
+
+std::mutex mutex;                             // guards the next
+std::map<uintptr_t, Allocation> allocations;  // by address
+
+// The allocation that [pointer, pointer + bytes) lies in; with the mutex held.
+const Allocation* find(const void* pointer, size_t bytes) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+    auto at = allocations.upper_bound(address);
+    if (at == allocations.begin()) return nullptr;
+    --at;
+    return address + bytes <= at->first + at->second.bytes ? &at->second : nullptr;
+}
+bool is_device_memory(const void* pointer, size_t bytes) {
+    const std::lock_guard lock(mutex);
+    const Allocation* allocation = find(pointer, bytes);
+    return allocation && allocation->kind != MemoryKind::pinned_host;
+}
+bool is_managed(const void* pointer, size_t bytes) {
+    const std::lock_guard lock(mutex);
+    const Allocation* allocation = find(pointer, bytes);
+    return allocation && allocation->kind == MemoryKind::managed;
+}
+bool is_known(const void* pointer, size_t bytes) {
+    const std::lock_guard lock(mutex);
+    return find(pointer, bytes) != nullptr;
+}
+
+constexpr size_t kHugePageBytes = 2 << 20;
+
+size_t available_bytes() {
+    std::ifstream info("/proc/meminfo");
+    for (std::string word; info >> word;)
+        if (size_t kib; word == "MemAvailable:" && info >> kib) return kib << 10;
+    struct sysinfo fallback {};
+    sysinfo(&fallback);
+    return uint64_t{fallback.freeram} * fallback.mem_unit;
+}
+
+cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
+    if (!pointer) return remember(cudaErrorInvalidValue);
+    *pointer = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    // The system promises more than it has, and kills the process when it cannot keep it. A device says no at once.
+    if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
+    void* memory = nullptr;
+    if (strict) {
+        memory = guarded_allocate(bytes, kind == MemoryKind::pinned_host ? "pinned host memory"
+                                         : kind == MemoryKind::managed   ? "managed memory"
+                                                                         : "device memory");
+    } else {
+        const size_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : 256;
+        memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+        if (memory && bytes >= kHugePageBytes) madvise(memory, bytes, MADV_HUGEPAGE);
+    }
+    if (!memory) return remember(cudaErrorMemoryAllocation);
+    const std::lock_guard lock(mutex);
+    allocations[reinterpret_cast<uintptr_t>(memory)] = {bytes, kind, current_device()};
+    *pointer = memory;
+    return cudaSuccess;
+}
+
+cudaError_t release(void* pointer, bool pinned_host) {
+    if (!pointer) return cudaSuccess;
+    int device = 0;
+    {
+        const std::lock_guard lock(mutex);
+        const auto at = allocations.find(reinterpret_cast<uintptr_t>(pointer));
+        if (at == allocations.end() || (at->second.kind == MemoryKind::pinned_host) != pinned_host)
+            return remember(cudaErrorInvalidValue);
+        device = at->second.device;
+    }
+    if (strict) wait_for_device(device);  // cudaFree waits for the device
+    const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+    size_t bytes = 0;
+    {
+        const std::lock_guard lock(mutex);
+        bytes = allocations.at(address).bytes;
+        allocations.erase(address);
+    }
+    if (!strict) return std::free(pointer), cudaSuccess;
+    forget_accesses(address, address + bytes);
+    guarded_free(pointer);
+    return cudaSuccess;
+}
+
+bool is_valid_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+    if (!to || !from) return false;
+    if (kind == cudaMemcpyDefault)
+        return is_known(to, bytes) || is_known(from, bytes);  // ordinary memory on one side only
+    const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    return (!to_device || is_device_memory(to, bytes)) && (!from_device || is_device_memory(from, bytes));
+}
+
+}  // namespace
+
+Extent allocation_around(uintptr_t address) {
+    const std::lock_guard lock(mutex);
+    auto at = allocations.upper_bound(address);
+    if (at == allocations.begin()) return {};
+    const auto& [begin, allocation] = *--at;
+    if (address >= begin + allocation.bytes) return {};
+    return {begin, begin + allocation.bytes, allocation.kind == MemoryKind::pinned_host};
+}
+
+}  // namespace cuda_cpu
+
+using namespace cuda_cpu;
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) { return allocate(pointer, bytes, MemoryKind::device); }
+cudaError_t cudaFree(void* pointer) { return release(pointer, false); }
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) { return allocate(pointer, bytes, MemoryKind::pinned_host); }
+cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
+    return allocate(pointer, bytes, MemoryKind::pinned_host);
+}
+cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true); }
+cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
+    return allocate(pointer, bytes, MemoryKind::managed);
+}
+cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation, unsigned, cudaStream_t stream,
+                                 Place place) {
+    if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
+    if (!strict) return cudaSuccess;
+    // Nothing moves here. But pages that move while a kernel uses them are what a prefetch is there to avoid: it counts
+    // as a write, so that strict mode finds a missing wait.
+    enqueue(stream, [] {}, {"cudaMemPrefetchAsync", place, {{pointer, bytes, true}}});
+    return cudaSuccess;
+}
+cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise, cudaMemLocation) {
+    return is_managed(pointer, bytes) ? cudaSuccess : remember(cudaErrorInvalidValue);
+}
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+    struct sysinfo info {};
+    sysinfo(&info);
+    *total_bytes = uint64_t{info.totalram} * info.mem_unit;
+    // As on a GPU of its own: what there was when the program started, less what it has allocated since. (The system
+    // counts a page only once it is touched.)
+    static const size_t at_start = available_bytes();
+    size_t allocated = 0;
+    const std::lock_guard lock(mutex);
+    for (const auto& [address, allocation] : allocations)
+        if (allocation.kind == MemoryKind::device && allocation.device == current_device())
+            allocated += allocation.bytes;
+    *free_bytes = at_start > allocated ? at_start - allocated : 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream,
+                            Place place) {
+    if (bytes == 0) return cudaSuccess;
+    if (!is_valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
+    if (!strict) return std::memmove(to, from, bytes), cudaSuccess;
+    const Footprint footprint{"cudaMemcpyAsync", place, {{from, bytes, false}, {to, bytes, true}}};
+    // Pageable host memory is copied to a staging buffer before the call returns; pinned memory is read when the copy
+    // runs.
+    if (!is_known(from, bytes)) {
+        auto staged =
+            std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
+        enqueue(
+            stream, [=] { std::memcpy(to, staged->data(), bytes); }, footprint);
+    } else {
+        enqueue(
+            stream, [=] { std::memmove(to, from, bytes); }, footprint);
+    }
+    if (!is_known(to, bytes)) return cudaStreamSynchronize(stream);  // to pageable memory: returns when it is there
+    return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, Place place) {
+    if (const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr, place)) return error;
+    return cudaStreamSynchronize(nullptr);
+}
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream, Place place) {
+    if (bytes == 0) return cudaSuccess;
+    if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
+    if (!strict) return std::memset(pointer, value, bytes), cudaSuccess;
+    enqueue(stream, [=] { std::memset(pointer, value, bytes); }, {"cudaMemsetAsync", place, {{pointer, bytes, true}}});
+    return cudaSuccess;
+}
+cudaError_t cudaMemset(void* pointer, int value, size_t bytes, Place place) {
+    if (const cudaError_t error = cudaMemsetAsync(pointer, value, bytes, nullptr, place)) return error;
+    return cudaStreamSynchronize(nullptr);
+}

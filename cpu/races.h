@@ -1,0 +1,38 @@
+// cpu/races.h: what the streams (cpu/streams.cpp) and the memory (cpu/memory.cpp) tell the check of races
+// (cpu/races.cpp).
+#pragma once
+
+#include "device.h"
+
+namespace cuda_cpu {
+
+// A vector clock: how many operations of each stream come before, in every order in which the device may run them. Only
+// those count that touch memory. An operation's own clock counts itself as well.
+class VectorClock {
+  public:
+    uint64_t of(size_t stream) const { return stream < counts_.size() ? counts_[stream] : 0; }
+    void set(size_t stream, uint64_t count);
+    void join(const VectorClock& other);
+    bool covers(const VectorClock& other) const;
+
+  private:
+    std::vector<uint64_t> counts_;  // by the number of the stream
+};
+
+// Reports the first pair of this operation and an earlier one that touch the same bytes, at least one of the two
+// writing, where nothing orders the two. clock: the operation's own, which it is number clock.of(stream) in its stream.
+void check_races(const Footprint& footprint, size_t stream, const std::string& stream_name, const VectorClock& clock);
+void forget_accesses(uintptr_t begin, uintptr_t end);  // the memory has been freed
+
+// ---- cpu/memory.cpp
+struct Extent {
+    uintptr_t begin = 0, end = 0;  // empty: there is none
+    bool on_host = false;          // pinned memory
+};
+Extent allocation_around(uintptr_t address);
+
+// ---- cpu/strict.cpp
+std::string describe_bytes(uintptr_t begin,
+                           uintptr_t end);  // "bytes 0 to 15 of an allocation of 64 bytes of device memory"
+
+}  // namespace cuda_cpu

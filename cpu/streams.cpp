@@ -1,0 +1,424 @@
+// cpu/streams.cpp: streams and events of the CPU device.
+//
+// By default a stream runs its work at once, in order. In strict mode (CUDA_CPU_STRICT=seed) work is only noted down,
+// with what it has to wait for: the work before it in its stream, the events its stream was told to wait for, and the
+// legacy default stream's rule (it waits for all blocking streams and they for it). Which of the work that may run does
+// run, and when, is the seed's:
+//
+//     seed 1, 4, 7, ...   as late as possible: when the program waits for something, only what that needs
+//     seed 2, 5, 8, ...   as early as possible: as soon as it is asked for; but copies from and to pinned memory, which
+//                         the host could see, when they are needed
+//     seed 3, 6, 9, ...   at random, when the program waits for something; by the three ways of RandomOrder
+//
+// So a missing wait shows as a wrong result, and work that the program does not wait for does not happen. That alone
+// would find many missing waits by luck only; cpu/races.cpp finds each, under every seed, from the clocks that
+// operations carry.
+#include "races.h"
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace cuda_cpu {
+
+using Clock = std::chrono::steady_clock;
+
+// A piece of work in a stream and what must be done before it.
+struct Operation {
+    int device = 0;
+    uint64_t number = 0;  // in the order in which the program has asked for work
+    std::function<void()> work;
+    std::function<bool()> may_run;  // what it waits for beside other operations; empty: nothing
+    bool touches_host = false;      // pinned memory
+    std::vector<std::shared_ptr<Operation>> after;
+    enum { waiting, running, done } state = waiting;
+    uint64_t mark = 0;       // see Wait
+    Clock::time_point time;  // when it was done
+    VectorClock clock;       // what comes before it, and itself
+    bool ready() const {
+        return state == waiting &&
+               std::all_of(after.begin(), after.end(), [](const auto& earlier) { return earlier->state == done; }) &&
+               (!may_run || may_run());
+    }
+};
+
+struct Stream {
+    int device = 0;
+    unsigned number = 0;   // in the order of creation; 0: a default stream
+    bool blocking = true;  // takes part in the legacy default stream's rule
+    size_t in_clocks = 0;  // its place in vector clocks
+    bool has_place = false;
+    std::shared_ptr<Operation> last;
+    std::deque<std::shared_ptr<Operation>> queue;  // what is not done yet
+    std::string name() const { return number == 0 ? "the default stream" : "stream " + std::to_string(number); }
+};
+
+struct Event {
+    bool timed = true;
+    std::shared_ptr<Operation> recorded;  // an operation without work, in the stream that it was last recorded in
+};
+
+namespace {
+
+enum class Order { late, early, random };
+Order order() {
+    static const Order the_order = [] {
+        const char* seed = std::getenv("CUDA_CPU_STRICT");
+        const uint64_t number = seed ? std::strtoull(seed, nullptr, 10) : 0;
+        return number % 3 == 1 ? Order::late : number % 3 == 2 ? Order::early : Order::random;
+    }();
+    return the_order;
+}
+
+struct DeviceState {
+    Stream default_stream;
+    std::vector<Stream*> streams;
+    bool idle() const {
+        return default_stream.queue.empty() &&
+               std::all_of(streams.begin(), streams.end(), [](const Stream* stream) { return stream->queue.empty(); });
+    }
+};
+
+std::mutex mutex;  // guards everything below
+std::map<int, DeviceState> devices;
+uint64_t n_operations = 0;
+// What the host has waited for, on any thread: threads of the host order their own work among each other in ways that
+// the device does not see (a join, a mutex), and each rank has memory and streams of its own.
+VectorClock host_clock;
+std::vector<uint64_t> counts;     // operations so far that touch memory, by the stream's place in clocks
+std::vector<size_t> free_places;  // of streams that are gone
+
+DeviceState& state_of(int device) {  // with the mutex held
+    DeviceState& state = devices[device];
+    state.default_stream.device = device;
+    return state;
+}
+
+Stream& resolve(cudaStream_t stream) { return stream ? *stream : state_of(current_device()).default_stream; }
+
+size_t place_in_clocks(Stream& stream) {
+    if (!std::exchange(stream.has_place, true)) {
+        if (free_places.empty()) free_places.push_back(counts.size()), counts.push_back(0);
+        stream.in_clocks = free_places.back();
+        free_places.pop_back();
+    }
+    return stream.in_clocks;
+}
+
+// Notes work down in a stream, after what it has to wait for; with the mutex held.
+std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, const Footprint& footprint = {}) {
+    DeviceState& state = state_of(stream.device);
+    auto operation = std::make_shared<Operation>();
+    operation->device = stream.device;
+    operation->number = ++n_operations;
+    operation->work = std::move(work);
+    if (stream.last) operation->after.push_back(stream.last);
+    if (&stream == &state.default_stream) {
+        for (Stream* other : state.streams)
+            if (other->blocking && other->last) operation->after.push_back(other->last);
+    } else if (stream.blocking && state.default_stream.last) {
+        operation->after.push_back(state.default_stream.last);
+    }
+    const size_t place = place_in_clocks(stream);
+    operation->clock = host_clock;
+    for (const auto& earlier : operation->after) operation->clock.join(earlier->clock);
+    const auto touches = [](const Access& access) { return access.bytes > 0; };
+    if (std::any_of(footprint.accesses.begin(), footprint.accesses.end(), touches)) {
+        ++counts[place];
+        for (const Access& access : footprint.accesses)
+            operation->touches_host |= allocation_around(reinterpret_cast<uintptr_t>(access.data)).on_host;
+    }
+    operation->clock.set(place, counts[place]);
+    check_races(footprint, place, stream.name(), operation->clock);
+    stream.last = operation;
+    stream.queue.push_back(operation);
+    return operation;
+}
+
+// How the next operation is chosen during one wait, at random. Each of the three finds mistakes that the others seldom
+// find: only what the program waits for (what does it not wait for, and should?); by a random priority of each stream,
+// so that one runs far ahead of another (what is overwritten while it is still read?); at random each time.
+struct RandomOrder {
+    enum { needed_only, by_stream, any } kind;
+    uint64_t salt = strict_random();
+    RandomOrder() {
+        const uint64_t coin = strict_random_below(4);
+        kind = coin < 2 ? needed_only : coin == 2 ? by_stream : any;
+    }
+    size_t pick(const std::vector<Stream*>& ready) const {
+        if (kind != by_stream) return strict_random_below(ready.size());
+        const auto priority = [&](const Stream* stream) { return (stream->number ^ salt) * 0x9e3779b97f4a7c15u; };
+        const auto less = [&](const Stream* a, const Stream* b) { return priority(a) < priority(b); };
+        return static_cast<size_t>(std::max_element(ready.begin(), ready.end(), less) - ready.begin());
+    }
+};
+
+// The program waits for one operation, or for all of a device if there is no such target; or for nothing: then work
+// runs that need not wait.
+class Wait {
+  public:
+    struct ForNothing {};
+    Wait(int device, ForNothing) : device_(device) {}
+    Wait(int device, std::shared_ptr<Operation> target) : device_(device), target_(std::move(target)) { mark_needed(); }
+
+    bool finished() const { return target_ ? target_->state == Operation::done : state_of(device_).idle(); }
+
+    // Runs one operation, with the mutex released; false if none may run. The work of other devices is only touched if
+    // it is needed: they have OS threads of their own to drive them (a rank each), and two ranks that wait for each
+    // other must not both depend on one thread.
+    bool run_one(std::unique_lock<std::mutex>& lock) {
+        std::vector<Stream*> ready;
+        const auto consider = [&](Stream& stream) {
+            if (stream.queue.empty() || !stream.queue.front()->ready()) return;
+            const Operation& next = *stream.queue.front();
+            if ((mark_ > 0 && next.mark == mark_) || (stream.device == device_ && may_run_unneeded(next)))
+                ready.push_back(&stream);
+        };
+        for (auto& [index, state] : devices) {
+            consider(state.default_stream);
+            for (Stream* stream : state.streams) consider(*stream);
+        }
+        if (ready.empty()) {
+            if (mark_ > 0) mark_needed();  // others may have added work, or marked it for themselves
+            return false;
+        }
+        Stream& stream = *ready[pick(ready)];
+        const auto operation = stream.queue.front();
+        operation->state = Operation::running;
+        lock.unlock();
+        if (operation->work) operation->work();
+        lock.lock();
+        operation->state = Operation::done;
+        operation->time = Clock::now();
+        operation->work = nullptr;
+        operation->may_run = nullptr;
+        operation->after.clear();
+        stream.queue.pop_front();
+        return true;
+    }
+
+  private:
+    bool may_run_unneeded(const Operation& operation) const {
+        switch (order()) {
+            case Order::late: return false;
+            case Order::early: return !operation.touches_host;
+            default: return !target_ || random_.kind != RandomOrder::needed_only;
+        }
+    }
+    size_t pick(const std::vector<Stream*>& ready) const {
+        if (order() != Order::early) return random_.pick(ready);
+        const auto earlier = [](const Stream* a, const Stream* b) {
+            return a->queue.front()->number < b->queue.front()->number;
+        };
+        return static_cast<size_t>(std::min_element(ready.begin(), ready.end(), earlier) - ready.begin());
+    }
+    void mark_needed() {
+        static uint64_t n_marks = 0;
+        mark_ = ++n_marks;
+        std::vector<Operation*> open;
+        const auto visit = [&](const std::shared_ptr<Operation>& operation) {
+            if (operation->state == Operation::done || operation->mark == mark_) return;
+            operation->mark = mark_;
+            open.push_back(operation.get());
+        };
+        if (target_) visit(target_);
+        else {
+            for (const auto& operation : state_of(device_).default_stream.queue) visit(operation);
+            for (const Stream* stream : state_of(device_).streams)
+                for (const auto& operation : stream->queue) visit(operation);
+        }
+        while (!open.empty()) {
+            const Operation* operation = open.back();
+            open.pop_back();
+            for (const auto& earlier : operation->after) visit(earlier);
+        }
+    }
+
+    const int device_;
+    const std::shared_ptr<Operation> target_;
+    const RandomOrder random_;
+    uint64_t mark_ = 0;  // what mark_needed has written last; 0: nothing is needed
+};
+
+void run_until_done(int device, std::shared_ptr<Operation> target) {
+    std::unique_lock lock(mutex);
+    Wait wait(device, std::move(target));
+    while (!wait.finished()) {
+        if (wait.run_one(lock)) continue;
+        lock.unlock();  // another OS thread is running what we wait for
+        std::this_thread::yield();
+        lock.lock();
+    }
+}
+void wait_for(const std::shared_ptr<Operation>& target) {
+    if (!target) return;
+    run_until_done(target->device, target);
+    const std::lock_guard lock(mutex);
+    host_clock.join(target->clock);
+}
+
+// Is it done? If not, one operation is run before the answer: a program that asks until it is done must get there.
+bool poll(const std::shared_ptr<Operation>& operation) {
+    std::unique_lock lock(mutex);
+    if (!operation || operation->state == Operation::done) {
+        if (operation) host_clock.join(operation->clock);
+        return true;
+    }
+    Wait(operation->device, operation).run_one(lock);
+    return false;
+}
+
+void put_on_stream(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                   const Footprint& footprint) {
+    std::unique_lock lock(mutex);
+    const auto operation = note(resolve(stream), std::move(work), footprint);
+    operation->may_run = std::move(may_run);
+    if (order() != Order::early) return;
+    Wait nothing(operation->device, Wait::ForNothing{});
+    while (nothing.run_one(lock)) {
+    }
+}
+
+// For the tests of this check. CUDA_CPU_STRICT_SKIP_WAIT=FILE:LINE leaves out the waits of that line; =list prints the
+// lines of all waits on stderr.
+bool is_skipped_wait(Place place) {
+    static const char* const asked = std::getenv("CUDA_CPU_STRICT_SKIP_WAIT");
+    if (!asked) return false;
+    const std::string line = std::string(place.file) + ":" + std::to_string(place.line);
+    if (std::strcmp(asked, "list") == 0) std::fprintf(stderr, "wait at %s\n", line.c_str());
+    return asked == line;
+}
+
+}  // namespace
+
+void wait_for_device(int device) {
+    run_until_done(device, nullptr);
+    const std::lock_guard lock(mutex);
+    const auto join = [](const Stream& stream) {
+        if (stream.last) host_clock.join(stream.last->clock);
+    };
+    join(state_of(device).default_stream);
+    for (const Stream* stream : state_of(device).streams) join(*stream);
+}
+
+void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint) {
+    if (!strict) return work();
+    put_on_stream(stream, nullptr, std::move(work), footprint);
+}
+void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                  const Footprint& footprint) {
+    if (strict) return put_on_stream(stream, std::move(may_run), std::move(work), footprint);
+    while (!may_run()) std::this_thread::yield();
+    work();
+}
+bool runs_at_once() { return !strict; }
+
+}  // namespace cuda_cpu
+
+using namespace cuda_cpu;
+
+cudaError_t cudaDeviceSynchronize() {
+    if (strict) wait_for_device(current_device());
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+    *stream = new Stream;
+    (*stream)->device = current_device();
+    (*stream)->blocking = !(flags & cudaStreamNonBlocking);
+    static unsigned n_streams = 0;
+    const std::lock_guard lock(mutex);
+    (*stream)->number = ++n_streams;
+    state_of(current_device()).streams.push_back(*stream);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    if (!stream) return remember(cudaErrorInvalidResourceHandle);
+    cudaStreamSynchronize(stream);
+    const std::lock_guard lock(mutex);
+    std::erase(state_of(stream->device).streams, stream);
+    if (stream->has_place) free_places.push_back(stream->in_clocks);  // all that it did is in the host's clock
+    delete stream;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (!strict) return cudaSuccess;
+    std::shared_ptr<Operation> last;
+    {
+        const std::lock_guard lock(mutex);
+        last = resolve(stream).last;
+        if (!stream) last = note(resolve(stream), nullptr);  // the legacy stream waits for the blocking ones
+    }
+    wait_for(last);
+    return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    if (!strict) return cudaSuccess;
+    std::shared_ptr<Operation> last;
+    {
+        const std::lock_guard lock(mutex);
+        last = resolve(stream).last;
+    }
+    return poll(last) ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned, Place place) {
+    if (!event) return remember(cudaErrorInvalidResourceHandle);
+    if (!strict) return cudaSuccess;
+    const std::lock_guard lock(mutex);
+    if (is_skipped_wait(place)) return cudaSuccess;
+    const auto operation = note(resolve(stream), nullptr);
+    if (!event->recorded) return cudaSuccess;
+    operation->after.push_back(event->recorded);
+    operation->clock.join(event->recorded->clock);
+    return cudaSuccess;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
+    enqueue(stream, [=] { function(argument); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+    *event = new Event;
+    (*event)->timed = !(flags & cudaEventDisableTiming);
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    if (!event) return remember(cudaErrorInvalidResourceHandle);
+    delete event;  // the operation that it was recorded as lives on by itself
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    if (!event) return remember(cudaErrorInvalidResourceHandle);
+    if (!strict) {
+        event->recorded = std::make_shared<Operation>();
+        event->recorded->state = Operation::done;
+        event->recorded->time = Clock::now();
+        return cudaSuccess;
+    }
+    const std::lock_guard lock(mutex);
+    event->recorded = note(resolve(stream), nullptr);
+    return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    if (!event) return remember(cudaErrorInvalidResourceHandle);
+    wait_for(event->recorded);
+    return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (!event) return remember(cudaErrorInvalidResourceHandle);
+    return poll(event->recorded) ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    if (!start || !end || !start->recorded || !end->recorded || !start->timed || !end->timed)
+        return remember(cudaErrorInvalidResourceHandle);
+    if (start->recorded->state != Operation::done || end->recorded->state != Operation::done) return cudaErrorNotReady;
+    *milliseconds = std::chrono::duration<float, std::milli>(end->recorded->time - start->recorded->time).count();
+    return cudaSuccess;
+}

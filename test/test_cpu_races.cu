@@ -1,0 +1,118 @@
+// Strict mode's check of races (cpu/races.cpp) on the product: a run of train_gpt in which one event wait is left out
+// must be reported. (Pairs of operations that are made by hand are in wrong_kernels.cu.)
+#include "program.h"
+
+#ifdef CUDA_ON_CPU
+
+#include <set>
+
+namespace {
+
+constexpr int kSeeds[] = {1, 2, 3};  // as late as possible, as early as possible, at random
+
+struct Mode {
+    const char* name;
+    const char* flags;
+};
+
+const std::string kModel =
+    R"({"model_type":"llama","vocab_size":257,"hidden_size":16,"intermediate_size":24,"num_hidden_layers":3,
+        "num_attention_heads":2,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,"rms_norm_eps":1e-5,
+        "rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})";
+
+const std::vector<Mode> kModes = {
+    {"ddp", "--ranks 2 --bucket-mib 0.004"},
+    {"ddp, micro-batches", "--ranks 2 --bucket-mib 0.004 --micro-batch 1"},
+    {"naive", "--ranks 2 --dp-mode naive"},
+    {"compressed", "--ranks 2 --compress fp8"},
+    {"power sgd", "--ranks 2 --compress powersgd --compress-rank 2"},
+    {"zero 1", "--ranks 2 --zero 1"},
+    {"zero 2", "--ranks 2 --zero 2 --micro-batch 1"},
+    {"zero 3", "--ranks 2 --zero 3"},
+    {"zero 3, micro-batches", "--ranks 2 --zero 3 --micro-batch 1"},
+    // Two ranks here, too: a unit that is gathered as soon as it is updated needs its own wait. On one rank the wait
+    // for the last unit would do.
+    {"offload optimizer", "--ranks 2 --zero 2 --offload optimizer --dtype bf16"},
+    {"offload optimizer, no clipping", "--ranks 2 --zero 1 --offload optimizer --clip 0"},
+    {"offload params", "--ranks 2 --zero 3 --offload params"},
+    {"offload params, no clipping", "--ranks 2 --zero 3 --offload params --clip 0"},
+    {"offload unified", "--ranks 2 --zero 1 --offload unified"},
+};
+
+// A wait that orders no two accesses to the same bytes: in modes whose names begin so, by words of its line; and why.
+struct OrdersNoAccesses {
+    std::string mode, words, why;
+};
+const std::vector<OrdersNoAccesses> kExceptions = {
+    {"offload unified", "done_[unit - 2]", "it limits how many units' pages are on the device at a time"},
+};
+
+// The last lines of what train_gpt prints on stderr, in strict mode with CUDA_CPU_STRICT_SKIP_WAIT=skip.
+Outcome run_without(const Mode& mode, const std::string& skip, int seed) {
+    static const TempFolder folder;
+    static const bool written = [] {
+        std::string text;
+        for (int i = 0; i < 300; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
+        spit(folder / "text.txt", text);
+        spit(folder / "model.json", kModel);
+        return true;
+    }();
+    static_cast<void>(written);
+    const TempFolder out;
+    return run_program(
+        "train_gpt",
+        concat("--data ", folder / "text.txt", " --model ", folder / "model.json",
+               " --batch 4 --seq 8 --steps 2 --warmup 1 --sample 0 --val-every 0 --val-sequences 2 ", mode.flags,
+               " --out ", out / "run"),
+        concat("ulimit -c 0; CUDA_CPU_STRICT_SKIP_WAIT=", skip, " CUDA_CPU_STRICT=", seed, " OMP_NUM_THREADS=1 "));
+}
+
+bool is_exception(const Mode& mode, const std::string& place) {
+    const size_t colon = place.rfind(':');
+    std::ifstream file(place.substr(0, colon));
+    std::string line;
+    for (int n = std::stoi(place.substr(colon + 1)); n > 0; --n) std::getline(file, line);
+    for (const OrdersNoAccesses& each : kExceptions)
+        if (std::string(mode.name).rfind(each.mode, 0) == 0 && line.find(each.words) != std::string::npos) return true;
+    return false;
+}
+
+// The lines that wait for events, as file:line.
+std::set<std::string> waits_of(const Mode& mode) {
+    const Outcome outcome = run_without(mode, "list", 1);
+    INFO(mode.name << "\n" << outcome.err);
+    REQUIRE(outcome.status == 0);
+    std::set<std::string> places;
+    std::istringstream lines(outcome.err);
+    const std::string before = "wait at ";
+    for (std::string line; std::getline(lines, line);)
+        if (line.rfind(before, 0) == 0 && !is_exception(mode, line.substr(before.size())))
+            places.insert(line.substr(before.size()));
+    REQUIRE(!places.empty());
+    return places;
+}
+
+void check_reported(const Mode& mode, const std::string& place, int seed) {
+    const Outcome outcome = run_without(mode, place, seed);
+    INFO(mode.name << " without the wait at " << place << ", seed " << seed << ":\n" << outcome.err);
+    CHECK(outcome.status != 0);
+    CHECK_THAT(outcome.err, ContainsSubstring("race between streams"));
+}
+
+}  // namespace
+
+TEST_CASE("a wait for an event that is left out is reported, in each mode of many ranks and of offloading",
+          "[cpu][program]") {
+    int n = 0;
+    for (const Mode& mode : kModes)
+        for (const std::string& place : waits_of(mode)) check_reported(mode, place, kSeeds[n++ % 3]);
+}
+
+TEST_CASE("a wait for an event that is left out is reported under every seed", "[.][ranks]") {
+    if (!std::getenv("LLM_TEST_RANKS")) return;
+    for (const Mode& mode : kModes)
+        for (const std::string& place : waits_of(mode))
+            for (const int seed : kSeeds) check_reported(mode, place, seed);
+}
+
+#endif
