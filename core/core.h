@@ -258,8 +258,8 @@ cudaStream_t make_stream();  // one that the default stream does not wait for (c
 cudaEvent_t make_event();    // without a time
 void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  // on the device; nothing if out is inp
 
-// Puts a function of the host on the stream: it runs when the work before it is done, and the work after it waits for it.
-// It must not call CUDA. `reads` and `writes` are all the memory of the device, or pinned, that it touches: the CPU
+// Puts a function of the host on the stream: it runs when the work before it is done, and the work after it waits for
+// it. It must not call CUDA. `reads` and `writes` are all the memory of the device, or pinned, that it touches: the CPU
 // device's strict mode checks that nothing else touches it meanwhile (cpu/races.cpp).
 void run_on_host(cudaStream_t stream, std::function<void()> function, std::initializer_list<Tensor> reads,
                  std::initializer_list<Tensor> writes);
