@@ -7,7 +7,9 @@
 //     sizes     ranks disagree on a size
 //     work      all_reduce for ever, printing each rank's process id first: to be killed
 //     overlap   gradients are reduced on a stream of their own while the next are computed, as data parallelism does;
-//               overlap-early and overlap-late leave out one of the two event waits: wrong, and strict mode shows it
+//               overlap-early and overlap-late leave out one of the two event waits: strict mode reports a race
+//     two-streams  one communicator is called on two streams in turns
+//     two-streams  one communicator is called on two streams in turns
 #include "comm_check.h"
 
 #include <unistd.h>
@@ -87,6 +89,25 @@ void overlap(Comm& world, bool wait_before, bool wait_after) {
     check(wrong.empty(), "wrong sums: ", wrong);
 }
 
+// Each stream has a tensor of its own, but the calls share the communicator's scratch: the communicator orders them.
+void two_streams(Comm& world) {
+    constexpr int64_t n = 257;
+    const cudaStream_t streams[] = {device().stream, make_stream()};
+    const comm_check::CommMemory memory(world, n);
+    comm_check::Buffer a(DType::f32, n), b(DType::f32, n);
+    comm_check::fill(a, std::vector<float>(n, 1), streams[0]);
+    comm_check::fill(b, std::vector<float>(n, 2), streams[1]);
+    world.algorithm = AllReduce::ring;
+    for (int i = 0; i < 2; ++i) {
+        world.all_reduce(a, streams[0]);
+        world.all_reduce(b, streams[1]);
+    }
+    const float factor = static_cast<float>(world.size * world.size);
+    comm_check::compare("a", comm_check::read(a, streams[0]), std::vector<float>(n, factor));
+    comm_check::compare("b", comm_check::read(b, streams[1]), std::vector<float>(n, 2 * factor));
+    cudaCheck(cudaStreamDestroy(streams[1]));
+}
+
 void run(int argc, char** argv) {
     RankOptions options;
     std::string mode;
@@ -105,6 +126,7 @@ void run(int argc, char** argv) {
             if (world.rank == 0) std::printf("all right\n");
             return;
         }
+        if (mode == "two-streams") return two_streams(world);
         if (mode != "check") return endless(world, mode);
         const cudaStream_t stream = device().stream;
         comm_check::check_all(

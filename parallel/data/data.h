@@ -325,7 +325,7 @@ class OffloadedUpdate {
     const bool norm_first_;
     cudaStream_t to_host_ = nullptr, host_ = nullptr, to_device_ = nullptr;
     cudaEvent_t reached_ = nullptr;
-    std::vector<cudaEvent_t> arrived_;  // by unit: its gradients on the host; unified: its pages on the device
+    std::vector<cudaEvent_t> arrived_;  // by unit, unified: its pages are on the device
     std::vector<cudaEvent_t> done_;     // by unit: its new weights on the device; unified: its pages on the host again
     std::vector<Tensor> host_grads_, host_copies_;  // by unit; copies: new 16-bit weights
     Tensor host_norm_;                              // {norm, scale}

@@ -122,8 +122,9 @@ void OffloadedUpdate::grads_are_final(size_t u, cudaStream_t stream) {
     if (!p_.sharding.host_updates()) return;
     after(to_host_, stream);
     copy_across(host_grads_[u], p_.updated_grads(u), cudaMemcpyDeviceToHost, to_host_);
-    cudaCheck(cudaEventRecord(arrived_[u], to_host_));
-    if (!norm_first_) update_on_host(u);
+    if (norm_first_) return;
+    after(host_, to_host_);
+    update_on_host(u);
 }
 
 void OffloadedUpdate::update(size_t u, Tensor norm_scale, cudaStream_t stream) {
@@ -131,7 +132,7 @@ void OffloadedUpdate::update(size_t u, Tensor norm_scale, cudaStream_t stream) {
     if (norm_first_ && u == 0) {
         after(to_host_, stream);
         copy_across(host_norm_, norm_scale, cudaMemcpyDeviceToHost, to_host_);
-        after(host_, to_host_);
+        after(host_, to_host_);  // the norm has arrived, and before it all gradients
     }
     if (norm_first_) update_on_host(u);
     cudaCheck(cudaStreamWaitEvent(stream, done_[u]));
@@ -147,7 +148,6 @@ void OffloadedUpdate::update_on_host(size_t u) {
         weights.copy = host_copies_.empty() ? Tensor{} : host_copies_[u];
         on_host = host_copies_.empty() ? weights.values : weights.copy;
     }
-    cudaCheck(cudaStreamWaitEvent(host_, arrived_[u]));
     optimizers_[u]->step(weights, host_grads_[u], host_norm_, lr_, t_, host_);
     after(to_device_, host_);
     copy_across(on_device, on_host, cudaMemcpyHostToDevice, to_device_);

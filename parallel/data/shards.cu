@@ -155,9 +155,12 @@ void FlatParameters::write(const Param& param, const std::vector<float>& rows) c
          {std::pair(weights, sharding.shards_weights()), {masters, sharding.shards_states()}}) {
         if (!array.exists()) continue;
         const Range range = is_sharded ? shard(u) : Range{0, units[u].n};
-        const int64_t low = std::max(begin, range.first), high = std::min(end, range.first + range.n);
-        if (low < high)
-            from_floats(slice(array, is_sharded, u, range).slice(low - range.first, high - low),
-                        {rows.begin() + (low - begin), rows.begin() + (high - begin)});
+        const int64_t high = std::min(end, range.first + range.n);
+        // In pieces: from_floats copies what it is given, and an embedding may be large.
+        for (int64_t low = std::max(begin, range.first), n = 0; low < high; low += n) {
+            n = std::min(high - low, int64_t{1} << 20);
+            from_floats(slice(array, is_sharded, u, range).slice(low - range.first, n),
+                        {rows.begin() + (low - begin), rows.begin() + (low - begin + n)});
+        }
     }
 }
