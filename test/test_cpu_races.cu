@@ -61,7 +61,7 @@ Outcome run_without(const Mode& mode, const std::string& skip, int seed) {
     }();
     static_cast<void>(written);
     const std::string environment =
-        concat("ulimit -c 0; CUDA_CPU_STRICT_SKIP_WAIT=", skip, " CUDA_CPU_STRICT=", seed, " OMP_NUM_THREADS=1 ");
+        concat("ulimit -c 0; CUDA_CPU_STRICT_SKIP_WAIT=", skip, " CUDA_CPU_STRICT=", seed, " ");
     if (!mode.flags) return run_program("comm_check", "--ranks 2 two-streams", environment);
     const TempFolder out;
     return run_program("train_gpt",

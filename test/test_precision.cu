@@ -130,8 +130,7 @@ TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "
         const Outcome outcome = run_program(
             "train_gpt",
             "--batch 2 --seq 64 --steps 300 --lr 1e-3 --warmup 100 --val-every 0 --sample 0 --val-sequences 4 " +
-                flags + " --out " + run,
-            "OMP_NUM_THREADS=1");  // in so small a model a second thread waits more than it works
+                flags + " --out " + run);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);
         std::vector<double> means;

@@ -50,7 +50,7 @@ const std::string& odd_model(bool gpt2) {
 // `make test-ranks`: all of the matrix, as processes under mpirun. Otherwise a part of it, as threads of one process.
 bool is_full() { return std::getenv("LLM_TEST_RANKS") != nullptr; }
 
-Outcome run_ranks(std::string flags, const std::string& run, std::string before = "OMP_NUM_THREADS=1 ") {
+Outcome run_ranks(std::string flags, const std::string& run, std::string before = "") {
     const std::string flag = "--ranks ";
     const size_t at = flags.find(flag);
     if (is_full() && at != std::string::npos) {
@@ -60,8 +60,7 @@ Outcome run_ranks(std::string flags, const std::string& run, std::string before 
     }
     return run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + run, before);
 }
-std::vector<LogRow> train(const std::string& flags, const std::string& run,
-                          const std::string& before = "OMP_NUM_THREADS=1 ") {
+std::vector<LogRow> train(const std::string& flags, const std::string& run, const std::string& before = "") {
     const Outcome outcome = run_ranks(flags, run, before);
     INFO(flags << "\n" << outcome.err);
     REQUIRE(outcome.status == 0);
@@ -137,7 +136,7 @@ TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and 
         for (int seed : {1, 2}) {
             INFO(mode << ", seed " << seed);
             const std::vector<LogRow> strict = train(flags + " --bucket-mib 0.02", folder / std::to_string(number++),
-                                                     concat("OMP_NUM_THREADS=1 CUDA_CPU_STRICT=", seed, " "));
+                                                     concat("CUDA_CPU_STRICT=", seed, " "));
             CHECK(same_bits(first, strict));
         }
     }

@@ -59,7 +59,7 @@ void check_same_end(const std::string& a, const std::string& b) {
 TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";
-    const Outcome outcome = train("--out " + run + " --steps 60 --lr 1e-2 --sample 20");
+    const Outcome outcome = train("--out " + run + " --steps 60 --lr 1e-2 --sample 20", "OMP_NUM_THREADS=2");
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
