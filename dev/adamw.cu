@@ -4,9 +4,10 @@
 //   v = beta2 v + (1 - beta2) g^2
 //   w = w - lr * (m^ / (sqrt(v^) + eps) + weight_decay w)         m^ = m / (1 - beta1^t),  v^ = v / (1 - beta2^t)
 //
-// optim/adamw.cu explains it. An element needs its g, m, v, w read and its m, v, w written: 28 bytes for some 15
-// operations, so memory is the limit. This ladder has nothing to do with threads; it is about how many kernels there
-// are, which is what separates a framework that runs one operation after the other ("eager") from fused code.
+// optim/adamw.cu explains it. An element needs its g, m, v, w read and its m, v, w written: 28 bytes for about 15
+// operations, so memory is the limit. The rungs of this ladder do not differ in how threads share the work, but in the
+// number of kernels: a framework that runs one operation after the other ("eager") launches many, fused code launches
+// few.
 //
 //   run      make dev && build/cpu/dev/adamw                    (on a GPU build/cuda/dev/adamw)
 //            build/cpu/dev/adamw --check | --size 12x768 | --rung 3
@@ -20,12 +21,12 @@ constexpr int kBlock = 256;  // threads of a block
 
 unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
 
-// What is the same for all elements in step t.
+// The numbers that are the same for all elements in step t.
 struct Constants {
     float lr, eps, weight_decay, beta1, beta2, m_correction, v_correction;  // m^ = m * m_correction
 };
 
-// Neighbouring elements that are updated alike: a parameter tensor, or several.
+// A range of elements that are updated in the same way (all decayed or none): a parameter tensor, or several.
 struct Span {
     int64_t first, n;
     bool decay;
@@ -37,15 +38,15 @@ struct Problem {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 1. Eager: a kernel an operation, a launch a tensor. This is what
+// 1. Eager: one kernel per operation, one launch per tensor. This is what
 //
 //     m.mul_(beta1).add_(g, 1 - beta1);    v.mul_(beta2).addcmul_(g, g, 1 - beta2);
 //     w.mul_(1 - lr wd);    w.addcdiv_(m, (v * v_correction).sqrt() + eps, -lr m_correction)
 //
-// means to a framework without fusion: seven kernels, each of which reads its operands from memory and writes its
-// result there. 8 + 12 + 8 + 12 + 8 + 8 + 16 = 72 bytes an element where 28 would do. And the blocks of a GPT of 12
-// layers have 144 tensors: 1008 launches of a few microseconds each, most for tensors of a few thousand elements, which
-// take less time than their launch.
+// means in a framework without fusion: seven kernels, each of which reads its operands from memory and writes its
+// result there. 8 + 12 + 8 + 12 + 8 + 8 + 16 = 72 bytes per element, where 28 are enough. And the blocks of a GPT of 12
+// layers have 144 tensors: 1008 launches of a few microseconds each. Most are for tensors of a few thousand elements,
+// whose update takes less time than the launch.
 
 __global__ void scale_kernel(float* x, float factor, int64_t n) {
     const int64_t i = global_thread();
@@ -88,13 +89,14 @@ void adamw_eager(const Problem& p, const std::vector<Span>& spans, const Constan
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 2. Flat: the same seven kernels over many tensors at once (frameworks call it "foreach"). Parameters lie side by
-// side, the decayed ones first, so that two spans cover all of them: 14 launches for any model. The bytes stay 72 an
-// element. For small models this is most of the gain there is. Where tensors are large it gains nothing, and may lose:
-// a tensor that fits in the cache was still there for its next operation, and all of them together do not fit.
+// side, the decayed ones first, so that two spans cover all of them: 14 launches for any model. The bytes stay 72 per
+// element. For small models, most of the possible gain comes from this step. For large tensors it gains nothing and can
+// be slower: in rung 1 a tensor that fits in the cache was still there for its next operation, but all tensors together
+// do not fit.
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 3. Fused: one kernel a tensor. What was written to memory by one operation to be read by the next stays in a
-// register: 28 bytes an element, the least there is. 144 launches.
+// 3. Fused: one kernel per tensor. Intermediate results, which rungs 1 and 2 write to memory and read back, stay in
+// registers: 28 bytes per element, the smallest possible number. 144 launches.
 
 __global__ void adamw_fused_kernel(float* values, float* m_all, float* v_all, const float* grads, Constants c,
                                    float decay, int64_t n) {
@@ -119,9 +121,9 @@ void adamw_fused(const Problem& p, const std::vector<Span>& spans, const Constan
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. The product: one launch for all tensors. A table tells each block where its 1024 elements are and whether they are
-// decayed (optim/tiles.cu). Behind Optimizer::step it also takes 16-bit weights and gradients, scales the gradients by
-// the factor of clipping, and does nothing when that is NaN; without it, that would be one more pass over the
-// gradients.
+// decayed (optim/tiles.cu). As part of Optimizer::step it also handles 16-bit weights and gradients, multiplies the
+// gradients by the clipping factor (which would otherwise be one more pass over the gradients), and changes nothing
+// when that factor is NaN.
 
 void adamw_product(Optimizer& optimizer, const Problem& p, Tensor norm_scale, double lr, int64_t t,
                    cudaStream_t stream) {
@@ -129,7 +131,7 @@ void adamw_product(Optimizer& optimizer, const Problem& p, Tensor norm_scale, do
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 // The parameters of L transformer blocks of width C, as GPT-2 has them: first all matrices, which are decayed, then all
 // biases and norm weights, which are not.
@@ -207,7 +209,7 @@ void climb(Ladder& ladder) {
     optimizer = make_optimizer("adamw", arena, params, n, options);
     optimizer->init(ladder.stream());
     cudaCheck(cudaStreamSynchronize(ladder.stream()));
-    // The states lie like the parameters, the first of which begins at 0.
+    // m and v have the same layout as the parameters, the first of which begins at 0.
     const auto flat_state = [&](size_t k) { return make_tensor(optimizer->states()[k].tensor.data, DType::f32, {n}); };
     const Tensor m = flat_state(0), v = flat_state(params.size());
     fill_normal(m, 0.1, 1, 101);
@@ -223,22 +225,22 @@ void climb(Ladder& ladder) {
                                         tensors, options, lr, t);
 
     // In units of 2^-24, the error of one rounding. Gradients and weights are at most 6 (in 10^9). m: two products and
-    // a sum, each at most 6, and one to spare. v: the same for squares, at most 36. The update: the error of m over a
-    // root that is at least 0.4, and some 10 roundings of a quotient of at most 10, make 200, times lr. w: three
-    // roundings of at most 6.
+    // a sum, each at most 6; one rounding is added as a margin. v: the same for squares, at most 36. The update: the
+    // error of m over a root that is at least 0.4, and about 10 roundings of a quotient of at most 10, make 200, times
+    // lr. w: three roundings of at most 6.
     const double m_error = 4 * 6 * 0x1p-24, v_error = 4 * 36 * 0x1p-24, w_error = (3 * 6 + lr * 200) * 0x1p-24;
     ladder.table(concat("AdamW, ", params.size(), " tensors, ", n, " parameters"), Limit::copy,
                  28.0 * static_cast<double>(n));
     ladder.expects({{"m", m, y.m, 0, m_error}, {"v", v, y.v, 0, v_error}, {"values", p.values, y.w, 0, w_error}});
-    ladder.rung("eager", "a kernel an operation, a launch a tensor",
+    ladder.rung("eager", "one kernel per operation, one launch per tensor",
                 [&](cudaStream_t s) { adamw_eager(p, tensors, constants, s); });
     ladder.rung("flat", "the same kernels over all tensors at once",
                 [&](cudaStream_t s) { adamw_eager(p, groups, constants, s); });
-    ladder.rung("fused", "one kernel, a launch a tensor",
+    ladder.rung("fused", "one kernel, one launch per tensor",
                 [&](cudaStream_t s) { adamw_fused(p, tensors, constants, s); });
     ladder.rung("product", "one kernel, one launch",
                 [&](cudaStream_t s) { adamw_product(*optimizer, p, norm_scale, lr, t, s); });
-    cudaCheck(cudaStreamSynchronize(ladder.stream()));  // before the arena goes
+    cudaCheck(cudaStreamSynchronize(ladder.stream()));  // before the arena is freed
 }
 
 }  // namespace

@@ -1,13 +1,14 @@
-// dev/all_reduce.cu: races the all_reduce algorithms over sizes and ranks, and draws time against size with the limit.
+// dev/all_reduce.cu: times the all_reduce algorithms for many sizes and numbers of ranks, and plots time against size,
+// with the limit.
 //
 //   run      build/cpu/dev/all_reduce                        2, 4 and 8 threads, 1 Ki to 1 Mi floats
 //            build/cpu/dev/all_reduce --ranks 3 --max 65536 --out FOLDER
 //            mpirun -np 4 build/cpu/dev/all_reduce           processes
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/all_reduce --ranks 2
 //
-// The limit: of N bytes each rank must send 2 (n-1)/n N. How fast bytes leave a rank is measured as the ring loads
-// them: all ranks send the largest message to their right neighbour at once. So the limit knows of no latency, and of
-// no addition. Times are the slowest rank's; of several rounds the median.
+// The limit: of N bytes each rank must send 2 (n-1)/n N. The rate at which bytes leave a rank is measured with the
+// traffic pattern of the ring: all ranks send the largest message to their right neighbour at the same time. So the
+// limit includes no latency and no additions. Each time is that of the slowest rank, and the median of several rounds.
 #include "io/io.h"
 #include "parallel/data/data.h"
 
@@ -130,7 +131,7 @@ int main(int argc, char** argv) {
             options.ranks = n;
             options.ranks_per_node = (n + 1) / 2;  // two machines, for two-level
             run_ranks(options, [&](Comm& world) {
-                check(world.size > 1, "one rank has nobody to race with: --ranks 2 or more");
+                check(world.size > 1, "all_reduce needs at least two ranks: give --ranks 2 or more");
                 race_all(world, max_n, folder);
             });
         }

@@ -1,11 +1,12 @@
-// dev/attention.cuh: what the two ladders of attention share: the problem, the operands of tensor cores, the reference.
+// dev/attention.cuh: shared by the two ladders of attention: the problem, the operands of tensor cores, the reference.
 //
 // N heads of T tokens, each a matrix (T, D) of its own, D = 64; bf16 or f16, sums in float32. Causal: query t sees the
 // keys 0 .. t. (In a model the heads of a token lie side by side in one row, several of q may share one of k and v, and
-// documents and windows limit what is seen. The product's kernels take all that. Here it would only hide the steps.)
+// documents and windows limit what is seen. The product's kernels handle all of this. Here it would only make the steps
+// harder to see.)
 //
 // Both programs go through pairs (query t, key s), in tiles. "Rows" are the tokens that a block or a warp owns and sums
-// for: queries in the forward. "Others" are those that stream past: keys.
+// for: queries in the forward. "Others" are those that are read tile by tile: keys in the forward.
 #pragma once
 
 #include "dev/ladder.h"
@@ -112,7 +113,7 @@ __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int 
 }
 
 // scores (16 rows, others) = rows others^T. A column of others^T is a row of the tile, so its elements are neighbours,
-// as operand B wants them. One ldmatrix fetches B for 16 columns of D and 16 others: two products.
+// as operand B needs them. One ldmatrix fetches B for 16 columns of D and 16 others: two products.
 template <class Number, class Layout, int n_tiles>
 __device__ __forceinline__ void multiply_scores(float (&scores)[n_tiles][4], const RowOperand& rows,
                                                 const Number* tile) {
@@ -158,13 +159,13 @@ __device__ __forceinline__ void multiply_columns(RowSums& sums, const uint32_t (
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The product: N heads (T, D) are for it N sequences with one head each.
+// The product's kernels: they take N heads (T, D) as N sequences with one head each.
 
 inline HeadColumns one_head(const Tensor& x) { return {x, 1, x.cols(), 0}; }
 inline FlashAttentionOptions product_options(FlashTier tier) { return {.scale = kScale, .tier = tier}; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The reference, and what may differ from it
+// The reference, and the tolerances
 
 constexpr double kQStd = 2;  // of q, and so of the scores: some keys matter more than others
 
@@ -203,7 +204,8 @@ inline double probability_error(int64_t T) {
     return 2 * score_error() + (4 * (2 + 1.16 * 24) + static_cast<double>(T) + 2) * 0x1p-24;
 }
 
-// Rounding x to bf16 or f16 errs by at most a unit roundoff of max(|x|, this): below it numbers lie evenly.
+// Rounding x to bf16 or f16 errs by at most a unit roundoff of max(|x|, this): below it the format's numbers are
+// equally spaced.
 inline double smallest_normal(DType dtype) { return dtype == DType::bf16 ? 0x1p-126 : 0x1p-14; }
 
 }  // namespace

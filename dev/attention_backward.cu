@@ -6,19 +6,19 @@
 //               dk_s = sum_t dS_ts q_t / sqrt(D)       dv_s = sum_t P_ts do_t
 //
 // N heads of T tokens, D = 64 (dev/attention.cuh); q, k, v, out, do and the gradients (N, T, D) bf16 or f16; lse (N, T)
-// f32. What was saved of the forward is out and lse, not P.
+// f32. The forward has saved out and lse, but not P.
 //
-// Five products of D multiply-adds for each pair, and that is the limit. But dq_t wants a sum over the keys of a query,
-// dk_s and dv_s one over the queries of a key, and a block can only keep the sums of one kind at home. From rung 2 on
-// there are two kernels, of which each computes S and dP for itself: 7 products instead of 5, so nothing here comes
-// closer to the limit than 71 %. (The other way is to add to dq from many blocks with atomics; then no two runs give
-// the same bits.) The two are mirror images.
-// With r for the rows that a block owns and o for the others that stream past,
+// The limit is five products of D multiply-adds for each pair. But dq_t is a sum over the keys of a query, dk_s and
+// dv_s are sums over the queries of a key, and one block can keep only the sums of one kind in its registers. So from
+// rung 2 on there are two kernels, and both compute S and dP: 7 products instead of 5, so no rung can reach more than
+// 71 % of the limit. (The other way is to add to dq from many blocks with atomics; then no two runs give the same
+// bits.) The two are mirror images. Let r stand for the rows that a block owns, and o for the other rows, which are
+// read tile by tile:
 //
 //     S_ro = x_r . x'_o / sqrt(D)    dP_ro = y_r . y'_o    dx_r = sum_o dS_ro x'_o / sqrt(D)    dy_r = sum_o P_ro y'_o
 //
 //                     x    y     x'   y'    others          dx    dy
-//     of queries      q    do    k    v     keys <= r       dq    (not wanted)
+//     of queries      q    do    k    v     keys <= r       dq    (not needed)
 //     of keys         k    v     q    do    queries >= r    dk    dv
 //
 // So each rung has one kernel with the parameter kOfKeys.
@@ -57,19 +57,19 @@ struct Sides {
     }
 };
 
-// Does this row meet this other? Rows from T on are never stored, and keys from T on are behind every query. Queries
-// from T on are zeros in the tiles, but exp(0 - lse) with the lse of another query may be infinite,
-// and 0 times that is NaN.
+// Is the pair (row, other) inside the mask? Rows from T on are never stored, and keys from T on come after every query,
+// so the causal mask excludes them. Queries from T on need a test: they are zeros in the tiles, but exp(0 - lse) with
+// the lse of another query may be infinite, and 0 times infinity is NaN.
 template <bool kOfKeys>
 __device__ __forceinline__ bool meet(int row, int other, int T) {
     return kOfKeys ? row <= other && other < T : other <= row;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 1. Naive: every formula a kernel, with P and dP, then dS, in device memory: two matrices of T x T floats.
+// 1. Naive: one kernel for each formula, with P and dP, then dS, in device memory: two matrices of T x T floats.
 //
-// A pair moves 8 bytes when P and dP are written, 20 for delta and dS, and 12 for the three gradients, each of which
-// reads one of the matrices: dq along rows, dk and dv along columns.
+// Bytes per pair: 8 when P and dP are written, 20 for delta and dS, and 12 for the three gradients, each of which reads
+// one of the matrices: dq along rows, dk and dv along columns.
 
 constexpr int kSide = 16;  // a block is a square of threads
 
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kSide* kSide)
     dprobs[(head + t) * T + s] = dprob;
 }
 
-// A warp a row: dP becomes dS.
+// One warp per row: dP becomes dS.
 __global__ void __launch_bounds__(kBlock)
     softmax_backward_kernel(float* dprobs, const float* probs, int64_t n_rows, int T) {
     const int64_t row = global_thread() / kWarp;
@@ -142,18 +142,19 @@ void launch_naive(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 2. Fused row: a warp a row, nothing of size T x T. Two things make it possible.
+// 2. Fused row: one warp per row, nothing of size T x T. Two things make it possible.
 //
-// lse: with it a probability is exp(S - lse) at once, in any order: no maximum, no second pass.
-// delta: a sum over all keys of a query, which a warp that owns a key has not at hand. But
+// lse: with it a probability is exp(S - lse), which can be computed in any order: no maximum and no second pass are
+// needed. delta: it is a sum over all keys of a query, and a warp that owns a key cannot compute it by itself. But
 //
 //     delta_t = sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . out_t
 //
 // is a sum over D columns, made once for each query by a small kernel before the others.
 //
-// As in the forward a lane computes S and dP of one other, and then sums two columns of the gradients, with dS and P
-// from the other lanes by shuffles. Each row reads all its others again. And registers are scarce: with x and y of the
-// row, 128 numbers a lane, nvcc takes 168, so 12 warps fit into a multiprocessor that could hold 64.
+// As in the forward, a lane computes S and dP of one other row, and then sums two columns of the gradients; it gets dS
+// and P of the other lanes by shuffles. Each row reads all its others again. And registers limit the number of warps: x
+// and y of the row are 128 numbers per lane, nvcc uses 168 registers, so 12 warps fit into a multiprocessor that could
+// hold 64.
 
 template <class Number>
 __global__ void __launch_bounds__(kBlock)
@@ -240,9 +241,9 @@ void launch_row(const Problem& p, cudaStream_t stream) {
 // 3. Flash: a block owns 32 rows and fetches tiles of 32 others into shared memory: each number serves 32 rows.
 //                                                                               (Dao et al. 2022, arXiv:2205.14135)
 // 16 x 16 threads; thread (a, b) has the rows 2b, 2b + 1 and the others a, a + 16, and then of the same rows the
-// columns a, a + 16, ... . dS and P go through shared memory within half a warp, as in the forward. Four tiles of
-// operands, not two as there: that is what leaves room for 32 rows only,
-// and an other read from shared memory feeds 2 multiply-adds.
+// columns a, a + 16, ... . dS and P go through shared memory within half a warp, as in the forward. There are four
+// tiles of operands instead of the forward's two, so that shared memory has room for 32 rows only, and a number of an
+// other row, once read from shared memory, is used in 2 multiply-adds.
 
 constexpr int kFlash = 32, kThreads = 16, kEach = kFlash / kThreads, kEachColumn = kD / kThreads;
 
@@ -251,7 +252,7 @@ struct FlashTiles {
     float P[kFlash][kFlash + 1], dS[kFlash][kFlash + 1];
 };
 
-// A tile of 32 tokens from `first` on, zeros behind the last one.
+// A tile of 32 tokens from `first` on, zeros beyond the last one.
 template <class Number>
 __device__ __forceinline__ void load_floats(float (&tile)[kFlash][kD + 1], const Number* head, int first, int T) {
     for (int i = static_cast<int>(threadIdx.x); i < kFlash * kD; i += kThreads * kThreads)
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kThreads* kThreads) backward_flash_kernel(Side
     load_floats(tiles.y, p.y + head * kD, r0, p.T);
     float dx[kEach][kEachColumn] = {}, dy[kEach][kEachColumn] = {};
     for (int o0 = kOfKeys ? r0 : 0; o0 < (kOfKeys ? p.T : min(r0 + kFlash, p.T)); o0 += kFlash) {
-        __syncthreads();  // nobody reads the tiles before any more
+        __syncthreads();  // all threads have finished reading the previous tiles
         load_floats(tiles.other_x, p.other_x + head * kD, o0, p.T);
         load_floats(tiles.other_y, p.other_y + head * kD, o0, p.T);
         __syncthreads();  // the tiles are complete (and in the first round the rows)
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(kThreads* kThreads) backward_flash_kernel(Side
                 tiles.P[r][o] = prob;
                 tiles.dS[r][o] = prob * (dprobs[i][j] - p.delta[query]);
             }
-        __syncwarp();  // the rows of P and dS that this warp needs are there: it has written them itself
+        __syncwarp();  // the rows of P and dS that this warp needs are complete: it has written them itself
         for (int o = 0; o < kFlash; ++o)
 #pragma unroll
             for (int i = 0; i < kEach; ++i)
@@ -315,11 +316,12 @@ __global__ void __launch_bounds__(kThreads* kThreads) backward_flash_kernel(Side
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. mma.sync: a warp owns 16 rows, x and y as operands and dx and dy as sums in its registers. S, dP, P and dS of a
-// tile of 32 others do not leave them either: the result of the first two products, turned into dS and P where it is,
-// is operand A of the other two. A thread keeps 32 registers of x and y and 64 of dx and dy, and takes 32 for S and dP
-// and 16 for P and dS: there is room for two blocks in a multiprocessor, and for tiles half as long as in the forward.
+// tile of 32 others stay in registers as well: the results of the first two products are turned into dS and P in place,
+// and are operand A of the other two. A thread keeps 32 registers of x and y and 64 of dx and dy, and takes 32 for S
+// and dP and 16 for P and dS: there is room for two blocks in a multiprocessor, and for tiles half as long as in the
+// forward.
 //
-// lse and delta belong to queries: to this thread's two rows, or to the columns of its fragments.
+// lse and delta belong to queries: either to this thread's two rows, or to the columns of its fragments.
 
 constexpr int kOthers = 32;
 
@@ -328,7 +330,7 @@ struct alignas(128) OtherTiles {
     Number x[kOthers * kD], y[kOthers * kD];
 };
 
-// What a warp keeps.
+// The state of a warp.
 template <class Number, bool kOfKeys>
 struct WarpRows {
     RowOperand x, y;
@@ -392,7 +394,7 @@ __global__ void __launch_bounds__(kBlock) backward_mma_kernel(Sides<Number> p) {
     const int64_t head = static_cast<int64_t>(blockIdx.y) * p.T;
     WarpRows<Number, kOfKeys> rows(p, head, r0 + warp() * kWarpRows);
     for (int o0 = kOfKeys ? r0 : 0; o0 < (kOfKeys ? p.T : min(r0 + kRows, p.T)); o0 += kOthers) {
-        __syncthreads();  // nobody reads the tiles before any more
+        __syncthreads();  // all threads have finished reading the previous tiles
         load_tile<kOthers, InOrder, false>(tiles.x, p.other_x + head * kD, o0, p.T);
         load_tile<kOthers, InOrder, false>(tiles.y, p.other_y + head * kD, o0, p.T);
         __syncthreads();  // the tiles are complete
@@ -402,10 +404,10 @@ __global__ void __launch_bounds__(kBlock) backward_mma_kernel(Sides<Number> p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. cp.async: two stages, the next tile on its way while this one is worked on, and one barrier a tile.
+// 5. cp.async: two stages, so that the next tile is copied while this one is used, and one barrier per tile.
 //
 // 6. Swizzle: the same kernel with Layout = Swizzled. x' is read in both directions here, as rows for S and as columns
-// for dx. ldmatrix takes 8 neighbouring rows either way, so one layout is free of conflicts for both.
+// for dx. ldmatrix takes 8 neighbouring rows either way, so one layout avoids bank conflicts for both.
 
 template <class Number, bool kOfKeys, class Layout>
 __global__ void __launch_bounds__(kBlock) backward_pipeline_kernel(Sides<Number> p) {
@@ -422,7 +424,7 @@ __global__ void __launch_bounds__(kBlock) backward_pipeline_kernel(Sides<Number>
     WarpRows<Number, kOfKeys> rows(p, head, r0 + warp() * kWarpRows);
     for (int tile = 0; tile < n_tiles; ++tile) {
         cp_async_wait<0>();
-        __syncthreads();  // everybody's copies of this tile have landed, and nobody reads the other stage any more
+        __syncthreads();  // all threads' copies of this tile are complete, and no thread still reads the other stage
         if (tile + 1 < n_tiles) start(tile + 1);
         rows.template add<Layout>(stages[tile % 2], p, head, first + tile * kOthers);
     }
@@ -444,8 +446,8 @@ void launch(const Problem& p, int n_rows, int n_threads, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. The product on mma.sync (layers/flash_attention/mma_backward.cu): 32 rows a warp, which stay in shared memory; lse
-// and delta of the others are fetched once a block instead of once a thread; any head size and mask.
+// 7. The product on mma.sync (layers/flash_attention/mma_backward.cu): 32 rows per warp, which stay in shared memory;
+// lse and delta of the others are fetched once per block instead of once per thread; any head size and mask.
 
 void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {
     flash_attention_backward(one_head(p.dq), one_head(p.dk), one_head(p.dv), one_head(p.dout), one_head(p.out),
@@ -454,15 +456,15 @@ void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 // The gradients of one head, and for each the size of its errors. With
 //
 //     A_ts = P_ts (|dP_ts| + sum_d |do_td out_td|) >= |dS_ts|
 //
-// a delta from the rounded out errs by a unit roundoff of the second term, and rounding dS to 16 bits by one of |dS|.
-// So the errors of dq, dk and dv are relative to  sum_s A_ts |k_s| / sqrt(D),  sum_t A_ts |q_t| / sqrt(D),
-// sum_t P_ts |do_t|, where numbers that are rounded count as at least `tiny`.
+// the delta that is computed from the rounded out has an error of one unit roundoff of the second term, and rounding dS
+// to 16 bits has one of |dS|. So the errors of dq, dk and dv are relative to  sum_s A_ts |k_s| / sqrt(D),  sum_t A_ts
+// |q_t| / sqrt(D), sum_t P_ts |do_t|, where numbers that are rounded count as at least `tiny`.
 struct Reference {
     std::vector<double> dq, dk, dv, dq_sizes, dk_sizes, dv_sizes;
 };
@@ -547,7 +549,7 @@ void climb(Ladder& ladder) {
             ladder.rung(name, why, [&](cudaStream_t stream) { launch_it(stream); });
         };
         rung("naive", "five kernels, T x T probabilities and gradients", [&](auto s) { launch_naive<Number>(p, s); });
-        rung("fused row", "a warp a row, probabilities from lse", [&](auto s) { launch_row<Number>(p, s); });
+        rung("fused row", "one warp per row, probabilities from lse", [&](auto s) { launch_row<Number>(p, s); });
         rung("flash", "32 rows share tiles in shared memory", [&](auto s) {
             launch<Number, backward_flash_kernel<Number, false>, backward_flash_kernel<Number, true>>(
                 p, kFlash, kThreads * kThreads, s);
@@ -555,7 +557,7 @@ void climb(Ladder& ladder) {
         rung("mma.sync", "tensor cores; P and dS stay in registers", [&](auto s) {
             launch<Number, backward_mma_kernel<Number, false>, backward_mma_kernel<Number, true>>(p, kRows, kBlock, s);
         });
-        rung("cp.async", "the next tile comes while this one is worked on", [&](auto s) {
+        rung("cp.async", "the next tile is copied while this one is used", [&](auto s) {
             launch<Number, backward_pipeline_kernel<Number, false, InOrder>,
                    backward_pipeline_kernel<Number, true, InOrder>>(p, kRows, kBlock, s);
         });
@@ -563,10 +565,10 @@ void climb(Ladder& ladder) {
             launch<Number, backward_pipeline_kernel<Number, false, Swizzled>,
                    backward_pipeline_kernel<Number, true, Swizzled>>(p, kRows, kBlock, s);
         });
-        rung("product, mma", "32 rows a warp; any head size and mask",
+        rung("product, mma", "32 rows per warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
         if (!has_wgmma()) return;
-        rung("product, Hopper", "wgmma and TMA; a producer, two groups that consume",
+        rung("product, Hopper", "wgmma and TMA; one producer, two consumer groups",
              [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }

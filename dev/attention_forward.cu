@@ -3,14 +3,15 @@
 //   S_ts = q_t . k_s / sqrt(D)    P_ts = exp(S_ts) / sum_s exp(S_ts), s <= t    out_t = sum_s P_ts v_s
 //   lse_t = log sum_s exp(S_ts), for the backward
 //
-// N heads of T tokens, D = 64 (dev/attention.cuh); q, k, v, out (N, T, D) bf16 or f16; lse (N, T) f32. For each pair of
-// a query and a key 128 multiply-adds and one exponential, while the tensors themselves are small: at T = 4096 in 16
-// bits 2 MB a head for 2.1 Gflop, a thousand flops a byte. So the limit is the arithmetic of the tensor cores. But S
-// and P are T x T numbers, and each rung is about a place where they, or the operands, wait for something:
+// N heads of T tokens, D = 64 (dev/attention.cuh); q, k, v, out (N, T, D) bf16 or f16; lse (N, T) f32. Each pair of a
+// query and a key takes 128 multiply-adds and one exponential, while the tensors themselves are small: at T = 4096 in
+// 16 bits 2 MB per head for 2.1 Gflop, a thousand flops a byte. So the limit is the arithmetic of the tensor cores. But
+// S and P are T x T numbers. The rungs differ in where S and P are kept, in how often a loaded number is used, and so
+// in what the kernel waits for:
 //
 //   rung               S and P are in       a number that was fetched   what it waits for
 //                                           serves
-//   naive              device memory        1 query                     device memory: 24 bytes a pair
+//   naive              device memory        1 query                     device memory: 24 bytes per pair
 //   fused row          registers            1, from the caches          loads: each query reads all its keys
 //   flash              registers, shared    64 queries                  shared memory, and the FMA units
 //   mma.sync           registers            64                          copies; ldmatrix, in 8 turns
@@ -39,8 +40,8 @@ struct Problem {
 // 1. Naive: a kernel for each of the three formulas, with S, then P, in device memory.
 //
 // A pair's score is written, read three times by the softmax, written as a probability, and read for the sum: 24 bytes
-// for 128 multiply-adds, and N T^2 floats of memory, 2 GB for 32 heads of 4096 tokens. The threads compute one number
-// each and read two operands for every multiply-add, as matmul's first rung does.
+// for 128 multiply-adds. S takes N T^2 floats of memory, 2 GB for 32 heads of 4096 tokens. Each thread computes one
+// number and reads two operands for every multiply-add, as in matmul's first rung.
 
 constexpr int kSide = 16;  // a block is a square of threads
 
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kSide* kSide) scores_kernel(float* scores, con
     scores[(head + t) * T + s] = kScale * sum;
 }
 
-// A warp a row; neighbouring lanes have neighbouring keys.
+// One warp per row; neighbouring lanes have neighbouring keys.
 __global__ void __launch_bounds__(kBlock) softmax_kernel(float* scores, float* lse, int64_t n_rows, int T) {
     const int64_t row = global_thread() / kWarp;
     if (row >= n_rows) return;  // whole warps
@@ -96,17 +97,17 @@ void launch_naive(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 2. Fused row: a warp a query, one kernel, nothing of size T x T.     (Milakov & Gimelshein 2018, arXiv:1805.02867)
+// 2. Fused row: one warp per query, one kernel, nothing of size T x T.  (Milakov & Gimelshein 2018, arXiv:1805.02867)
 //
-// The maximum of a row is not needed beforehand. With a larger one, m', what has been summed is too large by
-// exp(m' - m), and one product mends it; that holds for the sum of the exponentials and for the sum of the values
-// alike:
+// The maximum of a row is not needed beforehand. When a larger one, m', is found, what has been summed so far is too
+// large by the factor exp(m' - m), and one multiplication corrects it. This holds for the sum of the exponentials and
+// for the sum of the values:
 //
 //     m' = max(m, scores)     l <- l exp(m - m') + sum_s exp(S_s - m')     o <- o exp(m - m') + sum_s exp(S_s - m') v_s
 //
 // Each lane computes the score of one of 32 keys, then each lane sums two columns of the values: the probability of a
-// key goes from its lane to all others with a shuffle. Device memory now sees q, k, v and out only. But all T queries
-// read the keys before them again, 2 D numbers a pair for 2 D multiply-adds, so the caches set the pace.
+// key goes from its lane to all others with a shuffle. Now only q, k, v and out are in device memory. But all T queries
+// read the keys before them again, 2 D numbers per pair for 2 D multiply-adds, so the speed of the caches is the limit.
 
 template <class Number>
 __global__ void __launch_bounds__(kBlock)
@@ -165,8 +166,8 @@ void launch_row(const Problem& p, cudaStream_t stream) {
 //
 // Of 16 x 16 threads, thread (x, y) has the queries 4y .. 4y + 3 and of the tile's keys x and x + 16: 8 scores, which
 // take 6 reads of shared memory for 8 multiply-adds. Then it sums the columns x, x + 16, ... of the same queries. The
-// 16 threads of a query are half a warp: its maximum is a matter of shuffles, and P goes through shared memory between
-// them with no barrier of the block.
+// 16 threads of a query are half a warp: they exchange its maximum by shuffles, and P through shared memory, without a
+// barrier of the block.
 //
 // A row of D + 1 floats puts the same column of 16 neighbouring rows into 16 banks.
 
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kThreads* kThreads)
     const int thread = static_cast<int>(threadIdx.x), x = thread % kThreads, y = thread / kThreads;
     const int t0 = static_cast<int>(blockIdx.x) * kRows;
     const int64_t head = static_cast<int64_t>(blockIdx.y) * T;
-    const auto number = [&](const Number* from, int token, int d) {  // zeros behind the last token
+    const auto number = [&](const Number* from, int token, int d) {  // zeros beyond the last token
         return token < T ? to_float(from[(head + token) * kD + d]) : 0.0f;
     };
     for (int i = thread; i < kRows * kD; i += kThreads * kThreads)
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kThreads* kThreads)
     float o[kEachRow][kEachColumn] = {}, max[kEachRow], sum[kEachRow] = {};  // sum: of this thread's keys
     for (float& m : max) m = -FLT_MAX;
     for (int s0 = 0; s0 < min(t0 + kRows, T); s0 += kFlashKeys) {
-        __syncthreads();  // nobody reads the tiles before any more
+        __syncthreads();  // all threads have finished reading the previous tiles
         for (int i = thread; i < kFlashKeys * kD; i += kThreads * kThreads) {
             tiles.k[i / kD][i % kD] = number(k, s0 + i / kD, i % kD);
             tiles.v[i / kD][i % kD] = number(v, s0 + i / kD, i % kD);
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(kThreads* kThreads)
                 tiles.P[row][x + j * kThreads] = prob;
             }
         }
-        __syncwarp();  // the rows of P that this warp needs are there: it has written them itself
+        __syncwarp();  // the rows of P that this warp needs are complete: it has written them itself
         for (int j = 0; j < kFlashKeys; ++j)
 #pragma unroll
             for (int r = 0; r < kEachRow; ++r)
@@ -241,11 +242,11 @@ __global__ void __launch_bounds__(kThreads* kThreads)
 // 4. mma.sync: tensor cores. One instruction of a warp makes 2048 multiply-adds, as 64 FMA instructions do, and its
 // operands are registers. Four warps with 16 queries each share tiles of 64 keys and values.
 //
-// S never leaves the registers of the warp: exponentials are taken where the product has left the scores, and rounded
-// to 16 bits the probabilities are already in the order in which the next product wants its operand A. So there is no P
-// in shared memory.
+// S never leaves the registers of the warp: exponentials are computed in the registers that hold the result of the
+// product. After rounding to 16 bits, the probabilities are already in the order that operand A of the next product
+// needs. So P is never written to shared memory.
 //
-// A thread has parts of two rows: the maximum of a row is that of a quad, two shuffles.
+// A thread has parts of two rows, and four threads (a quad) share a row: the maximum of a row takes two shuffles.
 
 constexpr int kKeys = 64;
 
@@ -277,7 +278,8 @@ struct RowPair {
 };
 static_assert(kKeys == kD, "RowPair::add goes through scores and o at once");
 
-// Keys behind their query. A tile that begins with key s0 has some if it ends behind the warp's first row.
+// Masks keys that come after their query. A tile that begins with key s0 has such keys if it ends after the warp's
+// first row.
 __device__ __forceinline__ void hide_future(float (&scores)[kKeys / 8][4], int first_row, int s0) {
     if (s0 + kKeys <= first_row + 1) return;
 #pragma unroll
@@ -314,7 +316,7 @@ __device__ __forceinline__ void finish(Number* out_head, float* lse_head, const 
     store_rows(out_head, o, factor, first_row, T);
 }
 
-// The longest rows come first: with the shortest, one long block would be left alone at the end.
+// The longest rows come first: otherwise a long block would start last, and run alone at the end.
 __device__ __forceinline__ int first_query() { return static_cast<int>(gridDim.x - 1 - blockIdx.x) * kRows; }
 
 template <class Number>
@@ -328,7 +330,7 @@ __global__ void __launch_bounds__(kBlock)
     RowSums o = {};
     RowPair softmax;
     for (int s0 = 0; s0 < min(t0 + kRows, T); s0 += kKeys) {
-        __syncthreads();  // nobody reads the tiles before any more
+        __syncthreads();  // all threads have finished reading the previous tiles
         load_tile<kKeys, InOrder, false>(k_tile, k + head * kD, s0, T);
         load_tile<kKeys, InOrder, false>(v_tile, v + head * kD, s0, T);
         __syncthreads();  // the tiles are complete
@@ -338,17 +340,16 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. cp.async: the next tiles are on their way while these are worked on. In rung 4 a thread loads into registers,
-// waits some 600 clocks, and stores into shared memory, and all four warps do so at the same time. An asynchronous copy
-// passes the registers by, and nobody waits for it until its tile's turn has come. That takes a second stage of shared
-// memory, 32 KB in all, and saves one of the two barriers:
-// the stage that is filled now was read before this round's barrier.
+// 5. cp.async: the next tiles are copied while these are used. In rung 4 a thread loads into registers, waits about 600
+// clocks, and stores into shared memory, and all four warps do so at the same time. An asynchronous copy does not go
+// through registers, and threads wait for it only when they need its tile. This needs a second stage of shared memory,
+// 32 KB in all, and saves one of the two barriers: the stage that is filled now was read before this round's barrier.
 //
 // 6. Swizzle: the same kernel with Layout = Swizzled (dev/attention.cuh). For a tile a warp makes 64 products, and 32
-// times ldmatrix, each of 4 matrices. Shared memory gives one matrix of 128 bytes a clock, so the four warps need
-// 4 x 32 x 4 = 512 clocks, or with 8 rows in the same banks 4096. The products take 512 clocks of an A100, which makes
-// 1024 multiply-adds in each. The price is an exclusive-or for each address, and registers to keep the results: nvcc
-// takes 168 instead of 137 (sm_90a). Three blocks fit into a multiprocessor with either.
+// times ldmatrix, each of 4 matrices. Shared memory gives one matrix of 128 bytes per clock, so the four warps need 4 x
+// 32 x 4 = 512 clocks, or with 8 rows in the same banks 4096. The products take 512 clocks of an A100, which makes 1024
+// multiply-adds in each. The cost is an exclusive-or for each address, and registers to keep the results: nvcc uses 168
+// instead of 137 (sm_90a). Three blocks fit into a multiprocessor with either.
 
 template <class Number, class Layout>
 __global__ void __launch_bounds__(kBlock)
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(kBlock)
     const int n_tiles = (min(t0 + kRows, T) + kKeys - 1) / kKeys;
     for (int tile = 0; tile < n_tiles; ++tile) {
         cp_async_wait<0>();
-        __syncthreads();  // everybody's copies of this tile have landed, and nobody reads the other stage any more
+        __syncthreads();  // all threads' copies of this tile are complete, and no thread still reads the other stage
         if (tile + 1 < n_tiles) start(tile + 1);
         attend<Number, Layout>(o, softmax, q_rows, k_tiles[tile % 2], v_tiles[tile % 2], first_row, tile * kKeys);
     }
@@ -388,23 +389,23 @@ void launch(const Problem& p, int n_threads, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. The product on mma.sync (layers/flash_attention/mma_forward.cu). 32 queries a warp: each ldmatrix of keys or
-// values feeds four products instead of two, and shared memory is no longer as busy as the tensor cores. Any head size,
-// for which it pads rows by 16 bytes instead of swizzling; grouped queries, windows and documents.
+// 7. The product on mma.sync (layers/flash_attention/mma_forward.cu). 32 queries per warp: the result of each ldmatrix
+// of keys or values is used in four products instead of two, so shared memory is less busy than the tensor cores. Any
+// head size, for which it pads rows by 16 bytes instead of swizzling; grouped queries, windows and documents.
 //
 // 8. wgmma and TMA. On Hopper a warp group of four warps multiplies 64 rows at a time, and operand B, here q too, is
 // read straight from shared memory: no ldmatrix, no registers for operands, and a tile is read once for four warps. One
-// thread tells the copy engine which box of a tensor to bring; the engine computes the addresses, swizzles, and fills
-// with zeros what is behind the last token.
+// thread tells the copy engine which box of a tensor to copy; the engine computes the addresses, swizzles, and writes
+// zeros for tokens beyond the last one.
 //
-// So the block has two roles. The producer, one thread of a fifth warp, goes through the tiles ahead of the consumers,
-// as far as there are free stages. The consumers, four warps, multiply. They never meet at a barrier of the block: a
-// stage goes back and forth between them with two mbarriers, full (its bytes have landed) and empty (all four warps
-// have read it). The ring is explained in layers/ptx.cuh.
+// So the block has two roles. The producer, one thread of a fifth warp, starts the copies of the next tiles, as long as
+// there are free stages. The consumers, four warps, multiply. They do not use barriers of the whole block: each stage
+// has two mbarriers, full (its bytes have arrived) and empty (all four warps have read it). The ring is explained in
+// layers/ptx.cuh.
 //
-// But a warp group does one thing after the other. An H100 makes 2048 multiply-adds and 16 exponentials a clock: the
+// But a warp group does one thing after the other. An H100 makes 2048 multiply-adds and 16 exponentials per clock: the
 // products of a tile take 2 x 64^3 / 2048 = 256 clocks, its exponentials 64^2 / 16 = 256. Neither unit can be busy for
-// more than half of the time, unless another block in the same multiprocessor happens to need it then.
+// more than half of the time, unless another block in the same multiprocessor uses it in the meantime.
 
 constexpr int kStages = 2, kConsumerWarps = 4, kTileBytes = kKeys * kD * 2;  // a row has 128 bytes: one swizzled line
 
@@ -432,8 +433,8 @@ __device__ __forceinline__ void produce(HopperShared& shared, const Maps& maps, 
     }
 }
 
-// attend() of the rungs before, by a warp group. For a tile of 128-byte rows the next 16 columns of a row begin 32
-// bytes further on, and the next 16 rows 2048.
+// The same as attend() of the previous rungs, by a warp group. For a tile of 128-byte rows the next 16 columns of a row
+// begin 32 bytes further on, and the next 16 rows 2048.
 template <class Number>
 __device__ __forceinline__ void attend_wgmma(RowSums& o, RowPair& softmax, const unsigned char* q_tile,
                                              const Stage& stage, int first_row, int s0) {
@@ -469,7 +470,7 @@ __global__ void __launch_bounds__((kConsumerWarps + 1) * kWarp)
             mbarrier_init(&shared.full[i], 1), mbarrier_init(&shared.empty[i], kConsumerWarps);
         fence_proxy_async();
     }
-    __syncthreads();  // the mbarriers are there. The last barrier of all threads
+    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 
     if (warp() == kConsumerWarps) {
         if (elect_one()) produce(shared, maps, t0, n_tiles, static_cast<int>(blockIdx.y));
@@ -504,9 +505,9 @@ void launch_hopper(const Problem& p, cudaStream_t stream) {
 // 9. The product on Hopper (layers/flash_attention/hopper_forward.cu): ping-pong.
 //                                                                                 (Shah et al. 2024, arXiv:2407.08608)
 //
-// Two consumer groups take turns: while one takes exponentials the other multiplies. And within a group the product P v
-// of a tile runs beside the exponentials of the next one. Tiles of 128 keys serve 128 queries; the producer gives its
-// registers to the consumers, and the output leaves through the copy engine.
+// Two consumer groups take turns: while one computes exponentials the other multiplies. And within a group, the product
+// P v of a tile runs at the same time as the exponentials of the next one. Tiles of 128 keys serve 128 queries; the
+// producer gives its registers to the consumers, and the output leaves through the copy engine.
 
 void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {
     flash_attention_forward(one_head(p.out), p.lse.view({p.N, 1, p.T}), one_head(p.q), one_head(p.k), one_head(p.v),
@@ -514,7 +515,7 @@ void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 struct Reference {
     std::vector<double> out, sizes, lse;  // sizes: sum_s P_ts |v_sd|, with P_ts at least `tiny`
@@ -545,7 +546,7 @@ void climb(Ladder& ladder) {
     const Tensor out = ladder.output({N, T, kD}, dtype), lse = ladder.output({N, T});
     const Problem p{out, lse, q_rows, k_rows, v_rows, scores, N, narrow(T, "tokens")};
 
-    // From rung 4 on P is rounded to 16 bits, and out is in all; the rest is float32's.
+    // From rung 4 on P is rounded to 16 bits, and out is in all rungs; the other errors are those of float32.
     const double u = unit_roundoff(dtype), tiny = smallest_normal(dtype);
     const double relative = 2 * u + probability_error(T) + static_cast<double>(T) * 0x1p-24;
     const double lse_absolute = score_error() + (static_cast<double>(T) + 2 * (2 + 1.16 * 24) + 24) * 0x1p-24;
@@ -567,21 +568,21 @@ void climb(Ladder& ladder) {
             ladder.rung(name, why, [&](cudaStream_t stream) { launch_it(stream); });
         };
         rung("naive", "three kernels, T x T scores", [&](auto s) { launch_naive<Number>(p, s); });
-        rung("fused row", "a warp a query, the softmax online", [&](auto s) { launch_row<Number>(p, s); });
+        rung("fused row", "one warp per query, the softmax online", [&](auto s) { launch_row<Number>(p, s); });
         rung("flash", "64 queries share tiles of keys in shared memory",
              [&](auto s) { launch<Number, attention_flash_kernel<Number>>(p, kThreads * kThreads, s); });
         rung("mma.sync", "tensor cores; P stays in registers",
              [&](auto s) { launch<Number, attention_mma_kernel<Number>>(p, kBlock, s); });
-        rung("cp.async", "the next tile comes while this one is worked on",
+        rung("cp.async", "the next tile is copied while this one is used",
              [&](auto s) { launch<Number, attention_pipeline_kernel<Number, InOrder>>(p, kBlock, s); });
         rung("swizzle", "ldmatrix without bank conflicts",
              [&](auto s) { launch<Number, attention_pipeline_kernel<Number, Swizzled>>(p, kBlock, s); });
-        rung("product, mma", "32 queries a warp; any head size and mask",
+        rung("product, mma", "32 queries per warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
         if (!has_wgmma()) return;
         rung("wgmma + TMA", "a producer and a warp group, operands from shared memory",
              [&](auto s) { launch_hopper<Number>(p, s); });
-        rung("product, Hopper", "two warp groups in turns", [&](auto s) { launch_product(p, FlashTier::hopper, s); });
+        rung("product, Hopper", "two warp groups take turns", [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# dev/bench.sh BUILD_FOLDER: races this build against PyTorch and llm.c.        make bench          make bench DEVICE=cpu
+# dev/bench.sh BUILD_FOLDER: compares the speed of this build with PyTorch's and llm.c's.        make bench          make bench DEVICE=cpu
 #
 # One process a subject, one after the other, on random tokens and normal(0, 1) data:
 #   1. limits    the copy bandwidth and the matmul rate of this device, by us and by PyTorch; the higher counts
@@ -15,7 +15,7 @@
 #   MODELS="gpt2 gpt2-xl llama-1b"        for which models (on the CPU device: toys)
 #   SEQS="1024 4096"                      sequence lengths of the training runs
 #   DTYPE=bf16                            (on the CPU device: fp32)
-#   OPPONENTS="torch llm.c"               whom to race
+#   OPPONENTS="torch llm.c"               which programs to compare with
 #   PRECISIONS="master autocast pure"     of bench_torch.py
 #   STEPS=10                              timed training steps, after 3 more
 #   BENCH_SECONDS=0                       stop starting programs after so many seconds, and print what there is; 0: never
@@ -45,12 +45,12 @@ tab=$'\t'
 say() { echo "$*" | tee -a "$log" >&2; }
 wants() { [[ " $1 " == *" $2 "* ]]; }
 seconds_left() { if [ "$BENCH_SECONDS" = 0 ]; then echo 36000; else echo $((BENCH_SECONDS - SECONDS)); fi; }
-# time_is_up WHAT: true, and said, when there is not enough time left to start it.
+# time_is_up WHAT: when there is not enough time left to start it, prints so and returns true.
 time_is_up() {
     [ "$(seconds_left)" -gt 10 ] && return 1
     say "bench: no time left for $1 (BENCH_SECONDS=$BENCH_SECONDS)"
 }
-# ask COMMAND...: its standard output; its errors go to the log. A program that fails is said and not the end.
+# ask COMMAND...: its standard output; its errors go to the log. If it fails, that is printed, and the script continues.
 ask() {
     echo "==== $*" >> "$log"
     timeout "$(seconds_left)" "$@" 2>> "$log" || say "bench: exit status $? of: $* (see bench.log)"
@@ -66,7 +66,7 @@ kernel_size() {
         *) echo 2 32 ;;
     esac
 }
-# The batch sizes that training tries, for everyone.
+# The batch sizes that training tries, the same for all programs.
 batches() {
     case $1-$2 in
         gpt2-1024) echo "${BATCHES:-64 32}" ;;
@@ -117,8 +117,9 @@ bench_kernels() {
 
 # ---- training --------------------------------------------------------------------------------------------------------
 gpu_bytes() { nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits 2> /dev/null | awk '{ m = $1 > m ? $1 : m } END { printf "%.0f", m * 1048576 }'; }
-# watch_memory PID FILE: the most memory in use while the process runs, ten times a second: of the GPU what nvidia-smi says,
-# less what was in use before; on the CPU the process's resident set. The same for every subject, whatever it says itself.
+# watch_memory PID FILE: the most memory in use while the process runs, ten times a second: of the GPU what nvidia-smi
+# says, less what was in use before; on the CPU the process's resident set. This is measured in the same way for every
+# subject, instead of relying on what each one reports.
 watch_memory() {
     local before=0 now most=0
     if [ $device = cuda ]; then before=$idle_bytes; fi
@@ -252,5 +253,5 @@ if [ $device = cuda ]; then info "clocks and power at the end" "$(nvidia-smi --q
 cat "$out/results.md"
 if [ $device = cuda ] && [ "$RECORD" = 1 ]; then { echo; cat "$out/results.md"; } >> dev/RESULTS.md; fi
 say "bench: $SECONDS s; tables, pictures and the log are in $BENCH_OUT"
-# Nothing measured is a failure.
+# If nothing was measured, the script fails.
 grep -qE '^(limit|kernel|train)' "$tsv"

@@ -2,7 +2,7 @@
 //
 //   run      make bench-cpu                          tokens/s, the share of the matmul limit, memory against the plan
 //            build/cpu/dev/bench_cpu --steps 20      another number of timed steps
-//            make bench-cpu LLM_PYTHON=python3 LLMC=llm.c      in turns with PyTorch and llm.c (dev/bench_cpu.py)
+//            make bench-cpu LLM_PYTHON=python3 LLMC=llm.c      alternating with PyTorch and llm.c (dev/bench_cpu.py)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_cpu --steps 1
 //
 // The matmul limit is the time that the step's matrix products take alone, one after the other, on the same machine.
@@ -32,7 +32,7 @@ void linear_products(Tensor out, Tensor inp, Tensor weight, cudaStream_t stream)
     matmul(weight, out, inp, {.transpose_a = true}, stream);
 }
 
-// The products of all linear layers of a step, on tensors of the step's own sizes that lie where the model's lie.
+// The products of all linear layers of a step, on tensors of the same sizes, and in the same places, as the model's.
 void all_products(const Model& model, const Activations& acts, const Workspace& workspace, cudaStream_t stream) {
     for (size_t l = 0; l < model.blocks.size(); ++l) {
         const auto &attention = model.blocks[l].attention.linears, &feed_forward = model.blocks[l].feed_forward.linears;

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""dev/bench_cpu.py: our training step on a CPU beside PyTorch's and llm.c's, in turns, on the same machine.
+"""dev/bench_cpu.py: our training step on a CPU compared with PyTorch's and llm.c's, alternating, on the same machine.
 
     make bench-cpu LLM_PYTHON=python3 LLMC=path/to/llm.c
 
 A training step of GPT-2 124M in float32, batch 4 x 64, which is what llm.c's CPU program does. Each round runs every opponent once,
-as a process of its own, and takes the median of its steps; the table has the median of the rounds. In turns, because the speed of a
-machine changes from minute to minute: a ratio of two programs is worth more than either time.
+as a process of its own, and takes the median of its steps; the table has the median of the rounds. The programs alternate because
+the speed of a machine changes from minute to minute: the ratio of two programs is more reliable than either time.
 
 In the environment, or after `make bench-cpu`:
     LLM_PYTHON=     the Python that has PyTorch: eager, and torch.compile       (none: PyTorch is left out)
@@ -35,7 +35,7 @@ def output_of(command, **options):
     return done.stdout
 
 
-# ---- what each opponent does: seconds of a step
+# ---- the opponents: each function returns the seconds of one step
 
 def ours(build, model, steps):
     out = output_of([f"{build}/dev/bench_cpu", "--model", model, "--steps", str(steps)])
@@ -68,7 +68,7 @@ def llmc(program, folder, steps):
     return statistics.median(times[1:])
 
 
-# ---- what llm.c reads: weights and tokens, in its formats
+# ---- llm.c's input: weights and tokens, in its formats
 
 def write_llmc_files(folder, config):
     V, L, H, C, T = (config[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd", "n_positions"))

@@ -6,8 +6,8 @@
 //   debug    make DEBUG=1 DEVICE=cpu dev &&
 //            gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_kernels --batch 2 --seq 16
 //
-// Each line of the table operations() is one operation: its name, the bytes it cannot do without moving (each input
-// read once, each output written once), the floating-point operations it cannot do without, and how to launch it. Then
+// Each line of the table operations() is one operation: its name, the bytes that it must move at least (each input read
+// once, each output written once), the floating-point operations that it needs at least, and how to launch it. Then
 //
 //   limit = max(bytes / copy bandwidth, operations / matmul rate)          share of the limit = limit / time
 //
@@ -15,9 +15,9 @@
 // attention counts the half of the products that is needed. The time is the median over repeated launches,
 // between CUDA events.
 //
-// All data is normal(0, 1), drawn on the device: matrix units take less power for zeros, and so run faster than real
-// data would (the clock follows the power). Tensors should be a few times larger than the L2 cache (60 MB on an H200):
-// then no launch finds in it what the last one left.
+// All data is normal(0, 1), drawn on the device: matrix units need less power for zeros, so the clock is higher than
+// with real data and the times are too short. Tensors should be a few times larger than the L2 cache (60 MB on an
+// H200): then no launch finds data of the previous one in it.
 //
 // Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name>
 // <rate>".
@@ -38,7 +38,8 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Data
 
-// The tensors of one operation. The code that takes them runs twice: first the arena counts, then it hands out.
+// The tensors of one operation. The code that takes them runs twice: first the arena only counts bytes, then it returns
+// memory.
 class Data {
   public:
     explicit Data(DType dtype) : dtype_(dtype) {}
@@ -199,7 +200,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                          }});
     }
 
-    // As the model has it, and on each of the tiers for 16 bits that this device has.
+    // Attention as the model uses it, and with each of the tiers for 16 bits that this device has.
     for (const auto& [name, tier] : {std::pair{"attention", FlashTier::automatic},
                                      {"attention mma", FlashTier::mma},
                                      {"attention hopper", FlashTier::hopper}}) {
@@ -293,8 +294,8 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                                       wpe = gpt2 ? d.random({T, C}) : Tensor{};
                          return [=] { embedding_forward(out, tokens, {}, wte, wpe, s); };
                      }});
-    // Ids that all are as frequent, and ids like those of words. The time grows with the number of tokens,
-    // and no faster.
+    // Ids of equal frequency, and ids distributed like those of words. The time must grow linearly with the number of
+    // tokens.
     for (const auto& [name, power] : {std::pair{"embedding", 1}, {"embedding, skewed ids", 4}})
         table.push_back({name, "backward", nc, x + 2 * wte_rows, 0, [=, power = power](Data& d) -> Launch {
                              const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V, power),
@@ -323,8 +324,8 @@ double median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
-// Seconds of one launch. All repeats are queued before anyone waits, so the device never does, and the events stand
-// right before and after the work.
+// Seconds of one launch. All repeats are queued before the host waits, so that the device is never idle; the events are
+// recorded directly before and after the work.
 double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
     const cudaStream_t stream = device().stream;
     std::vector<double> times;

@@ -16,7 +16,7 @@
 //   train   <who> <model> <seq> <batch> <tokens/s> <peak bytes, 0 if not known> <note>
 //   step    <model> <batch> <seq> <dtype>                  of the run in trace.tsv
 //
-// "ours" is this project; every other name an opponent. A ratio says how many times faster ours is.
+// "ours" is this project; every other name is an opponent. A ratio says how many times faster ours is.
 #include "io/io.h"
 #include "llm.h"
 #include "model/sublayer.h"
@@ -60,7 +60,7 @@ double number(const std::string& text) {
 int64_t integer(const std::string& text) { return std::llround(number(text)); }
 
 struct Limits {
-    double copy = 0, matmul = 0;  // bytes/s, flop/s; the best that anyone measured in this run
+    double copy = 0, matmul = 0;  // bytes/s, flop/s; the best that any program measured in this run
     double seconds(double bytes, double flops) const {
         return std::max(copy > 0 ? bytes / copy : 0, matmul > 0 ? flops / matmul : 0);
     }
@@ -70,8 +70,8 @@ struct KernelTimes {
     std::string model, operation, pass, shape;
     double bytes = 0, flops = 0, ours_s = 0;
     std::map<std::string, double> others_s;
-    // One of our ways to attention ("attention hopper"): compared with what others take for attention, and in no mean,
-    // where "attention" itself is.
+    // One tier of our attention ("attention hopper"). It is compared with the opponents' time for "attention", and left
+    // out of the means, which contain "attention" itself.
     bool is_tier() const { return operation.rfind("attention ", 0) == 0; }
     // The fastest of those whose name starts with `who`; "" and 0 if there is none.
     std::pair<std::string, double> best(const std::string& who) const {
@@ -310,8 +310,8 @@ void results(const std::string& folder) {
 
 struct Part {
     std::string name,
-        pattern;  // which kernels belong to it: a regular expression on the name, lower case; the first that fits
-    double bytes, flops;  // of a step, that it cannot do without
+        pattern;  // which kernels belong to it: a regular expression on the lower-case name; the first that matches
+    double bytes, flops;  // of a step: the least that are needed
     double seconds = 0;   // measured, per step
 };
 
@@ -419,7 +419,7 @@ void profile(const std::string& folder) {
             kernel.name = events[i].name;
             const std::string name = lower(kernel.name);
             while (!std::regex_search(name, std::regex(parts[kernel.part].pattern)))
-                ++kernel.part;  // the last one fits all
+                ++kernel.part;  // the last one matches all
         }
         kernel.seconds += 1e-9 * events[i].duration_ns / static_cast<double>(n_steps);
         kernel.launches += 1.0 / static_cast<double>(n_steps);
@@ -433,7 +433,7 @@ void profile(const std::string& folder) {
     for (Kernel& kernel : kernels) kernel.of = parts[kernel.part];
     parts.push_back({"no kernel runs", "", 0, 0, std::max(0.0, step_s - busy_s)});
 
-    // What stands to be gained first.
+    // The largest possible gain comes first.
     const auto limit_s = [&](const Part& part) {
         return std::min(r.limits.seconds(part.bytes, part.flops), part.seconds);
     };
@@ -464,7 +464,7 @@ void profile(const std::string& folder) {
         "---: | ---: |\n");
     for (const Kernel& kernel : kernels) {
         if (kernel.seconds < 0.002 * step_s) continue;
-        // A part's limit is a kernel's own where the kernel is, but for a hundredth, all of the part.
+        // If a kernel takes at least 99 % of its part's time, the part's limit is also the kernel's.
         const double limit =
             kernel.seconds > 0.99 * kernel.of.seconds ? r.limits.seconds(kernel.of.bytes, kernel.of.flops) : 0;
         std::printf("| `%s` | %s | %.0f | %.3f | %.1f %% | %s |\n", kernel.name.substr(0, 90).c_str(),
@@ -472,7 +472,7 @@ void profile(const std::string& folder) {
                     percent(divide(limit, kernel.seconds)).c_str());
     }
 
-    // One bar a part: its length is the time, the dark end of it what the limit asks for.
+    // One bar per part: its length is the time, its dark end is the limit.
     const int row_px = 30, top = 90, label_px = 180, panel_px = 720;
     double longest = 0;
     int n_rows = 0;
@@ -483,7 +483,7 @@ void profile(const std::string& folder) {
                                        ", on ", info_of(r, "device")),
                                 14, canvas.width() - 32.0),
                 14, kInk, Canvas::Align::left, true);
-    canvas.text({16, 48}, format("%.2f ms a step; by what stands above the limit", 1e3 * step_s), 10, kInk);
+    canvas.text({16, 48}, format("%.2f ms per step; sorted by the time above the limit", 1e3 * step_s), 10, kInk);
     canvas.fill(label_px, 58, label_px + 14, 70, kBlue, 1);
     canvas.text({label_px + 20, 69}, "what bytes and operations need at this device's measured rates", 9, kInk);
     canvas.fill(label_px + 470, 58, label_px + 484, 70, kOrange, 1);

@@ -6,9 +6,9 @@
     bench_torch.py train   --config gpt2.json --batch 32 --seq 1024 --dtype bf16 --steps 20
 
 The models are written here, in plain PyTorch, with the shapes and the initialisation of llm.cu's; the sizes come from the
-config.json that both sides read. What an opponent at its best means here:
+config.json that both sides read. "At its best" means here:
 
-  - torch.compile for the model; each operation also eager, the faster one counts
+  - torch.compile for the model; single operations are timed compiled and eager, and the faster one counts
   - attention: every backend of scaled_dot_product_attention is timed at the shape, forward and backward, and the fastest
     trains the model. The names of the kernels that ran are in the note.
   - AdamW with fused=True, weight decay on matrices only, gradients clipped to norm 1, as ours
@@ -20,7 +20,7 @@ config.json that both sides read. What an opponent at its best means here:
   - dev/bench.sh runs it at several batch sizes, and the best counts
 
 Output: tab-separated lines "kernel", "limit", "train" as dev/bench_report.cu describes them (without the model's name, which
-dev/bench.sh adds). What goes wrong for one subject is said on stderr; the others still run.
+dev/bench.sh adds). If one subject fails, the reason is printed on stderr, and the others still run.
 """
 import argparse
 import contextlib
@@ -119,7 +119,7 @@ def attention(qkv, s, cos=None, sin=None):
 
 def seconds_of(run, budget=0.2, graph=True):
     """Median seconds of run(), between CUDA events, all repeats queued at once. On the GPU run() is captured in a CUDA graph
-    where that works: Python and PyTorch's dispatcher then cost nothing."""
+    where that works: Python and PyTorch's dispatcher then take no time."""
     for _ in range(3):
         run()
     if not CUDA:
@@ -196,7 +196,7 @@ def bench_kernels(s, args):
         torch._dynamo.reset()
         return torch.compile(f, dynamic=False)
 
-    # A forward, and the gradient of what it returns by what it is given.
+    # A forward, and the gradient of its outputs with respect to its inputs.
     def pair(name, shape, f, make, who_list=None, context=contextlib.nullcontext):
         if args.only not in name:
             return
@@ -224,7 +224,7 @@ def bench_kernels(s, args):
         shape = f"N={N} C={I} O={O}"
         x, w, b, dout = random(N, I), random(O, I, scale=0.02), random(O) if with_bias else None, random(N, O)
 
-        def by_weight(dout, x):  # the bias's gradient belongs to it, as in ours
+        def by_weight(dout, x):  # includes the bias's gradient, as in our operation
             return (dout.t() @ x, dout.sum(0)) if with_bias else dout.t() @ x
 
         with torch.no_grad():
@@ -242,7 +242,7 @@ def bench_kernels(s, args):
 
     shape = f"B={B} T={T} H={s.H} K={s.K} D={s.D}"
     for name, backend in BACKENDS.items():
-        if (name == "math") != (not CUDA):  # the plain one is far behind on a GPU, and the only sure one on a CPU
+        if (name == "math") != (not CUDA):  # it is much slower on a GPU, but the only one that always works on a CPU
             continue
         s.native_gqa = name != "efficient"
         pair("attention", shape, lambda qkv: attention(qkv, s), lambda: (random(B, T, s.Q, grad=True),), ["sdpa " + name],
@@ -454,7 +454,7 @@ def bench_train(s, args):
         started = time.perf_counter()
         losses = [float(step()) for _ in range(args.warmup)]
         compile_s = time.perf_counter() - started
-        # The same batch again and again: the loss must go down, or this is no training.
+        # All steps use the same batch: if the loss does not go down, the training is wrong.
         if not (all(math.isfinite(x) for x in losses) and losses[-1] < losses[0] and abs(losses[0] - math.log(s.V)) < 1.0):
             raise RuntimeError(f"the loss does not go down from log V = {math.log(s.V):.2f}: {losses}")
         kernels = kernels_that_ran(step, ("attention", "flash", "fmha", "sdpa", "cudnn"))

@@ -3,10 +3,10 @@
 //   loss_n   = -log p_n[target_n],    p_n = softmax(x_n)               x: logits (N, V) f32, targets (N) i32
 //   dx_n[v]  = (p_n[v] - [v == target_n]) dloss                        dloss = 1 / N for a mean
 //
-// The logits are the largest tensor of a training step: 8 x 1024 tokens times a vocabulary of 50304 are 1.6 GB. What a
-// version moves is one cost; what it keeps is the other: a second tensor of that size is memory that the model could
-// have. The least is one tensor, read once and written once. (Rows of 50304 do not fit in registers, so the product
-// reads them twice; the second time mostly from the L2 cache.)
+// The logits are the largest tensor of a training step: 8 x 1024 tokens times a vocabulary of 50304 are 1.6 GB. A
+// version has two costs: the bytes that it moves, and the memory that it keeps, because a second tensor of that size
+// takes memory from the model. The minimum is one tensor, read once and written once. (Rows of 50304 do not fit in
+// registers, so the product reads them twice; the second time mostly from the L2 cache.)
 //
 //   run      make dev && build/cpu/dev/cross_entropy            (on a GPU build/cuda/dev/cross_entropy)
 //            build/cpu/dev/cross_entropy --check | --size 64x50304 | --rung 3
@@ -34,8 +34,8 @@ struct Problem {
 // 1. Naive: the three formulas, a kernel each: softmax with the probabilities stored, loss, gradient.
 //
 // Three tensors of the size of the logits exist, and 6 N V numbers move: the logits are read three times (maximum, sum,
-// quotient), the probabilities written and read, the gradient written. A thread does a row of the softmax: neighbouring
-// threads are V numbers apart, and N threads are few.
+// quotient), the probabilities written and read, the gradient written. One thread computes one row of the softmax:
+// neighbouring threads read addresses V numbers apart, and N threads are too few.
 
 __global__ void softmax_naive_kernel(float* probs, const float* logits, int64_t N, int V) {
     const int64_t row = global_thread();
@@ -49,8 +49,8 @@ __global__ void softmax_naive_kernel(float* probs, const float* logits, int64_t 
 
 __global__ void loss_kernel(float* losses, const float* probs, const int* targets, int64_t N, int V) {
     const int64_t row = global_thread();
-    // A probability below 10^-38 is 0 as a float, and its loss infinite, where it should be 88 or more: the other
-    // reason not to go through the probabilities. log s + m - x never has this problem.
+    // A probability below 10^-38 is 0 as a float, and its loss infinite, where it should be 88 or more: this is the
+    // other reason not to compute the loss from probabilities. log s + m - x does not have this problem.
     if (row < N) losses[row] = -logf(probs[row * V + targets[row]]);
 }
 
@@ -98,8 +98,8 @@ __device__ __forceinline__ RowStatistics block_statistics(const float* x, int V,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 2. Block: a block a row in the softmax: neighbours read neighbours, 256 N threads are enough for any GPU, and one
-// pass less. Everything else as before: three tensors, 5 N V numbers moved.
+// 2. Block: one block per row in the softmax: neighbouring threads read neighbouring numbers, 256 N threads are enough
+// for any GPU, and there is one pass less. Everything else is as before: three tensors, 5 N V numbers moved.
 
 __global__ void __launch_bounds__(kBlock) softmax_block_kernel(float* probs, const float* logits, int V) {
     __shared__ float scratch[2 * kWarp];
@@ -119,11 +119,11 @@ void cross_entropy_block(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 3. Fused: one kernel. With m and s of a row at hand, each logit becomes its gradient on the spot: nobody else wants
-// the probabilities. One tensor instead of three, 3 N V numbers moved.
+// 3. Fused: one kernel. When m and s of a row are known, each logit is overwritten by its gradient: the probabilities
+// are not needed anywhere else. One tensor instead of three, 3 N V numbers moved.
 //
-// In place has a catch: the loss needs the target's logit, and some thread is about to overwrite it. Here the thread
-// that overwrites it reads it first, so that no barrier is needed.
+// Working in place has one difficulty: the loss needs the target's logit, which one of the threads overwrites. Here the
+// same thread reads it first, so that no barrier is needed.
 
 __global__ void __launch_bounds__(kBlock)
     cross_entropy_fused_kernel(float* losses, float* logits, const int* targets, int V, float dloss) {
@@ -147,7 +147,7 @@ void cross_entropy_fused(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 4. The product: layers/cross_entropy.cu. Rung 3 with 16 bytes a load, one exponential an element in the first pass
+// 4. The product: layers/cross_entropy.cu. Rung 3 with 16 bytes per load, one exponential per element in the first pass
 // instead of two (layers/softmax.cuh), 16-bit logits, ignored targets and a padded vocabulary.
 
 void cross_entropy_product(const Problem& p, cudaStream_t stream) {
@@ -155,7 +155,7 @@ void cross_entropy_product(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 struct Reference {
     std::vector<double> losses, dlogits;
@@ -198,12 +198,12 @@ void climb(Ladder& ladder) {
     ladder.table("cross-entropy, forward and backward", Limit::copy, 2.0 * static_cast<double>(logits.bytes()));
     const Expectation losses{"losses", p.losses, y.losses, 0, loss_error};
     ladder.expects({losses, {"dlogits", p.dlogits, y.dlogits, p_error, 2 * dloss * 0x1p-24}});
-    ladder.rung("naive", "three kernels, three tensors, a thread a row",
+    ladder.rung("naive", "three kernels, three tensors, one thread per row",
                 [&](cudaStream_t s) { cross_entropy_naive(p, s); });
-    ladder.rung("block", "a block a row", [&](cudaStream_t s) { cross_entropy_block(p, s); });
+    ladder.rung("block", "one block per row", [&](cudaStream_t s) { cross_entropy_block(p, s); });
     ladder.expects({losses, {"dlogits", p.logits, y.dlogits, p_error, 2 * dloss * 0x1p-24}});
     ladder.rung("fused", "one kernel, in place", [&](cudaStream_t s) { cross_entropy_fused(p, s); });
-    ladder.rung("product", "16 bytes a load, one exponential less",
+    ladder.rung("product", "16 bytes per load, one exponential less",
                 [&](cudaStream_t s) { cross_entropy_product(p, s); });
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""dev/docs.py: keeps README.md and doc/ true.
+"""dev/docs.py: checks that README.md and doc/ agree with the sources and the programs.
 
     dev/docs.py write BUILD     writes doc/flags.md and what the commands quoted in the pages print   (make docs)
     dev/docs.py check BUILD     compares instead, and says what differs; exit status 1 if anything does (make test)
@@ -20,7 +20,7 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ["README.md", "CONTRIBUTING.md", "cpu/README.md", "dev/README.md"]
-# First folders of paths that a run or a build leaves, or that a reader has: they are not in the repository.
+# First folders of paths that a run or a build creates, or that exist on a reader's machine: they are not in the repository.
 NOT_OURS = ("runs/", "build/", "path/", "my_text/", "gpu-bundle/", "/")
 SOURCES = (".cu", ".cuh", ".h", ".cpp", ".py", ".sh", ".md", ".gdb", ".png", ".inc")
 
@@ -36,7 +36,7 @@ def write(page, text):
 
 
 def folders_and_files():
-    """Folders that hold sources, and all names of files, without what git ignores."""
+    """Folders that hold sources, and all names of files, except those that git ignores."""
     folders, names = set(), set()
     for folder, inner, files in os.walk(ROOT):
         inner[:] = [d for d in inner if not d.startswith(".") and d not in ("build", "runs", "gpu-bundle", "golden")]
@@ -92,7 +92,7 @@ def check_front_door(folders):
 
 
 def run(build, command):
-    """What a quoted command line prints; ./train_gpt is the one in the build folder, and runs in a folder that is thrown away."""
+    """What a quoted command line prints; ./train_gpt is the one in the build folder, and runs in a temporary folder."""
     line = command.replace("./train_gpt", os.path.join(build, "train_gpt"), 1)
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment.pop("CUDA_CPU_STRICT", None)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # dev/doctor.sh: what this machine has, what will therefore work, and what to install for the rest.   run: make doctor
 #
-# Every line is the result of trying it: the compiler compiles, the libraries are linked and called. Always exits with 0.
+# Every line is the result of a trial: the compiler compiles a program, the libraries are linked and called. Always exits with 0.
 set -u
 cd "$(dirname "$0")/.."
 : "${CXX:=g++}" "${NVCC:=}" "${CUDA_HOME:=/usr/local/cuda}" "${CLANGXX:=clang++}" "${BUILDS_FOR:=}"
@@ -14,7 +14,7 @@ yes() { printf '  ok   %-12s %s\n' "$1" "$2"; }
 no() { # what, why, what to do
     printf '  --   %-12s %s\n       %-12s -> %s\n' "$1" "$2" "" "$3"
 }
-need() { # the same, and the CPU build cannot do without it
+need() { # the same for something that the CPU build needs
     no "$@"
     n_missing=$((n_missing + 1))
 }
@@ -108,9 +108,9 @@ else
     no "nvcc" "none in PATH or /usr/local/cuda" "only for GPUs: https://developer.nvidia.com/cuda-downloads (12 or newer)"
 fi
 
-echo "Not needed, good to have:"
+echo "Optional:"
 if has gdb; then yes "gdb" "$(first_line gdb --version)"; else no "gdb" "none" "./install.sh, to step through kernels"; fi
-# Open MPI starts no more processes than there are cores, and none for root, unless it is told to: the first line that works.
+# By default Open MPI starts at most one process per core, and none for root: this prints the first command line that works.
 mpi_line() {
     local options
     for options in "" "--oversubscribe " "--allow-run-as-root " "--oversubscribe --allow-run-as-root "; do

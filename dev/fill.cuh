@@ -1,5 +1,5 @@
-// dev/fill.cuh: kernels that fill tensors of billions of elements with random data on the device, where the host would
-// take minutes. Element i is a function of (key, i). Launch them over (n + 1) / 2 and over n threads.
+// dev/fill.cuh: kernels that fill tensors of billions of elements with random data on the device, because the host
+// would need minutes. Element i is a function of (key, i). Launch them over (n + 1) / 2 and over n threads.
 #pragma once
 
 #include "core/kernel.cuh"

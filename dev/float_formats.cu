@@ -1,7 +1,7 @@
-// dev/float_formats.cu: the number formats page. What a format keeps of a number, what it loses, and why fp16 training
-// multiplies its loss by a large number first.
+// dev/float_formats.cu: what each number format keeps of a number, what it loses, and why training in fp16 multiplies
+// the loss by a large number.
 //
-//   run      make dev && build/cpu/dev/float_formats         the formats, numbers that teach, sums that stop growing
+//   run      make dev && build/cpu/dev/float_formats         the formats, instructive numbers, sums that stop growing
 //            build/cpu/dev/float_formats 0.3 2^-24 inf fp16:0x7bff      any numbers; FORMAT:0xBITS gives the bits
 //            build/cpu/dev/float_formats --gradients         gradients of a real training step, and a picture of them
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb --args build/cpu-debug/dev/float_formats 0.1
@@ -9,7 +9,7 @@
 // A number is sign | exponent e | mantissa m. With E exponent bits, M mantissa bits and bias = 2^(E-1) - 1:
 //
 //     normal       (-1)^sign 2^(e - bias) (1 + m / 2^M)        e > 0: M + 1 significant bits, the first one is implied
-//     subnormal    (-1)^sign 2^(1 - bias) (    m / 2^M)        e = 0: even steps down to zero, ever fewer of them
+//     subnormal    (-1)^sign 2^(1 - bias) (    m / 2^M)        e = 0: equal steps down to zero, fewer and fewer digits
 //     spacing      2^(exponent - M)                            between neighbours; rounding errs by half of it at most
 //
 // (Floating point: Goldberg 1991, "What every computer scientist should know". Loss scaling: Micikevicius et al. 2017,
@@ -36,7 +36,7 @@ namespace {
 struct Format {
     const char* name;
     int E, M;
-    bool has_infinity;  // e4m3 spends infinity's codes on numbers: only the very last one is NaN
+    bool has_infinity;  // e4m3 uses infinity's codes for numbers: only the last code is NaN
     bool saturates;     // what is too large becomes the largest number: as fp8 is used in training
     uint32_t (*encode)(double x, bool saturate);
     double (*decode)(uint32_t code);
@@ -59,7 +59,7 @@ uint32_t encode_fp32(double x, bool) { return std::bit_cast<uint32_t>(static_cas
 double decode_fp32(uint32_t code) { return static_cast<double>(std::bit_cast<float>(code)); }
 
 // tf32 is no type of memory: it is an fp32 of which a tensor core reads the upper 19 bits. cvt.rna.tf32.f32 rounds to
-// the nearest of them, ties away from zero; no header converts it on the host, so its two lines stand here.
+// the nearest of them, ties away from zero; no header converts it on the host, so the two lines that do it are here.
 uint32_t encode_tf32(double x, bool) { return std::isnan(x) ? 0x3ffff : (encode_fp32(x, false) + 0x1000) >> 13; }
 double decode_tf32(uint32_t code) { return decode_fp32(code << 13); }
 
@@ -103,7 +103,7 @@ void print_formats() {
         "\n"
         "fp32    the reference: sums, norms, master weights, optimizer states\n"
         "tf32    fp32 as a tensor core reads it: fp32's range with fp16's digits\n"
-        "bf16    fp32 cut in half: all its range, so gradients need no scaling, but only two digits\n"
+        "bf16    the upper half of an fp32: all its range, so gradients need no scaling, but only two digits\n"
         "fp16    three digits and a narrow range: gradients get lost unless the loss is scaled\n"
         "e5m2    fp8 for gradients, which need range: the upper half of an fp16\n"
         "e4m3    fp8 for weights and activations, which need digits: each tensor gets a scale of its own\n");
@@ -124,7 +124,7 @@ std::string number(double x) {
     return text;
 }
 
-// What happened to x on its way into the format.
+// What happened to x when it was converted to the format.
 std::string verdict(const Format& f, double x) {
     const double plain = f.decode(f.encode(x, false)), stored = f.round(x);
     if (std::isnan(x)) return "NaN";
@@ -167,7 +167,7 @@ double parse_number(const std::string& text) {
         const auto value = convert(part.c_str(), &end);
         check(!part.empty() && *end == 0, "\"", text,
               "\" is no number: write 0.1, 1e-8, 2^-24, inf, nan, or bits as fp16:0x7bff");
-        check(errno == 0, "\"", text, "\" is beyond what a double holds: write a number from 1e-307 to 1e308");
+        check(errno == 0, "\"", text, "\" is out of the range of a double: write a number from 1e-307 to 1e308");
         return value;
     };
     const auto to_integer = [](const char* begin, char** end) { return std::strtoll(begin, end, 0); };
@@ -195,25 +195,25 @@ void print_lessons() {
         {"1", "every format has it; the spacing is the format's epsilon"},
         {"0.1", "no binary format has it: 1/10 repeats in base 2 as 1/3 does in base 10"},
         {"3.14159265358979", "with seven digits, three, two, one"},
-        {"2049", "fp16's integers end at 2048, bf16's at 256: beyond, the spacing is 2 and more"},
+        {"2049", "fp16 has all integers up to 2048, bf16 up to 256: beyond that, the spacing is 2 or more"},
         {"448", "the largest of e4m3"},
         {"500",
-         "too large for e4m3: fp8 conversions stop at the largest number, or one value would spoil a whole tensor"},
+         "too large for e4m3: fp8 conversions give the largest number, since one infinity spoils a whole tensor"},
         {"65504", "the largest of fp16"},
         {"70000", "too large for fp16: infinity, and soon NaN, since inf - inf is NaN"},
         {"6e-8", "the smallest of fp16, 2^-24, with one bit left of eleven"},
-        {"1e-8", "a small gradient: fp16 makes it zero, and what it would have taught is gone"}};
+        {"1e-8", "a small gradient: fp16 makes it zero, and the weight does not learn from it"}};
     for (const auto& [text, lesson] : lessons) print_number(text, parse_number(text), lesson);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Big eats small: a + b == a as soon as b is less than half the spacing at a.
+// A small addend is lost when it is added to a large sum: a + b == a if b is less than half the spacing at a.
 
 void print_big_eats_small() {
     const Format* const stored_formats[] = {&fp32, &bf16, &fp16, &e5m2, &e4m3};  // nothing is stored in tf32
     constexpr int n = 10000;
     constexpr double term = 0.1;
-    std::printf("\nBIG EATS SMALL: a + b == a as soon as b is less than half the spacing at a\n");
+    std::printf("\nSMALL ADDENDS ARE LOST IN LARGE SUMS: a + b == a if b is less than half the spacing at a\n");
     std::printf("\n0.1 added %d times, the running sum kept in the format or in fp32\n", n);
     std::printf(
         "        0.1 stored as  sum in the format  stuck from term  same terms, sum in fp32  1 + 1 + ... ends at\n");
@@ -247,7 +247,7 @@ void print_big_eats_small() {
                     bf16.round(w32));
     }
     std::printf(
-        "bf16's spacing at 1 is 2^-7: smaller steps than half of it do nothing. So the optimizer updates a master\n"
+        "bf16's spacing at 1 is 2^-7: steps below half of it change nothing. So the optimizer updates a master\n"
         "weight in fp32, and the model computes with its copy in bf16.\n");
 }
 
@@ -317,8 +317,8 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
         loss += static_cast<double>(token_loss) / static_cast<double>(N);
     std::printf("%s after %lld steps of %lld tokens, trained in fp32; loss %.3f\n", o.model.c_str(),
                 static_cast<long long>(o.steps), static_cast<long long>(N), loss);
-    // The places of every attention's first product and heads, and of every feed-forward's (model/attention_gqa.cu,
-    // ...).
+    // Where each attention keeps its first product and its heads, and each feed-forward its product
+    // (model/attention_gqa.cu, ...).
     const Slots &attention = workspace.dattention, &feed_forward = workspace.dfeed_forward;
     const std::vector<std::pair<std::string, Tensor>> of_activations = {
         {"dlogits", acts.logits},   {"dresidual", workspace.dresidual},
@@ -332,7 +332,8 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
 }
 
 // What fp16 makes of gradients times a loss scale. The backward is linear in the loss, and a power of two changes only
-// exponents: scaling the loss scales each gradient exactly so. Gradients that are 0 in fp32 already are not counted.
+// exponents: scaling the loss scales each gradient exactly by the same factor. Gradients that are 0 in fp32 already are
+// not counted.
 struct Shares {
     double n = 0, flushed = 0, subnormal = 0, normal = 0, overflow = 0;
     void add(const std::vector<float>& values, double scale) {
@@ -356,8 +357,8 @@ Shares shares_of(const std::vector<Gradients>& all, bool of_parameters, double s
     return shares;
 }
 
-// A dynamic loss scale doubles until a gradient overflows, and then halves: it settles at the largest power of two that
-// leaves all of them finite.
+// A dynamic loss scale doubles until a gradient overflows, and then halves: so it stays near the largest power of two
+// for which all of them are finite.
 double dynamic_scale(const std::vector<Gradients>& all) {
     float largest = 0;
     for (const Gradients& g : all)
@@ -497,7 +498,8 @@ void draw_formats(Canvas& canvas, const Panel& p) {
                         "as fp32 and tf32: from 2^-126 to 2^128, far beyond both edges", 10, white, Align::center);
         y += 22;
     }
-    canvas.text({p.left, y + 12}, "Dark: normal numbers. Pale: subnormal ones, with ever fewer digits.", 10, soft_ink);
+    canvas.text({p.left, y + 12}, "Dark: normal numbers. Pale: subnormal ones, with fewer and fewer digits.", 10,
+                soft_ink);
 }
 
 void draw_gradients(const std::string& path, const std::vector<Gradients>& all, double dynamic,
@@ -567,7 +569,7 @@ const char* const kHelp =
 
 int run(const std::vector<std::string>& arguments) {
     bool gradients = false;
-    std::string gradient_flag;  // one that was given
+    std::string gradient_flag;  // the flag of --gradients that was given
     GradientOptions o;
     std::vector<std::string> numbers;
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -599,7 +601,7 @@ int run(const std::vector<std::string>& arguments) {
         else numbers.push_back(flag);
     }
     check(gradients || gradient_flag.empty(), gradient_flag, " needs --gradients");
-    check(!gradients || numbers.empty(), "--gradients takes no numbers: leave one of the two away");
+    check(!gradients || numbers.empty(), "--gradients takes no numbers: leave out one of the two");
     if (gradients) {
         show_gradients(o);
         return 0;

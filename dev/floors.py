@@ -4,7 +4,7 @@
 
 The Makefile's variable FLOORS holds the order, from the ground up; "|" stands between two floors. A file includes headers
 of its own folder and of folders on lower floors. Two folders on one floor do not include each other. A folder that stands
-on several floors (io) is beside all of them: it includes what lies below the lowest, and is included from above the highest.
+on several floors (io) includes only what lies below its lowest floor, and only what lies above its highest floor includes it.
 
 Above these stand the programs of the root (files with a main), then dev/, then test/. cpu/ holds the headers that bear
 NVIDIA's names; it is on the include path of the CPU build, and only its own files and its tests name it.
@@ -17,7 +17,7 @@ import textwrap
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = ('.cu', '.cuh', '.h', '.cpp')
-PROGRAMS = 'programs'  # the folder that we pretend the root's programs lie in
+PROGRAMS = 'programs'  # the name under which the programs in the root are treated as a folder
 CPU = 'cpu'
 
 
@@ -87,7 +87,7 @@ def heights(floors):
 
 
 def is_allowed(height, path, folder, included_folder):
-    if CPU in (folder, included_folder):  # tests of the CPU device call it as nothing else may
+    if CPU in (folder, included_folder):  # only the tests of the CPU device may include its headers by name
         return folder == 'test' and os.path.basename(path).startswith(('test_cpu_', 'test_cublaslt', 'test_number_formats'))
     return included_folder in height and height[included_folder][1] < height[folder][0]
 

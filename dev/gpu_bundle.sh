@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# dev/gpu_bundle.sh FOLDER: puts aside, on a machine where everything is installed, what a GPU machine without a network may
-# lack: header libraries, CUPTI, and Open MPI. `make` uses the folder where the system has none of its own.     make gpu-bundle
+# dev/gpu_bundle.sh FOLDER: collects, on a machine where everything is installed, what a GPU machine without a network
+# may lack: header libraries, CUPTI, and Open MPI. `make` uses the folder where the system has none of its own.     make gpu-bundle
 #
 #   FOLDER/include   CLI11, nlohmann/json, stb, Catch2 (version 2, or 3 with its library in FOLDER/lib)
 #   FOLDER/cupti     the profiler's interface, for make profile
@@ -52,7 +52,8 @@ for cuda in "$CUDA_HOME/extras/CUPTI" "$CUDA_HOME"; do
 done
 [ -d "$part/cupti" ] || echo "gpu-bundle: no CUPTI in $CUDA_HOME: make profile will need the GPU machine's"
 
-# Open MPI finds its parts under OPAL_PREFIX. Libraries that every system has, and those of the C compiler, stay behind.
+# Open MPI finds its parts under OPAL_PREFIX. Libraries that every system has, and those of the C compiler, are not
+# copied.
 if command -v mpirun > /dev/null && mpirun --version 2> /dev/null | head -n 1 | grep -q 'Open MPI'; then
     mpi=$part/mpi
     home=$(dirname "$(dirname "$(readlink -f "$(command -v mpirun)")")")           # /usr

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# dev/gpu_check.sh BUILD_FOLDER: all that this machine's GPU can tell about what is right.     make gpu-check
+# dev/gpu_check.sh BUILD_FOLDER: all checks of correctness that need a GPU.     make gpu-check
 #
 #   1. build        the programs, the tests and dev/, for the GPU found (sm_90a on Hopper)
 #   2. tests        the whole suite: kernels against float64, goldens, programs, ranks that share the GPU (test/run.sh)
@@ -7,9 +7,9 @@
 #   4. sanitizers   compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the kernel tests, side by side,
 #                   every tensor in an allocation of its own
 #
-# A step that fails does not end the others. At the end stands one table; the log has all that was said. The exit status is 0
-# if every line of the table is ok. Nothing is fetched: what the machine lacks comes from gpu-bundle/ (make gpu-bundle).
-# On the CPU device (make gpu-check DEVICE=cpu) strict mode stands for compute-sanitizer.
+# If a step fails, the others still run. One table is printed at the end; the log has the whole output. The exit status
+# is 0 if every line of the table is ok. Nothing is fetched: what the machine lacks comes from gpu-bundle/ (make
+# gpu-bundle). On the CPU device (make gpu-check DEVICE=cpu) strict mode is used instead of compute-sanitizer.
 #
 # In the environment, or after `make gpu-check`:
 #   CHECK_OUT=build/<device>/gpu_check     where log.txt and table.md go
@@ -142,5 +142,5 @@ fi
 } > "$out/table.md"
 echo
 cat "$out/table.md"
-echo "all that was said: $CHECK_OUT/log.txt"
+echo "the whole output: $CHECK_OUT/log.txt"
 exit $failed

@@ -1,4 +1,4 @@
-// dev/ladder.h: the frame around the ladders of this folder: random data, checks, times, the limit, one table.
+// dev/ladder.h: what all ladders of this folder use: random data, checks, times, the limit, one table.
 //
 // A ladder is one operation, written several times. Each version is a rung, and differs from the one before in one
 // idea. A ladder's program is a list of kernels and a function `climb` that goes through them:
@@ -8,17 +8,17 @@
 //         const Tensor inp = ladder.normal({N, C}), out = ladder.output({N, C});
 //         ladder.table("softmax", Limit::copy, 2 * inp.bytes());             the least bytes that any version must move
 //         ladder.expects({{"out", out, reference(ladder.host(inp), N, C), 1e-5, 0}});
-//         ladder.rung("naive", "a thread a row", [&](cudaStream_t s) { softmax_naive(out, inp, s); });
+//         ladder.rung("naive", "one thread per row", [&](cudaStream_t s) { softmax_naive(out, inp, s); });
 //         ladder.rung("online", ...);                                        numbered in this order
 //     }
 //     int main(int argc, char** argv) { return run_ladder(argc, argv, {.name = "softmax", ..., .climb = climb}); }
 //
-// Every rung is checked against `expects` before it is timed. The outputs are NaN before it starts, so that nothing
-// passes by what the rung before has left there. With --check the program only checks, at small sizes that divide
-// nothing.
+// Every rung is checked against `expects` before it is timed. The outputs are NaN before it starts, so that no rung
+// passes with the results of the previous one. With --check the program only checks, at small sizes that are no
+// multiples of the block sizes.
 //
 // Times are medians over single runs, between two CUDA events. Before each run a buffer larger than the L2 cache is
-// written, so that the inputs come from memory, as they do in training, where other tensors were in between.
+// written, so that the inputs come from memory, as they do in training, where other operations ran in between.
 //
 // The limit is measured, not looked up: the rate at which this device copies (Limit::copy), or multiplies matrices of
 // this dtype (Limit::matmul, by the product's matmul). A rung's share of the limit is
@@ -42,7 +42,7 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What a ladder says about itself, and what the command line asked for
+// The description of a ladder, and the options of the command line
 
 class Ladder;
 
@@ -60,7 +60,7 @@ struct LadderOptions {
     bool help = false, check = false;
     std::vector<int64_t> size;
     std::vector<DType> dtypes;
-    int rung = 0;  // 0: all
+    int rung = 0;  // 0: all of them
 };
 
 enum class Limit { copy, matmul };
@@ -86,14 +86,14 @@ inline double unit_roundoff(DType dtype) {
 // six of these.
 inline double random_sum_error(int64_t n) { return 6 * 6 / std::sqrt(6.0) * 0x1p-24 * static_cast<double>(n + 1); }
 
-// One float4 a thread: nothing but loads and stores.
+// One float4 per thread: nothing but loads and stores.
 __global__ void copy_kernel(Packed<float>* __restrict__ out, const Packed<float>* __restrict__ inp) {
     const int64_t i = global_thread();
     out[i] = inp[i];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Ladder: the tensors of one climb, and what is known of its rungs
+// Ladder: the tensors of one ladder, and the results of its rungs
 
 class Ladder {
   public:
@@ -134,7 +134,7 @@ class Ladder {
         outputs_.push_back(take(dtype, dims));
         return outputs_.back();
     }
-    // What rungs update in place: as it is now before each of them.
+    // What rungs update in place: before each of them it is set to its present contents.
     Tensor in_place(const Tensor& tensor) {
         Tensor copy = make_tensor(nullptr, tensor.dtype, {tensor.n()});
         cudaCheck(cudaMalloc(&copy.data, copy.bytes()));
@@ -189,7 +189,8 @@ class Ladder {
         std::fflush(stdout);
     }
 
-    // A rung that this dtype, size or device rules out keeps its number. Who asks for it by --rung is told why not.
+    // A rung that cannot run with this dtype, size or device keeps its number. If --rung asks for it, the error says
+    // why.
     void no_rung(const char* name, const char* why_not) {
         ++number_;
         check(options_.rung != number_, size_text(), ' ', dtype_name(dtype_), ": rung ", number_, " (", name, ") ",
@@ -238,8 +239,8 @@ class Ladder {
         return worst;
     }
 
-    // The times of single runs, sorted: at least 3, and for half a second, but no more than 101; one before them to
-    // warm up.
+    // The times of single runs, sorted: at least 3, and for half a second, but no more than 101; one run before them
+    // warms up.
     std::vector<double> sorted_ms(const std::function<void(cudaStream_t)>& launch) {
         if (!flush_) {
             cudaDeviceProp properties;
@@ -265,7 +266,7 @@ class Ladder {
         return times;
     }
 
-    // Bytes a second, read and written, of a copy far larger than the caches.
+    // Bytes per second, read and written, of a copy much larger than the caches.
     double copy_rate() {
         if (copy_rate_ > 0) return copy_rate_;
         const int64_t n = (device().is_cpu ? 64 : 512) << 18;  // floats: 64 MiB, 512 MiB
@@ -275,7 +276,7 @@ class Ladder {
         auto* out = static_cast<Packed<float>*>(to.data);
         const auto* inp = static_cast<const Packed<float>*>(from.data);
         const std::vector<double> times = sorted_ms([&](cudaStream_t stream) {
-#ifdef CUDA_ON_CPU  // the CPU device's rewriter sees .cu files only: what it would write stands here
+#ifdef CUDA_ON_CPU  // the CPU device's rewriter translates .cu files only: this is what it would write
             ::cuda_cpu::launch(
                 "copy_kernel", __FILE__, __LINE__, {n_blocks, 256, 0, stream},
                 [](auto... arguments) -> decltype(copy_kernel(arguments...)) { copy_kernel(arguments...); }, out, inp);
@@ -287,7 +288,7 @@ class Ladder {
         return copy_rate_ = 2.0 * static_cast<double>(from.bytes()) / (times.front() / 1e3);
     }
 
-    // Flops a second of the product's matmul, in this dtype.
+    // Flops per second of the product's matmul, in this dtype.
     double matmul_rate() {
         if (matmul_rate_ > 0) return matmul_rate_;
         const int64_t n = device().is_cpu ? 1024 : 8192;

@@ -6,7 +6,7 @@ the first line of its signature to its closing brace, comments included. Without
 Makefile's FLOORS names, and cpu/. Prints one line for each longer function, the longest first; the exit status is 1 if
 there is one.
 
-This is no parser of C++. It removes comments, strings and preprocessor lines, then follows the braces: a brace that opens
+This is not a C++ parser. It removes comments, strings and preprocessor lines, then follows the braces: a brace that opens
 outside any function, after text that ends in a parameter list, opens a function's body.
 """
 import os
@@ -40,7 +40,7 @@ def functions(text):
             opened = None
             if not inside_function and is_signature(statement):
                 opened = (name_of(statement), statement_line, bool(re.search(r'__(global|device)__', statement)))
-            # A brace that initialises a member, `: size_{n}`, belongs to the signature that goes on behind it.
+            # A brace that initialises a member, `: size_{n}`, belongs to the signature that continues after it.
             scopes.append(opened)
             if opened or not is_initialiser(statement):
                 statement = ''
@@ -61,12 +61,12 @@ def functions(text):
 
 
 def is_initialiser(statement):
-    """Whether a brace behind this text initialises a member in a constructor's list."""
+    """Whether a brace after this text initialises a member in a constructor's list."""
     return bool(re.search(r'\)\s*(?:noexcept\s*)?:(?!:).*[\w>]\s*$', statement, re.DOTALL))
 
 
 def is_signature(statement):
-    """Whether a brace behind this text opens a function's body."""
+    """Whether a brace after this text opens a function's body."""
     statement = re.sub(r'^\s*(public|private|protected)\s*:', '', statement)
     if not re.search(r'\)', statement) or is_initialiser(statement):
         return False

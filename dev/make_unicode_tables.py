@@ -4,7 +4,7 @@
 
     python3 dev/make_unicode_tables.py > io/unicode_tables.h        (needs the Python package `tokenizers`)
 
-The classes are asked of the library's own regex engine, one code point at a time, because a token split depends on the
+The classes come from the library's own regex engine, which is asked for each code point, because a token split depends on the
 engine's version of Unicode: Python's unicodedata is often some versions behind. Where unicodedata knows a code point,
 the two must agree, and the script stops if they do not. The tables for form C come from unicodedata.
 """

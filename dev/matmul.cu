@@ -2,22 +2,23 @@
 //
 //   out (M, N) = a (M, K) b (K, N)          all row-major; f32, bf16 or f16, sums in float32;  2 M N K flops
 //
-// This is where a language model spends its time, and the one operation that can be bound by arithmetic instead of
-// memory: each of the M K + K N inputs takes part in N or M products. The climb is about getting that reuse out of fast
-// memory. A multiprocessor of an H100 makes 128 multiply-adds a clock. They want 256 numbers, and it gets from
+// A language model spends most of its time here, and it is the one operation that can be limited by arithmetic instead
+// of memory: each of the M K + K N inputs takes part in N or M products. The rungs move this reuse into faster and
+// faster memory. A multiprocessor of an H100 makes 128 multiply-adds per clock. They need 256 operands, and the
+// multiprocessor gets from
 //
-//     device memory     4 numbers a clock      so each number must be used 64 times once it is there
+//     device memory     4 numbers per clock    so each number must be used 64 times after it is loaded
 //     shared memory    32                                                   8 times
 //     registers        as many as it needs
 //
-//   rung               out elements a thread    reads for each multiply-add: of device memory, of shared memory
+//   rung               out elements per thread  reads for each multiply-add: of device memory, of shared memory
 //   naive, coalesced         1                                                2                 0
 //   shared tiles             1                                                2/32              2
 //   register tiles           8 x 8                                            2/128             2/8
 //
 // Tensor cores multiply small matrices in one instruction, 15 times as fast as all this in 16 bits: rungs 7 to 10, with
-// --dtype bf16 or f16. (In float32 they would have to cut the factors to TF32.) Their kernels, and what those need of
-// each memory, are in dev/matmul_tensor_cores.cuh.
+// --dtype bf16 or f16. (In float32 they would round the factors to TF32.) Their kernels, with the reads that they need
+// from each memory, are in dev/matmul_tensor_cores.cuh.
 //
 //   run      make dev && build/cpu/dev/matmul                   (on a GPU build/cuda/dev/matmul)
 //            build/cpu/dev/matmul --check | --size 512x512x512 | --dtype bf16 | --rung 4
@@ -30,7 +31,7 @@
 
 namespace {
 
-// What each rung is called with. A rung for one dtype only says so with check().
+// The arguments of each rung. A rung that supports only one dtype tests this with check().
 struct Problem {
     Tensor out, a, b;
     int64_t M, N, K;
@@ -39,10 +40,10 @@ struct Problem {
 unsigned blocks_along(int64_t n, int64_t tile) { return static_cast<unsigned>(narrow(ceil_div(n, tile), "blocks")); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 1. Naive: a thread an element of out; threadIdx.x runs down the rows, as one might write it first.
+// 1. Naive: one thread per element of out; threadIdx.x is the row, as one might write it at first.
 //
 // The 32 threads of a warp have 32 rows and one column: they read a[m][k] at addresses that are K numbers apart, 32
-// sectors of 32 bytes for 128 bytes of use, and write out the same way. All of them want the same b[k][n]: that is one
+// sectors of 32 bytes for 128 bytes of use, and write out the same way. All of them need the same b[k][n]: that is one
 // load.
 
 constexpr int kSide = 32;  // of the square that a block computes in rungs 1 to 3
@@ -59,8 +60,8 @@ __global__ void __launch_bounds__(kSide* kSide)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 2. Coalesced: threadIdx.x runs along the columns. Only x and y have changed places; now the warp reads 32 neighbours
-// of b and writes 32 neighbours of out, 4 sectors each, and all want the same a[m][k].
+// 2. Coalesced: threadIdx.x is the column. Only x and y are exchanged; now the warp reads 32 neighbours of b and writes
+// 32 neighbours of out, 4 sectors each, and all threads need the same a[m][k].
 
 template <class T>
 __global__ void __launch_bounds__(kSide* kSide)
@@ -75,9 +76,9 @@ __global__ void __launch_bounds__(kSide* kSide)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Shared tiles: the 1024 threads of a block need 32 rows of a and 32 columns of b, and each number of them 32 times.
-// So they fetch a tile of 32 x 32 of both into shared memory, one number a thread, multiply the tiles, and go on along
-// K. Device memory is read 32 times less. Now each multiply-add waits for two reads of shared memory, which gives 32
-// numbers a clock and so feeds 16 multiply-adds, an eighth of what the multiprocessor could do.
+// So they fetch a tile of 32 x 32 of both into shared memory, one number per thread, multiply the tiles, and go on
+// along K. Device memory is read 32 times less. Now each multiply-add needs two reads of shared memory, which gives 32
+// numbers per clock: enough for 16 multiply-adds, an eighth of what the multiprocessor could do.
 //
 // No bank conflicts: a_tile[y][k] is one word for the whole warp (y is the same), b_tile[k][x] are 32 neighbours.
 
@@ -89,12 +90,12 @@ __global__ void __launch_bounds__(kSide* kSide)
     const int64_t m = static_cast<int64_t>(blockIdx.y) * kSide + y, n = static_cast<int64_t>(blockIdx.x) * kSide + x;
     float sum = 0.0f;
     for (int64_t first = 0; first < K; first += kSide) {
-        // Zeros behind the edges add nothing; so every thread stays for the barriers.
+        // Beyond the edges the tiles hold zeros, which add nothing: so every thread can take part in the barriers.
         a_tile[y][x] = m < M && first + x < K ? to_float(a[m * K + first + x]) : 0.0f;
         b_tile[y][x] = first + y < K && n < N ? to_float(b[(first + y) * N + n]) : 0.0f;
         __syncthreads();  // both tiles are complete
         for (int k = 0; k < kSide; ++k) sum = fmaf(a_tile[y][k], b_tile[k][x], sum);
-        __syncthreads();  // nobody reads them any more: they may be overwritten
+        __syncthreads();  // all threads have finished reading them: they may be overwritten
     }
     if (m < M && n < N) out[m * N + n] = from_float<T>(sum);
 }
@@ -102,10 +103,10 @@ __global__ void __launch_bounds__(kSide* kSide)
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Register tiles: a thread computes 8 x 8 elements. For one k it reads 8 numbers of a and 8 of b from shared memory,
 // and makes 64 multiply-adds of them: a quarter of a read for each instead of two. A block of 16 x 16 threads computes
-// 128 x 128 elements, so device memory is read 4 times less than before, too. The price is registers: 64 sums, 16
-// factors and the addresses. A multiprocessor has 65536, so with 128 a thread two such blocks fit, and that is what the
-// 2 in __launch_bounds__ asks the compiler for. (It would take 162, and then there is no second block to work while the
-// first one waits.)
+// 128 x 128 elements, so device memory is also read 4 times less than before. The cost is registers: 64 sums, 16
+// factors and the addresses. A multiprocessor has 65536, so with 128 per thread two such blocks fit, and that is what
+// the 2 in __launch_bounds__ asks the compiler for. (Otherwise it uses 162, and then there is no second block that can
+// compute while the first one waits.)
 //
 // Its 8 columns are x, x + 16, ..., x + 112, not 8 neighbours: so 16 threads read 16 neighbouring words of b_tile and
 // the stores are coalesced. a_tile is transposed, (k, m): the same for rows.
@@ -120,7 +121,7 @@ static_assert(kThreads * kEach == kTile && kLoads * kBlock == kTile * kTileK);
 template <class T>
 __global__ void __launch_bounds__(kBlock, 2)
     matmul_registers_kernel(T* out, const T* a, const T* b, int64_t M, int64_t N, int64_t K) {
-    // + 1: the 16 lanes that store the 16 k of one row of a meet 16 banks, not one.
+    // + 1: the 16 lanes that store the 16 k of one row of a write to 16 banks, not to one.
     __shared__ float a_tile[kTileK][kTile + 1];
     __shared__ float b_tile[kTileK][kTile];
     const int t = threadIdx.x, x = t % kThreads, y = t / kThreads;
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kBlock, 2)
             for (int i = 0; i < kEach; ++i)
                 for (int j = 0; j < kEach; ++j) sums[i][j] = fmaf(a_k[i], b_k[j], sums[i][j]);
         }
-        __syncthreads();  // nobody reads them any more
+        __syncthreads();  // all threads have finished reading them
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
@@ -155,12 +156,12 @@ __global__ void __launch_bounds__(kBlock, 2)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. Vectorised: 16 bytes a load. Fetching from device memory takes a quarter of the instructions (an eighth for 16
+// 5. Vectorised: 16 bytes per load. Fetching from device memory takes a quarter of the instructions (an eighth for 16
 // bits), and so does reading shared memory: the 8 columns of a thread are two groups of 4 neighbours, 4 x ... and 64 +
 // 4 x ..., which are two 16-byte reads. kN is the number of elements in a load: matrices whose rows are no multiple of
 // 16 bytes are fetched one by one, kN = 1.
 
-// 4 more columns: rows stay on 16-byte boundaries, and fewer of the stores of a column meet in one bank.
+// 4 more columns: rows stay on 16-byte boundaries, and fewer of the stores of a column go to the same bank.
 struct alignas(16) Tiles {
     float a[kTileK][kTile + 4], b[kTileK][kTile];
 };
@@ -239,16 +240,16 @@ __global__ void __launch_bounds__(kBlock, 2)
         put(tiles, fetched);
         __syncthreads();  // both tiles are complete
         multiply(sums, tiles);
-        __syncthreads();  // nobody reads them any more
+        __syncthreads();  // all threads have finished reading them
     }
     store(out, sums, M, N);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 6. Double buffered: the loads of the next tile are on their way while this one is multiplied. A load from device
-// memory takes some 600 clocks, and in rung 5 all threads of a block wait for it together. Two tiles in turn also save
-// a barrier a round: what is written now is read in the next round, and was last read in the round before, behind this
-// round's barrier.
+// 6. Double buffered: the next tile is loaded while this one is multiplied. A load from device memory takes about 600
+// clocks, and in rung 5 all threads of a block wait for it together. Two tiles, used alternately, also save one barrier
+// per round: the tile that is written now is read in the next round, and was last read in the previous round, before
+// this round's barrier.
 
 template <class T, int kN>
 __global__ void __launch_bounds__(kBlock, 2)
@@ -260,8 +261,8 @@ __global__ void __launch_bounds__(kBlock, 2)
     put(tiles[0], fetched);
     int turn = 0;
     for (int64_t first = 0; first < K; first += kTileK, turn ^= 1) {
-        __syncthreads();  // this turn's tiles are complete, and nobody reads the other ones any more
-        fetch(fetched, a, b, first + kTileK, M, N, K);  // behind K: nothing but zeros
+        __syncthreads();  // this round's tiles are complete, and no thread still reads the other ones
+        fetch(fetched, a, b, first + kTileK, M, N, K);  // beyond K: nothing but zeros
         multiply(sums, tiles[turn]);
         put(tiles[turn ^ 1], fetched);
     }
@@ -354,15 +355,15 @@ void matmul_mma(const Problem& p, cudaStream_t stream) { launch_mma<2>(p, stream
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 8. Three stages. A round of rung 7 is 128 x 128 x 64 multiply-adds, 512 clocks of an H100's tensor cores, and a load
-// from device memory takes longer: with one tile on its way the block still waits. Two on their way cover it. 96 KiB a
-// block: two fit on a multiprocessor of an H100, one on that of an A100.
+// from device memory takes longer: with one tile in flight the block still waits. Two tiles in flight hide the whole
+// time of a load. 96 KiB a block: two fit on a multiprocessor of an H100, one on that of an A100.
 
 void matmul_mma_stages(const Problem& p, cudaStream_t stream) { launch_mma<3>(p, stream); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 9. wgmma and the copy engine (TMA): the second kernel of matmul_tensor_cores.cuh.
 
-// What is missing for rungs 9 and 10; null: nothing.
+// Why rungs 9 and 10 cannot run; null: they can.
 const char* no_wgmma(const Problem& p) {
     if (!has_wgmma()) return "needs a GPU of compute capability 9.0 (Hopper)";
     if (p.K % 8 != 0 || p.N % 8 != 0) return "needs rows of whole 16 bytes: N and K multiples of 8";
@@ -393,10 +394,10 @@ void matmul_wgmma(const Problem& p, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 10. Wide tiles, persistent blocks. With 256 columns each row of a is read for twice as many products; a consumer's
-// sums take 128 registers a thread, which is why the producer gives its own away. And there are as many blocks as
-// multiprocessors, which stay: while the consumers of a block round and store one tile, its producer is already filling
-// the ring for the next, so loads never stop, either. In rung 9 that time is lost, once a tile, and the mbarriers are
-// made anew.
+// sums take 128 registers per thread, so the producer gives most of its registers to the consumers. And there are only
+// as many blocks as multiprocessors, and each computes many tiles: while the consumers of a block round and store one
+// tile, its producer already loads the next one, so loads never stop. In rung 9 this time is lost once per tile, and
+// the mbarriers are initialised again.
 
 void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
     int n_multiprocessors = 0;
@@ -411,7 +412,7 @@ void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
 void matmul_product(const Problem& p, cudaStream_t stream) { matmul(p.out, p.a, p.b, {}, stream); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 // Rows [first, first + count) of a b.
 std::vector<double> matmul_reference(const std::vector<float>& a, const std::vector<float>& b, int64_t first,
@@ -453,13 +454,13 @@ void climb(Ladder& ladder) {
     const auto rung = [&](const char* name, const char* why, void (*launch)(const Problem&, cudaStream_t)) {
         ladder.rung(name, why, [&](cudaStream_t stream) { launch(p, stream); });
     };
-    rung("naive", "a thread an element, a warp along a column", matmul_naive);
+    rung("naive", "one thread per element, a warp along a column", matmul_naive);
     rung("coalesced", "a warp along a row", matmul_coalesced);
     rung("shared tiles", "each number fetched once for 32 threads", matmul_shared);
-    rung("register tiles", "8 x 8 elements a thread", matmul_registers);
-    rung("vectorised", "16 bytes a load", matmul_vectorised);
+    rung("register tiles", "8 x 8 elements per thread", matmul_registers);
+    rung("vectorised", "16 bytes per load", matmul_vectorised);
     rung("double buffered", "load the next tile while multiplying this one", matmul_double_buffered);
-    // A rung on tensor cores, unless something speaks against it.
+    // A rung on tensor cores, unless the dtype or the device rules it out.
     const auto tensor_rung = [&](const char* name, const char* why, void (*launch)(const Problem&, cudaStream_t),
                                  const char* why_not) {
         if (ladder.dtype() == DType::f32) why_not = "needs --dtype bf16 or f16";
@@ -467,8 +468,8 @@ void climb(Ladder& ladder) {
         else rung(name, why, launch);
     };
     const char* why_no_wgmma = no_wgmma(p);
-    tensor_rung("tensor cores", "mma.sync, 64 x 32 elements a warp; cp.async, swizzled", matmul_mma, nullptr);
-    tensor_rung("three stages", "two tiles on their way", matmul_mma_stages, nullptr);
+    tensor_rung("tensor cores", "mma.sync, 64 x 32 elements per warp; cp.async, swizzled", matmul_mma, nullptr);
+    tensor_rung("three stages", "two tiles in flight", matmul_mma_stages, nullptr);
     tensor_rung("wgmma", "operands in shared memory; a producer, two consumers", matmul_wgmma, why_no_wgmma);
     tensor_rung("persistent", "128 x 256; the next tile is loaded while this one is stored", matmul_wgmma_persistent,
                 why_no_wgmma);

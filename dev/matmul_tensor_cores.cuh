@@ -1,16 +1,16 @@
 // dev/matmul_tensor_cores.cuh: the kernels of rungs 7 to 10 of dev/matmul.cu, which multiply with tensor cores.
 //
-// A multiprocessor of an H100 makes 2048 multiply-adds a clock with them, and the question of matmul.cu comes back, 16
-// times harder:
+// A multiprocessor of an H100 makes 2048 multiply-adds per clock with them, 16 times as many as with FMA instructions.
+// So each number that is read must be used 16 times as often:
 //
-//   rung               out elements                        reads a multiply-add: of device memory, of shared memory
-//   mma.sync           128 x 128 a block, 64 x 32 a warp                              2/128             1/64 + 1/32
-//   wgmma              128 x 128 a block, 64 x 128 four warps                         2/128             1/64 + 1/128
-//   persistent         128 x 256 a block, 64 x 256 four warps                         1/128 + 1/256     1/64 + 1/256
+//   rung               out elements                        reads per multiply-add: of device memory, of shared memory
+//   mma.sync           128 x 128 per block, 64 x 32 per warp                          2/128             1/64 + 1/32
+//   wgmma              128 x 128 per block, 64 x 128 four warps                       2/128             1/64 + 1/128
+//   persistent         128 x 256 per block, 64 x 256 four warps                       1/128 + 1/256     1/64 + 1/256
 //
-// Shared memory gives 64 16-bit numbers a clock, which is 2048/64 = 1/32 for each multiply-add: mma.sync, whose
-// operands go through registers, asks for more than that, wgmma, which reads shared memory itself, for less. The tensor
-// cores of an A100 are half as fast, and mma.sync feeds them.
+// Shared memory gives 64 16-bit numbers per clock, which is 2048/64 = 1/32 for each multiply-add: mma.sync, whose
+// operands go through registers, needs more than that; wgmma, which reads shared memory itself, needs less. The tensor
+// cores of an A100 are half as fast, and mma.sync keeps them busy.
 //
 // Here are kernels only: headers are not rewritten for the CPU device, so the launches are in matmul.cu.
 #pragma once
@@ -27,30 +27,30 @@ constexpr int kMmaTileN = 128;  // and with mma.sync its columns
 // ---------------------------------------------------------------------------------------------------------------------
 // 7. Tensor cores: mma.sync. A warp multiplies 16 x 16 by 16 x 8 in one instruction, with operands in registers, in
 // fragments (layers/ptx.cuh). Eight warps compute 128 x 128, each 64 x 32: for 16 of K it loads 4 fragments of a and 4
-// of b, and makes 16 products of them. ldmatrix loads a fragment of a, or two of b, at a time; it turns the 8 x 8
-// matrices of b around on the way, because mma wants the pairs of b down a column.
+// of b, and makes 16 products of them. ldmatrix loads a fragment of a, or two of b, at a time; it transposes the 8 x 8
+// matrices of b while loading them, because mma needs pairs of neighbours in a column of b.
 //
 // Tiles stay 16-bit in shared memory, and lie in panels of 64 columns: rows of 128 bytes, all 32 banks. ldmatrix reads
 // 8 rows of 16 bytes at a time, at the same column of 8 neighbouring rows: all in the same 4 banks. So the eight
 // 16-byte packs of a row are permuted by the row's number: pack p of row r lies at place p ^ (r % 8). Then the 8 rows
-// meet 8 different groups of banks, and no byte is spent on padding. That is the swizzle of 128 bytes that the copy
-// engine of Hopper writes, too.
+// are in 8 different groups of banks, without any padding. It is the same swizzle of 128 bytes that Hopper's copy
+// engine writes.
 //
-// The tiles come by cp.async, past the registers, into kStages stages in turn: while one is multiplied, kStages - 1 are
-// on their way. One barrier a round: behind it the tile of this round is there for all threads, and nobody reads the
-// one of the round before any more, whose stage is filled again.
+// The tiles are copied by cp.async, without going through registers, into kStages stages in turn: while one is
+// multiplied, kStages - 1 are in flight. There is one barrier per round: after it the tile of this round is complete
+// for all threads, and no thread still reads the tile of the previous round, whose stage is filled again.
 
 constexpr int kWarps = 8, kMmaThreads = kWarps * kWarp;
 constexpr int kPanelColumns = 64, kRowBytes = 128;  // of a panel
-constexpr int kStepK = 64;                          // of K a round
+constexpr int kStepK = 64;                          // of K per round
 constexpr int kBPanelBytes = kStepK * kRowBytes;    // 64 of K x 64 of N
 constexpr int kATileBytes = kTileM * kRowBytes,
               kBTileBytes = 2 * kBPanelBytes;  // 128 of M x 64 of K; 64 of K x 128 of N
 constexpr int kMmaStageBytes = kATileBytes + kBTileBytes;
 
-// Starts the copies of a panel of x (n_rows x n_columns), whose first element is (row0, column0); zeros behind the
-// edges. Rows that are no multiples of 16 bytes (packs == false) go one by one, through registers,
-// and are there at once.
+// Starts the copies of a panel of x (n_rows x n_columns), whose first element is (row0, column0); zeros beyond the
+// edges. If rows are no multiples of 16 bytes (packs == false), elements are copied one by one through registers, and
+// the copy is complete at once.
 template <int kRows, class T>
 __device__ __forceinline__ void copy_panel(unsigned char* panel, const T* x, int64_t row0, int64_t column0,
                                            int64_t n_rows, int64_t n_columns, bool packs) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_panel(unsigned char* panel, const T* x, int
         if (packs) {
             cp_async_16(to, is_there ? x + at : x, is_there);
         } else {
-#pragma unroll 1  // the registers are for the sums
+#pragma unroll 1  // unrolling would take registers that the sums need
             for (int e = 0; e < 8; ++e) to[e] = is_there && column + e < n_columns ? x[at + e] : from_float<T>(0.0f);
         }
     }
@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
                 copy_panel<kStepK>(to + kATileBytes + panel * kBPanelBytes, b, k0, n0 + panel * kPanelColumns, K, N,
                                    packs);
         }
-        cp_async_commit();  // a group each round, behind the end of K an empty one, so that the wait below counts right
+        cp_async_commit();  // one group per round, an empty one beyond the end of K: so the wait below counts correctly
     };
     float sums[4][4][4] = {};
     for (int stage = 0; stage < kStages - 1; ++stage) load(stage * kStepK, stage);
     int stage = 0;
     for (int64_t k0 = 0; k0 < K; k0 += kStepK, stage = (stage + 1) % kStages) {
         cp_async_wait<kStages - 2>();
-        __syncthreads();  // all threads' copies of this stage have landed, and nobody reads the stage before any more
+        __syncthreads();  // all threads' copies of this stage are complete; no thread still reads the previous stage
         load(k0 + (kStages - 1) * kStepK, (stage + kStages - 1) % kStages);
         multiply_mma<T>(sums, tiles + stage * kMmaStageBytes, warp_m, warp_n);
     }
@@ -136,24 +136,24 @@ __global__ void __launch_bounds__(kMmaThreads, 2)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 9. wgmma and the copy engine (TMA): Hopper, sm_90a. Four warps, a group, multiply 64 x 16 by 16 x 128 in one
-// instruction, which reads both operands from shared memory, and runs beside the threads, as the copy engine does. What
-// is left to the threads is to say when:
+// instruction, which reads both operands from shared memory, and runs at the same time as the threads, as the copy
+// engine does. The threads only decide when each starts:
 //
 //     producer     one thread     wait(empty[i])   announce the bytes, start the copies of a and b to stage i
 //     consumers    two groups     wait(full[i])    start the products of stage i;   those of the stage before are done:
 //                                                  arrive(empty[i - 1])
 //
-// The copy engine computes addresses, writes zeros behind the edges, and swizzles; a panel is one instruction. So the
-// producer needs few registers and gives them to the consumers, whose sums take 64 a thread. A product of one stage is
-// always waiting behind the one that runs: tensor cores never stop for a barrier.
+// The copy engine computes addresses, writes zeros beyond the edges, and swizzles; a panel is one instruction. So the
+// producer needs few registers and gives them to the consumers, whose sums take 64 per thread. A product of the next
+// stage is always queued behind the one that runs: tensor cores never wait for a barrier.
 //
 //     a       128 x 64, one panel, K-major                          consumer g has rows 64 g ...
 //     b       64 x kColumns in panels of 64 columns, N-major        read as it lies
 //     out     through shared memory: 64 x 64 panels, which the copy engine stores, in whole lines
 //
-// A block goes through tiles of out, blockIdx.x, blockIdx.x + gridDim.x, ...; here there are as many blocks as tiles.
-// They are numbered along strips of kStrip rows of tiles, so that blocks that run at the same time share rows of a and
-// columns of b, which they then find in the L2 cache.
+// A block computes the tiles blockIdx.x, blockIdx.x + gridDim.x, ... of out; in rung 9 there are as many blocks as
+// tiles. They are numbered along strips of kStrip rows of tiles, so that blocks that run at the same time share rows of
+// a and columns of b, which they then find in the L2 cache.
 
 constexpr int kGroup = 128, kConsumers = 2, kWgmmaThreads = kGroup * (kConsumers + 1), kGroupRows = 64, kStrip = 8;
 constexpr int kOutPanelBytes = kGroupRows * kRowBytes;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
             mbarrier_init(&barriers.full[i], 1), mbarrier_init(&barriers.empty[i], kConsumers);
         fence_proxy_async();
     }
-    __syncthreads();  // the mbarriers are there. The last barrier of all threads
+    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 
     if (group == kConsumers) {
         give_registers<24>();
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
         store_rows<T, Tile>(maps, out_panels + group * Tile::kPanels * kOutPanelBytes, d, M, N,
                             at.x * kTileM + group * kGroupRows, at.y * Tile::kColumns);
     }
-    if (in_group == 0) bulk_wait_read<0>();  // shared memory is the next block's when this one ends
+    if (in_group == 0) bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
 }
 
 }  // namespace

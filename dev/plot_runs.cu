@@ -6,8 +6,8 @@
 //
 // The distance of a run from the first one is   max over steps of |loss - first| / first,   for single steps and for
 // means over the last steps. Runs in two precisions see the same batches, so most of the noise of their losses is the
-// same; but rounding makes the weights drift apart, and single steps then differ by more than the runs do: compare the
-// means.
+// same; but the weights become more and more different through rounding, and single steps then differ by more than the
+// runs do: compare the means.
 #include "io/io.h"
 
 #include <algorithm>
@@ -76,7 +76,8 @@ std::vector<double> percent_from(const std::vector<double>& first, const std::ve
     return percent;
 }
 
-// The losses; and below them, where losses that lie on each other can be told apart, their distance from the first run.
+// The losses; and below them their distance from the first run, which shows differences that are too small to see in
+// the losses.
 void draw(const std::string& path, const std::vector<Run>& runs, int64_t n_smooth) {
     const Run& first = runs.front();
     const std::string mean = n_smooth == 1 ? "" : concat(", and its mean over ", n_smooth, " steps");

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # dev/profile.sh BUILD_FOLDER: where the time of a training step goes, by kernel.     make profile      make profile DEVICE=cpu
 #
-# Runs ./train_gpt for a few steps on random tokens while every kernel's start and duration is written to a file: on the GPU
-# by a library that CUDA loads (dev/profile_cupti.cpp; the program is not changed and not slowed), on the CPU device by
-# CUDA_CPU_PROFILE. dev/bench_report.cu then cuts out whole steps, sums by kernel and by part of the model, and holds each
-# part against what its bytes and operations need at this device's measured copy bandwidth and matmul rate.
+# Runs ./train_gpt for a few steps on random tokens while every kernel's start and duration is written to a file: on the
+# GPU by a library that CUDA loads (dev/profile_cupti.cpp; the program is not changed and not slowed), on the CPU device
+# by CUDA_CPU_PROFILE. dev/bench_report.cu then selects whole steps, sums by kernel and by part of the model, and compares
+# each part with the time that its bytes and operations need at this device's measured copy bandwidth and matmul rate.
 #
 # It leaves in PROFILE_OUT: profile.md (also printed), profile.png, trace.tsv (every kernel), profile.log.
 #
@@ -54,7 +54,7 @@ fi
 env "${tracing[@]}" "$build/train_gpt" --model "$out/$name.json" --dtype "$DTYPE" --data "$work/tokens.bin" --batch "$BATCH" --seq "$SEQ" \
     --steps 1000000 --warmup 1000 --lr 1e-4 --val-every 0 --save-every 0 --sample 0 --out "$work/run" $TRAIN_FLAGS >> "$log" 2>&1 &
 pid=$!
-# It is ended when the log has enough steps, a moment later, so that their records are in the file: no checkpoint is written.
+# It is stopped shortly after the log has enough steps, so that their records are in the file; no checkpoint is written.
 rows=0
 while kill -0 $pid 2> /dev/null && [ "$rows" -le "$STEPS" ]; do
     sleep 0.1

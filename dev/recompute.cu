@@ -9,14 +9,14 @@
 //
 //     fixed + (L/n) s + n b bytes          s: a block's input;  b: all that a block keeps, its input among it
 //
-// which is least at n = sqrt(L s / b): there it is fixed + 2 sqrt(L s b), and grows like the root of L. The paper
-// counts in layers that keep one thing each, s = b; in a transformer's block b is some ten times s, so the best n is
-// smaller than sqrt(L). The price is a second forward of all blocks but the last n.
+// which has its minimum at n = sqrt(L s / b): there it is fixed + 2 sqrt(L s b), and grows like the root of L. The
+// paper counts in layers that keep one thing each, s = b; in a transformer's block b is about ten times s, so the best
+// n is smaller than sqrt(L). The cost is a second forward of all blocks but the last n.
 //
-// For each way the program counts the bytes with an arena, takes them, and looks how much the device has given: both
-// must agree to the byte, and with the law, where n divides L. The gradients must be those of --recompute none to the
-// bit. Times are of a forward and a backward, the least of several rounds in which each way has its turn: programs that
-// disturb only ever add to it.
+// For each setting the program counts the bytes with an arena, allocates them, and asks the device how much was
+// allocated: both must agree to the byte, and, where n divides L, with the law. The gradients must be those of
+// --recompute none to the bit. Times are of a forward and a backward, the minimum of several rounds, each of which runs
+// every setting: other programs on the machine can only make a time longer.
 #include "io/io.h"
 #include "llm.h"
 
@@ -186,7 +186,8 @@ void run(const std::string& path, const Sizes& sizes) {
         check(gradients == expected, "--recompute ", way.name, " gives other gradients than none");
     }
     for (int64_t step = 0; step < sizes.steps; ++step)
-        // Each round begins with another one, or what disturbs in a rhythm would always meet the same.
+        // Each round begins with another setting, so that a periodic disturbance does not always slow down the same
+        // one.
         for (size_t i = 0; i < ways.size(); ++i) {
             Way& way = ways[(i + static_cast<size_t>(step)) % ways.size()];
             way.seconds.push_back(train(model, way.acts, way.workspace));

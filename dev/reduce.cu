@@ -3,9 +3,9 @@
 //
 //   sum = x_0 + x_1 + ... + x_{n-1}                                inp (n) f32, out (1) f32
 //
-// One addition for 4 bytes: memory is the limit by far, if a hundred thousand threads can be made to add to one number
-// without waiting for each other. A tree does it in log2(n) rounds: each round adds half of the numbers to the other
-// half.
+// One addition for 4 bytes: memory is the limit by far, if a hundred thousand threads can add to one number without
+// waiting for each other. A tree does it in log2(n) rounds: each round adds half of the numbers to the other half, with
+// one thread for each addition.
 //
 //        x0   x1   x2   x3   x4   x5   x6   x7
 //          \  |      \  |      \  |      \  |            round 1        a block does the rounds of its numbers in
@@ -32,9 +32,9 @@ constexpr int kBlock = 256;  // threads of a block
 // ---------------------------------------------------------------------------------------------------------------------
 // 1. Atomic: every thread adds its number to the one sum. n additions to one address: the memory does them one by one.
 //
-// And the order is whoever comes first. Float addition is not associative, (a + b) + c != a + (b + c), so that two runs
-// give two sums: `show_atomics` counts how many. A training run that cannot be repeated cannot be debugged. That is why
-// no kernel of the product has a float atomic. (Integers are associative: atomics on them are fine.)
+// And the order of the additions is random. Float addition is not associative, (a + b) + c != a + (b + c), so that two
+// runs give two sums: `show_atomics` counts how many. A training run that cannot be repeated cannot be debugged. That
+// is why no kernel of the product has a float atomic. (Integers are associative: atomics on them are fine.)
 
 __global__ void reduce_atomic_kernel(float* out, const float* inp, int64_t n) {
     const int64_t i = global_thread();
@@ -51,9 +51,9 @@ void reduce_atomic(Tensor out, Tensor inp, cudaStream_t stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 2. Interleaved: a tree in shared memory. Round by round thread t adds its neighbour at distance 1, 2, 4, ..., 128.
 //
-// The threads that still work are t = 0, 2 d, 4 d, ...: spread over all warps. A warp with one busy lane issues the
-// same instructions as one with 32. The rounds keep 8, 8, 8, 8, 8, 4, 2, 1 warps busy: 47 in all, for 255 additions,
-// which eight instructions of full warps could do.
+// The threads that still work are t = 0, 2 d, 4 d, ...: spread over all warps. A warp with one busy lane takes as many
+// instructions as one with 32. The rounds keep 8, 8, 8, 8, 8, 4, 2, 1 warps busy: 47 in all, for 255 additions, which
+// eight instructions of full warps could do.
 
 __global__ void __launch_bounds__(kBlock) reduce_interleaved_kernel(float* partial, const float* inp, int64_t n) {
     __shared__ float sums[kBlock];
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kBlock) reduce_sequential_kernel(float* partia
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 4. First add: half of the threads only ever load. So each thread loads two numbers and adds them on the way: half as
-// many blocks, and half as many barriers for each number.
+// 4. First add: half of the threads only load. So each thread loads two numbers and adds them on the way: half as many
+// blocks, and half as many barriers for each number.
 
 __device__ __forceinline__ float load_two(const float* inp, int64_t n) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * (2 * kBlock) + threadIdx.x;
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kBlock) reduce_first_add_kernel(float* partial
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. Unrolled: the last six rounds are one warp's, and 32 lanes need no barrier of 256 threads: __syncwarp is enough.
-// The other seven warps leave. (In 2007 a warp ran in lockstep and nothing was needed. Since 2017 its lanes go their
-// own ways.) With kBlock known, `#pragma unroll` turns the rounds into straight code without a loop counter.
+// The other seven warps are done. (In 2007 a warp ran in lockstep and nothing was needed. Since 2017 its lanes may run
+// independently.) With kBlock known, `#pragma unroll` turns the rounds into straight code without a loop counter.
 
 __global__ void __launch_bounds__(kBlock) reduce_unrolled_kernel(float* partial, const float* inp, int64_t n) {
     __shared__ float sums[kBlock];
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kBlock) reduce_unrolled_kernel(float* partial,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 6. Shuffles: lanes hand each other registers. A warp needs no shared memory; block_reduce (core/kernel.cuh) uses it
+// 6. Shuffles: lanes read each other's registers. A warp needs no shared memory; block_reduce (core/kernel.cuh) uses it
 // only to bring eight sums of eight warps together. One barrier is left of eight.
 
 __global__ void __launch_bounds__(kBlock) reduce_shuffle_kernel(float* partial, const float* inp, int64_t n) {
@@ -155,12 +155,12 @@ void reduce_levels(Tensor out, Tensor inp, Tensor scratch, int64_t n_a_block, cu
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. Stride: as many blocks as keep a GPU busy, and no more. Each thread walks through the input with a stride of the
-// whole grid, 16 bytes at a time into 4 sums of its own. The tree is only for what is left: 256 sums of a block once,
-// instead of once for every 512 numbers. So a second launch of one block is enough for any n.
+// 7. Stride: only as many blocks as are needed to keep a GPU busy. Each thread goes through the input with a stride of
+// the whole grid, 16 bytes at a time into 4 sums of its own. The tree is only for what is left: 256 sums of a block
+// once, instead of once for every 512 numbers. So a second launch of one block is enough for any n.
 //
-// The number of blocks depends on n only. Were it taken from the number of multiprocessors, every GPU would have its
-// own order of additions, and its own sum.
+// The number of blocks depends on n only. If it depended on the number of multiprocessors, every GPU would have another
+// order of additions, and another sum.
 
 constexpr int64_t kMostBlocks = 1024;
 
@@ -200,7 +200,7 @@ void reduce_product(Tensor norm, Tensor inp, Tensor scratch, cudaStream_t stream
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 void climb(Ladder& ladder) {
     const int64_t n = ladder.size(0);
@@ -213,7 +213,7 @@ void climb(Ladder& ladder) {
     ladder.table("sum", Limit::copy, static_cast<double>(inp.bytes()));
     ladder.expects({{"out", out, {sum}, 0, random_sum_error(n)}});  // of the worst order, one after the other
     ladder.rung(
-        "atomic", "a thread a number, one sum", [&](cudaStream_t s) { reduce_atomic(out, inp, s); }, false);
+        "atomic", "one thread per number, one sum", [&](cudaStream_t s) { reduce_atomic(out, inp, s); }, false);
     ladder.rung("interleaved", "a tree in shared memory",
                 [&](cudaStream_t s) { reduce_levels<reduce_interleaved_kernel>(out, inp, scratch, kBlock, s); });
     ladder.rung("sequential", "busy threads side by side",
@@ -224,7 +224,7 @@ void climb(Ladder& ladder) {
                 [&](cudaStream_t s) { reduce_levels<reduce_unrolled_kernel>(out, inp, scratch, 2 * kBlock, s); });
     ladder.rung("shuffle", "registers instead of shared memory",
                 [&](cudaStream_t s) { reduce_levels<reduce_shuffle_kernel>(out, inp, scratch, 2 * kBlock, s); });
-    ladder.rung("stride", "many numbers a thread, 16 bytes a load, two launches",
+    ladder.rung("stride", "many numbers per thread, 16 bytes per load, two launches",
                 [&](cudaStream_t s) { reduce_stride(out, inp, scratch, s); });
     // n positive terms, each rounded once, 512 at a time summed in float: relative error 513 * 2^-24 at most. The root
     // halves it, and is rounded. The scale is exactly 1.

@@ -7,8 +7,8 @@
 //
 // layers/rmsnorm.cu derives it. The forward moves 2 N C numbers, the backward 3 N C (dy, x, dx); arithmetic is little:
 // both are bound by memory. The forward is softmax's ladder again, shorter: one sum along each row. The backward has a
-// sum along rows and one along columns, of the same data, and that is what makes it interesting: threads that suit the
-// one do not suit the other.
+// sum along rows and one along columns, of the same data, and that makes it difficult: an arrangement of threads that
+// is good for one sum is bad for the other.
 //
 //   run      make dev && build/cpu/dev/rmsnorm                  (on a GPU build/cuda/dev/rmsnorm)
 //            build/cpu/dev/rmsnorm --check | --size 1000x768 | --rung 3
@@ -30,8 +30,8 @@ struct Backward {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 1. Naive: a thread a row, which reads it twice: once for the sum of squares, once to scale it. 3 N C numbers moved,
-// and neighbouring threads are C numbers apart, so that a GPU uses 4 bytes of each sector of 32 that it fetches.
+// 1. Naive: one thread per row, which reads it twice: once for the sum of squares, once to scale it. 3 N C numbers
+// moved, and neighbouring threads are C numbers apart, so that a GPU uses 4 bytes of each sector of 32 that it fetches.
 
 __global__ void forward_naive_kernel(float* out, float* rstd, const float* inp, const float* weight, int64_t N,
                                      int64_t C) {
@@ -53,8 +53,8 @@ void forward_naive(const Forward& f, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 2. Warp: 32 lanes a row, neighbours read neighbours, the sum crosses lanes by shuffles. All sectors are used in full.
-// The second read of the row mostly finds it in the cache.
+// 2. Warp: 32 lanes per row, neighbouring lanes read neighbouring numbers, and the sum over the lanes is made by
+// shuffles. All bytes of every sector are used. The second read of the row mostly finds it in the cache.
 
 __global__ void forward_warp_kernel(float* out, float* rstd, const float* inp, const float* weight, int64_t N,
                                     int64_t C) {
@@ -78,8 +78,8 @@ void forward_warp(const Forward& f, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Registers: the row stays in the lanes' registers between the sum and the scaling, and is loaded 16 bytes at a time
-// (rows whose length is no multiple of 4: one number at a time). 2 N C numbers moved, the least there is. The registers
-// must be an array with constant indices, so the longest row is a constant too: 32 lanes of 64 numbers.
+// (rows whose length is no multiple of 4: one number at a time). 2 N C numbers moved, the minimum. Registers can only
+// hold an array with constant indices, so the longest row is a constant too: 32 lanes of 64 numbers.
 
 constexpr int kRegisters = 64;
 constexpr int64_t kLongestRow = kWarp * kRegisters;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kBlock)
     const int64_t row = global_thread() / kWarp;
     const int lane = threadIdx.x % kWarp;
     if (row >= N) return;
-    Packed<float, n> x[kRegisters / n] = {};  // zeros behind the row's end: they add nothing
+    Packed<float, n> x[kRegisters / n] = {};  // zeros beyond the row's end: they add nothing
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < kRegisters / n; ++k) {
@@ -127,7 +127,7 @@ void forward_registers(const Forward& f, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 4. The product: layers/rmsnorm.cu. Rung 3 for every dtype, with as many threads a row as it needs (a few lanes, a
+// 4. The product: layers/rmsnorm.cu. Rung 3 for every dtype, with as many threads per row as it needs (a few lanes, a
 // warp, a block), and with the residual add before the norm in the same pass.
 
 void forward_product(const Forward& f, cudaStream_t stream) {
@@ -135,11 +135,12 @@ void forward_product(const Forward& f, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. Naive backward: a thread a row for dx, a thread a column for dg, two launches.
+// 5. Naive backward: one thread per row for dx, one thread per column for dg, two launches.
 //
-// dx reads dy and x twice, dg once more: 7 N C numbers moved instead of 3. The second kernel reads well (neighbours are
-// neighbouring columns), but C threads are a few thousand, where a GPU wants a hundred thousand, and each walks all N
-// rows. The other way out, a thread a row that adds into dg by atomics, would repeat no bits (dev/reduce.cu, rung 1).
+// dx reads dy and x twice, dg once more: 7 N C numbers moved instead of 3. The second kernel reads whole sectors
+// (neighbouring threads have neighbouring columns), but C threads are a few thousand, where a GPU needs a hundred
+// thousand, and each goes through all N rows. The alternative, one thread per row that adds into dg by atomics, would
+// give other bits on every run (dev/reduce.cu, rung 1).
 
 __global__ void backward_naive_input_kernel(float* dinp, const float* dout, const float* inp, const float* weight,
                                             const float* rstd, int64_t N, int64_t C) {
@@ -172,10 +173,9 @@ void backward_naive(const Backward& b, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 6. Two stages: dx by a warp a row; dg by many blocks that each sum 64 rows into one partial row, after which the
+// 6. Two stages: dx by one warp per row; dg by many blocks that each sum 64 rows into one partial row, after which the
 // product's add_column_sums adds the partial rows in their order. The second stage reads 1/64 of what the first one
-// did. Now both kernels have threads enough; but dy and x are still read by both of them, 5 N C numbers (and 2 from the
-// cache).
+// did. Now both kernels have enough threads; but both still read dy and x: 5 N C numbers (and 2 from the cache).
 
 constexpr int64_t kChunkRows = 64;
 
@@ -216,10 +216,10 @@ void backward_two_stages(const Backward& b, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 7. Fused: one kernel reads dy and x once, for both sums. A warp walks through rows; its lanes keep the row, and the
-// sums of their columns over all rows they have seen, in registers: 3 N C numbers moved, the least there is. At the end
-// each warp writes its sums as one partial row. The price is registers: three arrays of 32 fill most of what a thread
-// can have, so fewer warps fit on a multiprocessor, and rows are at most 1024 long.
+// 7. Fused: one kernel reads dy and x once, for both sums. A warp goes through several rows; its lanes keep the row,
+// and the sums of their columns over all rows so far, in registers: 3 N C numbers moved, the minimum. At the end each
+// warp writes its sums as one partial row. The cost is registers: three arrays of 32 numbers take most of a thread's
+// registers, so fewer warps fit on a multiprocessor, and rows are at most 1024 long.
 
 constexpr int kFusedRegisters = 32;
 constexpr int64_t kLongestFusedRow = kWarp * kFusedRegisters;
@@ -232,6 +232,7 @@ __global__ void __launch_bounds__(kBlock)
     const int lane = threadIdx.x % kWarp;
     const int64_t first = warp * kRowsAWarp, last = min(first + kRowsAWarp, N);
     if (first >= N) return;
+    // This lane's columns of dg, summed over all rows of the warp.
     float dweight[kFusedRegisters] = {};
     for (int64_t row = first; row < last; ++row) {
         float dn[kFusedRegisters], n[kFusedRegisters], dot = 0.0f;
@@ -267,16 +268,16 @@ void backward_fused(const Backward& b, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 8. The product: rung 7 with loads of 16 bytes, several warps a row where it is long (16 numbers a thread instead of
-// 32, so that more warps fit), fewer partial rows, and the gradient that comes along the residual stream added on the
-// way.
+// 8. The product: rung 7 with loads of 16 bytes, several warps per row where it is long (16 numbers per thread instead
+// of 32, so that more warps fit), fewer partial rows, and with the gradient of the residual stream added in the same
+// pass.
 
 void backward_product(const Backward& b, cudaStream_t stream) {
     rmsnorm_backward(b.dinp, b.dweight, b.dout, {}, b.inp, b.weight, b.rstd, b.scratch, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 struct Reference {
     std::vector<double> out, rstd, dinp, dweight;
@@ -321,9 +322,9 @@ void climb(Ladder& ladder) {
     const Forward f{out, rstd, inp, weight};
     ladder.table("RMSNorm forward", Limit::copy, 2.0 * static_cast<double>(inp.bytes()));
     ladder.expects({{"out", out, y.out, r_error + 2 * 0x1p-24, 0}, {"rstd", rstd, y.rstd, r_error, 0}});
-    ladder.rung("naive", "a thread a row", [&](cudaStream_t s) { forward_naive(f, s); });
-    ladder.rung("warp", "a warp a row, shuffles", [&](cudaStream_t s) { forward_warp(f, s); });
-    ladder.rung("registers", "each row read once, 16 bytes a load", [&](cudaStream_t s) { forward_registers(f, s); });
+    ladder.rung("naive", "one thread per row", [&](cudaStream_t s) { forward_naive(f, s); });
+    ladder.rung("warp", "one warp per row, shuffles", [&](cudaStream_t s) { forward_warp(f, s); });
+    ladder.rung("registers", "each row read once, 16 bytes per load", [&](cudaStream_t s) { forward_registers(f, s); });
     ladder.rung("product", "rmsnorm_forward", [&](cudaStream_t s) { forward_product(f, s); });
 
     // dx / r = dn - n mean: dn and n are products of two normal numbers, at most 25 (in 10^9), each rounded a few
@@ -333,8 +334,8 @@ void climb(Ladder& ladder) {
     ladder.table("RMSNorm backward", Limit::copy, 3.0 * static_cast<double>(inp.bytes()));
     ladder.expects({{"dinp", dinp, y.dinp, 0, r_largest * dn_error},
                     {"dweight", dweight, y.dweight, 0, 4 * 25 * 0x1p-24 + random_sum_error(N)}});
-    ladder.rung("naive", "a thread a row, a thread a column", [&](cudaStream_t s) { backward_naive(b, s); });
-    ladder.rung("two stages", "a warp a row; partial sums of 64 rows",
+    ladder.rung("naive", "one thread per row, one thread per column", [&](cudaStream_t s) { backward_naive(b, s); });
+    ladder.rung("two stages", "one warp per row; partial sums of 64 rows",
                 [&](cudaStream_t s) { backward_two_stages(b, s); });
     ladder.rung("fused", "both sums from one read", [&](cudaStream_t s) { backward_fused(b, s); });
     ladder.rung("product", "rmsnorm_backward", [&](cudaStream_t s) { backward_product(b, s); });

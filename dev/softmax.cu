@@ -4,8 +4,8 @@
 //                = exp(x_i - m) / sum_j exp(x_j - m)               for any m; with m = max_j x_j nothing overflows
 //
 // It turns scores into probabilities, in every attention head and at the end of every language model. There is little
-// to compute and much to move: 4 bytes in and 4 bytes out for one exponential. So the limit is the memory, and every
-// rung but the second is about touching it less or better.
+// to compute and much to move: 4 bytes are read and 4 bytes written for one exponential. So the limit is the memory,
+// and every rung but the second reduces its traffic or uses it better.
 //
 //   run      make dev && build/cpu/dev/softmax                  (on a GPU build/cuda/dev/softmax)
 //            build/cpu/dev/softmax --check | --size 1000x4096 | --rung 3
@@ -20,11 +20,12 @@ constexpr int kBlock = 256;  // threads of a block
 unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(ceil_div(n_threads, kBlock), "blocks")); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 1. Naive: a thread a row, the formula as it stands. Each pass reads and writes the row once: 5 C numbers are moved.
+// 1. Naive: one thread per row, the formula as it is written. Each pass reads and writes the row once: 5 C numbers are
+// moved.
 //
 // Neighbouring threads read addresses that are C numbers apart. The memory of a GPU delivers sectors of 32 bytes, of
-// which a thread wants 4; whether the other 28 are still in a cache when it wants them is luck.
-// And exp overflows: exp(88.8) is more than a float can hold, and inf / inf is NaN. `show_overflow` below shows it.
+// which a thread needs 4; it is not certain that the other 28 are still in a cache when it needs them. And exp
+// overflows: exp(88.8) is more than a float can hold, and inf / inf is NaN. `show_overflow` below shows it.
 
 __global__ void softmax_naive_kernel(float* out, const float* inp, int64_t N, int64_t C) {
     const int64_t row = global_thread();
@@ -68,9 +69,9 @@ void softmax_safe(Tensor out, Tensor inp, cudaStream_t stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 3. Online: m and s in one pass.                                 (Milakov & Gimelshein 2018, arXiv:1805.02867)
 //
-// When a larger maximum m' turns up, what has been summed is too large by exp(m' - m), and one product mends it:
-// s = s exp(m - m') + exp(x - m'). One pass less, 3 C numbers moved. This is also what makes FlashAttention possible:
-// the statistics of a row can be had while it is computed, piece by piece.
+// When a larger maximum m' is found, the sum so far is too large by the factor exp(m' - m), and one multiplication
+// corrects it: s = s exp(m - m') + exp(x - m'). One pass less, 3 C numbers moved. FlashAttention is possible for the
+// same reason: the statistics of a row can be computed while the row itself is computed, piece by piece.
 
 struct MaxSum {
     float m = -FLT_MAX, s = 0.0f;
@@ -89,7 +90,7 @@ __global__ void softmax_online_kernel(float* out, const float* inp, int64_t N, i
     float* y = out + row * C;
     MaxSum row_statistics;
     for (int64_t i = 0; i < C; ++i) row_statistics.add(x[i]);
-    const float m = row_statistics.m, r = 1.0f / row_statistics.s;  // one division a row instead of one an element
+    const float m = row_statistics.m, r = 1.0f / row_statistics.s;  // one division per row instead of one per element
     for (int64_t i = 0; i < C; ++i) y[i] = __expf(x[i] - m) * r;
 }
 
@@ -101,7 +102,8 @@ void softmax_online(Tensor out, Tensor inp, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Warp: 32 lanes share a row. Lane l takes the elements l, l + 32, ...: one load instruction of the warp reads 128
-// neighbouring bytes, 4 full sectors. And N rows are now 32 N threads: enough to fill a GPU, where N alone were not.
+// neighbouring bytes, 4 full sectors. And N rows are now 32 N threads: enough to keep a GPU busy, which N threads are
+// not.
 //
 // Each lane has an m and an s of its own; the butterfly of warp_max and warp_sum (core/kernel.cuh) joins them by
 // shuffles, five exchanges from register to register, with no shared memory and no barrier. Still 3 C numbers moved;
@@ -110,7 +112,7 @@ void softmax_online(Tensor out, Tensor inp, cudaStream_t stream) {
 __global__ void softmax_warp_kernel(float* out, const float* inp, int64_t N, int64_t C) {
     const int64_t row = global_thread() / kWarp;
     const int lane = threadIdx.x % kWarp;
-    if (row >= N) return;  // whole warps, so that nobody waits in vain for a lane
+    if (row >= N) return;  // whole warps leave together, so that no shuffle waits for a missing lane
     const float* x = inp + row * C;
     float* y = out + row * C;
     MaxSum lane_statistics;
@@ -127,12 +129,13 @@ void softmax_warp(Tensor out, Tensor inp, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 5. Registers: a block a row, 32 numbers a thread. The row is read once, and stays in registers until it is written: 2
-// C numbers moved, which is the least there is. With the row at hand, online is no longer needed: max, then sum.
+// 5. Registers: one block per row, 32 numbers per thread. The row is read once, and stays in registers until it is
+// written: 2 C numbers moved, which is the minimum. Since the whole row is in registers, the online form is not needed:
+// first the maximum, then the sum.
 //
-// Loads are 16 bytes a thread (n = 4; rows whose length is no multiple of 4 have no 16-byte boundaries: n = 1), and all
-// of a thread's loads are under way before the first is needed. The price: two sums over the block, so two barriers,
-// which cost more than they bring where rows are short; and rows of more than 8192 do not fit.
+// Loads are 16 bytes per thread (n = 4; rows whose length is no multiple of 4 have no 16-byte boundaries: n = 1), and
+// all of a thread's loads are in flight before the first is needed. The cost: two sums over the block, so two barriers,
+// which take more time than they save where rows are short; and rows of more than 8192 do not fit.
 
 constexpr int kRegisters = 32;  // numbers of a row that a thread holds
 constexpr int64_t kLongestRow = kBlock * kRegisters;
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(kBlock) softmax_registers_kernel(float* out, c
 #pragma unroll
     for (int k = 0; k < kRegisters / n; ++k) {
         const int64_t i = (static_cast<int64_t>(k) * kBlock + threadIdx.x) * n;
-        for (int l = 0; l < n; ++l) row[k].v[l] = -INFINITY;  // behind the row: exp is 0
+        for (int l = 0; l < n; ++l) row[k].v[l] = -INFINITY;  // beyond the row: exp is 0
         if (i < C) row[k] = load_packed<float, n>(x + i);
     }
 #pragma unroll
@@ -185,9 +188,9 @@ void softmax_registers(Tensor out, Tensor inp, cudaStream_t stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 6. The product. llm.cu never writes a softmax to memory by itself: attention and cross-entropy need max and sum, and
 // use the row at once. So the product has no softmax kernel, but layers/softmax.cuh, from which this one is made:
-// online, 16 bytes at a time, by a team of threads that is as large as the row wants: one thread, a warp, or a block.
-// Rows of any length: the vocabulary's 50304 too, which no register file holds. 3 C numbers, the second read mostly
-// from a cache.
+// online, 16 bytes at a time, by a team of threads whose size depends on the length of the row: one thread, a warp, or
+// a block. It takes rows of any length, also the vocabulary's 50304, which do not fit in registers. 3 C numbers, the
+// second read mostly from a cache.
 
 template <int n>
 __global__ void softmax_product_kernel(float* out, const float* inp, int64_t N, int C) {
@@ -219,7 +222,7 @@ void softmax_product(Tensor out, Tensor inp, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The climb
+// The ladder: reference values, tolerances, and the list of rungs
 
 std::vector<double> softmax_reference(const std::vector<float>& x, int64_t N, int64_t C) {
     std::vector<double> y(x.size());
@@ -245,11 +248,11 @@ void climb(Ladder& ladder) {
     const Tensor inp = ladder.normal({N, C}, 3.0), out = ladder.output({N, C});
     ladder.table("softmax", Limit::copy, 2.0 * static_cast<double>(inp.bytes()));
     ladder.expects({{"out", out, softmax_reference(ladder.host(inp), N, C), tolerance(C), 0x1p-126}});
-    ladder.rung("naive", "a thread a row, exp without maximum", [&](cudaStream_t s) { softmax_naive(out, inp, s); });
+    ladder.rung("naive", "one thread per row, no maximum", [&](cudaStream_t s) { softmax_naive(out, inp, s); });
     ladder.rung("safe", "the maximum first", [&](cudaStream_t s) { softmax_safe(out, inp, s); });
     ladder.rung("online", "maximum and sum in one pass", [&](cudaStream_t s) { softmax_online(out, inp, s); });
-    ladder.rung("warp", "a warp a row, shuffles", [&](cudaStream_t s) { softmax_warp(out, inp, s); });
-    ladder.rung("registers", "a block a row, read once, 16 bytes a load",
+    ladder.rung("warp", "one warp per row, shuffles", [&](cudaStream_t s) { softmax_warp(out, inp, s); });
+    ladder.rung("registers", "one block per row, read once, 16 bytes per load",
                 [&](cudaStream_t s) { softmax_registers(out, inp, s); });
     ladder.rung("product", "softmax_statistics: rows of any length",
                 [&](cudaStream_t s) { softmax_product(out, inp, s); });

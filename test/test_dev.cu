@@ -175,7 +175,7 @@ TEST_CASE("float_formats reads bits", "[program][dev]") {
     CHECK(stored(outcome.out, "fp32:0x7f800000: inf", "fp32").verdict == "infinity");
 }
 
-TEST_CASE("float_formats shows that big eats small", "[program][dev]") {
+TEST_CASE("float_formats shows that small addends are lost in large sums", "[program][dev]") {
     const Outcome outcome = run_program("dev/float_formats", "");
     REQUIRE(outcome.status == 0);
     volatile float sum = 0;
