@@ -164,6 +164,7 @@ void print_total(Trainer& t) {
 
 void print_plan(Trainer& t) {
     const TrainOptions& o = t.options;
+    expect_device_spec(o.device_spec);  // before the first line is printed
     const bool any_model = o.plan_parameters > 0;
     const double n = static_cast<double>(t.model.n);
     const double psi = any_model ? o.plan_parameters : static_cast<double>(parameter_count(t.config));

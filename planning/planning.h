@@ -15,7 +15,8 @@ void print_memory(Memory& memory);  // the arenas, with the tensors that take at
 void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this run; nothing has been allocated
 
 // time.cu
-void print_time(Trainer& trainer);  // the plan's part on FLOPs, bytes moved and seconds of a step
+void expect_device_spec(const std::string& name);  // Error for a --device-spec that does not exist
+void print_time(Trainer& trainer);                 // the plan's part on FLOPs, bytes moved and seconds of a step
 
 // rates.cu: measured on this device
 double measure_matmul_rate(DType dtype);  // of a large product, in FLOP/s: what a step's FLOP/s are held against

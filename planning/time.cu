@@ -34,10 +34,16 @@ const DeviceSpec kSpecs[] = {
     {"4090", 82.6e12, 165.2e12, 330.3e12, 1.008e12, 24e9, "NVIDIA Ada GPU architecture white paper, appendix A"},
 };
 
-DeviceSpec find_spec(const std::string& name, DType dtype) {
+// nullptr for "this", which has to be measured.
+const DeviceSpec* named_spec(const std::string& name) {
     for (const DeviceSpec& spec : kSpecs)
-        if (name == spec.name) return spec;
+        if (name == spec.name) return &spec;
     check(name == "this", "--device-spec ", name, ": use h200, h100, a100, 4090 or this");
+    return nullptr;
+}
+
+DeviceSpec find_spec(const std::string& name, DType dtype) {
+    if (const DeviceSpec* spec = named_spec(name)) return *spec;
     size_t free_bytes = 0, device_bytes = 0;
     cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
     const double rate = measure_matmul_rate(dtype);
@@ -103,6 +109,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
 }
 
 }  // namespace
+
+void expect_device_spec(const std::string& name) { named_spec(name); }
 
 void print_time(Trainer& t) {
     const TrainOptions& o = t.options;

@@ -7,7 +7,7 @@
 #include <CLI/CLI.hpp>
 
 #include <charconv>
-#include <set>
+#include <limits>
 
 namespace {
 
@@ -36,15 +36,32 @@ std::string value_of(const CLI::Option& option) {
     return option.count() > 0 ? option.results().back() : option.get_default_str();
 }
 
+// The text of a flag's value, as CLI11 is to read it; Error if it is none.
+template <class T>
+std::string checked_text(const char* flag, const std::string& text) {
+    expect_value(flag, text);
+    if constexpr (std::is_integral_v<T>)
+        return std::to_string(parse_whole_number(flag, text, std::numeric_limits<T>::max()));
+    if constexpr (std::is_convertible_v<double, T>) expect_number(flag, text);  // also std::optional<double>
+    return text;
+}
+
 // Adds options under one heading of --help.
 struct Heading {
     CLI::App& app;
     const char* name;
     template <class T>
     void option(const char* flag, T& value, const char* help) {
-        app.add_option(flag, value, help)->group(name);
+        app.add_option(flag, value, help)->group(name)->transform([flag](const std::string& text) {
+            return checked_text<T>(flag, text);
+        });
     }
-    void flag(const char* flag, bool& value, const char* help) { app.add_flag(flag, value, help)->group(name); }
+    void flag(const char* flag, bool& value, const char* help) {
+        app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
+            check(text == "true" || text == "false", flag, "=", text, ": ", flag, " takes no value");
+            return text;
+        });
+    }
 };
 
 void add_model_options(CLI::App& app, TrainOptions& o) {
@@ -114,7 +131,7 @@ void add_rank_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--comm-timeout", o.ranks.timeout_s, "seconds that a rank waits for another before the run ends");
     ranks.option("--trace", o.ranks.trace,
                  "steps to record, as 3 or 3,4: who computes what and sends what to whom when, as text,\n"
-                 "trace.json (ui.perfetto.dev) and trace.png");
+                 "and in the folder of the run as trace.json (for ui.perfetto.dev) and trace.png");
 }
 
 void add_data_options(CLI::App& app, TrainOptions& o) {
@@ -185,6 +202,15 @@ void adopt_saved_options(CLI::App& app, TrainOptions& o) {
     }
 }
 
+// Error for the first word that belongs to no flag.
+void check_all_known(const CLI::App& app, int argc, char** argv) {
+    if (app.remaining().empty()) return;
+    std::vector<std::string> flags;
+    for (const CLI::Option* option : app.get_options())
+        if (!option->get_group().empty()) flags.push_back("--" + option->get_lnames().front());
+    fail(explain_unknown(flags, {argv + 1, argv + argc}, app.remaining().front()));
+}
+
 // The shortest text that reads back as the same number.
 template <class T>
 std::string number_text(T value) {
@@ -218,6 +244,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
         "folder.\n"
         "Without any flag it trains a small LLaMA on the C++ headers of this machine."};
     app.option_defaults()->always_capture_default();
+    app.allow_extras();  // check_all_known says more of them than CLI11
     add_model_options(app, options);
     add_precision_options(app, options, typed);
     add_memory_options(app, options, typed);
@@ -230,6 +257,9 @@ TrainOptions parse_train_options(int argc, char** argv) {
         if (option->get_type_size() > 0) option->take_last();
     try {
         app.parse(argc, argv);
+        check_all_known(app, argc, argv);
+        for (const CLI::Option* option : app.get_options())
+            if (option->count() > 0) typed.given.insert("--" + option->get_lnames().front());
         if (options.resume && !options.out.empty()) adopt_saved_options(app, options);
     } catch (const CLI::CallForHelp&) {
         std::cout << app.help();

@@ -1,5 +1,6 @@
 // training/options_check.cu: what flags mean together, and which of them cannot be combined. Everything here is known
 // before the model's shape and the data are; an Error names the flags and says which one to change.
+#include "parallel/comm/transport.h"
 #include "training/training.h"
 
 #include <algorithm>
@@ -127,6 +128,54 @@ void check_offload(const TrainOptions& o) {
           " with --master none: the host updates float32 weights; leave --master away, or use --offload unified");
 }
 
+// The hyperparameters that the optimizers read, beside --lr and --weight-decay (optim.h).
+const std::map<std::string, std::set<std::string>> kHyperparameters = {
+    {"sgd", {}},
+    {"momentum", {"--momentum"}},
+    {"nesterov", {"--momentum"}},
+    {"adagrad", {"--eps"}},
+    {"rmsprop", {"--beta2", "--eps"}},
+    {"adam", {"--beta1", "--beta2", "--eps"}},
+    {"adamw", {"--beta1", "--beta2", "--eps"}},
+    {"adafactor", {"--eps"}},
+    {"lion", {"--beta1", "--beta2"}},
+    {"muon", {"--momentum", "--beta1", "--beta2", "--eps"}},
+    {"adam8bit", {"--beta1", "--beta2", "--eps"}},
+};
+
+// --trace records steps that this call of the program makes.
+void check_trace(const TrainOptions& o) {
+    const int64_t first = 1 + (o.resume ? read_state(o.checkpoint).step : 0),
+                  last = o.stop_after > 0 ? std::min(o.stop_after, o.steps) : o.steps;
+    for (const int64_t step : traced_steps(o.ranks.trace))
+        check(step >= first && step <= last, "--trace ", o.ranks.trace, ": step ", step,
+              " is not among those that will be made, ", first, " to ", last);
+}
+
+// Error for a flag of the command line that changes nothing beside the others.
+void check_effects(const TrainOptions& o, const TypedFlags& typed) {
+    const auto check_effect = [&](const char* flag, bool has_effect, const std::string& reason) {
+        check(has_effect || typed.given.count(flag) == 0, flag, " has no effect ", reason, ", or leave ", flag,
+              " away");
+    };
+    check_effect("--fp8", o.precision.fp8 != Fp8Recipe::none, concat("with --dtype ", o.dtype, ": add --dtype fp8"));
+    for (const char* flag :
+         {"--loss-scale-start", "--loss-scale-interval", "--loss-scale-growth", "--loss-scale-backoff"})
+        check_effect(flag, o.loss_scale.dynamic, "on a loss scale that stays: use --dtype fp16 --loss-scale dynamic");
+    check_effect("--compress-rank", o.data_parallel.compress.kind == Compression::power_sgd,
+                 concat("with --compress ", typed.compress, ": use --compress powersgd"));
+    check_effect("--decay-fraction", o.schedule.name == "wsd",
+                 concat("with --schedule ", o.schedule.name, ": use --schedule wsd"));
+    check_effect("--min-lr-ratio", o.schedule.name != "constant",
+                 "with --schedule constant: use linear, cosine or wsd");
+    const auto read = kHyperparameters.find(o.optimizer);
+    for (const char* flag : {"--momentum", "--beta1", "--beta2", "--eps"})
+        check_effect(flag, read == kHyperparameters.end() || read->second.count(flag) > 0,
+                     concat("with --optimizer ", o.optimizer, ": use another optimizer"));
+    check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val away");
+    check_effect("--device-spec", o.plan, "without --plan, whose device it is: add --plan");
+}
+
 }  // namespace
 
 void settle_options(TrainOptions& o, const TypedFlags& typed) {
@@ -141,4 +190,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     choose_precision(o, typed);
     choose_compression(o, typed.compress);
     check_offload(o);
+    check_effects(o, typed);
+    check_trace(o);
+    if (!o.init.empty() && typed.given.count("--model") == 0) o.model.clear();
 }

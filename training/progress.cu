@@ -60,8 +60,8 @@ void print_progress(const LogRow& row, int64_t steps, double seconds_left) {
     if (row.grad_norm) std::printf("norm %6.3f", *row.grad_norm);
     else std::printf("overflow: step skipped");
     if (row.loss_scale) std::printf(" | scale %g", *row.loss_scale);
-    std::printf(" | %7s tok/s | %4.1f%% of matmul peak | %s left", human_count(*row.tokens_per_s).c_str(),
-                100 * *row.mfu, human_seconds(seconds_left).c_str());
+    std::printf(" | %7s tok/s | %4.1f%% of matmul peak", human_count(*row.tokens_per_s).c_str(), 100 * *row.mfu);
+    if (row.step < steps) std::printf(" | %s left", human_seconds(seconds_left).c_str());
     if (row.val_loss) std::printf(" | val loss %.4f", *row.val_loss);
     std::printf("\n");
     std::fflush(stdout);

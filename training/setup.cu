@@ -92,10 +92,24 @@ std::unique_ptr<Tokenizer> open_tokenizer(const TrainOptions& o) {
     return o.tokenizer.empty() ? make_byte_tokenizer() : load_tokenizer(o.tokenizer);
 }
 
+// --model beside --init may say again what the weights are, and nothing else.
+void check_same_model(const TrainOptions& o, const Config& of_init) {
+    std::istringstream model(config_to_json(load_config(o.model))), init(config_to_json(of_init));
+    for (std::string a, b; std::getline(model, a) && std::getline(init, b);) {
+        const auto trimmed = [](const std::string& line) {
+            const size_t begin = std::min(line.find_first_not_of(' '), line.size());
+            return line.substr(begin, line.find_last_not_of(',') + 1 - begin);
+        };
+        check(a == b, "--model ", o.model, " is another model than --init ", o.init, ", whose config.json has ",
+              trimmed(b), " and not ", trimmed(a), ": leave --model away");
+    }
+}
+
 // The model's configuration: that of the checkpoint, of the weights to start from, or of the preset.
 Config choose_config(const TrainOptions& o, int64_t vocab_size) {
     if (o.resume) return load_config(o.checkpoint);
     Config config = load_config(o.init.empty() ? o.model : o.init);
+    if (!o.init.empty() && !o.model.empty()) check_same_model(o, config);
     if (o.init.empty() && o.model == "tiny") {  // the preset without a vocabulary and a length of its own
         config.V = vocab_size;
         config.T_max = std::max(config.T_max, o.seq);
@@ -127,6 +141,8 @@ RunData open_data(const TrainOptions& o, const Config& config, std::unique_ptr<T
 
 // Error, with what to do, for sizes of the model that a kernel cannot have with these options.
 void check_limits(const TrainOptions& o, const Config& config) {
+    check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
+          " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
     if (o.precision.fp8 == Fp8Recipe::none) return;
     const int64_t local_batch = o.batch / rank_count(o.ranks);

@@ -3,6 +3,7 @@
 // Files, in reading order (train_gpt.cu, above this folder, calls them in the order of the algorithm):
 //     options.cu         the command line
 //     options_check.cu   what flags mean together, and what is refused
+//     mistyped.cu        what is answered to words that are no flags, and to values that are no numbers
 //     setup.cu           the model's configuration, the data, the folder of the run
 //     memory.cu          what a run takes, counted before anything is taken
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
@@ -21,12 +22,14 @@
 
 #include <atomic>
 #include <functional>
+#include <set>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // options.cu: the command line. Names and meanings are a contract: tests and scripts rely on them.
 
 struct TrainOptions {
-    std::string model = "tiny", init, data, val, tokenizer, out;
+    std::string model = "tiny";  // "": that of --init
+    std::string init, data, val, tokenizer, out;
     int64_t batch = 16, micro_batch = 0, seq = 128, steps = 1000, seed = 1;
     Schedule schedule;  // its peak is --lr
     std::string optimizer = "adamw";
@@ -65,6 +68,7 @@ struct TypedFlags {
     std::optional<float> weight_decay, beta1, beta2, eps, momentum;
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
                 dp_mode = "ddp", attention = "auto", compress = "none", offload = "none";
+    std::set<std::string> given;  // the flags of the command line, without those that a checkpoint brings
 };
 
 // Parses argv. Prints help and exits for --help. Bad input throws Error. With --resume the options that decide the loss
@@ -72,6 +76,15 @@ struct TypedFlags {
 TrainOptions parse_train_options(int argc, char** argv);
 // options_check.cu: settles what depends on several flags; Error, in one line, for what cannot be combined.
 void settle_options(TrainOptions& options, const TypedFlags& typed);
+
+// mistyped.cu. One line that says what may have been meant by `unknown`, one of the command line's words.
+std::string explain_unknown(const std::vector<std::string>& flags, const std::vector<std::string>& words,
+                            const std::string& unknown);
+// Errors that name the flag: for a value that is a flag itself, for one that is no number, and for one that is not
+// whole or beyond `largest`, to either side. "1e3" is the whole number 1000.
+void expect_value(const std::string& flag, const std::string& text);
+void expect_number(const std::string& flag, const std::string& text);
+int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // state.cu: state.json of a checkpoint, and which checkpoint is whole

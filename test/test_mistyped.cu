@@ -1,0 +1,140 @@
+// test/test_mistyped.cu: mistyped command lines, each with the words of the message that helps; and numbers as people
+// write them.
+//
+//   run:   build/cpu/run_tests -# "[#test_mistyped]"
+#include "program.h"
+#include "training/training.h"
+
+namespace {
+
+TrainOptions parse(std::vector<std::string> words) {
+    words.insert(words.begin(), "train_gpt");
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    return parse_train_options(static_cast<int>(argv.size()), argv.data());
+}
+
+struct Mistyped {
+    const char* arguments;
+    std::vector<std::string> says;
+};
+
+const std::vector<Mistyped> kMistyped = {
+    // Other programs' names
+    {"--learning-rate 3e-4", {"unknown flag --learning-rate: did you mean --lr? (./train_gpt --help lists the flags)"}},
+    {"--learning 3e-4", {"did you mean --lr?"}},
+    {"--batch-size 8", {"did you mean --batch?"}},
+    {"--epochs 3", {"did you mean --steps?"}},
+    {"--num-steps 100", {"did you mean --steps?"}},
+    {"--seq-len 256", {"did you mean --seq?"}},
+    {"--warmup-steps 10", {"did you mean --warmup?"}},
+    {"--output-dir here", {"did you mean --out?"}},
+    {"--eval-interval 10", {"did you mean --val-every?"}},
+    {"--gradient-checkpointing", {"did you mean --recompute?"}},
+    {"--fp16", {"did you mean --dtype fp16?"}},
+    {"--fsdp", {"did you mean --zero 3?"}},
+    // Slips
+    {"--step 100", {"unknown flag --step: did you mean --steps?"}},
+    {"--setps 100", {"did you mean --steps?"}},
+    {"--save-evry=100", {"unknown flag --save-evry: did you mean --save-every?"}},
+    {"--micro_batch 4", {"unknown flag --micro_batch: did you mean --micro-batch?"}},
+    {"--LR 3e-4", {"unknown flag --LR: did you mean --lr?"}},
+    {"-lr 3e-4", {"unknown flag -lr: did you mean --lr?"}},
+    {"\u2014lr 3e-4", {"unknown flag \u2014lr: did you mean --lr?"}},  // a dash from a web page
+    {"--sed 3", {"did you mean --seq or --seed?"}},
+    {"--loss 1", {"did you mean --loss-scale, --loss-scale-start or --loss-scale-interval?"}},
+    {"--frobnicate 3", {"unknown flag --frobnicate (./train_gpt --help lists the flags)"}},
+    {"steps 100", {"\"steps\" is no flag: did you mean --steps?"}},
+    {"--val a.txt b.txt", {"\"b.txt\" belongs to no flag", "in quotes"}},
+    {"--resume runs/3", {"--resume takes no value", "--out runs/3 --resume"}},
+    {"--resume=runs/3", {"--resume=runs/3: --resume takes no value"}},
+    {"--steps --lr 3e-4", {"--steps needs a value, and the next word, --lr, is a flag"}},
+    {"--out --resume", {"--out needs a value, and the next word, --resume, is a flag"}},
+    {"--steps", {"--steps", "missing"}},
+    // Numbers
+    {"--steps many", {"--steps many: give a whole number, as in 1000 or 1e3"}},
+    {"--steps 1.5e0", {"--steps 1.5e0: give a whole number"}},
+    {"--batch 1e-1", {"--batch 1e-1: give a whole number"}},
+    {"--steps 1,000", {"--steps 1,000: give a whole number"}},
+    {"--seq 1k", {"--seq 1k: give a whole number"}},
+    {"--lr 0,003", {"--lr 0,003: give a number, as in 0.003 or 3e-3"}},
+    {"--clip nan", {"--clip nan: give a number"}},
+    {"--seed 9223372036854775808", {"--seed 9223372036854775808 is too large: the largest is 9223372036854775807"}},
+    {"--seed 1e30", {"--seed 1e30 is too large"}},
+    {"--seed -1", {"--seed must not be negative"}},
+    {"--ranks 3e9", {"--ranks 3e9 is too large: the largest is 2147483647"}},
+    // Names
+    {"--dtype bf61", {"--dtype bf61: use fp32, bf16, fp16 or fp8"}},
+    {"--optimizer adamm", {"unknown optimizer 'adamm': use one of sgd,"}},
+    {"--schedule cosin", {"cosin", "cosine"}},
+    {"--model gtp2", {"no model 'gtp2': use one of tiny, gpt2"}},
+    {"--plan --device-spec h1000", {"--device-spec h1000: use h200, h100, a100, 4090 or this"}},
+    // Flags that would change nothing
+    {"--fp8 block", {"--fp8 has no effect with --dtype fp32: add --dtype fp8"}},
+    {"--loss-scale-interval 5", {"--loss-scale-interval has no effect", "use --dtype fp16"}},
+    {"--compress-rank 2", {"--compress-rank has no effect with --compress none"}},
+    {"--momentum 0.95", {"--momentum has no effect with --optimizer adamw"}},
+    {"--decay-fraction 0.1", {"--decay-fraction has no effect with --schedule cosine: use --schedule wsd"}},
+    {"--schedule constant --min-lr-ratio 0.1", {"--min-lr-ratio has no effect with --schedule constant"}},
+    {"--val a.txt --val-fraction 0.2", {"--val-fraction has no effect beside --val"}},
+    {"--device-spec h100", {"--device-spec has no effect without --plan"}},
+    {"--recompute 99", {"--recompute 99: the model has only 4 blocks"}},
+    {"--trace 5000", {"--trace 5000: step 5000 is not among those that will be made, 1 to 1000"}},
+    {"--trace 2-4", {"--trace 2-4: give the numbers of the steps"}},
+    {"--model gpt2 --init $GOLDEN/gpt2", {"--model gpt2 is another model than --init", "leave --model away"}},
+    {"--model tiny --init $GOLDEN/llama", {"--model tiny is another model than --init", "leave --model away"}},
+};
+
+}  // namespace
+
+TEST_CASE("40 mistyped command lines, each with the message that helps", "[program][mistyped]") {
+    const TempFolder folder;  // in which all of them start, and which stays empty
+    REQUIRE(kMistyped.size() >= 40);
+    const std::string golden = std::filesystem::absolute("test/golden").string();
+    for (const Mistyped& line : kMistyped) {
+        const Outcome outcome = run_shell(
+            concat("cd ", folder.path, " && GOLDEN=", golden, " && ", program_path("train_gpt"), " ", line.arguments));
+        INFO(line.arguments << "\nstderr: " << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK(outcome.out == "");
+        CHECK(folder.listing() == "");
+        CHECK(outcome.err.rfind("train_gpt: ", 0) == 0);
+        for (const std::string& words : line.says)
+            CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - std::min<size_t>(1, outcome.err.size())),
+                                words));
+    }
+}
+
+TEST_CASE("whole numbers may be written with an exponent", "[mistyped]") {
+    const TrainOptions options =
+        parse({"--steps", "1e3", "--batch", "1.6e1", "--seq", "64.0", "--keep", "+3", "--val-every", "0e5", "--warmup",
+               "-1", "--sample", "010", "--seed", "9.223372036854775807E+18"});
+    CHECK(options.steps == 1000);
+    CHECK(options.batch == 16);
+    CHECK(options.seq == 64);
+    CHECK(options.keep == 3);
+    CHECK(options.val_every == 0);
+    CHECK(options.schedule.warmup == 50);  // of -1: a twentieth
+    CHECK(options.sample_tokens == 10);
+    CHECK(options.seed == INT64_MAX);  // to the last digit
+    CHECK(options.identity.at("--steps") == "1000");
+    CHECK(options.identity.at("--seed") == "9223372036854775807");
+    for (const std::string wrong : {"", " ", "-", ".", "e3", "1e", "1e+", "1e3e3", "1.2.3", "0x10", "1e99999999999",
+                                    "12e-1", "--5", "1 000", "inf"}) {
+        INFO("\"" << wrong << "\"");
+        CHECK(one_line_with(error_of([&] { parse_whole_number("--steps", wrong, INT64_MAX); }), "--steps " + wrong,
+                            "whole number"));
+    }
+    CHECK(parse_whole_number("--steps", "1200e-2", 12) == 12);
+    CHECK(parse_whole_number("--steps", "-12", 12) == -12);
+    for (const std::string large : {"13", "-13", "1e19", "99999999999999999999", "1e2147483647"})
+        CHECK(one_line_with(error_of([&] { parse_whole_number("--steps", large, 12); }), large + " is too "));
+}
+
+TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
+    CHECK(parse({"--init", "test/golden/gpt2"}).model == "");  // the weights bring their own
+    CHECK(parse({"--init", "test/golden/gpt2", "--model", "test/golden/gpt2"}).model == "test/golden/gpt2");
+    CHECK(parse({"--optimizer", "muon", "--momentum", "0.9"}).optimizer_options.momentum == 0.9f);
+    CHECK(parse({"--plan", "--device-spec", "h100"}).device_spec == "h100");
+    CHECK(parse({"--steps", "20", "--trace", "1,20"}).ranks.trace == "1,20");
+}

@@ -1,0 +1,202 @@
+// training/mistyped.cu: what the command line answers to a word that is no flag, and to a value that is no number.
+//
+// A mistyped flag is compared with all flags, and with the names that other programs have for the same things. The
+// distance of two words is the least number of letters that must be inserted, removed, replaced, or exchanged with
+// their neighbour to make one from the other.                          (Damerau 1964; the table: Wagner & Fischer 1974)
+#include "training/training.h"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Flags
+
+// What other programs call our flags, and what to write here.
+struct Synonym {
+    const char *name, *meant;
+};
+const Synonym kSynonyms[] = {
+    {"learning-rate", "--lr"},
+    {"batch-size", "--batch"},
+    {"micro-batch-size", "--micro-batch"},
+    {"grad-accum", "--micro-batch"},
+    {"gradient-accumulation-steps", "--micro-batch"},
+    {"epochs", "--steps"},
+    {"iters", "--steps"},
+    {"iterations", "--steps"},
+    {"max-iters", "--steps"},
+    {"context-length", "--seq"},
+    {"block-size", "--seq"},
+    {"max-length", "--seq"},
+    {"save-dir", "--out"},
+    {"input", "--data"},
+    {"dataset", "--data"},
+    {"eval-every", "--val-every"},
+    {"eval-interval", "--val-every"},
+    {"precision", "--dtype"},
+    {"fp16", "--dtype fp16"},
+    {"bf16", "--dtype bf16"},
+    {"max-grad-norm", "--clip"},
+    {"pretrained", "--init"},
+    {"finetune", "--init"},
+    {"warmup-steps", "--warmup"},
+    {"wd", "--weight-decay"},
+    {"scheduler", "--schedule"},
+    {"gpus", "--ranks"},
+    {"world-size", "--ranks"},
+    {"fsdp", "--zero 3"},
+    {"gradient-checkpointing", "--recompute"},
+    {"activation-checkpointing", "--recompute"},
+    {"dry-run", "--plan"},
+    {"continue", "--resume"},
+    {"checkpoint-every", "--save-every"},
+    {"save-interval", "--save-every"},
+    {"layers", "--model config.json"},
+    {"hidden-size", "--model config.json"},
+};
+
+size_t distance(const std::string& a, const std::string& b) {
+    // d[i][j]: of the first i letters of a and the first j of b.
+    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 0; i <= a.size(); ++i) {
+        for (size_t j = 0; j <= b.size(); ++j) {
+            if (i == 0 || j == 0) {
+                d[i][j] = i + j;
+                continue;
+            }
+            d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+                d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+        }
+    }
+    return d[a.size()][b.size()];
+}
+
+// Is `part` the beginning of `whole` ("learning" of "learning-rate"), or its last word ("steps" of "num-steps")?
+bool is_part(const std::string& part, const std::string& whole) {
+    if (part.size() >= whole.size()) return false;
+    const bool begins = whole.rfind(part, 0) == 0 && (part.size() >= 3 || whole[part.size()] == '-');
+    return begins || whole.substr(whole.size() - part.size() - 1) == "-" + part;
+}
+
+// The flags whose names are nearest to this one, at most three.
+std::vector<std::string> nearest_flags(const std::string& name, const std::vector<std::string>& flags) {
+    size_t least = std::max<size_t>(1, name.size() / 3);  // words that are further away are others
+    std::vector<std::string> nearest;
+    const auto consider = [&](const std::string& other, const std::string& meant) {
+        size_t d = distance(name, other);
+        if (is_part(name, other) || is_part(other, name)) d = std::min<size_t>(d, 1);
+        if (d > least) return;
+        if (d < least) nearest.clear();
+        least = d;
+        if (nearest.size() < 3 && std::find(nearest.begin(), nearest.end(), meant) == nearest.end())
+            nearest.push_back(meant);
+    };
+    for (const std::string& flag : flags) consider(flag.substr(2), flag);
+    for (const Synonym& synonym : kSynonyms) consider(synonym.name, synonym.meant);
+    return nearest;
+}
+
+// Text that was copied from a page may have a longer dash than a keyboard's: U+2013 or U+2014.
+bool begins_with_dash(const std::string& word) {
+    return word.rfind("-", 0) == 0 || word.rfind("\u2013", 0) == 0 || word.rfind("\u2014", 0) == 0;
+}
+
+// "--Learning_Rate=3e-3" -> "learning-rate".
+std::string bare_name(std::string word) {
+    word.erase(0, word.find_first_not_of("-\u2013\u2014"));
+    word = word.substr(0, word.find('='));
+    for (char& c : word) c = c == '_' ? '-' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    return word;
+}
+
+}  // namespace
+
+std::string explain_unknown(const std::vector<std::string>& flags, const std::vector<std::string>& words,
+                            const std::string& unknown) {
+    const std::string help = " (./train_gpt --help lists the flags)", name = bare_name(unknown);
+    if (begins_with_dash(unknown)) {
+        std::string meant;
+        const std::vector<std::string> nearest = nearest_flags(name, flags);
+        for (size_t i = 0; i < nearest.size(); ++i)
+            meant += (i == 0 ? ": did you mean " : i + 1 < nearest.size() ? ", " : " or ") + nearest[i];
+        return concat("unknown flag ", unknown.substr(0, unknown.find('=')), meant, meant.empty() ? "" : "?", help);
+    }
+    if (std::find(flags.begin(), flags.end(), "--" + name) != flags.end())
+        return concat("\"", unknown, "\" is no flag: did you mean --", name, "?", help);
+    const auto at = std::find(words.begin(), words.end(), unknown);
+    if (at != words.begin() && at != words.end() && *(at - 1) == "--resume")
+        return concat("--resume takes no value: name the folder by --out ", unknown, " --resume");
+    return concat("\"", unknown,
+                  "\" belongs to no flag: a flag takes one value, in quotes if it has blanks or a *, as in "
+                  "--data \"shards/*.bin\"",
+                  help);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Values
+
+void expect_value(const std::string& flag, const std::string& text) {
+    check(text.rfind("--", 0) != 0, flag, " needs a value, and the next word, ", text, ", is a flag");
+}
+
+void expect_number(const std::string& flag, const std::string& text) {
+    char* end = nullptr;
+    const double value = std::strtod(text.c_str(), &end);
+    check(!text.empty() && *end == 0 && std::isfinite(value), flag, " ", text, ": give a number, as in 0.003 or 3e-3");
+}
+
+namespace {
+
+// digits * 10^power, without zeros at either end: "1.50e3" is 15 * 10^2. A double would hold only the first 16 of a
+// seed's 19 digits.
+struct Decimal {
+    std::string digits;
+    int64_t power = 0;
+};
+std::optional<Decimal> read_decimal(const std::string& text) {
+    const size_t e = std::min(text.find_first_of("eE"), text.size());
+    Decimal number{text.substr(0, e)};
+    std::string& digits = number.digits;
+    if (e < text.size()) {
+        int32_t power = 0;
+        const char* const end = text.data() + text.size();
+        const char* const begin = text.data() + e + 1 + (text.compare(e + 1, 1, "+") == 0);
+        const auto [next, error] = std::from_chars(begin, end, power);
+        if (next != end || error != std::errc()) return {};
+        number.power = power;
+    }
+    if (const size_t point = digits.find('.'); point < digits.size()) {
+        number.power -= static_cast<int64_t>(digits.size() - point - 1);
+        digits.erase(point, 1);
+    }
+    if (digits.empty() || digits.find_first_not_of("0123456789") < digits.size()) return {};
+    for (; !digits.empty() && digits.back() == '0'; ++number.power) digits.pop_back();
+    digits.erase(0, digits.find_first_not_of('0'));
+    if (digits.empty()) return Decimal{"0"};
+    return number;
+}
+
+}  // namespace
+
+int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest) {
+    const bool negative = text.rfind("-", 0) == 0, positive = text.rfind("+", 0) == 0;
+    std::optional<Decimal> number = read_decimal(text.substr(negative || positive));
+    check(number && number->power >= 0, flag, " ", text, ": give a whole number, as in 1000 or 1e3");
+    std::string& digits = number->digits;
+    int64_t value = 0;
+    bool fits = static_cast<int64_t>(digits.size()) + number->power <= std::numeric_limits<int64_t>::digits10 + 1;
+    if (fits) {
+        digits.append(static_cast<size_t>(number->power), '0');
+        const auto [next, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+        fits = error == std::errc() && value <= largest;
+    }
+    check(fits, flag, " ", text, " is too ", negative ? "small: the smallest is -" : "large: the largest is ", largest);
+    return negative ? -value : value;
+}
