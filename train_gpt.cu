@@ -143,8 +143,10 @@ void finish(Run& run) {
                 human_seconds(seconds_now() - run.start).c_str(), o.out.c_str(), o.out.c_str());
 }
 
-// All of a run on one rank. fault: what is wrong with the command line, or nothing.
-void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault) {
+// All of a run on one rank. fault: what is wrong with the command line, or nothing. trace_folder: where --trace is to
+// be written, once rank 0 knows the folder of the run.
+void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
+              std::string& trace_folder) {
     Mesh mesh(world, {{"dp", world.size}});
     std::optional<Trainer> trainer;
     std::optional<RunData> data;
@@ -160,6 +162,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
     }
     Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);
+    if (run.is_first()) trace_folder = run.trainer.options.out;
     loop(run);
     finish(run);
 }
@@ -183,8 +186,7 @@ int main(int argc, char** argv) {
         RankOptions ranks = options.ranks;
         ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;
-        ranks.trace_folder = options.out.empty() ? "." : options.out;
-        run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, start_fault); });
+        run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder); });
         if (!start_fault.line.empty()) fail(start_fault.line);
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {

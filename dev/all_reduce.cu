@@ -2,7 +2,7 @@
 // with the limit.
 //
 //   run      build/cpu/dev/all_reduce                        2, 4 and 8 threads, 1 Ki to 1 Mi floats
-//            build/cpu/dev/all_reduce --ranks 3 --max 65536 --out FOLDER
+//            build/cpu/dev/all_reduce --ranks 3 --max 65536 --out FOLDER     pictures: FOLDER/all_reduce_3.png
 //            mpirun -np 4 build/cpu/dev/all_reduce           processes
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/all_reduce --ranks 2
 //
@@ -82,8 +82,8 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
     if (prints) {
         std::printf("\n%d ranks, microseconds; a message: %s/s and rank\n%12s", n_ranks,
                     human_bytes(bytes_per_s).c_str(), "bytes");
-        for (const Series& series : plot.series) std::printf("%12s", series.label.substr(0, 9).c_str());
-        std::printf("\n");
+        for (const AllReduce algorithm : kAlgorithms) std::printf("%12s", all_reduce_name(algorithm));
+        std::printf("%12s\n", "limit");
     }
     for (int64_t n = std::min<int64_t>(1024, max_n); n <= max_n; n *= 4) {
         const Tensor part = x.slice(0, n);
@@ -107,7 +107,7 @@ void race_all(Comm& world, int64_t max_n, const std::string& folder) {
     if (!prints) return;
     const std::string path = concat(folder, "/all_reduce_", n_ranks, ".png");
     write_png(path, plot);
-    std::printf("%s\n", path.c_str());
+    std::printf("picture  %s\n", path.c_str());
 }
 
 }  // namespace
@@ -116,7 +116,7 @@ int main(int argc, char** argv) {
     try {
         std::vector<int> ranks{2, 4, 8};
         int64_t max_n = 1 << 20;
-        std::string folder = ".";
+        std::string folder = "runs/all_reduce";
         for (int i = 1; i + 1 < argc; i += 2) {
             const std::string argument = argv[i];
             if (argument == "--ranks") ranks = {std::atoi(argv[i + 1])};

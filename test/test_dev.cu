@@ -354,3 +354,18 @@ TEST_CASE("plot_runs refuses runs that cannot be compared", "[program][dev]") {
     spit(other + "/log.csv", "step,tokens\n1,16\n");
     refused(png + other, "header");
 }
+
+TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[program][dev]") {
+    const TempFolder folder;
+    const Outcome outcome = run_program("dev/all_reduce", "--ranks 2 --max 1024 --out " + (folder / "new"));
+    INFO(outcome.out << outcome.err);
+    REQUIRE(outcome.status == 0);
+    const std::vector<std::string> heading = words(line_of(outcome.out, "", "bytes"));
+    CHECK(heading == std::vector<std::string>{"bytes", "library", "ring", "tree", "halving", "two-level", "limit"});
+    CHECK(words(line_of(outcome.out, "", "4.00 KiB")).size() == 2 + heading.size() - 1);
+    const std::string picture = folder / "new/all_reduce_2.png";
+    CHECK_THAT(outcome.out, ContainsSubstring("picture  " + picture + "\n"));
+    CHECK(png_size(picture) == std::pair<int, int>{960, 600});
+    CHECK(folder.listing() == "new");
+    check_refused("all_reduce", "--rank 2", "unknown option --rank");
+}

@@ -77,6 +77,28 @@ TEST_CASE("a run leaves a log, events, a plot and a checkpoint, and learns", "[p
         CHECK_THAT(outcome.out, ContainsSubstring(word));
 }
 
+TEST_CASE("--trace goes to the folder of the run, also on one rank", "[program][train_gpt]") {
+    for (const std::string ranks : {"1", "2"}) {
+        const TempFolder folder;
+        const Outcome outcome = run_shell(concat("cd ", folder.path, " && ", program_path("train_gpt"), " --data ",
+                                                 text_file(), kSmall, "--steps 3 --trace 2 --ranks ", ranks));
+        INFO(outcome.err << outcome.out);
+        REQUIRE(outcome.status == 0);
+        CHECK(folder.listing() == "runs");
+        CHECK(slurp(folder / "runs/1/trace.png").substr(1, 3) == "PNG");
+        const std::string json = slurp(folder / "runs/1/trace.json");
+        for (const std::string words : {"forward of block 0", "backward of block 3", "update of block 1"}) {
+            CHECK_THAT(outcome.out, ContainsSubstring(words));
+            CHECK_THAT(json, ContainsSubstring(words));
+        }
+        CHECK_THAT(outcome.out, ContainsSubstring("runs/1/trace.json") && ContainsSubstring("runs/1/trace.png"));
+        // The last step's line says nothing of the time that is left.
+        const std::string last = outcome.out.substr(outcome.out.find("step 3/3"));
+        CHECK(last.substr(0, last.find('\n')).find("left") == std::string::npos);
+        CHECK_THAT(outcome.out, ContainsSubstring(" left"));
+    }
+}
+
 TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program][train_gpt]") {
     const TempFolder folder;
     std::vector<std::string> variants = {" ", " --micro-batch 1 --schedule wsd "};

@@ -82,9 +82,9 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
     return control;
 }
 
-// One rank, from its first message to its last.
-void run_rank(const std::shared_ptr<RankState>& state, const std::shared_ptr<HostTransport>& control, bool processes,
-              const std::function<void(Comm&)>& f) {
+// One rank, from its first message to its last. options: the caller's, whose trace_folder f may set.
+void run_rank(const RankOptions& options, const std::shared_ptr<RankState>& state,
+              const std::shared_ptr<HostTransport>& control, bool processes, const std::function<void(Comm&)>& f) {
     control->name = "the start";
     all_agree(*control, true);  // all are there: time 0 of the trace
     state->started = seconds_now();
@@ -102,7 +102,7 @@ void run_rank(const std::shared_ptr<RankState>& state, const std::shared_ptr<Hos
     std::vector<TraceEvent> events = state->trace->take();
     for (int i = 1; i < state->size; ++i)
         for (const TraceEvent& event : unpack_events(control->recv_host(i))) events.push_back(event);
-    write_trace(state->options.trace_folder, std::move(events));
+    write_trace(options.trace_folder, std::move(events));
 }
 
 void run_as_process(const RankOptions& options, const std::function<void(Comm&)>& f) {
@@ -125,7 +125,7 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     try {
         share_cores(ranks_here(*state));
         open_device(mpi_local_rank() % device_count());
-        run_rank(state, control, true, f);
+        run_rank(options, state, control, true, f);
         control.reset();
     } catch (const std::exception& error) {
         state->job->fail(state->rank, error.what());
@@ -167,7 +167,7 @@ void run_thread(const ThreadJob& all, int rank, const std::function<void(Comm&)>
             share_cores(all.n);
             open_device(rank % device_count());
         }
-        run_rank(state, make_thread_transport(all.world, state), false, f);
+        run_rank(all.options, state, make_thread_transport(all.world, state), false, f);
     } catch (const Stopped&) {  // because of another rank, or noted already
     } catch (const std::exception& error) {
         all.job->fail(rank, error.what());
@@ -241,6 +241,7 @@ bool is_first_process() {
     return !rank || std::atoi(rank) == 0;
 }
 
+// trace_folder is read when all ranks have ended: until then f may say which folder the traces go to, on rank 0.
 void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f) {
     const std::string& comm = options.comm;
     check(comm == "auto" || comm == "threads" || comm == "mpi" || comm == "nccl", "--comm ", comm,

@@ -144,4 +144,6 @@ void write_trace(const std::string& folder, std::vector<TraceEvent> events) {
     for (const TraceEvent& e : events) n_ranks = std::max(n_ranks, 1 + std::max(e.rank, e.peer));
     write_json(folder + "/trace.json", events, n_ranks);
     write_trace_picture(folder + "/trace.png", events, n_ranks);
+    std::printf("trace    %s/trace.json (open it in ui.perfetto.dev), and as a picture %s/trace.png\n", folder.c_str(),
+                folder.c_str());
 }
