@@ -8,10 +8,10 @@
 //       sum = 0;  for n < N:  sum += dy[n][c]
 //       db[c] += sum
 //
-// The rows are many and the columns few, so one thread a column would leave most of a GPU idle. Two stages: many blocks
-// each sum a chunk of rows into one partial row; then the partial rows are summed. No atomics: every sum has a fixed
-// order, chunk by chunk, and the chunks depend on N and C only. So the result has the same bits on every run and every
-// machine.
+// The rows are many and the columns few, so one thread per column would leave most of a GPU idle. Two stages: many
+// blocks each sum a chunk of rows into one partial row; then the partial rows are summed. No atomics: every sum has a
+// fixed order, chunk by chunk, and the chunks depend on N and C only. So the result has the same bits on every run and
+// every machine.
 //
 //        inp (N, C)                    partial (R, C) f32               dparam (C)
 //     chunk 0  ████████  --sum-->      ████████  ─┐
@@ -27,7 +27,8 @@ namespace {
 constexpr int kColumnBlock = 128;    // threads of stage 1: neighbours read neighbouring chunks of columns
 constexpr int64_t kRowsAThread = 8;  // stage 2: partial rows that one thread adds up, at least
 
-// Chunks of 64 rows, but no more than about a million partial sums: they are written and read once more.
+// Chunks have 64 rows, or more, so that there are at most about a million partial sums, each of which is written and
+// read once.
 int64_t n_chunks(int64_t N, int64_t C) {
     return std::min(ceil_div(N, 64), std::max<int64_t>(32, (int64_t{1} << 20) / std::max<int64_t>(C, 1)));
 }

@@ -23,7 +23,7 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernel: a team of threads a row (layers/chunk.cuh). kBackward: the gradient takes the place of the logits.
+// Kernel: one team of threads per row (layers/chunk.cuh). kBackward: the gradient takes the place of the logits.
 
 template <class T, int kN, bool kBackward>
 __global__ void cross_entropy_kernel(float* losses, T* logits, const int* targets, int64_t N, int V, int Vp,
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kSumThreads) add_losses_kernel(float* sum, con
     double mine = 0;
     for (int64_t i = threadIdx.x; i < n; i += kSumThreads) mine += losses[i];
     shared[threadIdx.x] = mine;
-    __syncthreads();  // all are there
+    __syncthreads();  // all values have been written
     if (threadIdx.x > 0) return;
     double total = static_cast<double>(sum[0]) + sum[1];
     for (int i = 0; i < kSumThreads; ++i) total += shared[i];

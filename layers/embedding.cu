@@ -9,25 +9,25 @@
 //
 //   for i:  out[i,:] = table[ids[i],:]                         for i:  dtable[ids[i],:] += dout[i,:]
 //
-// The forward copies rows. In the backward many places add to the same row of dtable. Atomic additions would do so in
-// another order, and with other bits, on every run. Instead the places are sorted by their ids; those of one id then
-// stand side by side, in ascending order, and form a list that one thread for each few columns adds up from its first
-// place to its last:
+// The forward copies rows. In the backward many places add to the same row of dtable. Atomic additions would add them
+// in another order on every run, and give other bits. Instead the places are sorted by their ids. The places of one id
+// are then neighbours, in ascending order: a list. For each list and each few columns, one thread adds up the list from
+// its first place to its last:
 //
 //     place i     0  1  2  3  4  5                  order (of places)     1  4 | 0  2  3 | 5
 //     id          7  2  7  7  2  9                  their ids             2  2 | 7  7  7 | 9
 //
-// The sort is a radix sort: ids have 4-bit digits, and one pass for each digit, from the lowest to the highest, moves
-// places with a smaller digit in front of those with a larger one and leaves equal digits in the order they had. A pass
-// is three kernels, in which a thread owns a run of 32 neighbouring places:
+// The sort is a radix sort: ids have 4-bit digits, and there is one pass for each digit, from the lowest to the
+// highest. A pass moves places with a smaller digit before those with a larger one, and keeps the order of places with
+// equal digits. A pass is three kernels, in which a thread owns a run of 32 neighbouring places:
 //
 //     count      how many places of each run have digit d            counts[d][run]
 //     scan       counts become the first position of (d, run)        sums over all (d', run') in front of it
 //     scatter    each run, from its first place on, puts its places at these positions
 //
-// The work is proportional to the number of places, whatever the ids are. A list is never cut into partial sums, since
-// that would change the order of additions; a long one is spread over columns, and its threads load rows ahead of the
-// additions.
+// The work is proportional to the number of places, whatever the ids are. A list is never split into partial sums,
+// since that would change the order of additions. The columns of a long list are spread over many blocks, and its
+// threads load rows in advance.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -41,7 +41,7 @@ constexpr int kRun = 32;  // places that one thread counts and scatters
 // One block scans all counts. Its barriers are expensive on the CPU device, where a warp is enough.
 constexpr int kScanBlock = kOnCpu ? 32 : 1024;
 
-// One block a place. wpe and positions may be null.
+// One block per place. wpe and positions may be null.
 template <class T, int n>
 __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const int32_t* positions, const T* wte,
                                          const T* wpe, int64_t T_length, int64_t C, int64_t n_rows,
@@ -62,7 +62,7 @@ __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const in
 // ---------------------------------------------------------------------------------------------------------------------
 // Sorting the places by their ids
 
-// order: the places, as the passes before left them; null before the first pass, when place k is the k-th.
+// order: the places in the order that the previous passes gave them; null in the first pass, where place k is the k-th.
 __device__ __forceinline__ int32_t place_at(const int32_t* order, int64_t k) {
     return order ? order[k] : static_cast<int32_t>(k);
 }
@@ -126,14 +126,14 @@ __device__ __forceinline__ void add_chunk(G* gradient, float (&sum)[n], int64_t 
     store_chunk(gradient, sum, n_left);
 }
 
-// The position behind the list that begins at `first`. Most lists are short, so it looks 1, 2, 4, ... positions ahead,
-// and then halves the interval that is left.
+// The first position after the list that begins at `first`. Most lists are short, so it looks 1, 2, 4, ... positions
+// ahead, and then bisects the last interval.
 __device__ __forceinline__ int64_t end_of_list(const int32_t* order, const int32_t* ids, int64_t first,
                                                int64_t n_places) {
     const int32_t id = ids[order[first]];
     int64_t inside = first, step = 1;
     for (; inside + step < n_places && ids[order[inside + step]] == id; step *= 2) inside += step;
-    int64_t outside = min(inside + step, n_places);  // a position behind the list
+    int64_t outside = min(inside + step, n_places);  // a position after the list
     while (outside - inside > 1) {
         const int64_t middle = (inside + outside) / 2;
         (ids[order[middle]] == id ? inside : outside) = middle;
@@ -154,7 +154,7 @@ __global__ void embedding_backward_lists_kernel(G* dtable, const T* dout, const 
     if (id < 0 || id >= n_rows) __trap();
     const int64_t end = end_of_list(order, ids, first, n_places);
     float sum[n] = {};
-#pragma unroll 16  // 16 loads are under way at a time; the additions keep their order
+#pragma unroll 16  // 16 loads are in flight at a time; the additions keep their order
     for (int64_t k = first; k < end; ++k) {
         float x[n];
         load_chunk(x, dout + order[k] * C + c, C - c);
@@ -208,7 +208,8 @@ int64_t embedding_backward_scratch_n(int64_t n_places) {
 }
 
 // The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows; equal ids in ascending order of
-// places. An id outside of the table may land anywhere, but begins some list, and the kernel that adds up stops at it.
+// places. An id outside of the table may be sorted to any place, but it always begins a list, and the kernel that adds
+// up stops there.
 static const int32_t* sort_places(Tensor ids, int64_t n_rows, Tensor scratch, cudaStream_t stream) {
     const int64_t n_places = ids.n(), n_runs = ceil_div(n_places, kRun);
     int32_t* const orders[2] = {scratch.ptr<int32_t>(), scratch.ptr<int32_t>() + n_places};
@@ -272,6 +273,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     if (positions) expect(name, "positions", positions, DType::i32, {B, T_length});
     expect_aligned(name, {{"dout", dout}, {"dwte", dwte}, {"dwpe", dwpe}});
     if (dout.n() == 0) return;
+    // The sort stores places as 32-bit integers.
     narrow(B * T_length, "embedding_backward: B T");
     check(scratch && scratch.dtype == DType::i32 && scratch.n() >= embedding_backward_scratch_n(B * T_length), name,
           ": scratch is ", scratch, ", expected i32 of at least ", embedding_backward_scratch_n(B * T_length),

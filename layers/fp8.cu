@@ -4,7 +4,7 @@
 //   backward    dinp     = Q(dout) Q(weight)
 //               dweight += Q(dout)^T Q(inp)            Q(x): x rounded to 8 bits
 //
-// As plain loops, one scale a tensor:
+// As plain loops, with one scale per tensor:
 //
 //   for x in (inp, weight):  s = largest power of two with s * max|x| <= 448;  codes = round_e4m3(s * x)
 //   for n < N, o < O:
@@ -21,9 +21,9 @@
 //
 //   s = the largest power of two with s amax <= 448 (57344)        s = 1 where amax = 0
 //
-// A power of two, because then scaling itself rounds nothing and 1/s is exact. What is left is the rounding of Q: at
-// most a part 2^-4 of a number in e4m3, 2^-3 in e5m2, as long as it is above 2^-14 (2^-30) of the amax. The errors of
-// the K terms of a product are independent, so that their sum is off by no larger a part. Three recipes say which
+// A power of two, because then scaling itself rounds nothing and 1/s is exact. What remains is the rounding of Q: its
+// relative error is at most 2^-4 in e4m3 and 2^-3 in e5m2, for numbers above 2^-14 (2^-30) of the amax. The errors of
+// the K terms of a product are independent, so the relative error of their sum is no larger. Three recipes say which
 // numbers share a scale, and whose amax it comes from:
 //
 //   current    the tensor's own. Nothing saturates, but the tensor is read once for its amax before it is read for its
@@ -37,32 +37,32 @@
 //              The tensor cores' sum over each block of K is scaled before it is added to the others: only Hopper can
 //              do that.
 //
-// Infinity and NaN. A saturating conversion would turn an overflow into a harmless 448. Here both become NaN, which the
-// products carry on to the gradient norm, where the step is skipped; and an amax is that of the finite numbers, so that
-// the history survives such a step.
+// Infinity and NaN. A saturating conversion would turn an overflow into 448, and hide it. Here both become NaN; the
+// products pass it on to the gradient norm, and the step is skipped. An amax is that of the finite numbers only, so
+// that such a step does not destroy the history.
 //
 // What stays in 16 or 32 bits, and why:
 //
 //   embedding, lm head          looking up rows multiplies nothing; a logit's error is one in an exponent of the loss
-//   norms, softmax, GELU, rope  limited by memory, where 8-bit arithmetic wins nothing; full of sums and exponentials
-//   attention's two products    a part 2^-4 of a score of 8 is half a unit in an exponent
-//   residual stream             small numbers are added to large ones, twice a layer: 3 bits would lose most of them
+//   norms, softmax, GELU, rope  limited by memory, so 8-bit arithmetic gains nothing; many sums and exponentials
+//   attention's two products    a relative error of 2^-4 in a score of 8 is half a unit in an exponent
+//   residual stream             small numbers are added to large ones, twice per layer: 3 bits would lose most of them
 //   bias and its gradient       O numbers; the gradient is summed from the 16-bit dout
 //   weights, their gradients,   an update is some 1e-3 of a weight, and would vanish in 3 bits: weights are quantised
-//   optimizer states            anew after each step, from 16 bits
+//   optimizer states            again after each step, from 16 bits
 //   sums inside the products    float32
 //
-// Layouts. The tensor cores want K, the dimension that is summed over, contiguous in both factors (matmul.cu): C in the
+// Layouts. The tensor cores need K, the dimension that is summed over, contiguous in both factors (matmul.cu): C in the
 // forward, O for dinp, the tokens N for dweight. So besides the codes of x there are those of x^T:
 //
 //   out: inp (N, C), weight (O, C)     dinp: dout (N, O), weight^T (C, O)     dweight: dout^T (O, N), inp^T (C, N)
 //
-// The square blocks of a weight are those of its transpose: both copies hold the same numbers, 2 bytes a weight until
-// the next step. The blocks of dout^T run along N and not along O: they are quantised again, from 16 bits and not from
-// codes.
+// The square blocks of a weight are those of its transpose: both copies hold the same numbers, 2 bytes per weight until
+// the next step. The blocks of dout^T run along N and not along O: they are quantised separately, from the 16-bit
+// numbers and not from codes.
 //
-// Bytes: 2 read and 1 written a number (current: 4 read), beside the product's 2 flops for each output channel. In
-// layers narrower than about 1000 channels quantising takes longer than the product gains.
+// Bytes: 2 read and 1 written per number (current: 4 read), compared with the product's 2 flops for each output
+// channel. In layers narrower than about 1000 channels quantising takes longer than the product gains.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -71,23 +71,23 @@
 namespace {
 
 constexpr int kTile = 128;  // a block of threads quantises 128 x 128 numbers, which in a weight have one scale
-// A thread's patch of the tile. GPU: 8 x 8 each, 16 patches a row. CPU: one thread, no barriers.
+// A thread's patch of the tile. GPU: 8 x 8 each, 16 patches per row. CPU: one thread, no barriers.
 constexpr int kPatch = kOnCpu ? kTile : 8, kPatches = kTile / kPatch, kTileThreads = kPatches * kPatches;
 constexpr int kAmaxThreads = kOnCpu ? 1 : 256;
-constexpr int64_t kAmaxSpan = 16384;  // numbers a block
+constexpr int64_t kAmaxSpan = 16384;  // numbers per block
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Scales. |x| and amax are handled as float32 bits: those of numbers without sign are ordered as the numbers are, and
-// an integer maximum is the same in any order, whether by registers or by atomicMax.
+// Scales. |x| and amax are handled as float32 bits: the bits of non-negative floats have the same order as the floats,
+// and an integer maximum does not depend on the order, whether it is computed in registers or by atomicMax.
 
 __device__ __forceinline__ unsigned finite_magnitude(float x) {
     const unsigned bits = __float_as_uint(x) & 0x7fffffffu;
     return bits < 0x7f800000u ? bits : 0u;
 }
 
-// Both largest numbers are 1.75 powers of two, 448 = 1.75 2^8 and 57344 = 1.75 2^15. An amax of m 2^e, 1 <= m < 2, so
-// fits under them with s = 2^(8 - e), or half of that if m > 1.75: then adding 0.25 less one unit carries into the
-// exponent.
+// Both largest numbers are 1.75 powers of two, 448 = 1.75 2^8 and 57344 = 1.75 2^15. So for an amax of m 2^e, 1 <= m <
+// 2, the scale is s = 2^(8 - e), or half of that if m > 1.75: in that case adding 0.25 minus one unit to m carries into
+// the exponent.
 template <class Code>
 __device__ __forceinline__ int scale_exponent(unsigned amax) {
     constexpr int top = std::is_same_v<Code, __nv_fp8_e4m3> ? 8 : 15;
@@ -135,17 +135,17 @@ enum class Shared { tensor, row, column, square };  // which numbers of a tile h
 
 struct Target {
     void *codes, *codes_t;
-    float *scale, *scale_t;            // what the product multiplies by: 1/s. Where they stand: MatmulOptions
+    float *scale, *scale_t;            // what the product multiplies by: 1/s. Their layout: MatmulOptions
     int64_t scale_cols, scale_t_cols;  // square
     const float* amax;                 // tensor
     float* recorded;                   // tensor, optional
 };
 
 // Writes a patch's rows of codes_t. On the GPU neighbouring threads hold neighbouring columns, but must write along
-// rows: the tile goes through shared memory. There a row of the transposed tile is 16 pieces of 8 bytes, piece h the
-// thread row h's. Stored in order, the 16 threads of a row of patches would all hit the same two banks; so piece h of
-// row c stands at h ^ (c / 8), which is another place for each of them. Reading takes two pieces at once, in order or
-// swapped.
+// rows: the tile goes through shared memory. There a row of the transposed tile has 16 pieces of 8 bytes; thread row h
+// writes piece h. If the pieces were stored in order, the 16 threads of a row of patches would all write to the same
+// two banks; so piece h of row c is stored at h ^ (c / 8), which is another place for each of them. A thread reads two
+// pieces at a time, in order or swapped.
 template <class Code>
 __device__ __forceinline__ void store_transposed(Code* codes_t, const Code (&codes)[kPatch][kPatch], int64_t first_row,
                                                  int64_t first_col, int64_t rows, int64_t cols, int y, int x) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const
         if constexpr (kPatches > 1) {
             __shared__ unsigned parts[kPatches][kTile];
             for (int j = 0; j < kPatch; ++j) parts[y][x * kPatch + j] = most[j];
-            __syncthreads();  // every patch's maxima are there; thread c takes column c alone
+            __syncthreads();  // every patch's maxima are complete; thread c takes column c alone
             if (threadIdx.x < kTile)
                 for (int k = 1; k < kPatches; ++k)
                     parts[0][threadIdx.x] = max(parts[0][threadIdx.x], parts[k][threadIdx.x]);
@@ -269,7 +269,8 @@ __global__ void __launch_bounds__(kTileThreads) quantise_kernel(Target to, const
         store_transposed(static_cast<Code*>(to.codes_t), codes, first_row, first_col, rows, cols, y, x);
 }
 
-// Advances the amax histories between two steps, a thread a state: the oldest amax is dropped, this step's is added.
+// Advances the amax histories between two steps, one thread per state: the oldest amax is dropped, this step's is
+// added.
 __global__ void advance_kernel(float* states, int64_t n) {
     const int64_t i = global_thread();
     if (i >= n) return;
@@ -307,7 +308,7 @@ void launch_quantise(const Target& to, const Tensor& inp, cudaStream_t stream) {
     cudaCheckLaunch();
 }
 
-// The flags that a size comes from are what the user can change.
+// The message names the flags that determine the size, because they are what the user can change.
 void expect_multiple(const char* operation, const char* what, int64_t value, int64_t of) {
     check(value % of == 0, operation, ": fp8 products need ", what, " that are a multiple of ", of, ", not ", value,
           ": choose another size, or --dtype bf16");
@@ -317,7 +318,7 @@ constexpr const char* kTokens = "tokens of a micro-batch (sequences times length
 bool is_block(Fp8Recipe recipe) { return recipe == Fp8Recipe::block; }
 DType gradient_dtype(Fp8Recipe recipe) { return is_block(recipe) ? DType::e4m3 : DType::e5m2; }
 
-// Hands out pieces of a scratch tensor, or counts them where there is no memory (data == nullptr).
+// Returns pieces of a scratch tensor, or only counts them if there is no memory (data == nullptr).
 struct Pieces {
     char* data = nullptr;
     int64_t used_bytes = 0;
@@ -338,7 +339,7 @@ Pieces pieces_of(const char* operation, const Tensor& scratch, Fp8Recipe recipe,
     return {static_cast<char*>(scratch_as(operation, scratch, {fp8_linear_scratch_n(recipe, N, C, O)}).data)};
 }
 
-// Checks what the per-tensor recipes need beside the matrices.
+// Checks what the per-tensor recipes need in addition to the matrices.
 void expect_saved(const char* operation, Fp8Recipe recipe, const Tensor& saved) {
     check(recipe != Fp8Recipe::none, operation, ": the recipe is none: linear.cu has the 16-bit products");
     if (!is_block(recipe)) expect(operation, "saved", saved, DType::f32, {2});
@@ -418,6 +419,7 @@ void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, 
     if (transpose) expect_multiple(name, "rows", rows, 16);
     if (inp.n() == 0) return;
     Target target{};
+    // The kernel can write codes and their transpose in one pass; here only one of the two is needed.
     (transpose ? target.codes_t : target.codes) = to.codes.data;
     if (to.mode == MatmulScale::tensor) {
         expect(name, "scale", to.scale, DType::f32, {1});
@@ -470,7 +472,8 @@ void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream
     target.scale = to.forward.scale.ptr<float>(), target.scale_t = to.backward.scale.ptr<float>();
     if (is_block(to.recipe)) {
         target.scale_cols = to.forward.scale.cols(), target.scale_t_cols = to.backward.scale.cols();
-        // cuBLASLt's manual does not say whether the padding is read: it is 0, not whatever was there.
+        // cuBLASLt's manual does not say whether the padding is read: it is set to 0, so that it is never
+        // uninitialised.
         for (const Tensor& scale : {to.forward.scale, to.backward.scale})
             cudaCheck(cudaMemsetAsync(scale.data, 0, scale.bytes(), stream));
         launch_quantise<__nv_fp8_e4m3, Shared::square, true, true>(target, weight, stream);

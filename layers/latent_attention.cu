@@ -2,7 +2,7 @@
 //                                                           (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1)
 //
 // In training MLA expands every latent c_s (R numbers) to the keys and values of all heads, k_s = Wk c_s and v_s = Wv
-// c_s. When one token a step is generated, that would be done again for the whole context. But both are linear, so
+// c_s. When one token per step is generated, every step would expand the whole context again. But both are linear, so
 //
 //   q . k_s          =  q . (Wk c_s)        =  (Wk^T q) . c_s           Wk is applied to the query instead
 //   sum_s p_s v_s    =  sum_s p_s (Wv c_s)  =  Wv (sum_s p_s c_s)       Wv is applied after the sum instead
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kKeys)
     for (int64_t tile = 0; tile < n_seen; tile += kKeys) {
         const int64_t key = tile + threadIdx.x;
         const float score = key < n_seen ? s.scale * dot_row<kN>(query, cache + key * W, W) : -INFINITY;
-        const float next = fmaxf(m, block_reduce<Max>(score, scratch[0]));  // every tile has a row that is seen: finite
+        const float next = fmaxf(m, block_reduce<Max>(score, scratch[0]));  // finite: each tile has a visible row
         const float p = expf(score - next), shrink = expf(m - next);
         total = total * shrink + block_reduce<Sum>(p, scratch[1]);
         m = next;
@@ -155,6 +155,7 @@ void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tens
     const LatentShape shape{
         R,     Dr,   Dn, Dv, q.rows.cols(), q.head_stride(), out.rows.cols(), out.head_stride(), cache.shape[1],
         first, scale};
+    // The query, o and the probabilities of a tile. Up to 48 KiB a launch needs no special permission.
     const size_t shared_bytes = static_cast<size_t>(2 * R + Dr + kKeys) * sizeof(float);
     check(shared_bytes <= 48 * 1024, name, ": latents of R = ", R,
           " columns do not fit in shared memory, use up to 5000");

@@ -1,4 +1,4 @@
-// Latent keys: putting the keys of multi-head latent attention (MLA) together.   (DeepSeek-V2 2024, arXiv:2405.04434)
+// Latent keys: assembling the keys of multi-head latent attention (MLA).   (DeepSeek-V2 2024, arXiv:2405.04434)
 //
 // A latent is compressed before positions are known, so what is expanded from it cannot be rotated by them: a rotation
 // between the two matrices would keep them from being multiplied into one (latent_attention.cu). Therefore MLA reserves
@@ -22,7 +22,7 @@
 
 namespace {
 
-// A part of each head's columns, as kernels see it.
+// A range of columns of each head, as kernels take it.
 template <class Number>
 struct Part {
     Number* data;

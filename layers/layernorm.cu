@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
                              float eps) {
     __shared__ float scratch[2][kWarp];  // one for each sum: the first may still be read while the second is written
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
+    const int64_t row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
     RowShare<n> x, g, b;
     load_row<n>(x, inp + row * C, row_C);
     if (branch) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
                               const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N,
                               int64_t C) {
     // One array for each of a row's two sums. A thread that writes to one has passed the barrier of the other, and all
-    // threads read the first before they reach that barrier: so two arrays are enough for all rows.
+    // threads have read the first before that barrier: so two arrays are enough for all rows.
     __shared__ float scratch[2][kWarp];
     RowShare<n> dweight, dbias;
     zero_row<n>(dweight, C);
@@ -163,6 +163,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
+    // Each block leaves one partial row of dg and one of db; column sums add them in their order.
     const int64_t R = geometry.n_blocks_backward;
     const Tensor partial = scratch_as(name, scratch, {2 * R, C});
     dispatch_chunks(inp.dtype, C, [&](auto zero) {

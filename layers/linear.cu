@@ -11,10 +11,11 @@
 //   for n < N, c < C:  dinp[n][c] = 0;       for o < O:  dinp[n][c] += dout[n][o] * weight[o][c]
 //   for o < O, c < C:  for n < N:  dweight[o][c] += dout[n][o] * inp[n][c]
 //
-// Each costs 2 N O C flops, so the backward costs twice the forward: the "6 N" of the scaling papers. The weight is
-// stored (O, C), as PyTorch stores it; no product needs a transposed copy, because matmul reads either way. The bias is
-// added by the forward product before it stores its result. The two gradients are two functions: the layer below needs
-// dinp at once, while dweight is needed only by the optimizer, so pipeline schedules compute it when a rank must wait.
+// Each product takes 2 N O C flops, so the backward takes twice as many as the forward: this is the "6 N" of the papers
+// on scaling laws. The weight is stored (O, C), as PyTorch stores it; no product needs a transposed copy, because
+// matmul reads either way. The bias is added by the forward product before it stores its result. The two gradients are
+// two functions: the layer below needs dinp at once, while dweight is needed only by the optimizer, so pipeline
+// schedules compute it at times when a rank would otherwise be idle.
 #include "layers/layers.h"
 
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {

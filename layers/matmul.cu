@@ -1,4 +1,4 @@
-// Matrix product: the operation that takes most of a language model's time, handed to NVIDIA's cuBLASLt (on the CPU
+// Matrix product: the operation that takes most of a language model's time. NVIDIA's cuBLASLt computes it (on the CPU
 // device: cpu/cublas_lt.cpp and cpu/sgemm.cpp). dev/matmul.cu writes it out, from the naive kernel to the fastest.
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
@@ -51,8 +51,8 @@ cudaDataType cuda_type(DType dtype) {
 
 bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
-// All that the choice of an algorithm depends on: two products with equal keys differ in their addresses, alpha and
-// beta only.
+// All that the choice of an algorithm depends on: two products with equal keys differ only in their addresses, alpha
+// and beta.
 struct Product {
     int64_t M, N, K, batch_count;
     DType a_dtype, b_dtype, out_dtype;
@@ -125,7 +125,8 @@ Plan make_plan(const Product& p, const MatmulOptions& options) {
     describe_operand(plan.b, p.b_dtype, p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N, p.batch_count);
     describe_operand(plan.out, p.out_dtype, p.M, p.N, p.batch_count);
 
-    // Unless it is told the addresses' alignment, the heuristic offers algorithms that need 256-byte boundaries.
+    // If the heuristic is not given the alignment of the addresses, it returns algorithms that need 256-byte
+    // boundaries.
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
@@ -164,7 +165,7 @@ void expect_scale(const char* argument, const Tensor& scale, MatmulScale mode, i
           ", which is no multiple of 16 bytes");
 }
 
-// What fp8 products ask for beyond the others.
+// What fp8 products require in addition to the others.
 void expect_fp8_product(const Tensor& out, const Tensor& a, const Tensor& b, int64_t M, int64_t N, int64_t K,
                         const MatmulOptions& options) {
     check(is_fp8(a.dtype) && is_fp8(b.dtype) && !(a.dtype == DType::e5m2 && b.dtype == DType::e5m2),
@@ -184,7 +185,7 @@ void expect_fp8_product(const Tensor& out, const Tensor& a, const Tensor& b, int
     expect_scale("b_scale", options.b_scale, b_mode, N, K);
 }
 
-// Checks the shapes, and says which product it is.
+// Checks the shapes, and returns the product's key.
 Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, const MatmulOptions& options) {
     check(out.ndim == 2 || out.ndim == 3, "matmul: out is ", out, ", expected (M, N) or (batch, M, N)");
     const bool batched = out.ndim == 3;
@@ -199,6 +200,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
               ", which is no multiple of 16 bytes");
     };
     const bool fp8 = is_fp8(a.dtype) || is_fp8(b.dtype);
+    // The result has the factors' type or is float32; that of 8-bit factors has 16 bits or is float32.
     DType out_dtype = out.dtype == DType::f32 ? DType::f32 : a.dtype;
     if (fp8) out_dtype = out.dtype == DType::f32 || out.dtype == DType::f16 ? out.dtype : DType::bf16;
     expect_operand("out", out, out_dtype, M, N);

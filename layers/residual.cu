@@ -1,10 +1,10 @@
-// layers/residual.cu: out = inp + branch, the addition of a branch to the residual stream, where no norm comes next
-// that would do it.
+// layers/residual.cu: out = inp + branch, the addition of a branch to the residual stream, where no norm follows that
+// would do it.
 //
 //   for (i = 0; i < N * C; ++i) out[i] = inp[i] + branch[i];
 //
-// The sum is formed in float32 and rounded once, as in the norms: so a model that is cut here has the bits of one that
-// is not. Bytes: each element of two tensors is read, and one written: memory speed.
+// The sum is formed in float32 and rounded once, as in the norms: so a model that is divided at this place gives the
+// same bits as one that is not. Bytes: two elements are read and one is written; memory is the limit.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 

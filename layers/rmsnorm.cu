@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
                            const T* __restrict__ weight, int64_t N, int64_t C, float eps) {
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t row_C = row < N ? C : 0;  // behind the last row there is nothing to load or store
+    const int64_t row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
     RowShare<n> x, g;
     load_row<n>(x, inp[row], row_C);
     if (branch) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
                             NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N,
                             int64_t C) {
-    // Rows wider than a warp: there is one barrier a row, after which its sum is read, perhaps while a faster thread
+    // Rows wider than a warp: there is one barrier per row, after which its sum is read, perhaps while a faster thread
     // already writes the next row's. So the rows use the two arrays in turn; the third row's sum is written after the
     // second row's barrier, when all threads have read the first's.
     __shared__ float scratch[2][kWarp];
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     store_partial<n>(partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
 }
 
-// What launchers share. sum, branch and dsum, where there are any, are rows by themselves: (N, C).
+// The arguments that launchers share. sum, branch and dsum, where present, are plain rows: (N, C).
 void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor rstd, const HeadColumns& inp,
                     Tensor branch, Tensor weight, float eps, int64_t chunk_columns, cudaStream_t stream) {
     const int64_t N = rstd.n(), C = inp.D;

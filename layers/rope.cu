@@ -3,7 +3,7 @@
 // A head's D numbers are D/2 points of the plane, (x_i, x_{i+D/2}); at position t point i is rotated by the angle
 // t w_i. In a row of several documents positions count from the beginning of each.
 //
-//   forward     y1 = x1 cos - x2 sin               w_i = base^(-2i/D): from one radian a token (i = 0) down to 1/base
+//   forward     y1 = x1 cos - x2 sin               w_i = base^(-2i/D): from one radian per token (i = 0) down to 1/base
 //               y2 = x2 cos + x1 sin
 //   backward    dx1 = dy1 cos + dy2 sin            a rotation's inverse and its transpose are the rotation back:
 //               dx2 = dy2 cos - dy1 sin            the same kernel with -sin
@@ -62,7 +62,7 @@ double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling
     }
     const double fast = scaling.beta_fast, slow = scaling.beta_slow, n = static_cast<double>(D);
     check(0 < slow && slow < fast, "rope_frequencies: beta_slow = ", slow, " is not below beta_fast = ", fast);
-    // The point (a real number) that turns so many times: positions base^(-2i/D) = 2 pi turns.
+    // The number i of the point (a real number) that makes this number of turns: positions base^(-2i/D) = 2 pi turns.
     const auto point = [&](double turns) {
         return n * std::log(positions / (turns * 2 * M_PI)) / (2 * std::log(base));
     };
@@ -70,7 +70,7 @@ double kept_share(int64_t i, double w, int64_t D, double base, const RopeScaling
     return 1 - std::clamp((static_cast<double>(i) - first) / std::max(last - first, 0.001), 0.0, 1.0);
 }
 
-// By what dynamic scaling multiplies the base for a sequence of T tokens.
+// The factor by which dynamic scaling multiplies the base for a sequence of T tokens.
 double base_growth(int64_t D, int64_t T, const RopeScaling& scaling) {
     const int64_t P = scaling.original_max_position;
     if (scaling.kind != RopeKind::dynamic || T <= P) return 1;
@@ -111,8 +111,8 @@ double rope_softmax_factor(const RopeScaling& s) {
     return yarn_mscale(s.factor, s.mscale_all_dim) * yarn_mscale(s.factor, s.mscale_all_dim);
 }
 
-// Angles grow to thousands of radians, where a float has only three digits after the decimal point: so they are
-// computed in double.
+// Angles reach thousands of radians, where a float has only three digits after the decimal point: so they are computed
+// in double.
 void rope_table(Tensor table, const std::vector<double>& frequencies, double amplitude) {
     const int64_t half = static_cast<int64_t>(frequencies.size()), D = 2 * half;
     expect("rope_table", "table", table, DType::f32, {-1, D});
@@ -150,10 +150,12 @@ __global__ void rope_kernel(Number* heads, const int32_t* positions, const float
     Number* point = heads + token * token_stride + head * head_stride;
     const int64_t position = positions ? positions[token] : t;
     if (position < 0 || position >= n_positions) __trap();
+    // A row of the table has the cosines of all points, then their sines.
     const float* cosines = table + position * D + i;
     float c[kN], s[kN];
     load_chunk(c, cosines, n_left);
     load_chunk(s, cosines + half, n_left);
+    // A point's two numbers are neighbours (one load) or D/2 apart (two loads).
     if constexpr (kNeighbours) {
         float x[2 * kN];
         load_chunk(x, point + 2 * i, 2 * n_left);

@@ -64,7 +64,7 @@ __global__ void swiglu_backward_kernel(T* dinp, const T* dout, const T* inp, int
     store_chunk(dgate + F + f, u, F - f);
 }
 
-// A row of F columns as (blocks, threads): whole warps, at most 256 threads a block.
+// A row of F columns as (blocks, threads): whole warps, at most 256 threads per block.
 struct RowLaunch {
     dim3 grid, block;
 };

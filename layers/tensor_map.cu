@@ -1,5 +1,5 @@
-// layers/tensor_map.cu: tensor maps for the copy engine, by the driver's own function. It is asked for by name, so that
-// programs need not be linked with the driver, and run where there is none.
+// layers/tensor_map.cu: tensor maps for the copy engine, by the driver's own function. The function is looked up by
+// name, so that programs need not be linked with the driver, and also run where there is none.
 #include "layers/tensor_map.h"
 
 #include <algorithm>
@@ -40,6 +40,7 @@ CUtensorMap make_tensor_map(const void* data, DType dtype, std::initializer_list
                                     : swizzle == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
                                     : swizzle == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                     : CU_TENSOR_MAP_SWIZZLE_128B;
+    // The driver takes strides in bytes, without that of dimension 0, whose elements are contiguous.
     cuuint64_t sizes[4], stride_bytes[3];
     cuuint32_t box_sizes[4], ones[4] = {1, 1, 1, 1};
     std::copy(dims.begin(), dims.end(), sizes);
@@ -50,8 +51,8 @@ CUtensorMap make_tensor_map(const void* data, DType dtype, std::initializer_list
     const CUresult status = encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes,
                                    stride_bytes, box_sizes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, mode,
                                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    check(status == CUDA_SUCCESS, "make_tensor_map: the driver says ", static_cast<int>(status), " to a tensor at ",
-          data, " with ", rank, " dimensions, the first of ", sizes[0], " elements, and boxes ", box_sizes[0],
-          " elements wide");
+    check(status == CUDA_SUCCESS, "make_tensor_map: the driver returned error ", static_cast<int>(status),
+          " to a tensor at ", data, " with ", rank, " dimensions, the first of ", sizes[0], " elements, and boxes ",
+          box_sizes[0], " elements wide");
     return map;
 }

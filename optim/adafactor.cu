@@ -8,11 +8,11 @@
 //   alpha = max(min_scale, rms(W)) * min(lr, 1 / sqrt(t)) / max(1, rms(U) / clip_threshold)
 //   W     = W - alpha U - lr weight_decay W
 //
-// R + C numbers of state instead of 2 R C. rms(X) is the root of the mean square: steps are relative to the size of W,
-// and those that are unusually long, because v is out of date, are shortened. A vector is a matrix of one row: then row
-// / mean(row) = 1, and col is the full v. As in torch.optim.Adafactor, with the paper's eps.
+// R + C numbers of state instead of 2 R C. rms(X) is the root of the mean square: steps are relative to the size of W.
+// A step that is unusually long, because G has grown faster than v, is shortened. A vector is a matrix of one row: then
+// row / mean(row) = 1, and col is the full v. As in torch.optim.Adafactor, with the paper's eps.
 //
-// All matrices at once, in tiles of 64 x 64: six launches a step, however many parameters there are.
+// All matrices at once, in tiles of 64 x 64: six launches per step, for any number of parameters.
 //   squares   tile: sums of G^2 by row and by column, sum of W^2
 //   factors   row or column: adds up its tiles; new row_r, col_c
 //   scales    matrix: mean(row), rms(W)
@@ -28,8 +28,8 @@ namespace {
 
 constexpr int kTile = 64;    // rows and columns of a tile
 constexpr int kBlock = 256;  // threads of the block of a matrix
-// A thread has one column of the tile. On the CPU device, where a barrier costs a switch of stacks for each thread, one
-// thread has them all, and its loops over columns are SIMD.
+// A thread handles one column of the tile. On the CPU device a barrier switches stacks once for each thread, so there
+// one thread handles all columns, and its loops over columns are SIMD.
 constexpr int kThreads = kOnCpu ? 1 : kTile;
 constexpr int kColumns = kTile / kThreads;
 
@@ -59,10 +59,10 @@ struct Partials {
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels
 
-// The sum of one float a column, in order, for thread 0 alone.
+// The sum of one float per column, in order, for thread 0 alone.
 __device__ __forceinline__ float tile_sum(const float (&mine)[kColumns], float* shared) {
     for (int k = 0; k < kColumns; ++k) shared[threadIdx.x + k] = mine[k];
-    __syncthreads();  // all are there
+    __syncthreads();  // all values have been written
     float sum = 0;
     for (int k = 0; threadIdx.x == 0 && k < kTile; ++k) sum += shared[k];
     return sum;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
     float col_sums[kColumns] = {}, w_sums[kColumns] = {};
     for (int r = 0; r < n_rows; ++r) {
         const int64_t first = m.offset + static_cast<int64_t>(tile.row + r) * m.C + tile.col + x;
-        float g[kColumns], w[kColumns];  // 0 behind the end of the row
+        float g[kColumns], w[kColumns];  // 0 beyond the end of the row
         load_chunk(g, grads + first, m.C - tile.col - x);
         load_chunk(w, values + first, m.C - tile.col - x);
         for (int k = 0; k < kColumns; ++k) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
             squares[r][x + k] = g[k] * g[k];
         }
     }
-    const float w_sum = tile_sum(w_sums, shared);  // its barrier: the squares are there, too
+    const float w_sum = tile_sum(w_sums, shared);  // after its barrier the squares are complete as well
     if (x == 0) p.w_sums[blockIdx.x] = w_sum;
     for (int k = x; k < x + kColumns; ++k) {
         float row_sum = 0;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// A thread a row or column. The sum of a tile is f32, over 64 elements; thousands of tiles are added up in double.
+// One thread per row or column. The sum of a tile is f32, over 64 elements; thousands of tiles are added up in double.
 __global__ void __launch_bounds__(kTile)
     factors_kernel(float* rows, float* cols, Partials p, const float* norm_scale, Tables tables, float rest) {
     const Place line = tables.lines[blockIdx.x];
@@ -126,7 +126,7 @@ __device__ __forceinline__ double sum_of(const float* numbers, int64_t n, double
     for (int64_t i = threadIdx.x; i < n; i += kBlock) sum += numbers[i];
     __syncthreads();  // all threads have read the last sum's numbers
     shared[threadIdx.x] = sum;
-    __syncthreads();  // all are there
+    __syncthreads();  // all values have been written
     for (int k = 1; threadIdx.x == 0 && k < kBlock; ++k) sum += shared[k];
     return sum;
 }
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kBlock) scales_kernel(Partials p, const float*
     p.scales[blockIdx.x].rms = static_cast<float>(sqrt(w_sum / (static_cast<double>(m.R) * m.C)));
 }
 
-// One element of U. The quotient of the rows comes first: it is at most R, where row * col could underflow. (The choice
-// is written out because g++ makes no SIMD of fmaxf, which has rules for NaN.)
+// One element of U. The quotient of the rows comes first: it is at most R, where row * col could underflow. (The
+// comparison is written out because g++ does not vectorise fmaxf, which has rules for NaN.)
 __device__ __forceinline__ float update_of(float g, float row, float row_mean, float col, float eps) {
     const float v = row / row_mean * col;
     return g / sqrtf(v > eps ? v : eps);
@@ -223,7 +223,7 @@ class Adafactor final : public Optimizer {
         check_optimizer_input(kName, params, n, options);
         int64_t n_rows = 0, n_cols = 0;
         for (const Param& param : params_) {
-            // Padding of the vocabulary is no part of any mean; it stays 0.
+            // The vocabulary's padding is not included in any mean; it stays 0.
             const bool is_vector = param.value.ndim < 2;
             const int64_t R = is_vector ? 1 : param.value.rows() - param.padded_rows,
                           C = is_vector ? param.value.n() : param.value.cols();
@@ -292,6 +292,7 @@ void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, do
                            static_cast<const Place*>(line_table_.data)};
     float* const scratch = scratch_.ptr<float>();
     const size_t tile_n = tiles_.size(), rows_n = tile_n * kTile;
+    // The parts of the scratch, in the order of Partials' members.
     const Partials p = {scratch, scratch + rows_n, scratch + 2 * rows_n, scratch + 2 * rows_n + tile_n,
                         reinterpret_cast<MatrixScale*>(scratch + 2 * rows_n + 2 * tile_n)};
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>(), *const norm = norm_scale.ptr<float>();
@@ -305,6 +306,7 @@ void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, do
         using G = decltype(grad_zero);
         auto* const values = weights.values.ptr<typename F::Value>();
         const G* const g = grads.ptr<G>();
+        // Each kernel needs results of the one before, from all tiles: so there are six launches.
         squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
         cudaCheckLaunch();
         factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);

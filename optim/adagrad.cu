@@ -4,8 +4,8 @@
 //   v = v + g^2                             the sum of all squares so far
 //   w = w - lr * g / (sqrt(v) + eps)
 //
-// The embedding of a rare word gets a gradient once in a while; its v is small, so it then moves far. v never shrinks,
-// so steps fall as 1 / sqrt(t): right for convex problems, but in long runs weights stop moving. In RMSProp
+// The embedding of a rare word seldom gets a gradient; its v is small, so its steps are long. v never shrinks, so steps
+// decrease as 1 / sqrt(t): this is right for convex problems, but in long runs weights stop moving. In RMSProp
 // (rmsprop.cu) v is a decaying mean instead.
 #include "core/kernel.cuh"
 #include "optim/elementwise.cuh"

@@ -1,10 +1,10 @@
-// 8-bit Adam: AdamW whose two states take a byte each.                       (Dettmers et al. 2022, arXiv:2110.02861)
+// 8-bit Adam: AdamW whose two states take one byte each.                       (Dettmers et al. 2022, arXiv:2110.02861)
 //
 //   m, v from their codes     m = table_m[code] * scale_m                optim/adam.h does the rest in f32
 //   m, v back to codes        scale_m = max |m| of the block;  code = place of the number nearest to m / scale_m
 //
-// Blockwise: 256 neighbouring elements share a scale,
-// so that one outlier makes 255 others less precise and not millions.
+// Blockwise: 256 neighbouring elements share a scale, so that one outlier makes only 255 others less precise, not
+// millions.
 //
 // Dynamic: 8 bits of ordinary integers would hold two decimal orders of magnitude; m and v span seven. The table has
 // as many numbers between 0.1 and 1 as in all orders below. With b(i) = 2^i for m, which has a sign, 2^(i+1) for v:
@@ -26,8 +26,8 @@ namespace {
 constexpr int kBlockN = 256;         // elements that share a scale
 constexpr int kWords = kBlockN / 4;  // their codes, four in an i32, the first in the lowest byte
 constexpr int kBlocks = 4;           // blocks of elements in a block of threads
-// Threads that share a block of elements: a warp. On the CPU device, where a maximum over a warp costs 32 switches of
-// stacks, one thread, whose loops are SIMD.
+// The number of threads that share a block of elements: a warp. On the CPU device a maximum over a warp takes 32
+// switches of stacks, so there it is one thread, whose loops are SIMD.
 constexpr int kLanes = kOnCpu ? 1 : kWarp;
 constexpr int kLaneN = kBlockN / kLanes;  // elements of a thread
 
@@ -53,7 +53,8 @@ std::vector<float> dynamic_table(bool is_signed) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernel
 
-// The number of midpoints below x, by halving: the nearest number's place; of two equally near ones, the lower.
+// The number of midpoints below x, by binary search: it is the place of the number nearest to x; of two equally near
+// ones, the lower.
 __device__ __forceinline__ void nearest_codes(uint32_t (&codes)[kLaneN], const float (&x)[kLaneN],
                                               const float* midpoints) {
     for (int k = 0; k < kLaneN; ++k) codes[k] = 0;
@@ -68,7 +69,7 @@ struct States {
     float *m_scales, *v_scales;   // (n_blocks)
 };
 
-// Lane l of 32 has the elements 4 l to 4 l + 3, and 128 further on again: 16 bytes a load, one i32 of codes.
+// Lane l of 32 has the elements 4 l to 4 l + 3, and 128 further on again: 16 bytes per load, one i32 of codes.
 template <class F, class G>
 __global__ void __launch_bounds__(kLanes* kBlocks)
     adam8bit_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, States states,
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
         const int word = k / 4 * kLanes + lane, e = word * 4 + k % 4, shift = k % 4 * 8;
         m[k] = tables.m[m_words[word] >> shift & 255] * old_m_scale;
         v[k] = tables.v[v_words[word] >> shift & 255] * old_v_scale;
-        if (e >= tile.n) continue;  // behind the parameter's end, where m and v stay 0
+        if (e >= tile.n) continue;  // beyond the parameter's end, where m and v stay 0
         const int64_t i = tile.first + e;
         const float w = update(to_float(values[i]), scale * to_float(grads[i]), tile.decay, m[k], v[k]);
         format.store(values, copy, i, w, format.random_bits(tile.key, tile.element + e));

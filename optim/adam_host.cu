@@ -6,7 +6,7 @@
 // The update of an element is the function that the device's kernels call (optim/adam.h). A block of threads becomes a
 // loop over a tile: g++ makes SIMD instructions of it (16 elements each with AVX-512), and OpenMP gives each core its
 // share of the tiles. An element reads g, m, v, w and writes m, v, w and perhaps a copy: 28 bytes, as on the device. So
-// memory is the limit here, too: a server with 200 GB/s updates 7 billion parameters a second.
+// memory is the limit here, too: a server with 200 GB/s updates 7 billion parameters per second.
 //
 // g++ compiles this file for both devices (no kernel, no launch), with -march=native and without contraction to fmaf.
 #include "optim/adam.h"
@@ -79,7 +79,8 @@ class HostElementwise final : public Optimizer {
     }
 
   private:
-    // Runs on a thread of the driver, where omp_get_max_threads() is not the rank's share of the cores: n_threads_ is.
+    // Runs on a thread of the driver, where omp_get_max_threads() does not give the rank's share of the cores: so
+    // n_threads_ holds it.
     template <class G, class C>
     void run(const Update& update, float* w, C* copy, const G* grads, float scale) const {
         if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped

@@ -24,7 +24,8 @@
 namespace {
 
 // A block updates a tile of at most kTileN elements of one parameter, a thread one of them (with stochastic rounding
-// eight, which share a draw of random bits). Memory decides: an element reads g, m, v, w and writes m, v, w, 28 bytes.
+// eight, which share a draw of random bits). Memory is the limit: an element reads g, m, v, w and writes m, v, w, 28
+// bytes.
 template <class F, class G>
 __global__ void __launch_bounds__(kTileThreads<F>)
     adamw_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, float* __restrict__ ms,

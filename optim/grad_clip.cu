@@ -4,12 +4,12 @@
 //   scale = unscale * min(1, max_norm / (norm + 1e-6))
 //
 // One bad batch can have gradients a hundred times the usual size. Scaling all of them by the same number keeps the
-// direction of the step and bounds its length; clipping each by itself would turn it. The update multiplies by scale as
-// it reads the gradients, so clipping costs one pass over them and no write; scale stays on the device, so the host
-// does not wait for it. unscale divides by what the loss was multiplied by (loss_scaler.cu),
-// in the same multiplication.
+// direction of the step and bounds its length; clipping each element by itself would change the direction. The update
+// multiplies by scale as it reads the gradients, so clipping costs one pass over them and no write; scale stays on the
+// device, so the host does not wait for it. unscale divides by what the loss was multiplied by (loss_scaler.cu), in the
+// same multiplication.
 //
-// The sum is made in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
+// The sum is computed in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
 //   1. each thread sums kRows squares in f32 and stores its sum as a double;
 //   2. one block adds these in double, and with them the squares of the last n % kChunkN elements.
 // It leaves as two floats, high + low, 48 bits together: ranks can add those.
@@ -24,8 +24,8 @@
 namespace {
 
 constexpr int kBlock = 128;                  // threads of a block in stage 1
-constexpr int kRows = 512;                   // elements a thread sums in f32: relative error at most kRows * 2^-24
-constexpr int64_t kChunkN = kBlock * kRows;  // elements a block sums
+constexpr int kRows = 512;                   // elements per thread, summed in f32: relative error at most kRows * 2^-24
+constexpr int64_t kChunkN = kBlock * kRows;  // elements that one block sums
 constexpr int kLastBlock = 1024;             // threads of the one block of stage 2
 
 // Threads that together read 64 bytes: the cache line of a CPU, and two of the 32-byte sectors that a GPU loads.
@@ -37,8 +37,9 @@ constexpr int kRow = 64 / sizeof(T);
 //   grads   | row 0: x = 0 1 2 ... | row 1: x = 0 1 2 ... | ... | row 511 |   then the same for the next y
 //
 // A GPU sees full sectors. On the CPU device the loop over x becomes SIMD: a vector addition or two for each row, in
-// the order of memory, which hardware prefetchers like (rows of 128 bytes, read half by half, take twice as long).
-// That sums are doubles also tells g++ that storing them cannot change grads: otherwise it would not dare to.
+// the order of memory, which hardware prefetchers recognise (rows of 128 bytes, read half by half, take twice as long).
+// Because the sums are doubles, g++ also knows that storing them cannot change grads; otherwise it would not vectorise
+// the loop.
 template <class T>
 __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict__ sums, const T* __restrict__ grads) {
     const int64_t run = static_cast<int64_t>(blockIdx.x) * (kBlock / kRow<T>)+threadIdx.y;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict_
     sums[run * kRow<T> + threadIdx.x] = sum;
 }
 
-// One block, because all has to come together somewhere; it reads 1 / 256 of what stage 1 read.
+// One block adds up everything; it reads 1 / 256 of what stage 1 read.
 template <class T>
 __global__ void __launch_bounds__(kLastBlock)
     add_sums_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
@@ -94,7 +95,7 @@ __global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// kBlock doubles a chunk. (Rounded up, so that it is never 0.)
+// kBlock doubles per chunk. (Rounded up, so that it is never 0.)
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
 void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) {

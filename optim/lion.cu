@@ -4,9 +4,9 @@
 //   w = w - lr * (sign(c) + weight_decay * w)
 //   m = beta2 m + (1 - beta2) g             the mean that is kept, over more steps than c
 //
-// Found by a search over programs. Where Adam divides by the usual size of g, Lion uses the sign alone: every weight
-// moves by exactly lr, so that half of Adam's states are not needed. These steps are longer than Adam's, whose
-// |m^| / sqrt(v^) is below 1 on average: lr should be 3 to 10 times smaller and weight_decay as many times larger.
+// It was found by a search over programs. Adam divides by the usual size of g; Lion uses only the sign: every weight
+// moves by exactly lr, so that half of Adam's states are not needed. These steps are longer than Adam's, whose |m^| /
+// sqrt(v^) is below 1 on average: lr should be 3 to 10 times smaller and weight_decay as many times larger.
 #include "core/kernel.cuh"
 #include "optim/elementwise.cuh"
 

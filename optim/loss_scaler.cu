@@ -1,4 +1,4 @@
-// Loss scaling: f16 gradients that would be too small to be told from 0.  (Micikevicius et al. 2018, arXiv:1710.03740)
+// Loss scaling, for f16 gradients that would otherwise be rounded to 0.  (Micikevicius et al. 2018, arXiv:1710.03740)
 //
 //   loss' = scale * loss        so every gradient is `scale` times as large (the chain rule is linear),
 //   g     = g' / scale          and is divided again in f32, where nothing is too small, as the update reads it
@@ -8,9 +8,9 @@
 //   gradients    1e-10 ............ 1e-4            many are 0 in f16;
 //             x 65536:  6e-6 ............ 6         now few are
 //
-// How large may scale be? As large as it can without an overflow; but that changes during a run. Dynamic scaling tries:
-// it doubles the scale now and then, and when a gradient becomes inf it halves the scale and skips that step. With
-// 2000 steps between two trials one step in 2000 is lost. bf16 has the exponents of f32 and needs none of this.
+// How large may scale be? As large as it can without an overflow; but that changes during a run. Dynamic scaling adapts
+// it: it doubles the scale after every 2000 good steps, and when a gradient becomes inf it halves the scale and skips
+// that step. So about one step in 2000 is lost. bf16 has the exponents of f32 and needs none of this.
 #include "optim/optim.h"
 
 #include <algorithm>

@@ -10,16 +10,16 @@
 // A matrix's gradients are nearly of low rank: a few directions, which inputs and outputs share, are much larger than
 // all others. If X = U S V^T, U V^T has the same directions, each as large as any other. The iteration approximates it
 // without an SVD: an odd polynomial in X acts on its singular values alone, and this one makes small values 3.4 times
-// larger each time, but does not converge to 1. All of it is matrix products: 5
-// (4 r^2 c + 2 r^3) flops with r <= c the sides of W.
+// larger each time, but does not converge to 1. All of it is matrix products: 5 (4 r^2 c + 2 r^3) flops, where r <= c
+// are the sides of W.
 //
 // The scale is that of the author's reference: an orthogonal X with R > C changes the root mean square of a layer's R
-// outputs by sqrt(C / R) of what a square one does, and sqrt(R / C) makes up for it.
+// outputs only by sqrt(C / R) of what a square matrix does, and the factor sqrt(R / C) compensates for that.
 //
 // Hidden matrices are those of the numbered layers ("model.layers.3. ...", "transformer.h.3. ..."), each by itself: q,
-// k and v are three, also where they are one parameter (GPT-2's c_attn, whose rows they share by thirds). Embeddings
-// and head, whose rows are tokens and not directions, norms and biases are updated by AdamW (adamw.cu), with
-// lr * adamw_lr_ratio.
+// k and v are three matrices, also where they are one parameter (GPT-2's c_attn, in which each has a third of the
+// rows). AdamW (adamw.cu), with lr * adamw_lr_ratio, updates all others: norms, biases, and the embeddings and the
+// head, whose rows are tokens and not directions.
 #include "layers/layers.h"
 #include "optim/weights.cuh"
 
@@ -47,7 +47,7 @@ std::vector<Param> select(const std::vector<Param>& params, bool hidden) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernels: a thread an element of one matrix
+// Kernels: one thread per element of one matrix
 
 constexpr int kBlock = 256;
 int blocks_for(int64_t n) { return narrow(ceil_div(n, kBlock), "Muon: the number of blocks"); }
@@ -115,7 +115,7 @@ class Muon final : public Optimizer {
         }
         m_ = arena.take("optimizer m", DType::f32, {m_n});
     }
-    // Two matrices, two products, a norm: each on a boundary that matrix products like.
+    // Two matrices, two products, a norm: each aligned as matrix products need it.
     int64_t scratch_n() const override {
         if (matrices_.empty()) return 0;
         return 2 * words(max_n_) + 2 * words(max_side_ * max_side_) + kAlignN +

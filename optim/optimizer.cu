@@ -13,9 +13,9 @@ struct Entry {
     OptimizerOptions defaults;
 };
 
-// Learning rates: those with which the small default model of train_gpt trained well in 150 steps. Other defaults:
-// those of the paper or of PyTorch, where language models have no habit of their own. Lion's steps are all of length
-// lr, so its lr is smaller than AdamW's, and its weight decay larger.
+// Learning rates: those with which the small default model of train_gpt trained well in 150 steps. Other defaults are
+// the usual ones for language models, or else those of the paper or of PyTorch. Lion's steps are all of length lr, so
+// its lr is smaller than AdamW's, and its weight decay larger.
 const std::vector<Entry>& entries() {
     static const std::vector<Entry> table = {
         {"sgd", make_sgd, 0.3, kTileN, {.weight_decay = 0}},

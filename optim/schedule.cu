@@ -35,8 +35,8 @@ double learning_rate(const Schedule& schedule, int64_t step) {
     const double s = std::min(static_cast<double>(step), steps);  // beyond the end: as in the last step
     if (s <= warmup) return schedule.peak * s / warmup;           // never divides by 0: s is at least 1
 
-    // How much of the way from peak to floor is done at s, for a descent that starts after step `start` and ends at
-    // `steps`. It never divides by 0: where s > start, steps > start.
+    // The fraction of the descent from peak to floor that is complete at s, for a descent that starts after step
+    // `start` and ends at `steps`. It never divides by 0: where s > start, steps > start.
     const auto done = [&](double start) { return s <= start ? 0.0 : (s - start) / (steps - start); };
     double descent = 0;
     if (schedule.name == "linear") descent = done(warmup);

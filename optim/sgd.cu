@@ -1,4 +1,4 @@
-// Gradient descent: plain, with momentum, and with Nesterov's.
+// Gradient descent: plain, with momentum, and with Nesterov momentum.
 //              (Robbins & Monro 1951; Polyak 1964; Nesterov 1983; in this form: Sutskever et al. 2013, PMLR 28(3))
 //
 //   g = g + weight_decay * w

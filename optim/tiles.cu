@@ -3,10 +3,10 @@
 //   parameters   |  embedding 10000 (decay)        | bias 300 | matrix 2000 (decay) | ...
 //   tiles        | 1024 | 1024 | ... | 1024 | 784  |   300    | 1024 |     976      | ...
 //
-// A launch a parameter would cost more than the update where parameters are small: a GPT-2 of 124M has 148 of them, 98
-// with a few thousand elements at most, and a launch takes about as long as updating a million. With the table, block b
-// looks up tiles[b] and has all it needs. A tile never spans two parameters, so "is this element decayed?" is one
-// number for the whole block and no branch for its threads.
+// One launch per parameter would cost more than the update where parameters are small: a GPT-2 of 124M has 148 of them,
+// 98 with a few thousand elements at most, and a launch takes about as long as updating a million. With the table,
+// block b reads all that it needs from tiles[b]. A tile never spans two parameters, so whether elements are decayed is
+// one number for the whole block, and its threads do not branch.
 #include "optim/optim.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // test/comm_check.h: every collective against a serial sum; used by test_comm.cu (ranks as threads) and by
-// comm_check.cu (as processes, and for the faults). A difference is an Error,
-// because ranks are no place for Catch2's macros.
+// comm_check.cu (as processes, and for the faults). A difference is an Error, because Catch2's macros may not be used
+// on several threads or in other processes.
 #pragma once
 
 #include "parallel/data/data.h"
@@ -11,7 +11,7 @@
 
 namespace comm_check {
 
-// Device memory with its own end (strict mode's guard page finds who goes beyond).
+// Device memory in an allocation of its own, so that strict mode's guard page finds an access beyond its end.
 struct Buffer {
     Tensor tensor;
     Buffer(DType dtype, int64_t n) : tensor(make_tensor(nullptr, dtype, {n})) {
@@ -22,7 +22,7 @@ struct Buffer {
     operator Tensor() const { return tensor; }
 };
 
-// Memory for all collectives of up to n numbers of 4 bytes (reduce_scatter: n / size a rank) by this communicator.
+// Memory for all collectives of up to n numbers of 4 bytes (reduce_scatter: n / size per rank) by this communicator.
 struct CommMemory {
     Arena arena{"communication"};
     CommMemory(Comm& comm, int64_t n) {
@@ -132,10 +132,10 @@ inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType d
     const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype),
                                     " over ", comm.size, " ranks, rank ", comm.rank);
     const std::vector<float> mine = inputs(values, comm.rank, n, dtype), want = serial(values, comm.size, n, dtype, op);
-    // Integers are exact in any order, and so is what adds in rank order. Fractions in another order:
-    // size - 1 additions of
-    // |x| < 1, each rounded by 2^-24 of a sum below `size`, on both sides; and at 16 bits two roundings of the result,
-    // to 2^-8 (bf16) or 2^-11 (f16) of it, may fall to neighbouring numbers.
+    // Integers are exact in any order, and fractions are if they are added in rank order. For fractions in another
+    // order: both sides make size - 1 additions of |x| < 1, each of which rounds by at most 2^-24 of a sum below
+    // `size`; and in 16 bits the two results, each rounded to 2^-8 (bf16) or 2^-11 (f16) of itself, may become
+    // neighbouring numbers.
     double tolerance = 0;
     if (values == Values::fractions && algorithm != AllReduce::library && op == ReduceOp::sum) {
         const double unit = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0x1p-24;
@@ -202,7 +202,7 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
         }
     }
 
-    // Messages: once around the ring, the second of two with its own number.
+    // Messages once around the ring; of the two messages, the second one has a number of its own.
     if (size > 1 && n > 0) {
         Buffer first(dtype, n), second(dtype, n), from_left(dtype, n), from_left_too(dtype, n);
         const int right = (rank + 1) % size, left = (rank + size - 1) % size;
@@ -223,7 +223,7 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
 constexpr AllReduce kAlgorithms[] = {AllReduce::library, AllReduce::ring, AllReduce::tree, AllReduce::halving,
                                      AllReduce::two_level};
 
-// n: as in the issue from nothing to 10^6 + 3; the long ones only for some, because they take time.
+// n: from 0 to 10^6 + 3; the long ones only in some cases, because they take time.
 inline void check_all(Comm& comm, const std::vector<int64_t>& sizes, cudaStream_t stream) {
     int64_t longest = 0;
     for (const int64_t n : sizes) longest = std::max(longest, n > 10000 ? n : n * comm.size);

@@ -1,4 +1,4 @@
-// test/models.h: small models of every kind, with their memory, and what tests ask of them.
+// test/models.h: small models of every kind, with their memory, and what tests need to know of them.
 #pragma once
 
 #include "llm.h"

@@ -1,4 +1,4 @@
-// test/program.h: runs the programs that were built beside the tests, as a person would.
+// test/program.h: runs the programs that were built together with the tests, as a user would.
 #pragma once
 
 #include "temp_folder.h"
@@ -27,13 +27,13 @@ inline Outcome run_shell(const std::string& command) {
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), slurp(out), slurp(err)};
 }
 
-// before: what stands in front of the program in the shell, "ulimit -f 8; exec". One OpenMP thread: the models of these
+// before: shell text in front of the program, such as "ulimit -f 8; exec". One OpenMP thread: the models of these
 // runs are so small that a second thread waits for longer than it computes, and other tests run at the same time.
 inline Outcome run_program(const std::string& name, const std::string& arguments, const std::string& before = "") {
     return run_shell(concat("export OMP_NUM_THREADS=1; ", before, " ", program_path(name), " ", arguments));
 }
 
-// What stands in front of a program that is to be n processes.
+// What a command line begins with to run a program as n processes.
 inline bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
 inline std::string mpirun_command(int n, int seconds = 60) {
     return concat("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout ", seconds,

@@ -1,4 +1,4 @@
-// test/temp_folder.h: what tests of files need: a folder that goes away, and the words of an error.
+// test/temp_folder.h: helpers for tests of files: a folder that is removed at the end, and the message of an error.
 #pragma once
 
 #include <stdlib.h>
@@ -36,7 +36,7 @@ struct TempFolder {
     }
 };
 
-// Reading and writing without the code under test.
+// Reading and writing files without the code that is tested.
 inline std::string slurp(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};

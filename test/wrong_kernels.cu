@@ -258,7 +258,7 @@ bool pinned_overwritten(bool wrong) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory that nobody has written
+// Memory that has never been written
 
 bool uninitialised_device_memory(bool wrong) {
     Buffer a(100), b(100);

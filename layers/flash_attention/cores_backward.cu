@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     clear<T>(acc);
     for (int s0 = view.any.first; s0 < view.any.end; s0 += T::kOthers) {
         const int n = min(T::kOthers, view.any.end - s0);
-        __syncthreads();  // everyone has finished with the tiles before
+        __syncthreads();  // all threads have finished reading the previous tiles
         load_others<T>(k_tile, k.head(b, kv) + s0 * k.token_stride, k.token_stride, n, shape.D);
         load_others<T>(v_tile, v.head(b, kv) + s0 * v.token_stride, v.token_stride, n, shape.Dv);
-        __syncthreads();  // the tiles are there
+        __syncthreads();  // the tiles are complete
         multiply_scores<T>(scores, q_rows, k_tile, n, shape.scale * kLog2e);
         if (needs_mask<T>(view, s0, n)) rows.apply(scores, s0, n);
         multiply_scores<T>(dscores, dout_rows, v_tile, n, 1.0f);  // dP = do v^T
@@ -48,14 +48,14 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
                     dscores[i][m][r] =
                         exp2_below(scores[i][m][r] - row_lse2[r], 0.0f) * (dscores[i][m][r] - row_delta[r]);
         share_scores<T>(dS, dscores, n);
-        __syncthreads();                          // every thread's dS is there
+        __syncthreads();                          // every thread's dS is complete
         multiply_columns<T>(acc, dS, k_tile, n);  // dq = scale dS k
     }
     store_rows<T>(dq.head(b, h) + t0 * dq.token_stride, dq.token_stride, acc, factor, n_rows, shape.D);
 }
 
-// dk and dv. Block (key tile, key head, b): the rows are keys, and all queries of the group's heads that see them
-// stream past, head by head. lse and delta belong to the others.
+// dk and dv. Block (key tile, key head, b): the rows are keys; all queries of the group's heads that see them are read
+// tile by tile, head by head. lse and delta belong to the others.
 template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
@@ -85,10 +85,10 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
         const float* head_delta = delta + (b * shape.H + h) * mask.T;
         for (int t0 = view.any.first; t0 < view.any.end; t0 += T::kOthers) {
             const int n = min(T::kOthers, view.any.end - t0);
-            __syncthreads();  // everyone has finished with the tiles before
+            __syncthreads();  // all threads have finished reading the previous tiles
             load_others<T>(q_tile, q.head(b, h) + t0 * q.token_stride, q.token_stride, n, shape.D);
             load_others<T>(dout_tile, dout.head(b, h) + t0 * dout.token_stride, dout.token_stride, n, shape.Dv);
-            __syncthreads();  // the tiles are there
+            __syncthreads();  // the tiles are complete
             multiply_scores<T>(scores, k_rows, q_tile, n, shape.scale * kLog2e);
             if (needs_mask<T>(view, t0, n)) rows.apply(scores, t0, n);
             multiply_scores<T>(dscores, v_rows, dout_tile, n, 1.0f);  // dP^T = v do^T
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
                 }
             share_scores<T>(probs, scores, n);
             share_scores<T>(dS, dscores, n);
-            __syncthreads();                                   // every thread's P and dS are there
+            __syncthreads();                                   // every thread's P and dS are complete
             multiply_columns<T>(dv_acc, probs, dout_tile, n);  // dv = P^T do
             multiply_columns<T>(dk_acc, dS, q_tile, n);        // dk = scale dS^T q
         }

@@ -11,7 +11,7 @@ struct OnlineRows {
     __device__ __forceinline__ void clear() {
         for (int r = 0; r < T::kR; ++r) max[r] = kNothingYet, sum[r] = 0.0f;
     }
-    // Scores become probabilities times 2^max; rescale is what older sums have to be multiplied by.
+    // Scores become probabilities times 2^max; rescale is the factor by which older sums have to be multiplied.
     __device__ __forceinline__ void add(typename T::Scores& scores, int n) {
         float tile_max[T::kR];
         for (int r = 0; r < T::kR; ++r) tile_max[r] = kMasked;
@@ -29,7 +29,7 @@ struct OnlineRows {
             for (int m = 0; m < T::kMScores; ++m)
                 for (int r = 0; r < T::kR; ++r) scores[i][m][r] = exp2_below(scores[i][m][r], max[r]);
     }
-    // After a barrier: the sum over the tile's others, one after the other. Every thread of a row does all of it.
+    // After a barrier: the sum over the tile's others, in order. Every thread of a row computes the whole sum.
     __device__ __forceinline__ void add_sums(const float* probs, int n) {
         for (int r = 0; r < T::kR; ++r) sum[r] *= rescale[r];
         for (int j = 0; j < n; ++j)
@@ -37,8 +37,8 @@ struct OnlineRows {
     }
 };
 
-// Forward. Block (query tile, query head, b). The longest rows of a causal mask come first, so that no block is left
-// alone at the end.
+// Forward. Block (query tile, query head, b). The longest rows of a causal mask come first: otherwise a long block
+// would start last, and run alone at the end.
 
 template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
@@ -64,15 +64,15 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     clear<T>(o);
     for (int s0 = view.any.first; s0 < view.any.end; s0 += T::kOthers) {
         const int n = min(T::kOthers, view.any.end - s0);
-        __syncthreads();  // everyone has finished with the tiles before
+        __syncthreads();  // all threads have finished reading the previous tiles
         load_others<T>(k_tile, k.head(b, kv) + s0 * k.token_stride, k.token_stride, n, shape.D);
         load_others<T>(v_tile, v.head(b, kv) + s0 * v.token_stride, v.token_stride, n, shape.Dv);
-        __syncthreads();  // the tiles are there
+        __syncthreads();  // the tiles are complete
         multiply_scores<T>(scores, q_rows, k_tile, n, shape.scale * kLog2e);
         if (needs_mask<T>(view, s0, n)) rows.apply(scores, s0, n);
         softmax.add(scores, n);
         share_scores<T>(probs, scores, n);
-        __syncthreads();  // every thread's probabilities are there
+        __syncthreads();  // every thread's probabilities are complete
         softmax.add_sums(probs, n);
         for (int i = 0; i < T::kColumnSteps; ++i)
             for (int m = 0; m < T::kMColumns; ++m)

@@ -4,7 +4,7 @@
 // READING ORDER of this folder:
 //
 //     flash_attention.cu     this file: the maths, the picture, the checks, and which tier runs where
-//     flash_attention.cuh    what the tiers share: heads inside of rows, who sees whom
+//     flash_attention.cuh    what the tiers share: heads inside of rows, the mask
 //     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
 //     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
@@ -20,16 +20,16 @@
 //         P = exp(scale * dot(q[t], k[s]) - lse[t]);  dS = P * (dot(dout[t], v[s]) - dot(dout[t], out[t]))
 //         dv[s] += P * dout[t];  dq[t] += scale * dS * k[s];  dk[s] += scale * dS * q[t]
 //
-// FORWARD. For one query the sums over its keys can be formed while they stream past, tile by tile, if what has been
-// summed is scaled down whenever a larger score arrives (Milakov & Gimelshein 2018, arXiv:1805.02867). With scores S_s
+// FORWARD. For one query the sums over its keys can be computed tile by tile, if what has been summed so far is scaled
+// down whenever a larger score is found (Milakov & Gimelshein 2018, arXiv:1805.02867). With scores S_s
 // = scale q.k_s, kept between tiles: the maximum so far m, the sum l, and the unfinished output o,
 //
 //     m' = max(m, max of the tile)      P_s = exp(S_s - m')
 //     l  <- l exp(m - m') + sum P_s     o <- o exp(m - m') + sum P_s v_s              at the end  o <- o / l
 //
-// One number a row is saved for the backward, lse = m + log(l) = log sum_s exp(S_s): with it any probability of the row
-// is exp(S_s - lse), in any order, with no further sum. (Exponentials are computed as powers of two: log2(e) is
-// multiplied into scale, and saves a multiplication for each score.)
+// One number per row is saved for the backward, lse = m + log(l) = log sum_s exp(S_s): with it any probability of the
+// row is exp(S_s - lse), in any order, with no further sum. (Exponentials are computed as powers of two: scale includes
+// the factor log2(e), which saves a multiplication for each score.)
 //
 // BACKWARD, with the probabilities P computed again from q, k and lse. Written for all pairs of a query t and a key s,
 //
@@ -39,21 +39,21 @@
 // delta_t = sum_s P_ts dP_ts is softmax's own gradient. It looks like a sum over a row of the matrix, but
 // sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . o_t: a sum over D columns, computed once, before the tiles.
 //
-// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So there are two kernels, each with the picture
+// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So there are two kernels, which both work like this:
 //
-//     a block owns some rows, which stay; the others stream past, a tile at a time; the rows' sums stay in registers
+//     a block owns some rows, which stay; the others are read tile by tile; the rows' sums stay in registers
 //
 // forward, dq: rows = queries, others = keys.   dk and dv: rows = keys, others = queries, of all the heads of a group.
 // Nothing is shared between blocks, so there are no atomics, and each sum has one order: a run repeats bit for bit. The
-// price is that the second kernel computes S and dP again: 7 products of T T D instead of 5. The other way, one kernel
-// that adds to dq with atomics as the published code does, is 5/7 of the work, in an order that differs from run to
-// run.
+// cost is that the second kernel computes S and dP again: 7 products of T T D instead of 5. The alternative, one kernel
+// that adds to dq with atomics as the published code does, takes 5/7 of the work, but adds in an order that differs
+// from run to run.
 //
 // WHERE THINGS ARE, for a head of D columns and tiles of R rows and N others:
 //
 //     registers        S and P of a tile; o, dq, or dk and dv; m and l, or lse and delta       R (N + D), R (2 N + 2 D)
 //     shared memory    the rows, and the tiles of others that stream past               R D + 2 N D, 2 R D + 4 N D
-//     device memory    q, k, v, o and their gradients; lse and delta, 1 number a row           never T x T
+//     device memory    q, k, v, o and their gradients; lse and delta, 1 number per row         never T x T
 //
 // BYTES MOVED, for B H heads (K = H) of a full mask and numbers of w bytes:
 //
@@ -62,12 +62,13 @@
 //     naive backward   B H (7 T D + 7 T^2) w       P read twice; dP and dS written and read, dS twice
 //     flash backward   B H (9 T D + 4 T D T/R) w   k, v once for each tile of queries, q, do for each of keys
 //
-// At T = 4096, D = 128, R = 128 and 16 bits a naive forward moves 4 + 134 MB a head, flash 2 + 67 MB, of which all but
-// 4 MB can come from L2. A causal mask halves the second term of flash, and not that of naive matrix products.
+// At T = 4096, D = 128, R = 128 and 16 bits a naive forward moves 4 + 134 MB per head, flash 2 + 67 MB, of which all
+// but 4 MB can come from L2. A causal mask halves the second term of flash, and not that of naive matrix products.
 //
-// WHO SEES WHOM. Causality, a sliding window and packed documents all say the same kind of thing: a query sees an
-// interval of keys (flash_attention.cuh). A block walks through the union of its rows' intervals, and tests each pair
-// only in tiles that an interval ends in: a causal mask costs half of a full one, a window T window instead of T^2.
+// THE MASK. A causal mask, a sliding window and packed documents have the same form: a query sees an interval of keys
+// (flash_attention.cuh). A block goes through the union of its rows' intervals, and tests each pair only in tiles in
+// which an interval ends: a causal mask takes half the time of a full one, a window is proportional to T window instead
+// of T^2.
 //
 // THE TIERS behind one function: CUDA cores (flash_attention/cores.cuh) for f32. For bf16 and f16 wgmma with the copy
 // engine, where the GPU has them (sm_90a, flash_attention/hopper.cuh), and mma.sync otherwise, the tensor cores of all
@@ -78,14 +79,15 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d].     A team of threads a row (chunk.cuh); rows in the order of delta.
+// delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d].  One team of threads per row (chunk.cuh); rows in the order of
+// delta.
 
 template <class Number, int kN>
 __global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t n_rows,
                                    int64_t H, int64_t T, int64_t D) {
     __shared__ float scratch[kWarp];
     const int64_t row = team_row();
-    if (row >= n_rows) return;  // a whole team: no barrier misses it
+    if (row >= n_rows) return;  // the whole team leaves: no barrier waits for it
     const int64_t t = row % T, h = row / T % H, b = row / T / H;
     const Number *dy = dout.head(b, h) + t * dout.token_stride, *y = out.head(b, h) + t * out.token_stride;
     float sum[kN] = {};
@@ -117,7 +119,7 @@ void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadC
 
 constexpr int64_t kMaxD = 192;
 
-// Rows of (B, T, columns) in which `heads` find their place.
+// Checks that rows (B, T, columns) contain `heads`.
 void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t B, int64_t T,
                  int64_t count, int64_t D) {
     expect(operation, name, heads.rows, dtype, {B, T, -1});
@@ -130,7 +132,7 @@ void check_heads(const char* operation, const char* name, const HeadColumns& hea
     expect_aligned(operation, {{name, heads.rows}});
 }
 
-// Do all rows of these heads start and end at multiples of 16 bytes?
+// Whether all rows of these heads start and end at multiples of 16 bytes.
 bool is_packed(std::initializer_list<HeadColumns> all) {
     for (const HeadColumns& heads : all) {
         const int64_t pack = 16 / static_cast<int64_t>(dtype_bytes(heads.rows.dtype));
@@ -170,6 +172,7 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     a.q = q, a.k = k, a.v = v, a.out = out;
     a.lse = lse.ptr<float>();
     a.B = B, a.T = T;
+    // No window is the same as one of T tokens: so kernels have one case.
     a.scale = options.scale, a.causal = options.causal, a.window = options.window == 0 ? T : options.window;
     a.documents = static_cast<const int2*>(options.documents.data);
     a.packed = is_packed({q, k, v, out});

@@ -2,13 +2,13 @@
 // the warp groups in flash_attention/hopper.cuh.
 //
 // Two kernels that mirror each other: one owns queries and sums dq, the other owns keys and sums dk and dv. In both the
-// rows' two tiles stay in shared memory, and those of the others stream past in a ring of stages. At D = 128:
+// rows' two tiles stay in shared memory, and those of the others are loaded into a ring of stages. At D = 128:
 //
 //               128 rows     others, 3 stages     shared memory    registers of a consumer's thread
 //     dq        q, do        k, v of 96 keys      208 KiB          64 dq, 48 S, 48 dP, 24 dS
 //     dk, dv    k, v         q, do of 64 queries  162 KiB          128 dk and dv, 32 S, 32 dP, 16 P, 16 dS
 //
-// What a consumer does with one tile of others. Time goes down; side by side is what happens at the same time:
+// The work of a consumer on one tile of others. Time runs downwards; what is side by side happens at the same time:
 //
 //     dq     tensor cores      threads                     dk, dv    tensor cores        threads
 //                              wait(full)                                                wait(full)
@@ -19,9 +19,9 @@
 //                              arrive(empty)                                             arrive(empty)
 //
 // While one consumer computes exponentials the other one multiplies: exponentials and the rest take about half of the
-// time that the products of a tile take, so the two alternate without a barrier between them. Each tile's products are
-// all done before the next tile's first (where a product runs on into the next round of the loop,
-// the compiler waits for each one: C7515).
+// time that the products of a tile take, so the two alternate without a barrier between them. All products of a tile
+// are complete before the first of the next tile starts (if a product continues into the next round of the loop, the
+// compiler inserts a wait after each product: its warning C7515).
 //
 // At the barriers:
 //
@@ -32,8 +32,8 @@
 //     kRowsWritten   a group's results have overwritten its rows, before its first thread has them stored
 //
 // How many others: the product of 64 rows and N others takes N / 2 clocks for 16 columns. If both come from shared
-// memory, (64 + N) 32 bytes at 128 bytes a clock take (64 + N) / 4 clocks. So 64 others are the fewest that do not keep
-// the tensor cores waiting. Where dk and dv leave no registers for as many (D = 192) there are fewer.
+// memory, (64 + N) 32 bytes at 128 bytes per clock take (64 + N) / 4 clocks. So 64 others are the fewest that do not
+// keep the tensor cores waiting. Where dk and dv leave no registers for as many (D = 192) there are fewer.
 #include "layers/flash_attention/hopper.cuh"
 
 namespace {
@@ -72,7 +72,7 @@ using DkDvTile = BackwardTile<kD, kDv,
                                            : 16,
                               3, 2>;
 
-// The stage that comes next, and the parity of its round.
+// The next stage, and the parity of its round.
 template <int kStages>
 struct Ring {
     int stage = 0;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void init_barriers(Barriers& barriers, uint32_t n_fil
             mbarrier_init(&barriers.full[i], n_fillers), mbarrier_init(&barriers.empty[i], kConsumers * kGroup / kWarp);
         fence_proxy_async();
     }
-    __syncthreads();  // the mbarriers are there. The last barrier of all threads
+    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 }
 
 // This warp has read a stage.
@@ -194,13 +194,13 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     if (in_group == 0 && group_row < mask.T) {
         store_panels<typename T::RowX>(maps.dq, h, group_row, b, q_rows);
         bulk_commit();
-        bulk_wait_read<0>();  // shared memory is the next block's when this one ends
+        bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// dk and dv. Block (key tile, key head, b): all queries of the group's heads that see these keys stream past, head by
-// head. What is computed is S^T and dP^T, with keys as rows; lse and delta belong to the others, and come with them.
+// dk and dv. Block (key tile, key head, b): all queries of the group's heads that see these keys are loaded, head by
+// head. It computes S^T and dP^T, with keys as rows; lse and delta belong to the others, and are loaded with them.
 
 struct DkDvMaps {
     CUtensorMap k, v, q, dout, dk, dv;
@@ -223,6 +223,7 @@ __device__ __forceinline__ void produce_queries(const DkDvMaps& maps, unsigned c
     for (int h = h0; h < h0 + n_heads; ++h)
         for (int t0 = queries.first; t0 < queries.end; t0 += T::kOthers, ring.next()) {
             uint64_t* full = &barriers.full[ring.stage];
+            // The consumers must have read what the stage held in its previous round.
             mbarrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
             if (elected) {
                 unsigned char* q_tile = tiles + T::kRowBytes + ring.stage * T::kStageBytes;
@@ -230,6 +231,7 @@ __device__ __forceinline__ void produce_queries(const DkDvMaps& maps, unsigned c
                 load_panels<typename T::OtherX>(q_tile, maps.q, h, t0, b, full);
                 load_panels<typename T::OtherY>(q_tile + T::OtherX::kBytes, maps.dout, h, t0, b, full);
             }
+            // All lanes copy lse and delta, and then arrive: so `full` is complete only after these stores.
             float* to = statistics + ring.stage * 2 * T::kOthers;
             for (int i = lane(); i < T::kOthers; i += kWarp) {
                 const int64_t from = (b * shape.H + h) * shape.mask.T + t0 + i;
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         store_panels<typename T::RowX>(maps.dk, kv, group_row, b, k_rows);
         store_panels<typename T::RowY>(maps.dv, kv, group_row, b, v_rows);
         bulk_commit();
-        bulk_wait_read<0>();  // shared memory is the next block's when this one ends
+        bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
     }
 }
 

@@ -9,8 +9,8 @@
 //                      P = S', o rescaled, when that is done;                                  arrive(v_empty)
 //
 // Tensor cores do a product of a tile in about the time that the exponentials of a tile take. So while one consumer
-// takes exponentials the other one should multiply: before a consumer starts its two products it waits for its turn,
-// and passes the turn on when they are started (named barriers 1 and 2).
+// computes exponentials the other one should multiply: a consumer waits for its turn before it starts its two products,
+// and then gives the turn to the other one (named barriers 1 and 2).
 //
 // Keys and values lie in two stages of shared memory, each filled again when both consumers have arrived.
 //
@@ -94,12 +94,12 @@ __device__ __forceinline__ void finish_rows(const Shape& shape, const Maps& maps
     if (static_cast<int>(threadIdx.x) % kGroup == 0 && group_row < mask.T) {
         store_panels<Panels<kBlockRows, T::kDv>>(maps.out, h, group_row, b, q_rows);
         bulk_commit();
-        bulk_wait_read<0>();  // shared memory is the next block's when this one ends
+        bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
     }
 }
 
-// Block (query tile, query head, b). The longest rows of a causal mask come first, so that no block is left alone at
-// the end.
+// Block (query tile, query head, b). The longest rows of a causal mask come first: otherwise a long block would start
+// last, and run alone at the end.
 template <class Number, class T>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     flash_forward_hopper_kernel(Shape shape, const __grid_constant__ Maps maps, float* lse) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     const Interval keys = view_of<true>(mask, b, t0, kBlockRows).any;
     const int n_tiles = (keys.end - keys.first + T::kKeys - 1) / T::kKeys;
     if (threadIdx.x == 0) init_barriers(barriers);
-    __syncthreads();  // the mbarriers are there. The last barrier of all threads
+    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 
     if (group == kConsumers) {
         give_registers<24>();
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     softmax(0);
     pack_fragments<Number>(P, scores);
 
-    // A turn's barrier is reached by its consumer, which waits, and by the other one, which goes on.
+    // Two groups arrive at a turn's barrier: its consumer, which waits, and the other one, which continues.
     if (group == 1 && n_tiles > 1) named_barrier_arrive(kTurn + 0, kConsumers * kGroup);
     for (int tile = 1; tile < n_tiles; ++tile) {
         const int i = tile % kStages, before = (tile - 1) % kStages;

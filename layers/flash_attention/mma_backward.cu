@@ -1,8 +1,8 @@
 // Flash attention on tensor cores, backward. The maths is in flash_attention.cu, the tiles in flash_attention/mma.cuh.
 //
 // Two kernels that mirror each other: one owns queries and sums dq, the other owns keys and sums dk and dv. In both the
-// rows' two tiles stay in shared memory, and those of the others come in two buffers, one of which is filled while the
-// other is worked on:
+// rows' two tiles stay in shared memory, and those of the others are loaded into two buffers, one of which is filled
+// while the other is used:
 //
 //               rows                    others, streaming past     registers (D = 128)
 //     dq        q, do of 64 queries     k, v of 32 keys            64 for dq, 32 for S and dP
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     int buffer = 0;
     for (int s0 = keys.first; s0 < keys.end; s0 += T::kOthers, buffer ^= 1) {
         cp_async_wait<0>();
-        __syncthreads();  // this tile is there, and all warps have read the one before
+        __syncthreads();  // this tile is complete, and all warps have finished reading the previous one
         const int next = s0 + T::kOthers;
         if (next < keys.end)
             load_pair<T, T::kOthers>(others + (buffer ^ 1) * T::kOthersPair, k, v, b, kv, kv, next,
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// dk and dv. Block (key tile, key head, b): all queries of the group's heads that see these keys stream past, head by
-// head. What is computed is S^T and dP^T, with keys as rows; lse and delta belong to the others, and lie beside their
+// dk and dv. Block (key tile, key head, b): all queries of the group's heads that see these keys are loaded, head by
+// head. It computes S^T and dP^T, with keys as rows; lse and delta belong to the others, and are stored next to their
 // tiles.
 
 template <class Number, class T>
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
     clear(dv_acc);
     for (int step = 0; step < n_steps; ++step) {
         cp_async_wait<0>();
-        __syncthreads();  // this tile and its statistics are there, and all warps have read those before
+        __syncthreads();  // this tile and its statistics are complete, and all warps have read the previous ones
         if (step + 1 < n_steps) load_queries(step + 1);
         cp_async_commit();
         const int t0 = queries.first + step % n_tiles * T::kOthers;

@@ -1,11 +1,11 @@
 // Flash attention on tensor cores, forward. The maths is in flash_attention.cu, the tiles in flash_attention/mma.cuh.
 //
-// One tile of keys and one of values are in shared memory at a time, and each is copied while the other is worked on:
+// One tile of keys and one of values are in shared memory at a time, and each is copied while the other is used:
 //
 //     copy      | k 0 |       v 0        |        k 1         |       v 1        |        k 2         |
 //     compute         | S = q k^T, tile 0 | softmax; o += P v 0 | S = q k^T, tile 1 | softmax; o += P v 1 |
 //
-// Registers of a thread at D = 128 and 32 rows a warp: 128 for o, 48 for S, 8 for the rows' maxima and sums.
+// Registers of a thread at D = 128 and 32 rows per warp: 128 for o, 48 for S, 8 for the rows' maxima and sums.
 #include "layers/flash_attention/mma.cuh"
 
 namespace {
@@ -21,8 +21,8 @@ struct ForwardTile {
     static constexpr size_t kSharedBytes = 2 * (kQElements + kKElements + kVElements);
 };
 
-// Block (query tile, query head, b). The longest rows of a causal mask come first, so that no block is left alone at
-// the end.
+// Block (query tile, query head, b). The longest rows of a causal mask come first: otherwise a long block would start
+// last, and run alone at the end.
 template <class Number, class T>
 __global__ void __launch_bounds__(kThreads)
     flash_forward_kernel(Shape shape, Heads<Number> out, float* lse, Heads<const Number> q, Heads<const Number> k,
@@ -55,14 +55,14 @@ __global__ void __launch_bounds__(kThreads)
     softmax.clear();
     for (int s0 = keys.first; s0 < keys.end; s0 += T::kKeys) {
         cp_async_wait<0>();
-        __syncthreads();  // the keys are there, and all warps have read the values of the tile before
+        __syncthreads();  // the keys are complete, and all warps have finished reading the values of the previous tile
         load_tile<T::kKeys, T::kDv>(v_tile, v_head + s0 * v.token_stride, v.token_stride, min(T::kKeys, keys.end - s0),
                                     shape.Dv, shape.packed);
         cp_async_commit();
         const bool work = view.overlaps(s0, T::kKeys);
         if (work) multiply_scores<T::kD>(scores, q_tile + warp_row * kPitch<T::kD>, k_tile);
         cp_async_wait<0>();
-        __syncthreads();  // the values are there, and all warps have read the keys
+        __syncthreads();  // the values are complete, and all warps have finished reading the keys
         if (s0 + T::kKeys < keys.end) load_keys(s0 + T::kKeys);
         cp_async_commit();
 
