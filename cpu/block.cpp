@@ -2,11 +2,11 @@
 //
 // One OS thread runs one block at a time. The block's threads run in a plain loop (run_threads in cuda_runtime.h) on
 // the OS thread's own stack. A thread that has to wait keeps the stack it is on: that stack becomes its fiber, and the
-// loop is continued from the next thread on a fresh one. So a kernel without barriers never pays for a switch, and a
-// kernel with them pays one switch (cpu/fiber.h) a thread and barrier.
+// loop continues with the next thread on a new stack. So a kernel without barriers needs no switches, and a kernel with
+// barriers needs one switch (cpu/fiber.h) for each thread and barrier.
 //
 //     OS thread's stack:  t0 waits ──> fiber 1: t1 waits ──> fiber 2: t2 ... the last thread arrives: all are ready
-//     ready: t0 on the OS thread's stack, t1 on fiber 1, ... each goes on in turn, to the next barrier or its end
+//     ready: t0 on the OS thread's stack, t1 on fiber 1, ... each continues in turn, to the next barrier or its end
 //
 // Strict mode starts every thread on a stack of its own and picks the next one to run at random.
 #include "device.h"
@@ -89,7 +89,7 @@ class Block {
     }
     void take_over(unsigned thread);  // the running thread waits for the first time: its loop ends with it
     void arrive(Exchange& e, unsigned lane, void* operands, unsigned thread);
-    void wait(unsigned thread);  // the running fiber is in a list: goes on with another. Returns when it is let go on
+    void wait(unsigned thread);  // the running fiber is in a list: continues with another. Returns when it may continue
     [[gnu::noinline]] void wait_slowly(unsigned thread);
     [[gnu::noinline]] void exchange_slowly(unsigned thread, unsigned mask, void* operands,
                                            const Collective& collective);
@@ -164,7 +164,8 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
     current_ = &main_;
     for (;;) {
         run_loop();
-        // Every thread has run without waiting, or the one that kept this stack has just finished, in whatever order.
+        // Here every thread has run without waiting, or the one that kept this stack has just finished; the order is
+        // not known.
         if (anything_ready()) {
             Fiber* to = pick_ready();
             if (!to) continue;
@@ -206,9 +207,9 @@ inline void Block::take_over(unsigned thread) {
 }
 
 // The loop on the current stack has been taken over, and the thread that kept the stack has just finished: another
-// fiber goes on. Only the OS thread's own stack returns from here. Frames below it are simply left behind: to return
-// through them would cost more than all the rest, because the processor predicts returns by its own stack, and not by
-// ours.
+// fiber continues. Only the OS thread's own stack returns from here. The frames on the other stacks are abandoned:
+// returning through them would take longer than everything else, because the processor predicts returns with a stack of
+// its own, which does not follow our switches.
 void Block::leave_loop() {
     --n_live_;
     if (current_ != &main_) finish_fiber();
@@ -234,9 +235,9 @@ Fiber* Block::fresh_fiber() {
     return pool_.pop();
 }
 
-// Below each stack lies a page that faults, so that a stack overflow does not spill into the next stack. The system
-// allows a process some 65 000 mappings only, and a machine may have a hundred cores: beyond the first stacks, which
-// every block uses first, we do without.
+// Below each stack lies a page that faults, so that a stack overflow does not overwrite the next stack. The system
+// allows a process only about 65 000 mappings, and a machine may have a hundred cores: so only the first stacks of an
+// OS thread, which every block uses first, have this page.
 void Block::add_stacks() {
     constexpr size_t bytes = kStacksPerSlab * kStackBytes;
     char* slab = static_cast<char*>(
@@ -246,8 +247,8 @@ void Block::add_stacks() {
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;
         if (all_.size() < kGuardedStacks) mprotect(stack, kPageBytes, PROT_NONE);
-        // Were all stacks to start at the same offset in their page, their hot ends would fight for the same cache
-        // lines.
+        // If all stacks started at the same offset in their page, their most used parts would compete for the same
+        // cache lines.
         const size_t offset = all_.size() * 640 % kPageBytes;
         Fiber* fiber = new Fiber;
         fiber->stack_top = stack + kStackBytes - offset;
@@ -295,21 +296,21 @@ inline Fiber* Block::pick_ready() {
     return fiber;
 }
 
-// If every thread waits, asynchronous copies land until one of them may go on.
+// If every thread waits, asynchronous copies are completed until one of the threads may continue.
 bool Block::anything_ready() {
     while (!ready_.first && ready_strict_.empty() && next_ == n_ && n_live_ > 0 && hopper_land_one()) {
     }
     return ready_.first || !ready_strict_.empty();
 }
 
-// The switch is the last thing done, so that a fiber that goes on returns straight into its kernel. What is rare is
-// kept out of the functions below: they must need no stack of their own.
+// The switch is the last action, so that a fiber that continues returns directly into its kernel. Rare cases are
+// handled in other functions than those below, which must not need any stack.
 inline void Block::wait(unsigned thread) {
     Fiber *self = current_, *to = ready_.first;
     if (loop_ || !to) return wait_slowly(thread);
     ready_.first = to->next;
     current_ = to;
-    if (const Fiber* then = to->next) {  // the stacks of a large block do not fit into the nearest cache
+    if (const Fiber* then = to->next) {  // a large block's stacks do not fit into the first-level cache
         __builtin_prefetch(then->stopped);
         __builtin_prefetch(static_cast<const char*>(then->stopped) + 64);
     }
@@ -346,14 +347,14 @@ inline void Block::arrive_at_barrier(unsigned thread) {
     wait(thread);
 }
 
-// For waits of other kinds: the thread goes on after a call of set_ready(list).
+// For waits of other kinds: the thread continues after a call of set_ready(list).
 void Block::park(unsigned thread, FiberList& list) {
     current_->thread = thread;
     list.push(current_);
     wait(thread);
 }
 
-// Strict mode: others may go on before this thread does.
+// Strict mode: other threads may continue before this one does.
 void Block::give_way(unsigned thread) {
     if (!strict) return;
     current_->thread = thread;
@@ -376,7 +377,7 @@ void Block::complete_barrier(unsigned thread) {
     set_ready(at_barrier_);
     if (!strict) return;
     hopper_meet(0, n_, ~0u);
-    // The last to arrive need not be the first to go on.
+    // The last thread to arrive need not be the first to continue.
     ready_strict_.push_back(current_);
     wait(thread);
 }
@@ -449,7 +450,7 @@ Fiber* Block::report_divergence() {
         const auto missing = std::find(arrived.begin(), arrived.end(), false) - arrived.begin();
         text += "\n  __syncthreads() at " + std::string(barrier_file_) + ":" + std::to_string(barrier_line_) +
                 " was reached by " + std::to_string(n_arrived_) + " of " + std::to_string(n_) + " threads; thread " +
-                name(static_cast<unsigned>(missing)) + " is the first that never came";
+                name(static_cast<unsigned>(missing)) + " is the first that did not arrive";
     }
     for (unsigned warp = 0; warp <= last_warp_; ++warp) {
         std::vector<const Exchange*> all{&exchanges_[warp]};
@@ -460,7 +461,8 @@ Fiber* Block::report_divergence() {
             text += "\n  " + std::string(e->collective->what) + " at " + e->collective->file + ":" +
                     std::to_string(e->collective->line) + " waits for " + std::to_string(__builtin_popcount(absent)) +
                     " lanes of warp " + std::to_string(warp) + "; thread " +
-                    name(warp * kWarp + static_cast<unsigned>(__builtin_ctz(absent))) + " is the first that never came";
+                    name(warp * kWarp + static_cast<unsigned>(__builtin_ctz(absent))) +
+                    " is the first that did not arrive";
         }
     }
     report(text + hopper_waits());
@@ -552,8 +554,8 @@ void* dynamic_shared_memory() {
     return block->dynamic_shared();
 }
 
-// A copy may land at any time between its start and the wait for it. Nobody may read its place meanwhile, so NaN stands
-// there.
+// A copy may complete at any time between its start and the wait for it. No thread may read its destination meanwhile,
+// so it holds NaN.
 void async_copy_strict(unsigned thread, void* to, const void* from, size_t bytes) {
     AsyncCopies& copies = block->async_copies(thread);
     std::memset(to, 0xff, bytes);
@@ -598,7 +600,8 @@ void complete_shuffle(void** lanes, unsigned mask) {
     for (unsigned l = 0; l < kWarp; ++l) {
         if (!(mask >> l & 1)) continue;
         Shuffle& to = *static_cast<Shuffle*>(lanes[l]);
-        // Reading from a lane that takes no part is undefined on a GPU; here it gives NaN bits, which show.
+        // Reading from a lane that takes no part is undefined on a GPU; here it gives NaN bits, which make the mistake
+        // visible.
         const unsigned source = static_cast<unsigned>(to.source);
         to.result = source < kWarp && (mask >> source & 1) ? static_cast<Shuffle*>(lanes[source])->value : ~uint64_t{0};
     }

@@ -82,7 +82,7 @@ cublasStatus_t check_epilogue(const cublasLtMatmulDescOpaque_t& operation, const
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// What Hopper's fp8 kernels ask for.
+// What Hopper's fp8 kernels require.
 bool fp8_is_supported(const cublasLtMatmulDescOpaque_t& operation, const cublasLtMatrixLayoutOpaque_t& a,
                       const cublasLtMatrixLayoutOpaque_t& b, const cublasLtMatrixLayoutOpaque_t& d) {
     if (operation.transpose_a == CUBLAS_OP_N || operation.transpose_b != CUBLAS_OP_N) return false;
@@ -129,7 +129,7 @@ cublasStatus_t check(const cublasLtMatmulDescOpaque_t& operation, const Layout& 
         return CUBLAS_STATUS_INVALID_VALUE;
     for (const Layout* layout : {&a, &b, &c})
         if (layout->batch_count != d.batch_count) return CUBLAS_STATUS_INVALID_VALUE;
-    if (d.batch_count > 1 && d.batch_stride == 0) return CUBLAS_STATUS_INVALID_VALUE;  // all would write to one place
+    if (d.batch_count > 1 && d.batch_stride == 0) return CUBLAS_STATUS_INVALID_VALUE;  // all would overlap
 
     switch (operation.compute_type) {
         case CUBLAS_COMPUTE_32F:
@@ -160,7 +160,7 @@ cublasStatus_t check(const cublasLtMatmulDescOpaque_t& operation, const Layout& 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attributes: where each stands in its descriptor, and its size
+// Attributes: the place of each in its descriptor, and its size
 
 struct Field {
     void* address = nullptr;
@@ -235,7 +235,7 @@ cublasStatus_t set_attribute(Descriptor* descriptor, Attribute attribute, const 
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// With bytes = 0, only tells how many there are.
+// With bytes = 0, only returns the number of bytes.
 template <class Descriptor, class Attribute>
 cublasStatus_t get_attribute(Descriptor* descriptor, Attribute attribute, void* value, size_t bytes,
                              size_t* bytes_written) {

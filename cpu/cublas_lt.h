@@ -1,5 +1,5 @@
-// Inside cpu/'s cuBLASLt: one matrix multiplication, checked and described in full, on its way from the API
-// (cublas_lt.cpp) to its tiles, epilogues and threads (cublas_lt_multiply.cpp) and to the arithmetic (sgemm.cpp).
+// Inside cpu/'s cuBLASLt: the complete description of one matrix multiplication. The API (cublas_lt.cpp) checks and
+// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp (the arithmetic) compute it.
 #pragma once
 
 #include <utility>
@@ -58,7 +58,7 @@ struct Matrix {
     }
 };
 
-// Everything a multiplication needs when its turn comes: no pointers to descriptors.
+// Everything that a multiplication needs when the stream runs it: no pointers to descriptors.
 struct Multiplication {
     int64_t m, n, k, batch_count;
     Matrix a, b, c, d, aux;  // a: m x k and b: k x n, after op; d column-major
@@ -92,7 +92,7 @@ struct Multiplication {
     }
 };
 
-// Does it, now, on all OpenMP threads.
+// Computes it now, on all OpenMP threads.
 void multiply(const Multiplication& multiplication);
 
 // D = alpha A B + beta D, on this thread, without D if beta is 0: A rows x k and B k x columns, of any type; D floats,

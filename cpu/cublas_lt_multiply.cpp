@@ -1,18 +1,18 @@
 // cuBLASLt's multiplication: tiles, epilogues, threads. (What cublasLt.h promises; cublas_lt.cpp has checked the
 // arguments; the arithmetic of a tile is sgemm.cpp's.)
 //
-// How a multiplication runs. D is cut into tiles, and the tiles of all matrices of a batch are spread over the OpenMP
-// threads. A tile is one task from start to end: C's part is loaded, sgemm multiplies, the epilogue runs while the tile
-// is in the cache, and the result is rounded once to D's type. One large matrix and many small ones so take the same
-// path, and threads meet only at the end.
+// How a multiplication runs. D is divided into tiles, and the tiles of all matrices of a batch are spread over the
+// OpenMP threads. A tile is one task from start to end: C's part is loaded, sgemm multiplies, the epilogue runs while
+// the tile is in the cache, and the result is rounded once to D's type. So one large matrix and many small ones are
+// computed in the same way, and threads wait for each other only at the end.
 //
-// 16- and 8-bit matrices are widened to float32, which is exact, on sgemm's way to its packed panels. Where blocks of
-// an fp8 matrix have scales of their own, the product over one block of k is formed by itself, and added to the tile
-// with its scales.
+// 16- and 8-bit matrices are widened to float32, which is exact, when sgemm copies them to its packed panels. Where
+// blocks of an fp8 matrix have scales of their own, the product over one block of k is formed by itself, and added to
+// the tile with its scales.
 //
 // Row-major D: the transposed problem, D^T = op(B)^T op(A)^T, is column-major. So everything below is column-major.
 //
-// An element of D is the same bits however D is cut, because sgemm sums each element in one order.
+// An element of D has the same bits however D is divided, because sgemm sums each element in one order.
 #include <omp.h>
 
 #include <algorithm>
@@ -109,8 +109,8 @@ struct Tiling {
     int64_t count(int64_t batch_count) const { return rows.count * columns.count * batch_count; }
 };
 
-// Finds the cuts with which the busiest thread has the least to do: tiles of equal number and size for each thread, but
-// not too narrow, because each tile reads its rows of A and columns of B anew.
+// Finds the division into tiles with which the busiest thread has the least to do: tiles of equal number and size for
+// each thread, but not too narrow, because each tile reads its rows of A and columns of B anew.
 Tiling choose_tiling(const Multiplication& p, int64_t threads) {
     const int64_t limit = p.d.type == CUDA_R_32F ? max_tile : max_narrow_tile;
     // In multiply-adds; to pack an element costs as much as about 64 of them.
@@ -144,8 +144,7 @@ float* scratch(size_t floats) {
     return buffer.get();
 }
 
-// One multiplication on its way: what its tiles have in common, and where they leave their parts of results over all of
-// D.
+// One running multiplication: what its tiles have in common, and where they store their parts of sums over all of D.
 struct Run {
     const Multiplication& p;
     Tiling tiling;
@@ -349,12 +348,12 @@ void multiply(const Multiplication& p) {
         run.gradient_parts.resize(
             size_t(p.batch_count * (p.bias_along_rows ? run.tiling.columns.count * p.m : run.tiling.rows.count * p.n)));
 
-    // Static: matrix b of a batch always meets the same thread, whose cache may still hold it.
+    // Static: matrix b of a batch is always computed by the same thread, whose cache may still hold it.
     const double multiply_adds = double(p.m) * double(p.n) * double(p.k) * double(p.batch_count);
     if (tasks > 1 && multiply_adds > 250'000) {
 #pragma omp parallel for schedule(static) num_threads(threads)
         for (int64_t task = 0; task < tasks; ++task) Tile(run, task).compute();
-    } else {  // a few microseconds: not worth waking other threads
+    } else {  // takes a few microseconds: to wake other threads would take longer
         for (int64_t task = 0; task < tasks; ++task) Tile(run, task).compute();
     }
 

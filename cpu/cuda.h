@@ -1,5 +1,5 @@
-// cpu/cuda.h: of the CUDA driver's interface, what describes a tensor to the copy engine (TMA). It has NVIDIA's file
-// name.
+// cpu/cuda.h: the part of the CUDA driver's interface that describes a tensor to the copy engine (TMA). It has NVIDIA's
+// file name.
 //
 // A tensor map says where an array of up to five dimensions lies in device memory, how large the boxes are that one
 // instruction copies, and how the 16-byte chunks of a box are permuted in shared memory. Dimension 0 is the contiguous

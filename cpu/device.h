@@ -10,7 +10,7 @@ namespace cuda_cpu {
 
 // ---- cpu/block.cpp
 struct Fiber {
-    void* stopped = nullptr;  // where to go on; valid while it is not running
+    void* stopped = nullptr;  // where to continue; valid while it is not running
     Fiber* next = nullptr;    // in the list that it waits in
     unsigned thread = 0;      // the thread that it runs, as of its last wait (strict mode: always)
     char* stack_top = nullptr;
@@ -37,8 +37,8 @@ struct FiberList {
     }
 };
 
-// A wait of any kind, for cpu/hopper.cpp: the running thread waits in a list, others run, and it goes on some time
-// after let_go has been called for the list. give_way: in strict mode others may run now.
+// Waits of other kinds, for cpu/hopper.cpp: the running thread waits in a list while others run, and continues some
+// time after let_go has been called for the list. give_way: in strict mode other threads may run now.
 void park(unsigned thread, FiberList& list);
 void let_go(FiberList& list);
 void give_way(unsigned thread);
@@ -55,11 +55,11 @@ bool in_kernel();
 bool is_fiber_stack(uintptr_t address);
 
 // ---- cpu/hopper.cpp, called by the scheduler
-void hopper_leave_block();  // all threads of a block have ended: has it waited for what it started?
+void hopper_leave_block();  // all threads of a block have ended: checks that it has waited for all that it started
 void hopper_meet(unsigned first_thread, unsigned n_threads, unsigned mask);  // these threads have met at a barrier
-void hopper_step();                                                          // strict mode: perhaps a copy lands
-bool hopper_land_one();      // every thread waits: a copy lands. False: none is under way
-std::string hopper_waits();  // who waits at which mbarrier or named barrier, for the report when all wait for ever
+void hopper_step();                                                          // strict mode: completes a copy, at random
+bool hopper_land_one();      // every thread waits: completes a copy. False: none is in flight
+std::string hopper_waits();  // for the report when all wait for ever: which threads wait at which barrier
 
 // ---- cpu/runtime.cpp
 int current_device();
@@ -76,7 +76,7 @@ int os_threads();  // how many of them a grid or a product may use
 uint64_t strict_random();
 inline uint64_t strict_random_below(uint64_t n) { return strict_random() % n; }
 
-// Prints a report on stderr and aborts: the kernel is wrong and its block cannot go on. In gdb you are then at the
+// Prints a report on stderr and aborts: the kernel is wrong and its block cannot continue. In gdb you are then at the
 // fault.
 [[noreturn]] void report(const std::string& text);
 
@@ -84,20 +84,22 @@ inline uint64_t strict_random_below(uint64_t n) { return strict_random() % n; }
 void* guarded_allocate(size_t bytes, const char* kind);  // kind: "device memory", for reports
 void guarded_free(void* pointer);
 void guarded_refill(void* pointer);
-// Has `who` written beside an allocation, where no page faults? Between its end and the guard page, after every block;
-// anywhere near it, after every kernel.
+// Checks that `who` has not written next to an allocation, where no page faults: after every block between its end and
+// the guard page, after every kernel anywhere near it.
 void check_end_canaries(const std::string& who);
 void check_all_canaries(const std::string& who);
 
 void prepare_os_thread();  // gives this OS thread a stack for the handler of memory faults
-// While it lives, a memory fault of this process is reported with kernel, block, thread and what lies at the address.
+// While this object exists, a memory fault of this process is reported with kernel, block, thread and what is at the
+// address.
 struct FaultReports {
     FaultReports();
     ~FaultReports();
 };
 
 // ---- cpu/profile.cpp
-// Times its own life for CUDA_CPU_PROFILE=FILE: one line, `name` a kernel's or "matmul".
+// Measures the time from its constructor to its destructor for CUDA_CPU_PROFILE=FILE: one line; `name` is a kernel's or
+// "matmul".
 class Profiled {
   public:
     explicit Profiled(const char* name);

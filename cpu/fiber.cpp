@@ -2,9 +2,9 @@
 #include "fiber.h"
 
 #if defined(__x86_64__) && !defined(CUDA_CPU_BOOST_FIBERS)
-// Six registers belong to the caller; the others the compiler has saved where it calls us. The address to go on at is
-// popped and jumped to, not returned to: the processor predicts where a `ret` goes from the calls it has seen, and
-// those were another fiber's.
+// Six registers belong to the caller, and are saved here; the compiler saves the others at the call. The address at
+// which to continue is popped and jumped to, instead of using `ret`: the processor predicts the target of a `ret` from
+// the calls that it has executed, and those belong to another fiber.
 asm(R"(
     .text
     .p2align 5

@@ -1,9 +1,9 @@
 // cpu/fiber.h: a fiber is a stack and the place where it stopped. Two functions switch between them.
 //
-// A compiled function keeps its state in registers and on its stack. To stop in the middle of one and go on in the
+// A compiled function keeps its state in registers and on its stack. To stop in the middle of one and continue in the
 // middle of another, it is enough to save the registers that a called function must preserve, note the stack pointer,
-// and load the other one's. That is the whole of it on x86-64: 16 instructions, 5 ns (cpu/fiber.cpp). Other processors
-// use Boost.Context, which does the same for all of them and costs 14 ns.
+// and load the other one's. This is all that is needed on x86-64: 16 instructions, 5 ns (cpu/fiber.cpp). Other
+// processors use Boost.Context, which does the same for all of them and costs 14 ns.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ namespace cuda_cpu {
 
 #if defined(__x86_64__) && !defined(CUDA_CPU_BOOST_FIBERS)
 
-// Stops here, noting in *stopped where, and goes on at `to`, where another fiber stopped.
+// Stops here, stores the place in *stopped, and continues at `to`, where another fiber stopped.
 extern "C" void cuda_cpu_switch(void** stopped, void* to);
 // Stops here likewise, and runs fiber_main on the fresh stack that ends at `top`.
 extern "C" void cuda_cpu_start(void** stopped, void* top, void (*main)());
@@ -33,7 +33,7 @@ namespace context = boost::context::detail;
 
 inline void switch_fiber(void** stopped, void* to) {
     const context::transfer_t back = context::jump_fcontext(to, stopped);
-    *static_cast<void**>(back.data) = back.fctx;  // where the fiber that has come back to us stopped
+    *static_cast<void**>(back.data) = back.fctx;  // where the fiber that switched to this one stopped
 }
 inline void boost_fiber_main(context::transfer_t from) {
     *static_cast<void**>(from.data) = from.fctx;

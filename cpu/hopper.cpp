@@ -1,9 +1,9 @@
 // cpu/hopper.cpp: Hopper's asynchronous instructions, for one block at a time: mbarriers and named barriers. Bulk and
-// tensor copies are in hopper_copies.cpp, products (wgmma) in hopper_wgmma.cpp; what a block has under way is in
+// tensor copies are in hopper_copies.cpp, products (wgmma) in hopper_wgmma.cpp; what a block has in flight is in
 // hopper_state.h.
 //
-// By default all that is asynchronous is done at once. Strict mode lets each copy land late, and follows what is under
-// way:
+// By default all asynchronous work is done at once. Strict mode completes each copy late ("it lands"), and records what
+// is in flight:
 //
 //   a load (device -> shared)    is in flight until a thread has waited for the phase of its mbarrier. Its place holds
 //                                NaN until it lands: at a random moment, or, in every second block, when all threads
@@ -13,13 +13,12 @@
 //                                thread's accumulators, which hold NaN meanwhile, and its registers of A, until that
 //                                thread has.
 //
-// Whoever touches what is in flight in a way that shows here (an instruction of these) is reported; an ordinary read
-// gets NaN.
+// If one of these instructions touches what is in flight, it is reported; an ordinary read gets NaN.
 //
-// PROXIES. Copies and wgmma reach shared memory by another way than ordinary stores, the asynchronous proxy, and see
-// these only after fence.proxy.async. Nothing here can watch ordinary stores. But there is a second copy of dynamic
-// shared memory, the `view` of the asynchronous proxy: loads write to both, fences copy the one to the other, and where
-// an instruction reads bytes that differ, they were written without a fence after them.
+// PROXIES. Copies and wgmma access shared memory in another way than ordinary stores, through the asynchronous proxy,
+// and see these stores only after fence.proxy.async. This device cannot observe ordinary stores. But it keeps a second
+// copy of dynamic shared memory, the `view` of the asynchronous proxy: loads write to both, fences copy the ordinary
+// memory to the view, and where an instruction reads bytes that differ, they were written without a fence after them.
 #include "hopper_state.h"
 
 #include <memory>
@@ -31,7 +30,7 @@ using namespace hopper;
 namespace {
 
 constexpr int64_t kMaxTransactionBytes = (1 << 20) - 1;
-constexpr uint64_t kBarrierTag = 0x4d62617272696572u;  // what lies in shared memory where an mbarrier is
+constexpr uint64_t kBarrierTag = 0x4d62617272696572u;  // the contents of shared memory where an mbarrier is
 
 thread_local Unit* unit = nullptr;  // this OS thread's; owned by the next, which is slower to look at
 thread_local std::unique_ptr<Unit> owned_unit;
@@ -51,7 +50,7 @@ Unit& this_unit() {
     u.shared = u.shared_bytes > 0 ? static_cast<char*>(dynamic_shared_memory()) : nullptr;
     if (strict) {
         u.lazy = strict_random_below(2) == 0;
-        u.view.assign(u.shared_bytes, static_cast<char>(0xff));  // as fresh memory is
+        u.view.assign(u.shared_bytes, static_cast<char>(0xff));  // like fresh memory
     }
     return u;
 }
@@ -119,7 +118,7 @@ void mbarrier_invalidate_by(unsigned thread, void* barrier, Here here) {
     const Barrier& b = find_barrier(thread, barrier, here);
     if (!b.waiters.empty() || b.bytes != 0)
         report_in(thread, "wrong mbarrier",
-                  "invalidated at " + place(here) + " while threads wait or copies are under way");
+                  "invalidated at " + place(here) + " while threads wait or copies are in flight");
     std::memset(barrier, 0xff, sizeof kBarrierTag);
     std::erase_if(u.barriers, [&](const Barrier& each) { return each.at == barrier; });
 }
@@ -178,7 +177,7 @@ void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool wai
 
 void registers_by(unsigned thread, unsigned n_registers) { this_unit().threads[thread].n_registers = n_registers; }
 
-// Always the same lane for the same mask, and none that a kernel may count on.
+// Always the same lane for the same mask, but a kernel may not rely on a certain one.
 unsigned elected_lane(unsigned mask) {
     static const uint64_t salt = strict ? strict_random() : 0;
     unsigned skip = static_cast<unsigned>(salt % static_cast<unsigned>(__builtin_popcount(mask)));
@@ -219,7 +218,7 @@ void hopper_step() {
 
 namespace {
 // A kernel that changes its numbers of registers is compiled for the most that its threads can have of 65536, in steps
-// of 8: that is all a block has. Who takes more than the others have left waits for ever.
+// of 8: that is all a block has. A warp group that takes more than the others have left waits for ever.
 void check_registers(const Unit& u) {
     const unsigned n_threads = static_cast<unsigned>(u.threads.size());
     const unsigned n_each = std::min(65536 / n_threads / 8 * 8, 256u);
@@ -246,10 +245,10 @@ void hopper_leave_block() {
     check_registers(u);
     if (!u.loads.empty())
         report_in(u.loads[0].thread, "copy not waited for",
-                  "the block ended, and nobody had waited for the copy at " + place(u.loads[0].here));
+                  "the block ended, and no thread had waited for the copy at " + place(u.loads[0].here));
     if (!u.products.empty())
         report_in(u.products[0].thread, "wgmma not waited for",
-                  "the block ended, and nobody had waited for the wgmma at " + place(u.products[0].here) +
+                  "the block ended, and no thread had waited for the wgmma at " + place(u.products[0].here) +
                       " (wgmma_commit, then wgmma_wait)");
     for (Store& store : u.stores) {
         if (!store.read)

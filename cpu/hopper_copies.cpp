@@ -31,7 +31,7 @@ void check_not_in_flight(Unit& u, unsigned thread, const char* at, size_t bytes,
             report_in(thread, "shared memory in flight",
                       std::string(what) + " at " + place(here) + " touches " +
                           offset_of(u, std::max<const char*>(at, load.to)) + ", which the copy at " + place(load.here) +
-                          " fills: nobody has waited for phase " + std::to_string(load.phase) + " (parity " +
+                          " fills: no thread has waited for phase " + std::to_string(load.phase) + " (parity " +
                           std::to_string(load.phase % 2) + ") of its mbarrier");
 }
 
@@ -81,11 +81,11 @@ void check_not_read(Unit& u, unsigned thread, const char* at, size_t bytes, cons
             if (overlap(at, bytes, chunk.at, 16))
                 report_in(thread, "shared memory in use",
                           std::string(what) + " at " + place(here) + " overwrites " + offset_of(u, chunk.at) +
-                              ", which the wgmma at " + place(p.here) + " reads: nobody has waited for it");
+                              ", which the wgmma at " + place(p.here) + " reads: no thread has waited for it");
 }
 
-// A tile may be overwritten by whom the wait for the last product that read it has reached through barriers. That the
-// product is done by now is not enough: it may have been luck.
+// A thread may overwrite a tile only if it comes, through barriers, after the wait for the last product that read the
+// tile. It is not enough that the product happens to be complete.
 void check_known_done(Unit& u, unsigned thread, const char* at, size_t bytes, const char* what, Here here) {
     if (!view_of(u, at)) return;
     const size_t first = static_cast<size_t>(at - u.shared) / 16, n = std::min(bytes, u.shared_bytes - first * 16) / 16;
@@ -164,8 +164,8 @@ size_t box_bytes(const TensorMap& map) {
     for (unsigned d = 0; d < map.rank; ++d) bytes *= map.box[d];
     return bytes;
 }
-// A row of a box is cut into chunks of 16 bytes. In a line of 128 bytes the chunks change places: the number of a chunk
-// (address bits 4 to 6) is xored with the number of its line (bits 7 to 9), as many bits as the swizzle has.
+// A row of a box is divided into chunks of 16 bytes. Within a line of 128 bytes the chunks are permuted: the number of
+// a chunk (address bits 4 to 6) is xored with the number of its line (bits 7 to 9), as many bits as the swizzle has.
 uintptr_t swizzled(const TensorMap& map, uintptr_t address) {
     const uintptr_t chunks = map.swizzle_bytes > 0 ? map.swizzle_bytes / 16u - 1 : 0;
     return address ^ (address >> 7 & chunks) << 4;
@@ -288,6 +288,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
         if (strides[d - 1] % 16 != 0 || strides[d - 1] >= uint64_t{1} << 40) return CUDA_ERROR_INVALID_VALUE;
         m.strides[d] = strides[d - 1];
     }
+    // The copy engine moves whole chunks of 16 bytes; a swizzle permutes them within rows of swizzle_bytes.
     const unsigned row_bytes = m.box[0] * m.element_bytes;
     if (row_bytes % 16 != 0 || (m.swizzle_bytes > 0 && row_bytes > m.swizzle_bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (m.swizzle_bytes > 0 && row_bytes != m.swizzle_bytes) return CUDA_ERROR_NOT_SUPPORTED;

@@ -1,4 +1,5 @@
-// cpu/hopper_state.h: what a block has under way of Hopper's asynchronous instructions; shared by cpu/hopper*.cpp.
+// cpu/hopper_state.h: the asynchronous work of Hopper's instructions that a block has in flight; shared by
+// cpu/hopper*.cpp.
 #pragma once
 
 #include "device.h"
@@ -10,8 +11,8 @@
 namespace cuda_cpu::hopper {
 
 constexpr unsigned kNamedBarriers = 16;
-// How many products of each warp group have been waited for, as far as a thread can know: it has waited itself, or it
-// has waited at a barrier at which a thread that knows has arrived.
+// How many products of each warp group are certainly complete from the point of view of one thread: it has waited for
+// them itself, or at a barrier at which such a thread has arrived.
 constexpr unsigned kMaxWarpGroups = 1024 / kWarpGroup;
 struct Knowledge {
     uint32_t n_done[kMaxWarpGroups] = {};
@@ -26,8 +27,8 @@ struct Waiter {
 };
 struct Barrier {
     void* at;
-    unsigned count, pending;  // arrivals of a phase, and those that have not come
-    int64_t bytes;            // announced, and not yet landed
+    unsigned count, pending;  // arrivals of a phase, and how many are still missing
+    int64_t bytes;            // announced, and not yet complete
     unsigned phase;           // how many phases are complete
     Here initialised;
     FiberList waiting;
@@ -102,13 +103,13 @@ struct WarpGroup {
     std::vector<uint32_t> readers;    // for each 16 bytes of dynamic shared memory, the last one that read them
 };
 
-// All that one block has under way.
+// All that one block has in flight.
 struct Unit {
     bool used = false, lazy = false;
     std::deque<Barrier> barriers;
     NamedBarrier named[kNamedBarriers] = {};
     std::vector<Load> loads;  // in flight, until a thread has waited for them
-    size_t n_flying = 0;      // those of them that have not landed
+    size_t n_flying = 0;      // those of them that are not complete
     std::vector<Store> stores;
     std::vector<Product> products;
     std::vector<ThreadState> threads;

@@ -16,7 +16,7 @@ Accumulator& accumulator_of(ThreadState& t, float* registers, unsigned n) {
     return t.in_flight.emplace_back(Accumulator{registers, std::vector<float>(registers, registers + n), 0, {}});
 }
 
-// All 128 threads are here. Their results go into a buffer of ours, and NaN into their registers.
+// All 128 threads have arrived. Their results go into a buffer, and NaN into their registers.
 void multiply_strict(Unit& u, WarpGroup& g, unsigned warp_group, unsigned thread, unsigned n_registers) {
     float* registers[kWarpGroup];
     for (unsigned l = 0; l < kWarpGroup; ++l) {
@@ -49,7 +49,7 @@ void finish_products(Unit& u, unsigned thread, unsigned n_groups) {
             if (std::memcmp(chunk.at, chunk.bytes, 16) != 0)
                 report_in(thread, "shared memory in use",
                           "what the wgmma at " + place(p.here) + " reads, " + offset_of(u, chunk.at) +
-                              ", was overwritten before anybody had waited for it");
+                              ", was overwritten before any thread had waited for it");
         return true;
     });
 }
@@ -59,8 +59,9 @@ void finish_products(Unit& u, unsigned thread, unsigned n_groups) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Instructions
 
-// A descriptor has no field that we fill for a swizzle whose pattern of 8 lines does not begin at a multiple of its
-// size (PTX: base offset). Within the first line a tile may begin anywhere: that is the next 16 of k.
+// The pattern of 8 lines of a swizzle must begin at a multiple of its size, because we do not fill the descriptor's
+// field for other cases (PTX: base offset). Within the first line a tile may begin anywhere: this selects the next 16
+// of k.
 void check_descriptor(unsigned thread, uint64_t descriptor, Here here) {
     const uint32_t mode = static_cast<uint32_t>(descriptor >> 62), line = 256u >> mode,
                    start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
@@ -81,6 +82,7 @@ void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaCompl
             thread, "missing wgmma_fence",
             "wgmma at " + place(here) + " with no wgmma_fence since the kernel's start, or since the last wgmma_wait");
     WarpGroup& g = u.warp_groups[warp_group];
+    // One instruction of four warps: all 128 threads must arrive at the same one, each of them once.
     if (g.n_arrived > 0 && (g.complete != complete || g.lanes[thread % kWarpGroup] || g.here.line != here.line))
         report_in(
             thread, "warp group divergence",
@@ -89,6 +91,7 @@ void wgmma_by(unsigned thread, Wgmma& operands, unsigned n_registers, WgmmaCompl
     g.lanes[thread % kWarpGroup] = &operands;
     g.complete = complete;
     g.here = here;
+    // The last thread to arrive multiplies for all, and then lets them continue.
     if (++g.n_arrived < kWarpGroup) return park(thread, g.waiting);
     for (const Wgmma* lane : g.lanes)
         if (lane->b_descriptor != operands.b_descriptor || lane->a_descriptor != operands.a_descriptor ||
@@ -110,11 +113,13 @@ void wgmma_wait_by(unsigned thread, unsigned n_groups) {
     Unit& u = this_unit();
     ThreadState& t = u.threads[thread];
     finish_products(u, thread, n_groups);
+    // After a wait the thread may write its registers again, so the next wgmma needs a new fence.
     t.fenced = false;
     const std::vector<uint32_t>& committed = u.warp_groups[thread / kWarpGroup].committed;
     if (t.n_products > n_groups && !committed.empty())
         t.knowledge.n_done[thread / kWarpGroup] =
             committed[std::min<size_t>(t.n_products - n_groups, committed.size()) - 1];
+    // An operand in registers must still hold what it held when the product was started.
     std::erase_if(t.fragments, [&](const Fragment& f) {
         if (f.group + n_groups >= t.n_products) return false;
         if (std::memcmp(f.registers, f.values, sizeof f.values) != 0)
@@ -122,6 +127,7 @@ void wgmma_wait_by(unsigned thread, unsigned n_groups) {
                       "registers that are A of the wgmma at " + place(f.here) + " were written before its wgmma_wait");
         return true;
     });
+    // An accumulator holds NaN until here, where it gets its result: any other contents have been written too early.
     std::erase_if(t.in_flight, [&](const Accumulator& a) {
         if (a.group + n_groups >= t.n_products) return false;
         for (size_t i = 0; i < a.values.size(); ++i) {

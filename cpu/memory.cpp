@@ -1,7 +1,7 @@
 // cpu/memory.cpp: memory of the CPU device, and copies.
 //
-// Device memory, pinned memory and managed memory are ordinary memory here, but the device knows which bytes it has
-// given out as what, and refuses copies that CUDA refuses. In strict mode each allocation ends at a guard page
+// Device memory, pinned memory and managed memory are ordinary memory here, but the device records which kind each
+// allocation has, and refuses copies that CUDA refuses. In strict mode each allocation ends at a guard page
 // (cpu/strict.cpp).
 #include "races.h"
 
@@ -66,7 +66,8 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
     if (!pointer) return remember(cudaErrorInvalidValue);
     *pointer = nullptr;
     if (bytes == 0) return cudaSuccess;
-    // The system promises more than it has, and kills the process when it cannot keep it. A device says no at once.
+    // The operating system grants more memory than it has, and kills the process when the memory is used. A device
+    // refuses at once, and so does this check.
     if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
     void* memory = nullptr;
     if (strict) {
@@ -147,8 +148,8 @@ cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocat
                                  Place place) {
     if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
     if (!strict) return cudaSuccess;
-    // Nothing moves here. But pages that move while a kernel uses them are what a prefetch is there to avoid: it counts
-    // as a write, so that strict mode finds a missing wait.
+    // No page moves here. But on a GPU a prefetch must not move pages while a kernel uses them: so it counts as a
+    // write, and strict mode finds a missing wait.
     enqueue(stream, [] {}, {"cudaMemPrefetchAsync", place, {{pointer, bytes, true}}});
     return cudaSuccess;
 }
@@ -159,8 +160,8 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};
     sysinfo(&info);
     *total_bytes = uint64_t{info.totalram} * info.mem_unit;
-    // As on a GPU of its own: what there was when the program started, less what it has allocated since. (The system
-    // counts a page only once it is touched.)
+    // As on a GPU that no other program uses: the memory that was free when the program started, less what it has
+    // allocated since. (The system counts a page only once it is touched.)
     static const size_t at_start = available_bytes();
     size_t allocated = 0;
     const std::lock_guard lock(mutex);
@@ -188,7 +189,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
         enqueue(
             stream, [=] { std::memmove(to, from, bytes); }, footprint);
     }
-    if (!is_known(to, bytes)) return cudaStreamSynchronize(stream);  // to pageable memory: returns when it is there
+    if (!is_known(to, bytes)) return cudaStreamSynchronize(stream);  // to pageable memory: returns when it is done
     return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, Place place) {

@@ -1,13 +1,13 @@
-// cpu/os_threads.cpp: the OS threads that blocks and matrix products run on: how many, and how they wait for each
-// other.
+// cpu/os_threads.cpp: the OS threads that blocks and matrix products run on: how many there are, and how they wait for
+// each other.
 //
-// OpenMP's threads meet at the end of each parallel region, some hundred times in a training step. Who comes first may
-// spin (ask again and again, which keeps its core) or sleep (which costs some 20 us until it is awake again). GNU
-// OpenMP spins for 3 ms, which is longer than most regions take. On an idle machine that is the fastest. But with
-// another busy process on the machine, a thread that spins takes its core from the thread that it waits for, and a step
-// takes up to four times as long. So we spin for about as long as a wake-up takes, and then sleep: in whatever order
-// the threads come, this wastes at most twice the time of the better choice (Karlin et al. 1991, "Empirical studies of
-// competitive spinning").
+// OpenMP's threads meet at the end of each parallel region, about a hundred times in a training step. A thread that
+// arrives first can spin (ask again and again, which occupies its core) or sleep (and then needs about 20 us to wake
+// up). GNU OpenMP spins for 3 ms, which is longer than most regions take. On an idle machine that is the fastest. But
+// with another busy process on the machine, a thread that spins takes its core from the thread that it waits for, and a
+// step takes up to four times as long. So we spin for about as long as a wake-up takes, and then sleep: whichever
+// thread arrives first, this takes at most twice the time of the better choice (Karlin et al. 1991, "Empirical studies
+// of competitive spinning").
 #include "device.h"
 
 #include <omp.h>
@@ -21,7 +21,7 @@ int os_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
 namespace {
 
-constexpr const char* kSpins = "3000";                         // some 30 us
+constexpr const char* kSpins = "3000";                         // about 30 us
 constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between the two starts
 
 // GNU OpenMP reads its environment when the library is loaded, before any code of this program runs. So the program

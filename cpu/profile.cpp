@@ -3,7 +3,7 @@
 //
 //     <start, ns> <tab> <duration, ns> <tab> <name>
 //
-// dev/profile_cupti.cpp writes the same of a GPU; `make profile` makes a table and a picture of either. Lines are
+// dev/profile_cupti.cpp writes the same for a GPU; `make profile` makes a table and a picture of either. Lines are
 // written whole, so the file can be read while the program runs, and after it was killed.
 #include "device.h"
 

@@ -4,20 +4,20 @@
 //     stream 2                                   [wait for e] [launch B reads b]
 //
 // A comes before B in every order that CUDA allows, because of e. Without the wait some orders have B first: a race,
-// even if the order of today gives the right result. So the check does not look at the order in which operations run,
-// but at what orders them, when the program asks for them. Each operation has a vector clock (Fidge 1988, Mattern
-// 1989): for each stream, how many of its operations come before. An operation joins the clocks of the operation before
-// it in its stream, of the events that its stream waits for, and of what the host has waited for. Number i of stream s
-// comes before it if its clock for s is at least i.
+// even if the order of this run gives the right result. So the check does not look at the order in which operations
+// run, but at what puts them in order, at the time when the program asks for them. Each operation has a vector clock
+// (Fidge 1988, Mattern 1989): for each stream, how many of its operations come before. An operation joins the clocks of
+// the operation before it in its stream, of the events that its stream waits for, and of what the host has waited for.
+// Number i of stream s comes before it if its clock for s is at least i.
 //
 // For each byte we keep which operation wrote it last, and which have read it since (as FastTrack does: Flanagan &
 // Freund 2009). A new access must come after the last write; a write must also come after the reads.
 //
-// Which bytes does an operation touch? Copies and memsets say it, matrix products and messages between ranks too. A
-// kernel may touch what its pointers point to: each argument that lies in an allocation counts, up to the end of the
-// tensor that it was taken from (note_view), as read or written according to the kernel's parameter (const T* or T*).
-// That is more than many kernels touch, but never less, as long as a kernel finds no pointers in memory. Not seen: what
-// the host reads and writes by itself, and host functions that do not say what they touch.
+// Which bytes does an operation touch? Copies, memsets, matrix products and messages between ranks state it. A kernel
+// may touch what its pointers point to: each argument that lies in an allocation counts, up to the end of the tensor
+// that it was taken from (note_view), as read or written according to the kernel's parameter (const T* or T*). That is
+// more than many kernels touch, but never less, as long as a kernel reads no pointers from memory. The check does not
+// see what the host reads and writes by itself, and host functions that do not state what they touch.
 #include "races.h"
 
 #include <algorithm>
@@ -79,7 +79,7 @@ void split_at(uintptr_t address) {
            "(cudaStreamWaitEvent)");
 }
 
-// A read joins the history of its bytes.
+// A read is added to the history of its bytes.
 void read(uintptr_t begin, uintptr_t end, const Seen& now, const VectorClock& clock) {
     for (auto at = spans.lower_bound(begin); begin < end; ++at) {
         if (at == spans.end() || at->first > begin) {
@@ -95,7 +95,7 @@ void read(uintptr_t begin, uintptr_t end, const Seen& now, const VectorClock& cl
     }
 }
 
-// A write ends it: what comes after the write comes after all before it.
+// A write replaces the history: an operation that comes after the write also comes after everything before it.
 void write(uintptr_t begin, uintptr_t end, const Seen& now, const VectorClock& clock) {
     const auto first = spans.lower_bound(begin), last = spans.lower_bound(end);
     for (auto at = first; at != last; ++at) {
@@ -117,7 +117,7 @@ struct Views {
     std::map<uintptr_t, uintptr_t> older;  // begin -> end
     void add(uintptr_t begin, uintptr_t end) {
         if (!recent.empty() && recent.back().begin == begin && recent.back().end == end) return;
-        if (recent.size() == 1024) close();  // host code that takes pointers without end
+        if (recent.size() == 1024) close();  // limits the memory if host code takes very many pointers
         recent.push_back({begin, end});
     }
     void close() {

@@ -1,5 +1,4 @@
-// cpu/races.h: what the streams (cpu/streams.cpp) and the memory (cpu/memory.cpp) tell the check of races
-// (cpu/races.cpp).
+// cpu/races.h: what streams (cpu/streams.cpp) and memory (cpu/memory.cpp) report to the check of races (cpu/races.cpp).
 #pragma once
 
 #include "device.h"

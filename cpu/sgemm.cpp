@@ -5,17 +5,17 @@
 // 24 (12) fused multiply-adds for 3 loads and 8 (4) broadcasts, so that the arithmetic is what takes the time.
 //
 // Caches. It reads A and B from copies that lie in the order in which it reads them ("packed"): A as slivers of 48
-// rows, B as slivers of 8 columns, k after k. 384 k's at a time: a sliver of B then fits the first cache, and stays
-// there while a block of four slivers of A (288 KiB), which fits the second, goes past it. Packing transposes where it
-// must, in registers, and widens 16- and 8-bit numbers, which is exact. (Goto & van de Geijn, Anatomy of
-// High-Performance Matrix Multiplication, 2008.)
+// rows, B as slivers of 8 columns, k after k. It takes 384 k's at a time: a sliver of B then fits in the first-level
+// cache, and stays there while it is multiplied with a block of four slivers of A (288 KiB), which fits in the
+// second-level cache. Packing transposes where it must, in registers, and widens 16- and 8-bit numbers, which is exact.
+// (Goto & van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.)
 //
 // One order of summation. An element of A B is formed by fused multiply-adds in the order of k, from zero, anew for
-// each 384 k's, and these parts are added up in order. This holds at the edges of a matrix as inside of it. So the bits
-// of an element depend on its row of A, its column of B, alpha, beta and what was in its place, and on nothing else:
-// not on the shape of the matrices, not on its place in them, not on the number of threads, nor, among CPUs with fused
-// multiply-add, on the width of the vectors. A token's activations are the same bits in whatever batch it is computed.
-// (Libraries do not promise this: OpenBLAS has other kernels at the edge of a matrix, and for small ones.)
+// each 384 k's, and these parts are added up in order. This is true at the edges of a matrix as well as inside of it.
+// So the bits of an element depend on its row of A, its column of B, alpha, beta and its old value, and on nothing
+// else: not on the shape of the matrices, not on its place in them, not on the number of threads, nor, among CPUs with
+// fused multiply-add, on the width of the vectors. A token's activations are the same bits in whatever batch it is
+// computed. (Libraries do not promise this: OpenBLAS has other kernels at the edge of a matrix, and for small ones.)
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -56,12 +56,12 @@ inline Vector broadcast(float x) { return Vector(_mm512_set1_ps(x)); }
 #elif defined(__AVX2__) && defined(__FMA__)
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm256_fmadd_ps(a, b, c)); }
 inline Vector broadcast(float x) { return Vector(_mm256_set1_ps(x)); }
-#else  // four lanes, and two roundings, for whatever CPU there is
+#else  // four lanes, and two roundings, for any other CPU
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
 inline Vector broadcast(float x) { return Vector{x, x, x, x}; }
 #endif
 
-// a and b like the teeth of a zip: a[0] b[0] a[1] b[1] ..., the first half of it and the second.
+// a and b interleaved, a[0] b[0] a[1] b[1] ...: the first half of the result and the second.
 template <int... lane>
 void zip(Vector a, Vector b, Vector& first, Vector& second, std::integer_sequence<int, lane...>) {
     typedef int Lanes __attribute__((vector_size(width * sizeof(int))));
@@ -74,8 +74,8 @@ void zip(Vector a, Vector b, Vector& first, Vector& second, std::integer_sequenc
 #endif
 }
 
-// x[i][j] becomes x[j][i]. Zipping line i with line i + width / 2 turns the bits of an element's number (line, lane) by
-// one place; after as many times as a line's number has bits, line and lane have changed places.
+// x[i][j] becomes x[j][i]. Interleaving line i with line i + width / 2 rotates the bits of an element's number (line,
+// lane) by one place; after as many rounds as a line's number has bits, line and lane are exchanged.
 void transpose(Vector (&x)[width]) {
 #pragma GCC unroll 4
     for (int times = 1; times < width; times *= 2) {
@@ -98,6 +98,7 @@ constexpr int64_t panel_k = 384, panel_rows = 4 * block_rows;
 // vector of one number of every line is a part of one sliver (A), or the whole of several (B).
 template <int sliver>
 void pack_lines(const float* from, int64_t line_stride, int64_t lines, int64_t k, float* out) {
+    // Stores number l of all lines: as a part of one sliver, or divided among several.
     const auto put = [&](Vector x, int64_t l) {
         if constexpr (sliver >= width) {
             store(out + l * sliver, x);
@@ -131,6 +132,7 @@ void pack_lines(const float* from, int64_t line_stride, int64_t lines, int64_t k
 // of line i, sliver after sliver. The last one is filled up with zeros to a whole number of vectors, or to a sliver.
 template <int sliver, class T>
 void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to) {
+    // The lines are neighbours in memory: numbers are copied in rows, nothing is transposed.
     if (line_stride == 1) {
         for (int64_t first = 0; first < count; first += sliver, from += sliver, to += sliver * k) {
             const int lines = int(std::min<int64_t>(sliver, count - first));
@@ -144,6 +146,7 @@ void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, i
         }
         return;
     }
+    // Otherwise each line is contiguous, and `width` lines at a time are transposed in registers.
     for (int64_t first = 0; first < count; first += width, from += width * line_stride) {
         const int64_t lines = std::min<int64_t>(width, count - first);
         float* const out = to + first / sliver * sliver * k + first % sliver;

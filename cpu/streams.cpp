@@ -1,18 +1,18 @@
 // cpu/streams.cpp: streams and events of the CPU device.
 //
-// By default a stream runs its work at once, in order. In strict mode (CUDA_CPU_STRICT=seed) work is only noted down,
-// with what it has to wait for: the work before it in its stream, the events its stream was told to wait for, and the
-// legacy default stream's rule (it waits for all blocking streams and they for it). Which of the work that may run does
-// run, and when, is the seed's:
+// By default a stream runs its work at once, in order. In strict mode (CUDA_CPU_STRICT=seed) work is only put into a
+// list, with what it has to wait for: the work before it in its stream, the events its stream was told to wait for, and
+// the legacy default stream's rule (it waits for all blocking streams and they for it). The seed decides which of the
+// work that may run does run, and when:
 //
 //     seed 1, 4, 7, ...   as late as possible: when the program waits for something, only what that needs
 //     seed 2, 5, 8, ...   as early as possible: as soon as it is asked for; but copies from and to pinned memory, which
 //                         the host could see, when they are needed
 //     seed 3, 6, 9, ...   at random, when the program waits for something; by the three ways of RandomOrder
 //
-// So a missing wait shows as a wrong result, and work that the program does not wait for does not happen. That alone
-// would find many missing waits by luck only; cpu/races.cpp finds each, under every seed, from the clocks that
-// operations carry.
+// So a missing wait can give a wrong result, and work that the program does not wait for does not run. But this alone
+// would find many missing waits only by chance; cpu/races.cpp finds each of them, under every seed, from the vector
+// clocks of the operations.
 #include "races.h"
 
 #include <algorithm>
@@ -91,7 +91,7 @@ uint64_t n_operations = 0;
 // the device does not see (a join, a mutex), and each rank has memory and streams of its own.
 VectorClock host_clock;
 std::vector<uint64_t> counts;     // operations so far that touch memory, by the stream's place in clocks
-std::vector<size_t> free_places;  // of streams that are gone
+std::vector<size_t> free_places;  // of streams that have been destroyed
 
 DeviceState& state_of(int device) {  // with the mutex held
     DeviceState& state = devices[device];
@@ -118,6 +118,7 @@ std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, cons
     operation->number = ++n_operations;
     operation->work = std::move(work);
     if (stream.last) operation->after.push_back(stream.last);
+    // The legacy default stream waits for all blocking streams, and they wait for it.
     if (&stream == &state.default_stream) {
         for (Stream* other : state.streams)
             if (other->blocking && other->last) operation->after.push_back(other->last);
@@ -125,6 +126,7 @@ std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, cons
         operation->after.push_back(state.default_stream.last);
     }
     const size_t place = place_in_clocks(stream);
+    // The operation comes after all that the host has waited for, and after the operations it has to wait for.
     operation->clock = host_clock;
     for (const auto& earlier : operation->after) operation->clock.join(earlier->clock);
     const auto touches = [](const Access& access) { return access.bytes > 0; };
@@ -141,8 +143,8 @@ std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, cons
 }
 
 // How the next operation is chosen during one wait, at random. Each of the three finds mistakes that the others seldom
-// find: only what the program waits for (what does it not wait for, and should?); by a random priority of each stream,
-// so that one runs far ahead of another (what is overwritten while it is still read?); at random each time.
+// find: only what the program waits for (finds waits that are missing); by a random priority of each stream, so that
+// one runs far ahead of another (finds what is overwritten while it is still read); at random each time.
 struct RandomOrder {
     enum { needed_only, by_stream, any } kind;
     uint64_t salt = strict_random();
@@ -158,8 +160,8 @@ struct RandomOrder {
     }
 };
 
-// The program waits for one operation, or for all of a device if there is no such target; or for nothing: then work
-// runs that need not wait.
+// The program waits for one operation, or, without a target, for all of a device. If it waits for nothing, work that
+// may run early is run.
 class Wait {
   public:
     struct ForNothing {};
@@ -262,7 +264,8 @@ void wait_for(const std::shared_ptr<Operation>& target) {
     host_clock.join(target->clock);
 }
 
-// Is it done? If not, one operation is run before the answer: a program that asks until it is done must get there.
+// Whether it is done. If not, one operation is run before the answer, so that a program that asks again and again comes
+// to an end.
 bool poll(const std::shared_ptr<Operation>& operation) {
     std::unique_lock lock(mutex);
     if (!operation || operation->state == Operation::done) {
@@ -343,7 +346,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     cudaStreamSynchronize(stream);
     const std::lock_guard lock(mutex);
     std::erase(state_of(stream->device).streams, stream);
-    if (stream->has_place) free_places.push_back(stream->in_clocks);  // all that it did is in the host's clock
+    if (stream->has_place) free_places.push_back(stream->in_clocks);  // all of its operations are in the host's clock
     delete stream;
     return cudaSuccess;
 }
@@ -391,7 +394,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
-    delete event;  // the operation that it was recorded as lives on by itself
+    delete event;  // the operation that it was recorded as still exists
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {

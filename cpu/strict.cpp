@@ -5,7 +5,8 @@
 //
 // The end is on a 16-byte boundary (the widest load a kernel may use), so up to 15 bytes may lie between an
 // allocation's last byte and the page's end. They hold the canary 0xff, like the rest of the page before the
-// allocation: read as floats they are NaN, and whether anyone wrote there is checked after every block and kernel.
+// allocation: read as floats they are NaN, and after every block and kernel it is checked that they have not been
+// written to.
 #include "races.h"
 
 #include <signal.h>
@@ -100,7 +101,7 @@ bool start_strict_mode() {
     const bool on = seed && *seed;
     if (on) random_state = mixed(std::strtoull(seed, nullptr, 10) + 1);
     struct sigaction now {};
-    // Somebody else's handler (a sanitizer's) stays, except while strict mode runs a kernel.
+    // Another handler (such as a sanitizer's) stays installed, except while strict mode runs a kernel.
     if (sigaction(SIGSEGV, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) catch_faults();
     return on;
 }
