@@ -5,6 +5,7 @@
 
 Tensor SavedTaker::recomputable(const char* what, int64_t columns) {
     if (!shared_) return arena_.take(what, dtype_, {N, columns});
+    // Selective recomputation: the first block takes the tensors, and the others get the same ones in the same order.
     if (next_ == tensors_.size()) tensors_.push_back(arena_.take(what, dtype_, {N, columns}));
     return tensors_[next_++];
 }
@@ -24,7 +25,7 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
     take.begin_block();
     saved.norm1 = take_norm(model, take, input, take.recomputable("norms", c.C));
     model.attention->take_saved(take, c, saved.attention);
-    const Tensor sum = take.keep("residual stream", c.C);
+    const Tensor sum = take.keep("residual stream", c.C);  // after attention: norm2 adds, and its backward reads it
     saved.norm2 = take_norm(model, take, sum, take.recomputable("norms", c.C));
     model.feed_forward->take_saved(take, c, saved.feed_forward);
     return saved;
@@ -65,7 +66,7 @@ Activations take(const Model& model, int64_t B, int64_t T, const Recompute& reco
     acts.embedded = arena.take("residual stream", dtype, {N, c.C});
     acts.losses = arena.take("losses", DType::f32, {N});
     take_blocks(model, acts, n, keep_inputs, arena);
-    SavedTaker final_norm(arena, dtype, B, T, false);
+    SavedTaker final_norm(arena, dtype, B, T, false);  // there is one final norm: nothing to share
     const Tensor sum = final_norm.keep("residual stream", c.C);
     acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep("norms", c.C));
     acts.logits = arena.take("logits", dtype, {N, c.V_padded()});
@@ -112,6 +113,7 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
         model.attention->take_gradients(take, c, workspace.dattention);
         model.feed_forward->take_gradients(take, c, workspace.dfeed_forward);
         workspace.embedding_scratch = arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N)});
+        // One piece of scratch for all layers: its contents are needed within a single call only.
         scratch_n = std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
                               model.attention->scratch_n(c, B, T), model.feed_forward->scratch_n(c, B, T)});
     }

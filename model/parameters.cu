@@ -5,6 +5,7 @@
 
 void Placer::begin_unit(const std::string& name) {
     end_unit();
+    // Parameters are placed twice: first to count elements, then, when the memory is there, to point into it.
     if (counting_) model_.units.push_back({.name = name, .offset = n_});
     unit_ = unit_ == kNone ? 0 : unit_ + 1;
     unit_offset_ = n_;
@@ -28,7 +29,7 @@ Tensor Placer::next_elements(const Tensor& unit, std::initializer_list<int64_t> 
 }
 Placer::Place Placer::take(std::initializer_list<int64_t> dims) {
     const Place place{next_elements(weights_, dims), next_elements(grads_, dims), next_elements(masters_, dims), n_};
-    n_ = round_up(n_ + place.value.n(), 64);  // 256 bytes in f32, 128 in 16 bits
+    n_ = round_up(n_ + place.value.n(), 64);  // the next one is aligned to 256 bytes in f32, to 128 in 16 bits
     return place;
 }
 
@@ -55,6 +56,7 @@ Norm Placer::norm(const std::string& prefix, int64_t C, bool bias) {
 
 Linear Placer::linear(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t C, bool bias,
                       bool transposed) {
+    // One matrix product for all parts, whose rows lie one part after the other; each part has its name in checkpoints.
     int64_t O = 0;
     for (const auto& part : parts) O += part.second;
     const Place weight = take({O, C});
@@ -121,7 +123,7 @@ int64_t place_parameters(Model& model, bool counting) {
     }
     placer.begin_unit("head");
     model.final_norm = placer.norm(gpt2 ? "transformer.ln_f" : "model.norm", c.C, gpt2);
-    if (c.tied) {
+    if (c.tied) {  // one matrix: both uses add to the same gradient
         model.head.weight = model.wte, model.head.dweight = model.dwte;
     } else {
         const Placer::Place head = placer.take({c.V_padded(), c.C});
@@ -169,6 +171,7 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     model.attention = &find_attention(config.attention);
     model.feed_forward = &find_feed_forward(config.feed_forward);
     model.weights.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
+    // Count, divide among the ranks, take the memory, and place again.
     model.n = place_parameters(model, true);
     model.shard_units(sharding, config.tied);
     model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer,
@@ -201,6 +204,7 @@ void quantise_block(const Model& model, int64_t l, cudaStream_t stream) {
 void quantise_weights(const Model& model, cudaStream_t stream) {
     if (model.precision.fp8 == Fp8Recipe::none || model.sharding.shards_weights()) return;
     for (int64_t l = 0; l < model.config.L; ++l) {
+        // On many ranks the weights may still be on their way from the rank that updated them.
         if (model.data_parallel) model.data_parallel->gather(model, block_unit(l), -1, stream);
         quantise_block(model, l, stream);
     }
@@ -208,6 +212,7 @@ void quantise_weights(const Model& model, cudaStream_t stream) {
 
 void advance_fp8(const Model& model, cudaStream_t stream) {
     if (!model.fp8_states) return;
+    // Each rank has seen the largest values of its own sequences only.
     if (model.data_parallel)
         model.data_parallel->comm().all_reduce(model.fp8_states, model.fp8_states, ReduceOp::max, stream);
     fp8_advance(model.fp8_states, stream);

@@ -1,18 +1,14 @@
 // model/recompute.cu: activations that are not kept, but computed again in the backward: by the same kernels from the
-// same numbers,
-// so with the same bits.                                                            (Chen et al. 2016,
-// arXiv:1604.06174)
+// same numbers, so with the same bits.                                       (Chen et al. 2016, arXiv:1604.06174)
 //
-//   none        all activations of L blocks
-//   N           the input of every N-th block, and all activations of N blocks at a time: in the backward the forward
-//   of N blocks
-//               is run again from their kept input, then their backward
-//   full        N = 1
-//   selective   all but what is cheap to compute again: the outputs of norms and of activation functions. The blocks
-//   share one
-//               tensor for each, which is filled again before a block's backward. (Korthikanti et al. 2022,
-//               arXiv:2205.05198, use this word for computing the core of attention again. Flash attention does that in
-//               any case.)
+//   none        all activations of L blocks are kept.
+//   N           the input of every N-th block is kept, and all activations of N blocks at a time: in the backward, the
+//               forward of N blocks is run again from their kept input, then their backward.
+//   full        N = 1.
+//   selective   all is kept but what is cheap to compute again: the outputs of norms and of activation functions. The
+//               blocks share one tensor for each, which is filled again before a block's backward. (Korthikanti et al.
+//               2022, arXiv:2205.05198, use this word for computing the core of attention again. Flash attention does
+//               that in any case.)
 //
 // THE LAW. A block's input takes s bytes, all its activations b. With N, L/N inputs and N blocks are there at once:
 //

@@ -1,12 +1,10 @@
-// halving_all_reduce.cu: recursive halving, then recursive doubling.
-// (Thakur, Rabenseifner & Gropp 2005)
+// halving_all_reduce.cu: recursive halving, then recursive doubling.          (Thakur, Rabenseifner & Gropp 2005)
 //
 // For p = 2^k ranks. In each round a rank meets the one whose number differs in one bit, and they divide between them
 // the range that both still work on:
 //
-//   halving     bit p/2, p/4, ..., 1:   each keeps one half of its range, sends the other half,
-//   and adds what it receives.
-//               Ranges: N, N/2, N/4, ..., N/p: a reduce-scatter.
+//   halving     bit p/2, p/4, ..., 1:   each keeps one half of its range, sends the other half, and adds what it
+//                                       receives. Ranges: N, N/2, N/4, ..., N/p: a reduce-scatter.
 //   doubling    bit 1, 2, ..., p/2:     the same meetings backwards, each sends its range of whole sums: an all-gather.
 //
 //     rank 0  [0 1 2 3]   -> [0 1 . .]  -> [0 . . .]  -> [0 1 . .]  -> [0 1 2 3]
@@ -31,6 +29,7 @@ void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStr
     const Tensor inbox = is_extra ? Tensor{} : comm.scratch(0, sum.dtype, sum.n());
     if (comm.counting()) return;
 
+    // The extra ranks give their numbers to a partner, and have no other part in it than to wait for the result.
     if (is_extra) {
         send_tensor(comm, sum, r - 1, stream);
         recv_tensor(comm, out, r - 1, stream);
@@ -40,8 +39,9 @@ void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStr
         recv_tensor(comm, inbox, r + 1, stream);
         reduce_into(sum, inbox, op, stream);
     }
-    const int v = r < 2 * n_extra ? r / 2 : r - n_extra;
+    const int v = r < 2 * n_extra ? r / 2 : r - n_extra;  // this rank's number among the p that go on
 
+    // Halving. Low and high halves may differ by one element.
     Range mine{0, sum.n()};
     std::vector<Range> before;  // the ranges of the rounds, for the way back
     for (int bit = p / 2; bit > 0; bit /= 2) {
@@ -59,6 +59,7 @@ void halving_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStr
         mine = keep;
     }
     narrowed(out, sum, mine, stream);
+    // Doubling: the same partners in the opposite order. Together the two have what they divided in that round.
     for (int bit = 1; bit < p; bit *= 2) {
         const Range both = before.back();
         before.pop_back();

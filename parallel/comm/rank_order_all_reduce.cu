@@ -25,6 +25,7 @@ void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, Re
     if (owner) parts = comm.scratch(slot, inp.dtype, piece_of(n, group.n_owners, 0).n * n_members);
     if (comm.counting()) return;
 
+    // All messages are one group: any order of arrival is right, because each has its own place in `parts`.
     comm.transport().group_start();
     for (int j = 0; j < group.n_owners; ++j) {
         const Range range = piece_of(n, group.n_owners, j);
@@ -36,6 +37,7 @@ void reduce_to_owners(Comm& comm, const Group& group, Tensor out, Tensor inp, Re
             recv_tensor(comm, part_of(parts, j * mine.n, mine.n), group.members[static_cast<size_t>(j)], stream);
     comm.transport().group_end();
     if (mine.n == 0) return;
+    // This rank's own numbers take their place among the others', so that the kernel adds in the order of the ranks.
     copy_tensor(part_of(parts, group.me * mine.n, mine.n), part_of(inp, mine.first, mine.n), stream);
     reduce_rows(out, part_of(parts, 0, n_members * mine.n), n_members, op, stream);
 }

@@ -1,5 +1,4 @@
-// ring_all_reduce.cu: all_reduce around a ring.                              (Patarasuk & Yuan 2009,
-// doi:10.1016/j.jpdc.2008.09.002)
+// ring_all_reduce.cu: all_reduce around a ring.            (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)
 //
 // Rank r only ever sends to r + 1 and receives from r - 1 (mod n). The tensor is divided into n pieces.
 //
@@ -17,8 +16,8 @@
 //     a0 B   c02    a01 b1 C      A  b12  c2               rank r holds piece r + 1
 //
 // Each rank sends 2 (n-1)/n N bytes in 2 (n-1) messages, all links are busy all the time, and none is used by two. The
-// additions: piece j is ((x_j + x_j+1) + ...) + x_j-1, an order of its own for each piece.
-// 16-bit sums travel in float32 in the first half.
+// additions: piece j is ((x_j + x_j+1) + ...) + x_j-1, an order of its own for each piece. 16-bit sums travel in
+// float32 in the first half.
 #include "parallel/comm/transport.h"
 
 void ring_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
@@ -31,6 +30,8 @@ void ring_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream
     const Tensor inbox = comm.scratch(0, sum.dtype, piece(sum, 0).n());  // no piece is longer than the first
     if (comm.counting()) return;
 
+    // Reduce-scatter. Both messages of a step are one group: each rank sends before it has received, so no rank waits
+    // for another one's send.
     for (int s = 0; s < n - 1; ++s) {
         const Tensor mine = piece(sum, r - s - 1), theirs = part_of(inbox, 0, mine.n());
         comm.transport().group_start();
@@ -39,7 +40,8 @@ void ring_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream
         comm.transport().group_end();
         reduce_into(mine, theirs, op, stream);
     }
-    narrowed(out, sum, piece_of(out.n(), n, next), stream);
+    narrowed(out, sum, piece_of(out.n(), n, next), stream);  // back to 16 bits, before the sums travel again
+    // All-gather. Each piece is received in its final place.
     for (int s = 0; s < n - 1; ++s) {
         comm.transport().group_start();
         send_tensor(comm, piece(out, r + 1 - s), next, stream);

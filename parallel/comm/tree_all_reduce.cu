@@ -41,6 +41,7 @@ void tree_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream
     Tensor theirs;  // what a child sends
     if (mine > 1 && v + 1 < n) theirs = comm.scratch(0, sum.dtype, sum.n());
     if (comm.counting()) return;
+    // A rank has one buffer for all its children: the next one's numbers arrive when the last one's have been added.
     for (int bit = 1; bit < mine && v + bit < n; bit *= 2) {
         recv_tensor(comm, theirs, v + bit, stream);
         reduce_into(sum, theirs, op, stream);

@@ -4,8 +4,7 @@
 // With k machines of m ranks:
 //
 //   1. reduce-scatter inside each machine:   its rank i holds the machine's sum of piece i of m.
-//   2. all-reduce between machines:          the ranks i of all machines add their pieces;
-//   m of these go on side by side.
+//   2. all-reduce between machines:          the ranks i of all machines add their pieces; m of these run at once.
 //   3. all-gather inside each machine.
 //
 //     machine 0   ranks 0 1     1. a01 b01     2. A   B       3. AB AB
@@ -21,12 +20,13 @@
 #include <algorithm>
 
 void two_level_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) {
-    std::map<int, std::vector<int>> machines;
+    std::map<int, std::vector<int>> machines;  // by number: their ranks
     for (int i = 0; i < comm.size; ++i) machines[comm.node_of(i)].push_back(i);
     const std::vector<int>& mine = machines[comm.node_of(comm.rank)];
     size_t m = mine.size();
     for (const auto& [machine, ranks] : machines) m = std::min(m, ranks.size());
 
+    // Inside, the first m ranks own a piece each; between machines, those who own piece `me` form a group.
     const int me = static_cast<int>(std::find(mine.begin(), mine.end(), comm.rank) - mine.begin());
     const Group inside{mine, me, static_cast<int>(m)};
     Group between{{}, 0, static_cast<int>(machines.size())};
@@ -36,6 +36,7 @@ void two_level_all_reduce(Comm& comm, Tensor out, Tensor inp, ReduceOp op, cudaS
     Tensor sum;
     if (owner) {
         const DType wide = inp.dtype == DType::i32 ? DType::i32 : DType::f32;
+        // A float32 sum can lie in its place in `out` at once; a 16-bit tensor's needs memory of its own.
         sum = inp.dtype == wide ? part_of(out, range.first, range.n) : comm.scratch(1, wide, range.n);
         for (const auto& [machine, ranks] : machines) {
             if (ranks[static_cast<size_t>(me)] == comm.rank) between.me = static_cast<int>(between.members.size());
