@@ -18,12 +18,13 @@
 // floor = peak * min_ratio. Beyond `steps` the rate stays as in the last step.
 
 struct Schedule {
-    std::string name = "cosine";  // constant, linear, cosine, wsd
+    std::string name = "cosine";  // one of schedule_names()
     double peak = 1e-3, min_ratio = 0.1, decay_fraction = 0.2;
     int64_t warmup = 0, steps = 1;
 };
 double learning_rate(const Schedule& schedule, int64_t step);
 void check_schedule(const Schedule& schedule);  // Error for an unknown name, warmup > steps, ...
+std::vector<std::string> schedule_names();
 
 // ---------------------------------------------------------------------------------------------------------------------
 // grad_clip.cu: clipping by the global norm                                   (Pascanu et al. 2013, arXiv:1211.5063)

@@ -13,9 +13,48 @@
 #include <cmath>
 #include <numbers>
 
+namespace {
+
+// The fraction of a straight way from step `start` to the last step that is complete at step s. It never divides by 0:
+// where s > start, steps > start.
+double done(const Schedule& schedule, double s, double start) {
+    return s <= start ? 0.0 : (s - start) / (static_cast<double>(schedule.steps) - start);
+}
+
+double constant(const Schedule&, double) { return 0; }
+double linear(const Schedule& schedule, double s) { return done(schedule, s, static_cast<double>(schedule.warmup)); }
+double cosine(const Schedule& schedule, double s) { return (1 - std::cos(std::numbers::pi * linear(schedule, s))) / 2; }
+double wsd(const Schedule& schedule, double s) {
+    const double decay_start = static_cast<double>(schedule.steps) * (1 - schedule.decay_fraction);
+    return done(schedule, s, std::max(static_cast<double>(schedule.warmup), decay_start));
+}
+
+// descent: 0 where the rate is at its peak, 1 where it is at the floor; for warmup < s <= steps.
+struct Entry {
+    const char* name;
+    double (*descent)(const Schedule& schedule, double s);
+};
+constexpr Entry kTable[] = {{"constant", constant}, {"linear", linear}, {"cosine", cosine}, {"wsd", wsd}};
+
+const Entry& entry(const std::string& name) {
+    std::string names;
+    for (const Entry& e : kTable) {
+        if (name == e.name) return e;
+        names += concat(names.empty() ? "" : ", ", e.name);
+    }
+    fail("unknown schedule '", name, "': use one of ", names);
+}
+
+}  // namespace
+
+std::vector<std::string> schedule_names() {
+    std::vector<std::string> names;
+    for (const Entry& e : kTable) names.push_back(e.name);
+    return names;
+}
+
 void check_schedule(const Schedule& s) {
-    const bool known = s.name == "constant" || s.name == "linear" || s.name == "cosine" || s.name == "wsd";
-    check(known, "unknown schedule '", s.name, "': use constant, linear, cosine or wsd");
+    entry(s.name);
     // Written so that a NaN fails, too.
     check(s.peak >= 0 && std::isfinite(s.peak), "the learning rate is ", s.peak, ": it must be a number >= 0");
     check(s.min_ratio >= 0 && s.min_ratio <= 1, "the schedule's final ratio is ", s.min_ratio,
@@ -31,16 +70,10 @@ double learning_rate(const Schedule& schedule, int64_t step) {
     check_schedule(schedule);
     check(step >= 1, "learning_rate: step ", step, ": steps count from 1");
     const double floor = schedule.peak * schedule.min_ratio;
-    const double warmup = static_cast<double>(schedule.warmup), steps = static_cast<double>(schedule.steps);
-    const double s = std::min(static_cast<double>(step), steps);  // beyond the end: as in the last step
-    if (s <= warmup) return schedule.peak * s / warmup;           // never divides by 0: s is at least 1
-
-    // The fraction of the descent from peak to floor that is complete at s, for a descent that starts after step
-    // `start` and ends at `steps`. It never divides by 0: where s > start, steps > start.
-    const auto done = [&](double start) { return s <= start ? 0.0 : (s - start) / (steps - start); };
-    double descent = 0;
-    if (schedule.name == "linear") descent = done(warmup);
-    if (schedule.name == "cosine") descent = (1 - std::cos(std::numbers::pi * done(warmup))) / 2;
-    if (schedule.name == "wsd") descent = done(std::max(warmup, steps * (1 - schedule.decay_fraction)));
+    const double warmup = static_cast<double>(schedule.warmup);
+    // Beyond the end the rate is that of the last step.
+    const double s = static_cast<double>(std::min(step, schedule.steps));
+    if (s <= warmup) return schedule.peak * s / warmup;  // never divides by 0: s is at least 1
+    const double descent = entry(schedule.name).descent(schedule, s);
     return schedule.peak * (1 - descent) + floor * descent;  // exactly peak at 0, exactly floor at 1
 }

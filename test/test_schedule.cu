@@ -9,8 +9,6 @@
 
 namespace {
 
-const char* const kNames[] = {"constant", "linear", "cosine", "wsd"};
-
 Schedule make(const std::string& name, int64_t warmup = 10, int64_t steps = 110) {
     Schedule schedule;
     schedule.name = name;
@@ -28,7 +26,7 @@ bool near(double a, double b) { return std::abs(a - b) <= 8 * 0x1p-53; }
 }  // namespace
 
 TEST_CASE("every schedule starts with a linear warmup", "[schedule]") {
-    for (const std::string name : kNames) {
+    for (const std::string& name : schedule_names()) {
         INFO(name);
         const Schedule schedule = make(name);
         CHECK(near(learning_rate(schedule, 1), 0.05));
@@ -64,7 +62,7 @@ TEST_CASE("schedules between the warmup and the end", "[schedule]") {
 }
 
 TEST_CASE("schedules at the end and beyond", "[schedule]") {
-    for (const std::string name : kNames) {
+    for (const std::string& name : schedule_names()) {
         INFO(name);
         const double last = name == "constant" ? 0.5 : 0.0625;
         for (int64_t s : {110, 111, 1000000}) CHECK(learning_rate(make(name), s) == last);
@@ -75,7 +73,7 @@ TEST_CASE("schedules at the end and beyond", "[schedule]") {
 }
 
 TEST_CASE("schedules without warmup, with nothing but warmup, of one step", "[schedule]") {
-    for (const std::string name : kNames) {
+    for (const std::string& name : schedule_names()) {
         INFO(name);
         const Schedule no_warmup = make(name, 0, 100);
         CHECK(learning_rate(no_warmup, 1) <= 0.5);
@@ -99,7 +97,7 @@ TEST_CASE("schedules without warmup, with nothing but warmup, of one step", "[sc
 }
 
 TEST_CASE("schedules rise to the peak, then never rise again and never jump", "[schedule]") {
-    for (const std::string name : kNames)
+    for (const std::string& name : schedule_names())
         for (int64_t warmup : {0, 1, 7, 50, 97})
             for (double fraction : {0.0, 0.2, 1.0}) {
                 INFO(name << ", warmup " << warmup << ", decay fraction " << fraction);

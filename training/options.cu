@@ -36,6 +36,23 @@ std::string value_of(const CLI::Option& option) {
     return option.count() > 0 ? option.results().back() : option.get_default_str();
 }
 
+// "sgd, momentum, ...", in lines of at most 88 characters.
+std::string listed(const std::vector<std::string>& names) {
+    std::string text;
+    size_t line = 0;  // where the last line begins
+    for (const std::string& name : names) {
+        if (text.empty()) {
+            text = name;
+        } else if (text.size() + name.size() + 3 <= line + 88) {
+            text += ", " + name;
+        } else {
+            line = text.size() + 2;
+            text += ",\n" + name;
+        }
+    }
+    return text;
+}
+
 // The text of a flag's value, as CLI11 is to read it; Error if it is none.
 template <class T>
 std::string checked_text(const char* flag, const std::string& text) {
@@ -51,7 +68,7 @@ struct Heading {
     CLI::App& app;
     const char* name;
     template <class T>
-    void option(const char* flag, T& value, const char* help) {
+    void option(const char* flag, T& value, const std::string& help) {
         app.add_option(flag, value, help)->group(name)->transform([flag](const std::string& text) {
             return checked_text<T>(flag, text);
         });
@@ -66,9 +83,7 @@ struct Heading {
 
 void add_model_options(CLI::App& app, TrainOptions& o) {
     Heading model{app, "Model"};
-    model.option("--model", o.model,
-                 "tiny, gpt2 (-medium, -large, -xl), llama-1b (-3b, -8b), qwen2.5-0.5b (-1.5b, -7b),\n"
-                 "qwen3-0.6b (-1.7b, -4b, -8b), deepseek-tiny (-1b), mfa-tiny (-1b), or a config.json");
+    model.option("--model", o.model, listed(preset_names()) + ", or a config.json");
     model.option("--init", o.init, "start from the weights of this Hugging Face folder (config.json + safetensors)");
     model.option("--tokenizer", o.tokenizer, "tokenizer.json for text; without it each byte is a token");
 }
@@ -154,12 +169,11 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
     Heading optimizer{app, "Optimisation"};
     optimizer.option("--lr", typed.lr,
                      "highest learning rate; default: the optimizer's own, for small models (adamw: 0.003)");
-    optimizer.option("--schedule", o.schedule.name, "of the learning rate: constant, linear, cosine or wsd");
+    optimizer.option("--schedule", o.schedule.name, "of the learning rate: " + listed(schedule_names()));
     optimizer.option("--warmup", o.schedule.warmup, "steps of linear warmup; -1: a twentieth of the steps");
     optimizer.option("--min-lr-ratio", o.schedule.min_ratio, "last learning rate / highest");
     optimizer.option("--decay-fraction", o.schedule.decay_fraction, "wsd: share of the steps that decay");
-    optimizer.option("--optimizer", o.optimizer,
-                     "sgd, momentum, nesterov, adagrad, rmsprop, adam, adamw, adafactor, lion, muon, adam8bit");
+    optimizer.option("--optimizer", o.optimizer, listed(optimizer_names()));
     optimizer.option("--weight-decay", typed.weight_decay,
                      "on matrices only; default: the optimizer's own, as for the next four");
     optimizer.option("--beta1", typed.beta1, "decay rate of the first moment (running mean of the gradients)");
