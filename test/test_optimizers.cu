@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <fstream>
+#include <set>
 
 #include "optim/optim.h"
 #include "reference.h"
@@ -130,7 +131,7 @@ TEST_CASE("every optimizer equals PyTorch's, or its paper's, over 50 steps", "[o
     REQUIRE(file.is_open());
     std::string line, word, title, name;
     std::getline(file, line);  // comment
-    int n_cases = 0;
+    std::set<std::string> tested;
     while (file >> word) {
         REQUIRE(word == "case");
         int layout_index = 0, n_options = 0;
@@ -175,9 +176,12 @@ TEST_CASE("every optimizer equals PyTorch's, or its paper's, over 50 steps", "[o
             for (int& code : codes) file >> code;
             CHECK((codes_of(optimizer, layout, state) == codes));
         }
-        ++n_cases;
+        tested.insert(name);
     }
-    CHECK(n_cases == 12);
+    for (const std::string& each : optimizer_names()) {
+        INFO(each);
+        CHECK(tested.count(each) == 1);
+    }
 }
 
 TEST_CASE("Adafactor equals float64 on matrices of many tiles", "[optim]") {
@@ -625,7 +629,6 @@ TEST_CASE("optimizers by name: an unknown one, an empty one, bad arguments", "[o
     CHECK_THAT(error_of_name("adam16"),
                ContainsSubstring("unknown optimizer 'adam16': use one of sgd, momentum, nesterov"));
     CHECK_THAT(error_of_name(""), ContainsSubstring("adam8bit"));
-    CHECK(optimizer_names().size() == 11);
     CHECK(default_learning_rate("adamw") == 3e-3);
     CHECK(default_learning_rate("sgd") > default_learning_rate("lion"));
     CHECK_THROWS_AS(default_learning_rate("adam16"), Error);
@@ -658,6 +661,7 @@ TEST_CASE("the states take the bytes that optim.h says", "[optim]") {
     const std::map<std::string, double> expected = {
         {"sgd", 0},   {"momentum", 4},     {"nesterov", 4}, {"adagrad", 4},  {"rmsprop", 4},      {"adam", 8},
         {"adamw", 8}, {"adafactor", 0.02}, {"lion", 4},     {"muon", 4.004}, {"adam8bit", 2.0313}};
+    CHECK(optimizer_names().size() == expected.size());
     for (const std::string& name : optimizer_names()) {
         INFO(name);
         OwnOptimizer optimizer(name, layout);
