@@ -23,6 +23,13 @@ Schedule make(const std::string& name, int64_t warmup = 10, int64_t steps = 110)
 // The rate of the last step, and beyond, of a warmup that ends before it.
 double end_of(const Schedule& s) { return s.name == "constant" ? s.peak : s.peak * s.min_ratio; }
 
+// The most that the rate falls in one step, as a part of peak - floor. A cosine is at most pi / 2 times as steep as a
+// line.
+double steepest_step(const Schedule& s) {
+    const double steps = static_cast<double>(s.steps), rest = steps - static_cast<double>(s.warmup);
+    return 1.6 / std::max(1.0, std::min(rest, s.name == "wsd" ? s.decay_fraction * steps : steps));
+}
+
 // A few roundings of numbers below 1.
 bool near(double a, double b) { return std::abs(a - b) <= 8 * 0x1p-53; }
 
@@ -105,16 +112,13 @@ TEST_CASE("schedules rise to the peak, then never rise again and never jump", "[
                 INFO(name << ", warmup " << warmup << ", decay fraction " << fraction);
                 Schedule schedule = make(name, warmup, 97);
                 schedule.decay_fraction = fraction;
-                const double way = name == "wsd" ? fraction * 97 : 97.0;
-                const double steepest = 1.0 / std::max(1.0, std::min(97.0 - static_cast<double>(warmup), way));
                 bool good = true;
                 for (int64_t s = 2; s <= 120; ++s) {
                     const double before = learning_rate(schedule, s - 1), now = learning_rate(schedule, s);
                     const double least = 0.0625 * std::min(1.0, 8.0 * static_cast<double>(s) / 97);
                     good = good && now >= least - 1e-15 && now <= 0.5;
                     good = good && (s <= warmup ? now > before : now <= before);
-                    // A cosine is at its steepest pi / 2 times as steep as the line.
-                    if (s > warmup) good = good && before - now <= 0.4375 * 1.6 * steepest;
+                    if (s > warmup) good = good && before - now <= 0.4375 * steepest_step(schedule);
                 }
                 CHECK(good);
             }
