@@ -6,7 +6,7 @@
 //   heads_h = sum over s of softmax(q_h . rope(key_s) / sqrt(D)) value_s
 //   out     = linear(heads)
 //
-// The cache holds one key and one value, as with MQA: 2 D numbers a token and layer. What makes heads differ is the
+// The cache holds one key and one value, as with MQA: 2 D numbers per token and layer. What makes heads differ is the
 // query, and its matrix is factored: all heads share the first factor (C to q_rank), so that more and wider heads cost
 // H D q_rank weights instead of H D C.
 #include "model/sublayer.h"

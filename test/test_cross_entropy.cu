@@ -121,7 +121,7 @@ TEST_CASE("cross_entropy writes exact zeros where there is no gradient", "[cross
 
 TEST_CASE("cross_entropy with extreme logits", "[cross_entropy]") {
     for (DType dtype : kFloatDTypes)
-        for (int64_t V : {5, 1030}) {  // a thread a row, and a warp
+        for (int64_t V : {5, 1030}) {  // one thread per row, and one warp per row
             const double big = rounded({1e4}, dtype)[0];
             std::vector<double> x(static_cast<size_t>(4 * V), -big);
             const size_t row = static_cast<size_t>(V);

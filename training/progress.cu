@@ -1,4 +1,4 @@
-// training/progress.cu: what a person sees of a run: the first lines, a line a step, samples of text, the logs,
+// training/progress.cu: what a person sees of a run: the first lines, one line per step, samples of text, the logs,
 // the plot.
 #include "training/training.h"
 

@@ -29,7 +29,7 @@ constexpr int kProjectRows = 8;    // warps of a thread block, a row each
 constexpr int kColumns = 128;      // threads of a thread block, a column each
 constexpr int64_t kSumRows = 256;  // rows that a thread adds up
 
-// error = M = error + grads;  P = M Q. A warp a row.
+// error = M = error + grads;  P = M Q. One warp per row.
 __global__ void __launch_bounds__(kWarp* kProjectRows)
     project_kernel(float* p, float* error, const float* grads, const float* q, int64_t R, int64_t C, int r) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * kProjectRows + threadIdx.y;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(256) orthonormalise_kernel(float* p, float* al
     }
 }
 
-// Row y of sums (C, r each): M^T P over rows [256 y, 256 y + 256) of M. A thread a column of M.
+// Row y of sums (C, r each): M^T P over rows [256 y, 256 y + 256) of M. One thread per column of M.
 __global__ void __launch_bounds__(kColumns)
     transposed_kernel(float* sums, const float* m, const float* p, int64_t R, int64_t C, int r) {
     const int64_t c = static_cast<int64_t>(blockIdx.x) * kColumns + threadIdx.x;
