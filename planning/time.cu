@@ -6,6 +6,10 @@
 //   memory     bytes that all operations read and write / bandwidth
 //
 // and one in which they never overlap takes their sum. Real steps lie between, where their kernels reach the rates.
+//
+// On the CPU device the same cores compute and move, so that nothing overlaps; and all kernels but the products (norms,
+// attention, activation functions, the loss, the optimizer) compute for longer than a copy of their bytes would take:
+// kCpuLeast to kCpuMost times. They convert numbers of 16 bits to float32, so that each takes the time of 4 bytes.
 #include "model/sublayer.h"
 #include "planning/planning.h"
 
@@ -25,6 +29,9 @@ struct DeviceSpec {
     double bytes_per_s;
     double bytes;
     const char* source;
+    // All but the products takes so many times as long as its bytes, at least and at most, and then products wait.
+    // 0: it takes as long as its bytes, at the same time as products.
+    double rest_least = 0, rest_most = 0;
 };
 const DeviceSpec kSpecs[] = {
     {"h200", 66.9e12, 989.4e12, 1978.9e12, 4.8e12, 141e9,
@@ -33,6 +40,19 @@ const DeviceSpec kSpecs[] = {
     {"a100", 19.5e12, 312e12, 0, 2.039e12, 80e9, "NVIDIA A100 80GB data sheet (SXM)"},
     {"4090", 82.6e12, 165.2e12, 330.3e12, 1.008e12, 24e9, "NVIDIA Ada GPU architecture white paper, appendix A"},
 };
+
+// Calibrated on two cores of an AMD EPYC (Zen 3, g++ 12, 117 GFLOP/s and 22 GB/s as rates.cu measures them), where
+// these steps then ran; batches of 16 x 128 tokens in float32 where nothing else is said:
+//
+//                                           planned tokens/s      measured
+//   tiny, the default run                   8.3k to 14.2k         13.7k
+//   tiny, --dtype bf16                      8.1k to 14.2k         12.7k
+//   tiny, --batch 4 --seq 512               8.1k to 13.2k          9.5k
+//   deepseek-tiny                           8.2k to 14.3k         10.5k
+//   mfa-tiny                                7.6k to 12.5k          9.8k
+//   a GPT-2 of 4 layers, width 192          4.9k to  7.2k          6.2k
+//   a LLaMA of 6 layers, width 512, x 4     0.51k to 0.76k         0.80k
+constexpr double kCpuLeast = 2, kCpuMost = 6;
 
 // nullptr for "this", which has to be measured.
 const DeviceSpec* named_spec(const std::string& name) {
@@ -47,8 +67,16 @@ DeviceSpec find_spec(const std::string& name, DType dtype) {
     size_t free_bytes = 0, device_bytes = 0;
     cudaCheck(cudaMemGetInfo(&free_bytes, &device_bytes));
     const double rate = measure_matmul_rate(dtype);
-    return {device().name.c_str(), rate, rate, 0, measure_copy_rate(), static_cast<double>(device_bytes),
-            "measured just now"};
+    const double slower = device().is_cpu ? 4 / static_cast<double>(dtype_bytes(dtype)) : 0;
+    return {device().name.c_str(),
+            rate,
+            rate,
+            0,
+            measure_copy_rate(),
+            static_cast<double>(device_bytes),
+            "measured just now",
+            slower * kCpuLeast,
+            slower * kCpuMost};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -131,14 +159,17 @@ void print_time(Trainer& t) {
                  fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
     const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate,
                  move = cost.bytes / spec.bytes_per_s;
-    const double least = std::max(compute, move), most = compute + move;
+    const bool overlaps = spec.rest_least == 0;
+    const double least = overlaps ? std::max(compute, move) : compute + spec.rest_least * move,
+                 most = compute + (overlaps ? 1 : spec.rest_most) * move;
     std::printf("on %s   %sFLOP/s", spec.name, human_count(rate).c_str());
     if (cost.fp8_flops > 0)
         std::printf(", in fp8 %s", spec.fp8 > 0 ? concat(human_count(fp8_rate), "FLOP/s").c_str() : "no faster");
     std::printf(", %sB/s (%s)\n", human_count(spec.bytes_per_s).c_str(), spec.source);
-    std::printf("  compute %s, memory %s: a step takes %s to %s, %s to %s tokens/s\n", human_seconds(compute).c_str(),
-                human_seconds(move).c_str(), human_seconds(least).c_str(), human_seconds(most).c_str(),
-                human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
+    std::printf("  compute %s, memory %s", human_seconds(compute).c_str(), human_seconds(move).c_str());
+    if (!overlaps) std::printf(" (on a CPU %g to %g times that)", spec.rest_least, spec.rest_most);
+    std::printf(": a step takes %s to %s, %s to %s tokens/s\n", human_seconds(least).c_str(),
+                human_seconds(most).c_str(), human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
     const double total = static_cast<double>(t.memory.bytes());
     if (total > spec.bytes)
         std::printf(

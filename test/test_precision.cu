@@ -216,4 +216,9 @@ TEST_CASE("the plan has the famous figures", "[program][plan]") {
     const std::string large = plan("--model llama-8b --dtype bf16 --batch 1 --seq 8192 --device-spec h100");
     CHECK_THAT(large, ContainsSubstring("it does not fit"));
     CHECK_THAT(large, ContainsSubstring("NVIDIA H100 architecture white paper"));
+    CHECK_THAT(large, !ContainsSubstring("on a CPU"));
+    if (!device().is_cpu) return;
+    // On a CPU all but the products takes some times as long as its bytes; a number of 16 bits as long as one of 32.
+    CHECK_THAT(plan(""), ContainsSubstring("(on a CPU 2 to 6 times that)"));
+    CHECK_THAT(plan("--dtype bf16"), ContainsSubstring("(on a CPU 4 to 12 times that)"));
 }
