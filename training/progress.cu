@@ -86,7 +86,10 @@ void print_sample(Trainer& t, const RunData& data, const char* title) {
 }
 
 void draw_loss(const std::string& out) {
-    Plot plot{"Loss of " + out, "step", "loss (nats per token)", {}};
+    // The end of a long path tells runs apart; a title that is too wide would lose it.
+    constexpr size_t kMost = 60;
+    const std::string name = out.size() <= kMost ? out : "..." + out.substr(out.size() - kMost);
+    Plot plot{"Loss of " + name, "step", "loss (nats per token)", {}};
     Series train{"training", {}, {}}, val{"validation", {}, {}};
     train.thick = false;
     val.markers = true;
