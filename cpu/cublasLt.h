@@ -17,8 +17,9 @@
 // linear layer Y[N][OC] = X[N][C] W[OC][C]^T + b[OC] becomes Y^T = W X^T + b:  m = OC, n = N, k = C,  A = W with
 // CUBLAS_OP_T (its memory is a C x OC column-major matrix), B = X without.
 //
-// Epilogues save a pass over D, and the rounding in between: they see the float32 sums before D's type rounds them. The
-// bias has one element for each ROW of D (for each output channel, in the trick above). GELU is the tanh approximation.
+// Epilogues save a pass over D, and the rounding in between: they use the float32 sums before these are rounded to D's
+// type. The bias has one element for each ROW of D (for each output channel, in the trick above). GELU is the tanh
+// approximation.
 //
 // Names, numbers and rules are NVIDIA's, and what NVIDIA refuses is refused here, so that a program that runs on the
 // CPU does not fail on the GPU: CUBLAS_STATUS_INVALID_VALUE for arguments that contradict each other,
@@ -41,7 +42,7 @@
 // The compute type is CUBLAS_COMPUTE_32F, or one of its FAST_ or PEDANTIC variants, which all compute in plain float32
 // here; the scale type is CUDA_R_32F. No workspace is needed. The same call gives the same bits every time.
 // Not here: integer, double and complex types, the bit-mask RELU_AUX epilogues, Blackwell's scales for blocks of 16 and
-// 32 (fp8 and fp4), one scale a row, cublasLtMatrixTransform. A multiplication with a dimension of zero is refused.
+// 32 (fp8 and fp4), one scale per row, cublasLtMatrixTransform. A multiplication with a dimension of zero is refused.
 #pragma once
 
 #include <cstddef>
@@ -159,8 +160,8 @@ enum cublasLtPointerMode_t {
     CUBLASLT_POINTER_MODE_DEVICE = 1,  // ... when the stream reaches the multiplication
 };
 
-// How many scales an fp8 matrix has, and where they stand. k is cut into L = ceil(k / 128) blocks. The scales start on
-// a 16-byte boundary. Both A and B have block scales, or neither; not both of them 128 x 128.
+// How many scales an fp8 matrix has, and where they are stored. k is divided into L = ceil(k / 128) blocks. The scales
+// start on a 16-byte boundary. Both A and B have block scales, or neither; not both of them 128 x 128.
 enum cublasLtMatmulMatrixScale_t {
     CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0,  // one
     // One for each 1 x 128 block: that of row i of op(A) and block b is scale[b * m + i], for B scale[b * n + j].

@@ -1,8 +1,8 @@
 // cuda_bf16.h on the CPU: __nv_bfloat16, the upper half of a float32.
 //
 // Eight exponent bits, like float32, so that it covers the same range and gradients need no loss scaling; seven
-// mantissa bits: two to three decimal digits. cuda_fp16.h compares the formats and explains the
-// rounding; here the rounding is at its simplest, because a bfloat16 is a float32 without its last 16 bits.
+// mantissa bits: two to three decimal digits. cuda_fp16.h compares the formats and explains the rounding; here the
+// rounding is simplest, because a bfloat16 is a float32 without its last 16 bits.
 //
 // Every function has the name and the result of NVIDIA's. A NaN that is rounded becomes 0x7fff; widening to float
 // keeps all bits, the payload of a NaN included.
@@ -14,7 +14,7 @@ namespace cuda_cpu {
 
 constexpr uint16_t float_to_bfloat16_bits(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
-    const uint32_t rounded = SmallFloat<8, 7>::round(bits);  // the sign rides along; an overflow carries to infinity
+    const uint32_t rounded = SmallFloat<8, 7>::round(bits);  // keeps the sign; an overflow carries to infinity
     return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : rounded);
 }
 

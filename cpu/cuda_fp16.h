@@ -18,7 +18,7 @@
 // Conversions from float round to the nearest value, ties to the even code, as the GPU's cvt.rn does. All of them are
 // branch-free integer code plus at most one float addition, so that GCC turns a loop of them into vector instructions
 // (its own _Float16 and the F16C intrinsics stay scalar in a loop, g++ 12). A NaN becomes the one NaN that NVIDIA
-// writes: positive, all mantissa bits set. test/test_number_formats.cu holds every code against NVIDIA's conversions.
+// writes: positive, all mantissa bits set. test/test_number_formats.cu compares every code with NVIDIA's conversions.
 //
 // Arithmetic (+, __hadd, __hfma, ...) computes exactly or in float32 and rounds once, like the GPU's instructions.
 // Not here: conversions that round down, up or to zero; the transcendentals (hexp, hlog, ...): work in float instead.
@@ -45,12 +45,12 @@ struct SmallFloat {
     // The float32 bits of 2^exponent.
     static constexpr uint32_t power_of_two(int exponent) { return uint32_t(127 + exponent) << 23; }
 
-    // float32 bits of |x|  ->  code of the nearest magnitude. Beyond the largest finite code it simply counts on, as if
-    // there were more exponents: the caller decides what an overflow becomes. Not for NaN.
+    // float32 bits of |x|  ->  code of the nearest magnitude. Beyond the largest finite code it continues, as if there
+    // were more exponents: the caller decides what an overflow becomes. Not for NaN.
     static constexpr uint32_t round(uint32_t magnitude) {
         constexpr int dropped = 23 - mantissa_bits;
-        // Normal: add just under half a unit, plus one if the code below is odd, then cut. A carry out of the mantissa
-        // steps the exponent, which is what rounding up to the next power of two means.
+        // Normal: add just under half a unit, plus one if the code below is odd, then drop the lower bits. A carry out
+        // of the mantissa increments the exponent, which is what rounding up to the next power of two means.
         const uint32_t odd = (magnitude >> dropped) & 1;
         const uint32_t normal = (magnitude + ((1u << (dropped - 1)) - 1) + odd) >> dropped;
         if constexpr (bias == 127) return normal;  // bfloat16: float32's own exponents, subnormals included
@@ -67,7 +67,7 @@ struct SmallFloat {
     static constexpr uint32_t widen(uint32_t code) {
         const uint32_t shifted = code << (23 - mantissa_bits);
         if constexpr (bias == 127) return shifted;
-        // Subnormal: put the mantissa behind the hidden one of the smallest normal, and subtract that one again.
+        // Subnormal: append the mantissa to the implied 1 of the smallest normal number, and subtract that 1 again.
         constexpr uint32_t smallest_normal = power_of_two(1 - bias);
         const float subnormal = std::bit_cast<float>(shifted | smallest_normal) - std::bit_cast<float>(smallest_normal);
         const bool is_subnormal = code < (1u << mantissa_bits);
@@ -89,9 +89,9 @@ constexpr float half_bits_to_float(uint16_t code) {
     return std::bit_cast<float>(magnitude > SmallFloat<5, 10>::infinity ? 0x7fffffff : bits);
 }
 
-// double -> float, "to odd": an inexact result takes the neighbour whose last bit is 1. That bit remembers that there
-// was more, so that rounding again, to a format at least two bits shorter, gives what one rounding would have given
-// (plain rounding twice can land on a tie that was none). Not for NaN.
+// double -> float, "to odd": an inexact result takes the neighbour whose last bit is 1. That bit records that the
+// result was inexact, so that rounding again, to a format at least two bits shorter, gives the same as rounding once
+// (with two ordinary roundings, the first can create a tie that the exact value is not). Not for NaN.
 constexpr float round_to_odd(double x) {
     const float nearest = float(x);
     if (double(nearest) == x) return nearest;
@@ -99,7 +99,7 @@ constexpr float round_to_odd(double x) {
     return std::bit_cast<float>((std::bit_cast<uint32_t>(nearest) - (too_far ? 1 : 0)) | 1);
 }
 
-// An integer as a double; those of more than 53 bits are rounded to odd for the same reason.
+// An integer as a double; integers of more than 53 bits are rounded to odd for the same reason.
 template <std::integral Integer>
 constexpr double integer_to_double(Integer value) {
     constexpr int64_t exact = int64_t(1) << 53;
@@ -155,7 +155,7 @@ struct Arithmetic {
     friend constexpr bool __hgt(Number a, Number b) { return float(a) > float(b); }
     friend constexpr bool __hge(Number a, Number b) { return float(a) >= float(b); }
 
-    // A NaN loses against a number, and -0 is below +0.
+    // If one operand is NaN, the result is the other; -0 is below +0.
     friend constexpr Number __hmax(Number a, Number b) {
         if (__hisnan(a) && __hisnan(b)) return from_bits(0x7fff);
         if (__heq(a, b)) return from_bits(bits(a) & bits(b));
@@ -166,7 +166,7 @@ struct Arithmetic {
         if (__heq(a, b)) return from_bits(bits(a) | bits(b));
         return __hisnan(b) || __hlt(a, b) ? a : b;
     }
-    // The same, but a NaN wins.
+    // The same, but if one operand is NaN, the result is NaN.
     friend constexpr Number __hmax_nan(Number a, Number b) {
         return __hisnan(a) || __hisnan(b) ? from_bits(0x7fff) : __hmax(a, b);
     }

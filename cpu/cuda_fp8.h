@@ -5,8 +5,8 @@
 //     e5m2   2 mantissa bits, largest 57344, infinity and NaN as in IEEE 754, the upper half of a __half:
 //            gradients, where the range matters
 //
-// Both live from scaling: a tensor is multiplied by a factor that moves its largest value near the largest code, and
-// the matrix multiplication divides it out again (cublasLt.h, the SCALE_POINTER attributes).
+// Both need scaling: a tensor is multiplied by a factor that moves its largest value near the largest code, and the
+// matrix multiplication divides its result by the factor (cublasLt.h, the SCALE_POINTER attributes).
 //
 // A value too large for the format depends on the saturation mode: __NV_SATFINITE gives the largest finite value, for
 // infinity too; __NV_NOSAT gives infinity (e5m2) or NaN (e4m3). The classes' constructors saturate. All conversions
@@ -76,7 +76,7 @@ constexpr __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t x, __nv_fp
 
 namespace cuda_cpu {
 
-// Straight to float, without the stop at half: faster in a loop.
+// Directly to float, not through half: faster in a loop.
 constexpr float fp8_bits_to_float(__nv_fp8_storage_t x, __nv_fp8_interpretation_t interpretation) {
     if (interpretation == __NV_E5M2) return half_bits_to_float(uint16_t(x << 8));
     const uint32_t bits = SmallFloat<4, 3>::widen(x & 0x7f) | uint32_t(x & 0x80) << 24;

@@ -3,12 +3,12 @@
 // Read cpu/README.md first. In short: a kernel launch runs the kernel once for each thread of each block. The blocks of
 // a grid are spread over OpenMP threads. The threads of one block run one after the other in a plain loop (run_threads,
 // below), which the compiler inlines the kernel into and vectorises. Only when a thread meets a barrier or a warp
-// exchange does it need a stack of its own: then it becomes a fiber, and the loop goes on in another one
+// exchange does it need a stack of its own: then it becomes a fiber, and the loop continues in another one
 // (cpu/block.cpp).
 //
-// threadIdx and friends are static thread-local variables of each translation unit. That they never leave it is what
-// lets the compiler keep them in registers and vectorise the loop. It also means: device functions in headers must be
-// static or in an anonymous namespace (a function that the linker merges would see another file's threadIdx).
+// threadIdx and the like are static thread-local variables of each translation unit. Because no other unit can see
+// them, the compiler may keep them in registers and vectorise the loop. Therefore device functions in headers must be
+// static or in an anonymous namespace (a function that the linker merges would use another file's threadIdx).
 #pragma once
 
 #include <cfloat>
@@ -33,7 +33,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The words CUDA adds to C++
 
-// A kernel is static: it sees the threadIdx of its own file, and is inlined where it is launched.
+// A kernel is static: it uses the threadIdx of its own file, and is inlined where it is launched.
 #define __global__ static
 #define __device__
 #define __host__
@@ -43,7 +43,7 @@
 #ifdef __OPTIMIZE__
 #define __forceinline__ inline __attribute__((always_inline))
 #else
-#define __forceinline__ inline  // a debug build: breakpoints and step want functions
+#define __forceinline__ inline  // a debug build: breakpoints and step need functions
 #endif
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -163,9 +163,9 @@ cudaError_t cudaFree(void* pointer);
 cudaError_t cudaMallocHost(void** pointer, size_t bytes);
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void* pointer);
-// Managed memory: on a GPU its pages go where they are touched, and a prefetch moves them ahead of that. Here they are
-// where everything is; the calls check that it is managed memory that they are given, and a prefetch takes its place in
-// the stream.
+// Managed memory: on a GPU its pages move to the processor that touches them, and a prefetch moves them in advance.
+// Here it is ordinary memory; the calls check that they are given managed memory, and a prefetch is put into the
+// stream's order.
 cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned flags = cudaMemAttachGlobal);
 cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation to, unsigned flags,
                                  cudaStream_t stream = nullptr, cuda_cpu::Place place = cuda_cpu::Place::here());
@@ -225,7 +225,7 @@ static __thread dim3 blockDim __attribute__((unused)), gridDim __attribute__((un
 constexpr int warpSize = 32;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The machine underneath (cpu/block.cpp, cpu/runtime.cpp)
+// The implementation below (cpu/block.cpp, cpu/runtime.cpp)
 
 namespace cuda_cpu {
 
@@ -246,8 +246,8 @@ struct Launch : Configuration {
 };
 
 // The loop over the threads of a block that have not started yet. When a thread in it has to wait, the scheduler takes
-// the loop over: it sets the three ends to zero and goes on with the next thread in another loop on another stack. So
-// when the waiting thread goes on and its kernel returns, this loop is over too.
+// the loop over: it sets the three ends to zero and continues with the next thread in another loop on another stack. So
+// when the waiting thread continues and its kernel returns, this loop ends too.
 struct ThreadLoop {
     unsigned x, y, z;              // first thread
     unsigned x_end, y_end, z_end;  // 0 when the loop has been taken over
@@ -275,9 +275,9 @@ struct Footprint {
 };
 // Runs work at once, or in strict mode when something waits for it.
 void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint = {});
-// The same, but not before may_run() returns true: work that waits for another rank. The stream stands still until
-// then, the others do not: strict mode asks may_run again and again, and holds the runtime's lock meanwhile (so it must
-// be quick).
+// The same, but not before may_run() returns true: work that waits for another rank. The stream stops until then, the
+// others do not: strict mode calls may_run again and again, and holds the runtime's lock during the call (so it must be
+// quick).
 void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
                   const Footprint& footprint = {});
 bool runs_at_once();
@@ -300,7 +300,7 @@ void* dynamic_shared_memory();  // on a 1024-byte boundary; in strict mode 16, s
 extern bool strict;
 
 // A kernel that is given a pointer may touch what lies from there to the end of the tensor that the pointer was taken
-// from. Whoever takes a pointer to be given to kernels says here how long the tensor is.
+// from. Code that takes a pointer for a kernel states here how long the tensor is.
 void note_view_strict(const void* data, size_t bytes);
 static inline void note_view(const void* data, size_t bytes) {
     if (strict) note_view_strict(data, bytes);
@@ -351,7 +351,7 @@ struct Argument {
 };
 void enqueue_launch(const Launch& launch, std::function<void()> run, const std::vector<Argument>& arguments);
 
-// Can `Call` be called with an argument of type New in place of argument I?
+// Whether `Call` can be called with an argument of type New in place of argument I.
 template <size_t I, class New, class Call, class... Arguments, size_t... J>
 constexpr bool takes(std::index_sequence<J...>) {
     return std::is_invocable_v<const Call&, std::conditional_t<I == J, New, Arguments>...>;
@@ -362,7 +362,7 @@ struct OfConst : std::false_type {};
 template <template <class> class Struct, class T>
 struct OfConst<Struct<const T>> : std::true_type {};
 
-// Does the kernel only read through argument I? Its parameter is a pointer to const, or a structure of them,
+// Whether the kernel only reads through argument I. Its parameter is a pointer to const, or a structure of them,
 // Heads<const float>. Other structures with pointers count as written through.
 template <size_t I, class Call, class... Arguments>
 constexpr bool only_reads() {
@@ -411,7 +411,8 @@ static inline void async_wait(unsigned n_groups) {
     if (strict) async_wait_strict(linear_index(), n_groups);
 }
 
-// Waiting is done through these, which give the thread its index back afterwards: other threads ran in between.
+// Threads wait through these functions, which restore the thread's index afterwards, because other threads ran in
+// between.
 static inline void wait_for_block(const char* file, int line) {
     const uint3 thread = threadIdx;
     block_barrier(linear_index(), file, line);
@@ -553,7 +554,7 @@ static inline T atomicCAS(T* address, std::common_type_t<T> compare, std::common
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Arithmetic that CUDA has and C++ has not
+// Arithmetic functions of CUDA that C++ does not have
 
 // Of two floats one of which is NaN, the other: as fminf and fmaxf.
 template <class A, class B, class C = std::common_type_t<A, B>>
@@ -614,7 +615,7 @@ static inline float cuda_cpu_expf(float x) {
     return p * __int_as_float((half + 127) << 23) * __int_as_float((whole - half + 127) << 23);
 }
 
-// glibc has these three names for itself, hence macros.
+// glibc declares these three names, so they are macros here.
 #define __expf(x) cuda_cpu_expf(x)
 #define __logf(x) logf(x)
 #define __exp2f(x) exp2f(x)

@@ -1,5 +1,5 @@
-// cpu/hopper.h: the machine underneath Hopper's asynchronous instructions (cpu/hopper.cpp). Kernels use it through
-// layers/ptx.cuh, where each instruction is explained; cpu/README.md tells what strict mode makes of them.
+// cpu/hopper.h: the implementation of Hopper's asynchronous instructions (cpu/hopper.cpp). Kernels use it through
+// layers/ptx.cuh, where each instruction is explained; cpu/README.md says what strict mode checks.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -14,8 +14,8 @@ struct Here {
     int line;
 };
 
-// Shared memory as instructions see it: 18 bits of an address say where. A block's dynamic shared memory is smaller
-// than 2^18 bytes, so that the low bits of an ordinary pointer are enough.
+// Shared memory as instructions address it: with 18 bits. A block's dynamic shared memory is smaller than 2^18 bytes,
+// so that the low bits of an ordinary pointer are enough.
 constexpr uint32_t kSharedAddressMask = (1u << 18) - 1;
 
 // ---- mbarriers

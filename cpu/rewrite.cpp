@@ -36,8 +36,8 @@ std::string file, source;
 
 bool is_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
-// A copy of the source in which comments are blanks, and strings and character literals too if `literals`: what is
-// searched for code. A backslash that continues a line is a blank as well.
+// A copy of the source in which comments are blanks, and, if `literals`, also strings and character literals. It is
+// what is searched for code. A backslash that continues a line is a blank as well.
 std::string blanked(const std::string& s, bool literals) {
     std::string out = s;
     const auto blank = [&](size_t from, size_t to) {
@@ -48,7 +48,7 @@ std::string blanked(const std::string& s, bool literals) {
         size_t end = i + 1;
         if (s.compare(i, 2, "//") == 0) {
             do end = std::min(s.find('\n', end + 1), s.size());
-            while (end < s.size() && s[end - 1] == '\\');  // the comment goes on in the next line
+            while (end < s.size() && s[end - 1] == '\\');  // the comment continues in the next line
             blank(i, end);
         } else if (s.compare(i, 2, "/*") == 0) {
             end = s.find("*/", i + 2);
@@ -91,8 +91,7 @@ size_t matching(const std::string& code, size_t open) {
     return std::string::npos;
 }
 
-// The index of the bracket that opens what the one at `close` closes: > or ) or ] or }. Inside round ones, < and >
-// compare.
+// The index of the bracket that is closed by the one at `close`: > or ) or ] or }. Inside round ones, < and > compare.
 size_t matching_back(const std::string& code, size_t close) {
     const std::string opening = "<([{", closing = ">)]}";
     const size_t kind = closing.find(code[close]);
@@ -248,8 +247,8 @@ int main(int argc, char** argv) {
     size_t at = 0;
     for (const Edit& edit : edits) {
         if (edit.from < at) fail(edit.from, "a kernel launch inside another one");
-        // A launch over several lines becomes one line. Its newlines follow it, so that line numbers stay true; in a
-        // macro they are continued lines, as they were.
+        // A launch over several lines becomes one line. Its newlines follow it, so that line numbers stay correct; in a
+        // macro they remain continued lines.
         std::string text = edit.text, newlines;
         std::replace(text.begin(), text.end(), '\n', ' ');
         for (size_t i = edit.from; i < edit.to; ++i)

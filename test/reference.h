@@ -1,4 +1,5 @@
-// test/reference.h: helpers of the kernel tests. Device buffers of their own, random values, comparisons with a reason.
+// test/reference.h: helpers of the kernel tests: device buffers, random values, comparisons that report the worst
+// element.
 #pragma once
 
 #include "test.h"
@@ -6,7 +7,7 @@
 #include <cmath>
 #include <functional>
 
-// Device memory for one tensor, in an allocation of its own (so that strict mode's guard page lies right behind it).
+// Device memory for one tensor, in an allocation of its own (so that strict mode's guard page follows it directly).
 class Buffer {
   public:
     Buffer(DType dtype, std::initializer_list<int64_t> dims);
@@ -35,7 +36,7 @@ double unit_roundoff(DType dtype);
 // addition rounds by at most 2^-24 of the sum; n roundings of random sign add up to sqrt(n) of that. Twice that, and 8
 // for the handful of operations around the sum.
 inline double sum_error(int64_t n) { return (8 + 2 * std::sqrt(static_cast<double>(n))) * 0x1p-24; }
-// max |x|, the size that absolute tolerances are multiples of.
+// max |x|: absolute tolerances are multiples of it.
 double largest(const std::vector<double>& values);
 inline const DType kFloatDTypes[] = {DType::f32, DType::bf16, DType::f16};
 

@@ -13,7 +13,8 @@ inline auto ContainsSubstring(const std::string& text) { return Catch::Matchers:
 
 #include "core/core.h"
 
-// What a test read back from the device is part of its result: `make test` compares the bits of all runs (test/run.sh).
+// What a test reads back from the device is part of its result: `make test` compares its bits between all runs
+// (test/run.sh).
 void record_bits(const void* data, size_t bytes);
 
 // Leaves a test that cannot run here; it counts as skipped:   SKIP_TEST("needs a GPU");
