@@ -189,7 +189,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test test-ranks run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test test-ranks test-readme run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -310,7 +310,7 @@ $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
 test: tests programs dev
-# The debugger session of doc/debugging.md is replayed in a program of its own.
+# The debugger session of doc/debugging.md is replayed in a program of its own (dev/readme_commands.py).
 ifeq ($(DEVICE),cpu)
 	@$(MAKE) DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce > /dev/null
 endif
@@ -319,6 +319,11 @@ endif
 # All combinations of ranks with everything else, as processes under mpirun; make test runs a part of them as threads.
 test-ranks: tests programs
 	@env -u CUDA_CPU_STRICT OMP_NUM_THREADS=1 LLM_TEST_RANKS=1 $(BUILD)/run_tests "[ranks]" -d yes
+
+# Every command of README.md, doc/, cpu/README.md and dev/README.md, in a copy of this folder; make test runs the quick ones.
+test-readme:
+	@$(MAKE) DEVICE=cpu programs tests
+	@dev/readme_commands.py '$(ONLY)'
 
 # Address and undefined-behaviour sanitizers. Only over code without kernels: the address sanitizer cannot follow the fibers
 # that kernels run on. (For kernels there is strict mode, whose guard pages and NaNs find the same mistakes.)
@@ -388,11 +393,12 @@ compile_commands.json: force
 	   printf '\n]\n'; } > $@.part && mv $@.part $@
 	@echo "$@ is there: clangd reads it by itself"
 
-# What README.md and doc/ quote of the programs: doc/flags.md, plans, the debugger session (for which it builds a program).
+# What README.md and doc/ quote of the programs: doc/flags.md, plans, reports, the debugger's sessions (each has a program).
 docs:
-	@$(MAKE) DEVICE=cpu programs
+	@$(MAKE) DEVICE=cpu programs dev build/cpu/wrong_kernels
 	@$(MAKE) DEVICE=cpu debug FILES=dev/reduce.cu PROGRAM=dev/reduce
-	@dev/docs.py write build/cpu
+	@$(MAKE) DEVICE=cpu debug FILES=layers/cross_entropy.cu
+	@dev/docs.py write
 
 CLANG_FORMAT ?= clang-format
 FORMATTED    := $(filter-out io/font.h io/unicode_tables.h test/test_cpu_rewrite.cu,\
@@ -434,6 +440,7 @@ help:
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
 	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
+	@echo 'make test-readme            run every command of README.md and doc/; ONLY="float_formats": those with this in them'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'

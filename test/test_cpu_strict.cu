@@ -250,35 +250,6 @@ TEST_CASE("a seed repeats: the same mistake is reported in the same thread", "[c
     CHECK(run("use_after_free wrong", 7).text == report);
 }
 
-// Its sessions are what a reader sees who types the same. A command's output goes on to the next command or the end of
-// the block; in a session of gdb, "23<tab>text" is line 23 of the file that was named last.
-TEST_CASE("cpu/README.md shows what strict mode prints, and lines that are there", "[cpu][strict]") {
-    const std::vector<std::string> page = lines_of("cpu/README.md");
-    const std::string command = "$ CUDA_CPU_STRICT=1 build/cpu/wrong_kernels ";
-    int n_commands = 0, n_lines = 0;
-    std::vector<std::string> source;
-    for (size_t i = 0; i < page.size(); ++i) {
-        const size_t at = page[i].rfind(" at ");
-        if (const size_t colon = page[i].find(".cu:");
-            at != std::string::npos && colon != std::string::npos && at < colon)
-            source = lines_of(page[i].substr(at + 4, colon + 3 - at - 4));
-        if (const size_t tab = page[i].find('\t'); tab != std::string::npos) {
-            const size_t line = std::stoul(page[i]);
-            INFO("cpu/README.md: " << page[i]);
-            REQUIRE(line <= source.size());
-            CHECK(page[i].substr(tab + 1) == source[line - 1]);
-            ++n_lines;
-        }
-        if (page[i].rfind(command, 0) != 0) continue;
-        std::string shown;
-        for (size_t j = i + 1; page[j][0] != '$' && page[j] != "```"; ++j) shown += page[j] + "\n";
-        CHECK(run(page[i].substr(command.size()), 1).text == shown);
-        ++n_commands;
-    }
-    CHECK(n_commands >= 5);
-    CHECK(n_lines >= 3);
-}
-
 TEST_CASE("every case of wrong_kernels is tested", "[cpu][strict]") {
     std::istringstream usage(run("", 0).text);
     std::string line;

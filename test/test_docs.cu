@@ -1,30 +1,28 @@
-// test/test_docs.cu: README.md and doc/ are true. What dev/docs.py checks is at its top.
+// test/test_docs.cu: README.md and doc/ are true. What is checked is said at the top of dev/docs.py and dev/readme_commands.py.
 #include "program.h"
 
 namespace {
 
-Outcome docs_py(const std::string& what) {
+Outcome python(const std::string& command) {
     const char* set = std::getenv("LLM_PYTHON");
-    const std::string build = std::filesystem::relative(program_path("run_tests")).parent_path().string();
-    return run_shell(concat(set ? set : "python3", " dev/docs.py ", what, " ", build));
+    return run_shell(concat(set ? set : "python3", " ", command));
 }
 
 }  // namespace
 
-TEST_CASE("the pages name what exists, and quote what the program prints", "[program][docs]") {
-    if (!device().is_cpu) SKIP_TEST("the quoted plans are those of the CPU build");
-    if (run_shell("python3 -c ''").status != 0) SKIP_TEST("needs Python");
-    const Outcome outcome = docs_py("check");
+TEST_CASE("the pages name what exists, and have every flag", "[program][docs]") {
+    if (!device().is_cpu) SKIP_TEST("the pages show the CPU build");
+    if (python("-c ''").status != 0) SKIP_TEST("needs Python");
+    const Outcome outcome = python("dev/docs.py check");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
 }
 
-TEST_CASE("the debugger session of doc/debugging.md is what gdb shows", "[program][docs]") {
-    if (!device().is_cpu) SKIP_TEST("a kernel is stepped through on the CPU device");
-    if (run_shell("python3 -c '' && gdb --version").status != 0) SKIP_TEST("needs gdb and Python");
-    if (!std::filesystem::exists("build/cpu-debug/dev/reduce"))
-        SKIP_TEST("needs the program of the session: make debug FILES=dev/reduce.cu PROGRAM=dev/reduce");
-    const Outcome outcome = docs_py("gdb");
+// make test-readme runs all of them.
+TEST_CASE("the quick commands of the pages run, and print what the pages show", "[program][docs]") {
+    if (!device().is_cpu) SKIP_TEST("the pages show the CPU build");
+    if (python("-c ''").status != 0) SKIP_TEST("needs Python");
+    const Outcome outcome = python("dev/readme_commands.py --quick");
     INFO(outcome.out << outcome.err);
     CHECK(outcome.status == 0);
 }
