@@ -87,7 +87,7 @@ RULES = [
     Rule(r"dev/floors\.py --draw", needs=("dot",)),
     Rule(r"make DEVICE=cuda", skip="needs nvcc, and compiles everything; .ci/run does so where nvcc is"),
     Rule(r"make docs$", skip="it writes the pages that are compared here"),
-    Rule(r"make DEVICE=cpu tests && build/cpu/run_tests", replace=((r"\[NAME\]", "[gelu]"),)),
+    Rule(r"make DEVICE=cpu build/cpu/run_tests && build/cpu/run_tests", replace=((r"\[NAME\]", "[gelu]"),)),
     Rule(r"build/cpu/run_tests"),
     Rule(r"test/golden/runs/runs\.py check", replace=((" check ", " check --quick "),)),
     # doc/checks.md
@@ -95,7 +95,7 @@ RULES = [
     Rule(r"make test-readme$", skip="it is this program"),
     Rule(r"make test-ranks$", skip="takes half an hour"),
     Rule(r"make (sanitize|fuzz)$", skip="compiles everything anew, for minutes; .ci/run runs the sanitizers"),
-    Rule(r"CUDA_CPU_STRICT=1 build/cpu/run_tests"),
+    Rule(r"CUDA_CPU_STRICT=1 build/cpu/run_tests", replace=((r"\[NAME\]", "[gelu]"),)),
     # doc/compression.md
     Rule(r"for c in none bf16", flags=SMALL, quotes=BYTES_SENT),
     Rule(r"build/cpu/dev/plot_runs", replace=(("plot_runs", "plot_runs --smooth 1"),)),
@@ -433,20 +433,20 @@ def misquotes(command, rule, out):
     """Numbers of the page, outside of blocks, that the output has otherwise."""
     wrong = []
     for in_page, in_output in rule.quotes:
-        groups = [[g if isinstance(g, tuple) else (g,) for g in re.findall(pattern, text)]
-                  for pattern, text in ((in_page, read(command.page)), (in_output, out))]
-        page_numbers = [tuple(n.replace(",", "") for n in g) for g in groups[0]]
-        numbers = [tuple(rounded_like(n, like) for n, like in zip(g, like_group)) for g, like_group in zip(groups[1], page_numbers)]
-        if not page_numbers or page_numbers != numbers or len(groups[1]) != len(page_numbers):
-            wrong.append(f"the page says {page_numbers}, the program {groups[1]} ({in_page})")
+        shown, now = numbers(in_page, read(command.page)), numbers(in_output, out)
+        if not shown or len(shown) != len(now) or any(a != rounded_like(b, a) for a, b in zip(shown, now)):
+            wrong.append(f"the page says {shown}, the program {now} ({in_page})")
     return wrong
+
+
+def numbers(pattern, text):
+    """What the groups of the pattern match, wherever it does, without the commas of thousands."""
+    return [n.replace(",", "") for match in re.finditer(pattern, text) for n in match.groups()]
 
 
 def rounded_like(number, like):
     """0.1234 as 0.12 where the page has two digits after the point."""
-    if "." not in number:
-        return number
-    return f"{float(number):.{len(like.partition('.')[2])}f}"
+    return f"{float(number):.{len(like.partition('.')[2])}f}" if "." in number else number
 
 
 def missing(rule):
@@ -464,7 +464,8 @@ def run(command, rule, tree):
         print(f"  {command.where}: the C++ headers here are another text than README.md's: the numbers are not compared")
         return []
     differs = command.shown and difference(command.shown, out)
-    return ([f"prints something else (`make docs` may write it again):\n  {differs}"] if differs else []) + misquotes(command, rule, out)
+    wrong = [f"prints something else (`make docs` may write it again):\n  {differs}"] if differs else []
+    return wrong + misquotes(command, rule, out)
 
 
 # ---- the debugger's sessions
