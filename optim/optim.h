@@ -16,12 +16,25 @@
 //   wsd        peak until the last `decay_fraction` of all steps,                   (Hu et al. 2024, arXiv:2404.06395)
 //              then linear to floor; a warmup that reaches into the decay delays it
 // floor = peak * min_ratio. Beyond `steps` the rate stays as in the last step.
+//
+// s is the position in the schedule: the step itself, until a resumed run is given another number of steps. Then
+//   constant, wsd   the schedule is that of the new number of steps, as if the run had begun with it
+//   linear, cosine  what is left of the schedule is stretched over the steps that are left of the run:
+//                   s = position + (step - from) (steps - position) / (until - from)
+// A schedule that begins anew in the middle of a run has position 0 there.
 
 struct Schedule {
     std::string name = "cosine";  // one of schedule_names()
     double peak = 1e-3, min_ratio = 0.1, decay_fraction = 0.2;
     int64_t warmup = 0, steps = 1;
+    int64_t from = 0, until = 0;  // steps of the run; until = 0: the position is the step
+    double position = 0;          // at step `from`
+    int64_t last_step() const { return until > 0 ? until : steps; }  // of the run
 };
+// The schedule of a run that has made `step` steps, and is to make `until` in all: the same one, continued by the rule
+// above; or one that begins anew.
+Schedule continue_schedule(Schedule schedule, int64_t step, int64_t until);
+Schedule begin_schedule(Schedule schedule, int64_t step, int64_t until);
 double learning_rate(const Schedule& schedule, int64_t step);
 void check_schedule(const Schedule& schedule);  // Error for an unknown name, warmup > steps, ...
 std::vector<std::string> schedule_names();

@@ -6,7 +6,7 @@
 //   floor    /          \__       decay    near it, the step length is what keeps the loss from settling
 //           0  warmup  steps
 //
-// Everything is a pure function of the step in double: a resumed run needs no state from here.
+// Everything is a pure function of the Schedule and the step, in double.
 #include "optim/optim.h"
 
 #include <algorithm>
@@ -33,8 +33,10 @@ double wsd(const Schedule& schedule, double s) {
 struct Entry {
     const char* name;
     double (*descent)(const Schedule& schedule, double s);
+    bool is_stretched;  // for a run that is given other steps; otherwise it is as if the run had begun with them
 };
-constexpr Entry kTable[] = {{"constant", constant}, {"linear", linear}, {"cosine", cosine}, {"wsd", wsd}};
+constexpr Entry kTable[] = {
+    {"constant", constant, false}, {"linear", linear, true}, {"cosine", cosine, true}, {"wsd", wsd, false}};
 
 const Entry& entry(const std::string& name) {
     std::string names;
@@ -43,6 +45,12 @@ const Entry& entry(const std::string& name) {
         names += concat(names.empty() ? "" : ", ", e.name);
     }
     fail("unknown schedule '", name, "': use one of ", names);
+}
+
+double position_of(const Schedule& s, int64_t step) {
+    if (s.until == 0) return static_cast<double>(step);
+    const double left = static_cast<double>(s.steps) - s.position;
+    return s.position + static_cast<double>(step - s.from) * left / static_cast<double>(s.until - s.from);
 }
 
 }  // namespace
@@ -72,8 +80,30 @@ double learning_rate(const Schedule& schedule, int64_t step) {
     const double floor = schedule.peak * schedule.min_ratio;
     const double warmup = static_cast<double>(schedule.warmup);
     // Beyond the end the rate is that of the last step.
-    const double s = static_cast<double>(std::min(step, schedule.steps));
-    if (s <= warmup) return schedule.peak * s / warmup;  // never divides by 0: s is at least 1
+    const double s = std::min(position_of(schedule, step), static_cast<double>(schedule.steps));
+    if (s <= warmup) return schedule.peak * s / warmup;  // never divides by 0: s is more than 0
     const double descent = entry(schedule.name).descent(schedule, s);
     return schedule.peak * (1 - descent) + floor * descent;  // exactly peak at 0, exactly floor at 1
+}
+
+Schedule begin_schedule(Schedule s, int64_t step, int64_t until) {
+    check(until > step, "a schedule from step ", step, " to step ", until, " has no steps");
+    s.steps = until - step;
+    s.from = step;
+    s.until = until;
+    s.position = 0;
+    return s;
+}
+
+Schedule continue_schedule(Schedule s, int64_t step, int64_t until) {
+    check(until > step, "a schedule cannot end at step ", until, ": the run has made ", step, " steps");
+    if (!entry(s.name).is_stretched) {
+        s.steps += until - s.last_step();
+        if (s.until > 0) s.until = until;
+        return s;
+    }
+    s.position = std::min(position_of(s, step), static_cast<double>(s.steps));
+    s.from = step;
+    s.until = until;
+    return s;
 }

@@ -128,6 +128,38 @@ TEST_CASE("schedules rise to the peak, then never rise again and never jump", "[
             }
 }
 
+TEST_CASE("a schedule that is given other steps goes on by its rule", "[schedule]") {
+    for (const std::string name : {"constant", "wsd"}) {  // as if the run had begun with so many steps
+        Schedule longer = continue_schedule(make(name), 60, 200), whole = make(name);
+        whole.steps = 200;
+        for (int64_t s = 61; s <= 200; ++s) CHECK(learning_rate(longer, s) == learning_rate(whole, s));
+    }
+    for (const std::string name : {"linear", "cosine"}) {  // 50 steps are left: each of them takes 3, or a half
+        const Schedule schedule = make(name), longer = continue_schedule(schedule, 60, 210),
+                       shorter = continue_schedule(schedule, 60, 85);
+        CHECK(near(learning_rate(longer, 60), learning_rate(schedule, 60)));
+        for (int64_t s = 61; s <= 110; ++s)
+            CHECK(near(learning_rate(longer, 60 + 3 * (s - 60)), learning_rate(schedule, s)));
+        for (int64_t s = 61; s <= 85; ++s)
+            CHECK(near(learning_rate(shorter, s), learning_rate(schedule, 60 + 2 * (s - 60))));
+        // Twice: the rest of the rest. At the end: it stays there.
+        const Schedule twice = continue_schedule(longer, 120, 300);
+        CHECK(near(learning_rate(twice, 120), learning_rate(longer, 120)));
+        CHECK(near(learning_rate(twice, 210), learning_rate(longer, 165)));
+        CHECK(near(learning_rate(twice, 300), 0.0625));
+        CHECK(near(learning_rate(continue_schedule(schedule, 110, 500), 111), 0.0625));
+        CHECK(near(learning_rate(continue_schedule(schedule, 110, 500), 500), 0.0625));
+        CHECK(continue_schedule(longer, 120, 300).last_step() == 300);
+    }
+    Schedule next = make("linear");
+    next.warmup = 4;
+    next = begin_schedule(next, 110, 160);
+    CHECK(near(learning_rate(next, 111), 0.125));
+    CHECK(near(learning_rate(next, 114), 0.5));
+    CHECK(near(learning_rate(next, 160), 0.0625));
+    CHECK_THAT(error_of([] { continue_schedule(make("cosine"), 60, 60); }), ContainsSubstring("60"));
+}
+
 TEST_CASE("bad schedules are refused with a reason", "[schedule]") {
     const auto error = [](auto change) {
         Schedule schedule = make("cosine");
