@@ -44,7 +44,7 @@ CheckpointWriter::~CheckpointWriter() {
     if (!committed_) fs::remove_all(temporary_, ignored);
 }
 
-void CheckpointWriter::commit(int keep) {
+void CheckpointWriter::commit(int keep, int64_t best) {
     sync_folder(temporary_);
     std::error_code error;
     if (fs::exists(final_)) remove_folder(final_);  // the same step again, from a run that resumed before it
@@ -55,6 +55,7 @@ void CheckpointWriter::commit(int keep) {
     int64_t n_older = 0;  // and this one
     for (const std::string& folder : find_checkpoints(run_folder_)) {
         const bool later = folder > final_;
+        if (folder == parent_ + "/" + step_name(best)) continue;
         if (!later) ++n_older;
         if (later || (keep > 0 && n_older > keep)) remove_folder(folder);
     }

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
+#include <numeric>
 
 namespace {
 
@@ -213,7 +214,7 @@ struct TokenSource::Impl {
     }
     template <class F>
     void visit(int64_t first, int64_t count, F&& f) const;
-    void add_shards(const Files& found, const std::string& path);
+    void add_shards(const Files& found, const std::string& path, int32_t document_token);
     void add_text(const Files& found, const std::string& path, const Tokenizer& tokenizer);
 };
 
@@ -231,13 +232,15 @@ void TokenSource::Impl::visit(int64_t first, int64_t count, F&& f) const {
     }
 }
 
-void TokenSource::Impl::add_shards(const Files& found, const std::string& path) {
+void TokenSource::Impl::add_shards(const Files& found, const std::string& path, int32_t document_token) {
     is_shards = true;
     for (const std::string& p : found.paths) {
         const MappedFile& file = files.emplace_back(p);
         file_starts.push_back(n);
         file_names.push_back(p);
-        add(parse_token_shard(file.data(), file.bytes(), p));
+        TokenShard shard = parse_token_shard(file.data(), file.bytes(), p);
+        if (document_token >= 0) shard.document_token = document_token;
+        add(shard);
     }
     description = concat(path, ": ", files.size(), files.size() == 1 ? " token shard, " : " token shards, ",
                          human_count(static_cast<double>(n)), " tokens");
@@ -294,7 +297,8 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
                n_skipped > 0 ? concat(", ", n_skipped, " files that are not text skipped") : "");
 }
 
-TokenSource TokenSource::open(const std::string& path, const Tokenizer& tokenizer, bool held_out) {
+TokenSource TokenSource::open(const std::string& path, const Tokenizer& tokenizer, bool held_out,
+                              int32_t document_token) {
     auto impl = std::make_shared<Impl>();
     Files found;
     if (path.empty()) {
@@ -303,7 +307,8 @@ TokenSource TokenSource::open(const std::string& path, const Tokenizer& tokenize
     } else {
         found = find_files(path, held_out);
     }
-    if (found.shards) impl->add_shards(found, path);
+    if (found.shards)
+        impl->add_shards(found, path, document_token >= 0 ? document_token : find_document_token(tokenizer));
     else impl->add_text(found, path, tokenizer);
     TokenSource source;
     source.n_ = impl->n;
@@ -397,9 +402,90 @@ std::pair<TokenSource, TokenSource> TokenSource::split(double fraction) const {
 }
 
 std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, const std::string& val,
-                                                       const Tokenizer& tokenizer, double fraction) {
-    if (!val.empty()) return {TokenSource::open(data, tokenizer, false), TokenSource::open(val, tokenizer, true)};
-    if (!data.empty() && find_files(data, true).has_val)
-        return {TokenSource::open(data, tokenizer, false), TokenSource::open(data, tokenizer, true)};
-    return TokenSource::open(data, tokenizer).split(fraction);
+                                                       const Tokenizer& tokenizer, double fraction,
+                                                       int32_t document_token) {
+    const auto open = [&](const std::string& path, bool held_out) {
+        return TokenSource::open(path, tokenizer, held_out, document_token);
+    };
+    if (!val.empty()) return {open(data, false), open(val, true)};
+    if (!data.empty() && find_files(data, true).has_val) return {open(data, false), open(data, true)};
+    return open(data, false).split(fraction);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several sources
+
+namespace {
+
+// Whole shares in the ratio of the weights, by the largest remainder: all get the floor of their part, and those that
+// lost most by it get one more each, until none is left.
+std::vector<int64_t> shares_of(const std::vector<double>& weights) {
+    const double sum = std::accumulate(weights.begin(), weights.end(), 0.0);
+    std::vector<int64_t> shares;
+    std::vector<size_t> by_remainder(weights.size());
+    std::iota(by_remainder.begin(), by_remainder.end(), size_t{0});
+    const auto exact = [&](size_t i) { return weights[i] / sum * static_cast<double>(kMixShares); };
+    for (size_t i = 0; i < weights.size(); ++i) shares.push_back(static_cast<int64_t>(exact(i)));
+    std::stable_sort(by_remainder.begin(), by_remainder.end(), [&](size_t a, size_t b) {
+        return exact(a) - static_cast<double>(shares[a]) > exact(b) - static_cast<double>(shares[b]);
+    });
+    int64_t left = kMixShares - std::accumulate(shares.begin(), shares.end(), int64_t{0});
+    for (size_t i = 0; left > 0; i = (i + 1) % weights.size(), --left) ++shares[by_remainder[i]];
+    return shares;
+}
+
+}  // namespace
+
+std::vector<MixedPath> parse_mixed_paths(const std::string& text) {
+    std::vector<MixedPath> paths;
+    std::vector<double> weights;
+    size_t n_words = 0;
+    std::istringstream words(text);
+    for (std::string word; std::getline(words, word, ',');) {
+        ++n_words;
+        const size_t colon = word.rfind(':');
+        if (colon == word.npos || colon == 0) continue;
+        char* end = nullptr;
+        const double weight = std::strtod(word.c_str() + colon + 1, &end);
+        if (*end != 0 || end == word.c_str() + colon + 1) continue;
+        paths.push_back({word.substr(0, colon), 0});
+        weights.push_back(weight);
+    }
+    if (paths.empty() || is_there(text)) return {{text, kMixShares}};
+    check(paths.size() == n_words, text, ": each of several sources needs a weight, as a.txt:0.7,b.txt:0.3");
+    for (size_t i = 0; i < paths.size(); ++i)
+        check(weights[i] > 0 && std::isfinite(weights[i]), text, ": the weight of ", paths[i].path,
+              " must be a number above 0");
+    const std::vector<int64_t> shares = shares_of(weights);
+    for (size_t i = 0; i < paths.size(); ++i) {
+        check(shares[i] > 0, text, ": the weight of ", paths[i].path,
+              " is less than a thousandth of all: ", "give it more, or leave it out");
+        paths[i].share = shares[i];
+    }
+    return paths;
+}
+
+std::pair<TokenMix, TokenMix> open_mixed_train_and_val(const std::string& data, const std::string& val,
+                                                       const Tokenizer& tokenizer, double fraction,
+                                                       int32_t document_token) {
+    TokenMix train, held_out;
+    for (const MixedPath& part : parse_mixed_paths(data)) {
+        if (!val.empty()) {
+            train.push_back({TokenSource::open(part.path, tokenizer, false, document_token), part.share});
+            continue;
+        }
+        const auto [first, second] = open_train_and_val(part.path, "", tokenizer, fraction, document_token);
+        train.push_back({first, part.share});
+        held_out.push_back({second, part.share});
+    }
+    if (!val.empty())
+        for (const MixedPath& part : parse_mixed_paths(val))
+            held_out.push_back({TokenSource::open(part.path, tokenizer, true, document_token), part.share});
+    return {train, held_out};
+}
+
+int64_t token_count(const TokenMix& mix) {
+    int64_t n = 0;
+    for (const MixedSource& source : mix) n += source.tokens.n();
+    return n;
 }

@@ -216,7 +216,10 @@ class TokenSource {
   public:
     // Some shards of a folder or pattern may be named as held out, by "val" as a word of the file name (llm.c's
     // *_train_*.bin and *_val_*.bin). Where both kinds are there, `held_out` chooses: only those, or only the others.
-    static TokenSource open(const std::string& path, const Tokenizer& tokenizer, bool held_out = false);
+    // document_token: the one that every document of a shard begins with; -1: the tokenizer's, if it has one, otherwise
+    // that of the tokenizer that the shard's header names.
+    static TokenSource open(const std::string& path, const Tokenizer& tokenizer, bool held_out = false,
+                            int32_t document_token = -1);
     int64_t n() const { return n_; }                              // number of tokens
     void read(int64_t first, int64_t count, int32_t* out) const;  // crosses shard borders
     // Where documents begin, within [first, first + count). Shards: at each document token; what a shard begins with
@@ -245,7 +248,28 @@ class TokenSource {
 // The training and the held-out tokens of a run. --val, if given, is the held-out text. Otherwise shards of --data
 // named *_val_*.bin are, and if there are none, the last `fraction` of --data.
 std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, const std::string& val,
-                                                       const Tokenizer& tokenizer, double fraction);
+                                                       const Tokenizer& tokenizer, double fraction,
+                                                       int32_t document_token = -1);
+
+// A run may draw its sequences from several sources: of every kMixShares sequences, `share` come from this one.
+constexpr int64_t kMixShares = 1000;
+struct MixedSource {
+    TokenSource tokens;
+    int64_t share = kMixShares;
+};
+using TokenMix = std::vector<MixedSource>;
+// "a.txt:0.7,b.txt:0.3" as paths with shares that add up to kMixShares, in the ratio of the weights; any other text, and
+// the name of a file that exists, as one path. Error for a weight that is not positive, or is below a share.
+struct MixedPath {
+    std::string path;
+    int64_t share;
+};
+std::vector<MixedPath> parse_mixed_paths(const std::string& text);
+// As open_train_and_val: `data` and `val` may name several sources, and what is held out has the shares of `data`.
+std::pair<TokenMix, TokenMix> open_mixed_train_and_val(const std::string& data, const std::string& val,
+                                                       const Tokenizer& tokenizer, double fraction,
+                                                       int32_t document_token = -1);
+int64_t token_count(const TokenMix& mix);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // batch_reader.cu: shuffled by seed and epoch, resumable at any sequence
@@ -254,23 +278,35 @@ std::pair<TokenSource, TokenSource> open_train_and_val(const std::string& data, 
 // [0, T) of its own, and visits each once in an order of its own; offset and order follow from (seed, epoch). All
 // epochs have floor(n / T) - 1 windows (at least one), so sequence i is a pure function of (seed, i): resuming needs
 // only the index, and every rank can read its own rows. A text of at most T tokens is an Error.
+//
+// Of several sources each has epochs of its own. kMixShares sequences in a row hold `share` of each source exactly, in an
+// order that follows from (seed, which thousand): so the source of sequence i, and its number there, are known from i.
 class BatchReader {
   public:
     BatchReader(TokenSource source, int64_t T, uint64_t seed);
+    BatchReader(const TokenMix& mix, int64_t T, uint64_t seed);
     // Sequence number i of the run (i counts sequences over all epochs): T tokens and T targets.
     void sequence(int64_t i, int32_t* tokens, int32_t* targets) const;
     // The documents in it, cut at its ends: for each of its T tokens [first, end) of its document, counted from the
     // sequence's first token, and how far into the document it stands.
     void documents(int64_t i, int32_t* spans, int32_t* positions) const;
-    int64_t sequences_per_epoch() const;
-    std::string describe(int64_t i) const { return source_.describe(first_token(i), T_); }  // where sequence i is from
+    int64_t sequences_per_epoch() const;    // of several sources: the sum of theirs
+    std::string describe(int64_t i) const;  // where sequence i is from
 
   private:
-    int64_t first_token(int64_t i) const;
-    TokenSource source_;
+    struct Part {
+        TokenSource source;
+        int64_t share, shares_before;  // shares_before: of the parts before it
+        int64_t n_windows, n_offsets;
+    };
+    struct Place {
+        const Part* part;
+        int64_t first_token;
+    };
+    Place place(int64_t i) const;
+    std::vector<Part> parts_;
     int64_t T_;
     uint64_t seed_;
-    int64_t n_windows_, n_offsets_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -285,8 +321,9 @@ class CheckpointWriter {
     ~CheckpointWriter();                                      // removes the folder if commit() was not reached
     const std::string& folder() const { return temporary_; }  // write the files here
     // Makes the folder final, and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all),
-    // and those of later steps: they were broken, so that the run was resumed from one before them.
-    void commit(int keep);
+    // and those of later steps: they were broken, so that the run was resumed from one before them. That of step
+    // `best` stays beside the newest.
+    void commit(int keep, int64_t best = 0);
 
   private:
     std::string run_folder_, parent_, temporary_, final_;

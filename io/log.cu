@@ -113,6 +113,18 @@ int open_to_append(const std::string& path, int flags) {
     return fd;
 }
 
+// All of the bytes or none: what a full disk took of them is cut off again, so that they can be written later.
+void append_whole(int fd, std::string_view bytes, const std::string& path) {
+    const off_t before = ::lseek(fd, 0, SEEK_END);
+    try {
+        write_all(fd, bytes.data(), bytes.size(), path);
+    } catch (const Error&) {
+        if (before >= 0 && ::ftruncate(fd, before) != 0)
+            fail("cannot cut ", path, " to its whole rows: ", std::strerror(errno));
+        throw;
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // TensorBoard: a file of records, each an Event protobuf, framed as
 //     uint64 length | uint32 masked_crc(length) | event | uint32 masked_crc(event)
@@ -205,10 +217,7 @@ CsvLog::~CsvLog() {
     if (fd_ >= 0) ::close(fd_);
 }
 
-void CsvLog::write(const LogRow& row) {
-    const std::string line = format_row(row);
-    write_all(fd_, line.data(), line.size(), path_);
-}
+void CsvLog::write(const LogRow& row) { append_whole(fd_, format_row(row), path_); }
 
 std::vector<LogRow> read_csv_log(const std::string& path) {
     std::vector<LogRow> rows;
@@ -249,5 +258,5 @@ void TensorBoardLog::scalar(const std::string& tag, int64_t step, double value) 
     // Summary { repeated Value value = 1; }  Value { string tag = 1; float simple_value = 2; }
     const std::string summary = bytes_field(1, bytes_field(1, tag) + float_field(2, static_cast<float>(value)));
     const std::string bytes = record(event(step, bytes_field(5, summary)));
-    write_all(fd_, bytes.data(), bytes.size(), path_);
+    append_whole(fd_, bytes, path_);
 }

@@ -81,9 +81,11 @@ void save_model(const Model& model, const std::string& folder) {
         return;
     }
     make_folder(folder);
+    size_t n_read = 0;  // parameters whose shards the other ranks have sent
     std::vector<TensorToStore> tensors;
     for (const Param& param : model.params) {
-        const auto fill = [&param, &model, ranks](void* bytes) {
+        const auto fill = [&param, &model, &n_read, ranks](void* bytes) {
+            ++n_read;
             const int64_t rows = param.value.shape[0] - param.padded_rows;
             std::vector<float> values = ranks ? ranks->read(model, param) : to_floats(param.exact().slice(0, rows));
             if (param.transposed) values = transpose(values, rows, param.value.cols());
@@ -91,6 +93,11 @@ void save_model(const Model& model, const std::string& folder) {
         };
         tensors.push_back({param.name, "F32", stored_shape(param), fill});
     }
-    write_text_file(folder + "/config.json", config_to_json(model.config));
-    write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
+    try {
+        write_text_file(folder + "/config.json", config_to_json(model.config));
+        write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
+    } catch (const Error&) {  // a full disk, for example: the run may go on, so what the others send is received
+        for (; ranks && n_read < model.params.size(); ++n_read) ranks->read(model, model.params[n_read]);
+        throw;
+    }
 }

@@ -396,3 +396,55 @@ TEST_CASE("sequence numbers reach far") {
     CHECK(start_of(reader, 4, int64_t{1} << 40) == start_of(reader, 4, int64_t{1} << 40));
     CHECK(one_line_with(error_of([&] { start_of(reader, 4, -1); }), "-1"));
 }
+
+TEST_CASE("a mix has its shares in every thousand sequences, and each source its own epochs") {
+    TempFolder folder;
+    const int64_t T = 4, sizes[] = {5000, 3000, 900}, shares[] = {500, 300, 200};
+    TokenMix mix;
+    for (size_t k = 0; k < 3; ++k) {  // source k has the tokens 100000 k, 100000 k + 1, ...
+        std::vector<uint32_t> tokens(static_cast<size_t>(sizes[k]));
+        std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(100000 * k));
+        spit(folder / concat(k, ".bin"), shard_bytes(tokens));
+        mix.push_back({open(folder / concat(k, ".bin")), shares[k]});
+    }
+    const BatchReader reader(mix, T, 3), again(mix, T, 3);
+    CHECK(reader.sequences_per_epoch() == 1249 + 749 + 224);
+    std::vector<int64_t> starts_of[3];
+    bool mixed = false;  // the sources take turns; they do not come one after the other
+    for (int64_t i = 0; i < 3000; ++i) {
+        const int64_t start = start_of(reader, T, i);
+        const size_t k = static_cast<size_t>(start / 100000);
+        starts_of[k].push_back(start % 100000);
+        mixed = mixed || (i < 100 && k == 2);
+        if (i % kMixShares == kMixShares - 1)
+            for (size_t j = 0; j < 3; ++j)
+                CHECK(starts_of[j].size() == static_cast<size_t>((i + 1) / kMixShares * shares[j]));
+    }
+    CHECK(mixed);
+    for (size_t k = 0; k < 3; ++k) {  // the thousands that lie in its first epoch visit no window twice
+        const int64_t thousands = std::min<int64_t>(3, (sizes[k] / T - 1) / shares[k]), n = thousands * shares[k];
+        CHECK(static_cast<int64_t>(std::set<int64_t>(starts_of[k].begin(), starts_of[k].begin() + n).size()) == n);
+    }
+    bool same = true;  // a pure function of i
+    for (int64_t i = 2999; i >= 0; i -= 7) same = same && start_of(again, T, i) == start_of(reader, T, i);
+    CHECK(same);
+    CHECK_THAT(reader.describe(0), ContainsSubstring(".bin"));
+}
+
+TEST_CASE("paths with weights become shares") {
+    const auto shares = [](const std::string& text) {
+        std::string words;
+        for (const MixedPath& part : parse_mixed_paths(text)) words += concat(part.path, " ", part.share, " ");
+        return words;
+    };
+    CHECK(shares("") == " 1000 ");
+    CHECK(shares("a.txt") == "a.txt 1000 ");
+    CHECK(shares("a.txt:0.7,b:c.txt:0.3") == "a.txt 700 b:c.txt 300 ");
+    CHECK(shares("a:1,b:1,c:1") == "a 334 b 333 c 333 ");
+    CHECK(shares("a:2e3,b:2") == "a 999 b 1 ");
+    CHECK(shares("a,b") == "a,b 1000 ");  // no weight anywhere: a name
+    TempFolder folder;
+    spit(folder / "a:1", "text");  // a file of this name exists
+    CHECK(shares(folder / "a:1") == (folder / "a:1") + " 1000 ");
+    CHECK(one_line_with(error_of([] { parse_mixed_paths("a:1,b:-1"); }), "weight of b must be a number above 0"));
+}
