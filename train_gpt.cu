@@ -8,16 +8,9 @@
 #include "planning/planning.h"
 #include "training/training.h"
 
-#include <csignal>
 #include <cstdio>
 
 namespace {
-
-volatile std::sig_atomic_t stop_requested = 0;
-void request_stop(int signal) {
-    stop_requested = 1;
-    std::signal(signal, SIG_DFL);  // a second Ctrl-C ends the program at once
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // One training step, which is the algorithm. Each call is a function of training/step.cu.
@@ -28,10 +21,10 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
 
     read_batch(t, data, step);      // sequences [(step - 1) batch, step batch) of the run; each rank reads its share
     accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
-    clip_gradients(t, stop_requested);  // norm of all gradients; unscale, check, clip: on the device
-    update_weights(t, step);            // the optimizer's step in float32, and its 16-bit copy for the next forward
-    t.world.end_step();                 // for traces: evaluation and samples are no part of it
-    return read_back(t, data, step);    // loss and norm; a norm that is infinite: nothing was updated
+    clip_gradients(t, take_stop_request(t.options, step));  // norm of all; unscale, check, clip: on the device
+    update_weights(t, step);          // the optimizer's step in float32, and its 16-bit copy for the next forward
+    t.world.end_step();               // for traces: evaluation and samples are no part of it
+    return read_back(t, data, step);  // loss and norm; a norm that is infinite: nothing was updated
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -40,9 +33,10 @@ StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
 struct Run {
     Trainer& trainer;
     const RunData& data;
-    std::optional<RunLog> log = {};  // rank 0's
-    int64_t first_step = 0;          // steps made before, by the run that is resumed
-    int64_t step = 0;                // steps made
+    std::unique_ptr<RunFolder> folder = {};  // rank 0's, as the log
+    std::optional<RunLog> log = {};
+    int64_t first_step = 0;     // steps made before, by the run that is resumed
+    int64_t step = 0;           // steps made
     double matmul_rate = 0;     // FLOP/s of a large product on this device: what the step's FLOP/s are held against
     size_t free_before = 0;     // bytes of the device before memory was taken
     double start = 0;           // seconds_now() before the first step
@@ -61,10 +55,11 @@ size_t free_device_bytes() {
 int64_t set_weights(Trainer& t) {
     const TrainOptions& o = t.options;
     int64_t step = 0;
-    if (o.resume) step = load_checkpoint(t, whole_checkpoint(t.world, o.out));
+    if (o.resume) step = resume_run(t);
     else if (!o.init.empty()) load_weights(t.model, o.init);
     else init_weights(t.model, static_cast<uint64_t>(o.seed));
     quantise_weights(t.model, device().stream);
+    note_saved(step, step == o.steps);
     return step;
 }
 
@@ -72,21 +67,18 @@ int64_t set_weights(Trainer& t) {
 void prepare(Run& run, Mesh& mesh) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
-    settle_folder(t, run.data);
+    run.folder = settle_folder(t, run.data);
     if (run.is_first()) {
         if (t.world.size > 1) std::printf("%s", mesh.picture().c_str());
-        print_start(t, run.data.train_tokens, run.data.val_tokens);
+        print_start(t, run.data);
         print_memory(t.memory);
+        std::fflush(stdout);  // also where it is a pipe: what comes now may take long
         run.matmul_rate = measure_matmul_rate(o.precision.dtype);
     }
     run.free_before = free_device_bytes();
     t.reserve();
     run.step = run.first_step = set_weights(t);
-    if (run.is_first()) {
-        if (o.resume) std::printf("resumed after step %lld\n", static_cast<long long>(run.step));
-        make_folder(o.out);
-        run.log.emplace(o.out, o.resume ? run.step : -1);
-    }
+    if (run.is_first()) run.log.emplace(o.out, o.resume ? run.step : -1);
     if (!o.resume) print_sample(t, run.data, "sample before training");
 }
 
@@ -105,21 +97,26 @@ void loop(Run& run) {
         if (after_a_step || run.step_traffic.sent == 0)
             run.step_traffic = {after.sent - before.sent, after.received - before.received};
         stop = result.stop || step == o.stop_after;
-        if (step == o.steps || step == o.stop_after) run.comm_time = t.data_parallel.read_clock();
+        if (step == o.last_step()) run.comm_time = t.data_parallel.read_clock();
         LogRow row = make_row(t, step, result, seconds_now() - step_start, run.matmul_rate);
-        const bool evaluates = step == o.steps || (o.val_every > 0 && step % o.val_every == 0);
-        if (evaluates) row.val_loss = evaluate(t, run.data.val, o.val_sequences);
+        const bool evaluates = run.data.val && (step == o.steps || (o.val_every > 0 && step % o.val_every == 0));
+        if (evaluates) row.val_loss = evaluate(t, *run.data.val, o.val_sequences);
+        const bool best = evaluates && o.keep_best && note_best(t, step, *row.val_loss);
         after_a_step = !evaluates;
         if (run.is_first()) {
             run.log->write(row);
             const double per_step = (seconds_now() - run.start) / static_cast<double>(step - run.first_step);
-            print_progress(row, o.steps, per_step * static_cast<double>(o.steps - step));
+            print_progress(row, o, per_step * static_cast<double>(o.steps - step));
         }
-        if (stop || step == o.steps || (o.save_every > 0 && step % o.save_every == 0)) {
-            save_checkpoint(t, step);
+        const bool last = stop || step == o.steps;
+        if (last || best || (o.save_every > 0 && step % o.save_every == 0)) {
+            save_checkpoint(t, step, last);
             if (run.is_first()) draw_loss(o.out);
         }
     }
+    if (!run.is_first()) return;
+    end_progress_line();
+    run.log->write_waiting();
 }
 
 void finish(Run& run) {
@@ -127,20 +124,9 @@ void finish(Run& run) {
     const TrainOptions& o = t.options;
     if (t.world.size > 1 && run.step > run.first_step) print_account(t, run.step_traffic, run.comm_time);
     if (run.step == o.steps) print_sample(t, run.data, "sample after training");
-    if (!run.is_first()) return;
-    if (run.step < o.steps) {
-        std::printf("stopped after step %lld of %lld; saved. Continue with:  ./train_gpt --out %s --resume\n",
-                    static_cast<long long>(run.step), static_cast<long long>(o.steps), o.out.c_str());
-        return;
-    }
-    const size_t taken = run.free_before - free_device_bytes() + device().blas_workspace_bytes;
-    std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n",
-                human_bytes(static_cast<double>(taken)).c_str(), taken, t.memory.bytes());
-    if (t.offload)
-        std::printf("         %s on the host (%zu bytes)\n",
-                    human_bytes(static_cast<double>(t.memory.host_bytes())).c_str(), t.memory.host_bytes());
-    std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
-                human_seconds(seconds_now() - run.start).c_str(), o.out.c_str(), o.out.c_str());
+    if (run.is_first())
+        print_end(t, run.step, run.free_before - free_device_bytes() + device().blas_workspace_bytes,
+                  seconds_now() - run.start);
 }
 
 // All of a run on one rank. fault: what is wrong with the command line, or nothing. trace_folder: where --trace is to
@@ -170,9 +156,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
 }  // namespace
 
 int main(int argc, char** argv) {
-    std::signal(SIGINT, request_stop);
-    std::signal(SIGTERM, request_stop);
-    std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
+    answer_signals();
     TrainOptions options;
     std::string fault;
     StartFault start_fault;
@@ -190,7 +174,7 @@ int main(int argc, char** argv) {
         if (!start_fault.line.empty()) fail(start_fault.line);
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {
-        std::fflush(stdout);
+        end_progress_line();
         std::fprintf(stderr, "train_gpt: %s\n", error.what());
         return 2;
     }

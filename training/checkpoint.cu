@@ -160,32 +160,91 @@ void read_compression(const Trainer& t, const std::string& folder) {
 
 }  // namespace
 
-void save_checkpoint(Trainer& t, int64_t step) {
-    cudaCheck(cudaDeviceSynchronize());
-    const bool first = t.world.rank == 0;
-    std::optional<CheckpointWriter> writer;
-    if (first) writer.emplace(t.options.out, step);
-    const std::string folder = broadcast_text(t.world, first ? writer->folder() : "");
-    save_model(t.model, folder);
-    const int n_files = n_state_files(t);
-    if (t.world.rank < n_files) write_states(t, folder + "/" + state_file(t.world.rank, n_files));
-    write_compression(t, folder);
-    gather_numbers(t.world, {step});  // all have written
-    if (!first) return;
-    const int64_t sequences = step * t.options.batch;
-    write_state(folder, {.step = step,
-                         .updates = t.updates,
-                         .sequences = sequences,
-                         .tokens = sequences * t.options.seq,
-                         .loss_scale = t.scaler.scale,
-                         .good_steps = t.scaler.good_steps,
-                         .overflows = t.scaler.overflows,
-                         .data = t.data,
-                         .options = t.options.identity});
-    writer->commit(static_cast<int>(t.options.keep));
+int64_t saved_state_bytes(const Trainer& t) {
+    size_t bytes = 0;
+    if (t.world.rank < n_state_files(t))
+        for (const PlacedState& state : placed_states(t)) bytes += state.tensor.bytes();
+    if (t.model.fp8_states.exists() && t.world.rank == 0) bytes += t.model.fp8_states.bytes();
+    for (const auto& [name, tensor] : t.data_parallel.compression_states()) bytes += tensor.bytes();
+    return static_cast<int64_t>(bytes);
 }
 
-int64_t load_checkpoint(Trainer& t, const std::string& folder) {
+namespace {
+
+RunState state_after(const Trainer& t, int64_t step) {
+    const int64_t sequences = step * t.options.batch;
+    return {.step = step,
+            .updates = t.updates,
+            .sequences = sequences,
+            .tokens = sequences * t.options.seq,
+            .loss_scale = t.scaler.scale,
+            .good_steps = t.scaler.good_steps,
+            .overflows = t.scaler.overflows,
+            .data = t.data,
+            .schedule = t.options.schedule,
+            .best = t.best,
+            .options = t.options.identity};
+}
+
+// What went wrong on this rank, or "". Where one rank cannot write its part, all of them go on to the end of the
+// collectives that collect the others' parts.
+std::string write_checkpoint(Trainer& t, int64_t step) {
+    std::string fault;
+    const auto attempt = [&](const std::function<void()>& write) {
+        try {
+            write();
+        } catch (const Error& error) {
+            if (fault.empty()) fault = error.what();
+        }
+    };
+    const bool first = t.world.rank == 0;
+    std::optional<CheckpointWriter> writer;
+    if (first) attempt([&] { writer.emplace(t.options.out, step); });
+    const std::string folder = broadcast_text(t.world, writer ? writer->folder() : "");
+    if (folder.empty()) return fault;
+    attempt([&] { save_model(t.model, folder); });
+    const int n_files = n_state_files(t);
+    attempt([&] {
+        if (t.world.rank < n_files) write_states(t, folder + "/" + state_file(t.world.rank, n_files));
+        write_compression(t, folder);
+    });
+    const auto faults = gather_numbers(t.world, {!fault.empty()});  // all have written
+    for (size_t rank = 0; rank < faults.size() && first; ++rank)
+        if (faults[rank][0] && fault.empty()) fault = concat("rank ", rank, " could not write its part");
+    if (first && fault.empty())
+        attempt([&] {
+            write_state(folder, state_after(t, step));
+            writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
+        });
+    return fault;
+}
+
+}  // namespace
+
+void save_checkpoint(Trainer& t, int64_t step, bool last) {
+    cudaCheck(cudaDeviceSynchronize());
+    const std::string fault = write_checkpoint(t, step);
+    if (t.world.rank != 0) {
+        if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());
+        return;
+    }
+    if (fault.empty()) return note_saved(step, last);
+    const std::string& out = t.options.out;
+    const auto older = latest_checkpoint(out);
+    check(older.has_value(), "step ", step, " could not be saved, and no checkpoint was before it: ", fault);
+    check(!last, "step ", step, ", the last, could not be saved: ", fault, ". The newest checkpoint is ", *older,
+          ": continue from it with --resume");
+    end_progress_line();
+    std::fprintf(stderr,
+                 "train_gpt: step %lld could not be saved: %s. The run goes on, and tries again at the next save; the "
+                 "newest checkpoint is %s\n",
+                 static_cast<long long>(step), fault.c_str(), older->c_str());
+}
+
+int64_t resume_run(Trainer& t) {
+    TrainOptions& o = t.options;
+    const std::string folder = whole_checkpoint(t.world, o.out);
+
     load_weights(t.model, folder);
     const SavedStates saved(folder);
     for (const PlacedState& state : placed_states(t)) saved.read(state.name, state.tensor, state.per, state.first);
@@ -196,5 +255,13 @@ int64_t load_checkpoint(Trainer& t, const std::string& folder) {
     t.scaler.scale = state.loss_scale;
     t.scaler.good_steps = state.good_steps;
     t.scaler.overflows = state.overflows;
+    t.best = state.best;
+    const ResumedSchedule resumed = resumed_schedule(o, state);
+    o.schedule = resumed.schedule;
+    if (t.world.rank == 0) {
+        std::printf("resumed after step %lld%s\n", static_cast<long long>(state.step),
+                    state.step == o.steps ? ", the last: to lengthen the run, give it more --steps" : "");
+        if (!resumed.change.empty()) std::printf("%s\n", resumed.change.c_str());
+    }
     return state.step;
 }

@@ -6,6 +6,7 @@
 #include "training/training.h"
 
 #include <algorithm>
+#include <cmath>
 
 double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     // The same memory, without documents: what a token sees must not depend on --mask-documents.
@@ -33,4 +34,10 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     }
     t.data_parallel.all_reduce(t.summed_over_ranks(), stream);
     return read_numbers(t).loss_sum() / static_cast<double>(n_batches * t.micro_batch * T);
+}
+
+bool note_best(Trainer& t, int64_t step, double val_loss) {
+    if (!std::isfinite(val_loss) || (t.best && t.best->val_loss <= val_loss)) return false;
+    t.best = {step, val_loss};
+    return true;
 }

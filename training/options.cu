@@ -13,16 +13,19 @@ namespace {
 
 // Options that belong to one call of the program and not to the run.
 const std::set<std::string> kNotSaved = {
-    "--help",    "--out",         "--resume",       "--new-data",        "--stop-after",
-    "--plan",    "--device-spec", "--params",       "--inject-overflow", "--ranks",
-    "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",  "--trace",
-    "--dp-mode", "--zero",        "--bucket-mib",   "--offload"};
+    "--help",           "--out",    "--resume",          "--new-data", "--stop-after", "--log-every",  "--plan",
+    "--device-spec",    "--params", "--inject-overflow", "--ranks",    "--comm",       "--all-reduce", "--comm-timeout",
+    "--ranks-per-node", "--trace",  "--dp-mode",         "--zero",     "--bucket-mib", "--offload"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
-const std::set<std::string> kMayChange = {"--val-every",   "--sample",      "--keep",      "--save-every",
-                                          "--temperature", "--micro-batch", "--recompute", "--attention"};
-
-// Those that may also be given anew where --new-data says that the data are meant to differ.
-const std::set<std::string> kDataFlags = {"--data", "--val", "--val-fraction"};
+// Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
+const std::set<std::string> kMayChange = {
+    "--val-every", "--sample",    "--keep", "--save-every", "--temperature", "--micro-batch", "--recompute",
+    "--attention", "--keep-best", "--data", "--val",        "--tokenizer",   "--steps"};
+// Those that may be given anew together with --steps and --schedule: a new schedule begins.
+const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
+// Those of kNotSaved that the command which continues the run should have, too.
+const std::set<std::string> kRepeated = {"--ranks",   "--comm", "--all-reduce", "--comm-timeout", "--ranks-per-node",
+                                         "--dp-mode", "--zero", "--bucket-mib", "--offload",      "--log-every"};
 
 // "3e-3" and "0.003" are the same value.
 bool same_value(const std::string& a, const std::string& b) {
@@ -152,16 +155,24 @@ void add_rank_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
 void add_data_options(CLI::App& app, TrainOptions& o) {
     Heading data{app, "Data"};
     data.option("--data", o.data,
-                "text file, folder of text, or token shards *.bin; default: this machine's C++ headers");
+                "text file, folder of text, or token shards *.bin; several with weights: a.txt:0.7,b.txt:0.3;\n"
+                "default: this machine's C++ headers");
     data.option("--val", o.val, "held-out text or shards; default: the last part of --data");
-    data.option("--val-fraction", o.val_fraction, "share of --data that is held out when there is no --val");
+    data.option("--val-fraction", o.val_fraction,
+                "share of --data that is held out when there is no --val; 0: none, and no validation loss");
     data.flag("--mask-documents", o.mask_documents,
               "in training no token attends to another document, and positions count from its beginning");
+    data.option("--eot", o.eot,
+                "id of the token that each document of a shard begins with; -1: that of --tokenizer, or of the "
+                "tokenizer that the shard's header names");
     data.option("--batch", o.batch, "sequences per step");
     data.option("--micro-batch", o.micro_batch,
                 "sequences of one forward and backward; gradients are accumulated; 0: the whole batch");
     data.option("--seq", o.seq, "tokens per sequence");
-    data.option("--steps", o.steps, "updates in the whole run");
+    data.option(
+        "--steps", o.steps,
+        "updates in the whole run; with --resume the run becomes longer or shorter: constant and wsd go on, and "
+        "what is left of cosine and linear is stretched; or give --schedule, and a new one begins");
     data.option("--seed", o.seed, "of the initial weights and of the order of the data");
 }
 
@@ -192,24 +203,39 @@ void add_output_options(CLI::App& app, TrainOptions& o) {
     output.option("--temperature", o.temperature, "divides the sample's logits: below 1 likely tokens come more often");
     output.option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end");
     output.option("--keep", o.keep, "checkpoints to keep; 0: all");
+    output.flag("--keep-best", o.keep_best,
+                "also keep the checkpoint with the lowest validation loss; it is saved when it is found");
+    output.option("--log-every", o.log_every,
+                  "steps between lines of progress; 0: every step, in a terminal on one line that changes");
     output.option("--stop-after", o.stop_after,
                   "save and end after this step, as Ctrl-C would; the schedule is that of --steps");
-    output.flag("--resume", o.resume, "continue the run in --out, bit for bit");
+    output.flag("--resume", o.resume, "continue the run in --out, bit for bit; the folder and the data may have moved");
     output.flag("--new-data", o.new_data, "with --resume: go on with other data than the run had");
 }
 
 // The options of the checkpoint stand in for those that were not given; one that was given must say the same.
 void adopt_saved_options(CLI::App& app, TrainOptions& o) {
     o.checkpoint = readable_checkpoint(o.out);
-    const bool new_data = app.get_option("--new-data")->count() > 0;
-    for (const auto& [flag, value] : read_state(o.checkpoint).options) {
+    const RunState saved = read_state(o.checkpoint);
+    const auto given = [&](const char* flag) { return app.get_option(flag)->count() > 0; };
+    o.resumed_step = saved.step;
+    o.new_schedule = given("--steps") && given("--schedule") &&
+                     !same_value(value_of(*app.get_option("--steps")), saved.options.at("--steps"));
+    check(o.stop_after == 0 || o.stop_after > saved.step, "--stop-after ", o.stop_after, ": the run in ", o.out,
+          " is at step ", saved.step, " already: give a later step, or leave the flag away");
+    check(!given("--steps") || o.steps >= saved.step, "--steps ", o.steps, ": the run in ", o.out, " is at step ",
+          saved.step, " already: --steps counts the steps of the whole run, those before --resume too");
+    for (const auto& [flag, value] : saved.options) {
         CLI::Option* option = app.get_option_no_throw(flag);
         check(option != nullptr, o.checkpoint, "/state.json: unknown option ", flag,
               "; was it written by another version?");
-        check(option->count() == 0 || kMayChange.count(flag) || (new_data && kDataFlags.count(flag)) ||
-                  same_value(value_of(*option), value),
-              flag, " ", value_of(*option), " differs from the run in ", o.out, ", which has ", flag, " ", value,
-              ": leave the flag away, or start a new run with another --out");
+        const bool may_change = kMayChange.count(flag) || (o.new_schedule && kScheduleFlags.count(flag)) ||
+                                (given("--new-data") && flag == "--val-fraction");
+        check(option->count() == 0 || may_change || same_value(value_of(*option), value), flag, " ", value_of(*option),
+              " differs from the run in ", o.out, ", which has ", flag, " ", value, ": ",
+              kScheduleFlags.count(flag) ? "leave the flag away, give a new --schedule with more --steps"
+                                         : "leave the flag away",
+              ", or start a new run with another --out");
         if (option->count() > 0 || value.empty()) continue;
         option->add_result(value);
         option->run_callback();
@@ -283,5 +309,9 @@ TrainOptions parse_train_options(int argc, char** argv) {
     }
     settle_options(options, typed);
     set_identity(options, app);
+    options.program = argv[0];
+    for (const CLI::Option* option : app.get_options())
+        if (kRepeated.count(option->get_name()) && option->count() > 0)
+            options.repeated.insert(options.repeated.end(), {option->get_name(), value_of(*option)});
     return options;
 }

@@ -4,13 +4,16 @@
 #include "training/training.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace {
 
 void choose_optimizer(TrainOptions& o, const TypedFlags& typed) {
     o.schedule.steps = o.steps;
     o.schedule.peak = typed.lr.value_or(default_learning_rate(o.optimizer));
-    if (o.schedule.warmup == -1) o.schedule.warmup = o.steps / 20;
+    o.typed_schedule = o.schedule;
+    if (o.resume && !o.out.empty()) o.schedule = resumed_schedule(o, read_state(o.checkpoint)).schedule;
+    else if (o.schedule.warmup == -1) o.schedule.warmup = o.steps / 20;
     OptimizerOptions& h = o.optimizer_options = default_optimizer_options(o.optimizer);
     h.weight_decay = typed.weight_decay.value_or(h.weight_decay);
     h.beta1 = typed.beta1.value_or(h.beta1);
@@ -103,11 +106,13 @@ void check_options(const TrainOptions& o) {
     check(h.eps > 0, "--eps must be positive");
     check(h.weight_decay >= 0, "--weight-decay must not be negative");
     check(o.temperature > 0, "--temperature must be positive");
-    check(o.val_fraction > 0 && o.val_fraction < 1, "--val-fraction must lie between 0 and 1");
+    check(o.eot >= -1 && o.eot <= std::numeric_limits<int32_t>::max(), "--eot ", o.eot, ": a token id, or -1");
+    check(o.val_fraction >= 0 && o.val_fraction < 1, "--val-fraction ", o.val_fraction,
+          ": it must be 0, or lie between 0 and 1");
     check(o.val_every >= 0 && o.val_sequences > 0 && o.sample_tokens >= 0 && o.save_every >= 0 && o.keep >= 0 &&
-              o.stop_after >= 0,
-          "--val-every, --sample, --save-every, --keep and --stop-after must not be negative, --val-sequences must be "
-          "positive");
+              o.stop_after >= 0 && o.log_every >= 0,
+          "--val-every, --sample, --save-every, --keep, --stop-after and --log-every must not be negative, "
+          "--val-sequences must be positive");
     check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan),
           "--params N belongs to --plan, and must be positive");
     check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");

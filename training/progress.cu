@@ -2,11 +2,14 @@
 // the plot.
 #include "training/training.h"
 
+#include <sys/ioctl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 
-void print_start(const Trainer& t, const TokenSource& train_tokens, const TokenSource& val_tokens) {
+void print_start(const Trainer& t, const RunData& data) {
     const TrainOptions& o = t.options;
     std::printf("device   %s\n", device().name.c_str());
     std::printf("model    %s: %s parameters in %s, %lld layers, width %lld, %lld heads, vocabulary %lld\n",
@@ -14,9 +17,18 @@ void print_start(const Trainer& t, const TokenSource& train_tokens, const TokenS
                 human_count(static_cast<double>(parameter_count(t.config))).c_str(), o.dtype.c_str(),
                 static_cast<long long>(t.config.L), static_cast<long long>(t.config.C),
                 static_cast<long long>(t.config.H), static_cast<long long>(t.config.V));
-    std::printf("data     %s; training on %s tokens, %s held out\n", train_tokens.description().c_str(),
-                human_count(static_cast<double>(train_tokens.n())).c_str(),
-                human_count(static_cast<double>(val_tokens.n())).c_str());
+    for (size_t i = 0; i < data.train_tokens.size(); ++i) {
+        const MixedSource& part = data.train_tokens[i];
+        std::printf("data     %s; ", part.tokens.description().c_str());
+        if (data.train_tokens.size() > 1)
+            std::printf("%.1f %% of the sequences; ", 100 * static_cast<double>(part.share) / kMixShares);
+        std::printf("training on %s tokens", human_count(static_cast<double>(part.tokens.n())).c_str());
+        // Of several sources the last line says what is held out of all.
+        if (i + 1 == data.train_tokens.size())
+            std::printf(", %s held out",
+                        data.val ? human_count(static_cast<double>(data.identity.val_n)).c_str() : "none");
+        std::printf("\n");
+    }
     std::printf("output   %s\n", o.out.c_str());
 }
 
@@ -40,30 +52,86 @@ LogRow make_row(const Trainer& t, int64_t step, const StepResult& result, double
 RunLog::RunLog(const std::string& out, int64_t resume_step)
     : csv_(out + "/log.csv", resume_step), tensorboard_(out, resume_step) {}
 
-void RunLog::write(const LogRow& row) {
-    csv_.write(row);
-    const std::pair<const char*, std::optional<double>> scalars[] = {
-        {"train/loss", row.loss},
-        {"train/lr", row.lr},
-        {"train/grad_norm", row.grad_norm},
-        {"train/loss_scale", row.loss_scale},
-        {"train/tokens_per_s", row.tokens_per_s},
-        {"val/loss", row.val_loss},
-    };
-    for (const auto& [tag, value] : scalars)
-        if (value) tensorboard_.scalar(tag, row.step, *value);
+void RunLog::write_waiting() {
+    for (; !csv_waits_.empty(); csv_waits_.pop_front()) csv_.write(csv_waits_.front());
+    for (; !events_wait_.empty(); events_wait_.pop_front()) {
+        const LogRow& row = events_wait_.front();
+        const std::pair<const char*, std::optional<double>> scalars[] = {
+            {"train/loss", row.loss},
+            {"train/lr", row.lr},
+            {"train/grad_norm", row.grad_norm},
+            {"train/loss_scale", row.loss_scale},
+            {"train/tokens_per_s", row.tokens_per_s},
+            {"val/loss", row.val_loss},
+        };
+        for (const auto& [tag, value] : scalars)
+            if (value) tensorboard_.scalar(tag, row.step, *value);
+    }
 }
 
-void print_progress(const LogRow& row, int64_t steps, double seconds_left) {
-    std::printf("step %*lld/%lld | loss %.4f | lr %.2e | ", static_cast<int>(std::to_string(steps).size()),
-                static_cast<long long>(row.step), static_cast<long long>(steps), row.loss.value_or(NAN), *row.lr);
-    if (row.grad_norm) std::printf("norm %6.3f", *row.grad_norm);
-    else std::printf("overflow: step skipped");
-    if (row.loss_scale) std::printf(" | scale %g", *row.loss_scale);
-    std::printf(" | %7s tok/s | %4.1f%% of matmul peak", human_count(*row.tokens_per_s).c_str(), 100 * *row.mfu);
-    if (row.step < steps) std::printf(" | %s left", human_seconds(seconds_left).c_str());
-    if (row.val_loss) std::printf(" | val loss %.4f", *row.val_loss);
-    std::printf("\n");
+void RunLog::write(const LogRow& row) {
+    csv_waits_.push_back(row);
+    events_wait_.push_back(row);
+    try {
+        write_waiting();
+        said_ = false;
+    } catch (const Error& error) {
+        if (std::exchange(said_, true)) return;
+        end_progress_line();
+        std::fprintf(stderr,
+                     "train_gpt: %s. The run goes on, and keeps the rows of its logs until they can be written\n",
+                     error.what());
+    }
+}
+
+namespace {
+
+bool line_is_open = false;  // a line of progress in a terminal that the next one will replace
+
+// No more than the terminal's width: what goes on in a second line could not be replaced.
+std::string one_line(std::string text) {
+    winsize size = {};
+    if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+        text = text.substr(0, static_cast<size_t>(size.ws_col) - 1);
+    return text;
+}
+
+std::string progress_text(const LogRow& row, int64_t steps, double seconds_left) {
+    char text[256];
+    std::snprintf(text, sizeof text, "step %*lld/%lld | loss %.4f | lr %.2e | ",
+                  static_cast<int>(std::to_string(steps).size()), static_cast<long long>(row.step),
+                  static_cast<long long>(steps), row.loss.value_or(NAN), *row.lr);
+    std::string line = text;
+    if (row.grad_norm) std::snprintf(text, sizeof text, "norm %6.3f", *row.grad_norm);
+    else std::snprintf(text, sizeof text, "overflow: step skipped");
+    line += text;
+    if (row.loss_scale) line += concat(" | scale ", *row.loss_scale);
+    std::snprintf(text, sizeof text, " | %7s tok/s | %4.1f%% of matmul peak", human_count(*row.tokens_per_s).c_str(),
+                  100 * *row.mfu);
+    line += text;
+    if (row.step < steps) line += concat(" | ", human_seconds(seconds_left), " left");
+    std::snprintf(text, sizeof text, " | val loss %.4f", row.val_loss.value_or(NAN));
+    return row.val_loss ? line + text : line;
+}
+
+}  // namespace
+
+void end_progress_line() {
+    if (std::exchange(line_is_open, false)) std::printf("\n");
+    std::fflush(stdout);
+}
+
+void print_progress(const LogRow& row, const TrainOptions& o, double seconds_left) {
+    const bool stays = row.val_loss || row.step == o.last_step();
+    if (o.log_every > 0 && row.step % o.log_every != 0 && !stays) return;
+    const std::string line = progress_text(row, o.steps, seconds_left);
+    if (o.log_every > 0 || !isatty(STDOUT_FILENO)) {
+        std::printf("%s\n", line.c_str());
+    } else {
+        std::printf("\r%s\033[K", stays ? line.c_str() : one_line(line).c_str());  // \033[K: clears what is behind it
+        line_is_open = true;
+        if (stays) end_progress_line();
+    }
     std::fflush(stdout);
 }
 
@@ -77,7 +145,7 @@ void print_sample(Trainer& t, const RunData& data, const char* title) {
     sample(t.model, t.sample_acts, t.sample_workspace, data.prompt(), t.options.sample_tokens, t.options.temperature,
            static_cast<uint64_t>(t.options.seed), [&](int32_t token) {
                text.push_back(token);
-               const int64_t go_on = seconds_now() < deadline;
+               const int64_t go_on = seconds_now() < deadline && !stop_requested();
                return (together ? gather_numbers(t.world, {go_on})[0][0] : go_on) != 0;
            });
     if (t.world.rank != 0) return;
@@ -98,5 +166,29 @@ void draw_loss(const std::string& out) {
         if (row.val_loss) val.x.push_back(static_cast<double>(row.step)), val.y.push_back(*row.val_loss);
     }
     plot.series = {train, val};
-    write_png(out + "/loss.png", plot);
+    try {
+        write_png(out + "/loss.png", plot);
+    } catch (const Error& error) {  // a full disk is no reason to end the run
+        end_progress_line();
+        std::fprintf(stderr, "train_gpt: %s. The run goes on without a new plot\n", error.what());
+    }
+}
+
+void print_end(Trainer& t, int64_t step, size_t bytes_taken, double seconds) {
+    const TrainOptions& o = t.options;
+    if (t.best)
+        std::printf("best     step %lld, with a validation loss of %.4f\n", static_cast<long long>(t.best->step),
+                    t.best->val_loss);
+    if (step < o.steps) {
+        std::printf("stopped after step %lld of %lld; saved. Continue with:  %s\n", static_cast<long long>(step),
+                    static_cast<long long>(o.steps), resume_command(o).c_str());
+        return;
+    }
+    std::printf("memory   %s taken on the device (%zu bytes; %zu planned)\n",
+                human_bytes(static_cast<double>(bytes_taken)).c_str(), bytes_taken, t.memory.bytes());
+    if (t.offload)
+        std::printf("         %s on the host (%zu bytes)\n",
+                    human_bytes(static_cast<double>(t.memory.host_bytes())).c_str(), t.memory.host_bytes());
+    std::printf("done in %s: %s/loss.png, log.csv, checkpoints, and TensorBoard events (tensorboard --logdir %s)\n",
+                human_seconds(seconds).c_str(), o.out.c_str(), o.out.c_str());
 }

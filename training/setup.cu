@@ -37,18 +37,16 @@ void check_identity(const TrainOptions& o, const DataIdentity& data) {
     check_same("held-out", data.val_n, data.val_checksum, saved->val_n, saved->val_checksum);
 }
 
-void check_documents(const TokenSource& source) {
-    check(
-        source.n() < 2 || !source.document_starts(1, source.n() - 1).empty(),
-        "--mask-documents: ", source.description(),
-        ": all of it is one document: give a folder with a file for each, or text or shards with an end-of-text token "
-        "before each, or leave the flag away");
-}
-
-// runs/1, runs/2, ...: the first that does not exist.
-std::string fresh_run_folder() {
-    for (int i = 1;; ++i)
-        if (const std::string folder = "runs/" + std::to_string(i); !std::filesystem::exists(folder)) return folder;
+void check_documents(const TokenMix& mix) {
+    std::string descriptions;
+    for (const MixedSource& source : mix) {
+        const TokenSource& tokens = source.tokens;
+        if (tokens.n() < 2 || !tokens.document_starts(1, tokens.n() - 1).empty()) return;
+        descriptions += tokens.description() + ": ";
+    }
+    fail("--mask-documents: ", descriptions,
+         "all of it is one document: give a folder with a file for each, or text or shards with an end-of-text token "
+         "before each (--eot names that of shards), or leave the flag away");
 }
 
 // Which build this is; the same for all where the system does not tell.
@@ -71,7 +69,7 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     things.push_back({"--all-reduce", t.options.ranks.all_reduce});
     things.push_back({"--resume", t.options.resume ? "given" : "absent"});
     things.push_back({"config.json", config_to_json(t.config)});
-    things.push_back({"the length of the data in tokens", concat(data.train_tokens.n(), " and ", data.val_tokens.n())});
+    things.push_back({"the length of the data in tokens", concat(data.identity.train_n, " and ", data.identity.val_n)});
     return things;
 }
 
@@ -117,25 +115,39 @@ Config choose_config(const TrainOptions& o, int64_t vocab_size) {
     return config;
 }
 
+// Checks each source of a mix; returns the checksum of all, with their shares.
+uint64_t checked_checksum(const TrainOptions& o, const TokenMix& mix, const Config& config) {
+    std::vector<uint64_t> numbers;
+    for (const MixedSource& source : mix) {
+        check_text(o, source.tokens, config);
+        const TokenSource::Summary summary = source.tokens.summary();
+        check_tokens(source.tokens, summary.max_token, config, o.seq);
+        numbers.insert(numbers.end(), {summary.checksum, static_cast<uint64_t>(source.share)});
+    }
+    return mix.size() == 1 ? numbers[0] : checksum(numbers.data(), numbers.size() * sizeof(uint64_t));
+}
+
 RunData open_data(const TrainOptions& o, const Config& config, std::unique_ptr<Tokenizer> tokenizer) {
-    const auto [train, val] = open_train_and_val(o.data, o.val, *tokenizer, o.val_fraction);
-    const auto checked = [&](const TokenSource& tokens) {
-        check_text(o, tokens, config);
-        const TokenSource::Summary summary = tokens.summary();
-        check_tokens(tokens, summary.max_token, config, o.seq);
-        return summary.checksum;
-    };
-    const uint64_t train_checksum = checked(train), val_checksum = checked(val);
-    const DataIdentity identity{train.n(), val.n(), train_checksum, val_checksum};
+    const int32_t eot = static_cast<int32_t>(o.eot);
+    const auto [train, val] = open_mixed_train_and_val(o.data, o.val, *tokenizer, o.val_fraction, eot);
+    const auto is_shards = [](const MixedSource& source) { return source.tokens.is_shards(); };
+    check(eot < 0 || std::any_of(train.begin(), train.end(), is_shards), "--eot ", eot,
+          ": it belongs to token shards; of text, the tokenizer knows where documents begin");
+    check(eot < config.V, "--eot ", eot, ": the model has a vocabulary of ", config.V);
+    const bool validates = token_count(val) > 0 || o.val_fraction > 0 || !o.val.empty();
+    check(validates || !o.keep_best,
+          "--keep-best looks at the validation loss: give --val, or a --val-fraction above 0");
+    const DataIdentity identity{token_count(train), token_count(val), checked_checksum(o, train, config),
+                                validates ? checked_checksum(o, val, config) : 0};
     if (o.resume) check_identity(o, identity);
     if (o.mask_documents) check_documents(train);
     // The held-out text has an order that does not depend on --seed, so that runs can be compared.
     return {.tokenizer = std::move(tokenizer),
-            .is_text = !o.tokenizer.empty() || !train.is_shards(),
+            .is_text = !o.tokenizer.empty() || std::none_of(train.begin(), train.end(), is_shards),
             .train_tokens = train,
             .val_tokens = val,
             .train = BatchReader(train, o.seq, static_cast<uint64_t>(o.seed)),
-            .val = BatchReader(val, o.seq, 0),
+            .val = validates ? std::optional(BatchReader(val, o.seq, 0)) : std::nullopt,
             .identity = identity};
 }
 
@@ -194,16 +206,22 @@ std::string RunData::show(const std::vector<int32_t>& tokens) const {
 std::vector<int32_t> RunData::prompt() const {
     if (is_text) return tokenizer->encode("\n");
     int32_t token = 0;  // the first of the held-out data: in most shards, the one that begins a document
-    val_tokens.read(0, 1, &token);
+    (val ? val_tokens : train_tokens)[0].tokens.read(0, 1, &token);
     return {token};
 }
 
-void settle_folder(Trainer& t, const RunData& data) {
+std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
     const bool first = t.world.rank == 0;
     std::string& out = t.options.out;
     if (t.world.size > 1) check_same_everywhere(t.world, what_must_agree(t, data));
-    if (out.empty() && first) out = fresh_run_folder();
+    check_disk_space(t);
+    std::unique_ptr<RunFolder> folder;
+    if (first) {
+        folder = std::make_unique<RunFolder>(out);
+        out = folder->path();
+        check(t.options.resume || !std::filesystem::exists(out + "/log.csv"), out,
+              " already holds a run: continue it with --resume, or choose another --out");
+    }
     if (t.world.size > 1) out = broadcast_text(t.world, out);
-    check(t.options.resume || !first || !std::filesystem::exists(out + "/log.csv"), out,
-          " already holds a run: continue it with --resume, or choose another --out");
+    return folder;
 }

@@ -27,6 +27,24 @@ DataIdentity identity_from_json(const nlohmann::json& data) {
             number("val_checksum")};
 }
 
+nlohmann::ordered_json to_json(const Schedule& s) {
+    return {
+        {"name", s.name},        {"peak", s.peak},   {"min_ratio", s.min_ratio}, {"decay_fraction", s.decay_fraction},
+        {"warmup", s.warmup},    {"steps", s.steps}, {"from", s.from},           {"until", s.until},
+        {"position", s.position}};
+}
+Schedule schedule_from_json(const nlohmann::json& s) {
+    return {.name = s.at("name").get<std::string>(),
+            .peak = s.at("peak").get<double>(),
+            .min_ratio = s.at("min_ratio").get<double>(),
+            .decay_fraction = s.at("decay_fraction").get<double>(),
+            .warmup = s.at("warmup").get<int64_t>(),
+            .steps = s.at("steps").get<int64_t>(),
+            .from = s.at("from").get<int64_t>(),
+            .until = s.at("until").get<int64_t>(),
+            .position = s.at("position").get<double>()};
+}
+
 // "optimizer-00002-of-00008.safetensors" needs seven other files beside it.
 void check_count(const std::string& folder, const std::string& file) {
     const size_t at = file.find("-of-");
@@ -58,14 +76,16 @@ std::string fault_of(const std::string& folder) {
 }  // namespace
 
 void write_state(const std::string& folder, const RunState& s) {
-    const nlohmann::ordered_json state = {
+    nlohmann::ordered_json state = {
         {"step", s.step},
         {"updates", s.updates},
         {"sequences", s.sequences},
         {"tokens", s.tokens},
         {"loss_scale", {{"scale", s.loss_scale}, {"good_steps", s.good_steps}, {"overflows", s.overflows}}},
         {"data", to_json(s.data.value())},
+        {"schedule", to_json(s.schedule.value())},
         {"options", s.options}};
+    if (s.best) state["best"] = {{"step", s.best->step}, {"val_loss", s.best->val_loss}};
     write_text_file(state_path(folder), state.dump(2) + "\n");
 }
 
@@ -84,6 +104,9 @@ RunState read_state(const std::string& folder) {
         s.overflows = scale.at("overflows").get<int64_t>();
         // Checkpoints of earlier versions do not say it.
         if (state.contains("data")) s.data = identity_from_json(state.at("data"));
+        if (state.contains("schedule")) s.schedule = schedule_from_json(state.at("schedule"));
+        if (state.contains("best"))
+            s.best = {state.at("best").at("step").get<int64_t>(), state.at("best").at("val_loss").get<double>()};
         s.options = state.at("options").get<std::map<std::string, std::string>>();
         return s;
     } catch (const nlohmann::json::exception& error) {
@@ -91,6 +114,37 @@ RunState read_state(const std::string& folder) {
     } catch (const std::logic_error&) {  // std::stoull
         fail(path, " is not a training state: a checksum is not a hexadecimal number");
     }
+}
+
+ResumedSchedule resumed_schedule(const TrainOptions& o, const RunState& saved) {
+    const auto with_warmup = [](Schedule s) {
+        if (s.warmup == -1) s.warmup = s.steps / 20;
+        return s;
+    };
+    // Checkpoints of earlier versions have only the flags.
+    Schedule old = o.typed_schedule;
+    old.steps = std::stoll(saved.options.at("--steps"));
+    old = saved.schedule.value_or(with_warmup(old));
+    const int64_t step = saved.step, was = old.last_step();
+    if (o.steps == was && !o.new_schedule && o.typed_schedule.name == old.name) return {old, ""};
+    check(o.steps > step, "--steps ", o.steps, ": the run in ", o.out, " has made ", step,
+          " steps: give more of them, or leave the flag away");
+    if (o.new_schedule || o.typed_schedule.name != old.name) {
+        Schedule next = begin_schedule(o.typed_schedule, step, o.steps);
+        next = with_warmup(next);
+        return {next, concat("schedule a new one begins: ", next.name, " over steps ", step + 1, " to ", o.steps,
+                             ", of which ", next.warmup, " warm up, with a highest learning rate of ", next.peak)};
+    }
+    const Schedule next = continue_schedule(old, step, o.steps);
+    std::string change = concat("schedule ", old.name, " to step ", o.steps, " instead of ", was, ": ");
+    const double before = learning_rate(old, step), after = learning_rate(next, step + 1);
+    if (old.name == "constant") change += "it goes on";
+    else if (old.name == "wsd") change += concat("its decay comes in the last ", next.decay_fraction, " of all steps");
+    else if (step >= was)
+        change += "it had come to its end, and the learning rate stays there; for another one give --schedule too";
+    else change += concat("what was left of it is stretched over steps ", step + 1, " to ", o.steps);
+    return {next,
+            concat(change, " (learning rate ", before, " in step ", step, ", ", after, " in step ", step + 1, ")")};
 }
 
 std::string readable_checkpoint(const std::string& run) {

@@ -5,6 +5,8 @@
 //     options_check.cu   what flags mean together, and what is refused
 //     mistyped.cu        what is answered to words that are no flags, and to values that are no numbers
 //     setup.cu           the model's configuration, the data, the folder of the run
+//     run_folder.cu      the folder of the run: one writer, and room on the disk
+//     stop.cu            Ctrl-C, and the command that continues the run
 //     memory.cu          what a run takes, counted before anything is taken
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
 //     evaluation.cu      the loss on held-out text
@@ -21,6 +23,7 @@
 #include "parallel/data/data.h"
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <set>
 
@@ -31,7 +34,9 @@ struct TrainOptions {
     std::string model = "tiny";  // "": that of --init
     std::string init, data, val, tokenizer, out;
     int64_t batch = 16, micro_batch = 0, seq = 128, steps = 1000, seed = 1;
-    Schedule schedule;  // its peak is --lr
+    Schedule schedule;          // its peak is --lr; of a resumed run, continued as resumed_schedule() says
+    Schedule typed_schedule;    // by the flags alone
+    bool new_schedule = false;  // --schedule was given with --resume
     std::string optimizer = "adamw";
     OptimizerOptions optimizer_options;  // that optimizer's own defaults, except for what the flags say
     double clip = 1.0;
@@ -47,11 +52,18 @@ struct TrainOptions {
     std::string device_spec = "this";
     double plan_parameters = 0;   // --params: the plan's states for this many parameters; 0: the model's
     int64_t inject_overflow = 0;  // for tests: the step in which one gradient becomes infinite
-    int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0;
+    int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0,
+            log_every = 0, eot = -1;
     double temperature = 0.8, val_fraction = 0.1;
     bool mask_documents = false;
     bool resume = false, new_data = false;  // new_data: a resumed run may go on with other data than those it had
-    std::string checkpoint;                 // with --resume: where the options came from
+    bool keep_best = false;
+    std::string checkpoint;    // with --resume: where the options came from
+    int64_t resumed_step = 0;  // and its step
+    // For the command that continues the run: the program as it was called, and flags that no checkpoint has.
+    std::string program = "./train_gpt";
+    std::vector<std::string> repeated;
+    int64_t last_step() const { return stop_after > 0 && stop_after < steps ? stop_after : steps; }
 
     // Must an update wait for the norm of all gradients? To clip by it, or because float16 may have overflowed.
     bool updates_after_norm() const { return clip > 0 || precision.dtype == DType::f16; }
@@ -94,15 +106,28 @@ struct DataIdentity {
     int64_t train_n = 0, val_n = 0;
     uint64_t train_checksum = 0, val_checksum = 0;
 };
+struct BestStep {  // the one with the lowest validation loss so far
+    int64_t step;
+    double val_loss;
+};
 struct RunState {
     int64_t step = 0, updates = 0, sequences = 0, tokens = 0;
     double loss_scale = 1;
     int64_t good_steps = 0, overflows = 0;  // of the loss scaler
     std::optional<DataIdentity> data;
+    std::optional<Schedule> schedule;
+    std::optional<BestStep> best;                // with --keep-best
     std::map<std::string, std::string> options;  // TrainOptions::identity
 };
 void write_state(const std::string& checkpoint, const RunState& state);
 RunState read_state(const std::string& checkpoint);  // Error for what is not a training state
+
+// The schedule with which a run goes on from a checkpoint, and, where the flags change it, a line that says how.
+struct ResumedSchedule {
+    Schedule schedule;
+    std::string change;
+};
+ResumedSchedule resumed_schedule(const TrainOptions& options, const RunState& saved);
 
 // The newest checkpoint whose state and configuration can be read; Error if there is none.
 std::string readable_checkpoint(const std::string& run);
@@ -148,7 +173,8 @@ struct Trainer {
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
-    DataIdentity data;    // for checkpoints
+    DataIdentity data;  // for checkpoints
+    std::optional<BestStep> best;
     int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
     // f32 (units + kStepNumberRows, 2): the sum of squares of each unit's gradients, then StepNumbers.
     Tensor totals;
@@ -172,13 +198,54 @@ struct Trainer {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// run_folder.cu: the folder of a run. While a RunFolder exists, no other process writes there.
+
+class RunFolder {
+  public:
+    // Makes the folder with its parents, and locks it; "" is the first of runs/1, runs/2, ... that does not exist.
+    // Error if another process writes it, with its process number and host.
+    explicit RunFolder(const std::string& path);
+    const std::string& path() const { return path_; }
+
+  private:
+    struct MadeFolders {  // removed at the end if nothing was written into them
+        std::vector<std::string> paths;
+        ~MadeFolders();
+    };
+    struct Lock {
+        std::string path;
+        int fd = -1;
+        explicit Lock(const std::string& run);
+        ~Lock();
+    };
+    MadeFolders made_;
+    std::string path_;
+    std::optional<Lock> lock_;
+};
+// Error if the disk has no room for the checkpoints and logs to come. Nothing has been written yet. Collective.
+void check_disk_space(const Trainer& trainer);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// stop.cu: Ctrl-C, and the command that continues the run
+
+// From here on the first SIGINT or SIGTERM asks for the end of the run after the step that is going on, and the second
+// ends the process. Both are answered on stderr at once.
+void answer_signals();
+bool stop_requested();
+// Is the run to end after this step? A signal that comes later is one for the next step.
+bool take_stop_request(const TrainOptions& options, int64_t step);
+void note_saved(int64_t step, bool last);  // for the answers; 0: nothing is saved
+std::string resume_command(const TrainOptions& options);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // setup.cu: what is settled before memory is taken
 
 struct RunData {
     std::shared_ptr<const Tokenizer> tokenizer;
     bool is_text = true;  // tokens can be shown as text: not those of shards without a --tokenizer
-    TokenSource train_tokens, val_tokens;
-    BatchReader train, val;
+    TokenMix train_tokens, val_tokens;
+    BatchReader train;
+    std::optional<BatchReader> val;  // not with --val-fraction 0
     DataIdentity identity;
     std::string show(const std::vector<int32_t>& tokens) const;  // as text for a terminal, or as ids
     std::vector<int32_t> prompt() const;                         // what a sample begins with
@@ -196,9 +263,9 @@ struct StartFault {
     std::string line;  // in the process of rank 0
 };
 bool agree_to_start(Comm& world, const std::string& fault, StartFault& start_fault);
-// Chooses --out where it was not given; Error where ranks were given different things, or the folder holds another run.
-// Collective.
-void settle_folder(Trainer& trainer, const RunData& data);
+// Error where ranks were given different things, the disk has no room for the run, or the folder belongs to another run.
+// Chooses --out where it was not given. Returns rank 0's hold on the folder. Collective.
+std::unique_ptr<RunFolder> settle_folder(Trainer& trainer, const RunData& data);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // step.cu: the parts of a training step, in the order in which train_gpt.cu calls them. Collective.
@@ -232,13 +299,21 @@ StepNumbers read_numbers(Trainer& trainer);
 // evaluation.cu: mean loss over the first n_sequences of the held-out text. Documents are never masked here, so that
 // runs can be compared. Collective.
 double evaluate(Trainer& trainer, const BatchReader& data, int64_t n_sequences);
+// Is this validation loss lower than all before? Then it is Trainer::best from now on.
+bool note_best(Trainer& trainer, int64_t step, double val_loss);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // checkpoint.cu: the model as a Hugging Face folder, the optimizer's states by parameter, and state.json.
 // Collective; any number of ranks and any --zero can go on from it.
 
-void save_checkpoint(Trainer& trainer, int64_t step);
-int64_t load_checkpoint(Trainer& trainer, const std::string& checkpoint);  // returns its step
+// A save that fails, on a full disk for example, is said on stderr, and the next one is tried; Error if no older
+// checkpoint exists, or if this is the last save of the run.
+void save_checkpoint(Trainer& trainer, int64_t step, bool last);
+// Loads the newest whole checkpoint of --out, continues its schedule, and says so; returns its step.
+int64_t resume_run(Trainer& trainer);
+// Bytes of the optimizer's states and of compression's errors that this rank writes into a checkpoint; they need no
+// memory yet.
+int64_t saved_state_bytes(const Trainer& trainer);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
@@ -255,15 +330,24 @@ std::vector<int32_t> sample(const Model& model, Activations& acts, const Workspa
 class RunLog {
   public:
     RunLog(const std::string& out, int64_t resume_step);  // -1: a new run
+    // Where a row cannot be written, on a full disk, it waits for the next one, and a line on stderr says so once.
     void write(const LogRow& row);
+    void write_waiting();  // Error if that is not possible
 
   private:
     CsvLog csv_;
     TensorBoardLog tensorboard_;
+    std::deque<LogRow> csv_waits_, events_wait_;  // what each of them has not been able to write
+    bool said_ = false;
 };
 LogRow make_row(const Trainer& trainer, int64_t step, const StepResult& result, double step_seconds,
                 double matmul_rate);
-void print_start(const Trainer& trainer, const TokenSource& train_tokens, const TokenSource& val_tokens);
-void print_progress(const LogRow& row, int64_t steps, double seconds_left);
+void print_start(const Trainer& trainer, const RunData& data);
+// A line every --log-every steps. Without it a line every step; in a terminal these are one line that changes, and only
+// those with a validation loss stay.
+void print_progress(const LogRow& row, const TrainOptions& options, double seconds_left);
+void end_progress_line();  // before anything else is printed
 void print_sample(Trainer& trainer, const RunData& data, const char* title);
-void draw_loss(const std::string& out);  // OUT/loss.png from OUT/log.csv
+void draw_loss(const std::string& out);  // OUT/loss.png from OUT/log.csv; where it cannot be written, stderr says so
+// How the run ended, what it leaves, and how to go on.
+void print_end(Trainer& trainer, int64_t step, size_t bytes_taken, double seconds);

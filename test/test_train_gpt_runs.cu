@@ -1,0 +1,360 @@
+// test/test_train_gpt_runs.cu: runs that are lengthened, moved, watched and interrupted, and who may write their folder.
+#include "optim/optim.h"
+#include "train_runs.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+Outcome resume(const std::string& run, const std::string& arguments = "") {
+    return run_program("train_gpt", "--resume --out " + run + " " + arguments);
+}
+
+// The one line of an error, without its newline.
+std::string line_of(const Outcome& outcome) {
+    return outcome.err.empty() ? "" : outcome.err.substr(0, outcome.err.size() - 1);
+}
+
+std::string host() {
+    char name[256] = {};
+    ::gethostname(name, sizeof name - 1);
+    return name;
+}
+
+// A run in the background of a shell script, which finds its number in $pid and what it printed in FOLDER/out and
+// FOLDER/err. await TEXT FILE: waits until the text is there, at most 60 s.
+Outcome with_background_run(const TempFolder& folder, const std::string& before, const std::string& arguments,
+                            const std::string& script) {
+    const std::string files = concat(" > ", folder / "out", " 2> ", folder / "err");
+    return run_shell(concat("await() { for i in $(seq 1200); do grep -q \"$1\" ", folder.path,
+                            "/$2 && return; sleep 0.05; done; echo \"$1 did not come\"; }; ( ", before, " exec ",
+                            program_path("train_gpt"), " --data ", text_file(), kSmall, arguments, " )", files,
+                            " & pid=$!; ", script));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Longer and moved runs
+
+TEST_CASE("a run with a constant rate is lengthened as if it had begun so", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string whole = folder / "whole", parts = folder / "parts";
+    REQUIRE(train("--schedule constant --steps 30 --out " + whole).status == 0);
+    REQUIRE(train("--schedule constant --out " + parts).status == 0);
+    const Outcome longer = resume(parts, "--steps 30");
+    INFO(longer.err);
+    REQUIRE(longer.status == 0);
+    CHECK_THAT(longer.out, ContainsSubstring("schedule constant to step 30 instead of 20: it goes on"));
+    check_same_end(whole, parts);
+}
+
+TEST_CASE("what is left of a cosine is stretched, and a new schedule can begin", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--out " + run + " --stop-after 10").status == 0);
+    const Outcome longer = resume(run, "--steps 30 --stop-after 20");
+    INFO(longer.err);
+    REQUIRE(longer.status == 0);
+    CHECK_THAT(longer.out, ContainsSubstring("schedule cosine to step 30 instead of 20: what was left of it is "
+                                             "stretched over steps 11 to 30"));
+    REQUIRE(resume(run).status == 0);  // the checkpoint knows it
+    Schedule schedule{.peak = 3e-3, .warmup = 2, .steps = 20};
+    const Schedule stretched = continue_schedule(schedule, 10, 30);
+    std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
+    REQUIRE(rows.size() == 30);
+    for (const LogRow& row : rows) {
+        INFO(row.step);
+        CHECK(*row.lr == Approx(learning_rate(row.step <= 10 ? schedule : stretched, row.step)).epsilon(1e-7));
+    }
+    CHECK_THAT(resume(run).out, ContainsSubstring("resumed after step 30, the last"));
+    // Its end is reached: more steps stay at the last rate, unless a schedule is given.
+    const std::string other = folder / "other";
+    std::filesystem::copy(run, other, std::filesystem::copy_options::recursive);
+    CHECK_THAT(resume(run, "--steps 32").out, ContainsSubstring("it had come to its end"));
+    CHECK(*read_csv_log(run + "/log.csv").back().lr == Approx(3e-4).epsilon(1e-7));
+    const Outcome anew = resume(other, "--steps 40 --schedule linear --lr 2e-3 --warmup 5");
+    CHECK_THAT(anew.out, ContainsSubstring("a new one begins: linear over steps 31 to 40, of which 5 warm up"));
+    rows = read_csv_log(other + "/log.csv");
+    REQUIRE(rows.size() == 40);
+    CHECK(*rows[34].lr == Approx(2e-3).epsilon(1e-7));
+    CHECK(*rows[39].lr == Approx(2e-4).epsilon(1e-7));
+}
+
+TEST_CASE("what a resumed run cannot be given is refused", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--out " + run + " --stop-after 10").status == 0);
+    const std::string log = slurp(run + "/log.csv");
+    for (const auto& [flags, says] :
+         std::vector<std::pair<std::string, std::string>>{{"--stop-after 10", "is at step 10 already"},
+                                                          {"--stop-after 3", "is at step 10 already"},
+                                                          {"--steps 5", "is at step 10 already"},
+                                                          {"--steps 10", "has made 10 steps"},
+                                                          {"--steps 30 --lr 1e-3", "give a new --schedule"},
+                                                          {"--schedule linear", "--schedule linear differs"}}) {
+        const Outcome outcome = resume(run, flags);
+        INFO(flags << ": " << outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK(one_line_with(line_of(outcome), says));
+    }
+    CHECK(slurp(run + "/log.csv") == log);
+    CHECK_FALSE(std::filesystem::exists(run + "/lock"));
+}
+
+TEST_CASE("a run and its data may move", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string whole = folder / "whole", text = folder / "text.txt";
+    spit(text, slurp(text_file()));
+    REQUIRE(train("--out " + whole).status == 0);
+    REQUIRE(train("--stop-after 10 --out " + (folder / "before") + " --data " + text).status == 0);
+    std::filesystem::rename(folder / "before", folder / "after");
+    std::filesystem::rename(text, folder / "moved.txt");
+    const Outcome lost = resume(folder / "after");
+    CHECK(lost.status == 2);
+    CHECK(one_line_with(line_of(lost), "no data at " + text));
+    REQUIRE(resume(folder / "after", "--stop-after 15 --data " + (folder / "moved.txt")).status == 0);
+    REQUIRE(resume(folder / "after").status == 0);  // the new path is the run's
+    check_same_end(whole, folder / "after");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One writer
+
+TEST_CASE("two runs that start at once have two folders", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string command = program_path("train_gpt") + " --data " + text_file() + kSmall + " --steps 2 --warmup 0";
+    const Outcome both = run_shell(concat("cd ", folder.path, " && ( ", command, " & a=$!; ", command, " & b=$!; ",
+                                          command, " & c=$!; wait $a && wait $b && wait $c )"));
+    INFO(both.err);
+    REQUIRE(both.status == 0);
+    for (const char* run : {"runs/1", "runs/2", "runs/3"}) {
+        INFO(run);
+        CHECK(read_csv_log(folder / (std::string(run) + "/log.csv")).size() == 2);
+        CHECK_THAT(both.out, ContainsSubstring(concat("output   ", run, "\n")));
+    }
+    CHECK(run_shell("ls " + (folder / "runs")).out == "1\n2\n3\n");
+}
+
+TEST_CASE("a folder has one writer, and a lock that was left behind is taken over", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    // While a run lives, neither --resume nor a new run may write there. Then it is killed.
+    const Outcome live =
+        with_background_run(folder, "", "--steps 1000000 --save-every 1 --out " + run,
+                            concat("await 'step       2/' out; ", program_path("train_gpt"), " --resume --out ", run,
+                                   "; echo status $?; ", program_path("train_gpt"), " --data ", text_file(), " --out ",
+                                   run, "; echo status $?; kill -KILL $pid; wait $pid; echo pid $pid"));
+    INFO(live.out << live.err);
+    CHECK_THAT(live.out, ContainsSubstring("status 2\nstatus 2\n"));
+    const std::string pid = live.out.substr(live.out.find("pid ") + 4, live.out.size() - live.out.find("pid ") - 5);
+    const std::string says = concat(run, " is being written by process ", pid, " on this host, ", host(), ":");
+    const size_t first = live.err.find(says);
+    REQUIRE(first != std::string::npos);
+    CHECK(live.err.find(says, first + 1) != std::string::npos);
+    REQUIRE(std::filesystem::exists(run + "/lock"));
+    const int64_t step = std::stoll(newest_checkpoint(run).substr(newest_checkpoint(run).rfind('-') + 1));
+    const Outcome taken = resume(run, concat("--stop-after ", step + 1));
+    INFO(taken.err);
+    CHECK(taken.status == 0);
+    CHECK_THAT(taken.out, ContainsSubstring(concat("lock     taken over from process ", pid, " of this host")));
+    CHECK_FALSE(std::filesystem::exists(run + "/lock"));
+    // Of a process on another host nobody can say here whether it lives. One process of several locks.
+    spit(run + "/lock", "123 elsewhere\n");
+    for (const std::string& before : {std::string(), have_mpirun() ? mpirun_command(2) : std::string()}) {
+        const Outcome other = run_program("train_gpt", "--resume --out " + run, before);
+        INFO(other.err);
+        CHECK(other.status == 2);
+        CHECK_THAT(other.err,
+                   ContainsSubstring("process 123 on host elsewhere") && ContainsSubstring("delete " + run + "/lock"));
+    }
+    CHECK(slurp(run + "/lock") == "123 elsewhere\n");
+    std::filesystem::remove(run + "/lock");
+    const Outcome ranks = run_program("train_gpt", concat("--resume --out ", run, " --stop-after ", step + 2),
+                                      have_mpirun() ? mpirun_command(2) : "");
+    INFO(ranks.err);
+    CHECK(ranks.status == 0);
+    CHECK_FALSE(std::filesystem::exists(run + "/lock"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The disk
+
+TEST_CASE("a disk without room for the checkpoints is found at the start", "[program][train_gpt]") {
+    const TempFolder folder;
+    const Outcome outcome = train("--steps 1000000000 --save-every 1 --keep 0 --out " + (folder / "a/run"));
+    INFO(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK(one_line_with(line_of(outcome), "the disk of " + folder.path, "1000000000 checkpoints at once", "--keep 1"));
+    CHECK_FALSE(std::filesystem::exists(folder / "a"));
+}
+
+// No file may grow beyond 4 blocks of 512 bytes or 1 KiB, until prlimit lifts this: neither the log nor a checkpoint.
+TEST_CASE("a save that fails is tried again, and the log loses no row", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--steps 240 --val-every 0 --stop-after 4 --out " + run).status == 0);
+    const Outcome outcome = with_background_run(
+        folder, "ulimit -S -f 4;", "--steps 240 --val-every 0 --save-every 40 --resume --out " + run,
+        "await 'keeps the rows of its logs' err; await 'could not be saved' err; prlimit --pid $pid --fsize=unlimited; "
+        "wait $pid; echo status $?");
+    const std::string err = slurp(folder / "err");
+    INFO(outcome.out << outcome.err << err);
+    CHECK_THAT(outcome.out, ContainsSubstring("status 0"));
+    CHECK_THAT(err, ContainsSubstring("step 40 could not be saved: ") &&
+                        ContainsSubstring("the newest checkpoint is " + run + "/checkpoints/step-00000004"));
+    CHECK_THAT(newest_checkpoint(run), ContainsSubstring("step-00000240"));
+    const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
+    REQUIRE(rows.size() == 240);
+    for (size_t i = 0; i < rows.size(); ++i) CHECK(rows[i].step == static_cast<int64_t>(i) + 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Watching a run
+
+TEST_CASE("--keep-best keeps the checkpoint with the lowest validation loss", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", val = folder / "val.txt";
+    std::string other;  // letters that the training text hardly has: what is learned from it soon makes this text worse
+    for (int i = 0; i < 2000; ++i) other += static_cast<char>('A' + i * i % 53 % 26);
+    spit(val, other);
+    const std::string flags =
+        "--val " + val + " --lr 1e-2 --keep 1 --save-every 7 --steps 24 --val-every 3 --keep-best --out " + run;
+    REQUIRE(train(flags + " --stop-after 17").status == 0);
+    const Outcome outcome = resume(run);
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    LogRow best;
+    for (const LogRow& row : read_csv_log(run + "/log.csv"))
+        if (row.val_loss && (!best.val_loss || *row.val_loss < *best.val_loss)) best = row;
+    REQUIRE(best.step < 24);
+    char name[40];
+    std::snprintf(name, sizeof name, "step-%08lld\n", static_cast<long long>(best.step));
+    CHECK(run_shell("ls " + run + "/checkpoints").out == name + std::string("step-00000024\n"));
+    CHECK_THAT(outcome.out, ContainsSubstring(concat("best     step ", best.step, ", with a validation loss of")));
+    const Outcome none = train("--keep-best --val-fraction 0 --out " + (folder / "none"));
+    CHECK(one_line_with(line_of(none), "--keep-best", "--val-fraction above 0"));
+}
+
+TEST_CASE("progress is a line every --log-every steps, and one that changes in a terminal", "[program][train_gpt]") {
+    const TempFolder folder;
+    const auto count = [](const std::string& text, const std::string& what) {
+        int64_t n = 0;
+        for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
+        return n;
+    };
+    // Steps 8, 16, and those with a validation loss: 10 and 20.
+    CHECK(count(train("--log-every 8 --out " + (folder / "a")).out, "\nstep ") == 4);
+    const Outcome none = train("--val-fraction 0 --out " + (folder / "b"));
+    INFO(none.err);
+    CHECK(none.status == 0);
+    CHECK_THAT(none.out, ContainsSubstring("none held out"));
+    CHECK(count(none.out, "\nstep ") == 20);
+    CHECK(count(none.out, "val loss") == 0);
+    for (const LogRow& row : read_csv_log(folder / "b/log.csv")) CHECK_FALSE(row.val_loss.has_value());
+    if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
+    const Outcome terminal = run_shell(concat("script -qec '", program_path("train_gpt"), " --data ", text_file(),
+                                              kSmall, "--out ", folder / "c", "' ", folder / "typescript"));
+    CHECK(terminal.status == 0);
+    CHECK(count(terminal.out, "\rstep ") == 20);
+    CHECK(count(terminal.out, "\nstep ") == 0);
+    CHECK_THAT(terminal.out, ContainsSubstring("val loss"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Data
+
+TEST_CASE("several sources are mixed, documents and all, and a resumed run goes on with them", "[program][train_gpt]") {
+    const TempFolder folder;
+    std::filesystem::create_directories(folder / "text");
+    for (int i = 0; i < 100; ++i) spit(folder / concat("text/", 1000 + i), concat("File ", i * i % 97, " of many.\n"));
+    const std::string data = concat(" --mask-documents --data ", folder / "text", ":3,", text_file(), ":1 ");
+    const std::string whole = folder / "whole", parts = folder / "parts";
+    const Outcome outcome = train(data + "--out " + whole);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out,
+               ContainsSubstring("75.0 % of the sequences") && ContainsSubstring("25.0 % of the sequences"));
+    REQUIRE(train(data + "--stop-after 10 --out " + parts).status == 0);
+    const Outcome other = resume(parts, concat("--data ", folder / "text", ":2,", text_file(), ":1"));
+    CHECK(other.status == 2);
+    CHECK(one_line_with(line_of(other), "training data are not those"));
+    REQUIRE(resume(parts).status == 0);
+    check_same_end(whole, parts);
+    for (const auto& [paths, says] :
+         std::vector<std::pair<std::string, std::string>>{{"a.txt:1,b.txt", "each of several sources needs a weight"},
+                                                          {"a.txt:1,b.txt:0", "must be a number above 0"},
+                                                          {"a.txt:1,b.txt:1e-6", "less than a thousandth"}}) {
+        const Outcome wrong = train("--data " + paths + " --out " + (folder / "wrong"));
+        INFO(paths << ": " << wrong.err);
+        CHECK(wrong.status == 2);
+        CHECK(one_line_with(line_of(wrong), says));
+    }
+}
+
+TEST_CASE("--eot says where the documents of a shard begin", "[program][train_gpt]") {
+    const TempFolder folder;
+    int32_t header[256] = {20240520, 1, 3000};
+    std::string bytes(reinterpret_cast<const char*>(header), sizeof header);
+    for (int i = 0; i < 3000; ++i) {
+        const uint16_t token = i % 10 == 0 ? 7 : static_cast<uint16_t>(8 + i * 37 % 200);
+        bytes.append(reinterpret_cast<const char*>(&token), 2);
+    }
+    spit(folder / "tokens.bin", bytes);
+    const std::string flags = "--mask-documents --steps 2 --warmup 0 --data " + (folder / "tokens.bin") + " --out ";
+    const Outcome unknown = train(flags + (folder / "a"));
+    CHECK(unknown.status == 2);
+    CHECK(one_line_with(line_of(unknown), "all of it is one document", "--eot"));
+    const Outcome known = train("--eot 7 " + flags + (folder / "a"));
+    INFO(known.err);
+    CHECK(known.status == 0);
+    CHECK(one_line_with(line_of(train("--eot 7 --out " + (folder / "b"))), "it belongs to token shards"));
+    CHECK(one_line_with(line_of(train("--eot 400 " + flags + (folder / "b"))), "vocabulary of 256"));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Ends
+
+TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    // Both come before the first step has ended, which has 8192 tokens.
+    const Outcome twice = with_background_run(
+        folder, "", "--batch 32 --seq 256 --steps 1000 --val-fraction 0 --out " + run,
+        "await 'total' out; kill -INT $pid; await 'finishing' err; kill -INT $pid; wait $pid; echo status $?");
+    INFO(twice.out << slurp(folder / "err") << slurp(folder / "out"));
+    CHECK_THAT(twice.out, ContainsSubstring("status 130") && !ContainsSubstring("did not come"));
+    CHECK(slurp(folder / "err") ==
+          "finishing step 1, then saving; press Ctrl-C again to stop without saving\n"
+          "stopped without saving: nothing of this run was saved\n");
+    // During the sample, which would take 10 s: it ends, one step is made and saved.
+    std::filesystem::remove_all(run);
+    const Outcome sample = with_background_run(
+        folder, "", "--seq 256 --sample 100000 --steps 1000 --out " + run,
+        "await 'total' out; kill -INT $pid; await 'finishing step 1, then saving' err; wait $pid; echo status $?");
+    INFO(sample.out << slurp(folder / "err"));
+    CHECK_THAT(sample.out, ContainsSubstring("status 0"));
+    CHECK_THAT(slurp(folder / "out"), ContainsSubstring("---- sample before training ----") &&
+                                          ContainsSubstring("stopped after step 1 of 1000"));
+    CHECK(newest_checkpoint(run) == run + "/checkpoints/step-00000001");
+}
+
+TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string program = program_path("train_gpt"), run = folder / "a run";
+    const Outcome threads = train("--ranks 2 --zero 1 --stop-after 2 --out '" + run + "'");
+    INFO(threads.err);
+    REQUIRE(threads.status == 0);
+    const std::string command = concat(program, " --out '", run, "' --resume --ranks 2 --zero 1\n");
+    CHECK_THAT(threads.out, ContainsSubstring("Continue with:  " + command));
+    if (!have_mpirun()) return;
+    const Outcome processes = train("--stop-after 2 --zero 1 --out " + (folder / "b"), mpirun_command(2));
+    INFO(processes.err);
+    REQUIRE(processes.status == 0);
+    CHECK_THAT(processes.out, ContainsSubstring(concat("Continue with:  mpirun --oversubscribe -np 2 ", program,
+                                                       " --out ", folder / "b", " --resume --zero 1\n")));
+}

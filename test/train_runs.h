@@ -1,0 +1,51 @@
+// test/train_runs.h: small runs of train_gpt, and what two of them have in common.
+#pragma once
+
+#include "io/io.h"
+#include "program.h"
+
+// A run of a few seconds at most: 2 sequences of 16 bytes a step.
+inline const std::string kSmall =
+    " --batch 2 --seq 16 --steps 20 --val-every 10 --val-sequences 4 --sample 0 --warmup 2 ";
+
+inline const std::string& text_file() {
+    static const TempFolder folder;
+    static const std::string path = [] {
+        std::string text;
+        for (int i = 0; i < 400; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
+        spit(folder / "text.txt", text);
+        return folder / "text.txt";
+    }();
+    return path;
+}
+
+inline Outcome train(const std::string& arguments, const std::string& before = "") {
+    return run_program("train_gpt", "--data " + text_file() + kSmall + arguments, before);
+}
+
+inline std::string newest_checkpoint(const std::string& run) {
+    const auto found = latest_checkpoint(run);
+    REQUIRE(found.has_value());
+    return *found;
+}
+
+// The rows of log.csv without the columns that measure time.
+inline std::string log_without_times(const std::string& run) {
+    std::string text;
+    for (const LogRow& row : read_csv_log(run + "/log.csv")) {
+        char line[250];
+        std::snprintf(line, sizeof line, "%lld %lld %a %a %a %a %a\n", static_cast<long long>(row.step),
+                      static_cast<long long>(row.tokens), row.loss.value_or(-1), row.val_loss.value_or(-1),
+                      row.lr.value_or(-1), row.grad_norm.value_or(-1), row.loss_scale.value_or(-1));
+        text += line;
+    }
+    return text;
+}
+
+inline void check_same_end(const std::string& a, const std::string& b) {
+    for (const std::string file : {"/model.safetensors", "/optimizer.safetensors"}) {
+        INFO(file);
+        CHECK(slurp(newest_checkpoint(a) + file) == slurp(newest_checkpoint(b) + file));
+    }
+    CHECK(log_without_times(a) == log_without_times(b));
+}

@@ -1,0 +1,202 @@
+// training/run_folder.cu: the folder of a run: one process makes it, one process writes it, and the disk has room for what
+// will be written.
+//
+// The lock is the file RUN/lock. Its text, "PID HOST", is for people and for other hosts. Whether the process lives is
+// what flock(2) says: the system takes this lock from a process when it ends, however it ends. So the process number of
+// a lock that was left behind may belong to another process today, and nothing depends on it. A network file system may
+// not pass flock on to other hosts: a lock with the name of another host is therefore never taken over.
+#include "training/training.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::string host_name() {
+    char name[256] = "localhost";
+    ::gethostname(name, sizeof name - 1);
+    return name;
+}
+
+struct Holder {
+    long pid = 0;  // 0: the file is empty, as it is between being made and being written
+    std::string host;
+};
+Holder read_holder(int fd) {
+    char text[400] = {}, host[256] = {};
+    Holder holder;
+    if (::pread(fd, text, sizeof text - 1, 0) > 0 && std::sscanf(text, "%ld %255s", &holder.pid, host) == 2)
+        holder.host = host;
+    return holder;
+}
+
+// Do path and fd name the same file?
+bool is_same_file(int fd, const std::string& path) {
+    struct stat ours, there;
+    return ::fstat(fd, &ours) == 0 && ::stat(path.c_str(), &there) == 0 && ours.st_ino == there.st_ino &&
+           ours.st_dev == there.st_dev;
+}
+
+// Does a process hold the lock of this open file? If not, this process does now. A file system without flock leaves the
+// process number.
+bool is_held(int fd, const std::string& path) {
+    int status;
+    do status = ::flock(fd, LOCK_EX | LOCK_NB);
+    while (status != 0 && errno == EINTR);
+    if (status == 0) return false;
+    if (errno == EWOULDBLOCK) return true;
+    check(errno == ENOLCK || errno == ENOSYS || errno == EOPNOTSUPP || errno == EINVAL, "cannot lock ", path, ": ",
+          std::strerror(errno));
+    const Holder holder = read_holder(fd);
+    return holder.pid != 0 && holder.host == host_name() &&
+           (::kill(static_cast<pid_t>(holder.pid), 0) == 0 || errno == EPERM);
+}
+
+[[noreturn]] void refuse(const std::string& run, const Holder& holder) {
+    const std::string who = holder.pid == 0 ? "another process"
+                            : holder.host == host_name()
+                                ? concat("process ", holder.pid, " on this host, ", holder.host)
+                                : concat("process ", holder.pid, " on host ", holder.host);
+    fail(run, " is being written by ", who,
+         ": wait until it has ended or stop it with Ctrl-C, or choose another --out for a new run");
+}
+
+// The folders on the way to `path` that do not exist, the outermost first.
+std::vector<std::string> missing_folders(fs::path path) {
+    std::vector<std::string> missing;
+    std::error_code ignored;
+    for (; !path.empty() && !fs::exists(path, ignored); path = path.parent_path()) {
+        if (path.has_filename()) missing.push_back(path.string());
+        if (path == path.parent_path()) break;
+    }
+    std::reverse(missing.begin(), missing.end());
+    return missing;
+}
+
+// mkdir makes a folder for one process only, and says EEXIST to all others: of two runs that start together, one gets
+// the number and the other the next.
+std::string make_fresh_folder() {
+    make_folder("runs");
+    for (int i = 1;; ++i) {
+        const std::string folder = concat("runs/", i);
+        if (::mkdir(folder.c_str(), 0777) == 0) return folder;
+        check(errno == EEXIST, "cannot make the folder ", folder, ": ", std::strerror(errno));
+    }
+}
+
+}  // namespace
+
+RunFolder::MadeFolders::~MadeFolders() {
+    for (auto path = paths.rbegin(); path != paths.rend(); ++path) ::rmdir(path->c_str());  // only what is empty goes
+}
+
+RunFolder::Lock::Lock(const std::string& run) : path(run + "/lock") {
+    while (true) {
+        do fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+        while (fd < 0 && errno == EINTR);
+        check(fd >= 0, "cannot open ", path, ": ", std::strerror(errno));
+        const bool held = is_held(fd, path);
+        // A process that ends removes its lock: one that was removed after it was opened here locks nothing.
+        if (!held && !is_same_file(fd, path)) {
+            ::close(fd);
+            continue;
+        }
+        const Holder holder = read_holder(fd);
+        const bool elsewhere = !held && holder.pid != 0 && holder.host != host_name();
+        if (held || elsewhere) {
+            ::close(std::exchange(fd, -1));
+            if (held) refuse(run, holder);
+            fail(path, " says that process ", holder.pid, " on host ", holder.host, " is writing this run, and from ",
+                 host_name(), " it cannot be seen whether it lives: if it has ended, delete ", path, " and try again");
+        }
+        if (holder.pid != 0)
+            std::printf("lock     taken over from process %ld of this host, which has ended without removing %s\n",
+                        holder.pid, path.c_str());
+        break;
+    }
+    const std::string text = concat(::getpid(), " ", host_name(), "\n");
+    check(::ftruncate(fd, 0) == 0, "cannot write ", path, ": ", std::strerror(errno));
+    write_all(fd, text.data(), text.size(), path);
+}
+
+RunFolder::Lock::~Lock() {
+    if (fd < 0) return;
+    ::unlink(path.c_str());  // before the lock goes with the file: whoever opens it from now on makes a new one
+    ::close(fd);
+}
+
+RunFolder::RunFolder(const std::string& path) {
+    if (path.empty()) {
+        path_ = make_fresh_folder();
+        made_.paths = {path_};
+    } else {
+        made_.paths = missing_folders(path);
+        path_ = path;
+        make_folder(path);
+    }
+    lock_.emplace(path_);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Room on the disk
+
+namespace {
+
+// The bytes of one checkpoint. Collective: with ZeRO each rank has a part of the optimizer's states.
+double checkpoint_bytes(const Trainer& t) {
+    int64_t bytes = 0;
+    for (const auto& row : gather_numbers(t.world, {saved_state_bytes(t)})) bytes += row[0];
+    return static_cast<double>(bytes) + 4.0 * static_cast<double>(parameter_count(t.config));  // float32
+}
+
+// How many steps of (first, last] are multiples of `every`, or the last one.
+int64_t saves_between(int64_t first, int64_t last, int64_t every) {
+    if (first >= last) return 0;
+    if (every == 0) return 1;
+    return last / every - first / every + (last % every != 0);
+}
+
+// How many more checkpoints than now will lie in the folder at once. A new one is written before an old one goes.
+int64_t checkpoints_to_come(const TrainOptions& o) {
+    const int64_t last = o.last_step();
+    const int64_t saves = saves_between(o.resumed_step, last, o.save_every), best = o.keep_best ? 1 : 0;
+    const int64_t have = o.resume ? static_cast<int64_t>(find_checkpoints(o.out).size()) : 0;
+    if (o.keep == 0) return saves + (o.keep_best ? saves_between(o.resumed_step, last, o.val_every) : 0);
+    if (saves == 0) return 0;
+    return std::max<int64_t>(1, std::min(have + saves + best, o.keep + 1 + best) - have);
+}
+
+}  // namespace
+
+void check_disk_space(const Trainer& t) {
+    const TrainOptions& o = t.options;
+    const double one = checkpoint_bytes(t);
+    if (t.world.rank != 0) return;
+    const int64_t n = checkpoints_to_come(o);
+    constexpr double row_bytes = 500, other_bytes = 1 << 20;  // a step in log.csv and the events; plot, JSON files
+    const double wanted =
+        one * static_cast<double>(n) + row_bytes * static_cast<double>(o.steps - o.resumed_step) + other_bytes;
+    fs::path existing = fs::absolute(o.out.empty() ? "runs" : o.out);
+    std::error_code ignored;
+    while (!fs::exists(existing, ignored) && existing != existing.parent_path()) existing = existing.parent_path();
+    struct statvfs disk;
+    // Some file systems do not know their size, and say 0.
+    if (::statvfs(existing.c_str(), &disk) != 0 || disk.f_blocks == 0) return;
+    const double free_bytes = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
+    check(wanted <= free_bytes, "the disk of ", existing.string(), " has ", human_bytes(free_bytes),
+          " free, and this run needs ", human_bytes(wanted), ": ", n, n == 1 ? " checkpoint" : " checkpoints at once",
+          " of ", human_bytes(one), " each, and its logs: free some space, or choose an --out on another disk",
+          o.keep == 1 ? "" : ", or keep fewer with --keep 1");
+}

@@ -1,0 +1,124 @@
+// training/stop.cu: how a run ends before its last step, and how it goes on.
+//
+// The first Ctrl-C (or SIGTERM) asks for the end: the step that is going on is finished and saved. The second ends the
+// process at once. Both are answered by the signal handler itself, so the answer does not wait for the step. A handler
+// may call only a few functions (signal-safety(7)); write(2) is one, printf is not. So the text is put together by hand,
+// from numbers that the run keeps up to date in lock-free atomics.
+#include "training/training.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+
+namespace {
+
+bool answers = true;       // one process of an mpirun is enough
+bool in_terminal = false;  // then an answer begins on a line of its own
+std::atomic<int> signals = 0;
+std::atomic<int64_t> finishing = 1;  // the step that would be the last if a signal came now
+std::atomic<int64_t> saved = 0;      // step of the newest checkpoint; 0: there is none
+static_assert(std::atomic<int64_t>::is_always_lock_free);
+
+// A line put together without memory from the heap.
+struct Line {
+    char text[256];
+    size_t n = 0;
+    Line& operator<<(const char* s) {
+        while (*s && n < sizeof text) text[n++] = *s++;
+        return *this;
+    }
+    Line& operator<<(int64_t number) {
+        char digits[20];
+        int i = sizeof digits;
+        digits[--i] = 0;
+        do digits[--i] = static_cast<char>('0' + number % 10);
+        while ((number /= 10) > 0);
+        return *this << digits + i;
+    }
+};
+
+void answer(int signal) {
+    const int error = errno;
+    const int64_t step = finishing, newest = saved;
+    Line line;
+    if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
+    const bool first = signals++ == 0, all_saved = step <= newest;
+    if (first && all_saved) line << "all steps are saved; ending the sample; press Ctrl-C again to end at once\n";
+    else if (first) line << "finishing step " << step << ", then saving; press Ctrl-C again to stop without saving\n";
+    else if (all_saved) line << "stopped; all steps are saved\n";
+    else if (newest == 0) line << "stopped without saving: nothing of this run was saved\n";
+    else line << "stopped without saving: what came after step " << newest << ", the newest checkpoint, is lost\n";
+    if (answers && ::write(STDERR_FILENO, line.text, line.n) < 0) errno = 0;  // nobody can be told
+    if (!first) {
+        std::signal(signal, SIG_DFL);
+        std::raise(signal);  // comes when this handler returns: the shell sees that a signal ended the process
+    }
+    errno = error;
+}
+
+std::string quoted(const std::string& word) {
+    const bool plain = !word.empty() && word.find_first_not_of(
+                                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                            "0123456789_-./=:,@%+") == std::string::npos;
+    if (plain) return word;
+    std::string out = "'";
+    for (const char c : word) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return out + "'";
+}
+
+// The words of the command that started this process's parent: mpirun with its own flags, then the program.
+std::vector<std::string> command_of_parent() {
+    std::ifstream file(concat("/proc/", ::getppid(), "/cmdline"));
+    std::vector<std::string> words;
+    for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+    return words;
+}
+
+// "mpirun --oversubscribe -np 4 ./train_gpt", as it was typed where the system tells.
+std::string start_of_command(const std::string& program) {
+    if (!started_by_mpirun()) return quoted(program);
+    std::string text;
+    for (const std::string& word : command_of_parent()) {
+        text += quoted(word);
+        if (word == program) return text;
+        text += " ";
+    }
+    return concat("mpirun -np ", rank_count({}), " ", quoted(program));
+}
+
+}  // namespace
+
+void answer_signals() {
+    answers = is_first_process();
+    in_terminal = ::isatty(STDERR_FILENO) != 0;
+    struct sigaction action = {};
+    action.sa_handler = answer;
+    action.sa_flags = SA_RESTART;
+    ::sigaction(SIGINT, &action, nullptr);
+    ::sigaction(SIGTERM, &action, nullptr);
+    std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
+}
+
+bool stop_requested() { return signals > 0; }
+
+bool take_stop_request(const TrainOptions& o, int64_t step) {
+    const bool stop = stop_requested();
+    finishing = std::min(step + 1, o.last_step());  // a signal from here on comes too late for this step
+    return stop;
+}
+
+void note_saved(int64_t step, bool last) {
+    saved = step;
+    finishing = last ? step : step + 1;
+}
+
+std::string resume_command(const TrainOptions& o) {
+    std::string text = concat(start_of_command(o.program), " --out ", quoted(o.out), " --resume");
+    for (const std::string& word : o.repeated) text += " " + quoted(word);
+    return text;
+}
