@@ -258,8 +258,8 @@ struct MixedSource {
     int64_t share = kMixShares;
 };
 using TokenMix = std::vector<MixedSource>;
-// "a.txt:0.7,b.txt:0.3" as paths with shares that add up to kMixShares, in the ratio of the weights; any other text, and
-// the name of a file that exists, as one path. Error for a weight that is not positive, or is below a share.
+// "a.txt:0.7,b.txt:0.3" as paths with shares that add up to kMixShares, in the ratio of the weights; any other text,
+// and the name of a file that exists, as one path. Error for a weight that is not positive, or is below a share.
 struct MixedPath {
     std::string path;
     int64_t share;
@@ -279,8 +279,8 @@ int64_t token_count(const TokenMix& mix);
 // epochs have floor(n / T) - 1 windows (at least one), so sequence i is a pure function of (seed, i): resuming needs
 // only the index, and every rank can read its own rows. A text of at most T tokens is an Error.
 //
-// Of several sources each has epochs of its own. kMixShares sequences in a row hold `share` of each source exactly, in an
-// order that follows from (seed, which thousand): so the source of sequence i, and its number there, are known from i.
+// Of several sources each has epochs of its own. kMixShares sequences in a row hold `share` of each source exactly, in
+// an order that follows from (seed, which thousand): so the source of sequence i, and its number there, are known from i.
 class BatchReader {
   public:
     BatchReader(TokenSource source, int64_t T, uint64_t seed);

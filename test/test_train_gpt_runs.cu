@@ -1,4 +1,4 @@
-// test/test_train_gpt_runs.cu: runs that are lengthened, moved, watched and interrupted, and who may write their folder.
+// test/test_train_gpt_runs.cu: runs that are lengthened, moved, watched and interrupted; the one writer of a folder.
 #include "optim/optim.h"
 #include "train_runs.h"
 
@@ -30,7 +30,7 @@ std::string host() {
 Outcome with_background_run(const TempFolder& folder, const std::string& before, const std::string& arguments,
                             const std::string& script) {
     const std::string files = concat(" > ", folder / "out", " 2> ", folder / "err");
-    return run_shell(concat("await() { for i in $(seq 1200); do grep -q \"$1\" ", folder.path,
+    return run_shell(concat("export OMP_NUM_THREADS=1; await() { for i in $(seq 1200); do grep -q \"$1\" ", folder.path,
                             "/$2 && return; sleep 0.05; done; echo \"$1 did not come\"; }; ( ", before, " exec ",
                             program_path("train_gpt"), " --data ", text_file(), kSmall, arguments, " )", files,
                             " & pid=$!; ", script));

@@ -1,5 +1,5 @@
-// training/run_folder.cu: the folder of a run: one process makes it, one process writes it, and the disk has room for what
-// will be written.
+// training/run_folder.cu: the folder of a run: one process makes it, one process writes it, and the disk has room for
+// what will be written.
 //
 // The lock is the file RUN/lock. Its text, "PID HOST", is for people and for other hosts. Whether the process lives is
 // what flock(2) says: the system takes this lock from a process when it ends, however it ends. So the process number of

@@ -2,8 +2,8 @@
 //
 // The first Ctrl-C (or SIGTERM) asks for the end: the step that is going on is finished and saved. The second ends the
 // process at once. Both are answered by the signal handler itself, so the answer does not wait for the step. A handler
-// may call only a few functions (signal-safety(7)); write(2) is one, printf is not. So the text is put together by hand,
-// from numbers that the run keeps up to date in lock-free atomics.
+// may call only a few functions (signal-safety(7)); write(2) is one, printf is not. So the text is put together by
+// hand, from numbers that the run keeps up to date in lock-free atomics.
 #include "training/training.h"
 
 #include <unistd.h>

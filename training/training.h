@@ -263,7 +263,7 @@ struct StartFault {
     std::string line;  // in the process of rank 0
 };
 bool agree_to_start(Comm& world, const std::string& fault, StartFault& start_fault);
-// Error where ranks were given different things, the disk has no room for the run, or the folder belongs to another run.
+// Error where ranks were given different things, the disk has no room for the run, or the folder has another run.
 // Chooses --out where it was not given. Returns rank 0's hold on the folder. Collective.
 std::unique_ptr<RunFolder> settle_folder(Trainer& trainer, const RunData& data);
 
