@@ -280,7 +280,7 @@ int64_t token_count(const TokenMix& mix);
 // only the index, and every rank can read its own rows. A text of at most T tokens is an Error.
 //
 // Of several sources each has epochs of its own. kMixShares sequences in a row hold `share` of each source exactly, in
-// an order that follows from (seed, which thousand): so the source of sequence i, and its number there, are known from i.
+// an order that follows from (seed, which thousand). So sequence i says from which source it is, and which one there.
 class BatchReader {
   public:
     BatchReader(TokenSource source, int64_t T, uint64_t seed);
