@@ -144,11 +144,11 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
     const TempFolder folder;
     const std::string run = folder / "run";
     // While a run lives, neither --resume nor a new run may write there. Then it is killed.
-    const Outcome live =
-        with_background_run(folder, "", "--steps 1000000 --save-every 1 --out " + run,
-                            concat("await 'step       2/' out; ", program_path("train_gpt"), " --resume --out ", run,
-                                   "; echo status $?; ", program_path("train_gpt"), " --data ", text_file(), " --out ",
-                                   run, "; echo status $?; kill -KILL $pid; wait $pid; echo pid $pid"));
+    const Outcome live = with_background_run(
+        folder, "", "--steps 1000000 --save-every 1 --out " + run,
+        concat("await 'step       2/' out; timeout 20 ", program_path("train_gpt"), " --resume --out ", run,
+               "; echo status $?; timeout 20 ", program_path("train_gpt"), " --data ", text_file(), " --out ", run,
+               "; echo status $?; kill -KILL $pid; wait $pid; echo pid $pid"));
     INFO(live.out << live.err);
     CHECK_THAT(live.out, ContainsSubstring("status 2\nstatus 2\n"));
     const std::string pid = live.out.substr(live.out.find("pid ") + 4, live.out.size() - live.out.find("pid ") - 5);
