@@ -1,4 +1,5 @@
-// test/test_docs.cu: README.md and doc/ are true. What is checked is said at the top of dev/docs.py and dev/readme_commands.py.
+// test/test_docs.cu: README.md and doc/ are true. What is checked is said at the top of dev/docs.py and
+// dev/readme_commands.py.
 #include "program.h"
 
 namespace {
