@@ -63,6 +63,17 @@ int64_t set_weights(Trainer& t) {
     return step;
 }
 
+// What the weights of --init are worth: a row for step 0, with nothing but a validation loss.
+void evaluate_init(Run& run) {
+    const TrainOptions& o = run.trainer.options;
+    if (o.init.empty() || o.resume || o.val_every == 0 || !run.data.val) return;
+    LogRow row;
+    row.val_loss = evaluate(run.trainer, *run.data.val, o.val_sequences);
+    if (!run.is_first()) return;
+    run.log->write(row);
+    print_val_loss_of_init(row, o.steps);
+}
+
 // Data, memory, weights and logs. What can be wrong with the input is found here, before anything is written.
 void prepare(Run& run, Mesh& mesh) {
     Trainer& t = run.trainer;
@@ -80,6 +91,7 @@ void prepare(Run& run, Mesh& mesh) {
     run.step = run.first_step = set_weights(t);
     if (run.is_first()) run.log.emplace(o.out, o.resume ? run.step : -1);
     if (!o.resume) print_sample(t, run.data, "sample before training");
+    evaluate_init(run);
 }
 
 void loop(Run& run) {

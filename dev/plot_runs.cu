@@ -32,6 +32,7 @@ Run read_run(const std::string& folder, int64_t n_smooth) {
     const std::string log = run.folder + "/log.csv";
     double sum = 0;
     for (const LogRow& row : read_csv_log(log)) {
+        if (row.step == 0) continue;  // --init: the validation before the first step
         check(row.loss.has_value(), log, ": step ", row.step, " has no loss");
         check(std::isfinite(*row.loss) && *row.loss > 0, log, ": the loss of step ", row.step, " is ", *row.loss,
               ", which cannot be compared");

@@ -339,6 +339,10 @@ std::vector<int64_t> TokenSource::document_starts(int64_t first, int64_t count) 
     return starts;
 }
 
+int32_t TokenSource::document_token() const {
+    return impl_->pieces.empty() ? -1 : impl_->pieces.front().shard.document_token;
+}
+
 TokenSource::Summary TokenSource::summary() const {
     // Shares of the work: pieces of a million tokens, by all cores. Both results come from one pass, because a data set
     // may be larger than the memory, and then a second pass would read the disk again.

@@ -138,13 +138,15 @@ class Tokenizer {
 
 // Token = byte: 256 tokens, no file needed.
 std::unique_ptr<Tokenizer> make_byte_tokenizer();
+// The same as a tokenizer.json, for Hugging Face's libraries: byte-level BPE without merges, in which id i is byte i.
+std::string byte_tokenizer_json();
 // Byte-level BPE from a Hugging Face tokenizer.json, as GPT-2, LLaMA 3 and Qwen 2 use it: their pre-tokenizer regexes,
 // merges, ignore_merges, added tokens. Any other kind of tokenizer is an Error that says what is supported.
 //   - Added (special) tokens are recognised in the text and printed by decode().
 //   - The post_processor is not applied: encode() adds no <|begin_of_text|> or other token that is not in the text.
 //   - encode(decode(tokens)) may differ from tokens, but decode(encode(text)) == text for any bytes, UTF-8 or not
 //     (except where the file asks for a prefix space).
-// Safe to use from several threads.
+// Safe to use from several threads. A file like byte_tokenizer_json() gives the byte tokenizer.
 std::unique_ptr<Tokenizer> load_tokenizer(const std::string& tokenizer_json);
 std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name);  // the same from memory
 
@@ -226,6 +228,7 @@ class TokenSource {
     // may be the rest of a document. Text: at each file, and at each <|endoftext|> or <|begin_of_text|> in it, if that
     // is one token of the tokenizer.
     std::vector<int64_t> document_starts(int64_t first, int64_t count) const;
+    int32_t document_token() const;  // the one that stands before documents; -1: none is known
     // Reads all tokens once, at the speed of the memory or the disk.
     struct Summary {
         int32_t max_token = 0;  // to be held against the vocabulary
@@ -341,7 +344,8 @@ struct LogRow {
     std::optional<double> loss, val_loss, lr, grad_norm, loss_scale, tokens_per_s, mfu, step_ms;
 };
 
-// DIR/log.csv, one row a step, flushed as written; columns as in the design. Opening it for a resumed run keeps the
+// DIR/log.csv, one row a step, flushed as written; columns as in the design. A row of step 0 has only the val_loss of
+// the weights that a run started from. Opening it for a resumed run keeps the
 // rows up to and including `resume_step` byte for byte and drops those after (a crash may have logged steps that the
 // checkpoint lacks). loss, lr and grad_norm have 9 digits: a float read back is the float that was written.
 class CsvLog {

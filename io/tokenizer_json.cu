@@ -1,4 +1,5 @@
-// io/tokenizer_json.cu: reads a Hugging Face tokenizer.json into the tables of byte-level BPE (tokenizer.cu).
+// io/tokenizer_json.cu: reads a Hugging Face tokenizer.json into the tables of byte-level BPE (tokenizer.cu), and
+// writes the one in which each byte is a token.
 //
 // The file describes a pipeline of components: normalizer, pre_tokenizer, model, post_processor, decoder. Each is read
 // only as far as GPT-2, LLaMA 3 and Qwen 2 use it, and anything else is refused: a tokenizer that is nearly right
@@ -16,16 +17,25 @@ namespace {
 using json = nlohmann::json;
 
 // tokenizer.json writes tokens as text, so every byte has a character that prints: those that do anyway stand for
-// themselves, the others are U+0100, U+0101, ... in order (the space is U+0120). Empty if a character is none of them.
+// themselves, the others are U+0100, U+0101, ... in order (the space is U+0120).
+constexpr size_t kPrintedCodes = 324;
+std::array<uint32_t, 256> printed_codes() {
+    std::array<uint32_t, 256> codes;
+    uint32_t next = 256;
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+        const bool prints = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
+        codes[byte] = prints ? byte : next++;
+    }
+    return codes;
+}
+
+// The bytes that a token's text stands for; nothing if a character of it stands for none.
 std::optional<std::string> bytes_of_token(const std::string& token) {
     static const auto byte_of = [] {
-        std::array<int, 324> bytes;
+        std::array<int, kPrintedCodes> bytes;
         bytes.fill(-1);
-        size_t next = 256;
-        for (size_t byte = 0; byte < 256; ++byte) {
-            bool prints = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
-            bytes[prints ? byte : next++] = static_cast<int>(byte);
-        }
+        const std::array<uint32_t, 256> codes = printed_codes();
+        for (size_t byte = 0; byte < 256; ++byte) bytes[codes[byte]] = static_cast<int>(byte);
         return bytes;
     }();
     std::string bytes;
@@ -208,7 +218,49 @@ void read_merges(const json& merges, BpeTables& tables, const std::unordered_map
     }
 }
 
+// Is token i the byte i, and is there nothing else?
+bool is_one_token_a_byte(const BpeTables& tables) {
+    if (tables.bytes_of_id.size() != 256 || !tables.merges.empty() || tables.add_prefix_space || tables.nfc ||
+        !tables.added.empty() || !tables.added_normalized.empty())
+        return false;
+    for (size_t byte = 0; byte < 256; ++byte)
+        if (tables.bytes_of_id[byte] != std::string(1, static_cast<char>(byte))) return false;
+    return true;
+}
+
 }  // namespace
+
+std::string byte_tokenizer_json() {
+    using ordered = nlohmann::ordered_json;
+    ordered vocab = ordered::object();
+    const std::array<uint32_t, 256> codes = printed_codes();
+    for (size_t byte = 0; byte < 256; ++byte) {
+        const uint32_t code = codes[byte];  // below U+0800: one byte of UTF-8 or two
+        const std::string text =
+            code < 128 ? std::string{static_cast<char>(code)}
+                       : std::string{static_cast<char>(0xc0 | code >> 6), static_cast<char>(0x80 | (code & 0x3f))};
+        vocab[text] = byte;
+    }
+    const ordered file = {
+        {"version", "1.0"},
+        {"truncation", nullptr},
+        {"padding", nullptr},
+        {"added_tokens", ordered::array()},
+        {"normalizer", nullptr},
+        {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}}},
+        {"post_processor", {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", false}}},
+        {"decoder", {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", true}}},
+        {"model",
+         {{"type", "BPE"},
+          {"dropout", nullptr},
+          {"unk_token", nullptr},
+          {"continuing_subword_prefix", nullptr},
+          {"end_of_word_suffix", nullptr},
+          {"fuse_unk", false},
+          {"vocab", vocab},
+          {"merges", ordered::array()}}}};
+    return file.dump(1) + "\n";
+}
 
 std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view text, const std::string& name) {
     BpeTables tables;
@@ -224,5 +276,6 @@ std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view text, const std::str
     } catch (const json::exception& error) {
         fail(name, ": not a tokenizer.json: ", error.what());
     }
+    if (is_one_token_a_byte(tables)) return make_byte_tokenizer();
     return make_bpe_tokenizer(std::move(tables));
 }

@@ -287,7 +287,9 @@ Config load_config(const std::string& preset_or_path) {
     if (!std::filesystem::exists(path)) {
         std::string names;
         for (const std::string& name : preset_names()) names += (names.empty() ? "" : ", ") + name;
-        fail("no model '", preset_or_path, "': use one of ", names, ", or the path of a config.json or of its folder");
+        fail("no model '", preset_or_path, "': use one of ", names,
+             ", or the path of a config.json or of its folder (there is no file ", preset_or_path, ", and no folder ",
+             preset_or_path, " with a config.json; models are not downloaded)");
     }
     const ConfigReader in(path);
     const std::string type = in.text("model_type", "");

@@ -207,6 +207,26 @@ TEST_CASE("one tokenizer serves several threads") {
     for (const Ids& ids : got) CHECK(ids == expected);
 }
 
+// The characters that stand for bytes are those of the golden file: Hugging Face's library chose them there.
+TEST_CASE("one token a byte, as a tokenizer.json") {
+    const json bytes = json::parse(byte_tokenizer_json()), vocab = bytes.at("model").at("vocab");
+    const json of_gpt2 = json::parse(read_text_file(golden("gpt2/tokenizer.json"))).at("model").at("vocab");
+    const auto gpt2 = load_tokenizer(golden("gpt2/tokenizer.json"));
+    REQUIRE(vocab.size() == 256);
+    for (const auto& [token, id] : vocab.items()) {
+        REQUIRE(of_gpt2.contains(token));
+        CHECK(gpt2->decode({of_gpt2.at(token)}) == std::string(1, static_cast<char>(id.get<int>())));
+    }
+    CHECK(parse_tokenizer(byte_tokenizer_json(), "t")->name() == "bytes");
+    // Whatever differs makes it another tokenizer.
+    json other = bytes;
+    std::swap(other["model"]["vocab"]["a"], other["model"]["vocab"]["b"]);
+    CHECK(parse_tokenizer(other.dump(), "t")->encode("ab") == std::vector<int32_t>{'b', 'a'});
+    other = bytes;
+    other["added_tokens"] = {{{"content", "ab"}, {"id", 256}}};
+    CHECK(parse_tokenizer(other.dump(), "t")->encode("ab") == std::vector<int32_t>{256});
+}
+
 TEST_CASE("normalization form C is demanded, not guessed") {
     CHECK(is_surely_nfc("na\xC3\xAFve \xE6\x97\xA5\xE6\x9C\xAC \xED\x95\x9C \xF0\x9F\x98\x80"));
     CHECK_FALSE(is_surely_nfc("e\xCC\x81"));     // e + U+0301 composes

@@ -2,7 +2,8 @@
 // there: the weights as the optimizer has them (the float32 masters in mixed precision), its states, fp8's histories,
 // the loss scale, and the number of the step, from which learning rate and data follow.
 //
-//     model.safetensors                       one file, whatever the ranks: rank 0 collects what is cut
+//     config.json, model.safetensors          one file, whatever the ranks: rank 0 collects what is cut
+//     tokenizer.json, ...                     what transformers reads beside them (pretrained.cu)
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
 //     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces,
 //                                             "m.model.norm.weight@4096" from element 4096 on
@@ -213,6 +214,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
         if (faults[rank][0] && fault.empty()) fault = concat("rank ", rank, " could not write its part");
     if (first && fault.empty())
         attempt([&] {
+            write_model_files(t.model_files, folder);
             write_state(folder, state_after(t, step));
             writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
         });

@@ -87,8 +87,11 @@ struct Heading {
 void add_model_options(CLI::App& app, TrainOptions& o) {
     Heading model{app, "Model"};
     model.option("--model", o.model, listed(preset_names()) + ", or a config.json");
-    model.option("--init", o.init, "start from the weights of this Hugging Face folder (config.json + safetensors)");
-    model.option("--tokenizer", o.tokenizer, "tokenizer.json for text; without it each byte is a token");
+    model.option("--init", o.init,
+                 "start from the weights of this Hugging Face folder (config.json + safetensors), or of this run");
+    model.option(
+        "--tokenizer", o.tokenizer,
+        "tokenizer.json for text, or its folder; default: that beside the model, or else each byte is a token");
 }
 
 void add_precision_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
@@ -179,7 +182,8 @@ void add_data_options(CLI::App& app, TrainOptions& o) {
 void add_optimizer_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
     Heading optimizer{app, "Optimisation"};
     optimizer.option("--lr", typed.lr,
-                     "highest learning rate; default: the optimizer's own, for small models (adamw: 0.003)");
+                     "highest learning rate; default: the optimizer's own for small models (adamw: 0.003), with "
+                     "--init a tenth of it");
     optimizer.option("--schedule", o.schedule.name, "of the learning rate: " + listed(schedule_names()));
     optimizer.option("--warmup", o.schedule.warmup, "steps of linear warmup; -1: a twentieth of the steps");
     optimizer.option("--min-lr-ratio", o.schedule.min_ratio, "last learning rate / highest");
@@ -197,7 +201,8 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
 void add_output_options(CLI::App& app, TrainOptions& o) {
     Heading output{app, "Output"};
     output.option("--out", o.out, "folder for log.csv, loss.png, TensorBoard events, checkpoints; default: runs/N");
-    output.option("--val-every", o.val_every, "steps between evaluations; 0: only at the end");
+    output.option("--val-every", o.val_every,
+                  "steps between evaluations, with --init also before the first step; 0: only at the end");
     output.option("--val-sequences", o.val_sequences, "sequences of held-out text per evaluation");
     output.option("--sample", o.sample_tokens, "tokens of text to generate before and after training; 0: none");
     output.option("--temperature", o.temperature, "divides the sample's logits: below 1 likely tokens come more often");

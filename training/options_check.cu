@@ -4,13 +4,21 @@
 #include "training/training.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace {
 
+// Steps as long as those from random weights take a trained model away from what it has learned: a model with a
+// validation loss of 1.578 had 1.770 after 20 steps of AdamW at 3e-3, and 1.560 after 20 at 3e-4.
+// (0.003 / 10 is not the number that reads "0.0003"; a quotient of whole numbers is.)
+double a_tenth_of(double learning_rate) { return std::round(1e9 * learning_rate) / 1e10; }
+
 void choose_optimizer(TrainOptions& o, const TypedFlags& typed) {
     o.schedule.steps = o.steps;
-    o.schedule.peak = typed.lr.value_or(default_learning_rate(o.optimizer));
+    o.pretrained_lr = !typed.lr && !o.init.empty();
+    const double default_lr = default_learning_rate(o.optimizer);
+    o.schedule.peak = typed.lr.value_or(o.pretrained_lr ? a_tenth_of(default_lr) : default_lr);
     o.typed_schedule = o.schedule;
     if (o.resume && !o.out.empty()) o.schedule = resumed_schedule(o, read_state(o.checkpoint)).schedule;
     else if (o.schedule.warmup == -1) o.schedule.warmup = o.steps / 20;
@@ -187,6 +195,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
     if (const int64_t n = rank_count(o.ranks); o.plan_parameters > 0 && o.batch % n != 0)
         o.batch = n, o.micro_batch = 0;
+    if (!o.init.empty() && !o.resume) o.init = find_pretrained(o.init);
     choose_optimizer(o, typed);
     check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
     o.data_parallel.naive = typed.dp_mode == "naive";

@@ -17,6 +17,10 @@ void print_start(const Trainer& t, const RunData& data) {
                 human_count(static_cast<double>(parameter_count(t.config))).c_str(), o.dtype.c_str(),
                 static_cast<long long>(t.config.L), static_cast<long long>(t.config.C),
                 static_cast<long long>(t.config.H), static_cast<long long>(t.config.V));
+    if (o.pretrained_lr)
+        std::printf(
+            "start    from trained weights: the learning rate rises to %g, a tenth of %s's default (set --lr)\n",
+            o.schedule.peak, o.optimizer.c_str());
     for (size_t i = 0; i < data.train_tokens.size(); ++i) {
         const MixedSource& part = data.train_tokens[i];
         std::printf("data     %s; ", part.tokens.description().c_str());
@@ -132,6 +136,12 @@ void print_progress(const LogRow& row, const TrainOptions& o, double seconds_lef
         line_is_open = true;
         if (stays) end_progress_line();
     }
+    std::fflush(stdout);
+}
+
+void print_val_loss_of_init(const LogRow& row, int64_t steps) {
+    std::printf("step %*d/%lld | val loss %.4f of the weights of --init\n",
+                static_cast<int>(std::to_string(steps).size()), 0, static_cast<long long>(steps), *row.val_loss);
     std::fflush(stdout);
 }
 

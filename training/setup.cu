@@ -11,9 +11,12 @@ namespace {
 // of tokens belongs to a tokenizer, and nothing good comes of training such a model on bytes.
 constexpr int64_t kLargestByteVocabulary = 512;
 
-void check_text(const TrainOptions& o, const TokenSource& source, const Config& config) {
-    check(!o.tokenizer.empty() || source.is_shards() || config.V <= kLargestByteVocabulary, source.description(),
-          ": without --tokenizer each byte of text is a token, and the model has a vocabulary of ", config.V,
+void check_text(const RunTokenizer& tokenizer, const TokenSource& source, const Config& config) {
+    if (source.is_shards()) return;
+    check(tokenizer.fault.empty(), tokenizer.fault,
+          "; text needs the --tokenizer of another model with the same tokens, token shards *.bin as --data need none");
+    check(!tokenizer.path.empty() || config.V <= kLargestByteVocabulary, source.description(),
+          ": without a tokenizer each byte of text is a token, and the model has a vocabulary of ", config.V,
           ": give the model's --tokenizer tokenizer.json, or token shards *.bin as --data, or use --model tiny");
 }
 
@@ -85,11 +88,6 @@ std::string printable_text(const std::string& text) {
     return out;
 }
 
-// That of --tokenizer, or a token for each byte.
-std::unique_ptr<Tokenizer> open_tokenizer(const TrainOptions& o) {
-    return o.tokenizer.empty() ? make_byte_tokenizer() : load_tokenizer(o.tokenizer);
-}
-
 // --model beside --init may say again what the weights are, and nothing else.
 void check_same_model(const TrainOptions& o, const Config& of_init) {
     std::istringstream model(config_to_json(load_config(o.model))), init(config_to_json(of_init));
@@ -106,7 +104,8 @@ void check_same_model(const TrainOptions& o, const Config& of_init) {
 // The model's configuration: that of the checkpoint, of the weights to start from, or of the preset.
 Config choose_config(const TrainOptions& o, int64_t vocab_size) {
     if (o.resume) return load_config(o.checkpoint);
-    Config config = load_config(o.init.empty() ? o.model : o.init);
+    // Not --init alone: a folder may have the name of a preset.
+    Config config = load_config(o.init.empty() ? o.model : o.init + "/config.json");
     if (!o.init.empty() && !o.model.empty()) check_same_model(o, config);
     if (o.init.empty() && o.model == "tiny") {  // the preset without a vocabulary and a length of its own
         config.V = vocab_size;
@@ -116,10 +115,11 @@ Config choose_config(const TrainOptions& o, int64_t vocab_size) {
 }
 
 // Checks each source of a mix; returns the checksum of all, with their shares.
-uint64_t checked_checksum(const TrainOptions& o, const TokenMix& mix, const Config& config) {
+uint64_t checked_checksum(const TrainOptions& o, const RunTokenizer& tokenizer, const TokenMix& mix,
+                          const Config& config) {
     std::vector<uint64_t> numbers;
     for (const MixedSource& source : mix) {
-        check_text(o, source.tokens, config);
+        check_text(tokenizer, source.tokens, config);
         const TokenSource::Summary summary = source.tokens.summary();
         check_tokens(source.tokens, summary.max_token, config, o.seq);
         numbers.insert(numbers.end(), {summary.checksum, static_cast<uint64_t>(source.share)});
@@ -127,9 +127,9 @@ uint64_t checked_checksum(const TrainOptions& o, const TokenMix& mix, const Conf
     return mix.size() == 1 ? numbers[0] : checksum(numbers.data(), numbers.size() * sizeof(uint64_t));
 }
 
-RunData open_data(const TrainOptions& o, const Config& config, std::unique_ptr<Tokenizer> tokenizer) {
+RunData open_data(const TrainOptions& o, const Config& config, const RunTokenizer& tokenizer) {
     const int32_t eot = static_cast<int32_t>(o.eot);
-    const auto [train, val] = open_mixed_train_and_val(o.data, o.val, *tokenizer, o.val_fraction, eot);
+    const auto [train, val] = open_mixed_train_and_val(o.data, o.val, *tokenizer.tokenizer, o.val_fraction, eot);
     const auto is_shards = [](const MixedSource& source) { return source.tokens.is_shards(); };
     check(eot < 0 || std::any_of(train.begin(), train.end(), is_shards), "--eot ", eot,
           ": it belongs to token shards; of text, the tokenizer knows where documents begin");
@@ -137,13 +137,14 @@ RunData open_data(const TrainOptions& o, const Config& config, std::unique_ptr<T
     const bool validates = token_count(val) > 0 || o.val_fraction > 0 || !o.val.empty();
     check(validates || !o.keep_best,
           "--keep-best looks at the validation loss: give --val, or a --val-fraction above 0");
-    const DataIdentity identity{token_count(train), token_count(val), checked_checksum(o, train, config),
-                                validates ? checked_checksum(o, val, config) : 0};
+    const DataIdentity identity{token_count(train), token_count(val), checked_checksum(o, tokenizer, train, config),
+                                validates ? checked_checksum(o, tokenizer, val, config) : 0};
     if (o.resume) check_identity(o, identity);
     if (o.mask_documents) check_documents(train);
     // The held-out text has an order that does not depend on --seed, so that runs can be compared.
-    return {.tokenizer = std::move(tokenizer),
-            .is_text = !o.tokenizer.empty() || std::none_of(train.begin(), train.end(), is_shards),
+    const bool has_tokenizer = !tokenizer.path.empty() && tokenizer.fault.empty();
+    return {.tokenizer = tokenizer.tokenizer,
+            .is_text = has_tokenizer || std::none_of(train.begin(), train.end(), is_shards),
             .train_tokens = train,
             .val_tokens = val,
             .train = BatchReader(train, o.seq, static_cast<uint64_t>(o.seed)),
@@ -167,14 +168,15 @@ void check_limits(const TrainOptions& o, const Config& config) {
 
 std::string open_run(const TrainOptions& o, Mesh& mesh, std::optional<Trainer>& trainer, std::optional<RunData>& data) {
     try {
-        std::unique_ptr<Tokenizer> tokenizer = open_tokenizer(o);
-        const Config config = choose_config(o, tokenizer->vocab_size());
+        const RunTokenizer tokenizer = find_tokenizer(o);
+        const Config config = choose_config(o, tokenizer.tokenizer->vocab_size());
         check_limits(o, config);
         trainer.emplace(o, config, mesh);
         trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
         if (o.plan) return "";
-        data = open_data(o, config, std::move(tokenizer));
+        data = open_data(o, config, tokenizer);
         trainer->data = data->identity;
+        if (trainer->world.rank == 0) trainer->model_files = collect_model_files(o, config, tokenizer, *data);
         trainer->check_fits();
         return "";
     } catch (const Error& error) {

@@ -5,6 +5,7 @@
 //     options_check.cu   what flags mean together, and what is refused
 //     mistyped.cu        what is answered to words that are no flags, and to values that are no numbers
 //     setup.cu           the model's configuration, the data, the folder of the run
+//     pretrained.cu      what lies beside the weights in a Hugging Face folder: found, and carried on by checkpoints
 //     run_folder.cu      the folder of the run: one writer, and room on the disk
 //     stop.cu            Ctrl-C, and the command that continues the run
 //     memory.cu          what a run takes, counted before anything is taken
@@ -34,9 +35,10 @@ struct TrainOptions {
     std::string model = "tiny";  // "": that of --init
     std::string init, data, val, tokenizer, out;
     int64_t batch = 16, micro_batch = 0, seq = 128, steps = 1000, seed = 1;
-    Schedule schedule;          // its peak is --lr; of a resumed run, continued as resumed_schedule() says
-    Schedule typed_schedule;    // by the flags alone
-    bool new_schedule = false;  // --schedule was given with --resume
+    Schedule schedule;           // its peak is --lr; of a resumed run, continued as resumed_schedule() says
+    Schedule typed_schedule;     // by the flags alone
+    bool new_schedule = false;   // --schedule was given with --resume
+    bool pretrained_lr = false;  // --lr was not given, and with --init the peak is lower than for random weights
     std::string optimizer = "adamw";
     OptimizerOptions optimizer_options;  // that optimizer's own defaults, except for what the flags say
     double clip = 1.0;
@@ -136,6 +138,32 @@ std::string readable_checkpoint(const std::string& run);
 std::string whole_checkpoint(Comm& world, const std::string& run);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// pretrained.cu: what lies beside the weights in a Hugging Face folder
+
+// The folder of the weights that --init names: itself, or the newest checkpoint of a run. Error that says what was
+// looked for.
+std::string find_pretrained(const std::string& init);
+
+// The tokenizer of --tokenizer (a file, or its folder), or else the tokenizer.json beside the model: of --init, of the
+// folder of --model's config.json, or of the checkpoint that is resumed.
+struct RunTokenizer {
+    std::shared_ptr<const Tokenizer> tokenizer;  // without a file: a token for each byte
+    std::string path;                            // the file, or ""
+    std::string fault;  // why the file beside the model cannot be used: text cannot be read, token shards can
+};
+RunTokenizer find_tokenizer(const TrainOptions& options);
+
+// What a checkpoint has beside the weights.
+struct ModelFiles {
+    std::map<std::string, std::string> files;      // name -> bytes
+    std::map<std::string, std::string> token_ids;  // of config.json, as JSON: "eos_token_id" -> "2", "[2, 3]", "null"
+};
+struct RunData;
+ModelFiles collect_model_files(const TrainOptions& options, const Config& config, const RunTokenizer& tokenizer,
+                               const RunData& data);
+void write_model_files(const ModelFiles& model, const std::string& folder);  // which save_model has filled
+
+// ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: everything on the device comes from these arenas, and what --offload keeps on the host. They are counted
 // first, printed, and then taken.
 
@@ -173,7 +201,8 @@ struct Trainer {
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
-    DataIdentity data;  // for checkpoints
+    DataIdentity data;       // for checkpoints
+    ModelFiles model_files;  // likewise; rank 0's
     std::optional<BestStep> best;
     int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
     // f32 (units + kStepNumberRows, 2): the sum of squares of each unit's gradients, then StepNumbers.
@@ -242,7 +271,7 @@ std::string resume_command(const TrainOptions& options);
 
 struct RunData {
     std::shared_ptr<const Tokenizer> tokenizer;
-    bool is_text = true;  // tokens can be shown as text: not those of shards without a --tokenizer
+    bool is_text = true;  // tokens can be shown as text: not those of shards without a tokenizer
     TokenMix train_tokens, val_tokens;
     BatchReader train;
     std::optional<BatchReader> val;  // not with --val-fraction 0
@@ -347,6 +376,7 @@ void print_start(const Trainer& trainer, const RunData& data);
 // those with a validation loss stay.
 void print_progress(const LogRow& row, const TrainOptions& options, double seconds_left);
 void end_progress_line();  // before anything else is printed
+void print_val_loss_of_init(const LogRow& row, int64_t steps);
 void print_sample(Trainer& trainer, const RunData& data, const char* title);
 void draw_loss(const std::string& out);  // OUT/loss.png from OUT/log.csv; where it cannot be written, stderr says so
 // How the run ended, what it leaves, and how to go on.

@@ -1,0 +1,272 @@
+// test/test_pretrained.cu: training from trained weights, and checkpoints that are whole Hugging Face folders.
+#include "io/io.h"
+#include "program.h"
+
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+
+namespace {
+
+using nlohmann::json;
+
+const std::string kSmall = " --batch 2 --seq 16 --steps 8 --val-every 4 --val-sequences 4 --sample 0 --warmup 2 ";
+const std::string kGpt2 = "test/golden/tokenizer/gpt2", kLlama3 = "test/golden/tokenizer/llama3";
+
+const std::string& text_file() {
+    static const TempFolder folder;
+    static const std::string path = [] {
+        std::string text;
+        for (int i = 0; i < 400; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
+        spit(folder / "text.txt", text);
+        return folder / "text.txt";
+    }();
+    return path;
+}
+
+Outcome train(const std::string& arguments) {
+    return run_program("train_gpt", "--data " + text_file() + kSmall + arguments);
+}
+
+std::string newest(const std::string& run) {
+    const auto found = latest_checkpoint(run);
+    REQUIRE(found.has_value());
+    return *found;
+}
+
+json read_json(const std::string& path) { return json::parse(slurp(path)); }
+
+// The one line of an error.
+std::string line_of(const Outcome& outcome) {
+    CHECK(outcome.status == 2);
+    return outcome.err.substr(0, outcome.err.find_last_not_of('\n') + 1);
+}
+
+// The weights and files of a short run whose tokens are those of GPT-2's golden tokenizer, as a folder of Hugging Face
+// would have them: with a chat template and settings of its own.
+void make_model(const std::string& folder, const std::string& run) {
+    const Outcome outcome = train("--steps 2 --tokenizer " + kGpt2 + " --out " + run);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    std::filesystem::create_directories(folder);
+    for (const std::string name : {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"})
+        std::filesystem::copy_file(newest(run) + "/" + name, folder + "/" + name);
+    spit(folder + "/chat_template.jinja", "{{ messages[0].content }}\n");
+    spit(folder + "/generation_config.json", "{\"eos_token_id\": [600, 3], \"top_k\": 7}\n");
+    json config = read_json(folder + "/config.json");
+    config["eos_token_id"] = {600, 3};
+    config["pad_token_id"] = 3;
+    spit(folder + "/config.json", config.dump());
+}
+
+}  // namespace
+
+TEST_CASE("--init begins with an evaluation, and with a lower learning rate", "[program][pretrained]") {
+    const TempFolder folder;
+    const std::string first = folder / "first", second = folder / "second", plain = folder / "plain";
+    REQUIRE(train("--out " + first).status == 0);
+    const Outcome outcome =
+        train("--out " + second + " --stop-after 3 --init " + first);  // a run: its newest checkpoint
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("model    " + newest(first) + ": "));
+    CHECK_THAT(outcome.out, ContainsSubstring("start    from trained weights: the learning rate rises to 0.0003"));
+    CHECK_THAT(outcome.out, ContainsSubstring("\nstep 0/8 | val loss "));
+    const Outcome resumed = run_program("train_gpt", "--resume --lr 3e-4 --out " + second);
+    INFO(resumed.err);
+    REQUIRE(resumed.status == 0);
+    CHECK(resumed.out.find("step 0/8") == std::string::npos);
+    CHECK(resumed.out.find("from trained weights") == std::string::npos);
+
+    const std::vector<LogRow> before = read_csv_log(first + "/log.csv"), rows = read_csv_log(second + "/log.csv");
+    REQUIRE(before.size() == 8);
+    REQUIRE(rows.size() == 9);
+    CHECK(rows[0].step == 0);
+    CHECK(rows[0].tokens == 0);
+    CHECK(rows[0].val_loss == before.back().val_loss);  // the same weights and the same text
+    CHECK_FALSE((rows[0].loss || rows[0].lr || rows[0].grad_norm || rows[0].step_ms));
+    CHECK(rows[1].step == 1);
+    CHECK(*before[1].lr == 3e-3);
+    CHECK(*rows[2].lr == 3e-4);
+
+    // Without evaluations there is none before the first step, and the weights get the same bits.
+    const Outcome without = train("--val-every 0 --lr 0.0003 --out " + plain + " --init " + first);
+    REQUIRE(without.status == 0);
+    CHECK(without.out.find("from trained weights") == std::string::npos);  // --lr was given
+    CHECK(read_csv_log(plain + "/log.csv").size() == 8);
+    CHECK(slurp(newest(plain) + "/model.safetensors") == slurp(newest(second) + "/model.safetensors"));
+}
+
+TEST_CASE("a checkpoint of a model of bytes has their tokenizer", "[program][pretrained]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", next = folder / "next";
+    REQUIRE(train("--steps 2 --out " + run).status == 0);
+    const std::string checkpoint = newest(run);
+    CHECK(load_tokenizer(checkpoint + "/tokenizer.json")->name() == "bytes");
+    const json config = read_json(checkpoint + "/config.json"),
+               tokens = read_json(checkpoint + "/tokenizer_config.json");
+    CHECK(config.at("bos_token_id").is_null());  // not those of LLaMA: 1 and 2 are bytes
+    CHECK(config.at("eos_token_id").is_null());
+    CHECK(tokens.at("tokenizer_class") == "PreTrainedTokenizerFast");
+    CHECK(tokens.at("eos_token").is_null());
+    CHECK(read_json(checkpoint + "/generation_config.json") == json::object());
+    // What comes from there is a model of bytes, too.
+    const Outcome outcome = train("--steps 2 --out " + next + " --init " + checkpoint);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("tokens (bytes)"));
+    for (const std::string name : {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"})
+        CHECK(slurp(newest(next) + "/" + name) == slurp(checkpoint + "/" + name));
+}
+
+TEST_CASE("what lies beside the weights of --init is found, and kept", "[program][pretrained]") {
+    const TempFolder folder;
+    const std::string model = folder / "model", run = folder / "run";
+    make_model(model, folder / "first");
+    const json made = read_json(newest(folder / "first") + "/config.json");
+    CHECK(made.at("vocab_size") == 601);
+    CHECK(made.at("bos_token_id") == 600);  // <|endoftext|>: it begins documents, and ends them
+    CHECK(made.at("eos_token_id") == 600);
+    CHECK(read_json(model + "/tokenizer_config.json").at("eos_token") == "<|endoftext|>");
+    CHECK(slurp(model + "/tokenizer.json") == slurp(kGpt2 + "/tokenizer.json"));
+
+    const Outcome outcome = train("--stop-after 2 --out " + run + " --init " + model);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
+    const auto check_kept = [&] {
+        for (const std::string name :
+             {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"})
+            CHECK(slurp(newest(run) + "/" + name) == slurp(model + "/" + name));
+        const json config = read_json(newest(run) + "/config.json");
+        CHECK(config.at("eos_token_id") == json({600, 3}));
+        CHECK(config.at("pad_token_id") == 3);
+    };
+    check_kept();
+    // A resumed run needs only its own folder: the tokenizer is in the checkpoint.
+    std::filesystem::rename(model, folder / "moved");
+    const Outcome resumed = run_program("train_gpt", "--resume --out " + run);
+    INFO(resumed.err);
+    REQUIRE(resumed.status == 0);
+    std::filesystem::rename(folder / "moved", model);
+    check_kept();
+
+    // --model finds the tokenizer, too; it has no weights.
+    const Outcome random = train("--steps 2 --out " + (folder / "random") + " --model " + model + "/config.json");
+    INFO(random.err);
+    REQUIRE(random.status == 0);
+    CHECK_THAT(random.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
+    CHECK(slurp(newest(folder / "random") + "/chat_template.jinja") == slurp(model + "/chat_template.jinja"));
+}
+
+TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[program][pretrained]") {
+    const TempFolder folder;
+    const std::string model = folder / "model", run = folder / "run", own_name = folder / "bpe.json";
+    make_model(model, folder / "first");
+    std::filesystem::copy_file(kLlama3 + "/tokenizer.json", own_name);
+    for (const std::string& tokenizer : {kLlama3, own_name}) {
+        INFO(tokenizer);
+        const Outcome outcome = train("--steps 2 --out " + run + " --init " + model + " --tokenizer " + tokenizer);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        const std::string checkpoint = newest(run);
+        CHECK(slurp(checkpoint + "/tokenizer.json") == slurp(kLlama3 + "/tokenizer.json"));
+        CHECK_FALSE(std::filesystem::exists(checkpoint + "/chat_template.jinja"));
+        // The ids and settings of the model were those of its own tokenizer. Id 607, <|begin_of_text|>, is beyond it.
+        CHECK(read_json(checkpoint + "/config.json").at("bos_token_id").is_null());
+        CHECK(read_json(checkpoint + "/generation_config.json") == json::object());
+        std::filesystem::remove_all(run);
+    }
+}
+
+TEST_CASE("text that the model cannot read is refused at the start", "[program][pretrained]") {
+    const TempFolder folder;
+    const std::string model = folder / "model", run = folder / "run", special = folder / "special.txt";
+    make_model(model, folder / "first");
+    spit(special, slurp(text_file()) + "<|eot_id|>" + slurp(text_file()));
+    std::filesystem::create_directories(folder / "empty");
+    const auto refused = [&](const std::string& arguments) {
+        const std::string line = line_of(train("--out " + run + " " + arguments));
+        CHECK_FALSE(std::filesystem::exists(run));
+        INFO(line);
+        return line;
+    };
+    CHECK(one_line_with(refused("--init " + model + " --tokenizer " + kLlama3 + " --data " + special),
+                        "holds token id 611, beyond the model's vocabulary of 601"));
+    CHECK(one_line_with(refused("--tokenizer " + (folder / "empty")), "there is no tokenizer.json in this folder"));
+    // A tokenizer of another kind: text is refused, token shards are not.
+    const std::string bpe = slurp(model + "/tokenizer.json"), shard = folder / "tokens.bin";
+    spit(model + "/tokenizer.json", "{\"model\": {\"type\": \"Unigram\"}}");
+    const int32_t header[256] = {20240520, 1, 2000};
+    std::string bytes(reinterpret_cast<const char*>(header), sizeof header);
+    for (int i = 0; i < 2000; ++i) bytes += {static_cast<char>(i * 37 % 251), static_cast<char>(i % 2)};
+    spit(shard, bytes);
+    CHECK(one_line_with(refused("--init " + model), "Unigram", "token shards *.bin"));
+    const Outcome shards = train("--steps 2 --out " + run + " --init " + model + " --data " + shard);
+    INFO(shards.err);
+    CHECK(shards.status == 0);
+    CHECK(slurp(newest(run) + "/tokenizer.json") == slurp(model + "/tokenizer.json"));
+    std::filesystem::remove_all(run);
+    // Bytes for a model with a vocabulary.
+    std::filesystem::remove(model + "/tokenizer.json");
+    CHECK(one_line_with(refused("--init " + model), "vocabulary of 601", "--tokenizer"));
+    CHECK(one_line_with(refused("--model " + model), "vocabulary of 601", "--tokenizer"));
+}
+
+TEST_CASE("an unknown model says what was looked for", "[program][pretrained]") {
+    const TempFolder folder;
+    std::filesystem::create_directories(folder / "empty");
+    const std::string nowhere = folder / "nowhere", empty = folder / "empty";
+    CHECK(one_line_with(line_of(train("--init " + nowhere)), "--init " + nowhere + ": there is no folder " + nowhere,
+                        "config.json and *.safetensors", "not downloaded"));
+    CHECK(one_line_with(line_of(train("--init gpt2")),
+                        "--init gpt2: there is no folder gpt2 (a preset of --model has no", "not downloaded"));
+    CHECK(one_line_with(line_of(train("--init " + empty)), "neither a config.json", "nor a checkpoint in " + empty));
+    CHECK(one_line_with(line_of(train("--model gpt7")), "no model 'gpt7': use one of tiny, gpt2",
+                        "no file gpt7, and no folder gpt7 with a config.json", "not downloaded"));
+}
+
+// What Hugging Face's libraries make of checkpoints: of each family with bytes as tokens, and with the golden
+// tokenizers.
+TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", "[program][pretrained][export]") {
+    const char* set = std::getenv("LLM_PYTHON");
+    const std::string python = set ? set : "python3";
+    if (run_shell(python + " -c 'import torch'").status != 0)
+        SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
+    // No normalizer and no rule of words may change a text: spaces, line ends, other scripts, a combining mark that
+    // Unicode's form NFC would join, a byte order mark, emoji, control characters.
+    const std::vector<std::string> texts = {"Hello world,  it's 3.14!\r\n\tNext\n\n", "Größe Ω日本語 नमस्ते ",
+                                            "e\u0301 \u1112\u1161\u11ab", "\ufeff👩‍👩‍👧‍👦 \x01\x7f",
+                                            "<|endoftext|> <|begin_of_text|>x <s></s>"};
+    const TempFolder folder;
+    const std::string models = "test/golden/runs/models/";
+    std::vector<std::string> flags;
+    for (const std::string family : {"gpt2", "llama_wide", "qwen2", "qwen3", "deepseek"})
+        flags.push_back("--model " + models + family + ".json");
+    json mistral = read_json("test/golden/mistral/config.json");
+    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) mistral.erase(key);
+    mistral["vocab_size"] = 300;
+    spit(folder / "mistral.json", mistral.dump());
+    flags.push_back("--model " + (folder / "mistral.json"));
+    flags.push_back("--tokenizer " + kGpt2);  // with the preset tiny, a LLaMA
+    flags.push_back("--tokenizer " + kLlama3);
+    std::string folders;
+    for (const std::string& these : flags) {
+        const std::string run = folder / concat("run", folders.size());
+        const Outcome outcome = train("--steps 2 " + these + " --out " + run);
+        INFO(these << outcome.err);
+        REQUIRE(outcome.status == 0);
+        const auto tokenizer = load_tokenizer(newest(run) + "/tokenizer.json");
+        json encodings = json::array();
+        for (const std::string& text : texts) encodings.push_back({{"text", text}, {"ids", tokenizer->encode(text)}});
+        spit(newest(run) + "/encodings.json", encodings.dump());
+        folders += newest(run) + " ";
+    }
+    const Outcome outcome = run_shell(python + " test/golden/check_folder.py " + folders);
+    if (outcome.status == 77) SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");
+    INFO(outcome.out << outcome.err);
+    CHECK(outcome.status == 0);
+    size_t n_ok = 0;
+    for (size_t at = 0; (at = outcome.out.find("check_folder: ok", at)) != std::string::npos; ++at) ++n_ok;
+    CHECK(n_ok == flags.size());
+}
