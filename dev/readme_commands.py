@@ -360,6 +360,9 @@ class Tree:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return process.communicate()[0] + f"\nstopped after {SECONDS} s\n", 124
+        except BaseException:  # Ctrl-C, or a signal that main has made an exception
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
     def has_the_text(self):
         """Are the C++ headers here, which ./train_gpt learns from, those of README.md?"""
@@ -544,6 +547,7 @@ def main():
     parser.add_argument("regex", nargs="?", default="")
     options = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # reports of strict mode end in abort()
 
     wrong, todo, used = [], [], set()
