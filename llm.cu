@@ -77,23 +77,23 @@ struct Pass {
     }
 };
 
-void embed(const Pass& p, Tensor out) {
+void embed_tokens(const Pass& p, Tensor out) {
     const Model& model = p.model;
     const Tensor rows = out.view({p.acts.B, p.acts.T, model.config.C});
     embedding_forward(rows, p.acts.tokens, p.acts.positions, model.wte, model.wpe, p.stream);
 }
-void embed_backward(const Pass& p, Tensor dout) {
+void embed_tokens_backward(const Pass& p, Tensor dout) {
     const Tensor rows = dout.view({p.acts.B, p.acts.T, p.model.config.C});
     embedding_backward(p.model.dwte, p.model.dwpe, rows, p.acts.tokens, p.acts.positions, p.workspace.embedding_scratch,
                        p.stream);
 }
 
 // logits = head(norm(x))
-void head(const Pass& p, const Residual& x) {
+void apply_head(const Pass& p, const Residual& x) {
     norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.stream);
     linear_forward(p.acts.logits, p.acts.final_norm.out, p.model.head.weight, {}, p.stream);
 }
-void head_backward(const Pass& p, Tensor dx) {
+void apply_head_backward(const Pass& p, Tensor dx) {
     const Linear& head = p.model.head;
     const Workspace& ws = p.workspace;
     linear_backward_input(ws.dnorm, p.acts.logits, head.weight, false, p.stream);
@@ -104,18 +104,18 @@ void head_backward(const Pass& p, Tensor dx) {
 void visit_forward(const Pass& p, const Visit& visit, Residual& x) {
     begin_visit(p.model, visit, p.stream);
     if (visit.work == Work::embed) {
-        embed(p, p.acts.embedded);
+        embed_tokens(p, p.acts.embedded);
         x = {p.acts.embedded, {}};
     }
     if (visit.work == Work::forward_block) x = block_forward(p.context(visit), p.block(visit), x);
-    if (visit.work == Work::forward_head) head(p, x);
+    if (visit.work == Work::forward_head) apply_head(p, x);
     end_visit(p.model, visit, p.stream);
 }
 
 // dx: the gradient of the residual stream. x: the stream of blocks whose forward is run again.
 void visit_backward(const Pass& p, const Visit& visit, Tensor dx, Residual& x) {
     begin_visit(p.model, visit, p.stream);
-    if (visit.work == Work::backward_head) head_backward(p, dx);
+    if (visit.work == Work::backward_head) apply_head_backward(p, dx);
     if (visit.work == Work::recompute_block) {
         const BlockContext b = p.context(visit);
         if (visit.first) x = {b.saved.norm1.sum, {}};
@@ -126,7 +126,7 @@ void visit_backward(const Pass& p, const Visit& visit, Tensor dx, Residual& x) {
         if (p.acts.recompute.selective) recompute_shared(b, p.block(visit));
         block_backward(b, p.block(visit), dx);
     }
-    if (visit.work == Work::backward_embedding) embed_backward(p, dx);
+    if (visit.work == Work::backward_embedding) embed_tokens_backward(p, dx);
     end_visit(p.model, visit, p.stream);
 }
 
@@ -163,11 +163,11 @@ void backward(const Model& model, Activations& acts, const Workspace& workspace,
 // Parts of it
 
 void embed_forward(const Model& model, Activations& acts, Tensor out, cudaStream_t stream) {
-    embed({model, acts, {}, stream}, out);
+    embed_tokens({model, acts, {}, stream}, out);
 }
 void embed_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor dout,
                     cudaStream_t stream) {
-    embed_backward({model, acts, workspace, stream}, dout);
+    embed_tokens_backward({model, acts, workspace, stream}, dout);
 }
 
 void forward_blocks(const Model& model, Activations& acts, const Workspace& workspace, int64_t first, int64_t last,
@@ -190,10 +190,10 @@ void backward_blocks(const Model& model, Activations& acts, const Workspace& wor
 }
 
 void head_forward(const Model& model, Activations& acts, Tensor in, cudaStream_t stream) {
-    head({model, acts, {}, stream}, {in, {}});
+    apply_head({model, acts, {}, stream}, {in, {}});
 }
 void head_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor din, cudaStream_t stream) {
-    head_backward({model, acts, workspace, stream}, din);
+    apply_head_backward({model, acts, workspace, stream}, din);
 }
 
 void forward_cached(const Model& model, Activations& acts, const Workspace& workspace, LatentCache& cache,
