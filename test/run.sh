@@ -6,6 +6,8 @@
 # time, and if all that it read back from the device was the same every time, bit for bit. For the tests of programs, and for
 # those in the files ONCE (test/test_ONCE.cu), once is enough.
 #
+# Two runs go on at the same time, each mostly on one core: the tests of programs; and strict mode, then the other tests.
+#
 # Each run leaves a log (test/main.cu writes it) and its output in BUILD_FOLDER/test_runs. Only what failed is shown.
 set -u
 cd "$(dirname "$0")/.."
@@ -47,15 +49,15 @@ strict_runs() {
 
 if [[ $build == build/cpu* ]]; then
     set -m  # a process group of its own, that ends with us
-    strict_runs "$@" > "$runs/strict.txt" &
-    strict=$!
+    { strict_runs "$@"; run functions '~[.]~[program]'; } > "$runs/beside.txt" &
+    beside=$!
     set +m
-    trap 'kill -- -$strict 2> /dev/null' EXIT
-fi
-run normal
-if [[ $build == build/cpu* ]]; then
-    wait "$strict"
-    cat "$runs/strict.txt"
+    trap 'kill -- -$beside 2> /dev/null' EXIT
+    run programs '[program]~[.]'
+    wait "$beside"
+    cat "$runs/beside.txt"
+else
+    run normal
 fi
 
 # A log has one line for the start of a test, and one for its end: "passed|failed|skipped <bits>", tabs between. A test that
