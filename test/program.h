@@ -33,6 +33,13 @@ inline Outcome run_program(const std::string& name, const std::string& arguments
     return run_shell(concat("export OMP_NUM_THREADS=1; ", before, " ", program_path(name), " ", arguments));
 }
 
+// A text to train on.
+inline std::string made_text(int n_lines) {
+    std::string text;
+    for (int i = 0; i < n_lines; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
+    return text;
+}
+
 // What a command line begins with to run a program as n processes.
 inline bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
 inline std::string mpirun_command(int n, int seconds = 60) {

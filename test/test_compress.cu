@@ -425,9 +425,7 @@ namespace {
 const std::string& text_file() {
     static const TempFolder folder;
     static const std::string path = [] {
-        std::string text;
-        for (int i = 0; i < 2000; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
-        spit(folder / "text.txt", text);
+        spit(folder / "text.txt", made_text(2000));
         return folder / "text.txt";
     }();
     return path;

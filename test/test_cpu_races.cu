@@ -53,9 +53,7 @@ const std::vector<OrdersNoAccesses> kExceptions = {
 Outcome run_without(const Mode& mode, const std::string& skip, int seed) {
     static const TempFolder folder;
     static const bool written = [] {
-        std::string text;
-        for (int i = 0; i < 300; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
-        spit(folder / "text.txt", text);
+        spit(folder / "text.txt", made_text(300));
         spit(folder / "model.json", kModel);
         return true;
     }();

@@ -295,11 +295,7 @@ const std::string kSmall = " --batch 3 --seq 16 --steps 9 --val-every 4 --val-se
 
 Outcome program(const TempFolder& folder, const std::string& arguments) {
     const std::string text = folder / "text.txt";
-    if (!std::filesystem::exists(text)) {
-        std::string lines;
-        for (int i = 0; i < 200; ++i) lines += concat("Line ", i * i % 97, " of a text that a test made.\n");
-        spit(text, lines);
-    }
+    if (!std::filesystem::exists(text)) spit(text, made_text(200));
     return run_program("train_gpt", "--data " + text + kSmall + arguments);
 }
 double number_after(const std::string& text, const std::string& word) {

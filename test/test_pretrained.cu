@@ -1,6 +1,5 @@
 // test/test_pretrained.cu: training from trained weights, and checkpoints that are whole Hugging Face folders.
-#include "io/io.h"
-#include "program.h"
+#include "train_runs.h"
 
 #include <nlohmann/json.hpp>
 
@@ -10,29 +9,10 @@ namespace {
 
 using nlohmann::json;
 
-const std::string kSmall = " --batch 2 --seq 16 --steps 8 --val-every 4 --val-sequences 4 --sample 0 --warmup 2 ";
 const std::string kGpt2 = "test/golden/tokenizer/gpt2", kLlama3 = "test/golden/tokenizer/llama3";
 
-const std::string& text_file() {
-    static const TempFolder folder;
-    static const std::string path = [] {
-        std::string text;
-        for (int i = 0; i < 400; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
-        spit(folder / "text.txt", text);
-        return folder / "text.txt";
-    }();
-    return path;
-}
-
-Outcome train(const std::string& arguments) {
-    return run_program("train_gpt", "--data " + text_file() + kSmall + arguments);
-}
-
-std::string newest(const std::string& run) {
-    const auto found = latest_checkpoint(run);
-    REQUIRE(found.has_value());
-    return *found;
-}
+// Shorter than other tests' runs: later flags win.
+Outcome train_8(const std::string& arguments) { return train("--steps 8 --val-every 4 " + arguments); }
 
 json read_json(const std::string& path) { return json::parse(slurp(path)); }
 
@@ -45,12 +25,12 @@ std::string line_of(const Outcome& outcome) {
 // The weights and files of a short run whose tokens are those of GPT-2's golden tokenizer, as a folder of Hugging Face
 // would have them: with a chat template and settings of its own.
 void make_model(const std::string& folder, const std::string& run) {
-    const Outcome outcome = train("--steps 2 --tokenizer " + kGpt2 + " --out " + run);
+    const Outcome outcome = train_8("--steps 2 --tokenizer " + kGpt2 + " --out " + run);
     INFO(outcome.err);
     REQUIRE(outcome.status == 0);
     std::filesystem::create_directories(folder);
     for (const std::string name : {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"})
-        std::filesystem::copy_file(newest(run) + "/" + name, folder + "/" + name);
+        std::filesystem::copy_file(newest_checkpoint(run) + "/" + name, folder + "/" + name);
     spit(folder + "/chat_template.jinja", "{{ messages[0].content }}\n");
     spit(folder + "/generation_config.json", "{\"eos_token_id\": [600, 3], \"top_k\": 7}\n");
     json config = read_json(folder + "/config.json");
@@ -64,12 +44,12 @@ void make_model(const std::string& folder, const std::string& run) {
 TEST_CASE("--init begins with an evaluation, and with a lower learning rate", "[program][pretrained]") {
     const TempFolder folder;
     const std::string first = folder / "first", second = folder / "second", plain = folder / "plain";
-    REQUIRE(train("--out " + first).status == 0);
+    REQUIRE(train_8("--out " + first).status == 0);
     const Outcome outcome =
-        train("--out " + second + " --stop-after 3 --init " + first);  // a run: its newest checkpoint
+        train_8("--out " + second + " --stop-after 3 --init " + first);  // a run: its newest checkpoint
     INFO(outcome.err);
     REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("model    " + newest(first) + ": "));
+    CHECK_THAT(outcome.out, ContainsSubstring("model    " + newest_checkpoint(first) + ": "));
     CHECK_THAT(outcome.out, ContainsSubstring("start    from trained weights: the learning rate rises to 0.0003"));
     CHECK_THAT(outcome.out, ContainsSubstring("\nstep 0/8 | val loss "));
     const Outcome resumed = run_program("train_gpt", "--resume --lr 3e-4 --out " + second);
@@ -90,18 +70,19 @@ TEST_CASE("--init begins with an evaluation, and with a lower learning rate", "[
     CHECK(*rows[2].lr == 3e-4);
 
     // Without evaluations there is none before the first step, and the weights get the same bits.
-    const Outcome without = train("--val-every 0 --lr 0.0003 --out " + plain + " --init " + first);
+    const Outcome without = train_8("--val-every 0 --lr 0.0003 --out " + plain + " --init " + first);
     REQUIRE(without.status == 0);
     CHECK(without.out.find("from trained weights") == std::string::npos);  // --lr was given
     CHECK(read_csv_log(plain + "/log.csv").size() == 8);
-    CHECK(slurp(newest(plain) + "/model.safetensors") == slurp(newest(second) + "/model.safetensors"));
+    CHECK(slurp(newest_checkpoint(plain) + "/model.safetensors") ==
+          slurp(newest_checkpoint(second) + "/model.safetensors"));
 }
 
 TEST_CASE("a checkpoint of a model of bytes has their tokenizer", "[program][pretrained]") {
     const TempFolder folder;
     const std::string run = folder / "run", next = folder / "next";
-    REQUIRE(train("--steps 2 --out " + run).status == 0);
-    const std::string checkpoint = newest(run);
+    REQUIRE(train_8("--steps 2 --out " + run).status == 0);
+    const std::string checkpoint = newest_checkpoint(run);
     CHECK(load_tokenizer(checkpoint + "/tokenizer.json")->name() == "bytes");
     const json config = read_json(checkpoint + "/config.json"),
                tokens = read_json(checkpoint + "/tokenizer_config.json");
@@ -111,34 +92,34 @@ TEST_CASE("a checkpoint of a model of bytes has their tokenizer", "[program][pre
     CHECK(tokens.at("eos_token").is_null());
     CHECK(read_json(checkpoint + "/generation_config.json") == json::object());
     // What comes from there is a model of bytes, too.
-    const Outcome outcome = train("--steps 2 --out " + next + " --init " + checkpoint);
+    const Outcome outcome = train_8("--steps 2 --out " + next + " --init " + checkpoint);
     INFO(outcome.err);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("tokens (bytes)"));
     for (const std::string name : {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"})
-        CHECK(slurp(newest(next) + "/" + name) == slurp(checkpoint + "/" + name));
+        CHECK(slurp(newest_checkpoint(next) + "/" + name) == slurp(checkpoint + "/" + name));
 }
 
 TEST_CASE("what lies beside the weights of --init is found, and kept", "[program][pretrained]") {
     const TempFolder folder;
     const std::string model = folder / "model", run = folder / "run";
     make_model(model, folder / "first");
-    const json made = read_json(newest(folder / "first") + "/config.json");
+    const json made = read_json(newest_checkpoint(folder / "first") + "/config.json");
     CHECK(made.at("vocab_size") == 601);
     CHECK(made.at("bos_token_id") == 600);  // <|endoftext|>: it begins documents, and ends them
     CHECK(made.at("eos_token_id") == 600);
     CHECK(read_json(model + "/tokenizer_config.json").at("eos_token") == "<|endoftext|>");
     CHECK(slurp(model + "/tokenizer.json") == slurp(kGpt2 + "/tokenizer.json"));
 
-    const Outcome outcome = train("--stop-after 2 --out " + run + " --init " + model);
+    const Outcome outcome = train_8("--stop-after 2 --out " + run + " --init " + model);
     INFO(outcome.err);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
     const auto check_kept = [&] {
         for (const std::string name :
              {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"})
-            CHECK(slurp(newest(run) + "/" + name) == slurp(model + "/" + name));
-        const json config = read_json(newest(run) + "/config.json");
+            CHECK(slurp(newest_checkpoint(run) + "/" + name) == slurp(model + "/" + name));
+        const json config = read_json(newest_checkpoint(run) + "/config.json");
         CHECK(config.at("eos_token_id") == json({600, 3}));
         CHECK(config.at("pad_token_id") == 3);
     };
@@ -152,11 +133,12 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
     check_kept();
 
     // --model finds the tokenizer, too; it has no weights.
-    const Outcome random = train("--steps 2 --out " + (folder / "random") + " --model " + model + "/config.json");
+    const Outcome random = train_8("--steps 2 --out " + (folder / "random") + " --model " + model + "/config.json");
     INFO(random.err);
     REQUIRE(random.status == 0);
     CHECK_THAT(random.out, ContainsSubstring("tokens (" + model + "/tokenizer.json)"));
-    CHECK(slurp(newest(folder / "random") + "/chat_template.jinja") == slurp(model + "/chat_template.jinja"));
+    CHECK(slurp(newest_checkpoint(folder / "random") + "/chat_template.jinja") ==
+          slurp(model + "/chat_template.jinja"));
 }
 
 TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[program][pretrained]") {
@@ -166,10 +148,10 @@ TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[progra
     std::filesystem::copy_file(kLlama3 + "/tokenizer.json", own_name);
     for (const std::string& tokenizer : {kLlama3, own_name}) {
         INFO(tokenizer);
-        const Outcome outcome = train("--steps 2 --out " + run + " --init " + model + " --tokenizer " + tokenizer);
+        const Outcome outcome = train_8("--steps 2 --out " + run + " --init " + model + " --tokenizer " + tokenizer);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);
-        const std::string checkpoint = newest(run);
+        const std::string checkpoint = newest_checkpoint(run);
         CHECK(slurp(checkpoint + "/tokenizer.json") == slurp(kLlama3 + "/tokenizer.json"));
         CHECK_FALSE(std::filesystem::exists(checkpoint + "/chat_template.jinja"));
         // The ids and settings of the model were those of its own tokenizer. Id 607, <|begin_of_text|>, is beyond it.
@@ -186,7 +168,7 @@ TEST_CASE("text that the model cannot read is refused at the start", "[program][
     spit(special, slurp(text_file()) + "<|eot_id|>" + slurp(text_file()));
     std::filesystem::create_directories(folder / "empty");
     const auto refused = [&](const std::string& arguments) {
-        const std::string line = line_of(train("--out " + run + " " + arguments));
+        const std::string line = line_of(train_8("--out " + run + " " + arguments));
         CHECK_FALSE(std::filesystem::exists(run));
         INFO(line);
         return line;
@@ -202,10 +184,10 @@ TEST_CASE("text that the model cannot read is refused at the start", "[program][
     for (int i = 0; i < 2000; ++i) bytes += {static_cast<char>(i * 37 % 251), static_cast<char>(i % 2)};
     spit(shard, bytes);
     CHECK(one_line_with(refused("--init " + model), "Unigram", "token shards *.bin"));
-    const Outcome shards = train("--steps 2 --out " + run + " --init " + model + " --data " + shard);
+    const Outcome shards = train_8("--steps 2 --out " + run + " --init " + model + " --data " + shard);
     INFO(shards.err);
     CHECK(shards.status == 0);
-    CHECK(slurp(newest(run) + "/tokenizer.json") == slurp(model + "/tokenizer.json"));
+    CHECK(slurp(newest_checkpoint(run) + "/tokenizer.json") == slurp(model + "/tokenizer.json"));
     std::filesystem::remove_all(run);
     // Bytes for a model with a vocabulary.
     std::filesystem::remove(model + "/tokenizer.json");
@@ -217,12 +199,12 @@ TEST_CASE("an unknown model says what was looked for", "[program][pretrained]") 
     const TempFolder folder;
     std::filesystem::create_directories(folder / "empty");
     const std::string nowhere = folder / "nowhere", empty = folder / "empty";
-    CHECK(one_line_with(line_of(train("--init " + nowhere)), "--init " + nowhere + ": there is no folder " + nowhere,
+    CHECK(one_line_with(line_of(train_8("--init " + nowhere)), "--init " + nowhere + ": there is no folder " + nowhere,
                         "config.json and *.safetensors", "not downloaded"));
-    CHECK(one_line_with(line_of(train("--init gpt2")),
+    CHECK(one_line_with(line_of(train_8("--init gpt2")),
                         "--init gpt2: there is no folder gpt2 (a preset of --model has no", "not downloaded"));
-    CHECK(one_line_with(line_of(train("--init " + empty)), "neither a config.json", "nor a checkpoint in " + empty));
-    CHECK(one_line_with(line_of(train("--model gpt7")), "no model 'gpt7': use one of tiny, gpt2",
+    CHECK(one_line_with(line_of(train_8("--init " + empty)), "neither a config.json", "nor a checkpoint in " + empty));
+    CHECK(one_line_with(line_of(train_8("--model gpt7")), "no model 'gpt7': use one of tiny, gpt2",
                         "no file gpt7, and no folder gpt7 with a config.json", "not downloaded"));
 }
 
@@ -253,14 +235,14 @@ TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", 
     std::string folders;
     for (const std::string& these : flags) {
         const std::string run = folder / concat("run", folders.size());
-        const Outcome outcome = train("--steps 2 " + these + " --out " + run);
+        const Outcome outcome = train_8("--steps 2 " + these + " --out " + run);
         INFO(these << outcome.err);
         REQUIRE(outcome.status == 0);
-        const auto tokenizer = load_tokenizer(newest(run) + "/tokenizer.json");
+        const auto tokenizer = load_tokenizer(newest_checkpoint(run) + "/tokenizer.json");
         json encodings = json::array();
         for (const std::string& text : texts) encodings.push_back({{"text", text}, {"ids", tokenizer->encode(text)}});
-        spit(newest(run) + "/encodings.json", encodings.dump());
-        folders += newest(run) + " ";
+        spit(newest_checkpoint(run) + "/encodings.json", encodings.dump());
+        folders += newest_checkpoint(run) + " ";
     }
     const Outcome outcome = run_shell(python + " test/golden/check_folder.py " + folders);
     if (outcome.status == 77) SKIP_TEST("no Python with torch and transformers (set LLM_PYTHON)");

@@ -11,9 +11,7 @@ inline const std::string kSmall =
 inline const std::string& text_file() {
     static const TempFolder folder;
     static const std::string path = [] {
-        std::string text;
-        for (int i = 0; i < 400; ++i) text += concat("Line ", i * i % 97, " of a text that a test made.\n");
-        spit(folder / "text.txt", text);
+        spit(folder / "text.txt", made_text(400));
         return folder / "text.txt";
     }();
     return path;
