@@ -292,6 +292,39 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// A cache in pages, for inference. Each token leaves one row of W numbers in a layer's pool, which the attention of
+// later tokens reads: GQA [K key heads | K value heads] of D columns, MLA [latent | rotated shared key]. The rows of a
+// sequence lie in pages of P rows (inference/paged_cache.cu):
+//
+//     row of the token at position s of sequence i  =  pool[page_table[i, s / P], s % P, :]
+//
+// A step has N new tokens, rows 0 ... N - 1 of its inputs, cut into chunks: neighbouring rows that are tokens of one
+// sequence at neighbouring positions. A sequence that decodes has a chunk of one row; a prompt has several, of at most
+// kChunkRows rows. All tokens of a step are written to their pages before the attention reads them, so that a chunk
+// sees those before it: the token at position t sees the rows of the positions s <= t of its sequence.
+constexpr int64_t kChunkRows = 32;
+
+struct PagedStep {
+    Tensor pool;        // (pages, P, W) of the layer: the model's dtype, or e4m3
+    Tensor scales;      // e4m3 only: (pages, P, heads of a row) f32: a number is code * scale of its row and head
+    Tensor page_table;  // (sequences, most pages of a sequence) i32
+    Tensor chunks;      // (n_chunks, 4) i32: {first row, rows, sequence (row of page_table), position of the first row}
+    Tensor rows;        // (N) i32: row of the pool, page * P + offset, to which each new token is written
+};
+
+// paged_attention.cu: GQA over a cache in pages. q, k, v and out are heads in rows (1, N, columns).
+// Writes the new tokens' keys and values to their rows of the pool. With a table (rope.cu) queries are rotated in place,
+// and keys on their way; positions (1, N) i32 are those of the tokens. Without one ({}) they go as they are.
+void paged_write(const PagedStep& step, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
+                 RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);
+// out[n,h] = sum over the s that n sees of softmax(scale q[n,h] . key_s)[s] value_s      key head h / (H/K)
+// window > 0: n sees the last `window` positions up to its own. In f32 the bits are those of flash_attention_forward
+// on CUDA cores over the whole sequence, whatever the pages, chunks and neighbours are.
+void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64_t K, const PagedStep& step,
+                             float scale, int64_t window, Tensor scratch, cudaStream_t stream);
+int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // latent_keys.cu: MLA's keys. Every head's key ends in the same columns, those that rope turns:
 //   keys[b,t,h] = [own[b,t,h] | shared[b,t]]     own H heads of Dn columns, shared 1 head of Dr, keys H of Dn + Dr
 //   down = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]
@@ -313,6 +346,12 @@ void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tens
                               float scale, cudaStream_t stream);
 // cache[b, first + t] = [latent[b,t] | key[b,t]]       latent (B, T, R), key one head of Dr columns in rows (B, T, ...)
 void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadColumns& key, cudaStream_t stream);
+
+// paged_latent_attention.cu: the same over a cache in pages. latent: one head of R columns, key: one head of Dr.
+void paged_latent_write(const PagedStep& step, const HeadColumns& latent, const HeadColumns& key, cudaStream_t stream);
+void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q, const PagedStep& step, Tensor kv_b,
+                                    float scale, Tensor scratch, cudaStream_t stream);
+int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_t max_length);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // cross_entropy.cu: softmax cross-entropy, forward and backward in one.

@@ -1,0 +1,234 @@
+// inference/inference.h: text from a model, for many requests at once.
+//
+// A request is a prompt and how to go on from it. Its tokens pass through the model once: each leaves a row of numbers
+// per layer in a cache (for GQA its keys and values, for MLA its latent), which the attention of later tokens reads. So
+// a new token costs one row of computing, and the memory of the cache decides how many requests run at the same time.
+//
+// Files, in reading order:
+//     paged_cache.cu   which rows of the cache belong to whom: pages, sharing, copy-on-write, swapping
+//     scheduler.cu     what the next step computes: continuous batching, chunked prefill, preemption
+//     engine.cu        the step itself on the device, and the memory that it takes
+//     sampling.cu      from logits to tokens: what options mean and which are refused
+//     requests.cu      from tokens to text: stop strings, finish reasons, several samples of a prompt
+#pragma once
+
+#include "core/core.h"
+#include "io/io.h"
+#include "llm.h"
+
+#include <deque>
+#include <functional>
+#include <optional>
+#include <span>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// paged_cache.cu: the cache in pages.                   (Kwon et al. 2023, PagedAttention, arXiv:2309.06180, section 4)
+//
+// The rows of a sequence lie in pages of page_size rows, anywhere in a pool of n_pages: like the pages of an operating
+// system's memory. Pages are taken one at a time as a sequence grows, so at most page_size - 1 rows of it are unused.
+// Page p is the same rows in the pool of every layer, so that one table serves all layers.
+//
+//   - Shared: a full page may be in the table of several sequences; it has a count of them. A sequence that is about to
+//     write into a shared page gets a copy of it first (copy-on-write).
+//   - Found again: a full page is known by its tokens and all those before them. A new sequence that begins with the
+//     same tokens takes it over. When its last sequence has ended, a full page stays, until its memory is wanted: then
+//     the one that was used the longest time ago goes first.
+//   - Swapped: the pages of a sequence can be copied to the host and their memory used for others.
+//
+// This class is bookkeeping on the host and touches no device memory: what has to be copied it says in take_copies().
+
+struct CacheSizes {
+    int64_t page_size = 16;    // rows of a page
+    int64_t n_pages = 0;       // of the device
+    int64_t n_host_pages = 0;  // for sequences that are swapped out
+    bool share_prefixes = true;
+};
+
+struct PageCopy {  // all layers' rows of page `from` to page `to`
+    enum class Way { on_device, to_host, to_device } way;
+    int32_t from, to;
+};
+
+// Rows at one moment. used: rows that hold a token, each page counted once; shared: those that sharing saved.
+struct CacheUse {
+    int64_t n_pages = 0, free_pages = 0;
+    int64_t kept_pages = 0;   // of no sequence, kept because they may be found again
+    int64_t owned_pages = 0;  // of at least one sequence
+    int64_t shared_pages = 0; // of at least two
+    int64_t host_pages = 0;   // in use
+    int64_t used_rows = 0;    // rows of owned pages that hold tokens
+    int64_t sequence_rows = 0;  // the same, counted once for each sequence
+};
+
+using SequenceId = int64_t;
+
+class PagedCache {
+  public:
+    explicit PagedCache(const CacheSizes& sizes);
+
+    // A new, empty sequence.
+    SequenceId begin();
+    // Takes over full pages whose tokens are the first of `tokens`: how many tokens that are. At most tokens.size() - 1,
+    // because the logits that follow the last token have to be computed. Only for an empty sequence.
+    int64_t share_prefix(SequenceId sequence, std::span<const int32_t> tokens);
+    // How many pages reserve(sequence, n) would take, copies included; and how many it can have.
+    int64_t pages_wanted(SequenceId sequence, int64_t n) const;
+    int64_t pages_available() const;  // free or kept
+    // Pages for n tokens behind the sequence's last, of its own. False, and nothing has changed, if there are too few.
+    bool reserve(SequenceId sequence, int64_t n);
+    // These tokens are computed in the step that comes next, in rows that were reserved. Pages that they fill can be
+    // found by sequences that begin after this call.
+    void append(SequenceId sequence, std::span<const int32_t> tokens);
+    // A new sequence with the same tokens: all pages are shared.
+    SequenceId fork(SequenceId sequence);
+    // Forgets all tokens but the first `length`, and gives back pages that are no longer needed.
+    void truncate(SequenceId sequence, int64_t length);
+    void end(SequenceId sequence);
+    // All pages of a sequence to the host, or back. False, and nothing has changed, if there are too few pages there.
+    bool swap_out(SequenceId sequence);
+    bool swap_in(SequenceId sequence);
+    bool is_swapped(SequenceId sequence) const;
+
+    int64_t length(SequenceId sequence) const;                        // tokens
+    const std::vector<int32_t>& page_table(SequenceId sequence) const;  // of the device; not while it is swapped
+    // Copies that have to be made, in this order, before the next step writes or reads any page.
+    std::vector<PageCopy> take_copies();
+    CacheUse use() const;
+    const CacheSizes& sizes() const { return sizes_; }
+    // For tests: Error if a count, a list or a table contradicts another.
+    void check_consistency() const;
+
+  private:
+    CacheSizes sizes_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// sampling.cu: how a request chooses its next token from the logits x (V)
+//
+// In this order, each step skipped where its option has its default:
+//   1. logit_bias      x[v] += bias
+//   2. penalties       of tokens v seen before:                       (Keskar et al. 2019, arXiv:1909.05858; OpenAI)
+//        repetition    x[v] = x[v] > 0 ? x[v] / r : x[v] * r          v in the prompt or the answer
+//        presence      x[v] -= presence                               v in the answer
+//        frequency     x[v] -= frequency * (times v is in the answer)
+//   3. temperature     x = x / temperature; 0: the largest x, the first of equals (greedy), and nothing below applies
+//   4. top_k           only the k largest                             (all that equal the k-th)
+//   5. top_p           of the others, with p = softmax(x): the fewest largest whose p add up to at least top_p
+//                                                                     (Holtzman et al. 2020, arXiv:1904.09751)
+//   6. min_p           only those with p[v] >= min_p * largest p      (Nguyen et al. 2024, arXiv:2407.01082)
+//   7. the token       drawn with p of what is left, by one uniform number: Philox of (seed, which sample, position),
+//                      so that the text of a request does not depend on what else runs.
+struct SamplingOptions {
+    double temperature = 1.0;
+    int64_t top_k = 0;  // 0: all
+    double top_p = 1.0, min_p = 0.0;
+    double repetition_penalty = 1.0, presence_penalty = 0.0, frequency_penalty = 0.0;
+    std::vector<std::pair<int32_t, double>> logit_bias;
+    uint64_t seed = 0;
+    int64_t logprobs = -1;  // how many of the most probable tokens to report with their log-probabilities; -1: none,
+                            // 0: that of the chosen token alone. By the model's logits, before steps 1 to 7.
+};
+void check_sampling(const SamplingOptions& options, int64_t V);  // Error that names the option and its range
+
+struct TokenLogprob {
+    int32_t token;
+    float logprob;
+};
+struct Sampled {
+    int32_t token = -1;
+    float logprob = 0;                 // of the chosen token
+    std::vector<TokenLogprob> top;     // descending; of equals the smaller id first
+};
+
+// The rows of one step that draw a token.
+struct SamplingRow {
+    const SamplingOptions* options;
+    uint64_t sample = 0;    // which of the samples of a request
+    int64_t position = 0;   // of the token that is drawn
+    std::span<const int32_t> prompt, answer;  // tokens seen before
+};
+// Device memory for sampling up to max_rows rows of V logits at a time; taken like all memory (core.h: Arena).
+class Sampler {
+  public:
+    void take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pinned);
+    // logits (rows, V_padded) of any float type, not changed. Waits for the result.
+    std::vector<Sampled> draw(Tensor logits, std::span<const SamplingRow> rows, cudaStream_t stream);
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// scheduler.cu: which tokens the next step computes                 (Yu et al. 2022, Orca; Agrawal et al. 2023, Sarathi)
+
+enum class Batching { continuous, static_batches };
+enum class Preemption { swap, recompute };
+struct SchedulerOptions {
+    int64_t step_tokens = 512;    // at most so many tokens a step, of prompts and of answers together
+    int64_t max_sequences = 64;   // at most so many at a time
+    int64_t max_length = 0;       // prompt and answer: positions that the model has
+    Batching batching = Batching::continuous;
+    Preemption preemption = Preemption::recompute;
+};
+
+// A sequence of tokens: prompt and answer. A request has as many as it wants samples (or beams).
+struct Sequence {
+    uint64_t sample = 0;          // which of its request's
+    std::vector<int32_t> tokens;  // prompt and answer
+    // Speculative decoding: tokens that may follow. The next step computes them too, and draws a token behind each.
+    std::vector<int32_t> draft;
+    std::optional<SequenceId> cached;  // in the cache, while its request runs
+    int64_t computed_n = 0;            // tokens whose rows are in the cache
+};
+
+struct Request {
+    int64_t id = 0;
+    std::vector<int32_t> prompt;
+    int64_t max_tokens = 16;  // of the answer
+    int64_t n = 1;            // answers
+    SamplingOptions sampling;
+    std::vector<int32_t> stop_tokens;  // the answer ends before one of these
+    // One sequence until the prompt is computed; then its forks. The scheduler changes cached and computed_n alone.
+    std::vector<std::unique_ptr<Sequence>> sequences;
+};
+
+// Rows [first, first + n) of a sequence (tokens, then draft), computed in the next step. The last n_logits of them want
+// their logits: none while a prompt is not yet computed to its end, otherwise one, and one more for each draft token.
+struct StepPart {
+    Request* request;
+    Sequence* sequence;
+    int64_t first, n, n_logits;
+};
+
+// First come, first served, at every step anew:
+//   1. the requests that run, in the order in which they came: one row for each sequence (and its draft);
+//   2. with what is left of step_tokens: the next piece of the prompts that are not yet computed, the oldest first;
+//   3. with what is left: requests that were swapped out or wait, the oldest first, as long as there are pages. Nobody
+//      passes somebody who came before: who waits for pages gets the next ones, so that nobody starves.
+// If step 1 or 2 finds no page, the request that came last gives its pages up (preemption): they are copied to the
+// host, or forgotten and computed again later, the answer so far included. The oldest request is never preempted, and
+// add() has made sure that the pool is large enough for it alone.
+// static_batches: as before continuous batching: step 3 only when nothing runs.
+class Scheduler {
+  public:
+    Scheduler(const SchedulerOptions& options, PagedCache& cache);
+    // Behind those that wait. Error, in one line, if it can never run: longer than max_length, or than all pages.
+    void add(Request& request);
+    // Finished or cancelled, in whatever state: its pages are free for the next step.
+    void remove(Request& request);
+    // The parts of the next step, their rows reserved and appended in the cache; empty if there is nothing to compute.
+    // cache.take_copies() has what to copy before. computed_n counts the rows already: the step is going to happen.
+    std::vector<StepPart> next_step();
+    // A new sequence of the request, with the tokens and pages of `parent`. The pages must be on the device.
+    Sequence& fork(Request& request, const Sequence& parent);
+    void drop(Request& request, const Sequence& sequence);
+    // After tokens were taken off a sequence (rejected drafts): the cache forgets their rows.
+    void truncate(Sequence& sequence, int64_t length);
+
+    int64_t n_running() const;
+    int64_t n_waiting() const;  // or swapped out
+    int64_t n_preemptions() const { return n_preemptions_; }
+    const SchedulerOptions& options() const { return options_; }
+
+  private:
+    SchedulerOptions options_;
+    PagedCache& cache_;
+    int64_t n_preemptions_ = 0;
+};
