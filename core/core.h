@@ -76,11 +76,11 @@ int narrow(int64_t value, const char* what);
 // ---------------------------------------------------------------------------------------------------------------------
 // DType: the element type of a Tensor, chosen at run time.
 
-enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i32 };  // e4m3 and e5m2: 8-bit floats, for matrix products
+enum class DType : uint8_t { f32, bf16, f16, e4m3, e5m2, i8, i32 };  // e4m3 and e5m2: 8-bit floats, for matrix products
 
 size_t dtype_bytes(DType dtype);
-const char* dtype_name(DType dtype);             // "f32", "bf16", "f16", "e4m3", "e5m2", "i32"
-DType dtype_from_name(const std::string& name);  // accepts also fp32, float32, bfloat16, fp16, float16, int32
+const char* dtype_name(DType dtype);             // "f32", "bf16", "f16", "e4m3", "e5m2", "i8", "i32"
+DType dtype_from_name(const std::string& name);  // accepts also fp32, float32, bfloat16, fp16, float16, int8, int32
 
 template <class T>
 struct DTypeOf;
@@ -103,6 +103,10 @@ struct DTypeOf<__nv_fp8_e4m3> {
 template <>
 struct DTypeOf<__nv_fp8_e5m2> {
     static constexpr DType value = DType::e5m2;
+};
+template <>
+struct DTypeOf<int8_t> {
+    static constexpr DType value = DType::i8;
 };
 template <>
 struct DTypeOf<int32_t> {

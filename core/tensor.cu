@@ -4,7 +4,8 @@
 size_t dtype_bytes(DType dtype) {
     switch (dtype) {
         case DType::e4m3:
-        case DType::e5m2: return 1;
+        case DType::e5m2:
+        case DType::i8: return 1;
         case DType::bf16:
         case DType::f16: return 2;
         default: return 4;
@@ -18,6 +19,7 @@ const char* dtype_name(DType dtype) {
         case DType::f16: return "f16";
         case DType::e4m3: return "e4m3";
         case DType::e5m2: return "e5m2";
+        case DType::i8: return "i8";
         case DType::i32: return "i32";
     }
     return "?";
@@ -29,8 +31,9 @@ DType dtype_from_name(const std::string& name) {
     if (name == "f16" || name == "fp16" || name == "float16") return DType::f16;
     if (name == "e4m3") return DType::e4m3;
     if (name == "e5m2") return DType::e5m2;
+    if (name == "i8" || name == "int8") return DType::i8;
     if (name == "i32" || name == "int32") return DType::i32;
-    fail("unknown dtype '", name, "': use fp32, bf16, fp16, e4m3, e5m2 or int32");
+    fail("unknown dtype '", name, "': use fp32, bf16, fp16, e4m3, e5m2, int8 or int32");
 }
 
 Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims) {

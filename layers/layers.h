@@ -74,6 +74,32 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 int64_t linear_backward_scratch_n(int64_t N, int64_t O);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// few_rows.cu: the linear layer's forward in inference, where inp has few rows, and the time is that of reading the
+// weight from memory. It is read once for up to 16 rows; more rows are computed in groups of 16. An element is summed in
+// an order that depends on C alone: the bits of a row are the same whatever N is, and whatever the other rows hold.
+//   out[n,o] = sum over c of inp[n,c] weight[o,c] + bias[o]      out (N, O), inp (N, C), weight (O, C), bias (O) optional
+// (linear_forward, through cuBLASLt, promises this on the CPU device only, where it is also the faster of the two.)
+
+void few_rows_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
+
+// The same for a weight of 8 bits, a quarter of float32's bytes:      weight[o,c] ~ scale[o,c/block] codes[o,c]
+//   codes (O, C)   int8: i8, -127 to 127; fp8: e4m3, -448 to 448
+//   scale f32      of a row: (O), block = C; of 128 neighbours of a row: (O, ceil(C/128)), block = 128
+// scale = max |weight| of its block / 127 (or 448); codes = weight / scale, rounded to nearest even. An infinity or NaN
+// in a weight makes the scale of its block NaN, and so what is computed from it.
+enum class WeightFormat : uint8_t { none, int8, fp8, int8_block, fp8_block };
+WeightFormat weight_format_from_name(const std::string& name);  // "none", "int8", "fp8", "int8-block", "fp8-block"
+const char* weight_format_name(WeightFormat format);
+
+struct QuantisedWeight {
+    Tensor codes, scale;
+};
+QuantisedWeight take_quantised_weight(Arena& arena, WeightFormat format, int64_t O, int64_t C);  // not none
+void quantise_weight(const QuantisedWeight& to, Tensor weight, cudaStream_t stream);  // weight (O, C) f32, bf16 or f16
+// out, inp and bias of one dtype, f32, bf16 or f16.
+void quantised_linear_forward(Tensor out, Tensor inp, const QuantisedWeight& weight, Tensor bias, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // fp8.cu: the linear layer with its three products on 8-bit floats. What stays 16-bit: inp, dout, bias, out and dinp
 // (bf16 or f16); dweight and dbias may be f32. C and O are multiples of 16, and N (for inference any; block:
 // a multiple of 4).

@@ -61,6 +61,7 @@ const char* stored_dtype(DType dtype) {
         case DType::f16: return "F16";
         case DType::e4m3: return "F8_E4M3";
         case DType::e5m2: return "F8_E5M2";
+        case DType::i8: return "I8";
         case DType::i32: return "I32";
     }
     return "?";
