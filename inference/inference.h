@@ -5,8 +5,11 @@
 // a new token costs one row of computing, and the memory of the cache decides how many requests run at the same time.
 //
 // Files, in reading order:
-//     paged_cache.cu   which rows of the cache belong to whom: pages, sharing, copy-on-write, swapping
+//     page_pool.cu     pages that are free, in use, or kept because they may be found again
+//     paged_cache.cu   which rows of the cache belong to whom: page tables, sharing, copy-on-write, swapping
 //     scheduler.cu     what the next step computes: continuous batching, chunked prefill, preemption
+//     cache_report.cu  what the memory of the cache was used for, beside what contiguous slots would have taken
+//     timeline.cu      a picture of the requests over the steps
 //     engine.cu        the step itself on the device, and the memory that it takes
 //     sampling.cu      from logits to tokens: what options mean and which are refused
 //     requests.cu      from tokens to text: stop strings, finish reasons, several samples of a prompt
@@ -28,14 +31,17 @@
 // system's memory. Pages are taken one at a time as a sequence grows, so at most page_size - 1 rows of it are unused.
 // Page p is the same rows in the pool of every layer, so that one table serves all layers.
 //
-//   - Shared: a full page may be in the table of several sequences; it has a count of them. A sequence that is about to
+//   - Shared: a page may be in the tables of several sequences; it has a count of them. A sequence that is about to
 //     write into a shared page gets a copy of it first (copy-on-write).
 //   - Found again: a full page is known by its tokens and all those before them. A new sequence that begins with the
-//     same tokens takes it over. When its last sequence has ended, a full page stays, until its memory is wanted: then
-//     the one that was used the longest time ago goes first.
-//   - Swapped: the pages of a sequence can be copied to the host and their memory used for others.
+//     same tokens takes it over. When its last sequence has ended, a full page is kept until its memory is wanted: the
+//     one that was used the longest time ago goes first, and of one sequence the last page before the first.
+//   - Swapped: the pages of sequences can be copied to the host and their memory used for others.
 //
 // This class is bookkeeping on the host and touches no device memory: what has to be copied it says in take_copies().
+// A step of the engine is:  reserve and append for each sequence that computes something; make the copies; compute.
+// From the first append until the step is computed nothing may be forked, truncated or swapped, and nothing reserved
+// after an end: rows would be copied before they are computed, or be of two sequences.
 
 struct CacheSizes {
     int64_t page_size = 16;    // rows of a page
@@ -49,15 +55,16 @@ struct PageCopy {  // all layers' rows of page `from` to page `to`
     int32_t from, to;
 };
 
-// Rows at one moment. used: rows that hold a token, each page counted once; shared: those that sharing saved.
+// The device's pages at one moment: free_pages + kept_pages + owned_pages == n_pages.
 struct CacheUse {
     int64_t n_pages = 0, free_pages = 0;
-    int64_t kept_pages = 0;   // of no sequence, kept because they may be found again
-    int64_t owned_pages = 0;  // of at least one sequence
-    int64_t shared_pages = 0; // of at least two
-    int64_t host_pages = 0;   // in use
-    int64_t used_rows = 0;    // rows of owned pages that hold tokens
-    int64_t sequence_rows = 0;  // the same, counted once for each sequence
+    int64_t kept_pages = 0;     // of no sequence, kept because they may be found again
+    int64_t owned_pages = 0;    // of at least one sequence
+    int64_t shared_pages = 0;   // of at least two
+    int64_t host_pages = 0;     // in use
+    int64_t n_sequences = 0;    // on the device
+    int64_t used_rows = 0;      // rows of owned pages that hold tokens
+    int64_t sequence_rows = 0;  // the same, a page of several sequences counted once for each: without sharing
 };
 
 using SequenceId = int64_t;
@@ -65,6 +72,7 @@ using SequenceId = int64_t;
 class PagedCache {
   public:
     explicit PagedCache(const CacheSizes& sizes);
+    ~PagedCache();
 
     // A new, empty sequence.
     SequenceId begin();
@@ -74,32 +82,38 @@ class PagedCache {
     // How many pages reserve(sequence, n) would take, copies included; and how many it can have.
     int64_t pages_wanted(SequenceId sequence, int64_t n) const;
     int64_t pages_available() const;  // free or kept
-    // Pages for n tokens behind the sequence's last, of its own. False, and nothing has changed, if there are too few.
+    // Pages for n tokens behind the sequence's last, of its own (a copy, if the last page is shared). False, and nothing
+    // has changed, if there are too few.
     bool reserve(SequenceId sequence, int64_t n);
     // These tokens are computed in the step that comes next, in rows that were reserved. Pages that they fill can be
     // found by sequences that begin after this call.
     void append(SequenceId sequence, std::span<const int32_t> tokens);
-    // A new sequence with the same tokens: all pages are shared.
+    // A new sequence with the same tokens: it shares all pages that hold them. Not of a sequence that is swapped.
     SequenceId fork(SequenceId sequence);
     // Forgets all tokens but the first `length`, and gives back pages that are no longer needed.
     void truncate(SequenceId sequence, int64_t length);
     void end(SequenceId sequence);
-    // All pages of a sequence to the host, or back. False, and nothing has changed, if there are too few pages there.
-    bool swap_out(SequenceId sequence);
-    bool swap_in(SequenceId sequence);
+    // All pages of these sequences to the host, or back. False, and nothing has changed, if there are too few pages
+    // there. A page that several sequences share is one page on the host, too; what is reserved is given back.
+    bool swap_out(std::span<const SequenceId> sequences);
+    bool swap_in(std::span<const SequenceId> sequences);
+    int64_t swap_in_pages_wanted(std::span<const SequenceId> sequences) const;
     bool is_swapped(SequenceId sequence) const;
 
-    int64_t length(SequenceId sequence) const;                        // tokens
+    int64_t length(SequenceId sequence) const;                          // tokens
     const std::vector<int32_t>& page_table(SequenceId sequence) const;  // of the device; not while it is swapped
     // Copies that have to be made, in this order, before the next step writes or reads any page.
     std::vector<PageCopy> take_copies();
     CacheUse use() const;
+    bool is_kept(int32_t page) const;  // of no sequence, but it may be found again
     const CacheSizes& sizes() const { return sizes_; }
     // For tests: Error if a count, a list or a table contradicts another.
     void check_consistency() const;
 
   private:
     CacheSizes sizes_;
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -136,15 +150,15 @@ struct TokenLogprob {
 };
 struct Sampled {
     int32_t token = -1;
-    float logprob = 0;                 // of the chosen token
-    std::vector<TokenLogprob> top;     // descending; of equals the smaller id first
+    float logprob = 0;              // of the chosen token
+    std::vector<TokenLogprob> top;  // descending; of equals the smaller id first
 };
 
 // The rows of one step that draw a token.
 struct SamplingRow {
     const SamplingOptions* options;
-    uint64_t sample = 0;    // which of the samples of a request
-    int64_t position = 0;   // of the token that is drawn
+    uint64_t sample = 0;                      // which of the samples of a request
+    int64_t position = 0;                     // of the token that is drawn
     std::span<const int32_t> prompt, answer;  // tokens seen before
 };
 // Device memory for sampling up to max_rows rows of V logits at a time; taken like all memory (core.h: Arena).
@@ -161,9 +175,9 @@ class Sampler {
 enum class Batching { continuous, static_batches };
 enum class Preemption { swap, recompute };
 struct SchedulerOptions {
-    int64_t step_tokens = 512;    // at most so many tokens a step, of prompts and of answers together
-    int64_t max_sequences = 64;   // at most so many at a time
-    int64_t max_length = 0;       // prompt and answer: positions that the model has
+    int64_t step_tokens = 512;   // at most so many tokens a step, of prompts and of answers together
+    int64_t max_sequences = 64;  // at most so many at a time
+    int64_t max_length = 0;      // prompt and answer: positions that the model has
     Batching batching = Batching::continuous;
     Preemption preemption = Preemption::recompute;
 };
@@ -173,6 +187,7 @@ struct Sequence {
     uint64_t sample = 0;          // which of its request's
     std::vector<int32_t> tokens;  // prompt and answer
     // Speculative decoding: tokens that may follow. The next step computes them too, and draws a token behind each.
+    // next_step() removes those for which there is no room: in the step, in max_length, or in pages that are free.
     std::vector<int32_t> draft;
     std::optional<SequenceId> cached;  // in the cache, while its request runs
     int64_t computed_n = 0;            // tokens whose rows are in the cache
@@ -185,7 +200,8 @@ struct Request {
     int64_t n = 1;            // answers
     SamplingOptions sampling;
     std::vector<int32_t> stop_tokens;  // the answer ends before one of these
-    // One sequence until the prompt is computed; then its forks. The scheduler changes cached and computed_n alone.
+    // Made by Scheduler: add() makes one, and fork() others when the prompt is computed. After a step whoever drew a token
+    // adds it to tokens. Of a sequence that is here the scheduler changes cached, computed_n and draft alone.
     std::vector<std::unique_ptr<Sequence>> sequences;
 };
 
@@ -198,13 +214,17 @@ struct StepPart {
 };
 
 // First come, first served, at every step anew:
-//   1. the requests that run, in the order in which they came: one row for each sequence (and its draft);
+//   1. the requests that run, in the order in which they came: one row for each sequence;
 //   2. with what is left of step_tokens: the next piece of the prompts that are not yet computed, the oldest first;
-//   3. with what is left: requests that were swapped out or wait, the oldest first, as long as there are pages. Nobody
-//      passes somebody who came before: who waits for pages gets the next ones, so that nobody starves.
+//   3. with what is left: requests that were preempted or wait, the oldest first, as long as there are pages for all of
+//      their tokens. Nobody passes somebody who came before: who waits for pages gets the next ones;
+//   4. with what is left: drafts.
 // If step 1 or 2 finds no page, the request that came last gives its pages up (preemption): they are copied to the
-// host, or forgotten and computed again later, the answer so far included. The oldest request is never preempted, and
-// add() has made sure that the pool is large enough for it alone.
+// host (if there are pages), or forgotten and computed again later, the answer so far included. If the one that finds
+// no page came last itself, it keeps what it has and waits. So the oldest request is never preempted, add() has made
+// sure that all pages are enough for it alone, and nobody starves.
+//
+// The sequences of a request draw their tokens in the same steps, all or none of them (beams are compared).
 // static_batches: as before continuous batching: step 3 only when nothing runs.
 class Scheduler {
   public:
@@ -215,10 +235,11 @@ class Scheduler {
     void remove(Request& request);
     // The parts of the next step, their rows reserved and appended in the cache; empty if there is nothing to compute.
     // cache.take_copies() has what to copy before. computed_n counts the rows already: the step is going to happen.
+    // A part may read rows that another part of the same step computes (a prompt's pages that were found at once).
     std::vector<StepPart> next_step();
-    // A new sequence of the request, with the tokens and pages of `parent`. The pages must be on the device.
+    // A new sequence of the request, with the tokens and pages of `parent`, which must have been in the last step.
     Sequence& fork(Request& request, const Sequence& parent);
-    void drop(Request& request, const Sequence& sequence);
+    void drop(Request& request, const Sequence& sequence);  // removed from request.sequences, with its pages
     // After tokens were taken off a sequence (rejected drafts): the cache forgets their rows.
     void truncate(Sequence& sequence, int64_t length);
 
@@ -230,5 +251,63 @@ class Scheduler {
   private:
     SchedulerOptions options_;
     PagedCache& cache_;
+    std::deque<Request*> requests_;  // in the order in which they came; the first n_running_ of them run
+    size_t n_running_ = 0;
     int64_t n_preemptions_ = 0;
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// cache_report.cu: what the memory was used for                                             (Kwon et al. 2023, figure 2)
+//
+// Rows of allocated memory hold tokens, or are reserved (for tokens that the sequence will have), or are internal
+// fragmentation (nobody will ever need them); memory in pieces too small to be allocated is external fragmentation.
+// Beside what the pages were used for stands what the same sequences would have done to contiguous slots of max_length
+// rows, each held from a sequence's first step to its last.
+class CacheReport {
+  public:
+    CacheReport(const CacheSizes& sizes, int64_t max_length);
+    void step(const CacheUse& use);                               // after each step
+    void finished(int64_t prompt_tokens, int64_t answer_tokens);  // for each sequence
+    // Averages over the steps, as parts of one.
+    struct Shares {
+        double tokens = 0, reserved = 0, internal = 0, external = 0;
+    };
+    Shares paged() const;       // of the rows of owned pages; what is unused of a page counts as internal
+    Shares contiguous() const;  // of the pool, cut into slots that are all taken
+    std::string text() const;   // a few lines for the end of a run
+    void write_png(const std::string& path) const;
+
+  private:
+    CacheSizes sizes_;
+    int64_t max_length_;
+    int64_t n_steps_ = 0;
+    CacheUse sum_;                                                // over all steps
+    double slot_tokens_ = 0, slot_rows_ = 0, slot_reserved_ = 0;  // over all steps of all slots
+    // For the picture: each `stride_`-th step; when there are too many, every second goes.
+    std::vector<CacheUse> history_;
+    int64_t stride_ = 1;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// timeline.cu: requests as rows, steps as columns, coloured by what a request does in a step
+
+class Timeline {
+  public:
+    void arrive(int64_t request);                // it waits from the next step on
+    void step(std::span<const StepPart> parts);  // the next step computes these
+    void leave(int64_t request);                 // finished or cancelled: not in the next step
+    int64_t n_steps() const { return n_steps_; }
+
+  private:
+    friend void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);
+    enum class State : uint8_t { waiting, prefill, decode, interrupted };
+    struct Row {
+        int64_t request, first_step;
+        bool leaves = false;
+        std::vector<State> states;  // from first_step on
+    };
+    std::vector<Row> rows_;  // in the order of arrival
+    int64_t n_steps_ = 0;
+};
+// One below the other with steps of one width, each under its title: static batching beside continuous batching.
+void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);
