@@ -351,6 +351,65 @@ void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64
 int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// sampling.cu, draw_tokens.cu: a token from each row of logits, in three steps. Each row has a rule; none sees another row.
+//
+//   adjusted logits   x[v] = logits[v], changed where the row has an adjustment of v
+//   distribution      w[v] = floor(2^44 exp((x[v] - max x) / temperature)) of the tokens that are kept, otherwise 0
+//   draw              token = the first v with  w[0] + ... + w[v] > floor(random / 2^64 * sum of w)
+//
+// w are 64-bit integers, so that their sums are exact whatever the order, and p[v] = w[v] / sum of w. (V is at most 2^18,
+// so that they fit.) A token with less than 2^-44 of the largest probability is never drawn.
+
+struct SamplingRule {               // of a row
+    uint64_t random = 0;            // all 64-bit numbers equally likely
+    double top_p = 1.0;             // the threshold keeps the largest x: as few as together have w of at least top_p of
+                                    // the sum of those that top_k keeps (and all that equal the last of them)
+    float inverse_temperature = 0;  // 0: greedy, the first of the largest x; random, top_k, top_p, min_p are not read
+    float log_min_p = -INFINITY;    // those with (x - max x) / temperature >= log_min_p
+    int32_t top_k = 0;  // as few of the largest as are at least top_k (more than that only if equal); 0: all
+    float repetition = 1, presence = 0, frequency = 0;
+    int32_t first_adjustment = 0, n_adjustments = 0;  // in the table of adjustments; no token twice
+    int32_t n_top = -1;  // of the most probable tokens; 0: the log-probability of the token alone; -1: none
+};
+//   x = logit + bias;   if is_seen: x = x > 0 ? x / repetition : x * repetition;
+//   if n_times > 0: x = x - (presence + frequency * n_times)
+struct LogitAdjustment {
+    int32_t token = 0;
+    float bias = 0;
+    int32_t is_seen = 0, n_times = 0;
+};
+struct SamplingDistribution {
+    float max, inverse_temperature, threshold, log_min_p;
+    int32_t is_valid;  // 0: some x is NaN or +infinity, or all are -infinity. Nothing can be drawn: the token is -1
+};
+// Structs stand in i32 tensors, a row each: rules (rows, kStructN<SamplingRule>).
+template <class Struct>
+constexpr int64_t kStructN = sizeof(Struct) / sizeof(int32_t);
+
+// x (rows, sampling_columns(V)) f32, with -infinity from V on; logits (rows, Vp), Vp >= V, are not changed.
+int64_t sampling_columns(int64_t V);
+void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, int64_t V, cudaStream_t stream);
+void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream);
+// results (rows, at least 2 + 2 n) i32: the first column is the token.
+void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, cudaStream_t stream);
+
+// The same for rows that have a proposal, a token d drawn from a draft model's distribution q: it is accepted with
+// probability min(1, p[d] / q[d]); if not, the token is drawn from max(0, p - q). So it has distribution p.
+//                                               (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318)
+struct TokenProposal {
+    uint64_t random = 0;  // accepts if below p / q (of 2^64)
+    int32_t token = -1;   // -1: none, the row is drawn from p
+    int32_t row = 0;      // of draft_x and draft_distributions, where q is
+};
+void verify_proposals(Tensor results, Tensor x, Tensor distributions, Tensor rules, Tensor proposals, Tensor draft_x,
+                      Tensor draft_distributions, cudaStream_t stream);
+
+// log_probabilities.cu: log softmax(logits)[v] = logits[v] - max - log(sum of exp(logits - max)) over v < V, of the token
+// in results and of the rule's n_top <= n most probable ones, descending, of equals the smaller id first.
+// results (rows, 2 + 2 n) i32: [token | its log-probability | top tokens | their log-probabilities], floats as their bits
+void log_probabilities(Tensor results, Tensor logits, Tensor rules, int64_t V, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // latent_keys.cu: MLA's keys. Every head's key ends in the same columns, those that rope turns:
 //   keys[b,t,h] = [own[b,t,h] | shared[b,t]]     own H heads of Dn columns, shared 1 head of Dr, keys H of Dn + Dr
 //   down = the first columns of dkeys;   dshared[b,t] = sum over h of the last columns of dkeys[b,t,h]

@@ -1,0 +1,201 @@
+// Sampling on the host: from options and tokens to the tables that the kernels read (layers/sampling.cu), and back.
+//
+// A step copies one table to the device, a rule for each row and adjustments of single logits, launches the kernels, and
+// copies one table of results back. All random numbers are made here: number (sample, position) of the request's seed.
+#include "inference/inference.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+void check_range(bool is_inside, const char* name, double value, const char* range) {
+    check(is_inside, name, " is ", value, "; it must be ", range);
+}
+
+// 128 random bits for a position of a sample: the first 64 draw the token, the others accept or reject a proposal. A
+// draft model's tokens are drawn with those of another counter.
+Philox random_numbers(const SamplingRow& row, bool is_draft) {
+    return philox(row.options->seed, row.sample, static_cast<uint64_t>(row.position) | uint64_t{is_draft} << 63);
+}
+uint64_t bits_64(uint32_t high, uint32_t low) { return uint64_t{high} << 32 | low; }
+
+SamplingRule rule_of(const SamplingOptions& options, int64_t V) {
+    SamplingRule rule;
+    rule.n_top = static_cast<int32_t>(std::min(options.logprobs, V));
+    rule.repetition = static_cast<float>(options.repetition_penalty);
+    rule.presence = static_cast<float>(options.presence_penalty);
+    rule.frequency = static_cast<float>(options.frequency_penalty);
+    if (options.temperature == 0) return rule;
+    rule.inverse_temperature = static_cast<float>(1 / options.temperature);
+    rule.top_k = static_cast<int32_t>(std::min(options.top_k, V));
+    rule.top_p = options.top_p;
+    rule.log_min_p = static_cast<float>(std::log(options.min_p));
+    return rule;
+}
+
+bool has_penalties(const SamplingOptions& o) {
+    return o.repetition_penalty != 1 || o.presence_penalty != 0 || o.frequency_penalty != 0;
+}
+
+// [token | log-probability | top tokens | their log-probabilities]: layers.h
+int64_t result_columns(int64_t n_top) { return 2 + 2 * std::max<int64_t>(n_top, 0); }
+
+}  // namespace
+
+void check_sampling(const SamplingOptions& options, int64_t V) {
+    const auto& o = options;
+    // Comparisons are written so that NaN is outside.
+    check_range(o.temperature == 0 || (o.temperature >= 1e-6 && o.temperature <= 1e6), "temperature", o.temperature,
+                "0 (the most probable token) or from 1e-6 to 1e6");
+    check(o.top_k >= 0, "top_k is ", o.top_k, "; it must be 0 (all tokens) or more");
+    check_range(o.top_p > 0 && o.top_p <= 1, "top_p", o.top_p, "above 0 and at most 1 (all tokens)");
+    check_range(o.min_p >= 0 && o.min_p <= 1, "min_p", o.min_p, "from 0 (all tokens) to 1");
+    check_range(o.repetition_penalty >= 0.01 && o.repetition_penalty <= 100, "repetition_penalty", o.repetition_penalty,
+                "from 0.01 to 100 (1: none)");
+    check_range(std::abs(o.presence_penalty) <= 100, "presence_penalty", o.presence_penalty, "from -100 to 100");
+    check_range(std::abs(o.frequency_penalty) <= 100, "frequency_penalty", o.frequency_penalty, "from -100 to 100");
+    check(o.logprobs >= -1 && o.logprobs <= kMostLogprobs, "logprobs is ", o.logprobs, "; it must be from 0 to ",
+          kMostLogprobs, ", or -1 (none)");
+    for (const auto& [token, bias] : o.logit_bias) {
+        check(token >= 0 && token < V, "logit_bias names token ", token, ", but the model's tokens are 0 to ", V - 1);
+        check(std::abs(bias) <= 1000 || bias == -INFINITY, "logit_bias of token ", token, " is ", bias,
+              "; it must be from -1000 to 1000, or -infinity");
+    }
+}
+
+void Sampler::take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pinned, int64_t n_slots) {
+    V_ = V, max_rows_ = max_rows, n_slots_ = n_slots;
+    // A row has at most V adjustments. Rows whose adjustments have no room together are drawn by several launches.
+    const int64_t tables_n =
+        max_rows * (kStructN<SamplingRule> + kStructN<TokenProposal>)+V * kStructN<LogitAdjustment>;
+    const int64_t results_n = max_rows * (2 + 2 * kMostLogprobs);
+    host_tables_ = pinned.take("sampling", DType::i32, {tables_n});
+    host_results_ = pinned.take("sampling", DType::i32, {results_n});
+    tables_ = device.take("sampling", DType::i32, {tables_n});
+    results_ = device.take("sampling", DType::i32, {results_n});
+    x_ = device.take("sampling", DType::f32, {max_rows + n_slots, sampling_columns(V)});
+    distributions_ = device.take("sampling", DType::i32, {max_rows + n_slots, kStructN<SamplingDistribution>});
+    rules_.reserve(static_cast<size_t>(max_rows));
+    proposals_.reserve(static_cast<size_t>(max_rows));
+    adjustments_.reserve(static_cast<size_t>(V));
+    places_.assign(static_cast<size_t>(V), -1);
+}
+
+std::vector<Sampled> Sampler::draw(Tensor logits, std::span<const SamplingRow> rows, cudaStream_t stream) {
+    return draw_all(logits, rows, -1, stream);
+}
+
+std::vector<Sampled> Sampler::propose(Tensor logits, std::span<const SamplingRow> rows, int64_t first_slot,
+                                      cudaStream_t stream) {
+    check(first_slot >= 0 && first_slot + static_cast<int64_t>(rows.size()) <= n_slots_,
+          "Sampler::propose: ", rows.size(), " rows from slot ", first_slot, " on, memory for ", n_slots_, " slots");
+    return draw_all(logits, rows, first_slot, stream);
+}
+
+// first_slot -1: not to be kept.
+std::vector<Sampled> Sampler::draw_all(Tensor logits, std::span<const SamplingRow> rows, int64_t first_slot,
+                                       cudaStream_t stream) {
+    expect("Sampler", "logits", logits, logits.dtype, {static_cast<int64_t>(rows.size()), -1});
+    check(static_cast<int64_t>(rows.size()) <= max_rows_, "Sampler: ", rows.size(), " rows, memory for ", max_rows_);
+    std::vector<Sampled> sampled;
+    while (sampled.size() < rows.size()) {
+        const size_t first = sampled.size();
+        rules_.clear(), proposals_.clear(), adjustments_.clear(), n_top_ = -1;
+        for (const SamplingRow& row : rows.subspan(first)) {
+            if (!rules_.empty() && adjustments_.size() + most_adjustments(row) > places_.size()) break;
+            add_rule(row, first_slot >= 0);
+        }
+        const int64_t first_row = static_cast<int64_t>(first), n = static_cast<int64_t>(rules_.size());
+        const int64_t first_x = first_slot < 0 ? 0 : max_rows_ + first_slot + first_row;
+        launch(logits.slice(first_row, n), x_.slice(first_x, n), distributions_.slice(first_x, n), stream);
+        for (size_t row = 0; row < rules_.size(); ++row) sampled.push_back(result(row));
+    }
+    return sampled;
+}
+
+size_t Sampler::most_adjustments(const SamplingRow& row) const {
+    const SamplingOptions& o = *row.options;
+    size_t n = o.logit_bias.size();
+    if (o.repetition_penalty != 1) n += row.prompt.size();
+    if (has_penalties(o)) n += row.answer.size();
+    return std::min(n, places_.size());
+}
+
+void Sampler::add_rule(const SamplingRow& row, bool is_draft) {
+    const SamplingOptions& o = *row.options;
+    const Philox numbers = random_numbers(row, is_draft);
+    SamplingRule rule = rule_of(o, V_);
+    rule.random = bits_64(numbers.v[0], numbers.v[1]);
+    rule.first_adjustment = static_cast<int32_t>(adjustments_.size());
+    const auto of_token = [&](int32_t token) -> LogitAdjustment& {
+        check(token >= 0 && token < V_, "Sampler: token ", token, " is outside of the vocabulary of ", V_);
+        int32_t& place = places_[static_cast<size_t>(token)];
+        if (place < 0) {
+            place = static_cast<int32_t>(adjustments_.size());
+            adjustments_.push_back({.token = token});
+        }
+        return adjustments_[static_cast<size_t>(place)];
+    };
+    for (const auto& [token, bias] : o.logit_bias) of_token(token).bias += static_cast<float>(bias);
+    if (o.repetition_penalty != 1)
+        for (int32_t token : row.prompt) of_token(token).is_seen = 1;
+    if (has_penalties(o))
+        for (int32_t token : row.answer) {
+            LogitAdjustment& adjustment = of_token(token);
+            adjustment.is_seen = 1;
+            adjustment.n_times += 1;
+        }
+    rule.n_adjustments = static_cast<int32_t>(adjustments_.size()) - rule.first_adjustment;
+    for (size_t i = static_cast<size_t>(rule.first_adjustment); i < adjustments_.size(); ++i)
+        places_[static_cast<size_t>(adjustments_[i].token)] = -1;
+    rules_.push_back(rule);
+    if (row.proposed >= 0)
+        check(row.proposed < V_ && row.slot >= 0 && row.slot < n_slots_, "Sampler: token ", row.proposed,
+              " was proposed with the distribution in slot ", row.slot, "; there are ", V_, " tokens and ", n_slots_,
+              " slots");
+    proposals_.push_back({bits_64(numbers.v[2], numbers.v[3]), row.proposed, static_cast<int32_t>(row.slot)});
+    n_top_ = std::max<int64_t>(n_top_, rule.n_top);
+}
+
+// One copy to the device, the kernels, one copy back.
+void Sampler::launch(Tensor logits, Tensor x, Tensor distributions, cudaStream_t stream) {
+    const int64_t rows = logits.shape[0];
+    int64_t n = 0;  // elements of the tables so far
+    const auto place = [&](const auto& structs) {
+        using Struct = typename std::decay_t<decltype(structs)>::value_type;
+        const int64_t count = static_cast<int64_t>(structs.size()), first = n;
+        n += count * kStructN<Struct>;
+        if (count > 0) std::memcpy(host_tables_.ptr<int32_t>() + first, structs.data(), count * sizeof(Struct));
+        return tables_.slice(first, n - first).view({count, kStructN<Struct>});
+    };
+    const Tensor rules = place(rules_), proposals = place(proposals_), adjustments = place(adjustments_);
+    const size_t bytes = static_cast<size_t>(n) * sizeof(int32_t);
+    cudaCheck(cudaMemcpyAsync(tables_.data, host_tables_.data, bytes, cudaMemcpyHostToDevice, stream));
+
+    const Tensor results = results_.slice(0, rows * result_columns(n_top_)).view({rows, result_columns(n_top_)});
+    adjust_logits(x, logits, rules, adjustments, V_, stream);
+    sampling_distributions(distributions, x, rules, stream);
+    const auto is_proposed = [](const TokenProposal& proposal) { return proposal.token >= 0; };
+    if (std::any_of(proposals_.begin(), proposals_.end(), is_proposed)) {
+        verify_proposals(results, x, distributions, rules, proposals, x_.slice(max_rows_, n_slots_),
+                         distributions_.slice(max_rows_, n_slots_), stream);
+    } else {
+        draw_tokens(results, x, distributions, rules, stream);
+    }
+    if (n_top_ >= 0) log_probabilities(results, logits, rules, V_, stream);
+    cudaCheck(cudaMemcpyAsync(host_results_.data, results.data, results.bytes(), cudaMemcpyDeviceToHost, stream));
+    cudaCheck(cudaStreamSynchronize(stream));
+}
+
+Sampled Sampler::result(size_t row) const {
+    const int32_t* numbers = host_results_.ptr<int32_t>() + static_cast<int64_t>(row) * result_columns(n_top_);
+    const auto logprob = [&](int64_t column) { return std::bit_cast<float>(numbers[column]); };
+    Sampled sampled{numbers[0], 0, {}};
+    const int64_t n_top = rules_[row].n_top;
+    if (n_top >= 0) sampled.logprob = logprob(1);
+    for (int64_t i = 0; i < n_top; ++i) sampled.top.push_back({numbers[2 + i], logprob(2 + n_top_ + i)});
+    return sampled;
+}
