@@ -158,10 +158,10 @@ struct Sampled {
 
 // The rows of one step that draw a token.
 struct SamplingRow {
-    const SamplingOptions* options;
-    uint64_t sample = 0;                      // which of the samples of a request
-    int64_t position = 0;                     // of the token that is drawn
-    std::span<const int32_t> prompt, answer;  // tokens seen before; read only where there are penalties
+    const SamplingOptions* options = nullptr;
+    uint64_t sample = 0;                                // which of the samples of a request
+    int64_t position = 0;                               // of the token that is drawn
+    std::span<const int32_t> prompt = {}, answer = {};  // tokens seen before; read only where there are penalties
     // Speculative decoding: a token that a draft model has proposed for this position, and the slot with its
     // distribution. The result is this token, accepted, or another. -1: there is none.
     int32_t proposed = -1;
