@@ -413,6 +413,8 @@ ordered_json llama_to_json(const Config& c) {
 
 }  // namespace
 
-std::string config_to_json(const Config& c) {
-    return (c.family == Family::gpt2 ? gpt2_to_json(c) : llama_to_json(c)).dump(2) + "\n";
+std::string config_to_json(const Config& c, const TokenIds& token_ids) {
+    ordered_json out = c.family == Family::gpt2 ? gpt2_to_json(c) : llama_to_json(c);
+    for (const auto& [key, ids] : token_ids) out[key] = ordered_json::parse(ids);
+    return out.dump(2) + "\n";
 }

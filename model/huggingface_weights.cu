@@ -74,7 +74,7 @@ void load_weights(Model& model, const std::string& folder) {
     }
 }
 
-void save_model(const Model& model, const std::string& folder) {
+void save_model(const Model& model, const std::string& folder, const TokenIds& token_ids) {
     DataParallel* const ranks = model.data_parallel;
     if (ranks && ranks->comm().rank != 0) {  // sends its shards, in the order in which rank 0 writes
         for (const Param& param : model.params) ranks->read(model, param);
@@ -94,7 +94,7 @@ void save_model(const Model& model, const std::string& folder) {
         tensors.push_back({param.name, "F32", stored_shape(param), fill});
     }
     try {
-        write_text_file(folder + "/config.json", config_to_json(model.config));
+        write_text_file(folder + "/config.json", config_to_json(model.config, token_ids));
         write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
     } catch (const Error&) {  // a full disk, for example: the run may go on, so what the others send is received
         for (; ranks && n_read < model.params.size(); ++n_read) ranks->read(model, model.params[n_read]);

@@ -82,7 +82,10 @@ void check_config(const Config& config);  // Error for sizes that do not fit tog
 Config load_config(const std::string& preset_or_path);
 std::vector<std::string> preset_names();
 const Config* find_preset(const std::string& name);  // nullptr: there is none of this name
-std::string config_to_json(const Config& config);    // a config.json that transformers reads
+// Ids of special tokens, as JSON: "eos_token_id" -> "2", "[2, 3]" or "null".
+using TokenIds = std::map<std::string, std::string>;
+// A config.json that transformers reads.
+std::string config_to_json(const Config& config, const TokenIds& token_ids = {});
 // Its model_type, and the name of the class in transformers.
 std::pair<std::string, std::string> hugging_face_type(const Config& config);
 
@@ -202,7 +205,7 @@ void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
 // huggingface_config.cu). With many ranks all of them call these, and rank 0 writes.
 void load_weights(Model& model, const std::string& folder);
-void save_model(const Model& model, const std::string& folder);
+void save_model(const Model& model, const std::string& folder, const TokenIds& token_ids = {});
 
 // ---------------------------------------------------------------------------------------------------------------------
 // recompute.cu: which activations are not kept, but computed again in the backward; the law of what that saves is

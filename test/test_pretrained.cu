@@ -16,12 +16,6 @@ Outcome train_8(const std::string& arguments) { return train("--steps 8 --val-ev
 
 json read_json(const std::string& path) { return json::parse(slurp(path)); }
 
-// The one line of an error.
-std::string line_of(const Outcome& outcome) {
-    CHECK(outcome.status == 2);
-    return outcome.err.substr(0, outcome.err.find_last_not_of('\n') + 1);
-}
-
 // The weights and files of a short run whose tokens are those of GPT-2's golden tokenizer, as a folder of Hugging Face
 // would have them: with a chat template and settings of its own.
 void make_model(const std::string& folder, const std::string& run) {

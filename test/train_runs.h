@@ -21,6 +21,20 @@ inline Outcome train(const std::string& arguments, const std::string& before = "
     return run_program("train_gpt", "--data " + text_file() + kSmall + arguments, before);
 }
 
+// Runs `command` in the background of a shell script, which finds its process number in $pid and what it printed in
+// FOLDER/out and FOLDER/err. await TEXT FILE: waits until the text is there, at most 60 s.
+inline Outcome with_background(const TempFolder& folder, const std::string& command, const std::string& script) {
+    return run_shell(concat("export OMP_NUM_THREADS=1; await() { for i in $(seq 1200); do grep -q \"$1\" ", folder.path,
+                            "/$2 && return; sleep 0.05; done; echo \"$1 did not come\"; }; ( ", command, " ) > ",
+                            folder / "out", " 2> ", folder / "err", " & pid=$!; ", script));
+}
+
+// The one line of an error, without its newline.
+inline std::string line_of(const Outcome& outcome) {
+    CHECK(outcome.status == 2);
+    return outcome.err.substr(0, outcome.err.find_last_not_of('\n') + 1);
+}
+
 inline std::string newest_checkpoint(const std::string& run) {
     const auto found = latest_checkpoint(run);
     REQUIRE(found.has_value());

@@ -204,7 +204,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
     if (first) attempt([&] { writer.emplace(t.options.out, step); });
     const std::string folder = broadcast_text(t.world, writer ? writer->folder() : "");
     if (folder.empty()) return fault;
-    attempt([&] { save_model(t.model, folder); });
+    attempt([&] { save_model(t.model, folder, t.model_files.token_ids); });
     const int n_files = n_state_files(t);
     attempt([&] {
         if (t.world.rank < n_files) write_states(t, folder + "/" + state_file(t.world.rank, n_files));
@@ -215,7 +215,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
         if (faults[rank][0] && fault.empty()) fault = concat("rank ", rank, " could not write its part");
     if (first && fault.empty())
         attempt([&] {
-            write_model_files(t.model_files, folder);
+            for (const auto& [name, bytes] : t.model_files.files) write_text_file(folder + "/" + name, bytes);
             write_state(folder, state_after(t, step));
             writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
         });

@@ -63,10 +63,10 @@ std::string tokenizer_path(const TrainOptions& o) {
 }
 
 // The ids of special tokens that the config.json of the run's model names, as JSON.
-std::map<std::string, std::string> read_token_ids(const TrainOptions& o) {
+TokenIds read_token_ids(const TrainOptions& o) {
     const bool in_folder = o.resume || !o.init.empty() || is_folder(o.model);
     const json config = json::parse(read_text_file(in_folder ? model_folder(o) + "/config.json" : o.model));
-    std::map<std::string, std::string> ids;
+    TokenIds ids;
     for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
         if (config.contains(key)) ids[key] = config.at(key).dump();
     return ids;
@@ -74,7 +74,7 @@ std::map<std::string, std::string> read_token_ids(const TrainOptions& o) {
 
 // What is known of a run that starts from random weights: the token before documents begins a text; the same, or
 // LLaMA 3's <|end_of_text|>, ends it. null keeps transformers from taking the ids of the original models.
-std::map<std::string, std::string> known_token_ids(const RunData& data, const Config& config) {
+TokenIds known_token_ids(const RunData& data, const Config& config) {
     const auto id_text = [&](int32_t id) {
         return id >= 0 && id < config.V ? std::to_string(id) : std::string("null");
     };
@@ -172,13 +172,4 @@ ModelFiles collect_model_files(const TrainOptions& o, const Config& config, cons
         model.files.try_emplace("tokenizer_config.json", make_tokenizer_config(*found.tokenizer, model, config));
     model.files.try_emplace(kGenerationFile, make_generation_config(model));
     return model;
-}
-
-void write_model_files(const ModelFiles& model, const std::string& folder) {
-    for (const auto& [name, bytes] : model.files) write_text_file(folder + "/" + name, bytes);
-    // save_model has written what the model is; the ids are the tokenizer's.
-    const std::string path = folder + "/config.json";
-    ordered_json config = ordered_json::parse(read_text_file(path));
-    for (const auto& [key, id] : model.token_ids) config[key] = json::parse(id);
-    write_text_file(path, config.dump(2) + "\n");
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 
 void print_start(const Trainer& t, const RunData& data) {
     const TrainOptions& o = t.options;
@@ -34,6 +35,9 @@ void print_start(const Trainer& t, const RunData& data) {
         std::printf("\n");
     }
     std::printf("output   %s\n", o.out.c_str());
+    if (started_by_mpirun())
+        std::printf("stop     kill -USR1 %ld finishes a step and saves; mpirun's Ctrl-C leaves one second for that\n",
+                    static_cast<long>(::getppid()));
 }
 
 LogRow make_row(const Trainer& t, int64_t step, const StepResult& result, double step_seconds, double matmul_rate) {
@@ -92,6 +96,15 @@ namespace {
 
 bool line_is_open = false;  // a line of progress in a terminal that the next one will replace
 
+// mpirun gives its ranks a terminal of their own, whatever its output goes to.
+bool prints_to_terminal() {
+    if (!isatty(STDOUT_FILENO) || !started_by_mpirun()) return isatty(STDOUT_FILENO);
+    std::error_code none;
+    const std::string output =
+        std::filesystem::read_symlink(concat("/proc/", ::getppid(), "/fd/", STDOUT_FILENO), none).string();
+    return output.rfind("/dev/pts/", 0) == 0 || output.rfind("/dev/tty", 0) == 0;
+}
+
 // No more than the terminal's width: what goes on in a second line could not be replaced.
 std::string one_line(std::string text) {
     winsize size = {};
@@ -129,7 +142,7 @@ void print_progress(const LogRow& row, const TrainOptions& o, double seconds_lef
     const bool stays = row.val_loss || row.step == o.last_step();
     if (o.log_every > 0 && row.step % o.log_every != 0 && !stays) return;
     const std::string line = progress_text(row, o.steps, seconds_left);
-    if (o.log_every > 0 || !isatty(STDOUT_FILENO)) {
+    if (o.log_every > 0 || !prints_to_terminal()) {
         std::printf("%s\n", line.c_str());
     } else {
         std::printf("\r%s\033[K", stays ? line.c_str() : one_line(line).c_str());  // \033[K: clears what is behind it

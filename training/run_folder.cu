@@ -158,6 +158,7 @@ namespace {
 double checkpoint_bytes(const Trainer& t) {
     int64_t bytes = 0;
     for (const auto& row : gather_numbers(t.world, {saved_state_bytes(t)})) bytes += row[0];
+    for (const auto& [name, text] : t.model_files.files) bytes += static_cast<int64_t>(text.size());
     return static_cast<double>(bytes) + 4.0 * static_cast<double>(parameter_count(t.config));  // float32
 }
 

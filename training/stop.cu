@@ -1,7 +1,10 @@
 // training/stop.cu: how a run ends before its last step, and how it goes on.
 //
 // The first Ctrl-C (or SIGTERM) asks for the end: the step that is going on is finished and saved. The second ends the
-// process at once. Both are answered by the signal handler itself, so the answer does not wait for the step. A handler
+// process at once. SIGUSR1 asks for the end, and only that, however often it comes: mpirun passes it on to its ranks.
+// (mpirun's own Ctrl-C kills them one second after it has passed that on.)
+//
+// Signals are answered by the signal handler itself, so the answer does not wait for the step. A handler
 // may call only a few functions (signal-safety(7)); write(2) is one, printf is not. So the text is put together by
 // hand, from numbers that the run keeps up to date in lock-free atomics.
 #include "training/training.h"
@@ -19,6 +22,7 @@ namespace {
 
 bool answers = true;       // one process of an mpirun is enough
 bool in_terminal = false;  // then an answer begins on a line of its own
+bool under_mpirun = false;
 std::atomic<int> signals = 0;
 std::atomic<int64_t> finishing = 1;  // the step that would be the last if a signal came now
 std::atomic<int64_t> saved = 0;      // step of the newest checkpoint; 0: there is none
@@ -47,9 +51,12 @@ void answer(int signal) {
     const int64_t step = finishing, newest = saved;
     Line line;
     if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
-    const bool first = signals++ == 0, all_saved = step <= newest;
-    if (first && all_saved) line << "all steps are saved; ending the sample; press Ctrl-C again to end at once\n";
-    else if (first) line << "finishing step " << step << ", then saving; press Ctrl-C again to stop without saving\n";
+    const bool first = signals++ == 0 || signal == SIGUSR1, all_saved = step <= newest;
+    if (first && all_saved) line << "all steps are saved; ending the sample";
+    else if (first) line << "finishing step " << step << ", then saving";
+    if (first && signal == SIGUSR1) line << "\n";
+    else if (first && under_mpirun) line << "; mpirun ends its ranks after one second, kill -USR1 leaves them time\n";
+    else if (first) line << "; press Ctrl-C again to " << (all_saved ? "end at once\n" : "stop without saving\n");
     else if (all_saved) line << "stopped; all steps are saved\n";
     else if (newest == 0) line << "stopped without saving: nothing of this run was saved\n";
     else line << "stopped without saving: what came after step " << newest << ", the newest checkpoint, is lost\n";
@@ -96,11 +103,13 @@ std::string start_of_command(const std::string& program) {
 void answer_signals() {
     answers = is_first_process();
     in_terminal = ::isatty(STDERR_FILENO) != 0;
+    under_mpirun = started_by_mpirun();
     struct sigaction action = {};
     action.sa_handler = answer;
     action.sa_flags = SA_RESTART;
     ::sigaction(SIGINT, &action, nullptr);
     ::sigaction(SIGTERM, &action, nullptr);
+    ::sigaction(SIGUSR1, &action, nullptr);
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
 }
 

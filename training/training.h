@@ -155,13 +155,12 @@ RunTokenizer find_tokenizer(const TrainOptions& options);
 
 // What a checkpoint has beside the weights.
 struct ModelFiles {
-    std::map<std::string, std::string> files;      // name -> bytes
-    std::map<std::string, std::string> token_ids;  // of config.json, as JSON: "eos_token_id" -> "2", "[2, 3]", "null"
+    std::map<std::string, std::string> files;  // name -> bytes
+    TokenIds token_ids;                        // of config.json
 };
 struct RunData;
 ModelFiles collect_model_files(const TrainOptions& options, const Config& config, const RunTokenizer& tokenizer,
                                const RunData& data);
-void write_model_files(const ModelFiles& model, const std::string& folder);  // which save_model has filled
 
 // ---------------------------------------------------------------------------------------------------------------------
 // memory.cu: everything on the device comes from these arenas, and what --offload keeps on the host. They are counted
@@ -258,7 +257,7 @@ void check_disk_space(const Trainer& trainer);
 // stop.cu: Ctrl-C, and the command that continues the run
 
 // From here on the first SIGINT or SIGTERM asks for the end of the run after the step that is going on, and the second
-// ends the process. Both are answered on stderr at once.
+// ends the process. SIGUSR1 asks, too, and never ends the process. All are answered on stderr at once.
 void answer_signals();
 bool stop_requested();
 // Is the run to end after this step? A signal that comes later is one for the next step.
