@@ -260,7 +260,7 @@ $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
 # In debug builds, too: nobody steps through it, and everybody waits for it.
-$(BUILD)/cpu/sgemm.o: CXXFLAGS += -O3
+$(BUILD)/cpu/sgemm.o $(BUILD)/cpu/few_columns.o: CXXFLAGS += -O3
 
 $(BUILD)/cpu/%.o: cpu/%.cpp $(BUILD)/flags
 	$(say) CXX $<

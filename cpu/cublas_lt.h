@@ -1,10 +1,13 @@
 // Inside cpu/'s cuBLASLt: the complete description of one matrix multiplication. The API (cublas_lt.cpp) checks and
-// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp (the arithmetic) compute it.
+// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp, few_columns.cpp (the arithmetic) compute it.
 #pragma once
 
 #include <utility>
 
 #include "cublasLt.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "cuda_fp8.h"
 
 namespace cuda_cpu {
 
@@ -49,6 +52,17 @@ struct Matrix {
     }
     float* float_at(int64_t batch, int64_t row, int64_t column) const {
         return reinterpret_cast<float*>(at(batch, row, column));
+    }
+    // Calls f with the address of the first element, as a pointer to its type.
+    template <class F>
+    void with_elements(F&& f) const {
+        switch (type) {
+            case CUDA_R_32F: return f(reinterpret_cast<const float*>(data));
+            case CUDA_R_16F: return f(reinterpret_cast<const __half*>(data));
+            case CUDA_R_16BF: return f(reinterpret_cast<const __nv_bfloat16*>(data));
+            case CUDA_R_8F_E4M3: return f(reinterpret_cast<const __nv_fp8_e4m3*>(data));
+            case CUDA_R_8F_E5M2: return f(reinterpret_cast<const __nv_fp8_e5m2*>(data));
+        }
     }
     // The part that starts there.
     Matrix from(int64_t batch, int64_t row, int64_t column) const {
@@ -101,5 +115,13 @@ void multiply(const Multiplication& multiplication);
 void sgemm(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha, float beta,
            float* d, int64_t ld, float* space);
 int64_t sgemm_space(int64_t columns, int64_t k);
+
+constexpr int64_t panel_k = 384;  // the sum over k is formed anew for each so many, and these parts are added in order
+
+// sgemm's way for up to most_few_columns columns, 1 at least, where A's rows are contiguous (column_stride 1): the same
+// bits, without packing A. few_columns.cpp. `space`: most_few_columns * k floats.
+constexpr int64_t most_few_columns = 16;
+void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
+                          float beta, float* d, int64_t ld, float* space);
 
 }  // namespace cuda_cpu

@@ -22,77 +22,17 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include "cublas_lt.h"
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
-#include "cuda_fp8.h"
+#include "vector.h"
 
 namespace cuda_cpu {
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Vectors
-
-#if defined(__AVX512F__)
-constexpr int width = 16;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int width = 8;
-#else
-constexpr int width = 4;
-#endif
-typedef float Vector __attribute__((vector_size(width * sizeof(float))));
-typedef float LooseVector __attribute__((vector_size(width * sizeof(float)), aligned(4), may_alias));  // any floats
-
-inline Vector load(const float* from) { return *reinterpret_cast<const LooseVector*>(from); }
-inline void store(float* to, Vector x) { *reinterpret_cast<LooseVector*>(to) = x; }
-
-#if defined(__AVX512F__)
-inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm512_fmadd_ps(a, b, c)); }
-inline Vector broadcast(float x) { return Vector(_mm512_set1_ps(x)); }
-#elif defined(__AVX2__) && defined(__FMA__)
-inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm256_fmadd_ps(a, b, c)); }
-inline Vector broadcast(float x) { return Vector(_mm256_set1_ps(x)); }
-#else  // four lanes, and two roundings, for any other CPU
-inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
-inline Vector broadcast(float x) { return Vector{x, x, x, x}; }
-#endif
-
-// a and b interleaved, a[0] b[0] a[1] b[1] ...: the first half of the result and the second.
-template <int... lane>
-void zip(Vector a, Vector b, Vector& first, Vector& second, std::integer_sequence<int, lane...>) {
-    typedef int Lanes __attribute__((vector_size(width * sizeof(int))));
-#if defined(__clang__)
-    first = __builtin_shufflevector(a, b, (lane % 2 * width + lane / 2)...);
-    second = __builtin_shufflevector(a, b, (lane % 2 * width + lane / 2 + width / 2)...);
-#else
-    first = __builtin_shuffle(a, b, Lanes{(lane % 2 * width + lane / 2)...});
-    second = __builtin_shuffle(a, b, Lanes{(lane % 2 * width + lane / 2 + width / 2)...});
-#endif
-}
-
-// x[i][j] becomes x[j][i]. Interleaving line i with line i + width / 2 rotates the bits of an element's number (line,
-// lane) by one place; after as many rounds as a line's number has bits, line and lane are exchanged.
-void transpose(Vector (&x)[width]) {
-#pragma GCC unroll 4
-    for (int times = 1; times < width; times *= 2) {
-        Vector y[width];
-#pragma GCC unroll 16
-        for (int i = 0; i < width / 2; ++i)
-            zip(x[i], x[i + width / 2], y[2 * i], y[2 * i + 1], std::make_integer_sequence<int, width>());
-#pragma GCC unroll 16
-        for (int i = 0; i < width; ++i) x[i] = y[i];
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Packing
 
 constexpr int block_vectors = 3, block_rows = block_vectors * width, block_columns = width / 2;
-constexpr int64_t panel_k = 384, panel_rows = 4 * block_rows;
+constexpr int64_t panel_rows = 4 * block_rows;
 
 // Up to `width` lines of k numbers each, transposed, where `out` is the place of the first number of the first line. A
 // vector of one number of every line is a part of one sliver (A), or the whole of several (B).
@@ -163,14 +103,7 @@ void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, i
 
 template <int sliver>
 void pack(const Matrix& matrix, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to) {
-    const auto as = [&]<class T>(const T* from) { pack<sliver>(from, line_stride, k_stride, count, k, to); };
-    switch (matrix.type) {
-        case CUDA_R_32F: return as(reinterpret_cast<const float*>(matrix.data));
-        case CUDA_R_16F: return as(reinterpret_cast<const __half*>(matrix.data));
-        case CUDA_R_16BF: return as(reinterpret_cast<const __nv_bfloat16*>(matrix.data));
-        case CUDA_R_8F_E4M3: return as(reinterpret_cast<const __nv_fp8_e4m3*>(matrix.data));
-        case CUDA_R_8F_E5M2: return as(reinterpret_cast<const __nv_fp8_e5m2*>(matrix.data));
-    }
+    matrix.with_elements([&](const auto* from) { pack<sliver>(from, line_stride, k_stride, count, k, to); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -191,24 +124,8 @@ void multiply_block(const float* __restrict a, const float* __restrict b, int64_
             for (int v = 0; v < vectors; ++v) sums[j][v] = multiply_add(x[v], y, sums[j][v]);
         }
     }
-    // alpha sum + beta D. Without beta, D may hold anything.
-    const Vector alphas = broadcast(alpha), betas = broadcast(beta);
-    const auto finish = [&](Vector sum, float* at) {
-        store(at, beta == 0.0f ? alphas * sum : multiply_add(alphas, sum, betas * load(at)));
-    };
-    if (rows == vectors * width) {
 #pragma GCC unroll 8
-        for (int j = 0; j < columns; ++j)
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; ++v) finish(sums[j][v], d + j * ld + v * width);
-    } else {
-        for (int j = 0; j < columns; ++j) {
-            float column[vectors * width] = {};
-            std::memcpy(column, d + j * ld, size_t(rows) * sizeof(float));
-            for (int v = 0; v < vectors; ++v) finish(sums[j][v], column + v * width);
-            std::memcpy(d + j * ld, column, size_t(rows) * sizeof(float));
-        }
-    }
+    for (int j = 0; j < columns; ++j) finish_column(sums[j], alpha, beta, d + j * ld, rows);
 }
 
 // multiply_block for every size of block, [vectors - 1][columns - 1].
@@ -223,12 +140,15 @@ constexpr auto blocks = all_blocks(std::make_integer_sequence<int, block_vectors
 
 int64_t sgemm_space(int64_t columns, int64_t k) {
     const int64_t longest = std::min(k, panel_k);
-    return (panel_rows + divide_up(columns, width) * width) * longest;
+    return std::max((panel_rows + divide_up(columns, width) * width) * longest,
+                    columns <= most_few_columns ? most_few_columns * k : 0);
 }
 
 void sgemm(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha, float beta,
            float* d, int64_t ld, float* space) {
     if (alpha == 0.0f) k = 0;  // as in every BLAS: what A and B hold does not matter, NaN neither
+    if (columns <= most_few_columns && a.column_stride == 1)
+        return multiply_few_columns(a, b, rows, columns, k, alpha, beta, d, ld, space);
     float *const packed_a = space, *const packed_b = space + panel_rows * std::min(k, panel_k);
     int64_t first_k = 0;
     do {

@@ -554,6 +554,43 @@ TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cu
             }
 }
 
+// Up to 16 columns with contiguous rows of A go another way (cpu/few_columns.cpp).
+TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cublaslt]") {
+    const int64_t sizes[][2] = {{1, 5}, {15, 16}, {32, 384}, {49, 400}, {112, 771}, {127, 1152}};
+    for (const auto& [m_any, k_any] : sizes)
+        for (const Type& type : {f32, bf16, f16, e4m3, e5m2}) {
+            const int64_t grain = type.bytes == 1 ? 16 : 1, most = 20;  // fp8 has whole 16 rows and k's
+            const int64_t m = (m_any + grain - 1) / grain * grain, k = (k_any + grain - 1) / grain * grain;
+            Matrices A(type, k, m, true, 1, false, col, 16),
+                B(type.id == e5m2.id ? e4m3 : type, k, most, true, 1, false, col, 16), bias(f32, m, 1, true);
+            const bool biased = type.bytes > 1 && m % 2 == 1;
+            const float alpha = m % 3 == 0 ? 1.0f : 0.7f, beta = biased ? 0.0f : -0.3f;
+            const auto multiply = [&](int64_t n) {
+                generator.seed(7);  // the same old D
+                Matrices D(f32, m, most, true), D_n(f32, m, n, false), B_n(B.type, k, n, false, 1, false, col, 16);
+                Operation operation;
+                operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
+                if (biased) {
+                    operation.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_BIAS));
+                    operation.attribute(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.device);
+                }
+                REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device,
+                                       B_n.layout, &beta, D.device, D_n.layout, D.device, D_n.layout, nullptr, nullptr,
+                                       0, nullptr) == CUBLAS_STATUS_SUCCESS);
+                REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+                D.download();
+                return D.host;
+            };
+            const std::vector<char> all = multiply(most);
+            for (const int64_t n : {1, 2, 3, 5, 8, 13, 16}) {
+                INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
+                const std::vector<char> few = multiply(n);
+                const size_t bytes = all.size() / size_t(most) * size_t(n);
+                CHECK(std::memcmp(few.data(), all.data(), bytes) == 0);
+            }
+        }
+}
+
 // Where D is cut depends on the number of threads.
 TEST_CASE("cublasLt: the number of threads does not change a bit", "[cublaslt]") {
     const int threads_before = omp_get_max_threads();

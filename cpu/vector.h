@@ -1,0 +1,100 @@
+// cpu/vector.h: vectors of floats, as wide as the CPU's registers, for sgemm.cpp and few_columns.cpp: the compiler's own
+// vector type, a fused multiply-add, the transpose of a square of them, and the end of every sum.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace cuda_cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int width = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int width = 8;
+#else
+constexpr int width = 4;
+#endif
+typedef float Vector __attribute__((vector_size(width * sizeof(float))));
+typedef float LooseVector __attribute__((vector_size(width * sizeof(float)), aligned(4), may_alias));  // any floats
+
+inline Vector load(const float* from) { return *reinterpret_cast<const LooseVector*>(from); }
+inline void store(float* to, Vector x) { *reinterpret_cast<LooseVector*>(to) = x; }
+
+#if defined(__AVX512F__)
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm512_fmadd_ps(a, b, c)); }
+inline Vector broadcast(float x) { return Vector(_mm512_set1_ps(x)); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm256_fmadd_ps(a, b, c)); }
+inline Vector broadcast(float x) { return Vector(_mm256_set1_ps(x)); }
+#else  // four lanes, and two roundings, for any other CPU
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
+inline Vector broadcast(float x) { return Vector{x, x, x, x}; }
+#endif
+
+// {a, b}[place(0)], {a, b}[place(1)], ...: elements of two vectors, chosen by numbers known to the compiler.
+template <class Place, int... lane>
+inline Vector choose(Vector a, Vector b, Place place, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, place(lane)...);
+#else
+    typedef int Lanes __attribute__((vector_size(width * sizeof(int))));
+    return __builtin_shuffle(a, b, Lanes{place(lane)...});
+#endif
+}
+template <class Place>
+inline Vector choose(Vector a, Vector b, Place place) {
+    return choose(a, b, place, std::make_integer_sequence<int, width>());
+}
+
+// x[i][j] becomes x[j][i]. Each round exchanges one bit of a line's number with one bit of a lane's. x86 has
+// instructions that do so in one clock: for the two lowest bits those that interleave the elements, or pairs, of each
+// four lanes; for the others those that choose every second group of four lanes. Together they leave lines 1 and 2 of
+// each four exchanged.
+template <int distance, class First, class Second>
+inline void exchange_bits(Vector (&x)[width], First first, Second second) {
+#pragma GCC unroll 8
+    for (int pair = 0; pair < width / 2; ++pair) {
+        const int i = pair / distance * 2 * distance + pair % distance;
+        const Vector a = x[i], b = x[i + distance];
+        x[i] = choose(a, b, first), x[i + distance] = choose(a, b, second);
+    }
+}
+inline void transpose(Vector (&x)[width]) {
+    static constexpr auto singles = [](int lane) { return lane / 4 * 4 + lane % 4 / 2 + lane % 2 * width; };
+    static constexpr auto pairs = [](int lane) { return lane / 4 * 4 + lane % 2 + lane % 4 / 2 * width; };
+    static constexpr auto fours = [](int lane) { return lane / 4 * 8 + lane % 4; };
+    exchange_bits<1>(x, singles, [](int lane) { return singles(lane) + 2; });
+    exchange_bits<2>(x, pairs, [](int lane) { return pairs(lane) + 2; });
+    if constexpr (width >= 8) exchange_bits<4>(x, fours, [](int lane) { return fours(lane) + 4; });
+    if constexpr (width >= 16) exchange_bits<8>(x, fours, [](int lane) { return fours(lane) + 4; });
+#pragma GCC unroll 4
+    for (int i = 0; i < width; i += 4) std::swap(x[i + 1], x[i + 2]);
+}
+
+// The end of the sums of vectors * width rows of one column of D, of which `rows` exist: alpha sum + beta D. Without
+// beta, D may hold anything.
+template <int vectors>
+inline void finish_column(const Vector (&sums)[vectors], float alpha, float beta, float* d, int64_t rows) {
+    const Vector alphas = broadcast(alpha), betas = broadcast(beta);
+    const auto finish = [&](Vector sum, float* at) {
+        store(at, beta == 0.0f ? alphas * sum : multiply_add(alphas, sum, betas * load(at)));
+    };
+    if (rows == vectors * width) {
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) finish(sums[v], d + v * width);
+    } else {
+        float column[vectors * width] = {};
+        std::memcpy(column, d, size_t(rows) * sizeof(float));
+        for (int v = 0; v < vectors; ++v) finish(sums[v], column + v * width);
+        std::memcpy(d, column, size_t(rows) * sizeof(float));
+    }
+}
+
+}  // namespace
+}  // namespace cuda_cpu
