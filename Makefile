@@ -180,7 +180,8 @@ PROFILE_LIBRARY := $(if $(CUPTI),$(BUILD)/dev/libprofile.so)
 # Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device; ranks, for mpirun.
 TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 # Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
-HOST_TESTS := files safetensors log plot tokenizer dataset schedule
+HOST_TESTS := files safetensors log plot tokenizer dataset schedule paged_cache scheduler
+HOST_INFERENCE := page_pool paged_cache scheduler
 # Tests that `make test` does not repeat in strict mode: those, and those that start programs in the modes they want.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict
 
@@ -302,7 +303,7 @@ $(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(BUNDLE_LIB:%=-L%) $(catch2_library) $(LDLIBS) -o $@
 $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test_%)) \
-    $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o),$(LIBRARY_OBJECTS))
+    $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o)),$(LIBRARY_OBJECTS))
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 

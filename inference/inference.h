@@ -231,8 +231,9 @@ struct Request {
     int64_t n = 1;            // answers
     SamplingOptions sampling;
     std::vector<int32_t> stop_tokens;  // the answer ends before one of these
-    // Made by Scheduler: add() makes one, and fork() others when the prompt is computed. After a step whoever drew a token
-    // adds it to tokens. Of a sequence that is here the scheduler changes cached, computed_n and draft alone.
+    // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that are
+    // finished. Before a step there are 1 to n. Who draws a token adds it to tokens: the scheduler changes cached,
+    // computed_n and draft alone.
     std::vector<std::unique_ptr<Sequence>> sequences;
 };
 
@@ -282,6 +283,17 @@ class Scheduler {
   private:
     SchedulerOptions options_;
     PagedCache& cache_;
+    struct Step;
+    void add_decode(Step& step, Request& request);
+    void add_prompt(Step& step, Request& request);
+    bool add_rows(Step& step, Request& request, Sequence& sequence, int64_t n);
+    void add_draft(Step& step, StepPart& part);
+    void append(Step& step, size_t first);
+    void preempt_last(Step& step);
+    bool admit(Request& request);
+    void start(Sequence& sequence);
+    void start_sequences(Request& request);
+    void forget(Request& request);
     std::deque<Request*> requests_;  // in the order in which they came; the first n_running_ of them run
     size_t n_running_ = 0;
     int64_t n_preemptions_ = 0;

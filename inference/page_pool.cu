@@ -15,11 +15,11 @@
 
 #include <algorithm>
 
-bool PagePool::Text::operator==(const Text& other) const {
+bool PageText::operator==(const PageText& other) const {
     return before == other.before && std::ranges::equal(tokens, other.tokens);
 }
 
-size_t PagePool::TextHash::operator()(const Text& text) const {
+size_t PageTextHash::operator()(const PageText& text) const {
     uint64_t hash = static_cast<uint64_t>(text.before);
     for (const int32_t token : text.tokens) {
         hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B97F4A7C15u;  // the golden ratio

@@ -6,6 +6,16 @@
 #include <span>
 #include <unordered_map>
 
+// A full page and what comes before it, as the key of a look-up.
+struct PageText {
+    int64_t before;
+    std::span<const int32_t> tokens;
+    bool operator==(const PageText& other) const;
+};
+struct PageTextHash {
+    size_t operator()(const PageText& text) const;
+};
+
 // A page is in `count` tables. With a count of 0 it is free, or kept: full, and it may be found again.
 class PagePool {
   public:
@@ -55,14 +65,6 @@ class PagePool {
         PagePool* twin_pool = nullptr;
         int32_t twin = -1;
     };
-    struct Text {
-        int64_t before;
-        std::span<const int32_t> tokens;
-        bool operator==(const Text& other) const;
-    };
-    struct TextHash {
-        size_t operator()(const Text& text) const;
-    };
     std::span<const int32_t> tokens(int32_t page) const {
         return {&tokens_[page * page_size_], static_cast<size_t>(page_size_)};
     }
@@ -72,7 +74,7 @@ class PagePool {
     int64_t page_size_;
     std::vector<Page> pages_;
     std::vector<int32_t> free_, tokens_;
-    std::unordered_map<Text, int32_t, TextHash> found_;  // the keys' tokens lie in tokens_
-    int32_t oldest_ = -1, newest_ = -1;                  // ends of the list of kept pages
+    std::unordered_map<PageText, int32_t, PageTextHash> found_;  // the keys' tokens lie in tokens_
+    int32_t oldest_ = -1, newest_ = -1;                          // ends of the list of kept pages
     int64_t n_kept_ = 0, n_shared_ = 0, n_texts_ = 0;
 };
