@@ -443,7 +443,7 @@ void profile(const std::string& folder) {
     std::printf("## A training step of %s, %lld x %lld, %s, on %s\n\n", model.c_str(), static_cast<long long>(B),
                 static_cast<long long>(T), dtype_name(dtype), info_of(r, "device").c_str());
     std::printf(
-        "%.3f ms a step (mean of %zu), %s tokens/s under the profiler; limits: copy %.4g GB/s, matmul %.4g "
+        "%.3f ms per step (mean of %zu), %s tokens/s under the profiler; limits: copy %.4g GB/s, matmul %.4g "
         "TFLOP/s.\n\n",
         1e3 * step_s, n_steps, human_count(static_cast<double>(B * T) / step_s).c_str(), r.limits.copy / 1e9,
         r.limits.matmul / 1e12);

@@ -1,9 +1,9 @@
 // planning/account.cu: what a run on many ranks took and sent, measured, beside what the formulas say.
 //
-// With P elements (padding counted), n ranks, W, G, S bytes an element of weights, gradients,
+// With P elements (padding counted), n ranks, W, G, S bytes per element of weights, gradients,
 // and masters with optimizer states:
 //
-//     bytes a rank                                 sent in a step, by all ranks together, M micro-batches
+//     bytes per rank                               sent in a step, by all ranks together, M micro-batches
 //     ddp      P (W + G + S)                       (n-1) 2 P G
 //     naive    rank 0 all of it, others P (W + G)  (n-1) P (G + W)
 //     zero 1   P (W + G + S/n)                     (n-1) P (G + W)

@@ -123,7 +123,7 @@ void print_stages(const Trainer& t, double psi, double weights, double grads, do
     const double n = rank_count(t.options.ranks), states = all - weights - grads;
     const std::pair<const char*, double> stages[] = {
         {"0 (ddp)", all}, {"1", weights + grads + states / n}, {"2", weights + (grads + states) / n}, {"3", all / n}};
-    std::printf("on each of %d ranks         bytes a parameter        in all\n", rank_count(t.options.ranks));
+    std::printf("on each of %d ranks       bytes per parameter        in all\n", rank_count(t.options.ranks));
     for (const auto& [stage, bytes] : stages)
         std::printf(
             "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
@@ -181,7 +181,7 @@ void print_plan(Trainer& t) {
     for (const auto& [what, bytes] : t.memory.transit.table())
         table.host.push_back({what + " in transit", static_cast<double>(bytes)});
     // The flat arrays hold n elements: the parameters, and padding of the vocabulary.
-    std::printf("states                      bytes a parameter        in all\n");
+    std::printf("states                    bytes per parameter        in all\n");
     print_states(table.device, n, any_model ? psi : n);
     if (!table.host.empty()) {
         std::printf("on the host\n");

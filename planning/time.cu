@@ -148,7 +148,7 @@ void print_time(Trainer& t) {
             optimizer_bytes += static_cast<double>(state.tensor.bytes());
     const double tokens = static_cast<double>(t.local_batch * o.seq);
     const StepCost cost = step_cost(t, optimizer_bytes);
-    std::printf("FLOPs a token   6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
+    std::printf("FLOPs per token 6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
                 human_count(6 * static_cast<double>(parameter_count(t.config))).c_str(),
                 human_count(flops_per_token(t.config, o.seq)).c_str());
     std::printf("a step          %s tokens, %sFLOP%s, %s moved\n", human_count(tokens).c_str(),

@@ -195,7 +195,7 @@ TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]"
     const Outcome outcome = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
-    CHECK_THAT(outcome.out, ContainsSubstring("10.000 ms a step (mean of 4)"));
+    CHECK_THAT(outcome.out, ContainsSubstring("10.000 ms per step (mean of 4)"));
     CHECK_THAT(outcome.out, ContainsSubstring("| matrix products | 6.000 | 60.0 % |"));
     CHECK_THAT(outcome.out, ContainsSubstring("| AdamW | 2.000 | 20.0 % |"));
     CHECK_THAT(outcome.out, ContainsSubstring("| no kernel runs | 1.000 | 10.0 % |"));

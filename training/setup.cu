@@ -20,11 +20,14 @@ void check_text(const RunTokenizer& tokenizer, const TokenSource& source, const 
           ": give the model's --tokenizer tokenizer.json, or token shards *.bin as --data, or use --model tiny");
 }
 
-void check_tokens(const TokenSource& source, int32_t largest, const Config& config, int64_t T) {
-    check(source.n() > T, source.description(), ": ", source.n(), " tokens are too short a text for --seq ", T,
+void check_tokens(const TrainOptions& o, const TokenSource& source, int32_t largest, const Config& config) {
+    check(source.n() > o.seq, source.description(), ": ", source.n(), " tokens are too short a text for --seq ", o.seq,
           ": use a smaller --seq or more text");
+    const bool chosen = !o.tokenizer.empty() && !o.init.empty() && !source.is_shards();
     check(largest < config.V, source.description(), ": holds token id ", largest, ", beyond the model's vocabulary of ",
-          config.V, ": use the --tokenizer and --model that belong together");
+          config.V, ": ",
+          chosen ? "leave --tokenizer away, for the model's own, or train a model with this one from the beginning"
+                 : "use the --tokenizer and --model that belong together");
 }
 
 // A resumed run visits the sequences that the uninterrupted one would: of other data they would be others.
@@ -121,7 +124,7 @@ uint64_t checked_checksum(const TrainOptions& o, const RunTokenizer& tokenizer, 
     for (const MixedSource& source : mix) {
         check_text(tokenizer, source.tokens, config);
         const TokenSource::Summary summary = source.tokens.summary();
-        check_tokens(source.tokens, summary.max_token, config, o.seq);
+        check_tokens(o, source.tokens, summary.max_token, config);
         numbers.insert(numbers.end(), {summary.checksum, static_cast<uint64_t>(source.share)});
     }
     return mix.size() == 1 ? numbers[0] : checksum(numbers.data(), numbers.size() * sizeof(uint64_t));
