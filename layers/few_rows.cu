@@ -1,0 +1,334 @@
+// Linear layers for a few rows of inp, and weights of 8 bits: what inference multiplies with.
+//
+//   out[n][o] = sum over c of inp[n][c] weight[o][c] + bias[o]          weight[o][c] ~ scale[o][c / block] codes[o][c]
+//
+// As plain loops:
+//
+//   for o < O, block b of a row:                                                          quantise_weight, once
+//       scale[o][b] = max |weight[o][c in b]| / 127
+//       for c in b:  codes[o][c] = round(weight[o][c] / scale[o][b])
+//   for n < N, o < O:                                                                     quantised_linear_forward
+//       sum = 0;  for c < C:  sum += inp[n][c] * (scale[o][c / block] * codes[o][c])
+//       out[n][o] = sum + bias[o]
+//
+// A model that writes one token multiplies with every weight once: 2 flops for each 2 or 4 bytes that come from memory,
+// where a GPU could do hundreds. The time is that of reading the weights, whatever N is up to about 16, and with half as
+// many bytes it is half as long. That is what quantised weights are for here. The arithmetic stays float32: the codes
+// are widened in registers, and inp is not quantised, so that the only error is that of the weights. A weight is off by
+// at most half a scale, amax / 254 (int8), or by 2^-4 of itself (e4m3). Of 768 normal weights the largest is about 3.2
+// standard deviations, and int8's error at most 0.013 of one; of 128 the largest is smaller, and one outlier spoils 128
+// weights instead of a row.
+//
+// One order of summation. Lane l of a warp adds up the columns of every 32nd chunk, in ascending order, and the 32 sums
+// are added in a butterfly. Neither depends on N: a row gets the same bits alone and among any others, in prefill and
+// in decoding. cuBLASLt chooses its algorithm by the shape, and promises no such thing.
+//
+// GPU: a warp has two rows of the weight and up to 16 rows of inp. A lane loads 16 bytes of each row of the weight, and
+// then the same columns of each row of inp, which every warp reads and which therefore lie in the caches. 16 rows take
+// 16 multiply-adds for each weight: the CUDA cores of an H100 (33 T a second) then take longer than its memory (3.3 TB
+// a second) for codes of 8 bits, and for larger N matmul, on the tensor cores, is the faster one.
+//
+// CPU: one thread takes eight rows of the weight, 128 columns at a time: widens them, and the same columns of inp, to
+// float32 in the nearest cache, and multiplies these. Its 32 lanes are those of vector instructions.
+#include "layers/chunk.cuh"
+#include "layers/layers.h"
+
+namespace {
+
+constexpr int kScaleBlock = 128, kScaleShift = 7;  // columns with one scale, in the formats *_block
+constexpr int kMostRows = 16;                      // of inp, that share each loaded weight
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The product on the GPU
+
+constexpr int kWarps = 4, kOutputs = 2;  // warps of a block, outputs of a warp
+
+// Column c of output o has scale[o * n_blocks + (c >> shift)], or 1 where there are no scales. n columns a load; the
+// rows of inp from the last one on stand for those beyond N, which are not stored.
+template <int n, int kRows, class T, class Code>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    few_rows_kernel(T* out, const T* inp, const Code* codes, const float* scale, const T* bias, int64_t N, int64_t C,
+                    int64_t O, int64_t n_blocks, int shift) {
+    const int lane = threadIdx.x % kWarp;
+    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kMostRows;
+    const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kOutputs;
+    if (first >= O) return;
+    float sums[kOutputs][kRows] = {};
+    for (int64_t c = lane * n; c < C; c += kWarp * n) {
+        float w[kOutputs][n];
+#pragma unroll
+        for (int k = 0; k < kOutputs; ++k) {
+            const int64_t o = min(first + k, O - 1);
+            load_chunk(w[k], codes + o * C + c, C - c);
+            const float s = scale ? scale[o * n_blocks + (c >> shift)] : 1.0f;
+            for (int i = 0; i < n; ++i) w[k][i] *= s;
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float x[n];
+            load_chunk(x, inp + min(first_row + r, N - 1) * C + c, C - c);
+            for (int k = 0; k < kOutputs; ++k)
+                for (int i = 0; i < n; ++i) sums[k][r] = fmaf(x[i], w[k][i], sums[k][r]);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kOutputs; ++k)
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const float sum = warp_sum(sums[k][r]);
+            const int64_t row = first_row + r, o = first + k;
+            if (lane == 0 && row < N && o < O)
+                out[row * O + o] = from_float<T>(sum + (bias ? to_float(bias[o]) : 0.0f));
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The product on the CPU
+
+#ifdef CUDA_ON_CPU
+constexpr int kLanes = 32, kStrip = 128;  // columns that are widened at a time: one scale for each output
+constexpr int kTileOutputs = 8, kBlockOutputs = 64;
+constexpr int64_t kLead = 4 * kStrip;
+
+using Sums = float[kTileOutputs][kMostRows][kLanes];
+using Strip = float[kStrip];
+
+// to = scale * from, and zeros up to a whole number of vectors; the same number of elements from `later` on are fetched to
+// the cache. This and add_products are functions of their own: there the compiler keeps in registers what they work on.
+template <class From>
+[[gnu::noinline]] void widen(Strip& __restrict to, const From* __restrict from, int64_t n, float scale,
+                             const From* later) {
+    for (int64_t l = 0; l < n; l += 64 / static_cast<int64_t>(sizeof(From))) __builtin_prefetch(later + l);
+    for (int64_t l = 0; l < n; ++l) to[l] = scale * to_float(from[l]);
+    for (int64_t l = n; l < round_up(n, kLanes); ++l) to[l] = 0.0f;
+}
+
+// sums[k][r] += x[r] * w[k], lane by lane, for some outputs k and rows r of a tile, whose sums start at `sums`.
+template <int kTile, int kRows>
+[[gnu::noinline]] void add_products(float* __restrict sums, const Strip* __restrict x, const Strip* __restrict w,
+                                    int64_t n) {
+    for (int64_t c = 0; c < n; c += kLanes)
+        for (int k = 0; k < kTile; ++k)
+            for (int r = 0; r < kRows; ++r) {
+                float* const sum = sums + (k * kMostRows + r) * kLanes;
+                for (int l = 0; l < kLanes; ++l) sum[l] = fmaf(x[r][c + l], w[k][c + l], sum[l]);
+            }
+}
+
+template <class T, class Code>
+__global__ void few_rows_cpu_kernel(T* out, const T* inp, const Code* codes, const float* scale, const T* bias,
+                                    int64_t N, int64_t C, int64_t O, int64_t n_blocks, int shift) {
+    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kMostRows;
+    const int64_t rows = min(N - first_row, static_cast<int64_t>(kMostRows)), quads = ceil_div(rows, 4);
+    const int64_t block_end = min(static_cast<int64_t>(blockIdx.x + 1) * kBlockOutputs, O);
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockOutputs; first < block_end; first += kTileOutputs) {
+        const int64_t outputs = min(block_end - first, static_cast<int64_t>(kTileOutputs));
+        alignas(64) Sums sums;
+        alignas(64) Strip x[kMostRows], w[kTileOutputs] = {};
+        for (auto& of_output : sums)
+            for (int64_t r = 0; r < 4 * quads; ++r)
+                for (float& lane : of_output[r]) lane = 0.0f;
+        for (int64_t r = rows; r < 4 * quads; ++r)
+            for (float& column : x[r]) column = 0.0f;
+        for (int64_t c = 0; c < C; c += kStrip) {
+            const int64_t n = min(C - c, static_cast<int64_t>(kStrip));
+            // The strip that comes kLead strips later, in this tile or in the next one.
+            const int64_t later = c + kLead < C ? kLead : kLead + (kTileOutputs - 1) * C;
+            for (int64_t r = 0; r < rows; ++r) {
+                const T* const from = inp + (first_row + r) * C + c;
+                widen(x[r], from, n, 1.0f, from);
+            }
+            for (int64_t k = 0; k < outputs; ++k) {
+                const Code* const from = codes + (first + k) * C + c;
+                widen(w[k], from, n, scale ? scale[(first + k) * n_blocks + (c >> shift)] : 1.0f, from + later);
+            }
+            if (rows == 1) {
+                add_products<kTileOutputs, 1>(sums[0][0], x, w, n);
+                continue;
+            }
+            for (int64_t q = 0; q < quads; ++q)
+                for (int k = 0; k < kTileOutputs; k += 2) add_products<2, 4>(sums[k][4 * q], x + 4 * q, w + k, n);
+        }
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t k = 0; k < outputs; ++k)
+                out[(first_row + r) * O + first + k] =
+                    from_float<T>(fold_chunk<Sum>(sums[k][r]) + (bias ? to_float(bias[first + k]) : 0.0f));
+    }
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The quantising kernel: a warp (CPU: one thread) has a block of `n` columns, or what a row's end leaves of it.
+
+constexpr int kQuantiseWarps = kOnCpu ? 1 : 4, kQuantiseLanes = kOnCpu ? 1 : kWarp;
+
+template <class Code>
+constexpr float kLargestCode = std::is_same_v<Code, int8_t> ? 127.0f : 448.0f;
+
+__device__ __forceinline__ void set_code(int8_t& code, float x) {
+    code = static_cast<int8_t>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
+}
+__device__ __forceinline__ void set_code(__nv_fp8_e4m3& code, float x) { code = __nv_fp8_e4m3(x); }  // saturates
+
+template <class Code, class T>
+__global__ void quantise_weight_kernel(Code* codes, float* scale, const T* weight, int64_t C, int64_t n,
+                                       int64_t n_blocks, int64_t n_scales) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kQuantiseWarps + threadIdx.x / kQuantiseLanes;
+    if (i >= n_scales) return;
+    const int lane = threadIdx.x % kQuantiseLanes;
+    const int64_t first = i / n_blocks * C + i % n_blocks * n, count = min(n, C - i % n_blocks * n);
+    // As bits, which have the order of the magnitudes: a NaN is above infinity, and is not lost in a maximum.
+    unsigned most = 0;
+    for (int64_t l = lane; l < count; l += kQuantiseLanes)
+        most = max(most, __float_as_uint(to_float(weight[first + l])) & 0x7fffffffu);
+    float amax = most < 0x7f800000u ? __uint_as_float(most) : INFINITY;
+    if constexpr (kQuantiseLanes > 1) amax = warp_max(amax);
+    const float s = amax < INFINITY ? amax / kLargestCode<Code> : NAN;
+    for (int64_t l = lane; l < count; l += kQuantiseLanes)
+        set_code(codes[first + l], s > 0.0f ? to_float(weight[first + l]) / s : 0.0f);
+    if (lane == 0) scale[i] = s;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+template <class T, class Code>
+void launch_few_rows(const Tensor& out, const Tensor& inp, const Code* codes, const float* scale, const Tensor& bias,
+                     int64_t n_blocks, int shift, cudaStream_t stream) {
+    const int64_t N = inp.shape[0], C = inp.shape[1], O = out.shape[1];
+    T* const to = out.ptr<T>();
+    const T *const from = inp.ptr<T>(), *const bias_from = bias ? bias.ptr<T>() : nullptr;
+    const auto grid = [&](int64_t outputs) {
+        return dim3(static_cast<unsigned>(ceil_div(O, outputs)), static_cast<unsigned>(ceil_div(N, kMostRows)));
+    };
+    if constexpr (kOnCpu) {
+#ifdef CUDA_ON_CPU
+        few_rows_cpu_kernel<T, Code>
+            <<<grid(kBlockOutputs), 1, 0, stream>>>(to, from, codes, scale, bias_from, N, C, O, n_blocks, shift);
+#endif
+    } else {
+        const auto launch = [&]<int n, int kRows>(std::integer_sequence<int, n, kRows>) {
+            few_rows_kernel<n, kRows, T, Code><<<grid(kWarps * kOutputs), kWarps * kWarp, 0, stream>>>(
+                to, from, codes, scale, bias_from, N, C, O, n_blocks, shift);
+        };
+        const auto launch_rows = [&]<int n>(std::integer_sequence<int, n>) {
+            if (N == 1) launch(std::integer_sequence<int, n, 1>());
+            else if (N <= 4) launch(std::integer_sequence<int, n, 4>());
+            else launch(std::integer_sequence<int, n, kMostRows>());
+        };
+        constexpr int kPack = Packed<Code>::n;
+        if (C % kPack == 0) launch_rows(std::integer_sequence<int, kPack>());
+        else launch_rows(std::integer_sequence<int, 1>());
+    }
+    cudaCheckLaunch();
+}
+
+// All but the weight.
+void expect_few_rows(const char* name, const Tensor& out, const Tensor& inp, const Tensor& bias, int64_t O) {
+    expect(name, "inp", inp, inp.dtype, {-1, -1});
+    const int64_t N = inp.shape[0];
+    expect(name, "out", out, inp.dtype, {N, O});
+    if (bias) expect(name, "bias", bias, inp.dtype, {O});
+    expect_aligned(name, {{"out", out}, {"inp", inp}});
+    check(N <= 65535 * kMostRows, name, ": inp has ", N, " rows, and at most ", 65535 * kMostRows,
+          " can be multiplied at a time");
+}
+
+template <class F>
+void dispatch_codes(const char* name, const Tensor& codes, F&& f) {
+    if (codes.dtype == DType::i8) return f(int8_t{});
+    check(codes.dtype == DType::e4m3, name, ": codes are ", dtype_name(codes.dtype), ", expected i8 or e4m3");
+    f(__nv_fp8_e4m3{});
+}
+
+// The scales of a row: one, or one for each block.
+int64_t expect_scales(const char* name, const QuantisedWeight& weight) {
+    expect(name, "codes", weight.codes, weight.codes.dtype, {-1, -1});
+    const int64_t O = weight.codes.shape[0], n_blocks = ceil_div(weight.codes.shape[1], kScaleBlock);
+    expect_aligned(name, {{"codes", weight.codes}});
+    if (weight.scale.ndim == 1) {
+        expect(name, "scale", weight.scale, DType::f32, {O});
+        return 1;
+    }
+    expect(name, "scale", weight.scale, DType::f32, {O, n_blocks});
+    return n_blocks;
+}
+
+const std::pair<WeightFormat, const char*> kFormatNames[] = {{WeightFormat::none, "none"},
+                                                             {WeightFormat::int8, "int8"},
+                                                             {WeightFormat::fp8, "fp8"},
+                                                             {WeightFormat::int8_block, "int8-block"},
+                                                             {WeightFormat::fp8_block, "fp8-block"}};
+
+}  // namespace
+
+void few_rows_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
+    const char* name = "few_rows_forward";
+    expect_few_rows(name, out, inp, bias, weight.shape[0]);
+    expect(name, "weight", weight, inp.dtype, {-1, inp.shape[1]});
+    expect_aligned(name, {{"weight", weight}});
+    if (out.n() == 0) return;
+    dispatch(inp.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch_few_rows<T, T>(out, inp, weight.ptr<T>(), nullptr, bias, 1, 0, stream);
+    });
+}
+
+void quantised_linear_forward(Tensor out, Tensor inp, const QuantisedWeight& weight, Tensor bias, cudaStream_t stream) {
+    const char* name = "quantised_linear_forward";
+    expect_few_rows(name, out, inp, bias, weight.codes.shape[0]);
+    expect(name, "codes", weight.codes, weight.codes.dtype, {-1, inp.shape[1]});
+    const int64_t n_blocks = expect_scales(name, weight);
+    if (out.n() == 0) return;
+    const int shift = weight.scale.ndim == 1 ? 62 : kScaleShift;  // 62: every column is in block 0
+    dispatch_codes(name, weight.codes, [&](auto code) {
+        using Code = decltype(code);
+        dispatch(inp.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            launch_few_rows<T, Code>(out, inp, weight.codes.ptr<Code>(), weight.scale.ptr<float>(), bias, n_blocks,
+                                     shift, stream);
+        });
+    });
+}
+
+void quantise_weight(const QuantisedWeight& to, Tensor weight, cudaStream_t stream) {
+    const char* name = "quantise_weight";
+    const int64_t n_blocks = expect_scales(name, to), C = to.codes.shape[1], n_scales = to.scale.n();
+    expect(name, "weight", weight, weight.dtype, {to.codes.shape[0], C});
+    if (to.codes.n() == 0) return;
+    const unsigned blocks = static_cast<unsigned>(narrow(ceil_div(n_scales, kQuantiseWarps), "blocks"));
+    dispatch_codes(name, to.codes, [&](auto code) {
+        using Code = decltype(code);
+        dispatch(weight.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            quantise_weight_kernel<Code, T><<<blocks, kQuantiseWarps * kQuantiseLanes, 0, stream>>>(
+                to.codes.ptr<Code>(), to.scale.ptr<float>(), weight.ptr<T>(), C, to.scale.ndim == 1 ? C : kScaleBlock,
+                n_blocks, n_scales);
+        });
+    });
+    cudaCheckLaunch();
+}
+
+QuantisedWeight take_quantised_weight(Arena& arena, WeightFormat format, int64_t O, int64_t C) {
+    check(format != WeightFormat::none,
+          "take_quantised_weight: the format is none: use int8, fp8, int8-block or fp8-block");
+    const bool int8 = format == WeightFormat::int8 || format == WeightFormat::int8_block;
+    const bool per_row = format == WeightFormat::int8 || format == WeightFormat::fp8;
+    QuantisedWeight weight;
+    weight.codes = arena.take("quantised weights", int8 ? DType::i8 : DType::e4m3, {O, C});
+    weight.scale = per_row ? arena.take("scales of weights", DType::f32, {O})
+                           : arena.take("scales of weights", DType::f32, {O, ceil_div(C, kScaleBlock)});
+    return weight;
+}
+
+WeightFormat weight_format_from_name(const std::string& name) {
+    for (const auto& [format, text] : kFormatNames)
+        if (name == text) return format;
+    fail("unknown format of weights '", name, "': use none, int8, fp8, int8-block or fp8-block");
+}
+
+const char* weight_format_name(WeightFormat format) {
+    for (const auto& [value, text] : kFormatNames)
+        if (value == format) return text;
+    return "?";
+}

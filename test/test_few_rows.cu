@@ -1,0 +1,237 @@
+// Linear layers for a few rows, with weights as they are and of 8 bits, against loops in float64.
+//
+// Tolerance, for each element by itself: a float32 sum of C products, in any order, is off by at most C roundings of
+// 2^-24 of sum |inp weight|; scale * code is rounded once more, and the bias adds one: (C + 3) 2^-24 (sum |inp weight| +
+// |bias|). Then out's type rounds once.
+#include "layers/layers.h"
+#include "reference.h"
+
+#include <cstring>
+
+namespace {
+
+const WeightFormat kFormats[] = {WeightFormat::int8, WeightFormat::fp8, WeightFormat::int8_block,
+                                 WeightFormat::fp8_block};
+
+bool is_int8(WeightFormat format) { return format == WeightFormat::int8 || format == WeightFormat::int8_block; }
+
+// A quantised weight in memory, and what it stands for in float64.
+struct Quantised {
+    Arena arena{"test"};
+    QuantisedWeight weight;
+    std::vector<double> codes, scale;
+    int64_t block;
+
+    Quantised(WeightFormat format, int64_t O, int64_t C, const Tensor& from) {
+        take_quantised_weight(arena, format, O, C);
+        arena.reserve();
+        weight = take_quantised_weight(arena, format, O, C);
+        quantise_weight(weight, from, device().stream);
+        std::vector<float> scales(static_cast<size_t>(weight.scale.n()));
+        copy_to_host(scales.data(), weight.scale);
+        scale.assign(scales.begin(), scales.end());
+        std::vector<unsigned char> bytes(static_cast<size_t>(O * C));
+        copy_to_host(bytes.data(), weight.codes);
+        for (const unsigned char byte : bytes) {
+            __nv_fp8_e4m3 code;
+            std::memcpy(&code, &byte, 1);
+            codes.push_back(is_int8(format) ? static_cast<signed char>(byte) : static_cast<float>(code));
+        }
+        block = weight.scale.ndim == 1 ? C : 128;
+    }
+    double scale_of(int64_t o, int64_t c, int64_t C) const {
+        return scale[static_cast<size_t>(o * ceil_div(C, block) + c / block)];
+    }
+    std::vector<double> values(int64_t C) const {
+        std::vector<double> x(codes.size());
+        for (size_t i = 0; i < x.size(); ++i) {
+            const int64_t at = static_cast<int64_t>(i);
+            x[i] = scale_of(at / C, at % C, C) * codes[i];
+        }
+        return x;
+    }
+};
+
+// CHECKs out (N, O) against inp weight^T + bias.
+void check_product(const Tensor& out, const std::vector<double>& inp, const std::vector<double>& weight,
+                   const std::vector<double>& bias, int64_t N, int64_t O, int64_t C) {
+    const std::vector<float> got = to_floats(out);
+    const double epsilon = static_cast<double>(C + 3) * 0x1p-24;
+    double worst = 0;
+    for (int64_t n = 0; n < N; ++n)
+        for (int64_t o = 0; o < O; ++o) {
+            double x = bias.empty() ? 0 : bias[static_cast<size_t>(o)], size = std::abs(x);
+            for (int64_t c = 0; c < C; ++c) {
+                const double term = inp[static_cast<size_t>(n * C + c)] * weight[static_cast<size_t>(o * C + c)];
+                x += term, size += std::abs(term);
+            }
+            const double rounding = out.dtype == DType::f32 ? 0 : unit_roundoff(out.dtype) * std::abs(x);
+            // 2^-14 * 2^-11: half a step among f16's subnormal numbers
+            const double error = std::abs(got[static_cast<size_t>(n * O + o)] - x) /
+                                 (epsilon * size + 1.001 * rounding + (out.dtype == DType::f16 ? 0x1p-25 : 0));
+            if (!(error <= worst)) worst = error;
+        }
+    CHECK(worst <= 1);
+}
+
+struct Size {
+    int64_t O, C;
+};
+const Size kSizes[] = {{1, 1}, {37, 131}, {9, 272}, {65, 640}, {70, 7}};
+
+}  // namespace
+
+TEST_CASE("few rows: a product with any number of rows", "[few_rows]") {
+    for (const DType dtype : kFloatDTypes)
+        for (const auto& [O, C] : kSizes)
+            for (const int64_t N : {1, 2, 3, 16, 17, 33}) {
+                INFO(dtype_name(dtype) << " N " << N << " O " << O << " C " << C);
+                const auto x = random_values(N * C, 1), w = random_values(O * C, 2), b = random_values(O, 3);
+                Buffer inp(dtype, {N, C}, x), weight(dtype, {O, C}, w), bias(dtype, {O}, b), out(dtype, {N, O});
+                few_rows_forward(out, inp, weight, bias, device().stream);
+                check_product(out, rounded(x, dtype), rounded(w, dtype), rounded(b, dtype), N, O, C);
+                few_rows_forward(out, inp, weight, {}, device().stream);
+                check_product(out, rounded(x, dtype), rounded(w, dtype), {}, N, O, C);
+            }
+}
+
+TEST_CASE("few rows: quantised weights, any number of rows", "[few_rows]") {
+    for (const WeightFormat format : kFormats)
+        for (const DType dtype : kFloatDTypes)
+            for (const auto& [O, C] : kSizes) {
+                Buffer weight(dtype, {O, C}, random_values(O * C, 2));
+                const Quantised quantised(format, O, C, weight);
+                for (const int64_t N : {1, 2, 3, 16, 17, 33}) {
+                    INFO(weight_format_name(format)
+                         << ' ' << dtype_name(dtype) << " N " << N << " O " << O << " C " << C);
+                    const auto x = random_values(N * C, 1), b = random_values(O, 3);
+                    Buffer inp(dtype, {N, C}, x), bias(dtype, {O}, b), out(dtype, {N, O});
+                    const bool biased = N % 2 == 1;
+                    quantised_linear_forward(out, inp, quantised.weight, biased ? bias.tensor() : Tensor{},
+                                             device().stream);
+                    check_product(out, rounded(x, dtype), quantised.values(C),
+                                  biased ? rounded(b, dtype) : std::vector<double>{}, N, O, C);
+                }
+            }
+}
+
+// A row's bits: alone, among others, at any place, whatever the others hold.
+TEST_CASE("few rows: a row has the same bits in every batch", "[few_rows]") {
+    const int64_t most = 37, O = 43, C = 390;
+    for (const DType dtype : kFloatDTypes) {
+        const auto x = random_values(most * C, 1);
+        Buffer inp(dtype, {most, C}, x), weight(dtype, {O, C}, random_values(O * C, 2)), all(dtype, {most, O}),
+            few(dtype, {most, O});
+        for (const WeightFormat format : {WeightFormat::none, WeightFormat::int8, WeightFormat::fp8_block}) {
+            std::unique_ptr<Quantised> quantised;
+            if (format != WeightFormat::none) quantised = std::make_unique<Quantised>(format, O, C, weight);
+            const auto forward = [&](Tensor out, Tensor rows) {
+                if (quantised) quantised_linear_forward(out, rows, quantised->weight, {}, device().stream);
+                else few_rows_forward(out, rows, weight, {}, device().stream);
+            };
+            forward(all, inp);
+            for (const int64_t n : {1, 2, 4, 5, 8, 16, 20})
+                for (int64_t first = 0; first + n <= most; first += 8) {  // rows of 780 bytes: on 16-byte boundaries
+                    INFO(weight_format_name(format)
+                         << ' ' << dtype_name(dtype) << ": rows " << first << " to " << first + n - 1);
+                    const Tensor part = few.tensor().slice(0, n);
+                    forward(part, inp.tensor().slice(first, n));
+                    std::vector<unsigned char> got(part.bytes()), want(part.bytes());
+                    copy_to_host(got.data(), part);
+                    copy_to_host(want.data(), all.tensor().slice(first, n));
+                    CHECK((got == want));
+                }
+        }
+    }
+}
+
+TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {
+    for (const WeightFormat format : kFormats)
+        for (const DType dtype : kFloatDTypes) {
+            INFO(weight_format_name(format) << ' ' << dtype_name(dtype));
+            const int64_t O = 11, C = 300;
+            std::vector<double> w = random_values(O * C, 4);
+            w[5 * C + 17] = 1000;                                                             // an outlier
+            for (int64_t c = 0; c < C; ++c) w[7 * C + c] = 0;                                 // a row of zeros
+            for (int64_t c = 0; c < C; ++c) w[8 * C + c] *= 1e-20;                            // 0 in f16
+            for (int64_t c = 0; c < C; ++c) w[9 * C + c] = c % 128 == 3 ? 127.0 : c - 150.5;  // ties of int8
+            Buffer weight(dtype, {O, C}, w);
+            const auto x = rounded(w, dtype);
+            const Quantised q(format, O, C, weight);
+            const double largest_code = is_int8(format) ? 127 : 448;
+            int64_t wrong = 0;
+            for (int64_t o = 0; o < O; ++o)
+                for (int64_t first = 0; first < C; first += q.block) {
+                    float amax = 0;
+                    for (int64_t c = first; c < std::min(first + q.block, C); ++c)
+                        amax = std::max(amax, static_cast<float>(std::abs(x[static_cast<size_t>(o * C + c)])));
+                    const float scale = amax / static_cast<float>(largest_code);
+                    wrong += q.scale_of(o, first, C) != scale;
+                    for (int64_t c = first; c < std::min(first + q.block, C); ++c) {
+                        const float quotient = static_cast<float>(x[static_cast<size_t>(o * C + c)]) / scale;
+                        double code = is_int8(format) ? std::nearbyint(quotient)
+                                                      : static_cast<double>(static_cast<__nv_fp8_e4m3>(quotient));
+                        if (scale == 0) code = 0;
+                        wrong += q.codes[static_cast<size_t>(o * C + c)] != code;
+                    }
+                }
+            CHECK(wrong == 0);
+            // The promise of the head comment, from the definition alone: half a scale, or 2^-4 and half of e4m3's
+            // smallest step, 2^-10 scale. 1 + 2^-20: the roundings of scale and quotient.
+            double worst = 0;
+            const auto values = q.values(C);
+            for (size_t i = 0; i < x.size(); ++i) {
+                const int64_t at = static_cast<int64_t>(i);
+                const double s = q.scale_of(at / C, at % C, C);
+                const double bound = is_int8(format) ? s / 2 : std::max(std::abs(x[i]) * 0x1p-4, s * 0x1p-10);
+                if (std::abs(values[i] - x[i]) > 0) worst = std::max(worst, std::abs(values[i] - x[i]) / bound);
+            }
+            CHECK(worst <= 1 + 0x1p-16);
+        }
+}
+
+TEST_CASE("few rows: an infinity or NaN in a weight is seen in what it touches, and nowhere else", "[few_rows]") {
+    const int64_t O = 6, C = 270;
+    for (const WeightFormat format : kFormats)
+        for (const double bad : {static_cast<double>(INFINITY), static_cast<double>(-INFINITY), std::nan("")}) {
+            std::vector<double> w = random_values(O * C, 5);
+            w[2 * C + 200] = bad;
+            Buffer weight(DType::bf16, {O, C}, w), inp(DType::bf16, {1, C}, random_values(C, 6)),
+                out(DType::bf16, {1, O});
+            const Quantised q(format, O, C, weight);
+            quantised_linear_forward(out, inp, q.weight, {}, device().stream);
+            const std::vector<float> y = to_floats(out);
+            for (int64_t o = 0; o < O; ++o) CHECK(std::isnan(y[static_cast<size_t>(o)]) == (o == 2));
+            CHECK(std::isnan(q.scale_of(2, 200, C)));
+            CHECK(std::isnan(q.scale_of(2, 0, C)) == (q.block == C));
+        }
+}
+
+TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
+    for (const WeightFormat format : kFormats) CHECK(weight_format_from_name(weight_format_name(format)) == format);
+    CHECK(weight_format_from_name("none") == WeightFormat::none);
+    CHECK_THROWS_WITH(weight_format_from_name("int4"), ContainsSubstring("'int4': use none, int8, fp8"));
+
+    Arena arena("test");
+    CHECK_THROWS_WITH(take_quantised_weight(arena, WeightFormat::none, 4, 4), ContainsSubstring("the format is none"));
+    const QuantisedWeight counted = take_quantised_weight(arena, WeightFormat::int8_block, 5, 300);
+    CHECK((counted.codes.bytes() == 1500 && counted.scale.shape[0] == 5 && counted.scale.shape[1] == 3));
+
+    Buffer inp(DType::f32, {2, 32}, random_values(64, 1)), weight(DType::f32, {8, 32}, random_values(256, 2)),
+        out(DType::f32, {2, 8}), narrow(DType::f32, {2, 7}), half(DType::f16, {8, 32}, random_values(256, 2)),
+        bias(DType::f32, {7}, random_values(7, 3)), scale(DType::f32, {8, 2});
+    const Quantised q(WeightFormat::int8, 8, 32, weight);
+    cudaStream_t s = device().stream;
+    CHECK_THROWS_WITH(few_rows_forward(narrow, inp, weight, {}, s), ContainsSubstring("few_rows_forward: out is"));
+    CHECK_THROWS_WITH(few_rows_forward(out, inp, half, {}, s), ContainsSubstring("weight is f16 (8, 32)"));
+    CHECK_THROWS_WITH(few_rows_forward(out, inp, weight, bias, s), ContainsSubstring("bias is f32 (7)"));
+    CHECK_THROWS_WITH(quantised_linear_forward(out, inp, {weight, q.weight.scale}, {}, s),
+                      ContainsSubstring("codes are f32, expected i8 or e4m3"));
+    CHECK_THROWS_WITH(quantised_linear_forward(out, inp, {q.weight.codes, scale}, {}, s),
+                      ContainsSubstring("scale is f32 (8, 2), expected f32 (8, 1)"));
+    CHECK_THROWS_WITH(quantise_weight(q.weight, inp, s), ContainsSubstring("quantise_weight: weight is f32 (2, 32)"));
+    Tensor shifted = weight;
+    shifted.data = static_cast<char*>(shifted.data) + 4;
+    CHECK_THROWS_WITH(few_rows_forward(out, inp, shifted, {}, s), ContainsSubstring("no multiple of 16 bytes"));
+    few_rows_forward(make_tensor(out.tensor().data, DType::f32, {0, 8}), inp.tensor().slice(0, 0), weight, {}, s);
+}
