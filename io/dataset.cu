@@ -443,10 +443,11 @@ std::vector<int64_t> shares_of(const std::vector<double>& weights) {
 std::vector<MixedPath> parse_mixed_paths(const std::string& text) {
     std::vector<MixedPath> paths;
     std::vector<double> weights;
-    size_t n_words = 0;
+    size_t n_words = 0, n_there = 0;
     std::istringstream words(text);
     for (std::string word; std::getline(words, word, ',');) {
         ++n_words;
+        n_there += is_there(word);
         const size_t colon = word.rfind(':');
         if (colon == word.npos || colon == 0) continue;
         char* end = nullptr;
@@ -455,7 +456,7 @@ std::vector<MixedPath> parse_mixed_paths(const std::string& text) {
         paths.push_back({word.substr(0, colon), 0});
         weights.push_back(weight);
     }
-    if (paths.empty() || is_there(text)) return {{text, kMixShares}};
+    if (is_there(text) || (paths.empty() && n_there < 2)) return {{text, kMixShares}};
     check(paths.size() == n_words, text, ": each of several sources needs a weight, as a.txt:0.7,b.txt:0.3");
     for (size_t i = 0; i < paths.size(); ++i)
         check(weights[i] > 0 && std::isfinite(weights[i]), text, ": the weight of ", paths[i].path,

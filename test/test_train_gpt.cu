@@ -346,6 +346,9 @@ TEST_CASE("a run is neither overwritten nor continued as another one", "[program
     CHECK(slurp(run + "/log.csv") == log);
     // A flag given again with the same value, written otherwise, is no conflict.
     CHECK(run_program("train_gpt", "--resume --lr 3e-3 --out " + run).status == 0);
+    // Without a checkpoint nothing can be continued.
+    std::filesystem::remove_all(run + "/checkpoints");
+    CHECK(one_line_with(line_of(train("--out " + run)), "has saved no checkpoint: delete the folder"));
 }
 
 namespace {

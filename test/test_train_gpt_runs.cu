@@ -243,6 +243,7 @@ TEST_CASE("several sources are mixed, documents and all, and a resumed run goes 
     check_same_end(whole, parts);
     for (const auto& [paths, says] :
          std::vector<std::pair<std::string, std::string>>{{"a.txt:1,b.txt", "each of several sources needs a weight"},
+                                                          {text_file() + "," + text_file(), "needs a weight"},
                                                           {"a.txt:1,b.txt:0", "must be a number above 0"},
                                                           {"a.txt:1,b.txt:1e-6", "less than a thousandth"}}) {
         const Outcome wrong = train("--data " + paths + " --out " + (folder / "wrong"));

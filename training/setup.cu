@@ -225,7 +225,9 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& t, const RunData& data) {
         folder = std::make_unique<RunFolder>(out);
         out = folder->path();
         check(t.options.resume || !std::filesystem::exists(out + "/log.csv"), out,
-              " already holds a run: continue it with --resume, or choose another --out");
+              latest_checkpoint(out)
+                  ? " already holds a run: continue it with --resume, or choose another --out"
+                  : " holds a run that has saved no checkpoint: delete the folder, or choose another --out");
     }
     if (t.world.size > 1) out = broadcast_text(t.world, out);
     return folder;

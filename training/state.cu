@@ -149,7 +149,8 @@ ResumedSchedule resumed_schedule(const TrainOptions& o, const RunState& saved) {
 
 std::string readable_checkpoint(const std::string& run) {
     const std::vector<std::string> checkpoints = find_checkpoints(run);
-    check(!checkpoints.empty(), "--resume: there is no checkpoint in ", run, "/checkpoints");
+    check(!checkpoints.empty(), "--resume: there is no checkpoint in ", run,
+          "/checkpoints: --out is the folder of a run that has saved one, as in --out runs/1 --resume");
     std::string first_error;
     for (const std::string& folder : checkpoints) {
         try {
