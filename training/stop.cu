@@ -52,11 +52,13 @@ void answer(int signal) {
     Line line;
     if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
     const bool first = signals++ == 0 || signal == SIGUSR1, all_saved = step <= newest;
-    if (first && all_saved) line << "all steps are saved; ending the sample";
-    else if (first) line << "finishing step " << step << ", then saving";
-    if (first && signal == SIGUSR1) line << "\n";
-    else if (first && under_mpirun) line << "; mpirun ends its ranks after one second, kill -USR1 leaves them time\n";
-    else if (first) line << "; press Ctrl-C again to " << (all_saved ? "end at once\n" : "stop without saving\n");
+    const char* const what_else = signal == SIGUSR1 ? "\n"
+                                  : under_mpirun
+                                      ? "; mpirun ends its ranks after one second, kill -USR1 leaves them time\n"
+                                  : all_saved ? "; press Ctrl-C again to end at once\n"
+                                              : "; press Ctrl-C again to stop without saving\n";
+    if (first && all_saved) line << "all steps are saved; ending the sample" << what_else;
+    else if (first) line << "finishing step " << step << ", then saving" << what_else;
     else if (all_saved) line << "stopped; all steps are saved\n";
     else if (newest == 0) line << "stopped without saving: nothing of this run was saved\n";
     else line << "stopped without saving: what came after step " << newest << ", the newest checkpoint, is lost\n";
