@@ -13,6 +13,7 @@
 #pragma once
 
 #include "core/kernel.cuh"
+#include "layers/layers.h"
 
 #include <algorithm>
 
@@ -116,6 +117,18 @@ void dispatch_chunks(DType dtype, int64_t row_n, F&& f) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches over heads: (B, T, heads, chunks of a head). Block (t, b, group of heads); in it threadIdx.x is the chunk
 // and threadIdx.y the head, so that no kernel divides to find out where it is.
+
+// Checks that rows (B, T, columns) contain `heads`: `count` of D columns.
+inline void expect_heads(const char* operation, const char* argument, const HeadColumns& heads, DType dtype, int64_t B,
+                         int64_t T, int64_t count, int64_t D) {
+    expect(operation, argument, heads.rows, dtype, {B, T, -1});
+    check(heads.count == count && heads.D == D, operation, ": ", argument, " has ", heads.count, " heads of ", heads.D,
+          " columns, expected ", count, " of ", D);
+    const int64_t columns = heads.rows.shape[2], stride = heads.head_stride();
+    check(heads.column >= 0 && stride >= D && heads.column + (count - 1) * stride + D <= columns, operation, ": ",
+          argument, "'s ", count, " heads of ", D, " columns, ", stride, " apart, from column ", heads.column,
+          " on, are not inside of ", columns, " columns");
+}
 
 struct HeadLaunch {
     dim3 grid, block;

@@ -322,7 +322,10 @@ int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
 // later tokens reads: GQA [K key heads | K value heads] of D columns, MLA [latent | rotated shared key]. The rows of a
 // sequence lie in pages of P rows (inference/paged_cache.cu):
 //
-//     row of the token at position s of sequence i  =  pool[page_table[i, s / P], s % P, :]
+//     row of the token at position s of sequence i  =  row s % P of page page_table[i, s / P]
+//
+// Within a page GQA has the P rows of key head 0, then those of key head 1, ... of the last value head: what one head
+// reads of a page lies side by side. MLA has P rows of [latent | rotated shared key].
 //
 // A step has N new tokens, rows 0 ... N - 1 of its inputs, cut into chunks: neighbouring rows that are tokens of one
 // sequence at neighbouring positions. A sequence that decodes has a chunk of one row; a prompt has several, of at most
@@ -332,17 +335,22 @@ constexpr int64_t kChunkRows = 32;
 
 struct PagedStep {
     Tensor pool;        // (pages, P, W) of the layer: the model's dtype, or e4m3
-    Tensor scales;      // e4m3 only: (pages, P, heads of a row) f32: a number is code * scale of its row and head
+    Tensor scales;      // e4m3 only: (pages, P, heads of a row) f32: a number is code * scale of its row and head. In a
+                        // page they lie as the heads do. MLA: two for each row, for the latent and for the rotary key
     Tensor page_table;  // (sequences, most pages of a sequence) i32
     Tensor chunks;      // (n_chunks, 4) i32: {first row, rows, sequence (row of page_table), position of the first row}
     Tensor rows;        // (N) i32: row of the pool, page * P + offset, to which each new token is written
 };
 
-// paged_attention.cu: GQA over a cache in pages. q, k, v and out are heads in rows (1, N, columns).
+// paged_write.cu. q, k, v and out are heads in rows (1, N, columns).
 // Writes the new tokens' keys and values to their rows of the pool. With a table (rope.cu) queries are rotated in place,
 // and keys on their way; positions (1, N) i32 are those of the tokens. Without one ({}) they go as they are.
 void paged_write(const PagedStep& step, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                  RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);
+// MLA. latent: one head of R columns, key: one head of Dr.
+void paged_latent_write(const PagedStep& step, const HeadColumns& latent, const HeadColumns& key, cudaStream_t stream);
+
+// flash_attention/paged_attention.cu: GQA over a cache in pages.
 // out[n,h] = sum over the s that n sees of softmax(scale q[n,h] . key_s)[s] value_s      key head h / (H/K)
 // window > 0: n sees the last `window` positions up to its own. In f32 the bits are those of flash_attention_forward
 // on CUDA cores over the whole sequence, whatever the pages, chunks and neighbours are.
@@ -432,11 +440,11 @@ void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tens
 // cache[b, first + t] = [latent[b,t] | key[b,t]]       latent (B, T, R), key one head of Dr columns in rows (B, T, ...)
 void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadColumns& key, cudaStream_t stream);
 
-// paged_latent_attention.cu: the same over a cache in pages. latent: one head of R columns, key: one head of Dr.
-void paged_latent_write(const PagedStep& step, const HeadColumns& latent, const HeadColumns& key, cudaStream_t stream);
+// flash_attention/paged_latent_attention.cu: the same over a cache in pages (paged_latent_write). Bits do not depend on
+// pages, chunks and neighbours. Rows of up to 1024 columns.
 void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q, const PagedStep& step, Tensor kv_b,
                                     float scale, Tensor scratch, cudaStream_t stream);
-int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_t max_length);
+int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_t Dr, int64_t max_length);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // cross_entropy.cu: softmax cross-entropy, forward and backward in one.

@@ -1,79 +1,18 @@
-// test/test_paged_attention.cu: attention over a cache in pages gives the bits of flash attention over whole sequences,
-// and what is in the pages is what rope gives.
-#include "layers/layers.h"
-#include "reference.h"
+// test/test_paged_attention.cu: attention over a cache in pages gives the bits of flash attention over whole sequences;
+// what is in the pages is what rope gives; with codes of 8 bits the error is that of the codes.
+#include "paged_step.h"
 
-#include <algorithm>
-#include <numeric>
-#include <random>
+#include <cmath>
 
 namespace {
-
-using Values = std::vector<double>;
-using Integers = std::vector<int32_t>;
-
-// A step in which whole sequences are new, cut into chunks, with pages anywhere in a pool that is full of NaN.
-struct Step {
-    Integers positions, page_table, chunks, rows;
-    int64_t N = 0, n_pages = 0, table_columns = 0, page_size;
-    std::vector<int64_t> lengths;
-
-    // chunk_rows are used in turn: {5, 1}: 5 rows, 1 row, 5 rows, ...
-    Step(std::vector<int64_t> its_lengths, int64_t its_page_size, const std::vector<int64_t>& chunk_rows)
-        : page_size(its_page_size), lengths(std::move(its_lengths)) {
-        for (int64_t length : lengths) {
-            N += length;
-            n_pages += ceil_div(length, page_size);
-            table_columns = std::max(table_columns, ceil_div(length, page_size));
-        }
-        n_pages += 3;  // pages of nobody
-        Integers pages(static_cast<size_t>(n_pages));
-        std::iota(pages.begin(), pages.end(), 0);
-        std::shuffle(pages.begin(), pages.end(), std::mt19937_64(7));
-        int64_t first = 0;
-        for (int64_t i = 0; i < static_cast<int64_t>(lengths.size()); ++i) {
-            Integers its_pages(static_cast<size_t>(table_columns), -1);
-            for (int64_t s = 0; s < lengths[i]; ++s) {
-                int32_t& page = its_pages[static_cast<size_t>(s / page_size)];
-                if (page < 0) page = pages.back(), pages.pop_back();
-                rows.push_back(static_cast<int32_t>(page * page_size + s % page_size));
-                positions.push_back(static_cast<int32_t>(s));
-            }
-            page_table.insert(page_table.end(), its_pages.begin(), its_pages.end());
-            int64_t n = 0;
-            for (int64_t s = 0, c = 0; s < lengths[i]; s += n, ++c) {
-                n = std::min(chunk_rows[static_cast<size_t>(c) % chunk_rows.size()], lengths[i] - s);
-                for (int64_t x : {first + s, n, i, s}) chunks.push_back(static_cast<int32_t>(x));
-            }
-            first += lengths[i];
-        }
-    }
-};
-
-// Its tensors on the device.
-struct DeviceStep {
-    Buffer pool, scales, page_table, chunks, rows, positions;
-    DeviceStep(const Step& s, DType dtype, int64_t width, int64_t heads)
-        : pool(dtype, {s.n_pages, s.page_size, width}), scales(DType::f32, {s.n_pages, s.page_size, heads}),
-          page_table(DType::i32, {static_cast<int64_t>(s.lengths.size()), s.table_columns}),
-          chunks(DType::i32, {static_cast<int64_t>(s.chunks.size()) / 4, 4}), rows(DType::i32, {s.N}),
-          positions(DType::i32, {1, s.N}) {
-        page_table.set_integers(s.page_table), chunks.set_integers(s.chunks), rows.set_integers(s.rows);
-        positions.set_integers(s.positions);
-        cudaCheck(cudaMemset(pool.tensor().data, 0xff, pool.tensor().bytes()));  // NaN
-        cudaCheck(cudaMemset(scales.tensor().data, 0xff, scales.tensor().bytes()));
-    }
-    operator PagedStep() const { return {pool, scales, page_table, chunks, rows}; }
-};
 
 struct Heads {
     int64_t H, K, D;
     int64_t width() const { return (H + 2 * K) * D; }
 };
 
-// Rows first ... first + T - 1 of values (N, width).
-Values some_rows(const Values& values, int64_t first, int64_t T, int64_t width) {
-    return Values(values.begin() + first * width, values.begin() + (first + T) * width);
+std::vector<unsigned char> last_bytes(const std::vector<unsigned char>& bytes, size_t n) {
+    return {bytes.end() - static_cast<int64_t>(n), bytes.end()};
 }
 
 // flash_attention_forward on CUDA cores, of one sequence.
@@ -86,16 +25,17 @@ std::vector<unsigned char> flash(const Values& qkv, DType dtype, int64_t T, cons
     return out.bits();
 }
 
-std::vector<unsigned char> paged(const Values& qkv, DType dtype, const Step& s, const Heads& h, float scale,
-                                 int64_t window, DType pool_dtype) {
-    Buffer rows(dtype, {1, s.N, h.width()}, qkv), out(dtype, {1, s.N, h.H * h.D});
-    const QkvHeads heads = qkv_heads(rows, h.H, h.K);
-    DeviceStep step(s, pool_dtype, 2 * h.K * h.D, 2 * h.K);
-    const int64_t scratch_n = paged_attention_scratch_n(s.N, h.H, h.D, s.table_columns * s.page_size);
-    Buffer scratch(DType::f32, {std::max<int64_t>(1, scratch_n)});
+Buffer scratch_for(const Step& s, const Heads& h) {
+    return Buffer(DType::f32, {1 + paged_attention_scratch_n(s.N, h.H, h.D, s.table_columns * s.page_size)});
+}
+
+// Writes a step and attends, without rope.
+void attend(const Buffer& out, const Buffer& qkv, const DeviceStep& step, const Step& s, const Heads& h, float scale,
+            int64_t window) {
+    const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
+    const Buffer scratch = scratch_for(s, h);
     paged_write(step, heads.q, heads.k, heads.v, RopePairs::halves, {}, {}, device().stream);
     paged_attention_forward({out, h.H, h.D}, heads.q, h.K, step, scale, window, scratch, device().stream);
-    return out.bits();
 }
 
 }  // namespace
@@ -111,23 +51,158 @@ TEST_CASE("attention over pages has the bits of flash attention", "[paged]") {
     const Case cases[] = {{{1, 70, 33}, 1, {1}, {3, 3, 8}, 0},        {{131, 5, 64}, 16, {5}, {4, 1, 64}, 0},
                           {{40, 150}, 17, {32}, {6, 2, 32}, 0},       {{129, 65}, 16, {32, 1, 5}, {4, 4, 80}, 0},
                           {{66, 31, 2}, 17, {32, 1}, {8, 2, 128}, 0}, {{130}, 16, {7}, {3, 1, 192}, 0},
-                          {{150, 20}, 16, {32, 1}, {4, 2, 64}, 9},    {{140}, 17, {1, 9}, {2, 2, 24}, 65}};
+                          {{150, 20}, 16, {32, 1}, {4, 2, 64}, 9},    {{140}, 17, {1, 9}, {2, 2, 23}, 65}};
     for (DType dtype : kFloatDTypes) {
         if (dtype != DType::f32 && !device().is_cpu) continue;
         for (const Case& c : cases) {
-            const Step step(c.lengths, c.page_size, c.chunk_rows);
-            const float scale = 1 / std::sqrt(static_cast<float>(c.heads.D));
-            const Values qkv = random_values(step.N * c.heads.width(), 1, 1.5);
-            const auto actual = paged(qkv, dtype, step, c.heads, scale, c.window, dtype);
+            const Step s(c.lengths, c.page_size, c.chunk_rows);
+            const Heads& h = c.heads;
+            const float scale = 1 / std::sqrt(static_cast<float>(h.D));
+            const Values values = random_values(s.N * h.width(), 1, 1.5);
+            Buffer qkv(dtype, {1, s.N, h.width()}, values), out(dtype, {1, s.N, h.H * h.D});
+            attend(out, qkv, DeviceStep(s, dtype, 2 * h.K * h.D, 2 * h.K), s, h, scale, c.window);
             std::vector<unsigned char> expected;
             int64_t first = 0;
             for (int64_t T : c.lengths) {
-                const auto its = flash(some_rows(qkv, first, T, c.heads.width()), dtype, T, c.heads, scale, c.window);
+                const auto its = flash(some_rows(values, first, T, h.width()), dtype, T, h, scale, c.window);
                 expected.insert(expected.end(), its.begin(), its.end());
                 first += T;
             }
-            INFO(dtype_name(dtype) << ", pages of " << c.page_size << ", D = " << c.heads.D << ", window " << c.window);
-            CHECK(actual == expected);
+            INFO(dtype_name(dtype) << ", pages of " << c.page_size << ", D = " << h.D << ", window " << c.window);
+            CHECK(out.bits() == expected);
         }
     }
+}
+
+// In 16 bits a GPU cuts a long context into splits, which have blocks of their own where a step has few rows.
+TEST_CASE("a row's attention has the same bits in a prompt's chunks and alone", "[paged]") {
+    const Heads h{2, 1, 16};
+    for (DType dtype : kFloatDTypes)
+        for (int64_t window : {0, 300}) {
+            const Step s({7, 590}, 16, {32});
+            const Values values = random_values(s.N * h.width(), 2, 1.5);
+            Buffer qkv(dtype, {1, s.N, h.width()}, values), out(dtype, {1, s.N, h.H * h.D});
+            const DeviceStep prompt(s, dtype, 2 * h.K * h.D, 2 * h.K);
+            attend(out, qkv, prompt, s, h, 0.25f, window);
+            // The last three tokens again, as if they were decoded; their keys and values are there.
+            Buffer last(dtype, {1, 3, h.width()}, some_rows(values, s.N - 3, 3, h.width())),
+                again(dtype, {1, 3, h.H * h.D});
+            Buffer chunks(DType::i32, {3, 4});
+            chunks.set_integers({0, 1, 1, 587, 1, 1, 1, 588, 2, 1, 1, 589});
+            PagedStep step = prompt;
+            step.chunks = chunks;
+            paged_attention_forward({again, h.H, h.D}, qkv_heads(last, h.H, h.K).q, h.K, step, 0.25f, window,
+                                    scratch_for(s, h), device().stream);
+            CHECK(again.bits() == last_bytes(out.bits(), again.tensor().bytes()));
+        }
+}
+
+TEST_CASE("paged_write rotates as rope does", "[paged]") {
+    const Heads h{3, 2, 10};
+    const Step s({5, 9}, 4, {32});
+    Buffer table(DType::f32, {s.N, h.D});
+    rope_table(table, rope_frequencies(h.D, 100.0, {}), 1.1);
+    for (DType dtype : kFloatDTypes)
+        for (RopePairs pairs : {RopePairs::halves, RopePairs::neighbours}) {
+            const Values values = random_values(s.N * h.width(), 3);
+            Buffer fused(dtype, {1, s.N, h.width()}, values), apart(dtype, {1, s.N, h.width()}, values);
+            const DeviceStep one(s, dtype, 2 * h.K * h.D, 2 * h.K), two(s, dtype, 2 * h.K * h.D, 2 * h.K);
+            const QkvHeads q1 = qkv_heads(fused, h.H, h.K), q2 = qkv_heads(apart, h.H, h.K);
+            paged_write(one, q1.q, q1.k, q1.v, pairs, one.positions, table, device().stream);
+            rope_forward(q2.q, pairs, two.positions, table, device().stream);
+            rope_forward(q2.k, pairs, two.positions, table, device().stream);
+            paged_write(two, q2.q, q2.k, q2.v, pairs, {}, {}, device().stream);
+            CHECK(one.pool.bits() == two.pool.bits());
+            // Queries in place; the keys beside them are left as they were.
+            const Values expected = apart.values(), actual = fused.values();
+            for (size_t i = 0; i < actual.size(); ++i) {
+                const int64_t column = static_cast<int64_t>(i) % h.width();
+                const bool is_key = column >= h.H * h.D && column < (h.H + h.K) * h.D;
+                if (!is_key && actual[i] != expected[i]) FAIL("element " << i);
+            }
+        }
+}
+
+// e4m3 has 3 bits of mantissa, and its smallest numbers are multiples of 2^-9: a code is off by at most 2^-4 of x, or by
+// 2^-10 of the scale. So keys shift a score by at most d = scale * sum over x of |q_x| error(k_x), and a probability by
+// a factor between e^-2d and e^2d; values are off by their own error. All of it stays below this bound, computed for
+// each row; float32 sums add nothing that can be seen beside it (1e-5).
+TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged]") {
+    const Heads h{4, 2, 24};
+    const Step s({37}, 16, {32, 1});
+    const double scale = 1 / std::sqrt(24.0);
+    Values values = random_values(s.N * h.width(), 4);
+    for (size_t i = 0; i < values.size(); ++i) values[i] *= 1 + static_cast<double>(i / 31 % 7);  // rows differ in size
+    for (DType dtype : kFloatDTypes) {
+        const Values x = rounded(values, dtype);
+        const auto at = [&](int64_t t, int64_t head, int64_t d) {
+            return x[static_cast<size_t>(t * h.width() + head * h.D + d)];
+        };
+        const auto code_error = [&](int64_t t, int64_t head, int64_t d) {
+            double most = 0;
+            for (int64_t c = 0; c < h.D; ++c) most = std::max(most, std::abs(at(t, head, c)));
+            return std::max(0x1p-4 * std::abs(at(t, head, d)), 0x1p-10 * most / 448);
+        };
+        Buffer qkv(dtype, {1, s.N, h.width()}, values), out(dtype, {1, s.N, h.H * h.D});
+        attend(out, qkv, DeviceStep(s, DType::e4m3, 2 * h.K * h.D, 2 * h.K), s, h, static_cast<float>(scale), 0);
+        const Values actual = out.values();
+        double worst = 0, largest_error = 0;
+        for (int64_t t = 0; t < s.N; ++t)
+            for (int64_t head = 0; head < h.H; ++head) {
+                const int64_t key = h.H + head / 2, value = key + h.K;
+                Values p(static_cast<size_t>(t + 1)), o(static_cast<size_t>(h.D));
+                double total = 0, shift = 0;
+                for (int64_t k = 0; k <= t; ++k) {
+                    double score = 0, its_shift = 0;
+                    for (int64_t d = 0; d < h.D; ++d) {
+                        score += scale * at(t, head, d) * at(k, key, d);
+                        its_shift += scale * std::abs(at(t, head, d)) * code_error(k, key, d);
+                    }
+                    total += p[static_cast<size_t>(k)] = std::exp(score);
+                    shift = std::max(shift, its_shift);
+                }
+                for (int64_t d = 0; d < h.D; ++d) {
+                    double exact = 0, size = 0, error = 0;
+                    for (int64_t k = 0; k <= t; ++k) {
+                        const double probability = p[static_cast<size_t>(k)] / total;
+                        exact += probability * at(k, value, d);
+                        size += probability * std::abs(at(k, value, d));
+                        error += probability * code_error(k, value, d);
+                    }
+                    const double bound = std::expm1(2 * shift) * (size + error) + error +
+                                         (1e-5 + unit_roundoff(dtype)) * (size + error) * std::exp(2 * shift);
+                    const double off = std::abs(actual[static_cast<size_t>((t * h.H + head) * h.D + d)] - exact);
+                    worst = std::max(worst, off / bound), largest_error = std::max(largest_error, off);
+                }
+            }
+        INFO(dtype_name(dtype) << ": " << worst << " of the bound");
+        CHECK(worst <= 1);
+        CHECK(largest_error > 0x1p-8);  // the codes were used
+    }
+}
+
+TEST_CASE("paged attention refuses what does not fit", "[paged]") {
+    const Heads h{4, 2, 8};
+    const Step s({5}, 4, {32});
+    Buffer qkv(DType::f32, {1, s.N, h.width()}, random_values(s.N * h.width(), 5)),
+        out(DType::f32, {1, s.N, h.H * h.D});
+    const DeviceStep step(s, DType::f32, 2 * h.K * h.D, 2 * h.K);
+    const DeviceStep narrow_pool(s, DType::f32, h.K * h.D, 2 * h.K), other_type(s, DType::bf16, 2 * h.K * h.D, 2 * h.K);
+    const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
+    const auto write = [&](const PagedStep& to, const HeadColumns& k, const Tensor& table) {
+        paged_write(to, heads.q, k, heads.v, RopePairs::halves, step.positions, table, device().stream);
+    };
+    const auto attention = [&](const PagedStep& from, int64_t K, float scale, int64_t window) {
+        paged_attention_forward({out, h.H, h.D}, heads.q, K, from, scale, window, {}, device().stream);
+    };
+    Buffer narrow_table(DType::f32, {9, 6});
+    CHECK_THROWS_WITH(write(narrow_pool, heads.k, {}), ContainsSubstring("paged_write: step.pool"));
+    CHECK_THROWS_WITH(write(other_type, heads.k, {}), ContainsSubstring("paged_write: step.pool"));
+    CHECK_THROWS_WITH(write(step, {qkv, h.K, 4}, {}), ContainsSubstring("k has 2 heads of 4 columns, expected 2 of 8"));
+    CHECK_THROWS_WITH(write(step, heads.k, narrow_table), ContainsSubstring("paged_write: table"));
+    CHECK_THROWS_WITH(attention(narrow_pool, h.K, 1, 0), ContainsSubstring("paged_attention_forward: step.pool"));
+    CHECK_THROWS_WITH(attention(other_type, h.K, 1, 0), ContainsSubstring("expected f32 or e4m3"));
+    CHECK_THROWS_WITH(attention(step, 3, 1, 0), ContainsSubstring("not a multiple of K = 3"));
+    CHECK_THROWS_WITH(attention(step, h.K, -1, 0), ContainsSubstring("scale is -1"));
+    CHECK_THROWS_WITH(attention(step, h.K, 1, -1), ContainsSubstring("window is -1"));
 }

@@ -8,7 +8,7 @@
 //     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
 //     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
-//     paged_attention.cu     the forward for inference: keys and values lie in pages
+//     paged_attention.cuh, paged_attention.cu, paged_latent_attention.cu    the forward over a cache in pages
 //
 // The climb from a naive kernel to these, rung by rung, is dev/attention_forward.cu and dev/attention_backward.cu.
 //
@@ -120,16 +120,9 @@ void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadC
 
 constexpr int64_t kMaxD = 192;
 
-// Checks that rows (B, T, columns) contain `heads`.
 void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t B, int64_t T,
                  int64_t count, int64_t D) {
-    expect(operation, name, heads.rows, dtype, {B, T, -1});
-    check(heads.count == count && heads.D == D, operation, ": ", name, " has ", heads.count, " heads of ", heads.D,
-          " columns, expected ", count, " of ", D);
-    const int64_t columns = heads.rows.shape[2], stride = heads.head_stride();
-    check(heads.column >= 0 && stride >= D && heads.column + (count - 1) * stride + D <= columns, operation, ": ", name,
-          "'s ", count, " heads of ", D, " columns, ", stride, " apart, from column ", heads.column,
-          " on, are not inside of ", columns, " columns");
+    expect_heads(operation, name, heads, dtype, B, T, count, D);
     expect_aligned(operation, {{name, heads.rows}});
 }
 

@@ -35,6 +35,7 @@
 // BYTES: each block reads (t + 1) 2 D numbers once. A step that decodes reads the whole cache of its sequences, K
 // (t + 1) 2 D numbers each, and computes 4 D H/K flops for every pair of a key and a value: its limit is the memory.
 #include "layers/flash_attention/cores.cuh"
+#include "layers/flash_attention/paged_attention.cuh"
 #include "layers/softmax.cuh"  // Larger
 
 #include <climits>
@@ -44,13 +45,13 @@ namespace {
 
 constexpr int kThreads = kOnCpu ? 1 : 128;
 constexpr int kKeys = kOnCpu ? 64 : 32;  // of a tile
+constexpr int kColumns = 128;            // of keys, or values, in shared memory at a time
 constexpr int kLanes = kOnCpu ? 64 : 1;  // keys, or columns, of a thread
 constexpr int kRows = kOnCpu ? 32 : 16;  // queries of a tile
 constexpr int kM = 4;                    // queries of a register tile
 constexpr int kSplit = 256;              // keys
 constexpr int64_t kSplitRows = 1024;     // rows times heads of a step whose splits have blocks of their own
-constexpr int64_t kMaxD = 192;           // as flash attention
-constexpr float kLargestCode = 448.0f;   // of e4m3
+constexpr int64_t kMaxD = 192;           // of grouped-query attention: as flash attention, which computes whole prompts
 
 template <class Stored>
 constexpr bool kQuantised = std::is_same_v<Stored, __nv_fp8_e4m3>;
@@ -64,14 +65,15 @@ struct Pool {
 };
 
 struct PagedShape {
-    int64_t N, W;  // rows of the step; columns of a row of the pool
+    int64_t N;  // rows of the step
     int n_sequences, table_columns, n_pages, P;
-    int H, K, group, D;   // group: query heads of a key head
-    int pitch;            // of rows of values and outputs in shared memory: whole lanes
-    int tiles;            // of kRows queries, in the largest chunk
-    int split, n_splits;  // keys of a split; splits of the longest sequence
-    bool parallel;        // each split of a chunk of one row has its own block
-    float factor;         // scale * log2(e): exponentials are powers of two
+    int H, group, D, Dv;                   // group: query heads of a key head
+    int page_heads, values, scale_column;  // as in PagedAttention
+    int pitch;                             // of rows of outputs in shared memory: whole lanes
+    int rows, tiles;                       // queries of a tile; tiles of the largest chunk
+    int split, n_splits;                   // keys of a split; splits of the longest sequence
+    bool parallel;                         // each split of a chunk of one row has its own block
+    float factor;                          // scale * log2(e): exponentials are powers of two
     int window;
 };
 
@@ -95,7 +97,7 @@ struct PagedTile {
     int head, first, n, begin, end;  // head: of keys
 
     __device__ __forceinline__ PagedTile(const PagedChunk& its_chunk, int y, const PagedShape& s) : chunk(its_chunk) {
-        head = y / s.tiles, first = y % s.tiles * kRows, n = min(kRows, chunk.n * s.group - first);
+        head = y / s.tiles, first = y % s.tiles * s.rows, n = min(s.rows, chunk.n * s.group - first);
         begin = max(0, position_of(0, s) - s.window + 1), end = position_of(n - 1, s) + 1;
     }
     __device__ __forceinline__ int token_of(int r, const PagedShape& s) const {
@@ -109,50 +111,111 @@ struct PagedTile {
     }
 };
 
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
 // ---------------------------------------------------------------------------------------------------------------------
-// Loading a tile. `rows` are the rows of the pool in which its n keys lie.
+// Transposing on the CPU device: squares of as many lines as a vector register has lanes.
 
-__device__ __forceinline__ void find_rows(int64_t* rows, const int32_t* pages, int s0, int n, const PagedShape& s) {
+#if defined(__AVX512F__)
+constexpr int kSquare = 16;
+#elif defined(__AVX2__)
+constexpr int kSquare = 8;
+#else
+constexpr int kSquare = 4;
+#endif
+typedef float Line __attribute__((vector_size(kSquare * sizeof(float))));
+typedef float LooseLine __attribute__((vector_size(kSquare * sizeof(float)), aligned(4), may_alias));
+typedef int LineLanes __attribute__((vector_size(kSquare * sizeof(int))));
+
+// a[0] b[0] a[1] b[1] ..., of the first halves of two lines and of the second.
+template <int... lane>
+void interleave(Line a, Line b, Line& first, Line& second, std::integer_sequence<int, lane...>) {
+    first = __builtin_shuffle(a, b, LineLanes{(lane % 2 * kSquare + lane / 2)...});
+    second = __builtin_shuffle(a, b, LineLanes{(lane % 2 * kSquare + lane / 2 + kSquare / 2)...});
+}
+// to[x * to_pitch + i] = from[i * from_pitch + x]. Interleaving line i with line i + kSquare / 2 rotates the bits of an
+// element's number (line, lane) by one place; when all bits of a lane have become those of a line, both are exchanged.
+inline void transpose_square(float* to, int to_pitch, const float* from, int from_pitch) {
+    Line x[kSquare];
+#pragma GCC unroll 16
+    for (int i = 0; i < kSquare; ++i) x[i] = *reinterpret_cast<const LooseLine*>(from + i * from_pitch);
+#pragma GCC unroll 4
+    for (int times = 1; times < kSquare; times *= 2) {
+        Line y[kSquare];
+#pragma GCC unroll 8
+        for (int i = 0; i < kSquare / 2; ++i)
+            interleave(x[i], x[i + kSquare / 2], y[2 * i], y[2 * i + 1], std::make_integer_sequence<int, kSquare>());
+#pragma GCC unroll 16
+        for (int i = 0; i < kSquare; ++i) x[i] = y[i];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kSquare; ++i) *reinterpret_cast<LooseLine*>(to + i * to_pitch) = x[i];
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Loading a tile. In a page the P rows of head 0 come first, then those of head 1 ...: what a block reads of a page lies
+// side by side. `rows` says for each of the tile's n keys which row of D columns of the pool is its key.
+
+__device__ __forceinline__ void find_rows(int64_t* rows, const int32_t* pages, int head, int s0, int n,
+                                          const PagedShape& s) {
     for (int j = threadIdx.x; j < n; j += kThreads) {
         const int position = s0 + j, page = pages[position / s.P];
         if (page < 0 || page >= s.n_pages) __trap();
-        rows[j] = int64_t{page} * s.P + position % s.P;
+        rows[j] = (int64_t{page} * s.page_heads + head) * s.P + position % s.P;
     }
 }
 
-// The chunk of kN columns from x on of a head of one row: the numbers themselves, or codes times their scale.
+// The columns x ... x + kN - 1 of a row, those before `end`: the numbers themselves, or codes times their scale.
 template <int kN, class Stored>
-__device__ __forceinline__ void load_cached(float (&to)[kN], const Pool<Stored>& pool, int64_t row, int head, int x,
+__device__ __forceinline__ void load_cached(float (&to)[kN], const Pool<Stored>& pool, int64_t row, int x, int end,
                                             const PagedShape& s) {
-    load_chunk(to, pool.numbers + row * s.W + int64_t{head} * s.D + x, s.D - x);
+    load_chunk(to, pool.numbers + row * s.D + x, end - x);
     if constexpr (kQuantised<Stored>) {
-        const float scale = pool.scales[row * 2 * s.K + head];
-        for (int l = 0; l < kN; ++l) to[l] *= scale;
+        const bool two = s.scale_column < s.D;
+        const float* scales = pool.scales + (two ? 2 * row : row);
+        const float first = scales[0], second = scales[two ? 1 : 0];
+        for (int l = 0; l < kN; ++l) to[l] *= x + l < s.scale_column ? first : second;
     }
 }
 
-// keys[x][j]: neighbouring threads have neighbouring keys, so that what they write is side by side.
+// tile[x][j]: n columns from x0 on of the keys, transposed.
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
 template <int kN, class Stored>
-__device__ __forceinline__ void load_keys(float* keys, const Pool<Stored>& pool, const int64_t* rows, int n, int head,
-                                          const PagedShape& s) {
-    for (int i = threadIdx.x; i < kKeys * ((s.D + kN - 1) / kN); i += kThreads) {
+void load_keys(float* tile, const Pool<Stored>& pool, const int64_t* rows, int n_keys, int x0, int n,
+               const PagedShape& s) {
+    for (int j = 0; j < n_keys; j += kSquare)
+        for (int x = 0; x < n; x += kN) {
+            float lines[kSquare][kN];  // behind the last key it again: what becomes of them is not used
+            for (int i = 0; i < kSquare; ++i)
+                load_cached(lines[i], pool, rows[min(j + i, n_keys - 1)], x0 + x, x0 + n, s);
+            for (int square = 0; square < kN; square += kSquare)
+                transpose_square(tile + (x + square) * kKeys + j, kKeys, &lines[0][square], kN);
+        }
+}
+#else
+template <int kN, class Stored>
+__device__ __forceinline__ void load_keys(float* tile, const Pool<Stored>& pool, const int64_t* rows, int n_keys,
+                                          int x0, int n, const PagedShape& s) {
+    // Neighbouring threads have neighbouring keys, so that what they write is side by side.
+    for (int i = threadIdx.x; i < kKeys * ((n + kN - 1) / kN); i += kThreads) {
         const int j = i % kKeys, x = i / kKeys * kN;
-        if (j >= n) continue;
+        if (j >= n_keys) continue;
         float numbers[kN];
-        load_cached(numbers, pool, rows[j], head, x, s);
-        for (int l = 0; l < kN && x + l < s.D; ++l) keys[(x + l) * kKeys + j] = numbers[l];
+        load_cached(numbers, pool, rows[j], x0 + x, x0 + n, s);
+        for (int l = 0; l < kN && x + l < n; ++l) tile[(x + l) * kKeys + j] = numbers[l];
     }
 }
-// values[j][c]: neighbouring threads have neighbouring chunks of a row.
+#endif
+// tile[j][c]: n columns from c0 on of the values. Neighbouring threads have neighbouring chunks of a row.
 template <int kN, class Stored>
-__device__ __forceinline__ void load_values(float* values, const Pool<Stored>& pool, const int64_t* rows, int n,
-                                            int head, const PagedShape& s) {
-    const int n_chunks = (s.D + kN - 1) / kN;
-    for (int i = threadIdx.x; i < n * n_chunks; i += kThreads) {
+__device__ __forceinline__ void load_values(float* tile, const Pool<Stored>& pool, const int64_t* rows, int n_keys,
+                                            int c0, int n, const PagedShape& s) {
+    const int n_chunks = (n + kN - 1) / kN;
+    for (int i = threadIdx.x; i < n_keys * n_chunks; i += kThreads) {
         const int j = i / n_chunks, c = i % n_chunks * kN;
         float numbers[kN];
-        load_cached(numbers, pool, rows[j], s.K + head, c, s);
-        store_chunk(values + j * s.pitch + c, numbers, s.D - c);
+        load_cached(numbers, pool, rows[j] + s.values * s.P, c0 + c, c0 + n, s);
+        store_chunk(tile + j * kColumns + c, numbers, n - c);
     }
 }
 
@@ -160,23 +223,23 @@ __device__ __forceinline__ void load_values(float* values, const Pool<Stored>& p
 // A tile in shared memory, and what is done with it. Between two of these functions stands a barrier.
 
 struct Shared {
-    float *q, *keys, *values, *probs;              // (kRows, D), (D, kKeys), (kKeys, pitch), (kRows, kKeys)
-    float *o, *max, *sum, *rescale;                // of the split that is being read: (kRows, pitch), 3 times (kRows)
+    float *q, *tile, *probs;                       // (rows, D), (kColumns, kKeys) or (kKeys, kColumns), (rows, kKeys)
+    float *o, *max, *sum, *rescale;                // of the split that is being read: (rows, pitch), 3 times (rows)
     float *all_o, *all_max, *all_sum, *old, *add;  // of the splits before it, and the factors that join the two
-    int64_t* rows;                                 // (kKeys)
+    int64_t* keys;                                 // (kKeys): find_rows
 
     __device__ __forceinline__ explicit Shared(const PagedShape& s) {
         float* next = dynamic_shared<float>();
         const auto take = [&](int n) { return (next += n) - n; };
-        rows = reinterpret_cast<int64_t*>(take(2 * kKeys));
-        values = take(kKeys * s.pitch), o = take(kRows * s.pitch), all_o = take(kRows * s.pitch);
-        keys = take(kKeys * s.D), probs = take(kRows * kKeys), q = take(kRows * s.D);
-        max = take(kRows), sum = take(kRows), rescale = take(kRows);
-        all_max = take(kRows), all_sum = take(kRows), old = take(kRows), add = take(kRows);
+        keys = reinterpret_cast<int64_t*>(take(2 * kKeys));
+        tile = take(kKeys * kColumns), o = take(s.rows * s.pitch), all_o = take(s.rows * s.pitch);
+        probs = take(s.rows * kKeys), q = take(s.rows * s.D);
+        max = take(s.rows), sum = take(s.rows), rescale = take(s.rows);
+        all_max = take(s.rows), all_sum = take(s.rows), old = take(s.rows), add = take(s.rows);
     }
     static size_t bytes(const PagedShape& s) {
-        return sizeof(float) * static_cast<size_t>(2 * kKeys + (kKeys + 2 * kRows) * s.pitch + (kKeys + kRows) * s.D +
-                                                   kRows * kKeys + 7 * kRows);
+        return sizeof(float) *
+               static_cast<size_t>(2 * kKeys + kKeys * kColumns + s.rows * (2 * s.pitch + kKeys + s.D + 7));
     }
 };
 constexpr int kRowThreads = kKeys / kLanes;  // threads that share a row of probs: one, or a warp
@@ -196,13 +259,16 @@ __device__ __forceinline__ void for_register_tiles(int n_rows, int n_lanes, F&& 
     }
 }
 
-__device__ __forceinline__ void compute_scores(const Shared& at, int n_rows, const PagedShape& s) {
+// Adds n columns from x0 on to the scores, which start at 0.
+__device__ __forceinline__ void add_scores(const Shared& at, int n_rows, int x0, int n, const PagedShape& s) {
     for_register_tiles(n_rows, kKeys, [&](int r, auto rows, int j) {
         constexpr int m = decltype(rows)::value;
-        float scores[m][kLanes] = {};
-        multiply(scores, at.keys + j, kKeys, at.q + r * s.D, s.D, 1, s.D);
+        float scores[m][kLanes];
         for (int i = 0; i < m; ++i)
-            for (int l = 0; l < kLanes; ++l) at.probs[(r + i) * kKeys + j + l] = scores[i][l] * s.factor;
+            for (int l = 0; l < kLanes; ++l) scores[i][l] = x0 > 0 ? at.probs[(r + i) * kKeys + j + l] : 0.0f;
+        multiply(scores, at.tile + j, kKeys, at.q + r * s.D + x0, s.D, 1, n);
+        for (int i = 0; i < m; ++i)
+            for (int l = 0; l < kLanes; ++l) at.probs[(r + i) * kKeys + j + l] = scores[i][l];
     });
 }
 
@@ -212,7 +278,8 @@ __device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile&
     for (int r = static_cast<int>(threadIdx.x) / kRowThreads; r < tile.n; r += kThreads / kRowThreads) {
         const int t = tile.position_of(r, s), first = t - s.window + 1 - s0, end = t + 1 - s0;
         float x[kLanes];
-        for (int l = 0; l < kLanes; ++l) x[l] = j + l >= first && j + l < end ? at.probs[r * kKeys + j + l] : kMasked;
+        for (int l = 0; l < kLanes; ++l)
+            x[l] = j + l >= first && j + l < end ? at.probs[r * kKeys + j + l] * s.factor : kMasked;
         float largest = fold_chunk<Larger>(x);
         if constexpr (kRowThreads > 1) largest = warp_max(largest);
         const float whole = rintf(largest), before = at.max[r], larger = whole > before ? whole : before;
@@ -224,21 +291,25 @@ __device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile&
     }
 }
 
-// The sums over the tile's n keys, in ascending order.
-__device__ __forceinline__ void add_values(const Shared& at, int n_rows, int n, const PagedShape& s) {
+// The sums of the tile's probabilities, in ascending order.
+__device__ __forceinline__ void add_sums(const Shared& at, int n_rows, int n_keys) {
     for (int r = threadIdx.x; r < n_rows; r += kThreads) {
         float sum = at.sum[r] * at.rescale[r];
-        for (int j = 0; j < n; ++j) sum += at.probs[r * kKeys + j];
+        for (int j = 0; j < n_keys; ++j) sum += at.probs[r * kKeys + j];
         at.sum[r] = sum;
     }
-    for_register_tiles(n_rows, s.D, [&](int r, auto rows, int c) {
+}
+// Adds the tile to n columns from c0 on of the outputs.
+__device__ __forceinline__ void add_values(const Shared& at, int n_rows, int n_keys, int c0, int n,
+                                           const PagedShape& s) {
+    for_register_tiles(n_rows, n, [&](int r, auto rows, int c) {
         constexpr int m = decltype(rows)::value;
         float o[m][kLanes];
         for (int i = 0; i < m; ++i)
-            for (int l = 0; l < kLanes; ++l) o[i][l] = at.o[(r + i) * s.pitch + c + l] * at.rescale[r + i];
-        multiply(o, at.values + c, s.pitch, at.probs + r * kKeys, kKeys, 1, n);
+            for (int l = 0; l < kLanes; ++l) o[i][l] = at.o[(r + i) * s.pitch + c0 + c + l] * at.rescale[r + i];
+        multiply(o, at.tile + c, kColumns, at.probs + r * kKeys, kKeys, 1, n_keys);
         for (int i = 0; i < m; ++i)
-            for (int l = 0; l < kLanes; ++l) at.o[(r + i) * s.pitch + c + l] = o[i][l];
+            for (int l = 0; l < kLanes; ++l) at.o[(r + i) * s.pitch + c0 + c + l] = o[i][l];
     });
 }
 
@@ -253,9 +324,9 @@ struct Join {
     }
 };
 
-// partial (N, H, n_splits, 2 + D): of one split of a row the maximum, the sum, the unfinished output.
+// partial (N, H, n_splits, 2 + Dv): of one split of a row the maximum, the sum, the unfinished output.
 __device__ __forceinline__ int64_t partial_offset(int64_t row, int head, int split, const PagedShape& s) {
-    return ((row * s.H + head) * s.n_splits + split) * (2 + s.D);
+    return ((row * s.H + head) * s.n_splits + split) * (2 + s.Dv);
 }
 
 // Nothing has been read: of this split, or of all.
@@ -271,16 +342,24 @@ __device__ __forceinline__ void read_split(const Shared& at, const PagedTile& ti
     for (; s0 < end; s0 += kKeys) {
         const int n = min(kKeys, end - s0);
         __syncthreads();  // all threads have finished reading the previous tile
-        find_rows(at.rows, pages, s0, n, s);
-        __syncthreads();
-        load_keys<kN>(at.keys, pool, at.rows, n, tile.head, s);
-        load_values<kN>(at.values, pool, at.rows, n, tile.head, s);
-        __syncthreads();
-        compute_scores(at, tile.n, s);
+        find_rows(at.keys, pages, tile.head, s0, n, s);
+        for (int x = 0; x < s.D; x += kColumns) {
+            const int n_columns = min(kColumns, s.D - x);
+            __syncthreads();
+            load_keys<kN>(at.tile, pool, at.keys, n, x, n_columns, s);
+            __syncthreads();
+            add_scores(at, tile.n, x, n_columns, s);
+        }
         __syncthreads();
         compute_probs(at, tile, s0, s);
-        __syncthreads();
-        add_values(at, tile.n, n, s);
+        for (int c = 0; c < s.Dv; c += kColumns) {
+            const int n_columns = min(kColumns, s.Dv - c);
+            __syncthreads();
+            load_values<kN>(at.tile, pool, at.keys, n, c, n_columns, s);
+            if (c == 0) add_sums(at, tile.n, n);
+            __syncthreads();
+            add_values(at, tile.n, n, c, n_columns, s);
+        }
     }
     __syncthreads();  // the split's sums are complete
 }
@@ -293,7 +372,7 @@ __device__ __forceinline__ void join_split(const Shared& at, int n_rows, const P
     }
     __syncthreads();  // the factors are there
     for (int r = 0; r < n_rows; ++r)
-        for (int c = threadIdx.x; c < s.D; c += kThreads)
+        for (int c = threadIdx.x; c < s.Dv; c += kThreads)
             at.all_o[r * s.pitch + c] = at.all_o[r * s.pitch + c] * at.old[r] + at.o[r * s.pitch + c] * at.add[r];
     __syncthreads();  // all have read the split's sums
 }
@@ -335,7 +414,7 @@ __global__ void __launch_bounds__(kThreads)
         Number* its_out = out.head(0, head) + token * out.token_stride;
         if (parallel && threadIdx.x == 0) its_partial[0] = at.max[r], its_partial[1] = at.sum[r];
         const float factor = 1.0f / at.all_sum[r];
-        for (int c = threadIdx.x; c < s.D; c += kThreads)
+        for (int c = threadIdx.x; c < s.Dv; c += kThreads)
             if (parallel) its_partial[2 + c] = at.o[r * s.pitch + c];
             else its_out[c] = from_float<Number>(at.all_o[r * s.pitch + c] * factor);
     }
@@ -348,7 +427,7 @@ __global__ void join_splits_kernel(Heads<Number> out, const float* partial, cons
     const int head = static_cast<int>(blockIdx.y), first = max(0, chunk.position - s.window + 1) / s.split,
               end = chunk.position / s.split + 1;
     if (chunk.n > 1) return;
-    for (int c = threadIdx.x; c < s.D; c += blockDim.x) {
+    for (int c = threadIdx.x; c < s.Dv; c += blockDim.x) {
         float max = kNothingYet, sum = 0.0f, o = 0.0f;
         for (int split = first; split < end; ++split) {
             const float* its = partial + partial_offset(chunk.row, head, split, s);
@@ -362,214 +441,111 @@ __global__ void join_splits_kernel(Heads<Number> out, const float* partial, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Writing. A team of kTeam threads, which do not wait for others, has one head of one token: it collects the head in
-// shared memory, rotates it there, and writes it. Head h < H is a query, then K keys and K values follow.
+// Launching
 
-constexpr int kTeam = kOnCpu ? 1 : kWarp, kTeams = 8;  // threads of a team, teams of a block
-
-struct WriteShape {
-    int H, K, D;
-    bool neighbours;
-    int64_t pool_rows, n_positions;  // n_positions: rows of the table
-};
-
-__device__ __forceinline__ void wait_for_team() {
-    if constexpr (!kOnCpu) __syncwarp();
+void check_step(const char* operation, const PagedAttention& a, const PagedStep& step) {
+    const Tensor &pool = step.pool, &table = step.page_table;
+    const bool quantised = pool.dtype == DType::e4m3;
+    expect(operation, "step.pool", pool, pool.dtype, {-1, -1, a.page_heads * a.q.D});
+    if (quantised)
+        expect(operation, "step.scales", step.scales, DType::f32,
+               {pool.shape[0], pool.shape[1], a.scale_column < a.q.D ? 2 : a.page_heads});
+    expect(operation, "step.page_table", table, DType::i32, {-1, -1});
+    expect(operation, "step.chunks", step.chunks, DType::i32, {-1, 4});
+    expect_aligned(operation, {{"step.pool", pool}, {"step.chunks", step.chunks}});
+    check(table.shape[1] * pool.shape[1] < INT_MAX - kSplit, operation, ": step.page_table is ", table,
+          " with pages of ", pool.shape[1], " rows: too many positions");
+    check(std::isfinite(a.scale) && a.scale > 0, operation, ": scale is ", a.scale);
+    check(a.window >= 0, operation, ": window is ", a.window, "; 0 means none");
 }
 
-// rope.cu's rotation of one head, by the row of the table of its position.
-__device__ __forceinline__ void rotate_head(float* x, const float* table, int D, bool neighbours) {
-    for (int i = threadIdx.x; i < D / 2; i += kTeam) {
-        float &x1 = x[neighbours ? 2 * i : i], &x2 = x[neighbours ? 2 * i + 1 : i + D / 2];
-        const float cosine = table[i], sine = table[D / 2 + i], y1 = x1 * cosine - x2 * sine;
-        x2 = x2 * cosine + x1 * sine;
-        x1 = y1;
-    }
+PagedShape shape_of(const PagedAttention& a, const PagedStep& step) {
+    const int64_t N = a.q.rows.shape[1], group = a.q.count / a.K, n_chunks = step.chunks.shape[0];
+    const int64_t P = step.pool.shape[1], max_length = step.page_table.shape[1] * P;
+    const bool one_split = kOnCpu || step.pool.dtype == DType::f32;
+    PagedShape s{};
+    s.N = N;
+    s.n_sequences = narrow(step.page_table.shape[0], "sequences"), s.n_pages = narrow(step.pool.shape[0], "pages");
+    s.table_columns = narrow(step.page_table.shape[1], "pages"), s.P = narrow(P, "rows of a page");
+    s.H = narrow(a.q.count, "heads"), s.group = narrow(group, "heads");
+    s.D = narrow(a.q.D, "columns"), s.Dv = narrow(a.out.D, "columns"),
+    s.pitch = narrow(round_up(s.Dv, kLanes), "columns");
+    s.page_heads = narrow(a.page_heads, "heads"), s.values = narrow(a.values, "heads");
+    s.scale_column = narrow(a.scale_column, "columns");
+    s.rows = a.q.D > 2 * kColumns ? kRows / 2 : kRows;  // so that they fit in shared memory
+    // A step of as many chunks as rows has no chunk of more than one row.
+    s.tiles = narrow(ceil_div((n_chunks == N ? 1 : kChunkRows) * group, s.rows), "tiles");
+    s.split = one_split ? INT_MAX : kSplit;
+    s.n_splits = narrow(one_split ? 1 : ceil_div(max_length, kSplit), "splits");
+    s.parallel = s.n_splits > 1 && N * a.q.count <= kSplitRows;
+    s.factor = a.scale * kLog2e;
+    s.window = a.window == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(a.window, INT_MAX));
+    return s;
 }
 
-// The scale that makes the head's largest number the largest code; 1 for a head of zeros.
-__device__ __forceinline__ float scale_for_codes(const float* x, int D) {
-    float largest = 0.0f;
-    for (int i = threadIdx.x; i < D; i += kTeam) largest = fmaxf(largest, fabsf(x[i]));
-    if constexpr (!kOnCpu) largest = warp_max(largest);
-    return largest > 0.0f ? largest / kLargestCode : 1.0f;
-}
-
-// Block (token, group of heads).
-template <class Number, class Stored>
-__global__ void paged_write_kernel(Stored* pool, float* scales, Heads<Number> q, Heads<const Number> k,
-                                   Heads<const Number> v, const int32_t* rows, const int32_t* positions,
-                                   const float* table, WriteShape s) {
-    __shared__ float heads[kTeams][kMaxD];
-    const int64_t token = blockIdx.x, row = rows[token], position = positions ? positions[token] : 0;
-    const int h = static_cast<int>(blockIdx.y * kTeams + threadIdx.y), n_cached = 2 * s.K;
-    if (row < 0 || row >= s.pool_rows || position < 0 || (table && position >= s.n_positions)) __trap();
-    if (h >= s.H + n_cached || (h < s.H && !table)) return;  // the whole team; queries stay as they are
-
-    const int cached = h - s.H;  // the head of the pool's row
-    const Number* from = cached < 0     ? q.head(0, h) + token * q.token_stride
-                         : cached < s.K ? k.head(0, cached) + token * k.token_stride
-                                        : v.head(0, cached - s.K) + token * v.token_stride;
-    float* x = heads[threadIdx.y];
-    for (int i = threadIdx.x; i < s.D; i += kTeam) x[i] = to_float(from[i]);
-    wait_for_team();
-    if (table && cached < s.K) rotate_head(x, table + position * s.D, s.D, s.neighbours);
-    wait_for_team();
-    if (cached < 0) {
-        Number* to = q.head(0, h) + token * q.token_stride;
-        for (int i = threadIdx.x; i < s.D; i += kTeam) to[i] = from_float<Number>(x[i]);
-        return;
-    }
-    Stored* to = pool + (row * n_cached + cached) * s.D;
-    if constexpr (kQuantised<Stored>) {
-        const float scale = scale_for_codes(x, s.D);
-        for (int i = threadIdx.x; i < s.D; i += kTeam) to[i] = from_float<Stored>(x[i] / scale);
-        if (threadIdx.x == 0) scales[row * n_cached + cached] = scale;
-    } else {
-        for (int i = threadIdx.x; i < s.D; i += kTeam) to[i] = from_float<Stored>(x[i]);
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Checks
-
-void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t N,
-                 int64_t count, int64_t D) {
-    expect(operation, name, heads.rows, dtype, {1, N, -1});
-    check(heads.count == count && heads.D == D, operation, ": ", name, " has ", heads.count, " heads of ", heads.D,
-          " columns, expected ", count, " of ", D);
-    check(heads.column >= 0 && heads.head_stride() >= D &&
-              heads.column + (count - 1) * heads.head_stride() + D <= heads.rows.cols(),
-          operation, ": ", name, "'s ", count, " heads of ", D, " columns, ", heads.head_stride(),
-          " apart, from column ", heads.column, " on, are not inside of ", heads.rows.cols(), " columns");
-}
-
-// Of queries: f32, bf16 or f16 in rows (1, N, columns), H heads for K key heads.
-void check_queries(const char* operation, const HeadColumns& q, int64_t K) {
-    const DType dtype = q.rows.dtype;
-    check(q.rows.data && (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16) && q.rows.ndim == 3 &&
-              q.rows.shape[0] == 1,
-          operation, ": q is ", q.rows, ", expected f32, bf16 or f16 of (1, N, columns)");
-    check(q.D >= 1 && q.D <= kMaxD, operation, ": heads of q have ", q.D, " columns; 1 to ", kMaxD, " are possible");
-    check(K >= 1 && q.count >= 1 && q.count % K == 0, operation, ": H = ", q.count,
-          " query heads are not a multiple of K = ", K, " key/value heads");
-    check_heads(operation, "q", q, dtype, q.rows.shape[1], q.count, q.D);
-}
-
-// The pool: the dtype of the queries or e4m3, with a scale for each row's heads.
-void check_pool(const char* operation, const PagedStep& step, DType dtype, int64_t width, int64_t heads) {
-    const Tensor& pool = step.pool;
-    expect(operation, "step.pool", pool, pool.dtype == DType::e4m3 ? DType::e4m3 : dtype, {-1, -1, width});
-    check(pool.shape[0] * pool.shape[1] < INT_MAX, operation, ": step.pool is ", pool, ": too many rows");
-    if (pool.dtype == DType::e4m3)
-        expect(operation, "step.scales", step.scales, DType::f32, {pool.shape[0], pool.shape[1], heads});
-}
-
-// Calls f(zero of the dtype, zero of the pool's type).
+// Calls f(a number of the dtype of the queries, one of the pool's). They are the same, but for the queries of MLA, which
+// are f32, and for codes.
 template <class F>
-void dispatch_pool(DType dtype, DType pool, F&& f) {
+void dispatch_pool(const char* operation, DType dtype, DType pool, F&& f) {
+    check(dtype == DType::f32 || pool == dtype || pool == DType::e4m3, operation, ": step.pool holds ",
+          dtype_name(pool), ", expected ", dtype_name(dtype), " or e4m3");
     dispatch(dtype, [&](auto number) {
-        if (pool == DType::e4m3) f(number, __nv_fp8_e4m3{});
-        else f(number, number);
+        if (pool == DType::e4m3) return f(number, __nv_fp8_e4m3{});
+        if constexpr (!std::is_same_v<decltype(number), float>) return f(number, number);
+        else dispatch(pool, [&](auto stored) { f(number, stored); });
     });
 }
 
 }  // namespace
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Launchers
-
-void paged_write(const PagedStep& step, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
-                 RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream) {
-    const char* operation = "paged_write";
-    const DType dtype = q.rows.dtype;
-    const int64_t H = q.count, K = k.count, D = q.D, N = q.rows.shape[1];
-    check_queries(operation, q, K);
-    check_heads(operation, "k", k, dtype, N, K, D);
-    check_heads(operation, "v", v, dtype, N, K, D);
-    check_pool(operation, step, dtype, 2 * K * D, 2 * K);
-    expect(operation, "step.rows", step.rows, DType::i32, {N});
-    if (table.exists()) {
-        check(D % 2 == 0, operation, ": heads of D = ", D, " columns cannot be rotated: D must be even");
-        expect(operation, "table", table, DType::f32, {-1, D});
-        expect(operation, "positions", positions, DType::i32, {1, N});
-    }
-    const WriteShape shape{narrow(H, "heads"),
-                           narrow(K, "heads"),
-                           narrow(D, "columns"),
-                           pairs == RopePairs::neighbours,
-                           step.pool.shape[0] * step.pool.shape[1],
-                           table.shape[0]};
-    const dim3 grid(static_cast<unsigned>(N), static_cast<unsigned>(ceil_div(H + 2 * K, kTeams)));
-    dispatch_pool(dtype, step.pool.dtype, [&](auto number, auto stored) {
+void paged_attention(const char* operation, const PagedAttention& a, const PagedStep& step, Tensor scratch,
+                     cudaStream_t stream) {
+    check_step(operation, a, step);
+    const PagedShape s = shape_of(a, step);
+    const int64_t n_chunks = step.chunks.shape[0];
+    float* partial = nullptr;
+    if (s.parallel) partial = scratch_as(operation, scratch, {s.N, s.H, s.n_splits, 2 + s.Dv}).ptr<float>();
+    const dim3 grid(static_cast<unsigned>(n_chunks), static_cast<unsigned>(a.K * s.tiles),
+                    static_cast<unsigned>(s.parallel ? s.n_splits : 1));
+    const auto* chunks = reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>());
+    dispatch_pool(operation, a.q.rows.dtype, step.pool.dtype, [&](auto number, auto stored) {
         using Number = decltype(number);
         using Stored = decltype(stored);
-        paged_write_kernel<Number, Stored><<<grid, dim3(kTeam, kTeams), 0, stream>>>(
-            step.pool.ptr<Stored>(), kQuantised<Stored> ? step.scales.ptr<float>() : nullptr, Heads<Number>(q),
-            Heads<const Number>(k), Heads<const Number>(v), step.rows.ptr<int32_t>(),
-            table.exists() ? positions.ptr<int32_t>() : nullptr, table.exists() ? table.ptr<float>() : nullptr, shape);
+        const auto launch = [&](auto chunk) {
+            constexpr int kN = decltype(chunk)::value;
+            allow_shared(paged_attention_kernel<Number, Stored, kN>, Shared::bytes(s));
+            paged_attention_kernel<Number, Stored, kN><<<grid, kThreads, Shared::bytes(s), stream>>>(
+                Heads<Number>(a.out), partial, Heads<const Number>(a.q), Pool<Stored>(step),
+                step.page_table.ptr<int32_t>(), chunks, s);
+            cudaCheckLaunch();
+        };
+        if (kOnCpu || std::gcd(s.D, s.Dv) % kChunk<Stored> == 0) launch(std::integral_constant<int, kChunk<Stored>>{});
+        else launch(std::integral_constant<int, 1>{});
+        if (!s.parallel) return;
+        join_splits_kernel<Number>
+            <<<dim3(static_cast<unsigned>(n_chunks), static_cast<unsigned>(s.H)), 64, 0, stream>>>(Heads<Number>(a.out),
+                                                                                                   partial, chunks, s);
         cudaCheckLaunch();
     });
-}
-
-int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length) {
-    return kOnCpu ? 0 : std::min(N * H, kSplitRows) * ceil_div(max_length, kSplit) * (2 + D);
 }
 
 void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64_t K, const PagedStep& step,
                              float scale, int64_t window, Tensor scratch, cudaStream_t stream) {
     const char* operation = "paged_attention_forward";
     const DType dtype = q.rows.dtype;
-    check_queries(operation, q, K);
-    const int64_t H = q.count, D = q.D, N = q.rows.shape[1], group = H / K;
-    check_heads(operation, "out", out, dtype, N, H, D);
-    check_pool(operation, step, dtype, 2 * K * D, 2 * K);
-    expect_aligned(operation, {{"step.pool", step.pool}});
-    expect(operation, "step.page_table", step.page_table, DType::i32, {-1, -1});
-    expect(operation, "step.chunks", step.chunks, DType::i32, {-1, 4});
-    expect_aligned(operation, {{"step.chunks", step.chunks}});
-    check(std::isfinite(scale) && scale > 0, operation, ": scale is ", scale);
-    check(window >= 0, operation, ": window is ", window, "; 0 means none");
-    const int64_t n_chunks = step.chunks.shape[0], P = step.pool.shape[1], max_length = step.page_table.shape[1] * P;
-    check(max_length < INT_MAX - kSplit, operation, ": step.page_table ", step.page_table, " with pages of ", P,
-          " rows: too many positions");
-    const bool one_split = kOnCpu || dtype == DType::f32;
-    const int64_t n_splits = one_split ? 1 : ceil_div(max_length, kSplit);
+    expect(operation, "q", q.rows, dtype, {1, -1, -1});
+    const int64_t H = q.count, D = q.D, N = q.rows.shape[1];
+    check(N > 0 && D >= 1 && D <= kMaxD, operation, ": q is ", q.rows, " with heads of ", D, " columns; 1 to ", kMaxD,
+          " are possible");
+    check(K >= 1 && H >= 1 && H % K == 0, operation, ": H = ", H, " query heads are not a multiple of K = ", K,
+          " key/value heads");
+    expect_heads(operation, "q", q, dtype, 1, N, H, D);
+    expect_heads(operation, "out", out, dtype, 1, N, H, D);
+    check(step.pool.dtype == dtype || step.pool.dtype == DType::e4m3, operation, ": step.pool is ", step.pool,
+          ", expected ", dtype_name(dtype), " or e4m3");
+    paged_attention(operation, {out, q, K, 2 * K, K, D, scale, window}, step, scratch, stream);
+}
 
-    PagedShape s{};
-    s.N = N, s.W = 2 * K * D;
-    s.n_sequences = narrow(step.page_table.shape[0], "sequences"), s.n_pages = narrow(step.pool.shape[0], "pages");
-    s.table_columns = narrow(step.page_table.shape[1], "pages"), s.P = narrow(P, "rows of a page");
-    s.H = narrow(H, "heads"), s.K = narrow(K, "heads"), s.group = narrow(group, "heads"), s.D = narrow(D, "columns");
-    s.pitch = static_cast<int>(round_up(D, kLanes));
-    // A step of as many chunks as rows has no chunk of more than one row.
-    s.tiles = static_cast<int>(ceil_div((n_chunks == N ? 1 : kChunkRows) * group, kRows));
-    s.split = one_split ? INT_MAX : kSplit, s.n_splits = narrow(n_splits, "splits");
-    s.parallel = n_splits > 1 && N * H <= kSplitRows;
-    s.factor = scale * kLog2e;
-    s.window = window == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(window, INT_MAX));
-    float* partial = nullptr;
-    if (s.parallel) partial = scratch_as(operation, scratch, {N * H * n_splits * (2 + D)}).ptr<float>();
-
-    const dim3 grid(static_cast<unsigned>(n_chunks), static_cast<unsigned>(K * s.tiles),
-                    static_cast<unsigned>(s.parallel ? n_splits : 1));
-    const auto* chunks = reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>());
-    dispatch_pool(dtype, step.pool.dtype, [&](auto number, auto stored) {
-        using Number = decltype(number);
-        using Stored = decltype(stored);
-        const auto launch = [&](auto chunk_columns) {
-            constexpr int kN = decltype(chunk_columns)::value;
-            allow_shared(paged_attention_kernel<Number, Stored, kN>, Shared::bytes(s));
-            paged_attention_kernel<Number, Stored, kN><<<grid, kThreads, Shared::bytes(s), stream>>>(
-                Heads<Number>(out), partial, Heads<const Number>(q), Pool<Stored>(step), step.page_table.ptr<int32_t>(),
-                chunks, s);
-            cudaCheckLaunch();
-        };
-        if (kOnCpu || D % kChunk<Stored> == 0) launch(std::integral_constant<int, kChunk<Stored>>{});
-        else launch(std::integral_constant<int, 1>{});
-        if (!s.parallel) return;
-        join_splits_kernel<Number><<<dim3(static_cast<unsigned>(n_chunks), static_cast<unsigned>(H)), 64, 0, stream>>>(
-            Heads<Number>(out), partial, chunks, s);
-        cudaCheckLaunch();
-    });
+int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length) {
+    return kOnCpu ? 0 : std::min(N * H, kSplitRows) * ceil_div(max_length, kSplit) * (2 + D);
 }

@@ -1,0 +1,23 @@
+// layers/flash_attention/paged_attention.cuh: attention over a cache in pages, as its two callers see it: grouped-query
+// attention (paged_attention.cu, where the kernels are) and MLA (paged_latent_attention.cu).
+#pragma once
+
+#include "layers/flash_attention/flash_attention.cuh"
+
+// H query heads of D columns over K heads of keys (D) and values (the first Dv columns of their rows).
+struct PagedAttention {
+    HeadColumns out, q;  // in rows (1, N, columns), of one dtype
+    int64_t K;
+    int64_t page_heads;  // heads of a page, each P rows of D columns: key head h is head h,
+    int64_t values;      // value head h is head h + values
+    int64_t
+        scale_column;  // e4m3: columns from this one on have a scale of their own, the row's second; D: there is none
+    float scale;
+    int64_t window;
+};
+
+constexpr int64_t kMaxLatentColumns = 1024;  // D of MLA: queries and outputs of a tile lie in shared memory
+
+// Checks the step (pool, page table, chunks) too.
+void paged_attention(const char* operation, const PagedAttention& arguments, const PagedStep& step, Tensor scratch,
+                     cudaStream_t stream);
