@@ -343,8 +343,9 @@ struct PagedStep {
 };
 
 // paged_write.cu. q, k, v and out are heads in rows (1, N, columns).
-// Writes the new tokens' keys and values to their rows of the pool. With a table (rope.cu) queries are rotated in place,
-// and keys on their way; positions (1, N) i32 are those of the tokens. Without one ({}) they go as they are.
+// Writes the new tokens' keys and values to their rows of the pool. With a table (rope.cu) queries are rotated in
+// place, and keys on their way; positions (1, N) i32 are those of the tokens. Without one ({}) they go as they are.
+// In e4m3 the scale is largest |x| / 448, or 1 where all are 0.
 void paged_write(const PagedStep& step, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                  RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);
 // MLA. latent: one head of R columns, key: one head of Dr.

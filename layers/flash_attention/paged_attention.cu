@@ -27,9 +27,9 @@
 //     for each split i:  m_i, l_i, o_i  as above, of its keys alone             M = max m_i
 //     out = (sum over i of o_i 2^(m_i - M)) / (sum over i of l_i 2^(m_i - M))   in ascending order of i
 //
-// where the factors are powers of two, and round nothing. So the bits depend on the row's own sequence only, and whether
-// one block does all splits, one after the other, or each has its own block and a second kernel adds them, is a matter
-// of speed: the second where the step has few rows (kSplitRows), for chunks of one row. In f32, and on the CPU device,
+// where the factors are powers of two, and round nothing. So the bits depend on the row's own sequence only. Whether one
+// block does all splits, one after the other, or each has its own block and a second kernel adds them, is a matter of
+// speed: the second where the step has few rows (kSplitRows), for chunks of one row. In f32, and on the CPU device,
 // there is one split: the sums are one chain, and the bits are flash attention's.
 //
 // BYTES: each block reads (t + 1) 2 D numbers once. A step that decodes reads the whole cache of its sequences, K
@@ -90,7 +90,7 @@ __device__ __forceinline__ PagedChunk load_chunk_of(const int4* chunks, int i, c
     return {c.x, c.y, c.z, c.w};
 }
 
-// What a block computes: the queries first ... first + n - 1 of the chunk's, which see the keys [begin, end). Query i is
+// What a block computes: the queries first ... first + n - 1 of the chunk, which see the keys [begin, end). Query i is
 // that of head i % group of the chunk's row i / group.
 struct PagedTile {
     PagedChunk chunk;
@@ -153,8 +153,8 @@ inline void transpose_square(float* to, int to_pitch, const float* from, int fro
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Loading a tile. In a page the P rows of head 0 come first, then those of head 1 ...: what a block reads of a page lies
-// side by side. `rows` says for each of the tile's n keys which row of D columns of the pool is its key.
+// Loading a tile. In a page the P rows of head 0 come first, then those of head 1 ...: what a block reads of a page
+// lies side by side. `rows` says for each of the tile's n keys which row of D columns of the pool is its key.
 
 __device__ __forceinline__ void find_rows(int64_t* rows, const int32_t* pages, int head, int s0, int n,
                                           const PagedShape& s) {
@@ -244,7 +244,7 @@ struct Shared {
 };
 constexpr int kRowThreads = kKeys / kLanes;  // threads that share a row of probs: one, or a warp
 
-// Calls f(first row of a register tile, how many as a constant, first of kLanes lanes) for this thread's register tiles.
+// Calls f(first row, how many rows as a constant, first of kLanes lanes) for each of this thread's register tiles.
 template <class F>
 __device__ __forceinline__ void for_register_tiles(int n_rows, int n_lanes, F&& f) {
     const int across = (n_lanes + kLanes - 1) / kLanes;
@@ -483,8 +483,8 @@ PagedShape shape_of(const PagedAttention& a, const PagedStep& step) {
     return s;
 }
 
-// Calls f(a number of the dtype of the queries, one of the pool's). They are the same, but for the queries of MLA, which
-// are f32, and for codes.
+// Calls f(a number of the dtype of the queries, one of the pool's). They are the same, but for MLA's queries, which are
+// f32, and for codes.
 template <class F>
 void dispatch_pool(const char* operation, DType dtype, DType pool, F&& f) {
     check(dtype == DType::f32 || pool == dtype || pool == DType::e4m3, operation, ": step.pool holds ",
