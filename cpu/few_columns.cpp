@@ -15,8 +15,9 @@
 //
 // A sum's additions wait for each other. Two squares below each other, and the columns of B, have independent sums. The
 // hardware's prefetchers lose so many rows at the same time, so that A is prefetched here, `lead` elements ahead: along
-// the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads A at 80 to 95 % of the
-// speed of a plain sum over an array for 1 to 4 columns, at 65 to 85 % for 8; for 16 the arithmetic takes longer.
+// the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads a float32 or 16-bit A for
+// one column at 80 to 95 % of the speed at which it adds up an array; from 8 columns on (16 bits: from 4) the arithmetic
+// takes longer.
 #include <algorithm>
 
 #include "cublas_lt.h"
@@ -41,9 +42,9 @@ struct Rows {
 };
 
 // Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is B[l, j].
-template <int vectors, int columns>
-void add_products(const Rows<float>& a, const float* b, int64_t k, Vector (&total)[columns][vectors]) {
-    const float* rows[vectors * width];
+template <int vectors, int columns, class T>
+void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[columns][vectors]) {
+    const T* rows[vectors * width];
     for (int i = 0; i < vectors * width; ++i) rows[i] = a.row(i);
     Vector sums[columns][vectors];
     std::memcpy(sums, total, sizeof sums);
@@ -69,15 +70,16 @@ void add_products(const Rows<float>& a, const float* b, int64_t k, Vector (&tota
     for (; l < k; ++l, b += columns)
         for (int v = 0; v < vectors; ++v) {
             Vector x;
-            for (int i = 0; i < width; ++i) x[i] = rows[v * width + i][l];
+            for (int i = 0; i < width; ++i) x[i] = float(rows[v * width + i][l]);
             for (int j = 0; j < columns; ++j) sums[j][v] = multiply_add(x, broadcast(b[j]), sums[j][v]);
         }
     std::memcpy(total, sums, sizeof sums);
 }
 
-// The same for other types: `lead` k's at a time are widened, which is exact, to a copy that stays in the cache.
+// The same for types that no vector is loaded from: `lead` k's at a time are widened to a copy that stays in the cache.
 template <int vectors, int columns, class T>
-void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&sums)[columns][vectors]) {
+requires(!requires(const T* from) { load(from); }) void add_products(const Rows<T>& a, const float* b, int64_t k,
+                                                                     Vector (&sums)[columns][vectors]) {
     alignas(64) float wide[vectors * width][lead];
     for (int64_t l = 0; l < k; l += lead) {
         const int64_t length = std::min(lead, k - l), ahead = a.ahead(l);

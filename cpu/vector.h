@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #endif
 
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+
 namespace cuda_cpu {
 namespace {
 
@@ -35,6 +38,20 @@ inline Vector broadcast(float x) { return Vector(_mm256_set1_ps(x)); }
 #else  // four lanes, and two roundings, for any other CPU
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
 inline Vector broadcast(float x) { return Vector{x, x, x, x}; }
+#endif
+
+// The same from 16-bit types, widened: exact.
+inline Vector load(const __nv_bfloat16* from) {
+    typedef uint16_t Codes __attribute__((vector_size(width * sizeof(uint16_t))));
+    typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
+    Codes codes;
+    std::memcpy(&codes, from, sizeof codes);
+    return Vector(__builtin_convertvector(codes, Bits) << 16);
+}
+#if defined(__AVX512F__)
+inline Vector load(const __half* from) {
+    return Vector(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
 #endif
 
 // {a, b}[place(0)], {a, b}[place(1)], ...: elements of two vectors, chosen by numbers known to the compiler.

@@ -132,7 +132,7 @@ __global__ void few_rows_cpu_kernel(T* out, const T* inp, const Code* codes, con
             for (float& column : x[r]) column = 0.0f;
         for (int64_t c = 0; c < C; c += kStrip) {
             const int64_t n = min(C - c, static_cast<int64_t>(kStrip));
-            // The strip that comes kLead strips later, in this tile or in the next one.
+            // The strip that comes kLead columns later, in this tile or in the next one.
             const int64_t later = c + kLead < C ? kLead : kLead + (kTileOutputs - 1) * C;
             for (int64_t r = 0; r < rows; ++r) {
                 const T* const from = inp + (first_row + r) * C + c;
