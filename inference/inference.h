@@ -12,6 +12,7 @@
 //     timeline.cu      a picture of the requests over the steps
 //     engine.cu        the step itself on the device, and the memory that it takes
 //     sampling.cu      from logits to tokens: what options mean and which are refused
+//     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
 //     requests.cu      from tokens to text: stop strings, finish reasons, several samples of a prompt
 #pragma once
 
@@ -24,6 +25,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <unordered_map>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // paged_cache.cu: the cache in pages.                   (Kwon et al. 2023, PagedAttention, arXiv:2309.06180, section 4)
@@ -198,6 +200,37 @@ class Sampler {
     Tensor host_tables_, tables_;  // rules, proposals, adjustments
     Tensor x_, distributions_;     // (max_rows + n_slots, ...)
     Tensor host_results_, results_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// speculation.cu: several tokens of a sequence in one step           (Leviathan et al. 2023; Chen et al. 2023)
+//
+// The next k tokens are proposed at little cost. One step of the model computes the logits behind each of them, and a
+// token is drawn from each (Sampler::draw, each row with the proposed tokens before it in `answer`). As long as the
+// drawn tokens equal the proposed ones they are the text. The first that differs is the text too, since all before it
+// are; what follows it is forgotten. So a step gains from 1 to k + 1 tokens.
+//
+//   greedy, or prompt look-up    rows without `proposed`: the text is the same tokens as without speculation
+//   a draft model                proposals are drawn by Sampler::propose, with the same options; rows with `proposed`:
+//                                the text has the same distribution as without speculation
+//
+// For prompt look-up, drawing and comparing is rejection sampling: the proposal is certain, q = 1 for it, so that it is
+// accepted with probability p, and otherwise another token v is drawn with p[v] / (1 - p).
+
+// How many of the drawn tokens the text gains. drawn[i] stands behind the first i proposed tokens; one more than those.
+size_t tokens_gained(std::span<const int32_t> proposed, std::span<const Sampled> drawn);
+
+// Proposes what followed the last time that the text had the same last three, two, or else one tokens.
+class PromptLookup {
+  public:
+    // k tokens: what followed, and where that reaches the end of the text, the proposal itself (a text that repeats
+    // itself goes on repeating itself). None if the last token is new. `tokens`, the whole text, begins with the tokens
+    // of the call before: each token is read once.
+    std::vector<int32_t> propose(std::span<const int32_t> tokens, int64_t k);
+
+  private:
+    std::unordered_map<uint64_t, size_t> followers_;  // of n tokens, packed: the place behind their last occurrence
+    size_t n_read_ = 0;                               // tokens whose predecessors are in followers_
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 // Sampling on the host: from options and tokens to the tables that the kernels read (layers/sampling.cu), and back.
 //
-// A step copies one table to the device, a rule for each row and adjustments of single logits, launches the kernels, and
-// copies one table of results back. All random numbers are made here: number (sample, position) of the request's seed.
+// A step copies one table to the device (a rule for each row, and adjustments of single logits), launches the
+// kernels, and copies one table of results back. All random numbers are made here: number (sample, position) of the
+// request's seed.
 #include "inference/inference.h"
 
 #include <algorithm>
@@ -130,8 +131,10 @@ void Sampler::add_rule(const SamplingRow& row, bool is_draft) {
     SamplingRule rule = rule_of(o, V_);
     rule.random = bits_64(numbers.v[0], numbers.v[1]);
     rule.first_adjustment = static_cast<int32_t>(adjustments_.size());
+    for (const std::span<const int32_t> tokens : {row.prompt, row.answer})
+        for (int32_t token : tokens)
+            check(token >= 0 && token < V_, "Sampler: token ", token, " is outside of the vocabulary of ", V_);
     const auto of_token = [&](int32_t token) -> LogitAdjustment& {
-        check(token >= 0 && token < V_, "Sampler: token ", token, " is outside of the vocabulary of ", V_);
         int32_t& place = places_[static_cast<size_t>(token)];
         if (place < 0) {
             place = static_cast<int32_t>(adjustments_.size());

@@ -11,9 +11,9 @@
 // The sum is not walked through: the row is cut into as many pieces as there are bins, which are added up at the same
 // time; the piece in which the sum exceeds the target is cut again, until one chunk is left.
 //
-// Why an accepted or replaced proposal has distribution p: v is proposed and accepted with probability q[v] min(1, p[v] /
-// q[v]) = min(p[v], q[v]). A rejection has probability 1 - sum of min(p, q) = sum of max(0, p - q), and then v is drawn
-// with max(0, p[v] - q[v]) / that sum. Together min(p[v], q[v]) + max(0, p[v] - q[v]) = p[v].
+// Why an accepted or replaced proposal has distribution p: v is proposed and accepted with probability q[v] min(1,
+// p[v] / q[v]) = min(p[v], q[v]). A rejection has probability 1 - sum of min(p, q) = sum of max(0, p - q), and then v
+// is drawn with max(0, p[v] - q[v]) / that sum. Together min(p[v], q[v]) + max(0, p[v] - q[v]) = p[v].
 #include "layers/sampling.cuh"
 
 namespace {
@@ -21,7 +21,20 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // The draw
 
-// The first token v at which the weights of the tokens up to v add up to more than random / 2^64 of all; -1 if all are 0.
+// A thread's part of the sum over a range of tokens, from its first chunk `start` on.
+template <class Weights>
+__device__ __forceinline__ uint64_t sum_of_weights(const Weights& weights, int start, int end) {
+    if (start >= end) return 0;
+    uint64_t sum[kN] = {}, w[kN];
+    for (int v = start; v < end; v += kThreads * kN) {
+        weights.load(w, v);
+        for (int l = 0; l < kN; ++l) sum[l] += w[l];
+    }
+    for (int l = 1; l < kN; ++l) sum[0] += sum[l];
+    return sum[0];
+}
+
+// The first token v at which the weights of the tokens up to v add up to more than random / 2^64 of all. -1: all are 0.
 template <class Weights>
 __device__ int find_token(const Weights& weights, int columns, uint64_t random, Bins& bins) {
     int first = 0, last = columns;    // the token is in [first, last), whole chunks
@@ -29,14 +42,9 @@ __device__ int find_token(const Weights& weights, int columns, uint64_t random, 
     do {
         const int piece = (last - first + kBins * kN - 1) / (kBins * kN) * kN;  // of a bin: whole chunks
         for (int b = 0; b < kBins; ++b) {
+            const int start = first + b * piece + static_cast<int>(threadIdx.x) * kN;
             const int end = min(last, first + (b + 1) * piece);
-            uint64_t sum[kN] = {}, w[kN];
-            for (int v = first + b * piece + static_cast<int>(threadIdx.x) * kN; v < end; v += kThreads * kN) {
-                weights.load(w, v);
-                for (int l = 0; l < kN; ++l) sum[l] += w[l];
-            }
-            for (int l = 1; l < kN; ++l) sum[0] += sum[l];
-            bins.of_threads[b * kThreads + static_cast<int>(threadIdx.x)] = sum[0];
+            bins.of_threads[b * kThreads + static_cast<int>(threadIdx.x)] = sum_of_weights(weights, start, end);
         }
         add_bins(bins);
         if (last - first == columns) {
@@ -76,11 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 // 1 / the sum of the weights of a row. Only for rows that are valid: their largest x has weight 2^44.
 __device__ double per_sum(const RowWeights& weights, int columns, Bins& bins) {
     for (int b = 0; b < kBins; ++b) bins.of_threads[b * kThreads + static_cast<int>(threadIdx.x)] = 0;
-    for (int v = static_cast<int>(threadIdx.x) * kN; v < columns; v += kThreads * kN) {
-        uint64_t w[kN];
-        weights.load(w, v);
-        for (int l = 0; l < kN; ++l) bins.of_threads[threadIdx.x] += w[l];
-    }
+    bins.of_threads[threadIdx.x] = sum_of_weights(weights, static_cast<int>(threadIdx.x) * kN, columns);
     add_bins(bins);
     return 1 / static_cast<double>(sum_of_bins(bins));
 }

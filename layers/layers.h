@@ -360,14 +360,15 @@ void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64
 int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// sampling.cu, draw_tokens.cu: a token from each row of logits, in three steps. Each row has a rule; none sees another row.
+// sampling.cu, draw_tokens.cu: a token from each row of logits, in three steps. Each row has a rule, and does not
+// depend on other rows.
 //
 //   adjusted logits   x[v] = logits[v], changed where the row has an adjustment of v
 //   distribution      w[v] = floor(2^44 exp((x[v] - max x) / temperature)) of the tokens that are kept, otherwise 0
 //   draw              token = the first v with  w[0] + ... + w[v] > floor(random / 2^64 * sum of w)
 //
-// w are 64-bit integers, so that their sums are exact whatever the order, and p[v] = w[v] / sum of w. (V is at most 2^18,
-// so that they fit.) A token with less than 2^-44 of the largest probability is never drawn.
+// w are 64-bit integers, so that their sums are exact whatever the order, and p[v] = w[v] / sum of w. (V is at most
+// 2^18, so that they fit.) A token with less than 2^-44 of the largest probability is never drawn.
 
 struct SamplingRule {               // of a row
     uint64_t random = 0;            // all 64-bit numbers equally likely
@@ -404,7 +405,7 @@ void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, c
 
 // The same for rows that have a proposal, a token d drawn from a draft model's distribution q: it is accepted with
 // probability min(1, p[d] / q[d]); if not, the token is drawn from max(0, p - q). So it has distribution p.
-//                                               (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318)
+//                                          (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318)
 struct TokenProposal {
     uint64_t random = 0;  // accepts if below p / q (of 2^64)
     int32_t token = -1;   // -1: none, the row is drawn from p
@@ -413,9 +414,9 @@ struct TokenProposal {
 void verify_proposals(Tensor results, Tensor x, Tensor distributions, Tensor rules, Tensor proposals, Tensor draft_x,
                       Tensor draft_distributions, cudaStream_t stream);
 
-// log_probabilities.cu: log softmax(logits)[v] = logits[v] - max - log(sum of exp(logits - max)) over v < V, of the token
-// in results and of the rule's n_top <= n most probable ones, descending, of equals the smaller id first.
-// results (rows, 2 + 2 n) i32: [token | its log-probability | top tokens | their log-probabilities], floats as their bits
+// log_probabilities.cu: log softmax(logits)[v] = logits[v] - max - log(sum of exp(logits - max)) over v < V, of the
+// token in results and of the rule's n_top <= n most probable ones, descending, of equals the smaller id first.
+// results (rows, 2 + 2 n) i32: [token | its log-probability | top tokens | their log-probabilities], floats as bits
 void log_probabilities(Tensor results, Tensor logits, Tensor rules, int64_t V, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@
 //   max, sum = statistics of softmax (layers/softmax.cuh)
 //   for i < n:  top[i] = the v with the largest (x[v], -v) below those of top[i - 1]
 //
-// A pass over the row for each of the n would read it n times. The tokens are in kPieces pieces instead, of which the
-// first pass finds the largest of each. Then n times: the largest of the pieces is the next token, and its piece, alone,
-// is searched for its next largest.
+// A pass over the row for each of the n would read it n times. The tokens are in kPieces pieces instead, and the first
+// pass finds the largest of each. Then n times: the largest of the pieces is the next token, and its piece alone is
+// searched for its next largest.
 #include "layers/sampling.cuh"
 #include "layers/softmax.cuh"
 
@@ -102,9 +102,8 @@ void log_probabilities(Tensor results, Tensor logits, Tensor rules, int64_t V, c
     check(V > 0 && V <= Vp, operation, ": V = ", V, " tokens do not fit in logits ", logits);
     expect(operation, "results", results, DType::i32, {rows, -1});
     expect(operation, "rules", rules, DType::i32, {rows, kStructN<SamplingRule>});
-    expect_aligned(operation, {{"logits", logits}});
     if (rows == 0) return;
-    dispatch_chunks(logits.dtype, Vp, [&](auto chunk) {
+    dispatch_chunks(logits.dtype, row_n_of_chunks(logits), [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         log_probabilities_kernel<T, decltype(chunk)::n><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
             results.ptr<int>(), logits.ptr<T>(), structs<SamplingRule>(rules), narrow(V, "vocabulary"),

@@ -14,8 +14,8 @@
 //
 // No sort. Thresholds are found digit by digit (radix selection). The bits of a float32 are made into an unsigned
 // integer, the key, in the same order. The first pass adds up the mass (1 each for top_k, w for top_p) of the tokens by
-// the highest digit of the key; from the top, the digit at which the goal is reached is the first digit of the threshold.
-// The second pass does the same with the second digit, for tokens that begin with the first; and so on:
+// the highest digit of the key; from the top, the digit at which the goal is reached is the first digit of the
+// threshold. The second pass does the same with the second digit, for tokens that begin with the first; and so on:
 //
 //   goal 5      digit              f  e  d  c  b  a ...     the threshold begins with c; of the goal 5 - 3 are left for
 //               mass down to it    0  1  3  7  9 20 ...     the second digit, among the tokens that begin with c
@@ -144,9 +144,9 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
     expect(operation, "x", x, DType::f32, {rows, columns});
     expect(operation, "rules", rules, DType::i32, {rows, kStructN<SamplingRule>});
     expect(operation, "adjustments", adjustments, DType::i32, {-1, kStructN<LogitAdjustment>});
-    expect_aligned(operation, {{"x", x}, {"logits", logits}});
+    expect_aligned(operation, {{"x", x}});
     if (rows == 0) return;
-    dispatch_chunks(logits.dtype, Vp, [&](auto chunk) {
+    dispatch_chunks(logits.dtype, row_n_of_chunks(logits), [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         adjust_kernel<T, decltype(chunk)::n><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
             x.ptr<float>(), logits.ptr<T>(), structs<SamplingRule>(rules), structs<LogitAdjustment>(adjustments),

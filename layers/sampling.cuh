@@ -15,8 +15,8 @@ __device__ __forceinline__ void team_barrier() {
     if (kThreads > 1) __syncthreads();
 }
 
-// An unsigned integer for each float, in the same order; -0 counts as 0. The bits of floats above 0 are in order as they
-// are; those below 0 are in reverse.
+// An unsigned integer for each float, in the same order; -0 counts as 0. The bits of floats above 0 are in order as
+// they are; those below 0 are in reverse.
 __device__ __forceinline__ uint32_t key_of(float x) {
     const uint32_t bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -55,8 +55,8 @@ struct RowWeights {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Sums of weights, in bins. A block has as many bins as a digit has values. Each thread adds into bins of its own, without
-// atomics; then the threads' bins are added up. (On a GPU 4 bits a digit: bins of 256 threads take 32 KB.)
+// Sums of weights, in bins. A block has as many bins as a digit has values. Each thread adds into bins of its own,
+// without atomics; then the threads' bins are added up. (On a GPU 4 bits a digit: bins of 256 threads take 32 KB.)
 
 constexpr int kDigitBits = kOnCpu ? 8 : 4;
 constexpr int kBins = 1 << kDigitBits;
@@ -98,6 +98,9 @@ Struct* structs(const Tensor& tensor) {
     static_assert(sizeof(Struct) == kStructN<Struct> * sizeof(int32_t));
     return reinterpret_cast<Struct*>(tensor.ptr<int32_t>());
 }
+
+// For dispatch_chunks. Logits may be some rows of a larger tensor, which start anywhere: then chunks have one element.
+inline int64_t row_n_of_chunks(const Tensor& logits) { return is_aligned(logits.data, 16) ? logits.shape[1] : 1; }
 
 inline int64_t expect_rows(const char* operation, const Tensor& x, const Tensor& distributions, const Tensor& rules) {
     expect(operation, "x", x, DType::f32, {-1, -1});
