@@ -1,6 +1,8 @@
 // test/test_sampling.cu: tokens drawn from logits, one by one, against float64 loops that sort and add up.
 #include "sampling.h"
 
+#include <fstream>
+
 TEST_CASE("sampling: each option against a sort in float64", "[sampling]") {
     const int64_t V = 53, padding = 11, n_rows = 300;
     const std::vector<double> x = logits_with_ties(V, 5);
@@ -32,7 +34,7 @@ TEST_CASE("sampling: V of 1 and 50257, in every dtype", "[sampling]") {
                     for (const Sampled& s :
                          test.draw(logits, {rows[static_cast<size_t>(i)], rows[static_cast<size_t>(i + 1)]}))
                         sampled.push_back(s);
-                check_draws(sampled, rows, probabilities(x, o), 2 * kError, concat(dtype_name(dtype), ", V = ", V));
+                check_draws(sampled, rows, probabilities(x, o), 4 * kError, concat(dtype_name(dtype), ", V = ", V));
             }
             CHECK(logits.bits() == before);
         }
@@ -195,4 +197,41 @@ TEST_CASE("sampling: options out of range are named", "[sampling]") {
     Buffer wide(DType::f32, {1, (1 << 18) + 1});
     TestSampler too_wide(1, (1 << 18) + 1);
     CHECK_THROWS_WITH(too_wide.draw(wide, {{&o}}), ContainsSubstring("V = 262145 tokens; at most 262144"));
+}
+
+// test/golden/sampling/make_sampling_golden.py has the same formula.
+static std::vector<double> golden_logits(int64_t V, int64_t seed) {
+    std::vector<double> x;
+    for (int64_t v = 0; v < V; ++v)
+        x.push_back(static_cast<double>((v * (29 + 2 * seed) + 101 * seed) % 389 * 2 - 388) / 64);
+    return x;
+}
+
+TEST_CASE("sampling: the probabilities of Hugging Face's logits processors", "[sampling]") {
+    std::ifstream file("test/golden/sampling/golden.txt");
+    const int64_t V = 53, n_rows = 300;
+    TestSampler test(n_rows, V);
+    int64_t n_cases = 0;
+    std::string word, name;
+    SamplingOptions o;
+    while (file >> word >> name >> o.temperature >> o.top_k >> o.top_p >> o.min_p >> o.repetition_penalty >> o.seed) {
+        std::vector<int32_t> seen;
+        int32_t token = 0;
+        for (file >> word; file >> token;) seen.push_back(token);
+        file.clear();
+        file >> word;
+        std::vector<double> expected(static_cast<size_t>(V));
+        for (double& p : expected) file >> p;
+        REQUIRE((file && word == "p"));
+        ++n_cases;
+
+        Buffer logits(DType::f32, {n_rows, V}, repeated(golden_logits(V, static_cast<int64_t>(o.seed)), n_rows, 0));
+        // Some of the tokens are the prompt, the others the answer: the penalty is for both.
+        const std::span<const int32_t> tokens = seen;
+        std::vector<SamplingRow> rows;
+        for (int64_t i = 0; i < n_rows; ++i)
+            rows.push_back({&o, 0, i, tokens.first(seen.size() / 2), tokens.subspan(seen.size() / 2)});
+        check_draws(test.draw(logits, rows), rows, expected, kError, name);
+    }
+    CHECK(n_cases == 9);
 }

@@ -49,7 +49,7 @@ TEST_CASE("speculation: a step gains the proposed tokens that were drawn, and on
 
 // Each proposal by itself: whether it is accepted, and what replaces it, from the random numbers of its row.
 TEST_CASE("speculation: proposals are verified as float64 does it", "[speculation]") {
-    for (int64_t V : {11, 4099}) {
+    for (int64_t V : {11, 1027}) {
         const int64_t n_rows = 200;
         const std::vector<double> x = random_values(V, 41, 1.5);
         std::vector<double> y = random_values(V, 42, 1.0);
@@ -57,7 +57,7 @@ TEST_CASE("speculation: proposals are verified as float64 does it", "[speculatio
         Buffer target(DType::f32, {n_rows, V}, repeated(x, n_rows, 0)),
             draft(DType::f32, {n_rows, V}, repeated(y, n_rows, 0));
         TestSampler test(n_rows, V, n_rows);
-        const SamplingOptions o = options(0.9, 0, 0.95, 0.001);
+        const SamplingOptions o = options(0.7, 0, 0.93, 0.002);
         std::vector<SamplingRow> rows;
         for (int64_t i = 0; i < n_rows; ++i) rows.push_back({&o, 3, i});
         const auto proposed = test.sampler.propose(draft, rows, 0, device().stream);
