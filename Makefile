@@ -180,8 +180,8 @@ PROFILE_LIBRARY := $(if $(CUPTI),$(BUILD)/dev/libprofile.so)
 # Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device; ranks, for mpirun.
 TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 # Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
-HOST_TESTS := files safetensors log plot tokenizer dataset schedule paged_cache scheduler
-HOST_INFERENCE := page_pool paged_cache scheduler
+HOST_TESTS := files safetensors log plot tokenizer dataset schedule paged_cache scheduler cache_report
+HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
 # Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict sampling_distribution
 

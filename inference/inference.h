@@ -335,55 +335,57 @@ class Scheduler {
 // ---------------------------------------------------------------------------------------------------------------------
 // cache_report.cu: what the memory was used for                                             (Kwon et al. 2023, figure 2)
 //
-// Rows of allocated memory hold tokens, or are reserved (for tokens that the sequence will have), or are internal
-// fragmentation (nobody will ever need them); memory in pieces too small to be allocated is external fragmentation.
-// Beside what the pages were used for stands what the same sequences would have done to contiguous slots of max_length
-// rows, each held from a sequence's first step to its last.
+// Allocated rows hold tokens, or are reserved (for tokens that the sequence is going to have), or are internal
+// fragmentation (nobody will ever need them). Memory in pieces too small to be allocated is external fragmentation.
+// Beside what the pages were used for stands what the same sequences would have made of contiguous slots of max_length
+// rows, each held from a sequence's first token to its last.
 class CacheReport {
   public:
     CacheReport(const CacheSizes& sizes, int64_t max_length);
     void step(const CacheUse& use);                               // after each step
     void finished(int64_t prompt_tokens, int64_t answer_tokens);  // for each sequence
-    // Averages over the steps, as parts of one.
+    // Averages over all steps; the four add up to 1.
     struct Shares {
         double tokens = 0, reserved = 0, internal = 0, external = 0;
     };
-    Shares paged() const;       // of the rows of owned pages; what is unused of a page counts as internal
-    Shares contiguous() const;  // of the pool, cut into slots that are all taken
-    std::string text() const;   // a few lines for the end of a run
-    void write_png(const std::string& path) const;
+    Shares paged() const;                           // of owned pages; what a page has behind its tokens is internal
+    Shares contiguous() const;                      // of the whole pool, cut into slots that are all taken
+    std::string text() const;                       // four lines
+    void write_png(const std::string& path) const;  // both as bars, and the pool over the steps
 
   private:
     CacheSizes sizes_;
     int64_t max_length_;
     int64_t n_steps_ = 0;
     CacheUse sum_;                                                // over all steps
-    double slot_tokens_ = 0, slot_rows_ = 0, slot_reserved_ = 0;  // over all steps of all slots
-    // For the picture: each `stride_`-th step; when there are too many, every second goes.
-    std::vector<CacheUse> history_;
+    double slot_tokens_ = 0, slot_reserved_ = 0, slot_rows_ = 0;  // over all steps of all slots
+    std::vector<CacheUse> history_;  // every stride_-th step; when there are too many, each second goes
     int64_t stride_ = 1;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// timeline.cu: requests as rows, steps as columns, coloured by what a request does in a step
+// timeline.cu: a row for each request, a column for each step, coloured by what the request does in the step
 
 class Timeline {
   public:
-    void arrive(int64_t request);                // it waits from the next step on
-    void step(std::span<const StepPart> parts);  // the next step computes these
-    void leave(int64_t request);                 // finished or cancelled: not in the next step
+    void arrive(int64_t request);                // it is there from the next step on
+    void step(std::span<const StepPart> parts);  // what the next step computes
+    void leave(int64_t request);                 // finished or cancelled: not there in the next step
     int64_t n_steps() const { return n_steps_; }
+    // A line for each request, a letter for each step: "." waits, "p" prefill, "d" decode, "-" interrupted.
+    std::string text() const;
 
   private:
     friend void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);
+    // interrupted: it began, and is not in this step: preempted, or there is no room for it.
     enum class State : uint8_t { waiting, prefill, decode, interrupted };
     struct Row {
-        int64_t request, first_step;
-        bool leaves = false;
-        std::vector<State> states;  // from first_step on
+        int64_t first_step;
+        std::vector<State> states;  // of the steps from first_step on
     };
-    std::vector<Row> rows_;  // in the order of arrival
+    std::vector<Row> rows_;                       // in the order of arrival
+    std::unordered_map<int64_t, size_t> row_of_;  // of the requests that are there
     int64_t n_steps_ = 0;
 };
-// One below the other with steps of one width, each under its title: static batching beside continuous batching.
+// One below the other, with steps of one width, each under its title: static batching beside continuous batching.
 void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);

@@ -20,11 +20,13 @@ bool PageText::operator==(const PageText& other) const {
 }
 
 size_t PageTextHash::operator()(const PageText& text) const {
-    uint64_t hash = static_cast<uint64_t>(text.before);
-    for (const int32_t token : text.tokens) {
-        hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B97F4A7C15u;  // the golden ratio
-        hash ^= hash >> 32;                                                  // its high bits know all tokens
-    }
+    uint64_t hash = 0;
+    const auto mix = [&](uint64_t number) {
+        hash = (hash ^ number) * 0x9E3779B97F4A7C15u;  // 2^64 / the golden ratio
+        hash ^= hash >> 32;                            // the upper half depends on all numbers so far
+    };
+    mix(static_cast<uint64_t>(text.before));
+    for (const int32_t token : text.tokens) mix(static_cast<uint32_t>(token));
     return hash;
 }
 

@@ -56,8 +56,7 @@ int64_t pages_ahead(const PagedCache& cache, const Request& r) {
 // A step that is being put together.
 struct Scheduler::Step {
     std::vector<StepPart> parts;
-    int64_t rows_left;      // of step_tokens
-    bool no_pages = false;  // somebody has to wait for pages
+    int64_t rows_left;  // of step_tokens
     void add(Request& r, Sequence& s, int64_t n) {
         parts.push_back({&r, &s, s.computed_n, n, s.computed_n + n == n_tokens(s)});
         rows_left -= n;
@@ -147,7 +146,6 @@ void Scheduler::forget(Request& r) {
 
 std::vector<StepPart> Scheduler::next_step() {
     Step step{{}, options_.step_tokens};
-    const int64_t n_preemptions = n_preemptions_;
     const size_t n_ran = n_running_;
     for (size_t i = 0; i < n_running_; ++i) start_sequences(*requests_[i]);
     for (size_t i = 0; i < n_running_; ++i)
@@ -155,14 +153,12 @@ std::vector<StepPart> Scheduler::next_step() {
     for (size_t i = 0; i < n_running_; ++i)
         if (!is_decoding(*requests_[i])) add_prompt(step, *requests_[i]);
     append(step, 0);
-    if (!step.no_pages && n_preemptions_ == n_preemptions) {
-        const bool is_static = options_.batching == Batching::static_batches;
-        while (n_waiting() > 0 && (is_static ? n_ran == 0 : step.rows_left > 0) && admit(*requests_[n_running_])) {
-            const size_t first = step.parts.size();
-            Request& r = *requests_[n_running_++];
-            is_decoding(r) ? add_decode(step, r) : add_prompt(step, r);
-            append(step, first);  // at once: whoever is next may have the same prompt
-        }
+    const bool is_static = options_.batching == Batching::static_batches;
+    while (n_waiting() > 0 && (is_static ? n_ran == 0 : step.rows_left > 0) && admit(*requests_[n_running_])) {
+        Request& r = *requests_[n_running_++];
+        const size_t first = step.parts.size();
+        is_decoding(r) ? add_decode(step, r) : add_prompt(step, r);
+        append(step, first);  // at once: whoever is next may have the same prompt
     }
     // Whoever was admitted may have found all of its rows but those of sequences that start_sequences() has to fork.
     if (step.parts.empty() && n_running_ > n_ran) return next_step();
@@ -188,14 +184,12 @@ void Scheduler::add_prompt(Step& step, Request& r) {
 }
 
 // Reserves rows, and adds a part with them. If there are too few pages, those who came later are preempted; whoever came
-// last keeps the pages of what is computed, and is in no part of this step.
+// last keeps the pages that it has, and is in no part of this step. (Then there is no admission either: admit() counts
+// what those who run need.)
 bool Scheduler::add_rows(Step& step, Request& r, Sequence& s, int64_t n) {
     while (!cache_.reserve(*s.cached, n)) {
         if (requests_[n_running_ - 1] == &r) {
             step.take_out(r);
-            for (const auto& other : r.sequences)
-                if (other->cached) cache_.truncate(*other->cached, other->computed_n);
-            step.no_pages = true;
             return false;
         }
         preempt_last(step);

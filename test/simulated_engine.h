@@ -123,10 +123,12 @@ struct Engine {
         if (part.n_logits > 0 && n_draft != static_cast<int64_t>(s.draft.size())) FAIL("a draft is left over");
         if (!checks_text) return;
         uint64_t before = 0;
+        const std::vector<int32_t>& pages = cache.page_table(*s.cached);
+        const int64_t P = cache.sizes().page_size;
         for (int64_t t = 0; t < s.computed_n; ++t) {
-            const int32_t token = t < n_tokens ? s.tokens[t] : s.draft[t - n_tokens];
-            if (t >= part.first) row(s, t) = row_of(before, token);
-            before += row(s, t) * static_cast<uint64_t>(t + 1);
+            uint64_t& row = device[pages[t / P] * P + t % P];
+            if (t >= part.first) row = row_of(before, t < n_tokens ? s.tokens[t] : s.draft[t - n_tokens]);
+            before += row * static_cast<uint64_t>(t + 1);
         }
     }
     // The tokens behind the last rows: those of the draft as long as they are what the model says, and one more.
