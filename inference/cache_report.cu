@@ -1,8 +1,8 @@
 // inference/cache_report.cu: how much of the cache holds tokens, in pages and in contiguous slots.
 //
-// Before pages, a request had one contiguous piece of memory for the longest text that it could become. A sequence of p
-// prompt tokens that is given a tokens takes a steps and ends with p + a - 1 rows. In its k-th step, k = 0 ... a - 1, of
-// the max_length rows of its slot
+// Before pages, a request had one contiguous piece of memory for the longest text that it could become. A sequence of
+// p prompt tokens that is given a tokens takes a steps and ends with p + a - 1 rows. In its k-th step, k = 0 ... a - 1,
+// of the max_length rows of its slot
 //
 //     p + k                        hold tokens
 //     (p + a - 1) - (p + k)        are reserved for tokens to come

@@ -79,14 +79,14 @@ class PagedCache {
 
     // A new, empty sequence.
     SequenceId begin();
-    // Takes over full pages whose tokens are the first of `tokens`: how many tokens that are. At most tokens.size() - 1,
-    // because the logits that follow the last token have to be computed. Only for an empty sequence.
+    // Takes over full pages whose tokens are the first of `tokens`: how many tokens that are. At most
+    // tokens.size() - 1, because the logits that follow the last token have to be computed. Only for an empty sequence.
     int64_t share_prefix(SequenceId sequence, std::span<const int32_t> tokens);
     // How many pages reserve(sequence, n) would take, copies included; and how many it can have.
     int64_t pages_wanted(SequenceId sequence, int64_t n) const;
     int64_t pages_available() const;  // free or kept
-    // Pages for n tokens behind the sequence's last, of its own (a copy, if the last page is shared). False, and nothing
-    // has changed, if there are too few.
+    // Pages for n tokens behind the sequence's last, of its own (a copy, if the last page is shared). False, and
+    // nothing has changed, if there are too few.
     bool reserve(SequenceId sequence, int64_t n);
     // These tokens are computed in the step that comes next, in rows that were reserved. Pages that they fill can be
     // found by sequences that begin after this call.
@@ -234,7 +234,7 @@ class PromptLookup {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// scheduler.cu: which tokens the next step computes                 (Yu et al. 2022, Orca; Agrawal et al. 2023, Sarathi)
+// scheduler.cu: which tokens the next step computes                (Yu et al. 2022, Orca; Agrawal et al. 2023, Sarathi)
 
 enum class Batching { continuous, static_batches };
 enum class Preemption { swap, recompute };
@@ -264,8 +264,8 @@ struct Request {
     int64_t n = 1;            // answers
     SamplingOptions sampling;
     std::vector<int32_t> stop_tokens;  // the answer ends before one of these
-    // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that are
-    // finished. Before a step there are 1 to n. Who draws a token adds it to tokens: the scheduler changes cached,
+    // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that
+    // are finished. Before a step there are 1 to n. Who draws a token adds it to tokens: the scheduler changes cached,
     // computed_n and draft alone.
     std::vector<std::unique_ptr<Sequence>> sequences;
 };
@@ -333,7 +333,7 @@ class Scheduler {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// cache_report.cu: what the memory was used for                                             (Kwon et al. 2023, figure 2)
+// cache_report.cu: what the memory was used for                                            (Kwon et al. 2023, figure 2)
 //
 // Allocated rows hold tokens, or are reserved (for tokens that the sequence is going to have), or are internal
 // fragmentation (nobody will ever need them). Memory in pieces too small to be allocated is external fragmentation.
@@ -376,7 +376,7 @@ class Timeline {
     std::string text() const;
 
   private:
-    friend void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);
+    friend struct TimelinePanel;
     // interrupted: it began, and is not in this step: preempted, or there is no room for it.
     enum class State : uint8_t { waiting, prefill, decode, interrupted };
     struct Row {

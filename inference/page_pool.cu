@@ -6,8 +6,8 @@
 //     (number of the text before the page, the page's tokens)  ->  page
 //
 // A hash alone would be wrong as soon as two texts had the same: one request would read the cache of another. Here the
-// tokens are compared, and the text before them by its number, which is never given twice. So a page that is found holds
-// the right rows for certain, and finding n pages costs n look-ups.
+// tokens are compared, and the text before them by its number, which is never given twice. So a page that is found
+// holds the right rows for certain, and finding n pages costs n look-ups.
 //
 // Kept pages are in a list by the time at which their last table gave them back. A sequence gives its pages back from
 // the last to the first, so that a text loses its end first, and what is left of it can be found.

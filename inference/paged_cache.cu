@@ -11,7 +11,7 @@
 // other's twin: of sequences that share a page only the first to be swapped out copies it, and only the first to come
 // back; not even that, if the device's page is still owned or kept. So a shared page is counted once on either side.
 //
-// What an operation costs is constant for each page that it takes or gives back. (fork and swapping go through a table.)
+// An operation costs a constant for each page that it takes or gives back; fork and swapping go through a table.
 #include "inference/inference.h"
 #include "inference/page_pool.h"
 

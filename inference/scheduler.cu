@@ -1,7 +1,7 @@
 // inference/scheduler.cu: which tokens the next step computes.
 //
-// A step reads all weights once, whatever the number of its rows, so that a row alone is the most expensive. Batching by
-// steps (continuous batching) fills each with what there is: a request that has its last token leaves after it, and
+// A step reads all weights once, whatever the number of its rows, so that a row alone is the most expensive. Batching
+// by steps (continuous batching) fills each with what there is: a request that has its last token leaves after it, and
 // another joins the next. A prompt has many rows and would make those wait who get one token a step; cut into pieces
 // (chunked prefill) it takes what room they leave.
 //
@@ -37,8 +37,8 @@ std::vector<SequenceId> cached_sequences(const Request& r) {
 }
 
 // Pages that a request needs, beside those that it has, to compute the tokens that it has; and one more for each
-// sequence: without it a request would be admitted into the last pages, and preempted as soon as another one grows. (With
-// lengths as people write and read them, 400 requests and 1000 pages: 84 preemptions instead of 421.)
+// sequence: without it a request would be admitted into the last pages, and preempted as soon as another one grows.
+// (With lengths as people write and read them, 400 requests and 1000 pages: 84 preemptions instead of 421.)
 int64_t pages_ahead(const PagedCache& cache, const Request& r) {
     int64_t pages = 0;
     for (const auto& s : r.sequences) {
@@ -155,12 +155,12 @@ std::vector<StepPart> Scheduler::next_step() {
     append(step, 0);
     const bool is_static = options_.batching == Batching::static_batches;
     while (n_waiting() > 0 && (is_static ? n_ran == 0 : step.rows_left > 0) && admit(*requests_[n_running_])) {
-        Request& r = *requests_[n_running_++];
         const size_t first = step.parts.size();
-        is_decoding(r) ? add_decode(step, r) : add_prompt(step, r);
+        add_prompt(step, *requests_[n_running_++]);
         append(step, first);  // at once: whoever is next may have the same prompt
     }
-    // Whoever was admitted may have found all of its rows but those of sequences that start_sequences() has to fork.
+    // Several sequences that have all rows but their last, or have to be forked again, begin with the next step. If
+    // nothing else is to be computed, that is this one.
     if (step.parts.empty() && n_running_ > n_ran) return next_step();
     for (StepPart& part : step.parts)
         if (part.n_logits > 0) add_draft(step, part);
@@ -183,9 +183,9 @@ void Scheduler::add_prompt(Step& step, Request& r) {
     }
 }
 
-// Reserves rows, and adds a part with them. If there are too few pages, those who came later are preempted; whoever came
-// last keeps the pages that it has, and is in no part of this step. (Then there is no admission either: admit() counts
-// what those who run need.)
+// Reserves rows, and adds a part with them. If there are too few pages, those who came later are preempted; whoever
+// came last keeps the pages that it has, and is in no part of this step. (Then there is no admission either: admit()
+// counts what those who run need.)
 bool Scheduler::add_rows(Step& step, Request& r, Sequence& s, int64_t n) {
     while (!cache_.reserve(*s.cached, n)) {
         if (requests_[n_running_ - 1] == &r) {

@@ -5,6 +5,7 @@
 #include "inference/inference.h"
 
 #include <algorithm>
+#include <cmath>
 
 void Timeline::arrive(int64_t request) {
     const bool is_new = row_of_.emplace(request, rows_.size()).second;
@@ -43,66 +44,80 @@ std::string Timeline::text() const {
 // ---------------------------------------------------------------------------------------------------------------------
 // The picture
 
-void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all) {
-    using State = Timeline::State;
-    using Color = Canvas::Color;
-    constexpr Color ink{38, 38, 38}, faint{225, 225, 225};
-    const auto color_of = [](State state) {
-        switch (state) {
-            case State::waiting: return Color{214, 214, 214};
-            case State::prefill: return Color{230, 159, 0};
-            case State::decode: return Color{0, 114, 178};
-            default: return Color{204, 121, 167};
-        }
-    };
-    size_t most_rows = 1;
-    int64_t n_steps = 1;
-    for (const auto& [title, timeline] : all) {
-        most_rows = std::max(most_rows, timeline.rows_.size());
-        n_steps = std::max(n_steps, timeline.n_steps_);
-    }
-    check(!all.empty(), path, ": there is no timeline to draw; give at least one");
+namespace {
 
-    constexpr int above = 36, below = 30, legend = 34;
-    constexpr double left = 24, right = 1096;
-    const double row = std::clamp(360.0 / static_cast<double>(most_rows), 2.0, 14.0);
-    const int panel = above + below + static_cast<int>(row * static_cast<double>(most_rows));
-    Canvas canvas(1120, static_cast<int>(all.size()) * panel + legend);
-    int64_t tick = 1;  // 1, 2, 5, 10, 20, ... steps
-    for (int i = 0; 12 * tick < n_steps; ++i) tick = i % 3 == 1 ? tick / 2 * 5 : tick * 2;
-    const double step = (right - left) / static_cast<double>(n_steps);
-    double top = above;
-    for (const auto& [title, timeline] : all) {
+using Color = Canvas::Color;
+constexpr Color kInk{38, 38, 38}, kFaint{225, 225, 225};
+constexpr int kWidth = 1120, kAbove = 36, kBelow = 30, kLegend = 34;
+constexpr double kLeft = 24, kRight = 1096;
+
+// Of the states in their order. Okabe and Ito's colours (io/plot.cu).
+constexpr struct {
+    const char* name;
+    Color color;
+} kStates[] = {{"waiting", {214, 214, 214}},
+               {"prefill", {230, 159, 0}},
+               {"decode", {0, 114, 178}},
+               {"interrupted: preempted, or no room in the step", {204, 121, 167}}};
+
+void draw_legend(Canvas& canvas) {
+    double x = kLeft;
+    const double y = canvas.height() - 14.0;
+    for (const auto& [name, color] : kStates) {
+        canvas.fill(x, y - 12, x + 14, y + 2, color);
+        canvas.text({x + 20, y}, name, 9, kInk);
+        x += 20 + Canvas::text_width(name, 9) + 24;
+    }
+    canvas.text({x, y}, "columns: steps; rows: requests", 9, kInk);
+}
+
+}  // namespace
+
+// Where a timeline is drawn: its upper edge, the height of a row, the width of a step and the steps between two ticks.
+struct TimelinePanel {
+    double top, row, step;
+    int64_t tick;
+
+    static size_t n_rows(const Timeline& timeline) { return timeline.rows_.size(); }
+
+    void draw(Canvas& canvas, const std::string& title, const Timeline& timeline) const {
         const double bottom = top + row * static_cast<double>(timeline.rows_.size());
-        canvas.text({left, top - 12}, title, 11, ink, Canvas::Align::left, true);
-        for (int64_t at = 0; at <= n_steps; at += tick) {
-            const double x = left + static_cast<double>(at) * step;
-            canvas.fill(x, top, x + 1, bottom + 4, faint);
-            canvas.text({x, bottom + 18}, concat(at), 9, ink, Canvas::Align::center);
+        canvas.text({kLeft, top - 12}, title, 11, kInk, Canvas::Align::left, true);
+        for (double x = kLeft, i = 0; x <= kRight + 0.5; x += static_cast<double>(tick) * step, ++i) {
+            canvas.fill(x, top, x + 1, bottom + 4, kFaint);
+            canvas.text({x, bottom + 18}, concat(static_cast<int64_t>(i) * tick), 9, kInk, Canvas::Align::center);
         }
-        for (size_t r = 0; r < timeline.rows_.size(); ++r) {
-            const auto& [first_step, states] = timeline.rows_[r];
-            const double y = top + static_cast<double>(r) * row;
+        double y = top;
+        for (const auto& [first_step, states] : timeline.rows_) {
+            double x = kLeft + static_cast<double>(first_step) * step;
             for (size_t i = 0, end; i < states.size(); i = end) {
                 for (end = i; end < states.size() && states[end] == states[i];) ++end;
-                const double x = left + static_cast<double>(first_step + static_cast<int64_t>(i)) * step;
-                canvas.fill(x, y, x + static_cast<double>(end - i) * step, y + row - (row > 4 ? 1 : 0),
-                            color_of(states[i]));
+                const double right = x + static_cast<double>(end - i) * step;
+                canvas.fill(x, y, right, y + row - (row > 4 ? 1 : 0), kStates[static_cast<size_t>(states[i])].color);
+                x = right;
             }
+            y += row;
         }
-        top += panel;
     }
-    double x = left;
-    const std::pair<const char*, State> entries[] = {
-        {"waiting", State::waiting},
-        {"prefill", State::prefill},
-        {"decode", State::decode},
-        {"interrupted: preempted, or no room in the step", State::interrupted}};
-    for (const auto& [text, state] : entries) {
-        canvas.fill(x, canvas.height() - 26, x + 14, canvas.height() - 12, color_of(state));
-        canvas.text({x + 20, canvas.height() - 14.0}, text, 9, ink);
-        x += 20 + Canvas::text_width(text, 9) + 24;
+};
+
+void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all) {
+    check(!all.empty(), path, ": there is no timeline to draw; give at least one");
+    size_t most_rows = 1;
+    int64_t n_steps = 1, tick = 1;
+    for (const auto& [title, timeline] : all) {
+        most_rows = std::max(most_rows, TimelinePanel::n_rows(timeline));
+        n_steps = std::max(n_steps, timeline.n_steps());
     }
-    canvas.text({x, canvas.height() - 14.0}, "columns: steps; rows: requests", 9, ink);
+    for (int i = 0; 12 * tick < n_steps; ++i) tick = i % 3 == 1 ? tick / 2 * 5 : tick * 2;  // 1, 2, 5, 10, 20, ...
+    const double row = std::clamp(360.0 / static_cast<double>(most_rows), 2.0, 14.0);
+    const int height = kAbove + kBelow + static_cast<int>(std::ceil(row * static_cast<double>(most_rows)));
+    Canvas canvas(kWidth, static_cast<int>(all.size()) * height + kLegend);
+    TimelinePanel panel{kAbove, row, (kRight - kLeft) / static_cast<double>(n_steps), tick};
+    for (const auto& [title, timeline] : all) {
+        panel.draw(canvas, title, timeline);
+        panel.top += height;
+    }
+    draw_legend(canvas);
     canvas.save(path);
 }

@@ -6,7 +6,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <map>
+#include <numbers>
 #include <set>
 
 #include "inference/inference.h"
@@ -89,6 +91,12 @@ struct Engine {
             n += part.n;
             if (first_served.insert(part.request->id).second) order.push_back(part.request->id);
             compute(part);
+        }
+        for (const StepPart& part : parts) {
+            const auto n_draw = std::ranges::count_if(
+                parts, [&](const StepPart& other) { return other.request == part.request && other.n_logits > 0; });
+            if (part.n_logits > 0 && n_draw != static_cast<int64_t>(part.request->sequences.size()))
+                FAIL(n_draw << " of " << part.request->sequences.size() << " sequences draw a token");
         }
         if (n > scheduler.options().step_tokens) FAIL("step " << n_steps << " has " << n << " tokens");
         ++n_steps;
@@ -174,5 +182,17 @@ struct Engine {
         scheduler.drop(r, s);
     }
 };
+
+// Lengths as in the paper's ShareGPT data: prompts of 161 tokens on average, answers of 338, log-normal.
+inline int64_t log_normal(Random& random, double mean, double sigma) {
+    const double normal =
+        std::sqrt(-2 * std::log(1 - random.uniform())) * std::cos(2 * std::numbers::pi * random.uniform());
+    const double n = std::exp(std::log(mean) - sigma * sigma / 2 + sigma * normal);
+    return std::clamp<int64_t>(std::lround(n), 4, 1000);
+}
+inline Request& add_with_usual_lengths(Engine& engine, Random& random) {
+    const int32_t token = static_cast<int32_t>(engine.requests.size());
+    return engine.add(std::vector<int32_t>(log_normal(random, 161, 1.1), token), log_normal(random, 338, 0.9));
+}
 
 }  // namespace simulated

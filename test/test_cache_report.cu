@@ -1,9 +1,7 @@
 // What the reports say of simulated runs, and the issue's bound on wasted memory.
 //
 //   run:   build/cpu/run_tests -# "[#test_cache_report]"
-#include <cmath>
 #include <cstdlib>
-#include <numbers>
 
 #include "simulated_engine.h"
 #include "temp_folder.h"
@@ -18,16 +16,8 @@ void keep_picture(const TempFolder& folder, const std::string& name) {
         spit(std::string(target) + "/" + name, slurp(folder / name));
 }
 
-int64_t log_normal(Random& random, double mean, double sigma) {
-    const double normal =
-        std::sqrt(-2 * std::log(1 - random.uniform())) * std::cos(2 * std::numbers::pi * random.uniform());
-    const double n = std::exp(std::log(mean) - sigma * sigma / 2 + sigma * normal);
-    return std::clamp<int64_t>(std::lround(n), 4, 1000);
-}
-
 }  // namespace
 
-// Lengths as in the paper's ShareGPT data: prompts of 161 tokens on average, answers of 338, log-normal; longest 2048.
 TEST_CASE("cache report: in pages 96 % of the allocated memory holds tokens, in slots less than 40 %",
           "[cache_report]") {
     Random random{5};
@@ -36,10 +26,8 @@ TEST_CASE("cache report: in pages 96 % of the allocated memory holds tokens, in 
     engine.checks_text = false;
     CacheReport report(sizes, 2048);
     for (int32_t i = 0; i < 300; ++i) {
-        std::vector<int32_t> prompt(log_normal(random, 161, 1.1), i);
-        const int64_t answer_n = log_normal(random, 338, 0.9);
-        report.finished(static_cast<int64_t>(prompt.size()), answer_n);
-        engine.add(std::move(prompt), answer_n);
+        const Request& request = add_with_usual_lengths(engine, random);
+        report.finished(static_cast<int64_t>(request.prompt.size()), request.max_tokens);
     }
     engine.after_step = [&](std::span<const StepPart>) { report.step(engine.cache.use()); };
     while (!engine.is_done()) engine.step();

@@ -147,6 +147,17 @@ TEST_CASE("scheduler: swapped rows are not computed again, dropped rows are", "[
     CHECK(run(Preemption::recompute) > 8 * (3 + 59));
 }
 
+TEST_CASE("scheduler: who is admitted has room to grow", "[scheduler]") {
+    for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
+        Random random{4};
+        Engine engine = engine_of({16, 500, 1000, true, 512, 64, Batching::continuous, preemption, 0}, 2000);
+        engine.checks_text = false;
+        for (int32_t i = 0; i < 100; ++i) add_with_usual_lengths(engine, random);
+        while (!engine.is_done()) engine.step();
+        CHECK(engine.scheduler.n_preemptions() < 60);  // it is 31; without that room it would be 96
+    }
+}
+
 TEST_CASE("scheduler: the latest gives its pages up, and comes back first", "[scheduler]") {
     for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
         Engine engine = engine_of({4, 12, 12, true, 64, 8, Batching::continuous, preemption, 0});
@@ -230,7 +241,6 @@ TEST_CASE("scheduler: the answers to one prompt share its pages, also after they
         engine.after_step = [&](std::span<const StepPart> parts) {
             const auto n =
                 std::ranges::count_if(parts, [](const StepPart& p) { return p.request->id == 1 && p.n_logits; });
-            if (engine.requests[1]->sequences.size() == 3) CHECK((n == 0 || n == 3));  // all or none
             n_together += n == 3;
         };
         while (!engine.is_done()) engine.step();
@@ -270,6 +280,7 @@ TEST_CASE("scheduler: cancelled in every state", "[scheduler]") {
     CHECK(prompt.sequences[0]->computed_n < 12);
     engine.remove(prompt);  // a part of its prompt is computed
     CHECK_FALSE(prompt.sequences[0]->cached.has_value());
+    CHECK(prompt.sequences[0]->computed_n == 0);
     engine.remove(a);  // it runs
     CHECK(engine.cache.pages_available() == 12);
     CHECK(engine.scheduler.next_step().empty());
