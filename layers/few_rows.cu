@@ -93,8 +93,9 @@ constexpr int64_t kLead = 4 * kStrip;
 using Sums = float[kTileOutputs][kMostRows][kLanes];
 using Strip = float[kStrip];
 
-// to = scale * from, and zeros up to a whole number of vectors; the same number of elements from `later` on are fetched to
-// the cache. This and add_products are functions of their own: there the compiler keeps in registers what they work on.
+// to = scale * from, and zeros up to a whole number of vectors; the same number of elements from `later` on are
+// fetched to the cache. This and the next two are functions of their own: there g++ vectorises them, and keeps in
+// registers what they work on.
 template <class From>
 [[gnu::noinline]] void widen(Strip& __restrict to, const From* __restrict from, int64_t n, float scale,
                              const From* later) {
@@ -113,6 +114,10 @@ template <int kTile, int kRows>
                 float* const sum = sums + (k * kMostRows + r) * kLanes;
                 for (int l = 0; l < kLanes; ++l) sum[l] = fmaf(x[r][c + l], w[k][c + l], sum[l]);
             }
+}
+
+[[gnu::noinline]] void fold_lanes(float* __restrict folded, const float (*__restrict sums)[kLanes], int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r) folded[r] = fold_chunk<Sum>(sums[r]);
 }
 
 template <class T, class Code>
@@ -149,10 +154,12 @@ __global__ void few_rows_cpu_kernel(T* out, const T* inp, const Code* codes, con
             for (int64_t q = 0; q < quads; ++q)
                 for (int k = 0; k < kTileOutputs; k += 2) add_products<2, 4>(sums[k][4 * q], x + 4 * q, w + k, n);
         }
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t k = 0; k < outputs; ++k)
-                out[(first_row + r) * O + first + k] =
-                    from_float<T>(fold_chunk<Sum>(sums[k][r]) + (bias ? to_float(bias[first + k]) : 0.0f));
+        for (int64_t k = 0; k < outputs; ++k) {
+            float folded[kMostRows];
+            fold_lanes(folded, sums[k], rows);
+            const float b = bias ? to_float(bias[first + k]) : 0.0f;
+            for (int64_t r = 0; r < rows; ++r) out[(first_row + r) * O + first + k] = from_float<T>(folded[r] + b);
+        }
     }
 }
 #endif
