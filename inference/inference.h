@@ -13,6 +13,7 @@
 //     engine.cu        the step itself on the device, and the memory that it takes
 //     sampling.cu      from logits to tokens: what options mean and which are refused
 //     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
+//     beam_search.cu   the most probable answers instead of drawn ones
 //     requests.cu      from tokens to text: stop strings, finish reasons, several samples of a prompt
 #pragma once
 
@@ -231,6 +232,50 @@ class PromptLookup {
   private:
     std::unordered_map<uint64_t, size_t> followers_;  // of n tokens, packed: the place behind their last occurrence
     size_t n_read_ = 0;                               // tokens whose predecessors are in followers_
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// beam_search.cu: the answers with the largest probability, as far as k beams find them; as transformers does it
+//
+// Each of k beams is an answer so far with score = the sum of its tokens' log-probabilities. A step joins every beam
+// with each of its next tokens and orders all of these by score. Of the first k those that end (with a stop token, or
+// because max_tokens is reached) are answers, with score / (number of tokens)^length_penalty; the k best answers are
+// kept. The first k that do not end are the next beams.
+struct BeamOptions {
+    int64_t n_beams = 4;
+    double length_penalty = 1.0;  // above 0 long answers gain, below 0 short ones
+    int64_t max_tokens = 16;      // of an answer, with its stop token
+    std::vector<int32_t> stop_tokens = {};
+    // When to stop: as soon as there are k answers; when the best beam, at its length now, would be no better than the
+    // worst of k answers (heuristic); when no beam can become better any more (never early).
+    enum class EarlyStopping { yes, heuristic, never } early_stopping = EarlyStopping::heuristic;
+};
+struct BeamAnswer {
+    std::vector<int32_t> tokens;
+    double score = 0;
+};
+class BeamSearch {
+  public:
+    struct Beam {
+        size_t parent = 0;  // which of the beams before it continues
+        BeamAnswer answer;  // so far
+    };
+    explicit BeamSearch(const BeamOptions& options);
+    // How many of its most probable tokens (SamplingOptions::logprobs) step() needs of each beam: with k of them that
+    // are no stop tokens there are k next beams.
+    int64_t n_tokens() const;
+    // top[i] belongs to beams()[i]; in the beginning there is one, the prompt. Of equal scores the earlier beam comes
+    // first, then the token that stands earlier in top.
+    void step(std::span<const std::vector<TokenLogprob>> top);
+    const std::vector<Beam>& beams() const { return beams_; }            // none: the search has ended
+    const std::vector<BeamAnswer>& answers() const { return answers_; }  // descending by score
+
+  private:
+    bool can_improve() const;
+
+    BeamOptions options_;
+    std::vector<Beam> beams_{Beam{}};
+    std::vector<BeamAnswer> answers_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
