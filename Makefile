@@ -77,7 +77,7 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt io/safetensors io/tokenizer_json parallel/comm/trace model/config model/huggingface% training/% planning/% \
+LIGHT       := train_gpt io/safetensors io/tokenizer_json io/byte_tokenizer parallel/comm/trace model/config model/huggingface% training/% planning/% \
                test/% dev/bench_kernels dev/bench_report dev/plot_runs
 LIGHT_FLAGS := -O1
 # Flash attention on tensor cores, which the CPU device emulates, and uses only where it is asked to: with -O2 it takes half the
@@ -106,13 +106,16 @@ BUNDLE_LIB     := $(wildcard $(BUNDLE)/lib)
 # The C++ headers of this compiler: the text that train_gpt reads when it is given no other.
 CXX_INCLUDE_DIR := $(patsubst %/vector,%,$(firstword $(filter %/vector,$(shell $(CXX) -x c++ -M -include vector /dev/null 2>/dev/null))))
 
+# What tokenizers need: patterns and the normal forms of Unicode.
+TEXT_LIBS := $(BUNDLE_LIB:%=-L%) -lpcre2-8 -lutf8proc
+
 CXXFLAGS := -std=c++20 $(OPTIMIZE) -march=$(MARCH) $(FLOAT_FLAGS) -fopenmp $(WARNINGS) -I. \
             -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' $(BUNDLE_INCLUDE)
 
 ifeq ($(DEVICE),cpu)
   CXXFLAGS += -Icpu
   LINK     := $(CXX) $(CXXFLAGS)
-  LDLIBS   := -lboost_context -lpthread
+  LDLIBS   := -lboost_context $(TEXT_LIBS) -lpthread
 else
   # The architectures of the GPUs here; without a GPU those of an A100 and an H100. make DEVICE=cuda ARCH="80 90a" chooses.
   ifneq ($(origin ARCH),command line)
@@ -124,7 +127,7 @@ else
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(BUNDLE_INCLUDE)))
   CXXFLAGS  += -isystem $(CUDA_HOME)/include
   LINK      := $(NVCC) $(NVCCFLAGS)
-  LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt -lgomp -lpthread
+  LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt $(TEXT_LIBS) -lgomp -lpthread
 endif
 
 # MPI and NCCL are optional: without them ranks are threads of one process. Only one file of each sees the header.
@@ -180,7 +183,7 @@ PROFILE_LIBRARY := $(if $(CUPTI),$(BUILD)/dev/libprofile.so)
 # Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device; ranks, for mpirun.
 TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 # Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
-HOST_TESTS := files safetensors log plot tokenizer dataset schedule paged_cache scheduler cache_report
+HOST_TESTS := files safetensors log plot tokenizer tokenizer_parts dataset schedule paged_cache scheduler cache_report
 HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
 # Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict sampling_distribution
@@ -301,7 +304,7 @@ $(TEST_PROGRAMS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/test/%.o $(BUILD)/libllm.a
 catch2_library = $(shell $(CXX) -x c++ $(BUNDLE_INCLUDE) -E -include catch2/catch_all.hpp /dev/null >/dev/null 2>&1 && echo -lCatch2)
 $(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
 	$(say) LINK $@
-	$(Q)$(LINK) $^ $(BUNDLE_LIB:%=-L%) $(catch2_library) $(LDLIBS) -o $@
+	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test_%)) \
     $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o)),$(LIBRARY_OBJECTS))
 	$(say) LINK $@
@@ -420,7 +423,7 @@ ifneq ($(DEVICE),cpu)
 	@BUILDS_FOR='DEVICE=$(DEVICE): $(REASON)' $(MAKE) DEVICE=cpu doctor
 else
 	@export BUILDS_FOR="$${BUILDS_FOR:-DEVICE=$(DEVICE): $(REASON)}"; \
-	    CXX='$(CXX)' CXXFLAGS='$(filter-out -D%,$(CXXFLAGS))' LDLIBS='$(LDLIBS)' NVCC='$(NVCC)' CUDA_HOME='$(CUDA_HOME)' \
+	    CXX='$(CXX)' CXXFLAGS='$(filter-out -D%,$(CXXFLAGS))' NVCC='$(NVCC)' CUDA_HOME='$(CUDA_HOME)' \
 	    CLANGXX='$(CLANGXX)' dev/doctor.sh
 endif
 

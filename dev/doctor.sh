@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")/.."
 : "${CXX:=g++}" "${NVCC:=}" "${CUDA_HOME:=/usr/local/cuda}" "${CLANGXX:=clang++}" "${BUILDS_FOR:=}"
-: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu}" "${LDLIBS:=-lboost_context}"
+: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -57,7 +57,7 @@ yes "cores" "$(nproc 2> /dev/null || echo '?') usable, $(awk '/MemAvailable/ { p
 if out=$(try '#include <boost/context/detail/fcontext.hpp>\n#include <boost/version.hpp>\n#include <cstdio>
     namespace c = boost::context::detail; char stack[65536];
     int main() { c::jump_fcontext(c::make_fcontext(stack + sizeof stack, sizeof stack, [](c::transfer_t t) { c::jump_fcontext(t.fctx, nullptr); }), nullptr);
-    std::printf("%d.%d", BOOST_VERSION / 100000, BOOST_VERSION / 100 % 1000); }' $LDLIBS); then
+    std::printf("%d.%d", BOOST_VERSION / 100000, BOOST_VERSION / 100 % 1000); }' -lboost_context); then
     yes "fibers" "Boost.Context $out"
 else
     need "fibers" "no Boost.Context" "./install.sh (libboost-context-dev)"
@@ -73,6 +73,18 @@ header "CLI11" CLI/CLI.hpp '"command line: version %s", CLI11_VERSION' libcli11-
 header "json" nlohmann/json.hpp \
     '"nlohmann/json %d.%d.%d", NLOHMANN_JSON_VERSION_MAJOR, NLOHMANN_JSON_VERSION_MINOR, NLOHMANN_JSON_VERSION_PATCH' nlohmann-json3-dev
 header "stb" stb/stb_image_write.h '"PNG"' libstb-dev
+if out=$(try '#define PCRE2_CODE_UNIT_WIDTH 8\n#include <pcre2.h>\n#include <cstdio>\nint main() { char v[64]; int jit = 0;
+    pcre2_config(PCRE2_CONFIG_VERSION, v); pcre2_config(PCRE2_CONFIG_JIT, &jit);
+    std::printf("patterns: version %s%s", v, jit ? ", with its compiler" : ", interpreted: tokenizing is slower"); }' -lpcre2-8); then
+    yes "PCRE2" "$out"
+else
+    need "PCRE2" "no <pcre2.h>" "./install.sh (libpcre2-dev)"
+fi
+if out=$(try '#include <utf8proc.h>\n#include <cstdio>\nint main() { std::printf("normal forms: version %s, Unicode %s", utf8proc_version(), utf8proc_unicode_version()); }' -lutf8proc); then
+    yes "utf8proc" "$out"
+else
+    need "utf8proc" "no <utf8proc.h>" "./install.sh (libutf8proc-dev)"
+fi
 if out=$(try '#include <catch2/catch_all.hpp>\n#include <cstdio>\nint main() { std::printf("%d.%d, a library", CATCH_VERSION_MAJOR, CATCH_VERSION_MINOR); }' -lCatch2); then
     yes "Catch2" "tests: version $out"
 elif out=$(try '#include <catch2/catch.hpp>\n#include <cstdio>\nint main() { std::printf("%d.%d, all header", CATCH_VERSION_MAJOR, CATCH_VERSION_MINOR); }'); then

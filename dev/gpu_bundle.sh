@@ -2,7 +2,8 @@
 # dev/gpu_bundle.sh FOLDER: collects, on a machine where everything is installed, what a GPU machine without a network
 # may lack: header libraries, CUPTI, and Open MPI. `make` uses the folder where the system has none of its own.     make gpu-bundle
 #
-#   FOLDER/include   CLI11, nlohmann/json, stb, Catch2 (version 2, or 3 with its library in FOLDER/lib)
+#   FOLDER/include   CLI11, nlohmann/json, stb, PCRE2, utf8proc, Catch2 (version 2, or 3 with its library)
+#   FOLDER/lib       the static libraries of PCRE2, utf8proc and Catch2 3
 #   FOLDER/cupti     the profiler's interface, for make profile
 #   FOLDER/mpi       mpirun, its libraries, plugins and headers; `source FOLDER/mpi/use.sh` sets the paths
 #
@@ -23,6 +24,13 @@ die() {
 
 # Where the compiler finds a header, without the bundle.
 path_of() { $CXX -x c++ -std=c++20 -M -include "$1" /dev/null 2> /dev/null | tr ' \\' '\n\n' | grep -m 1 "/$1\$" || true; }
+# static_library NAME
+static_library() {
+    local path
+    path=$($CXX -print-file-name="lib$1.a")
+    [ -e "$path" ] || die "no lib$1.a here"
+    mkdir -p "$part/lib" && cp -L "$path" "$part/lib/"
+}
 # header_library HEADER FOLDER: copies the folder that HEADER lies in
 header_library() {
     local path
@@ -33,11 +41,13 @@ header_library() {
 header_library CLI/CLI.hpp CLI
 header_library nlohmann/json.hpp nlohmann
 header_library stb/stb_image_write.h stb
+header_library pcre2.h pcre2.h
+static_library pcre2-8
+header_library utf8proc.h utf8proc.h
+static_library utf8proc
 if [ -n "$(path_of catch2/catch_all.hpp)" ]; then
     header_library catch2/catch_all.hpp catch2
-    library=$($CXX -print-file-name=libCatch2.a)
-    [ -e "$library" ] || die "Catch2 3 is here without libCatch2.a"
-    mkdir -p "$part/lib" && cp -L "$library" "$part/lib/"
+    static_library Catch2
 else
     header_library catch2/catch.hpp catch2
 fi

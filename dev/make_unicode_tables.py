@@ -1,77 +1,113 @@
 #!/usr/bin/env python3
-"""Writes io/unicode_tables.h: which code points the pre-tokenizer regexes of Hugging Face tokenizers call \\p{L},
-\\p{N} and \\s, and which may change under Unicode normalization form C.
+"""Writes io/unicode_tables.h: in what our libraries for Unicode differ from those of Hugging Face's `tokenizers`.
 
-    python3 dev/make_unicode_tables.py > io/unicode_tables.h        (needs the Python package `tokenizers`)
+    python3 dev/make_unicode_tables.py > io/unicode_tables.h    (needs the package `tokenizers` and libutf8proc.so.2)
 
-The classes come from the library's own regex engine, which is asked for each code point, because a token split depends on the
-engine's version of Unicode: Python's unicodedata is often some versions behind. Where unicodedata knows a code point,
-the two must agree, and the script stops if they do not. The tables for form C come from unicodedata.
+newer_characters: what the regex engine of `tokenizers` knows and Python's unicodedata, of version 14 as the PCRE2 of
+Debian 12, does not (or has in another class); each with an older one of the same class. The classes come from the engine.
+never_normalized: what utf8proc reorders, composes or replaces and the normalizers of `tokenizers`, which are older, do not.
 """
+import ctypes
 import sys
 import unicodedata
 
 import tokenizers
 from tokenizers import Regex, normalizers
 
-SCALARS = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+SCALARS = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+ALL = "".join(SCALARS)
+CLASSES = ["Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc",
+           "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Co"]
+SCRIPTS = ["Latin", "Greek", "Cyrillic", "Han", "Hiragana", "Katakana", "Hangul", "Arabic", "Hebrew", "Thai", "Devanagari"]
 
 
 def members_of(regex):
-    delete = normalizers.Replace(Regex(regex), "")
-    return {c for c in SCALARS if delete.normalize_str(chr(c)) == ""}
+    return set(ALL) - set(normalizers.Replace(Regex(regex), "").normalize_str(ALL))
 
 
-def composable():
-    """Code points whose NFC quick check is No or Maybe: changed by NFC alone, or second in a composition."""
-    result = set(range(0x1161, 0x1176)) | set(range(0x11A8, 0x11C3))  # Hangul vowels and final consonants compose
+def stand_ins():
+    """[(character, older character like it)]"""
+    class_of = {c: name for name in CLASSES for c in members_of(rf"\p{{{name}}}")}
+    scripts = {name: members_of(rf"\p{{{name}}}") for name in SCRIPTS}
+    oldest, newer = {}, []
     for c in SCALARS:
-        if unicodedata.normalize("NFC", chr(c)) != chr(c):
-            result.add(c)
-        elif not 0xAC00 <= c < 0xD7A4:
-            result.update(ord(mark) for mark in unicodedata.normalize("NFD", chr(c))[1:])
-    return result
-
-
-def print_table(name, comment, members):
-    ranges = []
-    for c in sorted(members):
-        if ranges and ranges[-1][1] == c - 1:
-            ranges[-1][1] = c
+        if c not in class_of:
+            continue
+        key = (class_of[c], len(c.encode()), tuple(c in scripts[name] for name in SCRIPTS))
+        if unicodedata.category(c) == class_of[c]:
+            oldest.setdefault(key, c)
         else:
-            ranges.append([c, c])
-    print(f"\n// {comment}: {len(members)} code points.")
-    print(f"constexpr CodePointRange {name}[] = {{")
+            newer.append((c, key))
+    # U+180E is no white space, but PCRE2 takes it for one: U+200B is of the same class (Cf) and length.
+    return sorted([("\u180e", "\u200b")] + [(c, oldest.get(key) or oldest[key[0], key[1], (False,) * len(SCRIPTS)])
+                                            for c, key in newer])
+
+
+def utf8proc():
+    library = ctypes.CDLL("libutf8proc.so.2")
+    library.utf8proc_map.restype = ctypes.c_ssize_t
+    library.utf8proc_version.restype = library.utf8proc_unicode_version.restype = ctypes.c_char_p
+    return library
+
+
+def never_normalized(library):
+    free = ctypes.CDLL(None).free
+
+    def decompose(text, compatibility):
+        data, out = text.encode(), ctypes.c_void_p()
+        n = library.utf8proc_map(data, ctypes.c_ssize_t(len(data)), ctypes.byref(out), 1 << 1 | 1 << 4 | compatibility << 2)
+        result = ctypes.string_at(out, n).decode()
+        free(out)
+        return result
+
+    nfd, nfkd = normalizers.NFD(), normalizers.NFKD()
+    differ = set()
+    for c in SCALARS:
+        # Two marks in a row are sorted by their classes: one of class 1, one of 230 and one of 240 tell classes apart.
+        texts = [c, "a\u0301" + c, "a" + c + "\u0334", "a\u0345" + c, "a" + c + "\u0301"]
+        if nfkd.normalize_str(c) != decompose(c, True) or any(nfd.normalize_str(t) != decompose(t, False) for t in texts):
+            differ |= {c, *decompose(c, False)[1:]}
+    return differ
+
+
+def print_rows(rows):
     line = "   "
-    for first, last in ranges:
-        entry = f" {{0x{first:X}, 0x{last:X}}},"
-        if len(line) + len(entry) > 120:
+    for entry in rows:
+        if len(line) + len(entry) > 119:
             print(line)
             line = "   "
-        line += entry
-    print(line)
-    print("};")
+        line += " " + entry
+    print(line + "\n};")
+
+
+def ranges_of(characters, like=lambda c: None):
+    ranges = []
+    for c in sorted(characters):
+        if ranges and ranges[-1][1] == ord(c) - 1 and ranges[-1][2] == like(c):
+            ranges[-1][1] = ord(c)
+        else:
+            ranges.append([ord(c), ord(c), like(c)])
+    return ranges
 
 
 def main():
-    letters, numbers, spaces = members_of(r"\p{L}"), members_of(r"\p{N}"), members_of(r"\s")
-    for c in SCALARS:
-        category = unicodedata.category(chr(c))
-        if category != "Cn" and ((c in letters) != (category[0] == "L") or (c in numbers) != (category[0] == "N")):
-            sys.exit(f"U+{c:04X}: unicodedata says {category}, the regex engine of tokenizers says otherwise")
-
-    print("// io/unicode_tables.h: code point classes for words.cu. Made by dev/make_unicode_tables.py: do not edit.")
-    print(f"// \\p{{L}}, \\p{{N}}, \\s as the regex engine of tokenizers {tokenizers.__version__} has them;")
-    print(f"// form C from unicodedata {unicodedata.unidata_version}.")
-    print("#pragma once\n")
-    print("#include <cstdint>\n")
+    if unicodedata.unidata_version != "14.0.0":
+        sys.exit(f"this needs a Python whose unicodedata is of version 14.0.0 (Python 3.11), not {unicodedata.unidata_version}")
+    library = utf8proc()
+    likes = dict(stand_ins())
+    print("// io/unicode_tables.h: in what PCRE2 and utf8proc differ from the libraries of Hugging Face's tokenizers.")
+    print("// Made by dev/make_unicode_tables.py: do not edit.")
+    print(f"// tokenizers {tokenizers.__version__}; utf8proc {library.utf8proc_version().decode()}"
+          f" (Unicode {library.utf8proc_unicode_version().decode()}).")
+    print("#pragma once\n\n#include <cstdint>\n")
+    print("// Characters of Unicode 15 and 16 (and one of another class since), and for each range an older one of the same class and length in UTF-8.")
+    print("struct StandIn {\n    uint32_t first, last, like;\n};")
+    print("constexpr StandIn newer_characters[] = {")
+    print_rows(f"{{0x{a:X}, 0x{b:X}, 0x{ord(like):X}}}," for a, b, like in ranges_of(likes, likes.get))
+    print("\n// Characters that the normalizers of tokenizers do not change or reorder, and utf8proc does.")
     print("struct CodePointRange {\n    uint32_t first, last;\n};")
-    print_table("unicode_letters", r"\p{L}", letters)
-    print_table("unicode_numbers", r"\p{N}", numbers)
-    print_table("unicode_spaces", r"\s", spaces)
-    print_table("unicode_composable", "NFC quick check No or Maybe: may change under form C", composable())
-    marks = {c for c in SCALARS if unicodedata.combining(chr(c)) != 0}
-    print_table("unicode_marks", "Combining class not 0: form C may reorder two in a row", marks)
+    print("constexpr CodePointRange never_normalized[] = {")
+    print_rows(f"{{0x{a:X}, 0x{b:X}}}," for a, b, _ in ranges_of(never_normalized(library)))
 
 
 main()

@@ -96,14 +96,28 @@ std::string_view view_of(const MappedFile& file) {
     return file.bytes() == 0 ? "" : std::string_view(reinterpret_cast<const char*>(file.data()), file.bytes());
 }
 
+// Are the tokens of a text those of its two parts? Most tokenizers begin a word between a letter and a space with a
+// letter behind; some put a space before every text that they are given.
+bool may_cut(std::string_view text, size_t i, const Tokenizer& tokenizer) {
+    constexpr size_t near = 64;  // bytes that are looked at on each side
+    const std::string_view left = text.substr(i - near, near), right = text.substr(i, near);
+    std::vector<int32_t> parts = tokenizer.encode(left);
+    const std::vector<int32_t> behind = tokenizer.encode(right);
+    parts.insert(parts.end(), behind.begin(), behind.end());
+    return parts == tokenizer.encode(text.substr(i - near, near + right.size()));
+}
+
 // The start of a text that may be tokenized by itself, about 4 MB, so that a large file does not need the memory of all
-// its tokens as int32 at once. It ends between a letter and a space with a letter behind: every tokenizer begins a word
-// there (only an added token with just these characters in it would be missed).
-std::string_view first_chunk(std::string_view text) {
+// its tokens as int32 at once; or all of it, where the tokenizer lets no place be cut.
+std::string_view first_chunk(std::string_view text, const Tokenizer& tokenizer) {
     constexpr size_t chunk_bytes = 4 << 20;
     auto is_letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
-    for (size_t i = chunk_bytes; i + 1 < text.size(); ++i)
-        if (is_letter(text[i - 1]) && text[i] == ' ' && is_letter(text[i + 1])) return text.substr(0, i);
+    int tries = 16;
+    for (size_t i = chunk_bytes; i + 1 < text.size() && tries > 0; ++i) {
+        if (!is_letter(text[i - 1]) || text[i] != ' ' || !is_letter(text[i + 1])) continue;
+        if (may_cut(text, i, tokenizer)) return text.substr(0, i);
+        --tries;
+    }
     return text;
 }
 
@@ -275,7 +289,7 @@ void TokenSource::Impl::add_text(const Files& found, const std::string& path, co
         text_bytes += text.size();
         ends_in_newline = text.ends_with('\n');
         while (!text.empty()) {
-            std::string_view chunk = first_chunk(text);
+            std::string_view chunk = first_chunk(text, tokenizer);
             append(chunk);
             text.remove_prefix(chunk.size());
         }

@@ -7,11 +7,9 @@
 
 #include "core/core.h"
 
-#include <array>
 #include <functional>
 #include <optional>
 #include <string_view>
-#include <unordered_map>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // files.cu
@@ -125,57 +123,65 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
                        const std::map<std::string, std::string>& metadata = {}, bool with_checksums = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tokenizer.cu: text to token ids and back
+// tokenizer.cu: text to token ids and back. Its parts (patterns, normalizers, BPE, ...) are in io/tokenizer_parts.h.
+
+// How far the text of a row of tokens has been written; decode() and StreamDecoder keep one.
+struct DecodeState {
+    int64_t n_tokens = 0;
+    int n_stripped = 0;     // characters that were left out at the start of the text
+    bool stripping = true;  // no other character has come yet
+};
 
 class Tokenizer {
   public:
     virtual ~Tokenizer() = default;
+    virtual std::string name() const = 0;  // "bytes" or the file it came from
     virtual int vocab_size() const = 0;
+    // The tokens of a text, and no others: what training wants. Added tokens that stand in the text, as <|endoftext|>
+    // does in many a data set, are recognised.
     virtual std::vector<int32_t> encode(std::string_view text) const = 0;
-    virtual std::string decode(const std::vector<int32_t>& tokens) const = 0;  // may end inside a UTF-8 character
-    virtual std::string name() const = 0;                                      // "bytes" or the file it came from
+    // The ids that the file's post_processor puts before and after a text, as <|begin_of_text|>: a model expects them
+    // around a prompt. encode_with_special(text) is special_prefix(), encode(text), special_suffix().
+    virtual std::vector<int32_t> special_prefix() const { return {}; }
+    virtual std::vector<int32_t> special_suffix() const { return {}; }
+    std::vector<int32_t> encode_with_special(std::string_view text) const;
+    // Special tokens (<|eot_id|>) steer a model. decode() prints them; who shows text to people leaves them out.
+    virtual bool is_special(int32_t /*token*/) const { return false; }
+    // The text of a row of tokens; it may end inside a UTF-8 character, as tokens do. Error for an id that is none.
+    std::string decode(const std::vector<int32_t>& tokens) const;
+    // Appends to `text` what the next token of a row adds to it.
+    virtual void decode_next(int32_t token, DecodeState& state, std::string& text) const = 0;
+};
+
+// Text as it is generated. A token may end in the middle of a UTF-8 character: push() gives only bytes whose characters
+// are complete (or can no longer become so), finish() what is left. Together they are decode() of all tokens.
+class StreamDecoder {
+  public:
+    explicit StreamDecoder(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
+    std::string push(int32_t token);
+    std::string finish();
+
+  private:
+    const Tokenizer* tokenizer_;
+    DecodeState state_;
+    std::string held_back_;
 };
 
 // Token = byte: 256 tokens, no file needed.
 std::unique_ptr<Tokenizer> make_byte_tokenizer();
 // The same as a tokenizer.json, for Hugging Face's libraries: byte-level BPE without merges, in which id i is byte i.
 std::string byte_tokenizer_json();
-// Byte-level BPE from a Hugging Face tokenizer.json, as GPT-2, LLaMA 3 and Qwen 2 use it: their pre-tokenizer regexes,
-// merges, ignore_merges, added tokens. Any other kind of tokenizer is an Error that says what is supported.
-//   - Added (special) tokens are recognised in the text and printed by decode().
-//   - The post_processor is not applied: encode() adds no <|begin_of_text|> or other token that is not in the text.
-//   - encode(decode(tokens)) may differ from tokens, but decode(encode(text)) == text for any bytes, UTF-8 or not
-//     (except where the file asks for a prefix space).
+// Byte-pair encoding from a Hugging Face tokenizer.json: byte-level, as GPT-2's, LLaMA 3's, Qwen 2's and 3's and
+// DeepSeek's, or of characters, as LLaMA 2's and Mistral's (SentencePiece, with byte_fallback). doc/models.md lists the
+// components that are read; any other is an Error that names it: a tokenizer that is nearly right trains and samples
+// without an error, and badly.
+//   - encode(text) gives the ids of Hugging Face's `tokenizers` for every text in UTF-8: dev/compare_tokenizers.py
+//     compares them. A byte that is not UTF-8 counts as a control character in patterns and as itself in the tokens.
+//   - decode(encode(text)) == text for any bytes, UTF-8 or not, but for what normalizers and prefix spaces change; a
+//     vocabulary without byte tokens makes <unk> of characters that it lacks.
 // Safe to use from several threads. A file like byte_tokenizer_json() gives the byte tokenizer.
 std::unique_ptr<Tokenizer> load_tokenizer(const std::string& tokenizer_json);
 std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view json, const std::string& name);  // the same from memory
-
-// What tokenizer.json says, as tokenizer.cu uses it and tokenizer_json.cu reads it.
-struct BpeTables {
-    struct Merge {
-        int32_t rank, token;  // lower ranks merge first
-    };
-    struct AddedToken {
-        std::string text;
-        int32_t id;
-    };
-    std::string file;
-    std::vector<std::string> bytes_of_id;  // what decode() prints
-    std::vector<bool> has_id;              // ids may have gaps
-    std::array<int32_t, 256> id_of_byte;   // -1: none
-    std::unordered_map<std::string, int32_t> id_of_bytes;
-    std::unordered_map<uint64_t, Merge> merges;             // by bpe_pair(left, right)
-    std::vector<AddedToken> added, added_normalized;        // matched before and after normalization, longest first
-    size_t (*first_word)(std::string_view text) = nullptr;  // WordSplitter
-    bool ignore_merges = false;     // a word that is a token becomes that token, whatever the merges say
-    bool add_prefix_space = false;  // a text that does not begin with a space is given one
-    bool nfc = false;               // the text must be in Unicode form NFC
-};
-inline uint64_t bpe_pair(int32_t left, int32_t right) { return uint64_t(uint32_t(left)) << 32 | uint32_t(right); }
-std::unique_ptr<Tokenizer> make_bpe_tokenizer(BpeTables tables);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// words.cu: the pre-tokenizers of byte-level BPE
 
 // The character that starts at text[i]. A byte that is not UTF-8 counts as U+FFFD of length 1, so that nothing is lost.
 struct Utf8Char {
@@ -183,15 +189,6 @@ struct Utf8Char {
     size_t bytes;
 };
 Utf8Char utf8_char_at(std::string_view text, size_t i);
-
-// The length in bytes of the first word of a text that is not empty.
-using WordSplitter = size_t (*)(std::string_view text);
-// The splitter for the regex of a tokenizer.json ("": GPT-2's), or nullptr if it is not one of those known here.
-WordSplitter find_word_splitter(const std::string& regex);
-
-// Form NFC (the normalizer of Qwen 2) leaves nearly all text as it is. Rather than carry its tables, this proves that a
-// text is in it already: no character that NFC may change, no two combining marks in a row that it may reorder.
-bool is_surely_nfc(std::string_view text);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // dataset.cu: the tokens of a file, a folder, or the built-in text, as one long row

@@ -1,9 +1,19 @@
-"""Makes the tokenizer golden files with the `tokenizers` library: two small byte-level BPE vocabularies trained on
-tokenizer/corpus.txt, and what the library makes of the strings below. Called by make_golden.py.
+"""Makes the tokenizer golden files with the `tokenizers` library: small BPE vocabularies trained on tokenizer/corpus.txt,
+and what the library makes of the strings below. Called by make_golden.py.
 
     gpt2    as GPT-2's file: pieces by ByteLevel's own pattern; merges as strings "a b" (the older way to write them)
     llama3  as LLaMA 3's: pieces by a pattern in the file, then ByteLevel; ignore_merges: a piece that is in the
             vocabulary is one token, even if no merges lead there; merges as pairs ["a", "b"]
+    qwen3   as Qwen 2's and 3's: form NFC before; special and other added tokens
+    deepseek  as DeepSeek's: three patterns, one after the other
+    llama2  as LLaMA 2's: no pre-tokenizer; spaces are "▁", one more is put before the text; characters, and bytes for
+            those that the vocabulary lacks
+    mistral as Mistral's newer files: the same by Metaspace, which puts "▁" before the first piece only
+    lossy   what none of these has: NFKC, lower case, white space left out, digits and punctuation cut out, unknown
+            characters, added tokens that take white space or must stand alone
+
+words.json has what Split makes of strings, for patterns that read differently to PCRE2; normal_forms.json what the
+normalizers make of strings.
 """
 
 import itertools
@@ -11,7 +21,8 @@ import json
 import pathlib
 
 import tokenizers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors,
+                        trainers)
 
 VERSION = tokenizers.__version__
 VOCABULARY = 600                                # without special tokens and extra words
@@ -20,6 +31,13 @@ LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 GPT2_SPECIAL = ["<|endoftext|>"]
 LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+DEEPSEEK_PATTERNS = [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+                     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+                     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""]
+O200K_PATTERN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+                 r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+                 r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3_EXTRA_WORDS = [" tokenizer", "Shakespeare", " 日本語", "threadIdx", "777", "'Ll", "    \n"]  # no merges lead there
 
 CASES = [
@@ -59,6 +77,9 @@ CASES = [
     "<|endoftext|>\n\n", "  <|endoftext|>", "<|begin_of_text|>Hello<|end_of_text|>",
     "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi!<|eot_id|>", "<|eot_id|", "<|<|eot_id|>|>",
     "<|ENDOFTEXT|>", "it's<|eot_id|>'s", "12<|eot_id|>34", "a  <|begin_of_text|>  b",
+    # form NFC, new characters, what SentencePiece uses for itself
+    "Å Å", "e\u0323\u0302x", "\u0915\u093c", "\u1ab0\u0301\u1abf\u0301", "\U00031350\U0001fae8 \u1c89x", "\u0897\ua7cbx", "▁a ▁ b",
+    "<0x41>", "<s>Hi</s> there", "<unk>", "<｜User｜>Hi<｜Assistant｜>", "<think>so</think>  no",
     # words that are in the vocabulary without merges
     "a tokenizer", " tokenizer", "tokenizer", " tokenizers", "Shakespeare", " Shakespeare", "x    \ny", "    \n",
 ]
@@ -115,30 +136,150 @@ def make_llama3(corpus):
     return tokenizer.to_str()
 
 
-def cases(tokenizer):
-    """For every string: the pieces it is cut into (special tokens are pieces of their own), the ids, without what the
-    post-processor would add, and the text they decode to. So small a vocabulary often gives the same ids for a
-    wrong cut: the pieces show it."""
+def make_qwen3(corpus):
+    tokenizer = train(False, pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(QWEN_PATTERN), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), corpus)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    add_special(tokenizer, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in ("<think>", "</think>")])
+    return tokenizer.to_str()
+
+
+def make_deepseek(corpus):
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in DEEPSEEK_PATTERNS]
+    tokenizer = train(False, pre_tokenizers.Sequence(
+        splits + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), corpus)
+    tokenizer.normalizer = normalizers.Sequence([])
+    add_special(tokenizer, ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"])
+    tokenizer.add_tokens([AddedToken(name, normalized=True, special=False) for name in ("<｜User｜>", "<｜Assistant｜>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<｜begin▁of▁sentence｜> $A", special_tokens=[("<｜begin▁of▁sentence｜>", VOCABULARY)])
+    return tokenizer.to_str()
+
+
+def train_characters(corpus, **options):
+    """<unk>, <s>, </s>, the 256 bytes, then characters and merges of words that begin with "▁"."""
+    names = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.train_from_iterator([corpus.replace("\n", " ")], trainers.BpeTrainer(
+        vocab_size=1200, special_tokens=names, limit_alphabet=120, show_progress=False))
+    spec = json.loads(tokenizer.to_str())
+    vocab, merges = spec["model"]["vocab"], [tuple(merge) for merge in spec["model"]["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", **options))
+    add_special(tokenizer, names[:3])
+    return tokenizer
+
+
+def sentencepiece_decoder():
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                              decoders.Strip(" ", 1, 0)])
+
+
+def make_llama2(corpus):
+    tokenizer = train_characters(corpus, fuse_unk=True, byte_fallback=True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = sentencepiece_decoder()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
+    return tokenizer.to_str()
+
+
+def make_mistral(corpus):
+    tokenizer = train_characters(corpus, fuse_unk=True, byte_fallback=True, ignore_merges=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> <s> $B </s>",
+                                                             [("<s>", 1), ("</s>", 2)])
+    return tokenizer.to_str()
+
+
+def make_lossy(corpus):
+    tokenizer = train_characters(corpus, fuse_unk=True)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip(),
+                                                 normalizers.Replace(Regex("[ßẞ]"), "ss")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.Punctuation(),
+        pre_tokenizers.Metaspace(prepend_scheme="always")])
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.add_tokens([AddedToken("hello", single_word=True, normalized=True), AddedToken("<mask>", lstrip=True, normalized=False),
+                          AddedToken("<|", rstrip=True, normalized=False), AddedToken("Be", single_word=True, normalized=False)])
+    return tokenizer.to_str()
+
+
+MAKERS = dict(gpt2=make_gpt2, llama3=make_llama3, qwen3=make_qwen3, deepseek=make_deepseek, llama2=make_llama2,
+              mistral=make_mistral, lossy=make_lossy)
+KEEPS_TEXT = ["gpt2", "llama3", "deepseek"]     # no normalizer changes the strings
+
+
+def cases(name, tokenizer):
+    """For every string: the ids, without and (for the first strings) with what the post-processor adds, and the text they
+    decode to. Of some also the pieces that it is cut into (special tokens are pieces of their own): so small a
+    vocabulary often gives the same ids for a wrong cut, and the pieces show it."""
     rows = []
     decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
     for text in CASES:
         encoding = tokenizer.encode(text, add_special_tokens=False)
-        pieces = [decode([i for _, i in group]) for _, group in
-                  itertools.groupby(zip(encoding.word_ids, encoding.ids), key=lambda pair: pair[0])]
-        row = dict(text=text, pieces=pieces, ids=encoding.ids, decoded=decode(encoding.ids))
-        assert row["decoded"] == "".join(pieces) == text, f"{text!r} comes back as {row}"
+        row = dict(text=text, ids=encoding.ids, decoded=decode(encoding.ids))
+        if len(rows) < 12:
+            row["with_special"] = tokenizer.encode(text, add_special_tokens=True).ids
+        if name in KEEPS_TEXT:
+            row["pieces"] = [decode([i for _, i in group]) for _, group in
+                             itertools.groupby(zip(encoding.word_ids, encoding.ids), key=lambda pair: pair[0])]
+            assert row["decoded"] == "".join(row["pieces"]) == text, f"{text!r} comes back as {row}"
         rows.append(row)
     return rows
 
 
+WORD_TEXTS = ["", "a1b22  c333\r\n\n x", "Größe_Ω₂ naïve e\u0301 日本語テキスト 한국어", "aXbXXc", "XX", "'ſx I'LL It's", "ABCdef123456789",
+              "\u180ex\u00a0\u2003y\u0085z", "\U00031350\U0001fae8\u1c89\u0897 \U0001cc00\U0001e4f5", "(deadBEEF) {x}", "中々ー〇、x", "Ⓐⅷ½²³\u200dk\u212a"]
+WORD_PATTERNS = DEEPSEEK_PATTERNS + [
+    O200K_PATTERN, QWEN_PATTERN, r"\w+", r"\W", r"[^\w\s]+", r"\h+", r"[\h_]", r"\H", r"\bX|x\b", r"\BX", r"\d{,2}", r"\p{N}{1,3}+",
+    r"(?:X|b){1,2}+c", r"(?m:a.+)", r"(?i)x+", r"^.", r".$", r"\p{Han}+", r"\p{^L}+", r"\P{Lu}", r"\p{Letter}", r"[\]\[(]", r"\u65e5",
+    r"X*", r"(?=X)", r"a{x", r"(?<=a)X|(?<n>c)", r"\s+(?!\S)", r"[\S]", r"\X", r"\R"]
+
+
+def words():
+    rows = []
+    for pattern in WORD_PATTERNS:
+        for behavior in ("isolated", "removed", "merged_with_previous", "merged_with_next", "contiguous"):
+            for invert in (False, True):
+                if (behavior, invert) != ("isolated", False) and pattern not in (r"X*", r"\p{Han}+", r"(?i)x+", r"\W"):
+                    continue
+                split = pre_tokenizers.Split(Regex(pattern), behavior, invert)
+                found = [[word for word, _ in split.pre_tokenize_str(text)] for text in WORD_TEXTS]
+                rows.append(dict(pattern=pattern, behavior=behavior, invert=invert, words=found))
+    whitespace = [[word for word, _ in pre_tokenizers.Whitespace().pre_tokenize_str(text)] for text in WORD_TEXTS]
+    return dict(texts=WORD_TEXTS, rows=rows, whitespace=whitespace)
+
+
+NORMAL_FORM_TEXTS = ["", "plain", "e\u0301 A\u030a \u212b", "\u1112\u1161\u11ab 한", "a\u0323\u0307 a\u0307\u0323", "ﬁ ① ㎏ ｱ ½ …", "\u0915\u093c \u0958",
+                     "\ufb2a", "x\u1abf\u0323", "\U0001e030 \u32ff", "\U00011938 \U00011935\U00011930", "İΣς ẞ ǅ", " \u00a0\u3000 x y\u2003\n", "\u0344 \u0f73"]
+
+
+def normal_forms():
+    makers = dict(NFC=normalizers.NFC(), NFD=normalizers.NFD(), NFKC=normalizers.NFKC(), NFKD=normalizers.NFKD(),
+                  Lowercase=normalizers.Lowercase(), Strip=normalizers.Strip(), Left=normalizers.Strip(True, False),
+                  Right=normalizers.Strip(False, True))
+    return dict(texts=NORMAL_FORM_TEXTS,
+                results={name: [maker.normalize_str(text) for text in NORMAL_FORM_TEXTS] for name, maker in makers.items()})
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value) + "\n", encoding="ascii")               # \u escapes: safe in any editor
+
+
 def make(out):
-    """Writes out/gpt2/ and out/llama3/, each with tokenizer.json and cases.json."""
+    """Writes out/NAME/ with tokenizer.json and cases.json, out/words.json and out/normal_forms.json."""
     corpus = (pathlib.Path(__file__).resolve().parent / "tokenizer" / "corpus.txt").read_text(encoding="utf-8")
     assert len(set(CASES)) == len(CASES), "a case appears twice"
-    for name, spec in (("gpt2", make_gpt2(corpus)), ("llama3", make_llama3(corpus))):
+    for name, maker in MAKERS.items():
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(spec + "\n", encoding="utf-8")
-        rows = cases(Tokenizer.from_file(str(folder / "tokenizer.json")))
-        lines = ",\n".join(json.dumps(row) for row in rows)                    # \u escapes: safe in any editor
+        (folder / "tokenizer.json").write_text(maker(corpus) + "\n", encoding="utf-8")
+        rows = cases(name, Tokenizer.from_file(str(folder / "tokenizer.json")))
+        lines = ",\n".join(json.dumps(row) for row in rows)
         (folder / "cases.json").write_text(f"[\n{lines}\n]\n", encoding="ascii")
+    write_json(out / "words.json", words())
+    write_json(out / "normal_forms.json", normal_forms())

@@ -1,0 +1,186 @@
+// The parts of tokenizers: patterns, the ways to split, normal forms, against what Hugging Face's library makes of the
+// same strings (test/golden/make_tokenizer_golden.py).
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "io/tokenizer_parts.h"
+#include "temp_folder.h"
+#include "test.h"
+
+namespace {
+
+using json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+json golden(const std::string& name) {
+    return json::parse(slurp((std::filesystem::path(__FILE__).parent_path() / "golden" / "tokenizer" / name).string()));
+}
+
+Words words_of(const std::vector<PreTokenizer>& steps, const std::string& text) {
+    if (text.empty()) return {};
+    ChangedTexts changed;
+    Words words;
+    for (const Piece& piece : pre_tokenize(steps, {text, true}, changed)) words.emplace_back(piece.text);
+    return words;
+}
+
+}  // namespace
+
+TEST_CASE("Split cuts as Hugging Face's, whatever the pattern and what becomes of its matches") {
+    const std::map<std::string, SplitBehavior> behaviors = {
+        {"isolated", SplitBehavior::isolated},
+        {"removed", SplitBehavior::removed},
+        {"merged_with_previous", SplitBehavior::merged_with_previous},
+        {"merged_with_next", SplitBehavior::merged_with_next},
+        {"contiguous", SplitBehavior::contiguous}};
+    const json file = golden("words.json");
+    REQUIRE(file["rows"].size() > 60);
+    for (const json& row : file["rows"]) {
+        const PreTokenizer step =
+            split(Regex(row["pattern"], "t"), behaviors.at(row["behavior"]), row["invert"].get<bool>());
+        for (size_t i = 0; i < file["texts"].size(); ++i) {
+            INFO(row["pattern"] << " " << row["behavior"] << " invert " << row["invert"] << ": "
+                                << file["texts"][i].dump());
+            CHECK(words_of({step}, file["texts"][i]) == row["words"][i].get<Words>());
+        }
+    }
+    for (size_t i = 0; i < file["texts"].size(); ++i)
+        CHECK(words_of({split_off_white_space()}, file["texts"][i]) == file["whitespace"][i].get<Words>());
+}
+
+TEST_CASE("words of whole files are cut as Hugging Face's cuts them") {
+    // The vocabularies of the golden files are small, so that different words may give equal ids: words are compared.
+    for (std::string name : {"gpt2", "llama3", "deepseek"}) {
+        const json file = golden(name + "/tokenizer.json");
+        std::vector<PreTokenizer> steps;
+        if (name == "gpt2")
+            steps = {split(Regex(R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)", "t"),
+                           SplitBehavior::isolated)};
+        else
+            for (const json& step : file["pre_tokenizer"]["pretokenizers"])
+                if (step["type"] == "Split")
+                    steps.push_back(split(Regex(step["pattern"]["Regex"], "t"), SplitBehavior::isolated));
+        int n_compared = 0;
+        for (const json& c : golden(name + "/cases.json")) {
+            const std::string text = c["text"];
+            if (text.find("<") != text.npos) continue;  // added tokens are cut out before
+            INFO(name << ": " << c["text"].dump());
+            CHECK(words_of(steps, text) == c["pieces"].get<Words>());
+            ++n_compared;
+        }
+        CHECK(n_compared > 150);
+    }
+}
+
+TEST_CASE("a byte that is not UTF-8 is one control character to patterns") {
+    const PreTokenizer letters = split(Regex("\\p{L}+|[\\p{P}\\p{S}]+", "t"), SplitBehavior::isolated);
+    CHECK(words_of({letters}, "a\xC3z\u00e9\xFF\xE2\x82!") == Words{"a", "\xC3", "z\u00e9", "\xFF\xE2\x82", "!"});
+    CHECK(words_of({split(Regex("\\p{Cc}", "t"), SplitBehavior::isolated)}, "\xE2\x82") == Words{"\xE2", "\x82"});
+}
+
+TEST_CASE("patterns that cannot be used are refused in one line") {
+    auto refusal = [](const char* pattern) { return error_of([&] { Regex(pattern, "tokenizer.json"); }); };
+    CHECK(refusal("a|b") == "");
+    CHECK(one_line_with(refusal("(a\n"), "tokenizer.json: the pattern \"(a?\"", "cannot be compiled", "parenthesis"));
+    CHECK(one_line_with(refusal("[a[b]]"), "a class within a class at byte 2"));
+    CHECK(one_line_with(refusal("[[:alpha:]]"), "a class within a class"));
+    CHECK(one_line_with(refusal("[a-z&&b]"), "&& in a class at byte 4"));
+    CHECK(one_line_with(refusal("[\\W]"), "within [...]"));
+    CHECK(one_line_with(refusal("\\p{Klingon}"), "cannot be compiled"));
+    CHECK(one_line_with(refusal("\\pL"), "\\p without {name}"));
+    CHECK(one_line_with(refusal("(?s)a"), "unknown (?...)"));
+    CHECK(one_line_with(refusal("(?~a)"), "unknown (?...)"));
+    CHECK(one_line_with(refusal("a{2}?"), "{n}?"));
+    CHECK(one_line_with(refusal("\\x{41}"), "\\x{...}"));
+    CHECK(one_line_with(refusal("\\"), "cannot be compiled"));
+    // One that tries all ways to cut the text in two gives up.
+    const Regex slow("(a+)+$", "t");
+    CHECK(one_line_with(error_of([&] { slow.found_in(std::string(40, 'a') + "b"); }), "(a+)+$", "come to an end"));
+}
+
+TEST_CASE("normal forms, lower case and stripping as Hugging Face's") {
+    const std::map<std::string, Normalizer> normalizers = {
+        {"NFC", normal_form(true, false)},  {"NFD", normal_form(false, false)}, {"NFKC", normal_form(true, true)},
+        {"NFKD", normal_form(false, true)}, {"Lowercase", lowercase()},         {"Strip", strip(true, true)},
+        {"Left", strip(true, false)},       {"Right", strip(false, true)}};
+    const json file = golden("normal_forms.json");
+    REQUIRE(file["results"].size() == normalizers.size());
+    for (const auto& [name, normalizer] : normalizers)
+        for (size_t i = 0; i < file["texts"].size(); ++i) {
+            INFO(name << ": " << file["texts"][i].dump());
+            CHECK(normalizer(file["texts"][i].get<std::string>()) == file["results"][name][i].get<std::string>());
+        }
+    // Bytes that are not UTF-8 stay, and what is around them is normalized.
+    CHECK(normal_form(true, false)("e\u0301\xFF\u0301\xE2\x82") == "\u00e9\xFF\u0301\xE2\x82");
+    CHECK(lowercase()("A\xFF\xC3Z") == "a\xFF\xC3z");
+    CHECK(strip(true, true)(" \xFF ") == "\xFF");
+    CHECK(normalize({prepend("x"), replace(Regex::literal("."), "!")}, "a.b") == "xa!b");
+    CHECK(prepend("x")("") == "");
+}
+
+TEST_CASE("spaces are marked, and a mark put before the first piece or all") {
+    auto words = [](PrependScheme scheme, bool begins_text, const std::string& text) {
+        ChangedTexts changed;
+        std::vector<Piece> parts;
+        mark_spaces("_", scheme)({text, begins_text}, changed, parts);
+        return std::string(parts.at(0).text);
+    };
+    CHECK(words(PrependScheme::always, false, "a b") == "_a_b");
+    CHECK(words(PrependScheme::always, true, " a") == "_a");
+    CHECK(words(PrependScheme::always, true, "_a") == "_a");
+    CHECK(words(PrependScheme::first, true, "a") == "_a");
+    CHECK(words(PrependScheme::first, false, "a") == "a");
+    CHECK(words(PrependScheme::never, true, "a b") == "a_b");
+}
+
+// Each text of random letters is merged whole and cut: the same tokens.
+TEST_CASE("a text cut where no token spans gives the tokens of the whole") {
+    Bpe bpe;
+    bpe.id_of_byte.fill(-1);
+    const Words vocabulary = {"a", "b", "c", "d", "_", "ab", "abc", "_a", "cd", "_ab", "dd", "<unk>"};
+    for (const std::string& token : vocabulary) bpe.id_of.emplace(token, static_cast<int32_t>(bpe.id_of.size()));
+    bpe.unknown = bpe.id_of.at("<unk>");
+    bpe.fuse_unknown = true;
+    int32_t rank = 0;
+    for (const auto& [left, right] : std::vector<std::pair<std::string, std::string>>{
+             {"c", "d"}, {"a", "b"}, {"_", "a"}, {"ab", "c"}, {"_", "ab"}, {"d", "d"}, {"_a", "b"}})
+        bpe.merges.set(bpe.id_of.at(left), bpe.id_of.at(right), {rank++, bpe.id_of.at(left + right)});
+    const PreTokenizer cut = bpe.cut_where_no_token_spans();
+    size_t n_pieces = 0;
+    for (uint64_t n = 1; n < 200; ++n) {
+        std::string text;
+        for (uint64_t i = 0; i < n; ++i) text += "abcd_xy"[uniform_below(1, n, i, 7)];
+        std::vector<int32_t> whole, parts;
+        bpe.encode(text, whole);
+        for (const std::string& piece : words_of({cut}, text)) bpe.encode(piece, parts), ++n_pieces;
+        CHECK(whole == parts);
+    }
+    CHECK(n_pieces > 5000);
+}
+
+TEST_CASE("added tokens are found as by trying each") {
+    std::vector<AddedToken> tokens;
+    for (const char* text : {"<a>", "<a><a>", "<", "<|x|>", "<|x", "b", "\xEF\xBD\x9C"})
+        tokens.push_back({.text = text, .id = static_cast<int32_t>(tokens.size())});
+    const AddedTokens added(tokens);
+    for (uint64_t n = 0; n < 300; ++n) {
+        std::string text;
+        for (uint64_t i = 0; i < n % 40; ++i) text += "<a>|xb\xEF\xBD\x9C"[uniform_below(2, n, i, 9)];
+        std::vector<std::pair<std::string, int32_t>> expected, got;
+        for (size_t i = 0; i < text.size();) {
+            const AddedToken* best = nullptr;
+            for (const AddedToken& token : tokens)
+                if (text.compare(i, token.text.size(), token.text) == 0 &&
+                    (best == nullptr || token.text.size() > best->text.size()))
+                    best = &token;
+            if (best != nullptr) expected.emplace_back(best->text, best->id);
+            else if (i > 0 && !expected.empty() && expected.back().second < 0) expected.back().first += text[i];
+            else expected.emplace_back(text.substr(i, 1), -1);
+            i += best != nullptr ? best->text.size() : 1;
+        }
+        added.split(text, [&](std::string_view found, const AddedToken* token) {
+            got.emplace_back(std::string(found), token != nullptr ? token->id : -1);
+        });
+        CHECK(got == expected);
+    }
+}
