@@ -93,6 +93,13 @@ void apply_head(const Pass& p, const Residual& x) {
     norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.stream);
     linear_forward(p.acts.logits, p.acts.final_norm.out, p.model.head.weight, {}, p.stream);
 }
+// Inference: the head is for the rows that a wanted token follows. The stream's rows are looked up as an embedding's.
+Residual wanted_rows(const Pass& p, const Residual& x) {
+    const int64_t R = p.acts.logit_rows.n(), C = p.model.config.C;
+    residual_add(p.acts.embedded, x.sum, x.branch, p.stream);
+    embedding_forward(p.acts.last.view({1, R, C}), p.acts.logit_rows.view({1, R}), {}, p.acts.embedded, {}, p.stream);
+    return {p.acts.last, {}};
+}
 void apply_head_backward(const Pass& p, Tensor dx) {
     const Linear& head = p.model.head;
     const Workspace& ws = p.workspace;
@@ -108,7 +115,8 @@ void visit_forward(const Pass& p, const Visit& visit, Residual& x) {
         x = {p.acts.embedded, {}};
     }
     if (visit.work == Work::forward_block) x = block_forward(p.context(visit), p.block(visit), x);
-    if (visit.work == Work::forward_head) apply_head(p, x);
+    if (visit.work == Work::forward_head && p.acts.logits.n() > 0)  // a step may compute parts of prompts alone
+        apply_head(p, p.acts.logit_rows.exists() ? wanted_rows(p, x) : x);
     end_visit(p.model, visit, p.stream);
 }
 
@@ -194,20 +202,4 @@ void head_forward(const Model& model, Activations& acts, Tensor in, cudaStream_t
 }
 void head_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor din, cudaStream_t stream) {
     apply_head_backward({model, acts, workspace, stream}, din);
-}
-
-void forward_cached(const Model& model, Activations& acts, const Workspace& workspace, LatentCache& cache,
-                    cudaStream_t stream) {
-    check(cache.layers.size() == model.blocks.size(),
-          "forward_cached: needs a model with MLA, and a cache taken for it (take_latent_cache)");
-    const int64_t end = cache.length + acts.T, rows = cache.layers[0].shape[1], positions = model.rope_table.shape[0];
-    check(end <= rows && end <= positions, "forward_cached: ", cache.length, " + ", acts.T,
-          " tokens, but the cache has ", rows, " rows and the model was built for ", positions,
-          " positions: take a longer cache");
-    acts.first = cache.length;
-    for (size_t l = 0; l < acts.blocks.size(); ++l) acts.blocks[l].cache = cache.layers[l];
-    forward(model, acts, workspace, stream, false);
-    for (BlockSaved& saved : acts.blocks) saved.cache = {};
-    acts.first = 0;
-    cache.length = end;
 }

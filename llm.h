@@ -6,6 +6,8 @@
 
 // tokens -> logits. tokens and targets (and documents and positions) have been copied into the activations. training:
 // this forward counts for the histories of fp8's delayed scaling, which an evaluation must not touch.
+// Activations of_step() of inference: the new tokens of several sequences -> the logits of logit_rows; what the tokens
+// leave for later ones is in the cache then.
 void forward(const Model& model, Activations& acts, const Workspace& workspace, cudaStream_t stream,
              bool training = true);
 // logits -> losses. Forward only: the logits stay.
@@ -32,14 +34,3 @@ void backward_blocks(const Model& model, Activations& acts, const Workspace& wor
 // Final norm and head: in -> acts.logits. Backward: acts.logits, which hold their gradient -> din.
 void head_forward(const Model& model, Activations& acts, Tensor in, cudaStream_t stream);
 void head_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor din, cudaStream_t stream);
-
-// ---------------------------------------------------------------------------------------------------------------------
-// MLA with a cache. A token leaves kv_rank + D_rope numbers a layer, its latent and its rotated key, and a later
-// token's attention reads those alone: the absorbed form (layers/latent_attention.cu), which never expands keys and
-// values.
-
-// tokens -> logits, as forward, for T more tokens of each sequence, which see those in the cache and are appended to
-// it. T is that of the activations: a whole prompt, or 1. The model must have been built for as many positions as there
-// are then.
-void forward_cached(const Model& model, Activations& acts, const Workspace& workspace, LatentCache& cache,
-                    cudaStream_t stream);

@@ -8,7 +8,7 @@ The programs are those of build/cpu. What is checked:
 
   - every file and folder that a page links to, or names in `code`, exists
   - README.md has at most 150 lines, links every page of doc/, and its map names every folder of sources
-  - doc/flags.md is what ./train_gpt --help prints
+  - doc/flags.md is what ./train_gpt --help and ./generate --help print
 
 dev/readme_commands.py runs the commands of the pages and compares what they print.
 """
@@ -80,12 +80,15 @@ def check_front_door(folders):
 
 
 def flags_page(tree):
-    out, _ = tree.bash("./train_gpt --help")
-    groups = re.sub(r"\n{3,}", "\n\n", out[out.index("\nModel:"):]).strip()
+    def groups(program):
+        out, _ = tree.bash(f"./{program} --help")
+        return re.sub(r"\n{3,}", "\n\n", out[out.index("\nModel:"):]).strip()
+
     return ("# Flags\n\n"
-            "What `./train_gpt --help` prints. This page is written by `make docs`; do not edit it.\n"
+            "What `./train_gpt --help` and `./generate --help` print. This page is written by `make docs`; do not edit it.\n"
             "A flag that cannot be combined with another one is refused at the start, with the reason.\n\n"
-            f"```text\n{groups}\n```\n")
+            f"## ./train_gpt\n\n```text\n{groups('train_gpt')}\n```\n\n"
+            f"## ./generate\n\n```text\n{groups('generate')}\n```\n")
 
 
 def first_difference(page, want):

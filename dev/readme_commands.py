@@ -151,6 +151,7 @@ RULES = [
     Rule(r"make gpu-bundle$", skip="needs the network"),
     # doc/flags.md
     train("--help", flags="", quick=True),
+    Rule(r"\./generate --help$", quick=True),
 ]
 
 # Figures of the machine in what programs print: (regex, what stands for it).
@@ -341,7 +342,8 @@ class Tree:
         shutil.copytree(ROOT, self.folder, symlinks=True,
                         ignore=lambda path, names: {"__pycache__"} | (left_out if path == ROOT else set()))
         os.symlink(os.path.join(ROOT, "build"), os.path.join(self.folder, "build"))
-        os.symlink("build/cpu/train_gpt", os.path.join(self.folder, "train_gpt"))
+        for program in ("train_gpt", "generate"):
+            os.symlink(f"build/cpu/{program}", os.path.join(self.folder, program))
         make_inputs(self.folder)
         return self
 

@@ -15,6 +15,12 @@
 //     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
 //     beam_search.cu   the most probable answers instead of drawn ones
 //     requests.cu      from tokens to text: stop strings, finish reasons, several samples of a prompt
+//     loaded_model.cu  weights, tokenizer and memory of a model that only computes
+//     options.cu       the command line of generate
+//     batch_file.cu    --batch: requests from a file, answers to a file
+//     chat_template.cu a conversation as the text that a model was trained on
+//     chat.cu          --chat: a conversation in the terminal
+//     perplexity.cu    --eval: how surprised a model is by a text
 #pragma once
 
 #include "core/core.h"
@@ -434,3 +440,225 @@ class Timeline {
 };
 // One below the other, with steps of one width, each under its title: static batching beside continuous batching.
 void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// engine.cu: one step after the other: the scheduler's parts, the forward over the cache, the tokens drawn
+
+struct EngineOptions {
+    CacheSizes cache;                  // n_pages 0: as many as max_sequences of max_length need
+    std::optional<DType> cache_dtype;  // e4m3, or the model's, which is the default
+    SchedulerOptions scheduler;        // max_length 0: as long as the model has positions
+    int64_t lookup = 0;                // so many tokens of a sequence are proposed by prompt look-up; 0: none
+};
+// Positions of a model that were trained: what max_length may be. Error where `wanted` (0: all) is beyond them.
+int64_t longest_sequence(const Config& config, int64_t wanted);
+
+// A step is the same whatever its requests want: rows of tokens through the model, then a token for each row that is
+// the last of its sequence. Nothing in the logits of a row depends on the other rows, so the text of a request is the
+// same alone and among others, however its prompt was cut, and whether it was preempted or shares pages.
+class Engine {
+  public:
+    // The model must outlive the engine, and have been built for at least max_length positions.
+    Engine(const Model& model, const EngineOptions& options);
+    // Everything the engine needs, taken twice like all memory (core.h: Arena). pinned: of the host.
+    void take_memory(Arena& cache, Arena& activations, Arena& pinned);
+
+    // Called for each token of an answer, in order; the sequence holds it already. False ends this answer.
+    // The callbacks must call neither add() nor cancel().
+    std::function<bool(Request& request, Sequence& sequence, const Sampled& token)> token_ready;
+    // An answer ends behind token_ready's false or before a stop token ("stop"), at max_tokens or at the end of the
+    // positions ("length"), or where the logits are not finite ("error").
+    // Nothing of it is used by the engine any more; of the request neither, when its last answer has ended.
+    std::function<void(Request& request, uint64_t sample, const char* reason)> answer_ended;
+
+    // Called before each step is computed, for reports.
+    std::function<void(std::span<const StepPart> parts)> step_begins;
+
+    // The request stays where it is until all its answers have ended.
+    void add(Request& request);
+    void cancel(Request& request);  // as if it had never come: answer_ended is not called
+    // False: nothing runs or waits, and nothing was done. Collective where the model's weights are sharded.
+    bool step();
+
+    int64_t vocabulary() const { return model_.config.V; }
+    const PagedCache& cache() const { return cache_; }
+    const Scheduler& scheduler() const { return scheduler_; }
+    const EngineOptions& options() const { return options_; }
+    int64_t n_steps() const { return n_steps_; }
+    int64_t n_proposed() const { return n_proposed_; }  // draft tokens that were computed, and those that became text
+    int64_t n_accepted() const { return n_accepted_; }
+    StepSizes largest_step() const;
+
+  private:
+    // What the host tells the device of a step: filled in pinned memory, then copied.
+    struct Tables {
+        Tensor tokens, positions, cache_rows, page_table, chunks, logit_rows;
+    };
+    // Tokens to be drawn from neighbouring rows of logits: one, and one behind each token of the draft. Of an answer
+    // that runs, or the first token of a new one, of which `sequence` is the parent.
+    struct Draw {
+        Request* request;
+        Sequence* sequence;
+        uint64_t sample;
+        int64_t n;
+    };
+    void propose_drafts();
+    void copy_pages();
+    StepSizes prepare(const std::vector<StepPart>& parts);
+    std::vector<Sampled> draw_tokens(const Tensor& logits);
+    void deliver(std::span<const Sampled> drawn);
+    bool give(Request& request, Sequence& sequence, const Sampled& token);  // false: the answer has ended
+    void end_answer(Request& request, Sequence& sequence, const char* reason);
+
+    const Model& model_;
+    EngineOptions options_;
+    PagedCache cache_;
+    Scheduler scheduler_;
+    Sampler sampler_;
+    CachePools pools_, host_pools_;
+    Activations acts_;
+    Workspace workspace_;
+    Tables tables_;
+    std::vector<Draw> draws_;         // of the step that runs
+    std::vector<Request*> requests_;  // that have come and not ended
+    std::unordered_map<const Sequence*, PromptLookup> lookups_;
+    int64_t n_steps_ = 0, n_proposed_ = 0, n_accepted_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// requests.cu: text instead of tokens: pieces of answers as they come, stop strings, several answers of a prompt
+
+struct AnswerPiece {
+    uint64_t sample = 0;                  // which answer of the request
+    std::string text;                     // whole characters, and none that a stop string may begin with
+    std::vector<Sampled> tokens;          // since the last piece; their text may come with a later one
+    const char* finish_reason = nullptr;  // of the last piece: "stop", "length", or "error"
+};
+
+struct TextRequest {
+    std::vector<int32_t> prompt;
+    int64_t max_tokens = 16, n = 1;
+    SamplingOptions sampling;
+    std::vector<std::string> stop;                        // the answer ends before the first of these
+    std::vector<int32_t> stop_tokens;                     // likewise
+    std::function<void(const AnswerPiece& piece)> ready;  // called for each piece, in order; it must not call add()
+};
+
+class Requests {
+  public:
+    // Takes the engine's token_ready and answer_ended.
+    Requests(Engine& engine, const Tokenizer& tokenizer);
+    ~Requests();
+    // Error, in one line, for what the model cannot do: an empty prompt, an unknown token, one that is too long.
+    int64_t add(TextRequest request);
+    void cancel(int64_t id);  // nothing more is heard of it; ids of requests that have ended are ignored
+    bool step() { return engine_.step(); }
+
+  private:
+    struct Answer;
+    struct Running;
+    Running& running(const Request& request);
+    Engine& engine_;
+    const Tokenizer& tokenizer_;
+    int64_t n_requests_ = 0;
+    std::map<int64_t, std::unique_ptr<Running>> running_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// loaded_model.cu: a model that only computes: its weights on the device, and what lies beside them in its folder
+
+struct LoadedModel {
+    std::string folder;
+    Config config;
+    Model model;
+    std::shared_ptr<const Tokenizer> tokenizer;
+    bool is_text = true;               // false: it was trained on token ids, without a tokenizer
+    std::vector<int32_t> stop_tokens;  // eos_token_id of generation_config.json, or else of config.json
+    Arena weights{"weights"}, cache{"cache"}, activations{"activations"}, pinned{"on the host", MemoryKind::pinned};
+    std::unique_ptr<Engine> engine;
+    size_t device_bytes();  // planned, with cuBLASLt's workspace
+
+    // Reads config.json and the tokenizer, and counts the memory. folder: find_model_folder's (model/model.h).
+    // tokenizer: a tokenizer.json or its folder, in place of that beside the model; "": that.
+    LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, const EngineOptions& options);
+    void load();  // takes the memory, and reads the weights. Error where it is more than the device has
+
+  private:
+    void take_memory();
+    Arena gradients_{"gradients"}, masters_{"master weights"};  // counted, and never taken
+    DType dtype_;
+    EngineOptions options_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// options.cu: the command line of generate
+
+struct GenerateOptions {
+    std::string model;  // "": that of the newest run
+    std::string tokenizer, prompt, prompt_ids, batch, out, eval;
+    std::string chat_template, system;  // of a conversation
+    bool chat = false, plan = false, ids = false;
+    DType dtype = DType::f32;
+    int64_t tokens = 256, samples = 1;
+    SamplingOptions sampling;
+    std::vector<std::string> stop;
+    bool ignore_eos = false;
+    EngineOptions engine;
+};
+GenerateOptions parse_generate_options(int argc, char** argv);
+// A request as the flags say, without its prompt; and the tokens of a prompt, with those that the tokenizer puts first.
+TextRequest text_request(const GenerateOptions& options, const LoadedModel& model);
+std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& text);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// batch_file.cu: --batch prompts.jsonl --out answers.jsonl. A line of the one is a request, a line of the other its
+// answer, written when it is complete, in the order in which they end. Lines of `out` that are there already are not
+// computed again, so that a batch that was stopped goes on where it was. Lines that are no requests are told on stderr.
+//
+//   {"id": 7, "prompt": "..."}   also "prompt_ids" instead of "prompt"; "tokens", "temperature", "top_k", "top_p",
+//                                "min_p", "seed", "samples", "stop", ... as the flags, which are their defaults
+//   {"id": 7, "text": "...", "ids": [..], "finish_reason": "stop"}       several samples: a line each, with "sample"
+struct BatchCount {
+    int64_t done_before = 0, done = 0, refused = 0, tokens = 0, prompt_tokens = 0;
+};
+BatchCount run_batch_file(LoadedModel& model, Requests& requests, const GenerateOptions& options);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// chat_template.cu: a conversation as the text that a model was trained on
+
+struct ChatMessage {
+    std::string role, content;  // role: "system" (at most one, the first), "user" or "assistant"
+};
+// How the families write a conversation:
+//   chatml     <|im_start|>user\n...<|im_end|>\n<|im_start|>assistant\n           also Qwen 3
+//   qwen       the same, with Qwen 2.5's system message where none is given
+//   llama3     <|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n...<|eot_id|>
+//   llama3.1   the same, with the dates of its training in the system message
+//   deepseek   <|begin of sentence|>...<|User|>...<|Assistant|>                     DeepSeek-V3, with bars of its own
+//   mistral    <s>[INST] ... [/INST] ...</s>
+//   plain      User: ...\nAssistant: ...                                           for models without a template
+struct ChatTemplate {
+    const char* name;
+    // The text up to where the assistant's next message begins.
+    std::string (*render)(const std::vector<ChatMessage>& messages);
+    const char* end;  // what the model writes behind a message
+};
+// By its name; "" : the one that tokenizer_config.json or chat_template.jinja in the folder describe, or plain where
+// there is none. Error that lists the names, where it is none of these.
+const ChatTemplate& find_chat_template(const std::string& name, const std::string& folder);
+// The request for the assistant's next message; with the template's end among its stop tokens or texts.
+TextRequest chat_request(const GenerateOptions& options, const LoadedModel& model, const ChatTemplate& chat,
+                         const std::vector<ChatMessage>& messages);
+
+// chat.cu: reads messages from stdin and prints the answers as they come, until the end of stdin. Ctrl-C ends an answer.
+void run_chat(LoadedModel& model, const GenerateOptions& options);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// perplexity.cu: how surprised a model is by a text: exp(loss), loss the mean of -log p(token | those before it in its
+// window). The text's first token is not predicted.
+
+struct Perplexity {
+    double loss = 0, seconds = 0;
+    int64_t tokens = 0, window = 0;
+};
+Perplexity evaluate_text(const LoadedModel& model, const std::string& text, int64_t window);

@@ -436,6 +436,28 @@ void write_png(const std::string& path, const Plot& plot);
 void write_png(const std::string& path, const std::vector<Plot>& plots);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// mistyped.cu: what a program answers to words that are no flags, and to values that are no numbers. command_line.h puts
+// it around CLI11.
+
+// What other programs call our flags, and what to write here: {"learning-rate", "--lr"}.
+struct Synonym {
+    const char *name, *meant;
+};
+struct ProgramWords {
+    const char* name;  // "train_gpt"
+    std::vector<Synonym> synonyms;
+    const char* quoted_example;  // a flag whose value needs quotes, as an example of one
+};
+// One line that says what may have been meant by `unknown`, one of the command line's words.
+std::string explain_unknown(const ProgramWords& program, const std::vector<std::string>& flags,
+                            const std::vector<std::string>& words, const std::string& unknown);
+// Errors that name the flag: for a value that is a flag itself, for one that is no number, and for one that is not
+// whole or beyond `largest`, to either side. "1e3" is the whole number 1000.
+void expect_value(const std::string& flag, const std::string& text);
+void expect_number(const std::string& flag, const std::string& text);
+int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: numbers as people read them
 
 std::string human_count(double n);      // "124M", "3.2k"

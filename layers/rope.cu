@@ -187,7 +187,8 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
           " apart, from column ", heads.column, " on, are not inside of ", columns, " columns");
     expect(operation, "table", table, DType::f32, {-1, D});
     if (positions) expect(operation, "positions", positions, DType::i32, {B, T});
-    check(table.shape[0] >= T, operation, ": table is ", table, ", expected a row for each of T = ", T, " positions");
+    check(positions || table.shape[0] >= T, operation, ": table is ", table, ", expected a row for each of T = ", T,
+          " positions");
     expect_aligned(operation, {{argument, rows}});
     // Packed loads need every head, and each half of it, on a whole number of chunks. (So are the table's rows then.)
     int64_t chunk_columns = std::gcd(std::gcd(half, heads.column), std::gcd(heads.head_stride(), columns));

@@ -52,9 +52,9 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
     }
 }
 
-// What a forward needs, of blocks that share n sets of tensors.
-Activations take(const Model& model, int64_t B, int64_t T, const Recompute& recompute, int64_t n, bool keep_inputs,
-                 Arena& arena) {
+// What a forward needs, of blocks that share n sets of tensors. n_logits: rows that the head is applied to.
+Activations take(const Model& model, int64_t B, int64_t T, int64_t n_logits, const Recompute& recompute, int64_t n,
+                 bool keep_inputs, Arena& arena) {
     const Config& c = model.config;
     const DType dtype = model.precision.dtype;
     const int64_t N = B * T;
@@ -66,10 +66,10 @@ Activations take(const Model& model, int64_t B, int64_t T, const Recompute& reco
     acts.embedded = arena.take("residual stream", dtype, {N, c.C});
     acts.losses = arena.take("losses", DType::f32, {N});
     take_blocks(model, acts, n, keep_inputs, arena);
-    SavedTaker final_norm(arena, dtype, B, T, false);  // there is one final norm: nothing to share
+    SavedTaker final_norm(arena, dtype, 1, n_logits, false);  // there is one final norm: nothing to share
     const Tensor sum = final_norm.keep("residual stream", c.C);
     acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep("norms", c.C));
-    acts.logits = arena.take("logits", dtype, {N, c.V_padded()});
+    acts.logits = arena.take("logits", dtype, {n_logits, c.V_padded()});
     return acts;
 }
 
@@ -88,11 +88,11 @@ int64_t linear_scratch_n(const Model& model, int64_t N, bool training) {
 
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena) {
     const int64_t L = model.config.L;
-    return take(model, B, T, recompute, recompute.every > 0 ? std::min(recompute.every, L) : L, true, arena);
+    return take(model, B, T, B * T, recompute, recompute.every > 0 ? std::min(recompute.every, L) : L, true, arena);
 }
 
-Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena) {
-    return take(model, B, T, {}, 1, false, arena);
+Activations take_forward_activations(const Model& model, int64_t B, int64_t T, int64_t n_logits, Arena& arena) {
+    return take(model, B, T, n_logits, {}, 1, false, arena);
 }
 
 void take_documents(Activations& acts, Arena& arena) {

@@ -78,14 +78,17 @@ QkvHeads heads_of(const BlockContext& b, const Slots& slots) {
     return heads;
 }
 
-// Qwen3: raw queries and keys -> normalised and rotated ones.
+// Qwen3: raw queries and keys -> normalised ones; and rotated.
 void norm_queries_and_keys(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
-    const Config& c = b.model.config;
-    if (!c.qk_norm) return;
     const QkvHeads raw = raw_heads(b, saved), heads = heads_of(b, saved);
-    const float eps = static_cast<float>(c.norm_eps);
+    const float eps = static_cast<float>(b.model.config.norm_eps);
     rmsnorm_heads_forward(heads.q, saved[kQRstd], raw.q, p.norms[kQNorm].weight, eps, b.stream);
     rmsnorm_heads_forward(heads.k, saved[kKRstd], raw.k, p.norms[kKNorm].weight, eps, b.stream);
+}
+void recompute(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
+    if (!b.model.config.qk_norm) return;
+    norm_queries_and_keys(b, p, saved);
+    const QkvHeads heads = heads_of(b, saved);
     rope_forward(b, heads.q, RopePairs::halves);
     rope_forward(b, heads.k, RopePairs::halves);
 }
@@ -104,10 +107,16 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
     const Config& c = b.model.config;
     block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
     const QkvHeads heads = heads_of(b, saved);
-    if (c.qk_norm) norm_queries_and_keys(b, p, saved);
-    else if (c.family == Family::llama) rope_forward(heads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D);
-    flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+    if (has_cache(b)) {
+        if (c.qk_norm) norm_queries_and_keys(b, p, saved);
+        attend_to_cache(b, p, attended, heads);
+    } else {
+        if (c.qk_norm) recompute(b, p, saved);
+        else if (c.family == Family::llama)
+            rope_forward(heads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);
+        flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+    }
     if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
 
@@ -141,6 +150,10 @@ Elements elements(const Config& c) {
 int64_t score_width(const Config& c) { return c.H * (c.D + c.D); }
 int64_t rope_width(const Config& c) { return c.D; }
 int64_t cache_width(const Config& c) { return 2 * c.K * c.D; }
+int64_t cache_heads(const Config& c) { return 2 * c.K; }
+int64_t cache_scratch_n(const Config& c, int64_t N, int64_t max_length) {
+    return paged_attention_scratch_n(N, c.H, c.D, max_length);
+}
 
 }  // namespace
 
@@ -151,9 +164,11 @@ extern const SubLayer kGroupedQueryAttention = {.name = "gqa",
                                                 .take_gradients = take_gradients,
                                                 .scratch_n = scratch_n,
                                                 .forward = forward,
-                                                .recompute = norm_queries_and_keys,
+                                                .recompute = recompute,
                                                 .backward = backward,
                                                 .elements = elements,
                                                 .score_width = score_width,
                                                 .rope_width = rope_width,
-                                                .cache_width = cache_width};
+                                                .cache_width = cache_width,
+                                                .cache_heads = cache_heads,
+                                                .cache_scratch_n = cache_scratch_n};

@@ -73,10 +73,14 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
     block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
     norm_latent(b, p, saved);
     block_linear_forward(b, p.linears[kQUp], saved[kQ], saved[kLatent]);
-    rope_forward(b, heads.q, RopePairs::halves);
-    rope_forward(b, heads.k, RopePairs::halves);
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D);
-    flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+    if (has_cache(b)) {
+        attend_to_cache(b, p, attended, {heads.q, heads.k, heads.v});
+    } else {
+        rope_forward(b, heads.q, RopePairs::halves);
+        rope_forward(b, heads.k, RopePairs::halves);
+        flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+    }
     if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
 
@@ -114,6 +118,10 @@ Elements elements(const Config& c) {
 int64_t score_width(const Config& c) { return c.H * (c.D + c.D); }
 int64_t rope_width(const Config& c) { return c.D; }
 int64_t cache_width(const Config& c) { return 2 * c.D; }
+int64_t cache_heads(const Config&) { return 2; }
+int64_t cache_scratch_n(const Config& c, int64_t N, int64_t max_length) {
+    return paged_attention_scratch_n(N, c.H, c.D, max_length);
+}
 
 }  // namespace
 
@@ -129,4 +137,6 @@ extern const SubLayer kFactorizationAttention = {.name = "mfa",
                                                  .elements = elements,
                                                  .score_width = score_width,
                                                  .rope_width = rope_width,
-                                                 .cache_width = cache_width};
+                                                 .cache_width = cache_width,
+                                                 .cache_heads = cache_heads,
+                                                 .cache_scratch_n = cache_scratch_n};

@@ -12,7 +12,7 @@
 // the place of their latent.
 //
 // Training expands keys and values and is then multi-head attention. Generating keeps only the latent and the shared
-// key of each token, and folds kv_up into query and output (layers/latent_attention.cu): the same function, with sums
+// key of each token, and folds kv_up into query and output (layers/paged_latent_attention.cu): the same function, with sums
 // in another order.
 #include "model/sublayer.h"
 
@@ -122,11 +122,10 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
     if (c.q_rank > 0) block_linear_forward(b, p.linears[kQUp], saved[kQ], saved[kQLatent]);
     rope_forward(b, at.q_rotated, c.rope_pairs);
     rope_forward(b, at.shared_key, c.rope_pairs);
-    if (b.saved.cache) {  // absorbed
-        const Tensor latent = saved[kKvLatent].view({b.acts.B, b.acts.T, c.kv_rank});
-        latent_cache_append(b.saved.cache, b.acts.first, latent, at.shared_key, b.stream);
-        latent_attention_forward(at.heads, at.q, b.saved.cache, p.linears[kKvUp].weight, b.acts.first,
-                                 options(b, p).scale, b.stream);
+    if (has_cache(b)) {  // absorbed
+        paged_latent_write(paged_step(b), heads_in(saved[kKvLatent], b.acts, 1, c.kv_rank), at.shared_key, b.stream);
+        paged_latent_attention_forward(at.heads, at.q, paged_step(b), p.linears[kKvUp].weight, options(b, p).scale,
+                                       b.workspace.scratch, b.stream);
     } else {
         block_linear_forward(b, p.linears[kKvUp], saved[kKv], saved[kKvLatent]);
         latent_keys_forward(at.keys, at.own_keys, at.shared_key, b.stream);
@@ -185,6 +184,10 @@ Elements elements(const Config& c) {
 int64_t score_width(const Config& c) { return c.H * (c.D + c.D_v); }
 int64_t rope_width(const Config& c) { return c.D_rope; }
 int64_t cache_width(const Config& c) { return c.kv_rank + c.D_rope; }
+int64_t cache_heads(const Config&) { return 2; }
+int64_t cache_scratch_n(const Config& c, int64_t N, int64_t max_length) {
+    return paged_latent_attention_scratch_n(N, c.H, c.kv_rank, c.D_rope, max_length);
+}
 
 }  // namespace
 
@@ -200,16 +203,6 @@ extern const SubLayer kLatentAttention = {.name = "mla",
                                           .elements = elements,
                                           .score_width = score_width,
                                           .rope_width = rope_width,
-                                          .cache_width = cache_width};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// With a cache
-
-LatentCache take_latent_cache(const Model& model, int64_t B, int64_t T_max, Arena& arena) {
-    ::check(model.attention == &kLatentAttention, "take_latent_cache: only MLA has latents to cache");
-    LatentCache cache;
-    for (int64_t l = 0; l < model.config.L; ++l)
-        cache.layers.push_back(
-            arena.take("latent cache", model.precision.dtype, {B, T_max, cache_width(model.config)}));
-    return cache;
-}
+                                          .cache_width = cache_width,
+                                          .cache_heads = cache_heads,
+                                          .cache_scratch_n = cache_scratch_n};

@@ -11,6 +11,7 @@
 //     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
 //     recompute.cu       what is not kept, but computed again
 //     visits.cu          which units a step visits in which order
+//     cached_step.cu     what a step of inference works with: the pools of the cache, and its activations
 //     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a
 //     file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
 //     huggingface_config.cu, huggingface_weights.cu   config.json and safetensors
@@ -205,6 +206,10 @@ void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
 // huggingface_config.cu). With many ranks all of them call these, and rank 0 writes.
 void load_weights(Model& model, const std::string& folder);
+// The Hugging Face folder that a flag's value means: itself, or the newest checkpoint of a run. Error that names the
+// flag and says what was looked for. And the run in runs/ whose newest checkpoint is the latest: "" if there is none.
+std::string find_model_folder(const std::string& flag, const std::string& path);
+std::string find_newest_run();
 void save_model(const Model& model, const std::string& folder, const TokenIds& token_ids = {});
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -234,8 +239,8 @@ using Slots = std::array<Tensor, 12>;
 struct BlockSaved {
     NormSaved norm1, norm2;
     Slots attention, feed_forward;
-    Tensor fp8;    // (linear layers, 2) f32: what the inputs and output gradients of each were scaled by
-    Tensor cache;  // this layer's rows of a LatentCache; set only by forward_cached
+    Tensor fp8;                  // (linear layers, 2) f32: what the inputs and output gradients of each were scaled by
+    Tensor cache, cache_scales;  // of a step of inference: the layer's pool (PagedStep), and with e4m3 its scales
 };
 struct Activations {
     int64_t B = 0, T = 0;
@@ -251,11 +256,14 @@ struct Activations {
     Tensor logits;          // (N, V_padded); the loss turns them into their own gradient
     Tensor losses;          // (N) f32
     bool training = false;  // the last forward was a training step's
-    int64_t first = 0;      // position of the first token: 0 but in forward_cached
+    // Of a step of inference. page_table, chunks and cache_rows as in PagedStep (layers.h); positions is there, too.
+    // Only some rows are followed by a token that is wanted: logit_rows (R) i32, last (R, C), logits (R, V_padded).
+    Tensor page_table, chunks, cache_rows, logit_rows, last;
 };
 // For training, or only to run forward.
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
-Activations take_forward_activations(const Model& model, int64_t B, int64_t T, Arena& arena);
+// n_logits: rows that the head is applied to, B T where all are.
+Activations take_forward_activations(const Model& model, int64_t B, int64_t T, int64_t n_logits, Arena& arena);
 void take_documents(Activations& acts, Arena& arena);  // documents and positions, for rows that need them
 
 class WeightGradients;  // block_linear.cu
@@ -298,10 +306,26 @@ class WeightGradients {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// MLA with a cache: what a token leaves in it
+// cached_step.cu: a step of inference. Its N new tokens belong to several sequences, each with what the tokens before
+// left in a cache in pages (layers.h: PagedStep).
 
-struct LatentCache {
-    std::vector<Tensor> layers;  // L of (B, T_max, kv_rank + D_rope)
-    int64_t length = 0;          // tokens of each sequence that are in it
+struct CachePools {
+    std::vector<Tensor> layers;  // L of (pages, page size, numbers that a token leaves in a layer)
+    std::vector<Tensor> scales;  // with e4m3: L of (pages, page size, heads of such a row) f32
 };
-LatentCache take_latent_cache(const Model& model, int64_t B, int64_t T_max, Arena& arena);
+// dtype: that of the model, or e4m3.
+CachePools take_cache_pools(const Model& model, int64_t n_pages, int64_t page_size, DType dtype, Arena& arena);
+
+struct StepSizes {
+    int64_t tokens = 0;     // N
+    int64_t sequences = 0;  // with a token in the step
+    int64_t chunks = 0;     // of rows (PagedStep)
+    int64_t pages = 0;      // the most that one of the sequences has
+    int64_t logits = 0;     // R: rows that are followed by a token that is wanted
+};
+// For steps of at most these sizes.
+Activations take_step_activations(const Model& model, const CachePools& pools, const StepSizes& largest, Arena& arena);
+Workspace take_step_workspace(const Model& model, const StepSizes& largest, int64_t max_length, Arena& arena);
+// The part of them that a step of these sizes uses.
+Activations of_step(const Activations& largest, const StepSizes& sizes);
+Workspace of_step(const Workspace& largest, const StepSizes& sizes);

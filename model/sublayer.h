@@ -113,6 +113,9 @@ struct SubLayer {
     int64_t (*score_width)(const Config& config) = nullptr;
     int64_t (*rope_width)(const Config& config) = nullptr;   // columns of a head that rope rotates
     int64_t (*cache_width)(const Config& config) = nullptr;  // numbers that a token leaves in the cache of a layer
+    int64_t (*cache_heads)(const Config& config) = nullptr;  // heads that these are: each has a scale with e4m3
+    // floats that the attention of N new tokens over a cache needs, with sequences of up to max_length tokens
+    int64_t (*cache_scratch_n)(const Config& config, int64_t N, int64_t max_length) = nullptr;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -146,8 +149,15 @@ inline HeadColumns heads_in(Tensor rows, const Activations& acts, int64_t count,
                             int64_t stride = 0) {
     return {rows.view({acts.B, acts.T, rows.cols()}), count, D, column, stride};
 }
-// The rotations of the tokens' positions.
-inline Tensor rope_rows(const BlockContext& b) { return b.model.rope_table.slice(b.acts.first, b.acts.T); }
+// Is this a step of inference, over a cache? Then keys and values go to its pages, and the attention reads them there.
+inline bool has_cache(const BlockContext& b) { return b.saved.cache.exists(); }
+inline PagedStep paged_step(const BlockContext& b) {
+    return {b.saved.cache, b.saved.cache_scales, b.acts.page_table, b.acts.chunks, b.acts.cache_rows};
+}
+// The rotations of the tokens' positions: in a row of T tokens none is beyond T; in a cache it may be any.
+inline Tensor rope_rows(const BlockContext& b) {
+    return has_cache(b) ? b.model.rope_table : b.model.rope_table.slice(0, b.acts.T);
+}
 inline void rope_forward(const BlockContext& b, const HeadColumns& heads, RopePairs pairs) {
     rope_forward(heads, pairs, b.acts.positions, rope_rows(b), b.stream);
 }
@@ -161,4 +171,13 @@ inline FlashAttentionOptions flash_options(const BlockContext& b, const SubLayer
             .window = p.window,
             .documents = b.acts.documents,
             .tier = b.model.flash_tier};
+}
+// Keys and values to their pages, and the attention over all that is there: of GQA, and of MFA with one key head.
+inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, const HeadColumns& out,
+                            const QkvHeads& heads) {
+    const bool rotates = b.model.config.family == Family::llama;
+    paged_write(paged_step(b), heads.q, heads.k, heads.v, RopePairs::halves, b.acts.positions,
+                rotates ? rope_rows(b) : Tensor{}, b.stream);
+    paged_attention_forward(out, heads.q, heads.k.count, paged_step(b), flash_options(b, p).scale, p.window,
+                            b.workspace.scratch, b.stream);
 }

@@ -335,10 +335,10 @@ TEST_CASE("forward without a backward gives the same logits in less memory", "[m
         config.L = 5;
         TinyTrainer training(config, 2, 13);
         Arena arena("inference");
-        take_forward_activations(training.model, 2, 13, arena);
+        take_forward_activations(training.model, 2, 13, 2 * 13, arena);
         take_workspace(training.model, 2, 13, false, arena);
         arena.reserve();
-        Activations acts = take_forward_activations(training.model, 2, 13, arena);
+        Activations acts = take_forward_activations(training.model, 2, 13, 2 * 13, arena);
         const Workspace workspace = take_workspace(training.model, 2, 13, false, arena);
         const std::vector<int32_t> tokens = random_tokens(26, config.V, 1);
         init_weights(training.model, 4);

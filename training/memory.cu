@@ -83,9 +83,8 @@ void Trainer::take_memory() {
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
     data_parallel.take_memory(model, local_batch / micro_batch, {totals, model.fp8_states}, memory.communication);
     if (o.sample_tokens > 0) {
-        const int64_t T = std::min<int64_t>(o.seq, 256);
-        sample_acts = take_forward_activations(model, 1, T, memory.sampling);
-        sample_workspace = take_workspace(model, 1, T, false, memory.sampling);
+        if (!sampler) sampler = std::make_unique<Engine>(model, sample_engine(o));
+        sampler->take_memory(memory.sampling, memory.sampling, sample_tables);
     }
 }
 
@@ -99,6 +98,7 @@ void Trainer::check_fits() {
 
 void Trainer::reserve() {
     for (Arena* arena : memory.all()) arena->reserve();
+    sample_tables.reserve();
     take_memory();
     for (const auto& optimizer : optimizers) optimizer->init(device().stream);
     const int64_t n_step = local_batch * options.seq;

@@ -2,12 +2,10 @@
 //
 // CLI11 parses it; options_check.cu settles what flags mean together. With --resume, the flags that decide the loss
 // curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run with the same bits.
+#include "io/command_line.h"
 #include "training/training.h"
 
-#include <CLI/CLI.hpp>
-
 #include <charconv>
-#include <limits>
 
 namespace {
 
@@ -26,6 +24,47 @@ const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", 
 // Those of kNotSaved that the command which continues the run should have, too.
 const std::set<std::string> kRepeated = {"--ranks",   "--comm", "--all-reduce", "--comm-timeout", "--ranks-per-node",
                                          "--dp-mode", "--zero", "--bucket-mib", "--offload",      "--log-every"};
+
+// What other programs call these flags.
+const std::vector<Synonym> kSynonyms = {
+    {"learning-rate", "--lr"},
+    {"batch-size", "--batch"},
+    {"micro-batch-size", "--micro-batch"},
+    {"grad-accum", "--micro-batch"},
+    {"gradient-accumulation-steps", "--micro-batch"},
+    {"epochs", "--steps"},
+    {"iters", "--steps"},
+    {"iterations", "--steps"},
+    {"max-iters", "--steps"},
+    {"context-length", "--seq"},
+    {"block-size", "--seq"},
+    {"max-length", "--seq"},
+    {"save-dir", "--out"},
+    {"input", "--data"},
+    {"dataset", "--data"},
+    {"eval-every", "--val-every"},
+    {"eval-interval", "--val-every"},
+    {"precision", "--dtype"},
+    {"fp16", "--dtype fp16"},
+    {"bf16", "--dtype bf16"},
+    {"max-grad-norm", "--clip"},
+    {"pretrained", "--init"},
+    {"finetune", "--init"},
+    {"warmup-steps", "--warmup"},
+    {"wd", "--weight-decay"},
+    {"scheduler", "--schedule"},
+    {"gpus", "--ranks"},
+    {"world-size", "--ranks"},
+    {"fsdp", "--zero 3"},
+    {"gradient-checkpointing", "--recompute"},
+    {"activation-checkpointing", "--recompute"},
+    {"dry-run", "--plan"},
+    {"continue", "--resume"},
+    {"checkpoint-every", "--save-every"},
+    {"save-interval", "--save-every"},
+    {"layers", "--model config.json"},
+    {"hidden-size", "--model config.json"},
+};
 
 // "3e-3" and "0.003" are the same value.
 bool same_value(const std::string& a, const std::string& b) {
@@ -55,34 +94,6 @@ std::string listed(const std::vector<std::string>& names) {
     }
     return text;
 }
-
-// The text of a flag's value, as CLI11 is to read it; Error if it is none.
-template <class T>
-std::string checked_text(const char* flag, const std::string& text) {
-    expect_value(flag, text);
-    if constexpr (std::is_integral_v<T>)
-        return std::to_string(parse_whole_number(flag, text, std::numeric_limits<T>::max()));
-    if constexpr (std::is_convertible_v<double, T>) expect_number(flag, text);  // also std::optional<double>
-    return text;
-}
-
-// Adds options under one heading of --help.
-struct Heading {
-    CLI::App& app;
-    const char* name;
-    template <class T>
-    void option(const char* flag, T& value, const std::string& help) {
-        app.add_option(flag, value, help)->group(name)->transform([flag](const std::string& text) {
-            return checked_text<T>(flag, text);
-        });
-    }
-    void flag(const char* flag, bool& value, const char* help) {
-        app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
-            check(text == "true" || text == "false", flag, "=", text, ": ", flag, " takes no value");
-            return text;
-        });
-    }
-};
 
 void add_model_options(CLI::App& app, TrainOptions& o) {
     Heading model{app, "Model"};
@@ -247,15 +258,6 @@ void adopt_saved_options(CLI::App& app, TrainOptions& o) {
     }
 }
 
-// Error for the first word that belongs to no flag.
-void check_all_known(const CLI::App& app, int argc, char** argv) {
-    if (app.remaining().empty()) return;
-    std::vector<std::string> flags;
-    for (const CLI::Option* option : app.get_options())
-        if (!option->get_group().empty()) flags.push_back("--" + option->get_lnames().front());
-    fail(explain_unknown(flags, {argv + 1, argv + argc}, app.remaining().front()));
-}
-
 // The shortest text that reads back as the same number.
 template <class T>
 std::string number_text(T value) {
@@ -289,7 +291,6 @@ TrainOptions parse_train_options(int argc, char** argv) {
         "folder.\n"
         "Without any flag it trains a small LLaMA on the C++ headers of this machine."};
     app.option_defaults()->always_capture_default();
-    app.allow_extras();  // check_all_known says more of them than CLI11
     add_model_options(app, options);
     add_precision_options(app, options, typed);
     add_memory_options(app, options, typed);
@@ -297,21 +298,11 @@ TrainOptions parse_train_options(int argc, char** argv) {
     add_data_options(app, options);
     add_optimizer_options(app, options, typed);
     add_output_options(app, options);
-    app.get_formatter()->column_width(28);
-    for (CLI::Option* option : app.get_options())
-        if (option->get_type_size() > 0) option->take_last();
-    try {
-        app.parse(argc, argv);
-        check_all_known(app, argc, argv);
+    parse_command_line(app, {"train_gpt", kSynonyms, "--data \"shards/*.bin\""}, argc, argv, [&] {
         for (const CLI::Option* option : app.get_options())
             if (option->count() > 0) typed.given.insert("--" + option->get_lnames().front());
         if (options.resume && !options.out.empty()) adopt_saved_options(app, options);
-    } catch (const CLI::CallForHelp&) {
-        std::cout << app.help();
-        std::exit(0);
-    } catch (const CLI::ParseError& error) {
-        fail(error.what(), " (./train_gpt --help lists the flags)");
-    }
+    });
     settle_options(options, typed);
     set_identity(options, app);
     options.program = argv[0];

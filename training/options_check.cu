@@ -195,7 +195,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
     if (const int64_t n = rank_count(o.ranks); o.plan_parameters > 0 && o.batch % n != 0)
         o.batch = n, o.micro_batch = 0;
-    if (!o.init.empty() && !o.resume) o.init = find_pretrained(o.init);
+    if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
     choose_optimizer(o, typed);
     check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
     o.data_parallel.naive = typed.dp_mode == "naive";

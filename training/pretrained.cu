@@ -122,17 +122,6 @@ void copy_file(ModelFiles& model, const std::string& folder, const char* name) {
 
 }  // namespace
 
-std::string find_pretrained(const std::string& init) {
-    if (is_there(init + "/config.json")) return init;
-    if (const auto newest = latest_checkpoint(init)) return *newest;
-    check(!is_folder(init), "--init ", init, ": there is neither a config.json in this folder (as in a Hugging Face ",
-          "folder or a checkpoint) nor a checkpoint in ", init, "/checkpoints (as in a run)");
-    fail("--init ", init, ": there is no folder ", init,
-         find_preset(init) ? " (a preset of --model has no weights)" : "",
-         ": give the path of a Hugging Face folder (config.json and *.safetensors), or of a run; models are not ",
-         "downloaded");
-}
-
 RunTokenizer find_tokenizer(const TrainOptions& o) {
     RunTokenizer found{make_byte_tokenizer(), tokenizer_path(o), ""};
     if (found.path.empty()) return found;

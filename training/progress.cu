@@ -164,8 +164,8 @@ void print_sample(Trainer& t, const RunData& data, const char* title) {
     const bool together = t.model.sharding.shards_weights() && t.world.size > 1;
     if (t.options.sample_tokens == 0 || (t.world.rank != 0 && !together)) return;
     std::vector<int32_t> text;
-    const double deadline = seconds_now() + 10;  // the whole window is computed for every token: a large model is slow
-    sample(t.model, t.sample_acts, t.sample_workspace, data.prompt(), t.options.sample_tokens, t.options.temperature,
+    const double deadline = seconds_now() + 10;  // a large model is slow
+    sample(*t.sampler, data.prompt(), t.options.sample_tokens, t.options.temperature,
            static_cast<uint64_t>(t.options.seed), [&](int32_t token) {
                text.push_back(token);
                const int64_t go_on = seconds_now() < deadline && !stop_requested();

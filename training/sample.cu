@@ -1,37 +1,38 @@
-// training/sample.cu: text drawn from the model, one token at a time.
+// training/sample.cu: text drawn from the model that is trained, by the engine of inference/.
 #include "training/training.h"
 
 #include <algorithm>
-#include <cmath>
 
-std::vector<int32_t> sample(const Model& model, Activations& acts, const Workspace& workspace,
-                            const std::vector<int32_t>& prompt, int64_t n, double temperature, uint64_t seed,
-                            const std::function<bool(int32_t)>& token_ready) {
-    check(acts.B == 1 && !prompt.empty(),
-          "sample: needs activations for one sequence and a prompt of at least one token");
-    const cudaStream_t stream = device().stream;
-    const uint64_t key = hash_name("sample");
+EngineOptions sample_engine(const TrainOptions& o) {
+    EngineOptions options;
+    options.scheduler.max_length = std::min<int64_t>(o.seq, 256);
+    options.scheduler.step_tokens = options.scheduler.max_length;
+    options.scheduler.max_sequences = 1;
+    return options;
+}
+
+std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, int64_t n, double temperature,
+                            uint64_t seed, const std::function<bool(int32_t)>& token_ready) {
+    const size_t T = static_cast<size_t>(engine.options().scheduler.max_length);
     std::vector<int32_t> text = prompt;
-    std::vector<int32_t> window(static_cast<size_t>(acts.T), 0);
-    for (int64_t i = 0; i < n; ++i) {
-        // The last T tokens, at the front of the window: later positions cannot be seen by earlier ones.
-        const size_t length = std::min(text.size(), window.size());
-        std::copy(text.end() - static_cast<std::ptrdiff_t>(length), text.end(), window.begin());
-        copy_to_device(acts.tokens, window.data());
-        forward(model, acts, workspace, stream, false);
-        const Tensor row = acts.logits.slice(static_cast<int64_t>(length) - 1, 1);
-        std::vector<float> logits = to_floats(row);
-        logits.resize(static_cast<size_t>(model.config.V));
-
-        const double largest = *std::max_element(logits.begin(), logits.end());
-        double total = 0;
-        std::vector<double> weights(logits.size());
-        for (size_t v = 0; v < logits.size(); ++v) total += weights[v] = std::exp((logits[v] - largest) / temperature);
-        double left = uniform(seed, key, text.size()) * total;
-        size_t token = 0;
-        while (token + 1 < weights.size() && (left -= weights[token]) >= 0) ++token;
-        text.push_back(static_cast<int32_t>(token));
-        if (!token_ready(text.back())) break;
+    bool go_on = true;
+    for (uint64_t part = 0; go_on && n > 0; ++part) {
+        // The model has seen no longer texts than T tokens: where one is full, its second half begins the next.
+        Request request;
+        request.prompt.assign(text.end() - static_cast<std::ptrdiff_t>(text.size() < T ? text.size() : T / 2),
+                              text.end());
+        request.max_tokens = n;
+        request.sampling.temperature = temperature;
+        request.sampling.seed = seed + part;
+        engine.token_ready = [&](Request&, Sequence&, const Sampled& drawn) {
+            text.push_back(drawn.token);
+            --n;
+            return go_on = token_ready(drawn.token);
+        };
+        engine.add(request);
+        while (engine.step()) {
+        }
     }
+    engine.token_ready = nullptr;
     return text;
 }

@@ -3,7 +3,6 @@
 // Files, in reading order (train_gpt.cu, above this folder, calls them in the order of the algorithm):
 //     options.cu         the command line
 //     options_check.cu   what flags mean together, and what is refused
-//     mistyped.cu        what is answered to words that are no flags, and to values that are no numbers
 //     setup.cu           the model's configuration, the data, the folder of the run
 //     pretrained.cu      what lies beside the weights in a Hugging Face folder: found, and carried on by checkpoints
 //     run_folder.cu      the folder of the run: one writer, and room on the disk
@@ -18,6 +17,7 @@
 //     progress.cu        what a person sees: the terminal, the logs, the plot
 #pragma once
 
+#include "inference/inference.h"
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
@@ -91,15 +91,6 @@ TrainOptions parse_train_options(int argc, char** argv);
 // options_check.cu: settles what depends on several flags; Error, in one line, for what cannot be combined.
 void settle_options(TrainOptions& options, const TypedFlags& typed);
 
-// mistyped.cu. One line that says what may have been meant by `unknown`, one of the command line's words.
-std::string explain_unknown(const std::vector<std::string>& flags, const std::vector<std::string>& words,
-                            const std::string& unknown);
-// Errors that name the flag: for a value that is a flag itself, for one that is no number, and for one that is not
-// whole or beyond `largest`, to either side. "1e3" is the whole number 1000.
-void expect_value(const std::string& flag, const std::string& text);
-void expect_number(const std::string& flag, const std::string& text);
-int64_t parse_whole_number(const std::string& flag, const std::string& text, int64_t largest);
-
 // ---------------------------------------------------------------------------------------------------------------------
 // state.cu: state.json of a checkpoint, and which checkpoint is whole
 
@@ -139,10 +130,6 @@ std::string whole_checkpoint(Comm& world, const std::string& run);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // pretrained.cu: what lies beside the weights in a Hugging Face folder
-
-// The folder of the weights that --init names: itself, or the newest checkpoint of a run. Error that says what was
-// looked for.
-std::string find_pretrained(const std::string& init);
 
 // The tokenizer of --tokenizer (a file, or its folder), or else the tokenizer.json beside the model: of --init, of the
 // folder of --model's config.json, or of the checkpoint that is resumed.
@@ -195,8 +182,10 @@ struct Trainer {
     int64_t local_batch = 0, micro_batch = 0;  // sequences of a step on this rank; and at a time
     Memory memory;
     Model model;
-    Activations acts, sample_acts;
-    Workspace workspace, sample_workspace;
+    Activations acts;
+    Workspace workspace;
+    std::unique_ptr<Engine> sampler;  // with --sample
+    Arena sample_tables{"tables of samples", MemoryKind::pinned};
     std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
@@ -345,11 +334,11 @@ int64_t saved_state_bytes(const Trainer& trainer);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
-// Recomputes the whole window for every token. acts: B = 1. `token_ready` sees each token; false ends the text.
+// `token_ready` sees each token; false ends the text. Collective where the model's weights are sharded.
 
-std::vector<int32_t> sample(const Model& model, Activations& acts, const Workspace& workspace,
-                            const std::vector<int32_t>& prompt, int64_t n, double temperature, uint64_t seed,
-                            const std::function<bool(int32_t)>& token_ready);
+EngineOptions sample_engine(const TrainOptions& options);  // for one text, as long as the sequences of the training
+std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, int64_t n, double temperature,
+                            uint64_t seed, const std::function<bool(int32_t)>& token_ready);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // progress.cu: what a person sees. Only rank 0 prints and writes; print_sample is collective.

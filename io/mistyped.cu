@@ -1,9 +1,9 @@
-// training/mistyped.cu: what the command line answers to a word that is no flag, and to a value that is no number.
+// io/mistyped.cu: what the command line answers to a word that is no flag, and to a value that is no number.
 //
 // A mistyped flag is compared with all flags, and with the names that other programs have for the same things. The
 // distance of two words is the least number of letters that must be inserted, removed, replaced, or exchanged with
 // their neighbour to make one from the other.                          (Damerau 1964; the table: Wagner & Fischer 1974)
-#include "training/training.h"
+#include "io/io.h"
 
 #include <algorithm>
 #include <cctype>
@@ -11,55 +11,12 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Flags
-
-// What other programs call our flags, and what to write here.
-struct Synonym {
-    const char *name, *meant;
-};
-const Synonym kSynonyms[] = {
-    {"learning-rate", "--lr"},
-    {"batch-size", "--batch"},
-    {"micro-batch-size", "--micro-batch"},
-    {"grad-accum", "--micro-batch"},
-    {"gradient-accumulation-steps", "--micro-batch"},
-    {"epochs", "--steps"},
-    {"iters", "--steps"},
-    {"iterations", "--steps"},
-    {"max-iters", "--steps"},
-    {"context-length", "--seq"},
-    {"block-size", "--seq"},
-    {"max-length", "--seq"},
-    {"save-dir", "--out"},
-    {"input", "--data"},
-    {"dataset", "--data"},
-    {"eval-every", "--val-every"},
-    {"eval-interval", "--val-every"},
-    {"precision", "--dtype"},
-    {"fp16", "--dtype fp16"},
-    {"bf16", "--dtype bf16"},
-    {"max-grad-norm", "--clip"},
-    {"pretrained", "--init"},
-    {"finetune", "--init"},
-    {"warmup-steps", "--warmup"},
-    {"wd", "--weight-decay"},
-    {"scheduler", "--schedule"},
-    {"gpus", "--ranks"},
-    {"world-size", "--ranks"},
-    {"fsdp", "--zero 3"},
-    {"gradient-checkpointing", "--recompute"},
-    {"activation-checkpointing", "--recompute"},
-    {"dry-run", "--plan"},
-    {"continue", "--resume"},
-    {"checkpoint-every", "--save-every"},
-    {"save-interval", "--save-every"},
-    {"layers", "--model config.json"},
-    {"hidden-size", "--model config.json"},
-};
 
 size_t distance(const std::string& a, const std::string& b) {
     // d[i][j]: of the first i letters of a and the first j of b.
@@ -86,7 +43,8 @@ bool is_part(const std::string& part, const std::string& whole) {
 }
 
 // The flags whose names are nearest to this one, at most three.
-std::vector<std::string> nearest_flags(const std::string& name, const std::vector<std::string>& flags) {
+std::vector<std::string> nearest_flags(const std::string& name, const std::vector<std::string>& flags,
+                                       const std::vector<Synonym>& synonyms) {
     size_t least = std::max<size_t>(1, name.size() / 3);  // words that are further away are others
     std::vector<std::string> nearest;
     const auto consider = [&](const std::string& other, const std::string& meant) {
@@ -99,7 +57,7 @@ std::vector<std::string> nearest_flags(const std::string& name, const std::vecto
             nearest.push_back(meant);
     };
     for (const std::string& flag : flags) consider(flag.substr(2), flag);
-    for (const Synonym& synonym : kSynonyms) consider(synonym.name, synonym.meant);
+    for (const Synonym& synonym : synonyms) consider(synonym.name, synonym.meant);
     return nearest;
 }
 
@@ -118,12 +76,12 @@ std::string bare_name(std::string word) {
 
 }  // namespace
 
-std::string explain_unknown(const std::vector<std::string>& flags, const std::vector<std::string>& words,
-                            const std::string& unknown) {
-    const std::string help = " (./train_gpt --help lists the flags)", name = bare_name(unknown);
+std::string explain_unknown(const ProgramWords& program, const std::vector<std::string>& flags,
+                            const std::vector<std::string>& words, const std::string& unknown) {
+    const std::string help = concat(" (./", program.name, " --help lists the flags)"), name = bare_name(unknown);
     if (begins_with_dash(unknown)) {
         std::string meant;
-        const std::vector<std::string> nearest = nearest_flags(name, flags);
+        const std::vector<std::string> nearest = nearest_flags(name, flags, program.synonyms);
         for (size_t i = 0; i < nearest.size(); ++i)
             meant += (i == 0 ? ": did you mean " : i + 1 < nearest.size() ? ", " : " or ") + nearest[i];
         return concat("unknown flag ", unknown.substr(0, unknown.find('=')), meant, meant.empty() ? "" : "?", help);
@@ -134,9 +92,8 @@ std::string explain_unknown(const std::vector<std::string>& flags, const std::ve
     if (at != words.begin() && at != words.end() && *(at - 1) == "--resume")
         return concat("--resume takes no value: name the folder by --out ", unknown, " --resume");
     return concat("\"", unknown,
-                  "\" belongs to no flag: a flag takes one value, in quotes if it has blanks or a *, as in "
-                  "--data \"shards/*.bin\"",
-                  help);
+                  "\" belongs to no flag: a flag takes one value, in quotes if it has blanks or a *, as in ",
+                  program.quoted_example, help);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

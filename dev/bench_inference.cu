@@ -1,0 +1,276 @@
+// dev/bench_inference.cu: the speed of the engine of inference/: one sequence, and many of mixed lengths.
+//
+//   run      make bench-inference                                       GPT-2 124M in float32
+//            build/cpu/dev/bench_inference --model tiny --requests 16   another model, fewer requests
+//            make bench-inference LLM_PYTHON=python3                    alternating with transformers (dev/bench_inference.py)
+//   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_inference --model tiny
+//
+// One sequence     every token reads all weights once: no machine is faster than its memory. Limit: weights / bandwidth.
+// Many sequences   lengths are log-normal, as those of conversations are. Static batches wait for their longest answer;
+//                  continuous batching replaces each answer that has ended by the next request.
+// Under load       requests arrive at random, at a part of the rate that the machine can serve: how long until the
+//                  first token comes?
+#include "inference/inference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+
+namespace {
+
+struct BenchOptions {
+    std::string model = "gpt2", dtype = "fp32", out;
+    int64_t tokens = 64, requests = 64, sequences = 16, rounds = 3;
+    double load = 0.7;
+};
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+double percentile(std::vector<double> values, double share) {
+    std::sort(values.begin(), values.end());
+    return values[std::min(values.size() - 1, static_cast<size_t>(share * static_cast<double>(values.size())))];
+}
+
+// Bytes per second that all cores read and write while they copy an array that no cache holds.
+double copy_bandwidth() {
+    constexpr size_t kBytes = size_t{256} << 20;
+    std::vector<char> from(kBytes, 1), to(kBytes, 2);
+    std::vector<double> seconds;
+    for (int round = 0; round < 5; ++round) {
+        const double start = seconds_now();
+#pragma omp parallel for
+        for (size_t piece = 0; piece < 64; ++piece)
+            std::memcpy(to.data() + piece * (kBytes / 64), from.data() + piece * (kBytes / 64), kBytes / 64);
+        seconds.push_back(seconds_now() - start);
+    }
+    return 2.0 * kBytes / *std::min_element(seconds.begin(), seconds.end());
+}
+
+// A model with random weights, or one of a folder, and its memory for engines of one kind after the other.
+struct Bench {
+    Config config;
+    Arena weights{"weights"}, gradients{"gradients"}, masters{"master weights"};
+    Model model;
+    int64_t max_length;
+
+    explicit Bench(const BenchOptions& o) {
+        const bool preset = find_preset(o.model) != nullptr;
+        const std::string folder = preset ? "" : find_model_folder("--model", o.model);
+        config = load_config(preset ? o.model : folder);
+        max_length = std::min<int64_t>(config.T_max, 512);
+        for (int pass = 0; pass < 2; ++pass) {
+            model = build_model(config, {dtype_from_name(o.dtype), DType::f32, false}, max_length, weights, gradients,
+                                masters);
+            if (pass == 0) weights.reserve();
+        }
+        if (preset) init_weights(model, 1);
+        else load_weights(model, folder);
+    }
+};
+
+struct Running {
+    Arena cache{"cache"}, activations{"activations"}, pinned{"pinned", MemoryKind::pinned};
+    Engine engine;
+    Running(const Bench& bench, const EngineOptions& options) : engine(bench.model, options) {
+        for (int pass = 0; pass < 2; ++pass) {
+            engine.take_memory(cache, activations, pinned);
+            if (pass == 0)
+                for (Arena* arena : {&cache, &activations, &pinned}) arena->reserve();
+        }
+    }
+};
+
+EngineOptions options_of(const Bench& bench, const BenchOptions& o, Batching batching) {
+    EngineOptions options;
+    options.scheduler.max_length = bench.max_length;
+    options.scheduler.max_sequences = o.sequences;
+    options.scheduler.batching = batching;
+    return options;
+}
+
+std::vector<int32_t> prompt_of(const Config& config, int64_t n, uint64_t seed) {
+    std::vector<int32_t> prompt;
+    for (int64_t i = 0; i < n; ++i)
+        prompt.push_back(
+            static_cast<int32_t>(uniform_below(seed, 5, static_cast<uint64_t>(i), static_cast<uint64_t>(config.V))));
+    return prompt;
+}
+
+// Lengths like those of conversations: log-normal, with a median of `middle`, a tenth of them beyond 3.6 times that.
+int64_t length_of(uint64_t which, uint64_t key, double middle, int64_t most) {
+    const double normal = normal_values(1, 1.0, which, key)[0];
+    return std::clamp<int64_t>(std::llround(middle * std::exp(normal)), 1, most);
+}
+std::deque<Request> mixed_requests(const Bench& bench, int64_t n) {
+    std::deque<Request> requests;
+    for (int64_t id = 0; id < n; ++id) {
+        Request& request = requests.emplace_back();
+        request.id = id;
+        const uint64_t which = static_cast<uint64_t>(id);
+        request.prompt = prompt_of(bench.config, length_of(which, 1, 24, bench.max_length / 2), which);
+        request.max_tokens = length_of(which, 2, 32, bench.max_length / 2);
+        request.sampling.temperature = 0;
+    }
+    return requests;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+double decode_seconds(Running& running, const Bench& bench, int64_t tokens) {
+    Request request;
+    request.prompt = prompt_of(bench.config, 16, 1);
+    request.max_tokens = tokens + 1;
+    request.sampling.temperature = 0;
+    running.engine.add(request);
+    running.engine.step();  // the prompt, and the first token
+    const double start = seconds_now();
+    while (running.engine.step()) {
+    }
+    return (seconds_now() - start) / static_cast<double>(tokens);
+}
+
+struct Served {
+    double seconds = 0;
+    int64_t tokens = 0, steps = 0;
+    std::vector<double> first_token;  // seconds from arrival
+    CacheReport report{{}, 1};
+    Timeline timeline;
+};
+
+// arrivals: seconds after the start; empty: all at once.
+Served serve(Running& running, const Bench& bench, int64_t n_requests, const std::vector<double>& arrivals) {
+    Engine& engine = running.engine;
+    std::deque<Request> requests = mixed_requests(bench, n_requests);
+    Served served;
+    served.report = CacheReport(engine.options().cache, engine.options().scheduler.max_length);
+    std::vector<double> came(requests.size()), first(requests.size(), -1);
+    const double start = seconds_now();
+    const auto now = [&] { return seconds_now() - start; };
+    engine.step_begins = [&](std::span<const StepPart> parts) {
+        served.timeline.step(parts);
+        served.report.step(engine.cache().use());
+    };
+    engine.token_ready = [&](Request& request, Sequence&, const Sampled&) {
+        ++served.tokens;
+        double& when = first[static_cast<size_t>(request.id)];
+        if (when < 0) when = now() - came[static_cast<size_t>(request.id)];
+        return true;
+    };
+    engine.answer_ended = [&](Request& request, uint64_t, const char*) {
+        served.timeline.leave(request.id);
+        served.report.finished(std::ssize(request.prompt), request.max_tokens);
+    };
+    const int64_t steps_before = engine.n_steps();
+    size_t next = 0;
+    while (true) {
+        for (; next < requests.size() && (arrivals.empty() || arrivals[next] <= now()); ++next) {
+            came[next] = arrivals.empty() ? 0 : arrivals[next];
+            served.timeline.arrive(requests[next].id);
+            engine.add(requests[next]);
+        }
+        if (!engine.step() && next == requests.size()) break;
+    }
+    served.seconds = now();
+    served.steps = engine.n_steps() - steps_before;
+    served.first_token = first;
+    return served;
+}
+
+void bench_one_sequence(const Bench& bench, const BenchOptions& o) {
+    BenchOptions one = o;
+    one.sequences = 1;
+    Running running(bench, options_of(bench, one, Batching::continuous));
+    std::vector<double> seconds, bandwidth;
+    for (int64_t round = 0; round < o.rounds; ++round) {
+        if (device().is_cpu) bandwidth.push_back(copy_bandwidth());
+        seconds.push_back(decode_seconds(running, bench, o.tokens));
+    }
+    const double step = median(seconds), bytes = static_cast<double>(bench.weights.bytes());
+    std::printf("one sequence         %8.1f tok/s   (%.2f ms a token, median of %lld)\n", 1 / step, 1e3 * step,
+                static_cast<long long>(o.rounds));
+    std::printf("  bytes of weights   %8.2f GB/s\n", bytes / step / 1e9);
+    if (!bandwidth.empty())
+        std::printf("  copy bandwidth     %8.2f GB/s    share: %.0f %%\n", median(bandwidth) / 1e9,
+                    100 * bytes / step / median(bandwidth));
+    std::fflush(stdout);
+}
+
+void bench_many(const Bench& bench, const BenchOptions& o) {
+    Running still(bench, options_of(bench, o, Batching::static_batches)),
+        moving(bench, options_of(bench, o, Batching::continuous));
+    std::vector<double> static_rates, rates;
+    Served last_static, last;
+    for (int64_t round = 0; round < o.rounds; ++round) {
+        last_static = serve(still, bench, o.requests, {});
+        last = serve(moving, bench, o.requests, {});
+        static_rates.push_back(static_cast<double>(last_static.tokens) / last_static.seconds);
+        rates.push_back(static_cast<double>(last.tokens) / last.seconds);
+    }
+    const auto line = [&](const char* name, const Served& served, const std::vector<double>& tokens_per_s) {
+        std::printf(
+            "%-20s %8.1f tok/s   %lld requests, %lld tokens in %lld steps; first token after %.2f s (median), "
+            "%.2f s (99 %%)\n",
+            name, median(tokens_per_s), static_cast<long long>(o.requests), static_cast<long long>(served.tokens),
+            static_cast<long long>(served.steps), median(served.first_token), percentile(served.first_token, 0.99));
+    };
+    line("static batches", last_static, static_rates);
+    line("continuous", last, rates);
+    std::printf("  ratio              %8.2f\n", median(rates) / median(static_rates));
+
+    std::vector<double> arrivals(static_cast<size_t>(o.requests));
+    const double rate = o.load * static_cast<double>(o.requests) / last.seconds;
+    double at = 0;
+    for (size_t i = 0; i < arrivals.size(); ++i) arrivals[i] = at += -std::log(1 - uniform(1, 3, i)) / rate;
+    const Served loaded = serve(moving, bench, o.requests, arrivals);
+    std::printf("at %2.0f %% load          first token after %.2f s (median), %.2f s (99 %%); %.2f requests/s arrive\n",
+                100 * o.load, median(loaded.first_token), percentile(loaded.first_token, 0.99), rate);
+    std::printf("%s", last.report.text().c_str());
+    if (o.out.empty()) return;
+    const std::pair<std::string, Timeline> timelines[] = {{"static batches", last_static.timeline},
+                                                          {"continuous batching", last.timeline}};
+    write_timelines_png(o.out + "/batching.png", timelines);
+    last.report.write_png(o.out + "/cache.png");
+    std::printf("%s/batching.png, cache.png\n", o.out.c_str());
+}
+
+BenchOptions parse(int argc, char** argv) {
+    BenchOptions o;
+    for (int i = 1; i < argc; i += 2) {
+        const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+        check(!value.empty(), flag, " needs a value");
+        const auto number = [&] { return parse_whole_number(flag, value, 1 << 20); };
+        if (flag == "--model") o.model = value;
+        else if (flag == "--dtype") o.dtype = value;
+        else if (flag == "--out") o.out = value;
+        else if (flag == "--tokens") o.tokens = number();
+        else if (flag == "--requests") o.requests = number();
+        else if (flag == "--sequences") o.sequences = number();
+        else if (flag == "--rounds") o.rounds = number();
+        else fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds or --out");
+    }
+    check(o.tokens > 0 && o.requests >= 0 && o.sequences > 0 && o.rounds > 0,
+          "--tokens, --sequences and --rounds must be at least 1, and --requests not negative");
+    return o;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        const BenchOptions o = parse(argc, argv);
+        const Bench bench(o);
+        std::printf("%s, %s parameters, %s, on %s\n", o.model.c_str(),
+                    human_count(static_cast<double>(parameter_count(bench.config))).c_str(), o.dtype.c_str(),
+                    device().name.c_str());
+        bench_one_sequence(bench, o);
+        if (o.requests > 0) bench_many(bench, o);
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "bench_inference: %s\n", error.what());
+        return 2;
+    }
+}

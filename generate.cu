@@ -1,0 +1,155 @@
+// generate.cu: text from a model.
+//
+//   run      ./generate --prompt "Once upon a time"             from the newest run in runs/
+//            ./generate --model gpt2/ --prompt "..." --samples 3 --temperature 0.7          (--help lists all flags)
+//   debug    make debug && gdb -x cpu/cuda.gdb --args build/cpu-debug/generate --prompt "int " --tokens 2
+//
+// Load a model, put requests into the engine (inference/engine.cu), and step until all have their answers.
+#include "inference/inference.h"
+
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+
+namespace {
+
+std::string model_folder(const GenerateOptions& o) {
+    const std::string model = o.model.empty() ? find_newest_run() : o.model;
+    check(!model.empty(), "there is no run in runs/: train a model with ./train_gpt, or give --model FOLDER");
+    return find_model_folder("--model", model);
+}
+
+std::vector<int32_t> parse_ids(const std::string& text) {
+    std::vector<int32_t> ids;
+    for (size_t at = 0; at <= text.size();) {
+        const size_t comma = std::min(text.find(',', at), text.size());
+        ids.push_back(static_cast<int32_t>(
+            parse_whole_number("--prompt-ids", text.substr(at, comma - at), std::numeric_limits<int32_t>::max())));
+        at = comma + 1;
+    }
+    return ids;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One prompt
+
+struct Answer {
+    std::string text;
+    std::vector<int32_t> ids;
+};
+
+void print_ids(const std::vector<int32_t>& ids) {
+    for (size_t i = 0; i < ids.size(); ++i) std::printf("%s%d", i == 0 ? "" : ",", ids[i]);
+    std::printf("\n");
+}
+
+// One answer is printed as it comes; several when all are there.
+void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
+    Requests requests(*model.engine, *model.tokenizer);
+    TextRequest request = text_request(o, model);
+    request.prompt = o.prompt_ids.empty() ? encode_prompt(model, o.prompt) : parse_ids(o.prompt_ids);
+    std::vector<Answer> answers(static_cast<size_t>(o.samples));
+    const bool streams = o.samples == 1 && !o.ids;
+    request.ready = [&](const AnswerPiece& piece) {
+        Answer& answer = answers[piece.sample];
+        answer.text += piece.text;
+        for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
+        if (streams) std::printf("%s", piece.text.c_str()), std::fflush(stdout);
+    };
+    if (streams) std::printf("%s", o.prompt.c_str()), std::fflush(stdout);
+    const int64_t prompt_n = std::ssize(request.prompt);
+    const double start = seconds_now();
+    double first = 0;
+    requests.add(std::move(request));
+    while (requests.step())
+        if (first == 0) first = seconds_now();
+    const double end = seconds_now();
+    if (streams) std::printf("\n");
+    int64_t answer_n = 0;
+    for (size_t i = 0; i < answers.size(); ++i) {
+        answer_n += std::ssize(answers[i].ids);
+        if (o.ids) print_ids(answers[i].ids);
+        else if (!streams) std::printf("---- %zu ----\n%s%s\n", i + 1, o.prompt.c_str(), answers[i].text.c_str());
+    }
+    std::fflush(stdout);
+    if (!isatty(STDERR_FILENO)) return;
+    std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s]\n",
+                 static_cast<long long>(prompt_n), human_seconds(first - start).c_str(),
+                 static_cast<long long>(answer_n),
+                 static_cast<double>(answer_n - o.samples) / std::max(end - first, 1e-9));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Many prompts
+
+// The exit status: 1 if some requests were refused.
+int answer_batch(LoadedModel& model, const GenerateOptions& o) {
+    Requests requests(*model.engine, *model.tokenizer);
+    const double start = seconds_now();
+    const BatchCount count = run_batch_file(model, requests, o);
+    const double seconds = seconds_now() - start;
+    std::printf("%s: %lld answers", o.out.c_str(), static_cast<long long>(count.done));
+    if (count.done_before > 0) std::printf(", %lld requests done before", static_cast<long long>(count.done_before));
+    if (count.refused > 0) std::printf(", %lld refused", static_cast<long long>(count.refused));
+    std::printf("; %lld prompt tokens and %lld answer tokens in %s, %.1f tok/s; %lld steps\n",
+                static_cast<long long>(count.prompt_tokens), static_cast<long long>(count.tokens),
+                human_seconds(seconds).c_str(), static_cast<double>(count.tokens) / std::max(seconds, 1e-9),
+                static_cast<long long>(model.engine->n_steps()));
+    return count.refused > 0 ? 1 : 0;
+}
+
+void print_perplexity(const LoadedModel& model, const GenerateOptions& o) {
+    const int64_t window = std::min<int64_t>(model.engine->options().scheduler.max_length, 1024);
+    const Perplexity p = evaluate_text(model, read_text_file(o.eval), window);
+    std::printf("%s: perplexity %.4f (loss %.5f) of %lld tokens, in windows of %lld, %.0f tok/s\n", o.eval.c_str(),
+                std::exp(p.loss), p.loss, static_cast<long long>(p.tokens), static_cast<long long>(p.window),
+                static_cast<double>(p.tokens) / p.seconds);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What it takes
+
+void print_plan(LoadedModel& model) {
+    const EngineOptions& e = model.engine->options();
+    const auto line = [](const char* name, double bytes) {
+        std::printf("  %-24s %s\n", name, human_bytes(bytes).c_str());
+    };
+    const double page = static_cast<double>(model.cache.bytes()) / static_cast<double>(e.cache.n_pages);
+    std::printf("model    %s: %s parameters in %s\nmemory\n", model.folder.c_str(),
+                human_count(static_cast<double>(parameter_count(model.config))).c_str(),
+                dtype_name(model.model.precision.dtype));
+    line("weights", static_cast<double>(model.weights.bytes()));
+    line("cache", static_cast<double>(model.cache.bytes()));
+    line("activations", static_cast<double>(model.activations.bytes()));
+    line("cuBLASLt", static_cast<double>(device().blas_workspace_bytes));
+    line("total", static_cast<double>(model.device_bytes()));
+    line("on the host", static_cast<double>(model.pinned.bytes()));
+    std::printf("cache    %lld pages of %lld tokens, %s each (%s per token)\n", static_cast<long long>(e.cache.n_pages),
+                static_cast<long long>(e.cache.page_size), human_bytes(page).c_str(),
+                human_bytes(page / static_cast<double>(e.cache.page_size)).c_str());
+    for (int64_t length = 128; length <= e.scheduler.max_length; length *= 2)
+        std::printf("         %lld sequences of %lld tokens fit\n",
+                    static_cast<long long>(
+                        std::min(e.cache.n_pages / ceil_div(length, e.cache.page_size), e.scheduler.max_sequences)),
+                    static_cast<long long>(length));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    try {
+        const GenerateOptions options = parse_generate_options(argc, argv);
+        LoadedModel model(model_folder(options), options.tokenizer, options.dtype, options.engine);
+        if (options.plan) return print_plan(model), 0;
+        model.load();
+        if (!options.batch.empty()) return answer_batch(model, options);
+        if (options.chat) run_chat(model, options);
+        else if (!options.eval.empty()) print_perplexity(model, options);
+        else answer_prompt(model, options);
+        return 0;
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "generate: %s\n", error.what());
+        return 2;
+    }
+}

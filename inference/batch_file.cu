@@ -1,0 +1,161 @@
+// inference/batch_file.cu: requests from a file of JSON lines, answers to another.
+#include "inference/inference.h"
+
+#include <nlohmann/json.hpp>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+using nlohmann::json;
+using nlohmann::ordered_json;
+
+namespace {
+
+// What names a request: its "id", or else the number of its line, from 1.
+std::string id_of(const json& line, int64_t number) {
+    return line.contains("id") ? line["id"].dump() : std::to_string(number);
+}
+
+template <class T>
+void read_field(const json& line, const char* name, T& value) {
+    if (!line.contains(name)) return;
+    try {
+        value = line[name].get<T>();
+    } catch (const json::exception&) {
+        fail("\"", name, "\" is ", line[name].dump(), ": expected ",
+             std::is_arithmetic_v<T> ? "a number" : "a list of texts");
+    }
+}
+
+TextRequest read_request(const json& line, const LoadedModel& model, const GenerateOptions& options) {
+    TextRequest request = text_request(options, model);
+    check(line.contains("prompt") != line.contains("prompt_ids"), "give \"prompt\" or \"prompt_ids\", one of them");
+    if (line.contains("prompt")) {
+        check(line["prompt"].is_string(), "\"prompt\" is no text: ", line["prompt"].dump());
+        request.prompt = encode_prompt(model, line["prompt"].get<std::string>());
+    } else {
+        read_field(line, "prompt_ids", request.prompt);
+    }
+    SamplingOptions& s = request.sampling;
+    read_field(line, "tokens", request.max_tokens);
+    read_field(line, "samples", request.n);
+    read_field(line, "stop", request.stop);
+    read_field(line, "temperature", s.temperature);
+    read_field(line, "top_k", s.top_k);
+    read_field(line, "top_p", s.top_p);
+    read_field(line, "min_p", s.min_p);
+    read_field(line, "repetition_penalty", s.repetition_penalty);
+    read_field(line, "presence_penalty", s.presence_penalty);
+    read_field(line, "frequency_penalty", s.frequency_penalty);
+    read_field(line, "seed", s.seed);
+    return request;
+}
+
+// The answers that the file has already, as (id, sample), and the ids of requests that have all of theirs. A process that
+// was killed may have left half a line, which is removed.
+struct Done {
+    std::set<std::pair<std::string, uint64_t>> answers;
+    std::map<std::string, int64_t> n_answers;
+    std::set<std::string> requests;
+};
+Done read_done(const std::string& path) {
+    Done done;
+    std::ifstream file(path, std::ios::binary);
+    std::string line;
+    std::streamoff whole = 0;
+    while (std::getline(file, line) && !file.eof()) {
+        const json answer = json::parse(line, nullptr, false);
+        check(answer.is_object() && answer.contains("id"), "--out ", path,
+              ": this line is no answer of a batch: ", line.substr(0, 80), "; give another file");
+        const std::string id = answer["id"].dump();
+        done.answers.insert({id, answer.value("sample", uint64_t{0})});
+        if (++done.n_answers[id] >= answer.value("samples", int64_t{1})) done.requests.insert(id);
+        whole = file.tellg();
+    }
+    if (file.is_open()) file.close(), std::filesystem::resize_file(path, static_cast<uintmax_t>(whole));
+    return done;
+}
+
+class BatchRun {
+  public:
+    BatchRun(LoadedModel& model, Requests& requests, const GenerateOptions& options)
+        : model_(model), requests_(requests), options_(options), done_(read_done(options.out)),
+          out_(options.out, std::ios::binary | std::ios::app) {
+        check(out_.good(), "--out ", options.out, ": cannot be written");
+    }
+
+    BatchCount run() {
+        std::ifstream file(options_.batch);
+        check(file.good(), "--batch ", options_.batch, ": cannot be read");
+        std::string text;
+        for (int64_t number = 1; std::getline(file, text); ++number) {
+            if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
+            submit(text, number);
+            // Enough wait that a step is always full; the rest of the file need not be in memory.
+            while (model_.engine->scheduler().n_waiting() > 2 * options_.engine.scheduler.max_sequences)
+                requests_.step();
+        }
+        while (requests_.step()) {
+        }
+        return count_;
+    }
+
+  private:
+    void submit(const std::string& text, int64_t number) {
+        std::string id = std::to_string(number);
+        try {
+            const json line = json::parse(text, nullptr, false);
+            check(line.is_object(), "this is no JSON object");
+            id = id_of(line, number);
+            if (done_.requests.count(id)) {
+                ++count_.done_before;
+                return;
+            }
+            TextRequest request = read_request(line, model_, options_);
+            count_.prompt_tokens += std::ssize(request.prompt);
+            struct Answer {
+                std::string text;
+                std::vector<int32_t> ids;
+            };
+            auto answers = std::make_shared<std::map<uint64_t, Answer>>();
+            request.ready = [this, id, answers, n = request.n](const AnswerPiece& piece) {
+                Answer& answer = (*answers)[piece.sample];
+                answer.text += piece.text;
+                for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
+                if (!piece.finish_reason || done_.answers.count({id, piece.sample})) return;
+                ordered_json line;
+                line["id"] = json::parse(id);
+                if (n > 1) line["sample"] = piece.sample, line["samples"] = n;
+                line["text"] = answer.text, line["ids"] = answer.ids, line["finish_reason"] = piece.finish_reason;
+                write(line);
+                ++count_.done;
+                count_.tokens += std::ssize(answer.ids);
+            };
+            requests_.add(std::move(request));
+        } catch (const Error& error) {  // one bad line is no reason to lose the others
+            ++count_.refused;
+            std::fprintf(stderr, "generate: %s, line %lld: %s\n", options_.batch.c_str(),
+                         static_cast<long long>(number), error.what());
+        }
+    }
+
+    void write(const ordered_json& line) {
+        out_ << line.dump(-1, ' ', false, json::error_handler_t::replace) << '\n' << std::flush;
+        check(out_.good(), "--out ", options_.out, ": cannot be written (is the disk full?)");
+    }
+
+    LoadedModel& model_;
+    Requests& requests_;
+    const GenerateOptions& options_;
+    const Done done_;
+    std::ofstream out_;
+    BatchCount count_;
+};
+
+}  // namespace
+
+BatchCount run_batch_file(LoadedModel& model, Requests& requests, const GenerateOptions& options) {
+    return BatchRun(model, requests, options).run();
+}

@@ -1,0 +1,68 @@
+// inference/loaded_model.cu: a model that only computes.
+#include "inference/inference.h"
+
+#include <nlohmann/json.hpp>
+
+#include <filesystem>
+
+namespace {
+
+bool is_there(const std::string& path) {
+    std::error_code ignored;
+    return std::filesystem::exists(path, ignored);
+}
+
+// eos_token_id of a JSON file: a number, a list of them, or null.
+std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
+    if (!is_there(path)) return {};
+    const nlohmann::json file = nlohmann::json::parse(read_text_file(path), nullptr, false);
+    check(!file.is_discarded() && file.is_object(), path, ": this is no JSON object");
+    std::vector<int32_t> tokens;
+    if (!file.contains("eos_token_id") || file["eos_token_id"].is_null()) return tokens;
+    nlohmann::json ids = file["eos_token_id"];
+    if (!ids.is_array()) ids = nlohmann::json::array({ids});
+    for (const auto& id : ids) {
+        check(id.is_number_integer() && id >= 0 && id < V, path, ": eos_token_id is ", id.dump(),
+              ", expected one or more of the model's tokens, 0 to ", V - 1);
+        tokens.push_back(id.get<int32_t>());
+    }
+    return tokens;
+}
+
+}  // namespace
+
+LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
+                         const EngineOptions& options)
+    : folder(folder_), config(load_config(folder_)), dtype_(dtype), options_(options) {
+    const std::string beside = folder + "/tokenizer.json";
+    std::string path = tokenizer_path.empty() && is_there(beside) ? beside : tokenizer_path;
+    if (std::filesystem::is_directory(path)) path += "/tokenizer.json";
+    is_text = !path.empty() || config.V <= 512;
+    tokenizer = path.empty() ? make_byte_tokenizer() : load_tokenizer(path);
+    stop_tokens = eos_tokens(folder + "/generation_config.json", config.V);
+    if (stop_tokens.empty()) stop_tokens = eos_tokens(folder + "/config.json", config.V);
+    options_.scheduler.max_length = longest_sequence(config, options_.scheduler.max_length);
+    take_memory();
+}
+
+void LoadedModel::take_memory() {
+    model =
+        build_model(config, {dtype_, DType::f32, false}, options_.scheduler.max_length, weights, gradients_, masters_);
+    if (!engine) engine = std::make_unique<Engine>(model, options_);
+    engine->take_memory(cache, activations, pinned);
+}
+
+size_t LoadedModel::device_bytes() {
+    return weights.bytes() + cache.bytes() + activations.bytes() + device().blas_workspace_bytes;
+}
+
+void LoadedModel::load() {
+    size_t free_bytes = 0, all_bytes = 0;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
+    check(device_bytes() <= all_bytes, "this needs ", human_bytes(static_cast<double>(device_bytes())),
+          ", and the device has ", human_bytes(static_cast<double>(all_bytes)),
+          ": give fewer --cache-pages or --max-sequences, a smaller --max-length, or --dtype bf16");
+    for (Arena* arena : {&weights, &cache, &activations, &pinned}) arena->reserve();
+    take_memory();
+    load_weights(model, folder);
+}

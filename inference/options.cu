@@ -1,0 +1,152 @@
+// inference/options.cu: the command line of generate.
+#include "inference/inference.h"
+#include "io/command_line.h"
+
+namespace {
+
+const std::vector<Synonym> kSynonyms = {{"max-tokens", "--tokens"},
+                                        {"max-new-tokens", "--tokens"},
+                                        {"n-predict", "--tokens"},
+                                        {"n", "--samples"},
+                                        {"num-samples", "--samples"},
+                                        {"checkpoint", "--model"},
+                                        {"init", "--model"},
+                                        {"temp", "--temperature"},
+                                        {"max-model-len", "--max-length"},
+                                        {"ctx-size", "--max-length"},
+                                        {"max-num-seqs", "--max-sequences"},
+                                        {"block-size", "--page-size"},
+                                        {"max-num-batched-tokens", "--step-tokens"},
+                                        {"kv-cache-dtype", "--cache-dtype"},
+                                        {"input", "--batch"},
+                                        {"precision", "--dtype"}};
+
+// Flags whose text becomes another type.
+struct Typed {
+    std::string dtype = "fp32", cache_dtype = "same", preempt = "recompute", batching = "continuous";
+    bool no_prefix_sharing = false;
+};
+
+void add_model_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
+    Heading model{app, "Model"};
+    model.option("--model", o.model,
+                 "Hugging Face folder (config.json + safetensors), run, or checkpoint; default: the newest in runs/");
+    model.option("--tokenizer", o.tokenizer, "tokenizer.json, or its folder; default: that beside the model");
+    model.option("--dtype", typed.dtype, "of weights and activations: fp32, bf16 or fp16");
+}
+
+void add_request_options(CLI::App& app, GenerateOptions& o) {
+    Heading what{app, "What to write"};
+    what.option("--prompt", o.prompt, "text that the answer goes on from");
+    what.option("--prompt-ids", o.prompt_ids, "the same as token ids, 1,2,3");
+    what.option("--tokens", o.tokens, "at most so many tokens an answer");
+    what.option("--samples", o.samples, "answers to the prompt");
+    app.add_option("--stop", o.stop, "the answer ends before this text; may be given several times")->group(what.name);
+    what.flag("--ignore-eos", o.ignore_eos, "do not end an answer at the model's end-of-text token");
+    what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
+    what.flag("--chat", o.chat, "a conversation in the terminal: a line is a message");
+    what.option("--template", o.chat_template,
+                "how messages are written: chatml, qwen, llama3, llama3.1, deepseek, mistral, plain; default: as the "
+                "model's folder says");
+    what.option("--system", o.system, "the system message of a conversation");
+    what.option("--batch", o.batch, "file with a request in each line, as JSON; needs --out");
+    what.option("--out", o.out, "file for the answers of --batch, a line of JSON each; answers that it has are kept");
+    what.option("--eval", o.eval, "text file: print the model's perplexity on it, and end");
+    what.flag("--plan", o.plan, "print the memory that this takes and how many sequences fit, and end");
+}
+
+void add_sampling_options(CLI::App& app, GenerateOptions& o) {
+    Heading sampling{app, "Sampling"};
+    SamplingOptions& s = o.sampling;
+    sampling.option("--temperature", s.temperature, "divides the logits; 0: always the most probable token");
+    sampling.option("--top-k", s.top_k, "only the k most probable tokens; 0: all");
+    sampling.option("--top-p", s.top_p, "only the most probable tokens that together have this probability");
+    sampling.option("--min-p", s.min_p, "only tokens at least this times as probable as the most probable one");
+    sampling.option("--repetition-penalty", s.repetition_penalty, "above 1: tokens seen before become less probable");
+    sampling.option("--presence-penalty", s.presence_penalty, "taken from the logits of tokens that the answer has");
+    sampling.option("--frequency-penalty", s.frequency_penalty, "the same, for each time that the answer has them");
+    sampling.option("--seed", s.seed, "of the random numbers");
+}
+
+void add_engine_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
+    Heading engine{app, "Cache and scheduler"};
+    EngineOptions& e = o.engine;
+    engine.option("--max-length", e.scheduler.max_length, "prompt and answer, in tokens; 0: as the model was made for");
+    engine.option("--max-sequences", e.scheduler.max_sequences, "sequences that run at the same time");
+    engine.option("--page-size", e.cache.page_size, "tokens of a page of the cache");
+    engine.option("--cache-pages", e.cache.n_pages, "pages of the cache; 0: enough for all sequences at full length");
+    engine.option("--cache-dtype", typed.cache_dtype, "of the cache: same as the model's, or fp8");
+    engine.flag("--no-prefix-sharing", typed.no_prefix_sharing,
+                "compute every prompt, also where others began with the same tokens");
+    engine.option("--step-tokens", e.scheduler.step_tokens, "tokens of a step, of prompts and answers together");
+    engine.option("--lookup", e.lookup,
+                  "speculative decoding: propose so many tokens that followed before in the same text; 0: none");
+    engine.option("--batching", typed.batching,
+                  "continuous: requests join and leave at every step; static: the next ones wait for all to end");
+    engine.option("--preempt", typed.preempt,
+                  "where pages run out: swap the youngest request's to the host, or recompute them later");
+}
+
+void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
+    o.dtype = dtype_from_name(typed.dtype);
+    check(o.dtype == DType::f32 || o.dtype == DType::bf16 || o.dtype == DType::f16, "--dtype ", typed.dtype,
+          ": use fp32, bf16 or fp16");
+    check(typed.cache_dtype == "same" || typed.cache_dtype == "fp8", "--cache-dtype ", typed.cache_dtype,
+          ": use same or fp8");
+    if (typed.cache_dtype == "fp8") o.engine.cache_dtype = DType::e4m3;
+    check(typed.batching == "continuous" || typed.batching == "static", "--batching ", typed.batching,
+          ": use continuous or static");
+    o.engine.scheduler.batching = typed.batching == "static" ? Batching::static_batches : Batching::continuous;
+    check(typed.preempt == "swap" || typed.preempt == "recompute", "--preempt ", typed.preempt,
+          ": use swap or recompute");
+    o.engine.scheduler.preemption = typed.preempt == "swap" ? Preemption::swap : Preemption::recompute;
+    o.engine.cache.share_prefixes = !typed.no_prefix_sharing;
+    check(o.engine.scheduler.max_sequences >= 1 && o.engine.scheduler.step_tokens >= 1 &&
+              o.engine.cache.page_size >= 1 && o.engine.cache.n_pages >= 0 && o.tokens >= 1 && o.samples >= 1 &&
+              o.engine.lookup >= 0,
+          "--max-sequences, --step-tokens, --page-size, --tokens and --samples must be at least 1, and --cache-pages ",
+          "and --lookup not negative");
+    check(!length_given || o.engine.scheduler.max_length >= 2, "--max-length ", o.engine.scheduler.max_length,
+          ": a prompt and an answer have at least 2 tokens");
+    const int n_ways = !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + !o.batch.empty() + !o.eval.empty() + o.plan;
+    check(n_ways == 1, n_ways == 0
+                           ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --batch, --eval, --plan)"
+                           : "give one of --prompt, --prompt-ids, --chat, --batch, --eval and --plan");
+    check(o.chat || (o.chat_template.empty() && o.system.empty()), "--template and --system are for --chat");
+    check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
+                                                          : "--out is the file for the answers of --batch");
+}
+
+}  // namespace
+
+GenerateOptions parse_generate_options(int argc, char** argv) {
+    GenerateOptions options;
+    Typed typed;
+    options.sampling.temperature = 0.8;
+    CLI::App app{
+        "generate: text from a model that train_gpt has trained, or from a Hugging Face folder.\n"
+        "Without --model it takes the newest run in runs/."};
+    app.option_defaults()->always_capture_default();
+    add_model_options(app, options, typed);
+    add_request_options(app, options);
+    add_sampling_options(app, options);
+    add_engine_options(app, options, typed);
+    parse_command_line(app, {"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,
+                       [&] { settle(options, typed, app.get_option("--max-length")->count() > 0); });
+    return options;
+}
+
+TextRequest text_request(const GenerateOptions& o, const LoadedModel& model) {
+    TextRequest request;
+    request.max_tokens = o.tokens, request.n = o.samples;
+    request.sampling = o.sampling;
+    request.stop = o.stop;
+    if (!o.ignore_eos) request.stop_tokens = model.stop_tokens;
+    return request;
+}
+
+std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& text) {
+    check(model.is_text, model.folder,
+          ": there is no tokenizer.json in this folder: give --tokenizer, or --prompt-ids");
+    return model.tokenizer->encode_with_special(text);
+}

@@ -1,0 +1,116 @@
+// inference/requests.cu: from the tokens of an answer to its text.
+//
+// A token is a piece of text that may end inside of a character, and the text of several tokens may turn out to be a
+// stop string, which the answer must not show. So text is held back until it is certain:
+//
+//     text so far      The capital is Par|is.\nUs
+//                                         ----------- held back where "\nUser:" is a stop string, until the next token
+//                                         decides
+#include "inference/inference.h"
+
+#include <algorithm>
+
+struct Requests::Answer {
+    explicit Answer(const Tokenizer& tokenizer) : decoder(tokenizer) {}
+    StreamDecoder decoder;
+    std::string held;             // decoded, and not yet handed out
+    std::vector<Sampled> tokens;  // likewise
+};
+
+struct Requests::Running {
+    TextRequest text;
+    Request request;
+    std::map<uint64_t, Answer> answers;
+    int64_t n_left;  // answers that have not ended
+};
+
+namespace {
+
+// Where the first stop string begins in `text`, or npos.
+size_t find_stop(const std::string& text, const std::vector<std::string>& stop) {
+    size_t first = std::string::npos;
+    for (const std::string& s : stop) first = std::min(first, text.find(s));
+    return first;
+}
+
+// The bytes at the end of `text` that may be the beginning of a stop string.
+size_t undecided(const std::string& text, const std::vector<std::string>& stop) {
+    size_t most = 0;
+    for (const std::string& s : stop)
+        for (size_t n = std::min(s.size() - 1, text.size()); n > most; --n)
+            if (text.compare(text.size() - n, n, s, 0, n) == 0) most = n;
+    return most;
+}
+
+}  // namespace
+
+Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine), tokenizer_(tokenizer) {
+    engine_.token_ready = [this](Request& request, Sequence& sequence, const Sampled& token) {
+        Running& r = running(request);
+        Answer& answer = r.answers.try_emplace(sequence.sample, tokenizer_).first->second;
+        answer.tokens.push_back(token);
+        answer.held += answer.decoder.push(token.token);
+        const size_t stop = find_stop(answer.held, r.text.stop);
+        if (stop != std::string::npos) {
+            answer.held.resize(stop);
+            return false;
+        }
+        AnswerPiece piece;
+        piece.sample = sequence.sample;
+        piece.text = answer.held.substr(0, answer.held.size() - undecided(answer.held, r.text.stop));
+        answer.held.erase(0, piece.text.size());
+        piece.tokens.swap(answer.tokens);
+        if (r.text.ready) r.text.ready(piece);
+        return true;
+    };
+    engine_.answer_ended = [this](Request& request, uint64_t sample, const char* reason) {
+        Running& r = running(request);
+        Answer& answer = r.answers.try_emplace(sample, tokenizer_).first->second;
+        AnswerPiece piece;
+        piece.sample = sample, piece.finish_reason = reason;
+        // Only the token that completes a stop string is still here: there is nothing behind. Otherwise what was held
+        // back was no stop string after all.
+        if (answer.tokens.empty()) answer.held += answer.decoder.finish();
+        piece.text.swap(answer.held);
+        piece.tokens.swap(answer.tokens);
+        if (r.text.ready) r.text.ready(piece);
+        if (--r.n_left == 0) running_.erase(request.id);
+    };
+}
+
+Requests::~Requests() { engine_.token_ready = nullptr, engine_.answer_ended = nullptr; }
+
+Requests::Running& Requests::running(const Request& request) { return *running_.at(request.id); }
+
+int64_t Requests::add(TextRequest text) {
+    const int64_t V = engine_.vocabulary(), most = engine_.options().scheduler.max_length;
+    check(!text.prompt.empty(), "the prompt has no token: give at least one");
+    check(std::ssize(text.prompt) < most, "the prompt has ", text.prompt.size(),
+          " tokens, and prompt and answer together ", "can have ", most, ": give a shorter prompt");
+    for (const int32_t token : text.prompt)
+        check(token >= 0 && token < V, "the prompt has the token ", token, ", but the model knows 0 to ", V - 1);
+    for (const std::string& stop : text.stop) check(!stop.empty(), "a stop string is empty");
+    check(text.max_tokens >= 1 && text.n >= 1, "an answer has at least one token, and a request at least one answer, ",
+          "not ", text.max_tokens, " and ", text.n);
+    check_sampling(text.sampling, V);
+    auto r = std::make_unique<Running>();
+    r->request.id = ++n_requests_;
+    r->request.prompt = text.prompt;
+    r->request.max_tokens = std::min(text.max_tokens, most - std::ssize(text.prompt));  // it ends with "length"
+    r->request.n = text.n;
+    r->request.sampling = text.sampling;
+    r->request.stop_tokens = text.stop_tokens;
+    r->n_left = text.n;
+    r->text = std::move(text);
+    engine_.add(r->request);
+    const int64_t id = r->request.id;
+    running_.emplace(id, std::move(r));
+    return id;
+}
+
+void Requests::cancel(int64_t id) {
+    const auto found = running_.find(id);
+    if (found == running_.end()) return;
+    engine_.cancel(found->second->request);
+    running_.erase(found);
+}

@@ -1,0 +1,33 @@
+// model/huggingface_folder.cu: where the weights are that somebody means.
+#include "io/io.h"
+#include "model/model.h"
+
+#include <filesystem>
+
+namespace fs = std::filesystem;
+
+std::string find_model_folder(const std::string& flag, const std::string& path) {
+    std::error_code ignored;
+    if (fs::exists(path + "/config.json", ignored)) return path;
+    if (const auto newest = latest_checkpoint(path)) return *newest;
+    check(!fs::is_directory(path, ignored), flag, " ", path,
+          ": there is neither a config.json in this folder (as in a ",
+          "Hugging Face folder or a checkpoint) nor a checkpoint in ", path, "/checkpoints (as in a run)");
+    fail(flag, " ", path, ": there is no folder ", path,
+         find_preset(path) ? " (a preset of --model has no weights)" : "",
+         ": give the path of a Hugging Face folder (config.json and *.safetensors), or of a run; models are not ",
+         "downloaded");
+}
+
+std::string find_newest_run() {
+    std::string newest;
+    fs::file_time_type latest = fs::file_time_type::min();
+    std::error_code ignored;
+    for (const auto& run : fs::directory_iterator("runs", ignored)) {
+        const auto checkpoint = latest_checkpoint(run.path().string());
+        if (!checkpoint) continue;
+        const fs::file_time_type time = fs::last_write_time(*checkpoint, ignored);
+        if (newest.empty() || time > latest) newest = run.path().string(), latest = time;
+    }
+    return newest;
+}

@@ -1,0 +1,218 @@
+// The engine: whole answers, against transformers' and against those of other settings.
+#include "inference/inference.h"
+#include "models.h"
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <array>
+
+namespace {
+
+// The models of test/golden/generate, as make_generate_golden.py opens them.
+struct GoldenModel {
+    Arena weights{"weights"}, grads{"gradients"}, masters{"master weights"};
+    Config config;
+    Model model;
+
+    GoldenModel(const std::string& folder, int64_t positions) : config(load_config(folder)) {
+        const Config saved = config;
+        config.T_max = positions;
+        build(weights, config, model);
+        if (config.family == Family::gpt2) repeat_positions(folder, saved);
+        else load_weights(model, folder);
+    }
+    void repeat_positions(const std::string& folder, const Config& saved) {
+        Arena its_weights("weights");
+        Model its_model;
+        build(its_weights, saved, its_model);
+        load_weights(its_model, folder);
+        for (size_t i = 0; i < model.params.size(); ++i) {
+            const Param &to = model.params[i], &from = its_model.params[i];
+            const std::vector<float> values = to_floats(from.value.slice(0, from.value.shape[0] - from.padded_rows));
+            std::vector<float> all;
+            if (to.name != "transformer.wpe.weight") all = values;
+            while (all.size() < static_cast<size_t>(config.T_max * config.C) && to.name == "transformer.wpe.weight")
+                all.insert(all.end(), values.begin(), values.end());
+            model.write(to, all);
+        }
+    }
+    void build(Arena& arena, const Config& c, Model& m) {
+        for (int pass = 0; pass < 2; ++pass) {
+            m = build_model(c, {}, c.T_max, arena, grads, masters);
+            if (pass == 0) arena.reserve();
+        }
+    }
+};
+
+struct Setting {
+    int64_t page_size;
+    bool share;
+    int64_t step_tokens;
+    int64_t pages_in_all;  // for sequences of 77 tokens
+    Preemption preemption;
+};
+
+struct EngineWithMemory {
+    Arena cache{"cache"}, activations{"activations"}, pinned{"pinned", MemoryKind::pinned};
+    Engine engine;
+    EngineWithMemory(const Model& model, const EngineOptions& options) : engine(model, options) {
+        for (int pass = 0; pass < 2; ++pass) {
+            engine.take_memory(cache, activations, pinned);
+            if (pass == 0)
+                for (Arena* arena : {&cache, &activations, &pinned}) arena->reserve();
+        }
+    }
+};
+
+Request greedy_request(int64_t id, const nlohmann::json& golden) {
+    Request request;
+    request.id = id;
+    request.prompt = golden["prompt"].get<std::vector<int32_t>>();
+    request.max_tokens = std::ssize(golden["ids"]);
+    request.sampling.temperature = 0;
+    return request;
+}
+
+}  // namespace
+
+TEST_CASE("greedy answers are those of transformers' generate", "[inference][engine]") {
+    const auto golden = nlohmann::json::parse(read_text_file("test/golden/generate/greedy.json"));
+    // Pages of one token, that end inside of a prompt, and that are larger than a prompt; prompts at once and in
+    // pieces; a pool of all that is needed, and one that holds the longest sequence and little more: then requests
+    // are preempted again and again.
+    const Setting settings[] = {{1, true, 3, 90, Preemption::recompute},
+                                {16, false, 512, 1000, Preemption::recompute},
+                                {17, true, 7, 6, Preemption::swap}};
+    for (const auto& [name, of_model] : golden.items()) {
+        const GoldenModel m("test/golden/" + name, of_model["positions"]);
+        for (const Setting& s : settings) {
+            EngineOptions options;
+            options.cache = {.page_size = s.page_size, .n_pages = s.pages_in_all, .share_prefixes = s.share};
+            options.scheduler.step_tokens = s.step_tokens, options.scheduler.preemption = s.preemption;
+            options.scheduler.max_sequences = 4;
+            EngineWithMemory e(m.model, options);
+            std::map<int64_t, std::vector<int32_t>> answers;
+            e.engine.token_ready = [&](Request& request, Sequence&, const Sampled& token) {
+                answers[request.id].push_back(token.token);
+                return true;
+            };
+            std::deque<Request> requests;
+            for (const auto& one : of_model["cases"]) {
+                requests.push_back(greedy_request(std::ssize(requests), one));
+                e.engine.add(requests.back());
+            }
+            // The first again: its prompt may be in the cache.
+            requests.push_back(greedy_request(std::ssize(requests), of_model["cases"][0]));
+            e.engine.add(requests.back());
+            while (e.engine.step()) {
+            }
+            INFO(name << ", pages of " << s.page_size << ", steps of " << s.step_tokens << ", "
+                      << e.engine.scheduler().n_preemptions() << " preemptions");
+            for (const Request& request : requests) {
+                const size_t i = static_cast<size_t>(request.id) % of_model["cases"].size();
+                CHECK(answers[request.id] == of_model["cases"][i]["ids"].get<std::vector<int32_t>>());
+            }
+            CHECK(e.engine.cache().use().owned_pages == 0);
+            if (of_model["positions"] == 96 && s.pages_in_all < 1000) CHECK(e.engine.scheduler().n_preemptions() > 0);
+        }
+    }
+}
+
+// In 16 bits, too: nothing in a row's numbers depends on other rows, chunks, pages or preemptions.
+TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine]") {
+    for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
+        Arena weights("weights"), grads("gradients"), masters("master weights");
+        Model model;
+        for (int pass = 0; pass < 2; ++pass) {
+            model = build_model(config, {DType::bf16, DType::f32, false}, config.T_max, weights, grads, masters);
+            if (pass == 0) weights.reserve();
+        }
+        init_weights(model, 4);
+        using Answers = std::map<std::array<int64_t, 2>, std::vector<int32_t>>;  // of (request, sample)
+        const auto run = [&](const EngineOptions& options, int64_t only) {
+            EngineWithMemory e(model, options);
+            Answers answers;
+            e.engine.token_ready = [&](Request& request, Sequence& sequence, const Sampled& token) {
+                answers[{request.id, static_cast<int64_t>(sequence.sample)}].push_back(token.token);
+                return true;
+            };
+            std::deque<Request> requests;
+            for (int64_t id = 0; id < 6; ++id) {
+                if (only >= 0 && only != id) continue;
+                Request& request = requests.emplace_back();
+                request.id = id;
+                request.prompt =
+                    random_tokens(3 + 4 * id, config.V, static_cast<uint64_t>(id % 3));  // shared beginnings
+                request.max_tokens = 40 - std::ssize(request.prompt);
+                request.n = id == 2 ? 3 : 1;
+                request.sampling.temperature = 0.9, request.sampling.top_p = 0.95;
+                request.sampling.seed = static_cast<uint64_t>(id);
+                e.engine.add(request);
+            }
+            while (e.engine.step()) {
+            }
+            CHECK(e.engine.cache().use().owned_pages == 0);
+            return answers;
+        };
+        EngineOptions roomy, tight;
+        roomy.scheduler.max_sequences = 8;
+        tight.cache = {.page_size = 3, .n_pages = 44};
+        tight.scheduler.max_sequences = 5, tight.scheduler.step_tokens = 5;
+        const Answers together = run(roomy, -1), crowded = run(tight, -1);
+        CHECK(together.size() == 8);
+        CHECK(together == crowded);
+        for (int64_t id = 0; id < 6; ++id)
+            for (const auto& [key, tokens] : run(roomy, id)) CHECK(together.at(key) == tokens);
+        CHECK(together.at({2, 0}) != together.at({2, 1}));
+    }
+}
+
+TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelled", "[inference][engine]") {
+    const Config config = small_llama();
+    Arena weights("weights"), grads("gradients"), masters("master weights");
+    Model model;
+    for (int pass = 0; pass < 2; ++pass) {
+        model = build_model(config, {}, config.T_max, weights, grads, masters);
+        if (pass == 0) weights.reserve();
+    }
+    init_weights(model, 4);
+    EngineOptions options;
+    options.scheduler.max_sequences = 4;
+    EngineWithMemory e(model, options);
+    std::vector<int32_t> tokens;
+    std::string reason;
+    e.engine.token_ready = [&](Request&, Sequence&, const Sampled& token) {
+        tokens.push_back(token.token);
+        return true;
+    };
+    e.engine.answer_ended = [&](Request&, uint64_t, const char* why) { reason = why; };
+    const auto run = [&](int64_t max_tokens, const std::vector<int32_t>& stop_tokens, int n_steps) {
+        tokens.clear(), reason.clear();
+        auto request = std::make_unique<Request>();
+        request->prompt = random_tokens(5, config.V, 1);
+        request->max_tokens = max_tokens, request->stop_tokens = stop_tokens;
+        request->sampling.seed = 3;
+        e.engine.add(*request);
+        for (int i = 0; i < n_steps && e.engine.step(); ++i) {
+        }
+        return request;
+    };
+    run(12, {}, 1000);
+    CHECK(tokens.size() == 12);
+    CHECK(reason == "length");
+    const std::vector<int32_t> all = tokens;
+    const size_t first = static_cast<size_t>(std::find(all.begin(), all.end(), all[5]) - all.begin());
+    run(12, {all[5]}, 1000);
+    CHECK(tokens == std::vector<int32_t>(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(first)));
+    CHECK(reason == "stop");
+    run(config.T_max - 5, {}, 1000);  // to the end of the positions
+    CHECK(std::ssize(tokens) == config.T_max - 5);
+    // Cancelled while it runs.
+    const std::unique_ptr<Request> request = run(20, {}, 4);
+    e.engine.cancel(*request);
+    CHECK(e.engine.cache().use().owned_pages == 0);
+    CHECK_FALSE(e.engine.step());
+    CHECK(reason.empty());
+    CHECK(tokens.size() == 4);
+}
