@@ -47,7 +47,7 @@ inline std::vector<int32_t> answer(const Request& request, uint64_t sample) {
     return tokens;
 }
 
-struct Engine {
+struct SimulatedEngine {
     PagedCache cache;
     Scheduler scheduler;
     std::vector<uint64_t> device, host;
@@ -62,7 +62,7 @@ struct Engine {
     int64_t n_steps = 0, n_rows_computed = 0, n_logits = 0;
     std::function<void(std::span<const StepPart>)> after_step = [](std::span<const StepPart>) {};
 
-    Engine(const CacheSizes& sizes, const SchedulerOptions& options)
+    SimulatedEngine(const CacheSizes& sizes, const SchedulerOptions& options)
         : cache(sizes), scheduler(options, cache), device(sizes.n_pages * sizes.page_size),
           host(sizes.n_host_pages * sizes.page_size) {}
 
@@ -190,7 +190,7 @@ inline int64_t log_normal(Random& random, double mean, double sigma) {
     const double n = std::exp(std::log(mean) - sigma * sigma / 2 + sigma * normal);
     return std::clamp<int64_t>(std::lround(n), 4, 1000);
 }
-inline Request& add_with_usual_lengths(Engine& engine, Random& random) {
+inline Request& add_with_usual_lengths(SimulatedEngine& engine, Random& random) {
     const int32_t token = static_cast<int32_t>(engine.requests.size());
     return engine.add(std::vector<int32_t>(log_normal(random, 161, 1.1), token), log_normal(random, 338, 0.9));
 }

@@ -8,7 +8,7 @@
 
 namespace {
 
-using simulated::Engine;
+using simulated::SimulatedEngine;
 
 // LLM_TEST_PICTURES=FOLDER keeps what is drawn, to be looked at.
 void keep_picture(const TempFolder& folder, const std::string& name) {
@@ -22,7 +22,7 @@ TEST_CASE("cache report: in pages 96 % of the allocated memory holds tokens, in 
           "[cache_report]") {
     Random random{5};
     const CacheSizes sizes{.page_size = 16, .n_pages = 1000};
-    Engine engine(sizes, {.step_tokens = 512, .max_sequences = 256, .max_length = 2048});
+    SimulatedEngine engine(sizes, {.step_tokens = 512, .max_sequences = 256, .max_length = 2048});
     engine.checks_text = false;
     CacheReport report(sizes, 2048);
     for (int32_t i = 0; i < 300; ++i) {
@@ -87,8 +87,8 @@ TEST_CASE("timeline: what each request does in each step, static beside continuo
     std::vector<std::pair<std::string, Timeline>> timelines;
     for (const Batching batching : {Batching::static_batches, Batching::continuous}) {
         Random random{9};
-        Engine engine({.page_size = 4, .n_pages = 60, .n_host_pages = 200},
-                      {.step_tokens = 32, .max_sequences = 8, .max_length = 200, .batching = batching});
+        SimulatedEngine engine({.page_size = 4, .n_pages = 60, .n_host_pages = 200},
+                               {.step_tokens = 32, .max_sequences = 8, .max_length = 200, .batching = batching});
         Timeline timeline;
         std::set<int64_t> left;
         const auto leave = [&] {
@@ -119,8 +119,8 @@ TEST_CASE("timeline: what each request does in each step, static beside continuo
 
 TEST_CASE("timeline: as text", "[cache_report]") {
     // Two at a time, five tokens a step; seven pages of two rows: all are taken when request 0 needs its fifth.
-    Engine engine({.page_size = 2, .n_pages = 7, .share_prefixes = false},
-                  {.step_tokens = 5, .max_sequences = 2, .max_length = 20});
+    SimulatedEngine engine({.page_size = 2, .n_pages = 7, .share_prefixes = false},
+                           {.step_tokens = 5, .max_sequences = 2, .max_length = 20});
     Timeline timeline;
     engine.after_step = [&](std::span<const StepPart> parts) { timeline.step(parts); };
     const auto step = [&] {

@@ -7,7 +7,7 @@
 
 namespace {
 
-using simulated::Engine;
+using simulated::SimulatedEngine;
 
 std::vector<int32_t> random_prompt(Random& random, int64_t n) {
     std::vector<int32_t> tokens(n);
@@ -29,13 +29,13 @@ std::ostream& operator<<(std::ostream& text, const Case& c) {
                 << (c.batching == Batching::continuous ? "continuous, " : "static, ")
                 << (c.preemption == Preemption::swap ? "swap" : "recompute") << ", drafts of " << c.draft_n;
 }
-Engine engine_of(const Case& c, int64_t max_length = 80) {
-    return Engine({c.page_size, c.n_pages, c.n_host_pages, c.share_prefixes},
-                  {c.step_tokens, c.max_sequences, max_length, c.batching, c.preemption});
+SimulatedEngine engine_of(const Case& c, int64_t max_length = 80) {
+    return SimulatedEngine({c.page_size, c.n_pages, c.n_host_pages, c.share_prefixes},
+                           {c.step_tokens, c.max_sequences, max_length, c.batching, c.preemption});
 }
 
 // The oldest of the requests that are not finished.
-const Request* oldest(const Engine& engine) {
+const Request* oldest(const SimulatedEngine& engine) {
     for (const auto& request : engine.requests)
         if (!engine.finished.contains(request->id)) return request.get();
     return nullptr;
@@ -45,7 +45,7 @@ const Request* oldest(const Engine& engine) {
 int64_t run_at_random(const Case& c, uint64_t seed, int64_t n_requests) {
     CAPTURE(c);
     Random random{seed};
-    Engine engine = engine_of(c);
+    SimulatedEngine engine = engine_of(c);
     engine.draft_n = c.draft_n;
     const int64_t most_samples = std::min<int64_t>({3, c.step_tokens, c.max_sequences});
     std::set<SequenceId> of_oldest;
@@ -117,7 +117,8 @@ TEST_CASE("scheduler: every request is answered, whatever runs beside it and how
 TEST_CASE("scheduler: with enough memory every row is computed once, in few steps", "[scheduler]") {
     Random random{3};
     for (const int64_t step_tokens : {2, 7, 512}) {
-        Engine engine = engine_of({3, 1000, 0, false, step_tokens, 100, Batching::continuous, Preemption::swap, 0});
+        SimulatedEngine engine =
+            engine_of({3, 1000, 0, false, step_tokens, 100, Batching::continuous, Preemption::swap, 0});
         int64_t n_rows = 0;
         for (int64_t i = 0; i < 30; ++i) {
             const int64_t prompt_n = 1 + random.below(30), answer_n = 1 + random.below(30), n = 1 + i % 2;
@@ -136,7 +137,7 @@ TEST_CASE("scheduler: with enough memory every row is computed once, in few step
 
 TEST_CASE("scheduler: swapped rows are not computed again, dropped rows are", "[scheduler]") {
     const auto run = [](Preemption preemption) {
-        Engine engine = engine_of({4, 20, 100, false, 64, 8, Batching::continuous, preemption, 0});
+        SimulatedEngine engine = engine_of({4, 20, 100, false, 64, 8, Batching::continuous, preemption, 0});
         for (int32_t i = 0; i < 8; ++i) engine.add({i, i, i}, 60);
         while (!engine.is_done()) engine.step();
         CHECK(engine.scheduler.n_preemptions() > 0);
@@ -150,7 +151,7 @@ TEST_CASE("scheduler: swapped rows are not computed again, dropped rows are", "[
 TEST_CASE("scheduler: who is admitted has room to grow", "[scheduler]") {
     for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
         Random random{4};
-        Engine engine = engine_of({16, 500, 1000, true, 512, 64, Batching::continuous, preemption, 0}, 2000);
+        SimulatedEngine engine = engine_of({16, 500, 1000, true, 512, 64, Batching::continuous, preemption, 0}, 2000);
         engine.checks_text = false;
         for (int32_t i = 0; i < 100; ++i) add_with_usual_lengths(engine, random);
         while (!engine.is_done()) engine.step();
@@ -160,7 +161,7 @@ TEST_CASE("scheduler: who is admitted has room to grow", "[scheduler]") {
 
 TEST_CASE("scheduler: the latest gives its pages up, and comes back first", "[scheduler]") {
     for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
-        Engine engine = engine_of({4, 12, 12, true, 64, 8, Batching::continuous, preemption, 0});
+        SimulatedEngine engine = engine_of({4, 12, 12, true, 64, 8, Batching::continuous, preemption, 0});
         for (int32_t i = 0; i < 4; ++i) engine.add({i, i, i}, 30);
         std::vector<std::vector<int64_t>> served;  // changes of who is in a step
         engine.after_step = [&](std::span<const StepPart> parts) {
@@ -187,7 +188,7 @@ TEST_CASE("scheduler: continuous batching fills the places of those who leave", 
     std::vector<int64_t> answers;
     for (int64_t i = 0; i < 64; ++i) answers.push_back(i % 8 == 3 ? 60 : 1 + i % 5);
     const auto run = [&](Batching batching) {
-        Engine engine = engine_of({4, 1000, 0, true, 512, 8, batching, Preemption::recompute, 0});
+        SimulatedEngine engine = engine_of({4, 1000, 0, true, 512, 8, batching, Preemption::recompute, 0});
         for (const int64_t n : answers) engine.add({1, 2}, n);
         while (!engine.is_done()) engine.step();
         CHECK(engine.scheduler.n_preemptions() == 0);
@@ -203,7 +204,7 @@ TEST_CASE("scheduler: continuous batching fills the places of those who leave", 
 }
 
 TEST_CASE("scheduler: a long prompt comes in pieces, and the others go on", "[scheduler]") {
-    Engine engine = engine_of({4, 1000, 0, true, 10, 8, Batching::continuous, Preemption::recompute, 0});
+    SimulatedEngine engine = engine_of({4, 1000, 0, true, 10, 8, Batching::continuous, Preemption::recompute, 0});
     for (int32_t i = 0; i < 3; ++i) engine.add({i}, 40);
     engine.step();
     engine.add(std::vector<int32_t>(39, 9), 2);
@@ -222,7 +223,7 @@ TEST_CASE("scheduler: a long prompt comes in pieces, and the others go on", "[sc
 }
 
 TEST_CASE("scheduler: a prompt that is being computed is shared in the same step", "[scheduler]") {
-    Engine engine = engine_of({4, 100, 0, true, 100, 8, Batching::continuous, Preemption::recompute, 0});
+    SimulatedEngine engine = engine_of({4, 100, 0, true, 100, 8, Batching::continuous, Preemption::recompute, 0});
     std::vector<int32_t> prompt(21, 5);
     for (int32_t i = 0; i < 4; ++i) engine.add(prompt, 3);
     engine.step();
@@ -234,7 +235,7 @@ TEST_CASE("scheduler: a prompt that is being computed is shared in the same step
 TEST_CASE("scheduler: the answers to one prompt share its pages, also after they were computed again", "[scheduler]") {
     for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
         // Of the second request the pages do not suffice without sharing: 3 * ceil(49 / 4) > 20.
-        Engine engine = engine_of({4, 20, 100, false, 64, 8, Batching::continuous, preemption, 0});
+        SimulatedEngine engine = engine_of({4, 20, 100, false, 64, 8, Batching::continuous, preemption, 0});
         engine.add(std::vector<int32_t>(4, 1), 30);
         engine.add(std::vector<int32_t>(40, 2), 10, 3);
         int64_t n_together = 0;
@@ -251,7 +252,7 @@ TEST_CASE("scheduler: the answers to one prompt share its pages, also after they
 }
 
 TEST_CASE("scheduler: drafts take what is left", "[scheduler]") {
-    Engine engine = engine_of({4, 100, 0, true, 6, 8, Batching::continuous, Preemption::recompute, 0});
+    SimulatedEngine engine = engine_of({4, 100, 0, true, 6, 8, Batching::continuous, Preemption::recompute, 0});
     engine.draft_n = 5;
     engine.add({1, 2}, 20);
     engine.add({3, 4}, 20);
@@ -265,7 +266,7 @@ TEST_CASE("scheduler: drafts take what is left", "[scheduler]") {
 }
 
 TEST_CASE("scheduler: cancelled in every state", "[scheduler]") {
-    Engine engine = engine_of({4, 12, 12, false, 8, 8, Batching::continuous, Preemption::swap, 0});
+    SimulatedEngine engine = engine_of({4, 12, 12, false, 8, 8, Batching::continuous, Preemption::swap, 0});
     Request& a = engine.add({1, 2, 3}, 40);
     Request& b = engine.add({4, 5, 6}, 40);
     Request& waiting = engine.add(std::vector<int32_t>(40, 7), 2);
@@ -323,7 +324,8 @@ TEST_CASE("scheduler: what can never run is refused", "[scheduler]") {
 
 // On the machine where this was written a step takes 12 us.
 TEST_CASE("scheduler: a step of 64 sequences costs microseconds", "[scheduler]") {
-    Engine engine = engine_of({16, 64 * 80, 0, true, 512, 64, Batching::continuous, Preemption::recompute, 0}, 2000);
+    SimulatedEngine engine =
+        engine_of({16, 64 * 80, 0, true, 512, 64, Batching::continuous, Preemption::recompute, 0}, 2000);
     engine.checks_text = false;
     for (int32_t i = 0; i < 80; ++i) engine.add(std::vector<int32_t>(500, i), 600);  // some wait all the time
     while (engine.scheduler.n_running() < 64) engine.step();
