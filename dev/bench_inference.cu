@@ -60,7 +60,7 @@ struct Bench {
     explicit Bench(const BenchOptions& o) {
         const bool preset = find_preset(o.model) != nullptr;
         const std::string folder = preset ? "" : find_model_folder("--model", o.model);
-        config = load_config(preset ? o.model : folder);
+        config = load_config(preset ? o.model : folder + "/config.json");
         max_length = std::min<int64_t>(config.T_max, 512);
         for (int pass = 0; pass < 2; ++pass) {
             model = build_model(config, {dtype_from_name(o.dtype), DType::f32, false}, max_length, weights, gradients,

@@ -116,6 +116,11 @@ RULES = [
                                              ("4000x8192", "40x8192"), ("--rung 4", "--rung 4 --size 100x1000"))),
     Rule(r"build/cpu/dev/softmax --check", quick=True),
     Rule(r"CUDA_CPU_STRICT=1 build/cpu/dev/reduce --check", quick=True),
+    # doc/inference.md
+    Rule(r"\./generate --model gpt2 --plan", replace=(("512", "32"),), quick=True),  # of the small GPT-2 here
+    Rule(r"\./generate --model gpt2 --chat", replace=(("^", "echo Hello | "),), quick=True),
+    Rule(r"\./generate --model gpt2", quick=True),
+    Rule(r"\./generate --prompt"),  # from the run that README.md's ./train_gpt has left
     # doc/memory.md
     train("--plan", flags="", quick=True),
     train("--offload"),
@@ -327,6 +332,8 @@ def make_inputs(folder):
         with open(os.path.join(folder, f"fineweb_train_{shard:06}.bin"), "wb") as file:
             ids = [50256] + [i * 7919 % 50000 for i in range(2000)]
             file.write(struct.pack("<256i", 20240520, 1, len(ids), *[0] * 253) + struct.pack(f"<{len(ids)}H", *ids))
+    with open(os.path.join(folder, "prompts.jsonl"), "w", encoding="utf-8") as file:
+        file.write('{"prompt": "Once upon a time"}\n{"prompt": "The end", "tokens": 5, "samples": 2}\n')
     os.makedirs(os.path.join(folder, "gpt2"))
     make_gpt2(os.path.join(folder, "gpt2"), make_tokenizer(os.path.join(folder, "gpt2/tokenizer.json")))
 

@@ -33,7 +33,7 @@ std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
 
 LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
                          const EngineOptions& options)
-    : folder(folder_), config(load_config(folder_)), dtype_(dtype), options_(options) {
+    : folder(folder_), config(load_config(folder_ + "/config.json")), dtype_(dtype), options_(options) {
     const std::string beside = folder + "/tokenizer.json";
     std::string path = tokenizer_path.empty() && is_there(beside) ? beside : tokenizer_path;
     if (std::filesystem::is_directory(path)) path += "/tokenizer.json";
