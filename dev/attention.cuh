@@ -1,4 +1,4 @@
-// dev/attention.cuh: shared by the two ladders of attention: the problem, the operands of tensor cores, the reference.
+// dev/attention.cuh: shared by the ladders of attention: the problem, the operands of tensor cores, the reference.
 //
 // N heads of T tokens, each a matrix (T, D) of its own, D = 64; bf16 or f16, sums in float32. Causal: query t sees the
 // keys 0 .. t. (In a model the heads of a token lie side by side in one row, several of q may share one of k and v, and

@@ -8,8 +8,9 @@
 
 namespace {
 
-const std::vector<std::string> kLadders = {"softmax", "reduce",   "rmsnorm",           "cross_entropy",     "adamw",
-                                           "matmul",  "few_rows", "attention_forward", "attention_backward"};
+const std::vector<std::string> kLadders = {
+    "softmax", "reduce",   "rmsnorm",           "cross_entropy",      "adamw",
+    "matmul",  "few_rows", "attention_forward", "attention_backward", "decode_attention"};
 
 std::string last_line(const std::string& text) {
     const size_t end = text.find_last_not_of('\n');
