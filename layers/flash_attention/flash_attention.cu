@@ -8,7 +8,7 @@
 //     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
 //     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
-//     paged_attention.cuh, paged_attention.cu, paged_latent_attention.cu    the forward over a cache in pages
+//     paged_attention.cu, paged_tile.cuh, paged_latent_attention.cu         the forward over a cache in pages
 //
 // The climb from a naive kernel to these, rung by rung, is dev/attention_forward.cu and dev/attention_backward.cu.
 //
