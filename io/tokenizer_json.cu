@@ -13,9 +13,7 @@ namespace {
 
 using json = nlohmann::json;
 
-const char* const kSupported =
-    ", which is not supported: doc/models.md lists the tokenizers that are read; text that was tokenized elsewhere can "
-    "be given as token shards *.bin";
+const char* const kSupported = ", which is not supported: doc/models.md lists the tokenizers that are read";
 
 // The member of an object, or null where there is none.
 const json& member(const json& node, const char* key) {

@@ -15,7 +15,9 @@ little_endian() {
 
 seed() {
     case $1 in
-        fuzz_tokenizer) cp test/golden/tokenizer/gpt2/tokenizer.json "$2/gpt2"; cp test/golden/tokenizer/llama3/tokenizer.json "$2/llama3" ;;
+        fuzz_tokenizer) # whole files, and patterns
+            for file in test/golden/tokenizer/*/tokenizer.json; do cp "$file" "$2/$(basename "$(dirname "$file")")"; done
+            printf '%s' "(?i:'s)|[^\\r\\n\\p{L}\\w]?+\\p{Han}++|\\p{N}{1,3}+| ?\\b[^\\s]+(?<=a)\\h|\\s+(?!\\S)" > "$2/pattern" ;;
         fuzz_safetensors) # the first byte chooses between the parsers of index and file
             { printf '\0' && cat test/golden/llama_sharded/model.safetensors.index.json; } > "$2/index"
             { printf '\1' && cat test/golden/llama_sharded/model-00004-of-00004.safetensors; } > "$2/file" ;;

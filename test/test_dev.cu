@@ -369,3 +369,13 @@ TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[progr
     CHECK(folder.listing() == "new");
     check_refused("all_reduce", "--rank 2", "unknown option --rank");
 }
+
+TEST_CASE("tokenizers give the ids of Hugging Face's on mixed text", "[program][tokenizer]") {
+    const char* set = std::getenv("LLM_PYTHON");
+    const Outcome outcome = run_shell(concat(set ? set : "python3", " dev/compare_tokenizers.py ",
+                                             program_path("dev/tokenize"), " --mb 0.2 --rounds 0"));
+    if (outcome.status != 0 && outcome.status != 1) SKIP_TEST("no Python with tokenizers (set LLM_PYTHON)");
+    INFO(outcome.out << outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("/gpt2/tokenizer.json"));
+}
