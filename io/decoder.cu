@@ -18,19 +18,14 @@ std::array<uint32_t, 256> printed_codes() {
     return codes;
 }
 
-// How many bytes at the end of a text are the beginning of a UTF-8 character.
+// How many bytes at the end of a text are the beginning of a UTF-8 character: those that some bytes behind them complete.
 size_t incomplete_bytes(std::string_view text) {
     for (size_t n = 1; n <= std::min<size_t>(3, text.size()); ++n) {
         const std::string_view end = text.substr(text.size() - n);
-        const unsigned char lead = end[0];
-        if (lead < 0xC2 || lead > 0xF4 || n >= (lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2)) continue;
-        // It can still become a character if some bytes behind it make it one.
-        for (const char* rest : {"\x80\x80\x80", "\xA0\x80\x80", "\x90\x80\x80"}) {
-            std::string whole(end);
-            if (n == 1) whole += rest;
-            else whole += "\x80\x80";
-            if (utf8_char_at(whole, 0).bytes > n) return n;
-        }
+        if ((static_cast<unsigned char>(end[0]) & 0xC0) == 0x80) continue;  // a character begins further left
+        for (const char* second : {"\x80", "\x90", "\xA0"})
+            if (utf8_char_at(concat(end, n == 1 ? second : "", "\x80\x80"), 0).bytes > n) return n;
+        return 0;
     }
     return 0;
 }
