@@ -430,20 +430,15 @@ void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, c
                           cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// latent_attention.cu: MLA over a cache of latents, without ever expanding them to keys and values.
-//   cache (B, at least first + T, R + Dr): row s is [latent c_s (R) | rotated shared key r_s (Dr)]
-//   q     H heads of Dn + Dr columns in rows (B, T, ...): [q_h | rotated part], positions first ... first + T - 1
+// flash_attention/paged_latent_attention.cu: MLA over a cache of latents in pages (paged_latent_write), without ever
+// expanding them to keys and values.
+//   row s of a sequence = [latent c_s (R) | rotated shared key r_s (Dr)],   R + Dr up to 1024
+//   q     H heads of Dn + Dr columns in rows (1, N, ...): [q_h | rotated part]
 //   kv_b  (H (Dn + Dv), R): for each head Wk (Dn, R), by which keys are expanded from latents, and Wv (Dv, R), values
-//   score[s] = scale ((Wk^T q_h) . c_s + rotated part . r_s),   s <= first + t
-//   out[b,t,h] = Wv (sum over s of softmax(score)[s] c_s)         H heads of Dv columns in rows (B, T, H Dv)
+//   score[s] = scale ((Wk^T q_h) . c_s + rotated part . r_s),   s <= position of n
+//   out[n,h] = Wv (sum over s of softmax(score)[s] c_s)           H heads of Dv columns in rows (1, N, ...)
+// Bits do not depend on pages, chunks and neighbours.
 
-void latent_attention_forward(const HeadColumns& out, const HeadColumns& q, Tensor cache, Tensor kv_b, int64_t first,
-                              float scale, cudaStream_t stream);
-// cache[b, first + t] = [latent[b,t] | key[b,t]]       latent (B, T, R), key one head of Dr columns in rows (B, T, ...)
-void latent_cache_append(Tensor cache, int64_t first, Tensor latent, const HeadColumns& key, cudaStream_t stream);
-
-// flash_attention/paged_latent_attention.cu: the same over a cache in pages (paged_latent_write). Bits do not depend on
-// pages, chunks and neighbours. Rows of up to 1024 columns.
 void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q, const PagedStep& step, Tensor kv_b,
                                     float scale, Tensor scratch, cudaStream_t stream);
 int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_t Dr, int64_t max_length);
