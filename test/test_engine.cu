@@ -2,6 +2,7 @@
 #include "inference/inference.h"
 #include "models.h"
 #include "test.h"
+#include "training/training.h"
 
 #include <nlohmann/json.hpp>
 
@@ -215,4 +216,31 @@ TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelle
     CHECK_FALSE(e.engine.step());
     CHECK(reason.empty());
     CHECK(tokens.size() == 4);
+}
+
+TEST_CASE("a sample of a training run may be longer than its sequences", "[inference][engine]") {
+    const Config config = small_llama();
+    Arena weights("weights"), grads("gradients"), masters("master weights");
+    Model model;
+    for (int pass = 0; pass < 2; ++pass) {
+        model = build_model(config, {}, 16, weights, grads, masters);
+        if (pass == 0) weights.reserve();
+    }
+    init_weights(model, 4);
+    TrainOptions options;
+    options.seq = 16;
+    EngineWithMemory e(model, sample_engine(options));
+    std::vector<int32_t> heard;
+    const auto hear = [&](int32_t token) {
+        heard.push_back(token);
+        return heard.size() < 40;
+    };
+    const std::vector<int32_t> prompt{1, 2, 3}, text = sample(e.engine, prompt, 50, 0.8, 7, hear);
+    REQUIRE(heard.size() == 40);
+    CHECK(std::vector<int32_t>(text.begin() + 3, text.end()) == heard);
+    // Where 16 tokens are full, the next begin with the last 8 of them: those that follow depend on no others.
+    std::vector<int32_t> again =
+        sample(e.engine, {text.begin() + 8, text.begin() + 16}, 8, 0.8, 8, [](int32_t) { return true; });
+    CHECK(std::vector<int32_t>(again.begin() + 8, again.end()) ==
+          std::vector<int32_t>(text.begin() + 16, text.begin() + 24));
 }

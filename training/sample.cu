@@ -21,7 +21,7 @@ std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, 
         Request request;
         request.prompt.assign(text.end() - static_cast<std::ptrdiff_t>(text.size() < T ? text.size() : T / 2),
                               text.end());
-        request.max_tokens = n;
+        request.max_tokens = std::min<int64_t>(n, static_cast<int64_t>(T - request.prompt.size()));
         request.sampling.temperature = temperature;
         request.sampling.seed = seed + part;
         engine.token_ready = [&](Request&, Sequence&, const Sampled& drawn) {
