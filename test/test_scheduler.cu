@@ -48,29 +48,31 @@ int64_t run_at_random(const Case& c, uint64_t seed, int64_t n_requests) {
     SimulatedEngine engine = engine_of(c);
     engine.draft_n = c.draft_n;
     const int64_t most_samples = std::min<int64_t>({3, c.step_tokens, c.max_sequences});
-    std::set<SequenceId> of_oldest;
     const Request* was_oldest = nullptr;
+    bool had_pages = false;
     while (static_cast<int64_t>(engine.requests.size()) < n_requests || !engine.is_done()) {
         while (static_cast<int64_t>(engine.requests.size()) < n_requests && (engine.is_done() || random.below(3) > 0)) {
             const int64_t prompt_n = 1 + random.below(20), n = 1 + random.below(most_samples);
             engine.add(random_prompt(random, prompt_n), 1 + random.below(n == 1 ? 60 : 20), n);
         }
         engine.step();
-        if (random.below(12) == 0) {
-            Request& request = *engine.requests[random.below(static_cast<int64_t>(engine.requests.size()))];
-            if (!engine.finished.contains(request.id)) engine.remove(request);
+        Request& request = *engine.requests[random.below(static_cast<int64_t>(engine.requests.size()))];
+        if (random.below(12) == 0 && !engine.finished.contains(request.id)) {
+            if (request.sequences.size() > 1 && random.below(2)) {
+                engine.scheduler.drop(request, *request.sequences.front());
+            } else {
+                engine.remove(request);
+            }
         }
         if (engine.n_steps % 8 == 0) engine.cache.check_consistency();
         // Who was the oldest before this step, and is still, has the pages that it had.
         const Request* now = oldest(engine);
-        std::set<SequenceId> ids;
-        if (now)
-            for (const auto& s : now->sequences)
-                if (s->cached && !engine.cache.is_swapped(*s->cached)) ids.insert(*s->cached);
-        if (now == was_oldest && now && ids.size() < now->sequences.size() && !of_oldest.empty())
-            if (!std::ranges::includes(ids, of_oldest)) FAIL("the oldest request has lost its pages");
+        const bool has_pages = now && std::ranges::all_of(now->sequences, [&](const auto& s) {
+                                   return s->cached && !engine.cache.is_swapped(*s->cached);
+                               });
+        if (now == was_oldest && had_pages && !has_pages) FAIL("the oldest request has lost its pages");
         was_oldest = now;
-        of_oldest = ids;
+        had_pages = has_pages;
         if (engine.n_steps > 100'000) FAIL("after 100000 steps there are unfinished requests");
     }
     CHECK(engine.cache.pages_available() == c.n_pages);
@@ -155,7 +157,7 @@ TEST_CASE("scheduler: who is admitted has room to grow", "[scheduler]") {
         engine.checks_text = false;
         for (int32_t i = 0; i < 100; ++i) add_with_usual_lengths(engine, random);
         while (!engine.is_done()) engine.step();
-        CHECK(engine.scheduler.n_preemptions() < 60);  // it is 31; without that room it would be 96
+        CHECK(engine.scheduler.n_preemptions() < 45);  // it is 31; without that room at least 59
     }
 }
 
@@ -180,6 +182,26 @@ TEST_CASE("scheduler: the latest gives its pages up, and comes back first", "[sc
         }
         CHECK(engine.order == std::vector<int64_t>{0, 1, 2, 3});
         CHECK(engine.scheduler.n_preemptions() > 0);
+    }
+}
+
+TEST_CASE("scheduler: who is preempted in a step is not in it", "[scheduler]") {
+    for (const Preemption preemption : {Preemption::swap, Preemption::recompute}) {
+        SimulatedEngine engine = engine_of({1, 80, 100, false, 5, 8, Batching::continuous, preemption, 0});
+        engine.checks_text = false;
+        Request& a = engine.add({1, 2}, 40, 2);
+        engine.add({3}, 30);
+        engine.step();
+        // Both answers of the first request are to be computed in pieces, beside the second request's tokens; its next
+        // piece needs a page when the second request has one in the same step.
+        for (const auto& s : a.sequences) s->tokens.resize(40);
+        std::vector<int64_t> served;
+        engine.after_step = [&](std::span<const StepPart> parts) {
+            if (engine.scheduler.n_preemptions() != 1 || !served.empty()) return;
+            for (const StepPart& part : parts) served.push_back(part.request->id);
+        };
+        while (!engine.is_done()) engine.step();
+        CHECK(served == std::vector<int64_t>{0});
     }
 }
 
