@@ -193,7 +193,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test test-ranks test-readme run_tests debug dev bench-cpu bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -380,6 +380,10 @@ bench-cpu:
 	@$(MAKE) DEVICE=cpu build/cpu/dev/bench_cpu build/cpu/dev/bench_report
 	@$(if $(LLM_PYTHON)$(LLMC),dev/bench_cpu.py build/cpu,build/cpu/dev/bench_cpu)
 
+bench-inference:
+	@$(MAKE) DEVICE=cpu build/cpu/dev/bench_inference
+	@$(if $(LLM_PYTHON),dev/bench_inference.py build/cpu,build/cpu/dev/bench_inference)
+
 # For clangd (editors: go to definition, errors while typing), which reads our .cu files as C++ against the headers of the
 # CPU device. All of CUDA C++ that is not C++ is the kernel launch: clangd cannot look inside that one statement, and .clangd
 # tells it not to complain. (In its CUDA mode it would understand the launch, and nothing else: it wants NVIDIA's headers of
@@ -441,6 +445,7 @@ help:
 	@echo 'make bench                  kernels and training against the limits of the device, PyTorch and llm.c: tables, PNGs'
 	@echo 'make profile                where the time of a training step goes, by kernel: a table and a PNG'
 	@echo 'make gpu-bundle             put aside what a GPU machine without a network may lack (gpu-bundle/)'
+	@echo 'make bench-inference        time GPT-2 124M that writes text on the CPU, one sequence and many; with LLM_PYTHON=python3'
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
 	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'

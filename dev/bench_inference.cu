@@ -24,6 +24,7 @@ struct BenchOptions {
     std::string model = "gpt2", dtype = "fp32", out;
     int64_t tokens = 64, requests = 64, sequences = 16, rounds = 3;
     double load = 0.7;
+    bool list = false;
 };
 
 double median(std::vector<double> values) {
@@ -237,10 +238,24 @@ void bench_many(const Bench& bench, const BenchOptions& o) {
     std::printf("%s/batching.png, cache.png\n", o.out.c_str());
 }
 
+// The requests, for another program to serve: a line for each, its number of tokens and the ids of its prompt.
+void list_requests(const Bench& bench, const BenchOptions& o) {
+    for (const Request& request : mixed_requests(bench, o.requests)) {
+        std::printf("%lld", static_cast<long long>(request.max_tokens));
+        for (const int32_t token : request.prompt) std::printf(" %d", token);
+        std::printf("\n");
+    }
+}
+
 BenchOptions parse(int argc, char** argv) {
     BenchOptions o;
     for (int i = 1; i < argc; i += 2) {
         const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+        if (flag == "--list") {
+            o.list = true;
+            --i;
+            continue;
+        }
         check(!value.empty(), flag, " needs a value");
         const auto number = [&] { return parse_whole_number(flag, value, 1 << 20); };
         if (flag == "--model") o.model = value;
@@ -250,7 +265,7 @@ BenchOptions parse(int argc, char** argv) {
         else if (flag == "--requests") o.requests = number();
         else if (flag == "--sequences") o.sequences = number();
         else if (flag == "--rounds") o.rounds = number();
-        else fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds or --out");
+        else fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds, --out or --list");
     }
     check(o.tokens > 0 && o.requests >= 0 && o.sequences > 0 && o.rounds > 0,
           "--tokens, --sequences and --rounds must be at least 1, and --requests not negative");
@@ -263,6 +278,7 @@ int main(int argc, char** argv) {
     try {
         const BenchOptions o = parse(argc, argv);
         const Bench bench(o);
+        if (o.list) return list_requests(bench, o), 0;
         std::printf("%s, %s parameters, %s, on %s\n", o.model.c_str(),
                     human_count(static_cast<double>(parameter_count(bench.config))).c_str(), o.dtype.c_str(),
                     device().name.c_str());

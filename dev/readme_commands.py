@@ -80,6 +80,7 @@ RULES = [
     train("--dtype bf16 --optimizer muon"),
     train("--ranks 4 --zero 3 --steps 100"),
     train("--plan --model llama-8b", flags="", quick=True),
+    Rule(r'\./generate --prompt "template <class T> class " --tokens', compiler=True),  # with the run that this has left
     Rule(r"make$"),
     Rule(r"make doctor$"),
     # CONTRIBUTING.md
