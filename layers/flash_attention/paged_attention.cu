@@ -75,6 +75,7 @@ __device__ __forceinline__ void read_split(const Shared& at, const PagedTile& ti
         const int n = min(kKeys, end - s0);
         __syncthreads();  // all threads have finished reading the previous tile
         find_rows(at.keys, pages, tile.head, s0, n, s);
+        prefetch_tile(pool, pages, tile.head, s0 + n, min(kKeys, end - s0 - n), s);
         for (int x = 0; x < s.D; x += kColumns) {
             const int n_columns = min(kColumns, s.D - x);
             __syncthreads();
