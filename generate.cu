@@ -140,7 +140,7 @@ void print_plan(LoadedModel& model) {
 int main(int argc, char** argv) {
     try {
         const GenerateOptions options = parse_generate_options(argc, argv);
-        LoadedModel model(model_folder(options), options.tokenizer, options.dtype, options.engine);
+        LoadedModel model(model_folder(options), options.tokenizer, options.dtype, options.weights, options.engine);
         if (options.plan) return print_plan(model), 0;
         model.load();
         if (!options.batch.empty()) return answer_batch(model, options);

@@ -580,13 +580,18 @@ struct LoadedModel {
 
     // Reads config.json and the tokenizer, and counts the memory. folder: find_model_folder's (model/model.h).
     // tokenizer: a tokenizer.json or its folder, in place of that beside the model; "": that.
-    LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, const EngineOptions& options);
+    // format: of the weights of the blocks' linear layers.
+    LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format,
+                const EngineOptions& options);
     void load();  // takes the memory, and reads the weights. Error where it is more than the device has
 
   private:
     void take_memory();
     Arena gradients_{"gradients"}, masters_{"master weights"};  // counted, and never taken
+    std::unique_ptr<Arena> unquantised_;                        // of the host, while the weights are read
+    Model read_model_;  // the model as it is read: with format none the model itself
     DType dtype_;
+    WeightFormat format_;
     EngineOptions options_;
 };
 
@@ -599,6 +604,7 @@ struct GenerateOptions {
     std::string chat_template, system;  // of a conversation
     bool chat = false, plan = false, ids = false;
     DType dtype = DType::f32;
+    WeightFormat weights = WeightFormat::none;
     int64_t tokens = 256, samples = 1;
     SamplingOptions sampling;
     std::vector<std::string> stop;

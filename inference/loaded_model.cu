@@ -32,8 +32,9 @@ std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
 }  // namespace
 
 LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
-                         const EngineOptions& options)
-    : folder(folder_), config(load_config(folder_ + "/config.json")), dtype_(dtype), options_(options) {
+                         WeightFormat format, const EngineOptions& options)
+    : folder(folder_), config(load_config(folder_ + "/config.json")), dtype_(dtype), format_(format),
+      options_(options) {
     const std::string beside = folder + "/tokenizer.json";
     std::string path = tokenizer_path.empty() && is_there(beside) ? beside : tokenizer_path;
     if (std::filesystem::is_directory(path)) path += "/tokenizer.json";
@@ -46,8 +47,13 @@ LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenize
 }
 
 void LoadedModel::take_memory() {
-    model =
-        build_model(config, {dtype_, DType::f32, false}, options_.scheduler.max_length, weights, gradients_, masters_);
+    const int64_t max_length = options_.scheduler.max_length;
+    if (format_ != WeightFormat::none && !unquantised_)
+        unquantised_ = std::make_unique<Arena>("weights before they are quantised", MemoryKind::pinned);
+    read_model_ = build_model(config, {dtype_, DType::f32, false}, max_length, unquantised_ ? *unquantised_ : weights,
+                              gradients_, masters_);
+    if (!weights.counting()) load_weights(read_model_, folder);
+    model = unquantised_ ? quantised_copy(read_model_, format_, weights) : read_model_;
     if (!engine) engine = std::make_unique<Engine>(model, options_);
     engine->take_memory(cache, activations, pinned);
 }
@@ -63,6 +69,8 @@ void LoadedModel::load() {
           ", and the device has ", human_bytes(static_cast<double>(all_bytes)),
           ": give fewer --cache-pages or --max-sequences, a smaller --max-length, or --dtype bf16");
     for (Arena* arena : {&weights, &cache, &activations, &pinned}) arena->reserve();
+    if (unquantised_) unquantised_->reserve();
     take_memory();
-    load_weights(model, folder);
+    read_model_ = {};
+    unquantised_.reset();
 }

@@ -23,7 +23,7 @@ const std::vector<Synonym> kSynonyms = {{"max-tokens", "--tokens"},
 
 // Flags whose text becomes another type.
 struct Typed {
-    std::string dtype = "fp32", cache_dtype = "same", preempt = "recompute", batching = "continuous";
+    std::string dtype = "fp32", weights = "none", cache_dtype = "same", preempt = "recompute", batching = "continuous";
     bool no_prefix_sharing = false;
 };
 
@@ -33,6 +33,10 @@ void add_model_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
                  "Hugging Face folder (config.json + safetensors), run, or checkpoint; default: the newest in runs/");
     model.option("--tokenizer", o.tokenizer, "tokenizer.json, or its folder; default: that beside the model");
     model.option("--dtype", typed.dtype, "of weights and activations: fp32, bf16 or fp16");
+    model.option(
+        "--weights", typed.weights,
+        "8 bits for the weights of the blocks: int8 or fp8, with a scale for each row; int8-block or fp8-block, for "
+        "128 of a row; none: as --dtype");
 }
 
 void add_request_options(CLI::App& app, GenerateOptions& o) {
@@ -91,6 +95,7 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     o.dtype = dtype_from_name(typed.dtype);
     check(o.dtype == DType::f32 || o.dtype == DType::bf16 || o.dtype == DType::f16, "--dtype ", typed.dtype,
           ": use fp32, bf16 or fp16");
+    o.weights = weight_format_from_name(typed.weights);
     check(typed.cache_dtype == "same" || typed.cache_dtype == "fp8", "--cache-dtype ", typed.cache_dtype,
           ": use same or fp8");
     if (typed.cache_dtype == "fp8") o.engine.cache_dtype = DType::e4m3;

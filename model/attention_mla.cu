@@ -46,6 +46,7 @@ void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerP
     }
     p.norms[kKvNorm] = placer.norm(a + "kv_a_layernorm", c.kv_rank, false);
     p.linears[kKvUp] = placer.linear({{a + "kv_b_proj", kv_width(c)}}, c.kv_rank, false);
+    p.linears[kKvUp].weight_is_read = true;  // by the absorbed form
     p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D_v, false);
 }
 

@@ -12,6 +12,7 @@
 //     recompute.cu       what is not kept, but computed again
 //     visits.cu          which units a step visits in which order
 //     cached_step.cu     what a step of inference works with: the pools of the cache, and its activations
+//     quantised.cu       a copy of a model with weights of 8 bits
 //     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a
 //     file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
 //     huggingface_config.cu, huggingface_weights.cu   config.json and safetensors
@@ -104,9 +105,11 @@ std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& confi
 struct Linear {
     Tensor weight, bias;  // (O, C), (O); GPT-2 has biases, Qwen2 on q, k and v, LLaMA none
     Tensor dweight, dbias;
-    Fp8Weight fp8;      // with fp8: the weight as the products read it
-    Tensor fp8_state;   // and, with delayed scaling, the largest values of the last steps
-    int64_t index = 0;  // among the linear layers of its block
+    Fp8Weight fp8;                // with fp8: the weight as the products read it
+    Tensor fp8_state;             // and, with delayed scaling, the largest values of the last steps
+    int64_t index = 0;            // among the linear layers of its block
+    QuantisedWeight quantised;    // of a quantised_copy(): then there is no weight
+    bool weight_is_read = false;  // by others than the layer's product: it is not quantised (MLA's up-projection)
 };
 struct Norm {
     Tensor weight, bias;  // (C); GPT-2: LayerNorm, with bias; LLaMA: RMSNorm, without
@@ -326,6 +329,11 @@ struct StepSizes {
 // For steps of at most these sizes.
 Activations take_step_activations(const Model& model, const CachePools& pools, const StepSizes& largest, Arena& arena);
 Workspace take_step_workspace(const Model& model, const StepSizes& largest, int64_t max_length, Arena& arena);
+// quantised.cu. The model with weights of 8 bits in the linear layers of its blocks; the embedding, the head, norms and
+// biases stay as they are. For inference alone: it has no parameters to update or save. Its memory is the arena's; where
+// the arena has been reserved, the weights are copied, from wherever the model's are.
+Model quantised_copy(const Model& model, WeightFormat format, Arena& arena);
+
 // The part of them that a step of these sizes uses.
 Activations of_step(const Activations& largest, const StepSizes& sizes);
 Workspace of_step(const Workspace& largest, const StepSizes& sizes);

@@ -164,3 +164,45 @@ TEST_CASE("what a token leaves in the cache has the size that its attention name
     CHECK(m.pools.layers.size() == 2);
     CHECK(m.pools.layers[0].bytes() == 7 * 5 * 32 * 2);
 }
+
+// The same sums in another order: each product of two layers is within sum_error of the exact one, as above.
+TEST_CASE("a quantised copy computes what the model does with the weights that its codes stand for", "[inference]") {
+    for (const Config& config : small_models()) {
+        CachedModel m(config, DType::f32, 40, 5, 40, DType::f32);
+        Arena arena("quantised");
+        Model quantised = quantised_copy(m.model, WeightFormat::int8, arena);
+        const size_t planned = arena.bytes();
+        arena.reserve();
+        quantised = quantised_copy(m.model, WeightFormat::int8, arena);
+        CHECK(arena.bytes() == planned);
+        int64_t n_quantised = 0;
+        for (size_t l = 0; l < m.model.blocks.size(); ++l) {
+            for (const Linear* linear : linears(m.model.blocks[l])) {
+                // The layer at the same place in the copy's block.
+                const auto place =
+                    reinterpret_cast<const char*>(linear) - reinterpret_cast<const char*>(&m.model.blocks[l]);
+                const Linear& copy =
+                    *reinterpret_cast<const Linear*>(reinterpret_cast<const char*>(&quantised.blocks[l]) + place);
+                CHECK(copy.weight.exists() == copy.weight_is_read);
+                n_quantised += !copy.weight_is_read;
+                if (copy.weight_is_read) continue;
+                const Tensor codes = copy.quantised.codes;
+                std::vector<int8_t> code(static_cast<size_t>(codes.n()));
+                copy_to_host(code.data(), codes);
+                const std::vector<float> scale = to_floats(copy.quantised.scale);
+                std::vector<float> weight;
+                for (size_t k = 0; k < code.size(); ++k)
+                    weight.push_back(scale[k / static_cast<size_t>(codes.cols())] * static_cast<float>(code[k]));
+                from_floats(linear->weight, weight);
+            }
+        }
+        const std::vector<int32_t> tokens = random_tokens(23, config.V, 1);
+        CHECK(n_quantised >= 2 * 4);
+        const std::vector<float> expected = in_steps(m, tokens, {7, 16}, false);
+        m.model = quantised;
+        const std::vector<float> logits = in_steps(m, tokens, {7, 16}, false);
+        INFO(config.attention << ", off by " << largest_difference(logits, expected) << " of " << largest(expected));
+        CHECK(largest_difference(logits, expected) <= 20 * sum_error(config.F) * largest(expected));
+        CHECK(logits != expected);
+    }
+}
