@@ -121,6 +121,8 @@ RULES = [
     Rule(r"\./generate --model gpt2 --plan", replace=(("512", "32"),), quick=True),  # of the small GPT-2 here
     Rule(r"\./generate --model gpt2 --chat", replace=(("^", "echo Hello | "),), quick=True),
     Rule(r"\./generate --model gpt2", quick=True),
+    Rule(r"make bench-inference$", skip="takes minutes with GPT-2 124M; the next one is the same with a small model"),
+    Rule(r"build/cpu/dev/bench_inference"),
     Rule(r"\./generate --prompt"),  # from the run that README.md's ./train_gpt has left
     # doc/memory.md
     train("--plan", flags="", quick=True),
