@@ -205,12 +205,16 @@ PagedShape shape_of(const PagedAttention& a, const PagedStep& step) {
     s.pitch = narrow(round_up(s.Dv, kLanes), "columns");
     s.page_heads = narrow(a.page_heads, "heads"), s.values = narrow(a.values, "heads");
     s.scale_column = narrow(a.scale_column, "columns");
-    s.rows = a.q.D > 2 * kColumns ? kRows / 2 : kRows;  // so that they fit in shared memory
-    // A step of as many chunks as rows has no chunk of more than one row.
-    s.tiles = narrow(ceil_div((n_chunks == N ? 1 : kChunkRows) * group, s.rows), "tiles");
     s.split = one_split ? INT_MAX : kSplit;
     s.n_splits = narrow(one_split ? 1 : ceil_div(max_length, kSplit), "splits");
     s.parallel = s.n_splits > 1 && N * a.q.count <= kSplitRows;
+    // A step of as many chunks as rows has no chunk of more than one row.
+    const int64_t queries = (n_chunks == N ? 1 : kChunkRows) * group,
+                  blocks = n_chunks * a.K * (s.parallel ? s.n_splits : 1);
+    s.rows = a.q.D > 2 * kColumns ? kRows / 2 : kRows;  // so that they fit in shared memory
+    // Where there are few blocks, smaller tiles make more of them, which read the same keys.
+    while (s.rows > kM && blocks * ceil_div(queries, s.rows) < device().sm_count) s.rows /= 2;
+    s.tiles = narrow(ceil_div(queries, s.rows), "tiles");
     s.factor = a.scale * kLog2e;
     s.window = a.window == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(a.window, INT_MAX));
     return s;

@@ -133,21 +133,25 @@ __device__ __forceinline__ void find_rows(int64_t* rows, const int32_t* pages, i
 
 // Asks for the n keys and values from s0 on before they are needed. The processor's own prefetcher follows addresses,
 // not a page table. (A GPU has other warps to run while one waits.)
+__device__ __forceinline__ void prefetch([[maybe_unused]] const char* address) {
+#ifdef CUDA_ON_CPU
+    __builtin_prefetch(address);
+#endif
+}
 template <class Stored>
 __device__ __forceinline__ void prefetch_tile(const Pool<Stored>& pool, const int32_t* pages, int head, int s0, int n,
                                               const PagedShape& s) {
-#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
+    if (!kOnCpu) return;
     int64_t rows[kKeys];
     find_rows(rows, pages, head, s0, n, s);
     const int64_t row_bytes = s.D * static_cast<int64_t>(sizeof(Stored)), values_bytes = s.values * s.P * row_bytes;
     for (int j = 0; j < n; ++j) {
         const char* key = reinterpret_cast<const char*>(pool.numbers) + rows[j] * row_bytes;
         for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-            __builtin_prefetch(key + byte);
-            if (s.values > 0) __builtin_prefetch(key + values_bytes + byte);
+            prefetch(key + byte);
+            if (s.values > 0) prefetch(key + values_bytes + byte);
         }
     }
-#endif
 }
 
 // The columns x ... x + kN - 1 of a row, those before `end`: the numbers themselves, or codes times their scale.
