@@ -92,9 +92,9 @@ void add_engine_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
 }
 
 void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
-    o.dtype = dtype_from_name(typed.dtype);
-    check(o.dtype == DType::f32 || o.dtype == DType::bf16 || o.dtype == DType::f16, "--dtype ", typed.dtype,
+    check(typed.dtype == "fp32" || typed.dtype == "bf16" || typed.dtype == "fp16", "--dtype ", typed.dtype,
           ": use fp32, bf16 or fp16");
+    o.dtype = dtype_from_name(typed.dtype);
     o.weights = weight_format_from_name(typed.weights);
     check(typed.cache_dtype == "same" || typed.cache_dtype == "fp8", "--cache-dtype ", typed.cache_dtype,
           ": use same or fp8");

@@ -1,0 +1,137 @@
+// The program generate, as a user calls it.
+#include "train_runs.h"
+
+#include <nlohmann/json.hpp>
+
+#include <sstream>
+
+namespace {
+
+// A run of a few steps, whose model all tests here ask.
+const std::string& trained_run() {
+    static const TempFolder folder;
+    static const std::string run = [] {
+        const std::string path = folder / "run";
+        const Outcome outcome = train("--steps 4 --out " + path);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        return path;
+    }();
+    return run;
+}
+
+Outcome generate(const std::string& arguments, const std::string& before = "") {
+    return run_program("generate", "--model " + trained_run() + " " + arguments, before);
+}
+
+std::vector<nlohmann::json> lines_of(const std::string& path) {
+    std::vector<nlohmann::json> lines;
+    std::istringstream text(slurp(path));
+    for (std::string line; std::getline(text, line);) lines.push_back(nlohmann::json::parse(line));
+    return lines;
+}
+
+}  // namespace
+
+TEST_CASE("generate goes on from a prompt, the same way in every setting", "[generate][program]") {
+    const Outcome text = generate("--prompt 'Line 1' --tokens 20 --seed 3");
+    CHECK(text.status == 0);
+    CHECK(text.out.rfind("Line 1", 0) == 0);
+    CHECK(text.out.size() >= 6 + 20 + 1);  // a byte for each token, more where it is shown as another character
+    const std::string ids = " --prompt-ids 76,105,110,101 --tokens 20 --seed 3 --ids";
+    const Outcome plain = generate(ids);
+    CHECK(std::count(plain.out.begin(), plain.out.end(), ',') == 19);
+    for (const std::string setting : {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4",
+                                      "--preempt swap", "--cache-pages 2", "--batching static", "--max-length 24"})
+        CHECK(generate(ids + " " + setting).out == plain.out);
+    CHECK(generate(ids + " --seed 4").out != plain.out);
+    CHECK(generate(ids + " --dtype bf16").status == 0);
+    const std::string samples = generate(ids + " --samples 3").out;
+    CHECK(std::count(samples.begin(), samples.end(), '\n') == 3);
+    CHECK(samples.rfind(plain.out, 0) == 0);  // the first sample is the only one of above
+    const Outcome stopped = generate("--prompt 'Line 1' --tokens 200 --temperature 0 --stop e");
+    CHECK(stopped.out.find('e', 6) == std::string::npos);
+}
+
+TEST_CASE("a batch of requests goes on where it was stopped", "[generate][program]") {
+    const TempFolder folder;
+    const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
+    spit(in,
+         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5}\n\n{\"prompt_ids\": [1, 2, 3], \"tokens\": 7, "
+         "\"temperature\": 0}\n"
+         "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
+    const std::string call = "--batch " + in + " --out " + out;
+    const Outcome first = generate(call);
+    INFO(first.err);
+    CHECK(first.status == 0);
+    std::map<std::string, nlohmann::json> answers;
+    for (const auto& line : lines_of(out))
+        answers[line["id"].dump() + line.value("sample", nlohmann::json()).dump()] = line;
+    REQUIRE(answers.size() == 4);
+    CHECK(answers["\"a\"null"]["ids"].size() == 5);
+    CHECK(answers["3null"]["ids"].size() == 7);  // its line's number
+    CHECK(answers["90"]["text"] != answers["91"]["text"]);
+    CHECK(answers["90"]["finish_reason"] == "length");
+    // Cut off in the middle of the last line: that answer alone is computed again, and is the same.
+    const std::string whole = slurp(out);
+    spit(out, whole.substr(0, whole.size() - 20));
+    CHECK(generate(call).status == 0);
+    CHECK(slurp(out) == whole);
+    spit(in, slurp(in) + "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n");
+    const Outcome refused = generate(call);
+    CHECK(refused.status == 1);
+    CHECK(slurp(out) == whole);
+    CHECK_THAT(refused.err, ContainsSubstring("line 5: this is no JSON object"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 6: \"prompt\" is no text: 3"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 7: top_p"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 3 refused"));
+}
+
+TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[generate][program]") {
+    const TempFolder folder;
+    spit(folder / "said", "Hello\nHow are you?\n");
+    const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
+    CHECK(chat.status == 0);
+    CHECK(!chat.out.empty());
+    const Outcome plan = generate("--plan --max-sequences 3 --page-size 8");
+    CHECK_THAT(plan.out, ContainsSubstring("sequences of 128 tokens fit"));
+    // The model has seen this text for a few steps: better than the 256 of a model that knows nothing.
+    spit(folder / "text", made_text(40));
+    const auto perplexity = [&](const std::string& flags) {
+        const Outcome outcome = generate("--eval " + (folder / "text") + " " + flags);
+        const size_t at = outcome.out.find("perplexity ");
+        REQUIRE(at != std::string::npos);
+        return std::strtod(outcome.out.c_str() + at + 11, nullptr);
+    };
+    const double exact = perplexity("");
+    CHECK(exact < 256);
+    // Eight bits round a weight by at most 1 / 254 of the largest of its row: loss hardly moves.
+    CHECK(std::abs(perplexity("--weights int8") / exact - 1) < 0.01);
+}
+
+TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") {
+    const TempFolder folder;
+    const std::pair<std::string, std::string> wrong[] = {
+        {"", "nothing to do: give --prompt TEXT"},
+        {"--prompt a --chat", "give one of --prompt"},
+        {"--prompt a --top-p 2", "top_p"},
+        {"--prompt a --max-tokens 3", "unknown flag --max-tokens: did you mean --tokens?"},
+        {"--prompt a --dtype fp8", "--dtype fp8"},
+        {"--prompt a --weights int4", "unknown format of weights 'int4'"},
+        {"--prompt a --max-length 100000", "the model has 256 positions"},
+        {"--prompt-ids 1,x", "--prompt-ids x: give a whole number"},
+        {"--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255"},
+        {"--prompt a --cache-pages 1 --tokens 100", "need 7 pages of the cache, which has 1"},
+        {"--chat --template vicuna", "--template vicuna: use chatml, qwen, llama3"},
+        {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
+        {"--batch no.jsonl", "--batch needs --out"}};
+    for (const auto& [arguments, words] : wrong) {
+        const Outcome outcome = generate(arguments);
+        INFO(arguments);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring(words));
+        CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
+    }
+    const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
+    CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
+}
