@@ -16,6 +16,7 @@ words.json has what Split makes of strings, for patterns that read differently t
 normalizers make of strings.
 """
 
+import collections
 import itertools
 import json
 import pathlib
@@ -164,8 +165,10 @@ def train_characters(corpus, **options):
     names = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    counts = collections.Counter(corpus.replace("\n", "").replace(" ", "▁"))
+    alphabet = sorted(counts, key=lambda c: (-counts[c], c))[:120]             # of equal counts the trainer takes any
     tokenizer.train_from_iterator([corpus.replace("\n", " ")], trainers.BpeTrainer(
-        vocab_size=1200, special_tokens=names, limit_alphabet=120, show_progress=False))
+        vocab_size=1200, special_tokens=names, initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False))
     spec = json.loads(tokenizer.to_str())
     vocab, merges = spec["model"]["vocab"], [tuple(merge) for merge in spec["model"]["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", **options))
