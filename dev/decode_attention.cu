@@ -12,7 +12,7 @@
 //   paged        P at a time, anywhere       N H                           H/K times
 //   split        P at a time, anywhere       N H T/256                     H/K times
 //   shared       P at a time, anywhere       N K T/256                     once
-//   product      P at a time, anywhere       N K T/256 (CPU: N K)          once
+//   product      P at a time, anywhere       N K T/256 (f32, CPU: N K)     once
 //
 // On the CPU device a thread that waits at a barrier costs more than on a GPU, and the first four rungs, which have 64
 // threads a block, are much slower than the product, which has one there. What they show is the GPU's reasons.

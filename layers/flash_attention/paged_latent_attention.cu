@@ -14,7 +14,7 @@
 //   query = Wk^T q[0 ... Dn)                                            # 1. fold: R numbers
 //   for s seen:  score[s] = scale * (dot(query, c[s]) + dot(q[Dn ...), r[s]))
 //   p = softmax(score)                                                  # 2. attention: one key head of R + Dr
-//   o = sum over s of p[s] * c[s]                                       #    columns, for which all H heads queue up
+//   o = sum over s of p[s] * c[s]                                       #    columns, shared by all H heads
 //   out = Wv o                                                          # 3. unfold: Dv numbers
 //
 // Each step is a kernel. The second is that of grouped-query attention (paged_attention.cu), on queries of R + Dr f32
