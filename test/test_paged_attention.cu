@@ -124,9 +124,9 @@ TEST_CASE("paged_write rotates as rope does", "[paged]") {
 }
 
 // e4m3 has 3 bits of mantissa, and its smallest numbers are multiples of 2^-9: a code is off by at most 2^-4 of x, or
-// by 2^-10 of the scale. So keys shift a score by at most d = scale * sum over x of |q_x| error(k_x), and a probability by
-// a factor between e^-2d and e^2d; values are off by their own error. All of it stays below this bound, computed for
-// each row; float32 sums add nothing that can be seen beside it (1e-5).
+// by 2^-10 of the scale. So keys shift a score by at most d = scale * sum over x of |q_x| error(k_x), and a
+// probability by a factor between e^-2d and e^2d; values are off by their own error. All of it stays below this bound,
+// computed for each row; float32 sums add nothing that can be seen beside it (1e-5).
 TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged]") {
     const Heads h{4, 2, 24};
     const Step s({37}, 16, {32, 1});

@@ -13,8 +13,8 @@ struct Size {
     int64_t W() const { return R + Dr; }
     int64_t D() const { return Dn + Dr; }
 };
-// Odd sizes; latents below and above the 128 columns that a tile holds at a time, as wide as DeepSeek's; more heads than
-// a tile has rows; and one context that a GPU cuts into splits.
+// Odd sizes; latents below and above the 128 columns that a tile holds at a time, as wide as DeepSeek's; more heads
+// than a tile has rows; and one context that a GPU cuts into splits.
 const Size kSizes[] = {{{1}, 1, 4, 2, 4, 3, 1, {1}},         {{11, 3}, 3, 24, 8, 16, 16, 4, {5}},
                        {{67}, 2, 7, 3, 5, 6, 17, {32, 1}},   {{35, 20}, 35, 136, 16, 12, 9, 16, {32, 1}},
                        {{9}, 2, 512, 64, 128, 128, 16, {4}}, {{270}, 1, 8, 8, 8, 8, 16, {32}}};
@@ -129,7 +129,8 @@ TEST_CASE("a token's latent attention does not depend on pages, chunks and neigh
 }
 
 // As of keys and values (test_paged_attention.cu): with one scale for the latent and one for the shared key, each
-// number is off by at most 2^-4 of itself or 2^-10 of its scale. Then the attention itself is as exact as without codes.
+// number is off by at most 2^-4 of itself or 2^-10 of its scale. Then the attention itself is as exact as without
+// codes.
 TEST_CASE("paged latent attention over e4m3 pages is that of the numbers that the codes stand for", "[paged][latent]") {
     const Size s{{37}, 3, 40, 16, 24, 12, 16, {32}};
     const Step its(s.lengths, s.page_size, s.chunk_rows);
