@@ -77,7 +77,8 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files that wait rather than compute, and that draw in the largest headers: -O1 halves the time they take to compile.
-LIGHT       := train_gpt io/safetensors io/tokenizer_json io/byte_tokenizer parallel/comm/trace model/config model/huggingface% training/% planning/% \
+LIGHT       := train_gpt generate io/safetensors io/tokenizer_json io/byte_tokenizer parallel/comm/trace model/config \
+               model/huggingface% training/% planning/% inference/http_server inference/openai% inference/server \
                test/% dev/bench_kernels dev/bench_report dev/plot_runs
 LIGHT_FLAGS := -O1
 # Flash attention on tensor cores, which the CPU device emulates, and uses only where it is asked to: with -O2 it takes half the
@@ -143,6 +144,14 @@ ifeq ($(DEVICE),cuda)
     LDLIBS      += $(if $(wildcard $(CUDA_HOME)/lib/libnccl.so),-L$(CUDA_HOME)/lib -Xlinker=-rpath$(comma)$(CUDA_HOME)/lib) -lnccl
   endif
 endif
+# cpp-httplib is optional, too: it is for generate --serve. In Debian and Ubuntu it is a library, and pkg-config knows the macros
+# that it was compiled with, which its header must see.
+HTTPLIB_LIBS := $(shell pkg-config --libs cpp-httplib 2>/dev/null)
+ifneq ($(HTTPLIB_LIBS),)
+  HTTPLIB_CFLAGS := $(shell pkg-config --cflags cpp-httplib) -DHAVE_HTTPLIB
+  LDLIBS         += -Xlinker --as-needed $(HTTPLIB_LIBS)
+endif
+$(BUILD)/inference/http_server.o: private CXXFLAGS += $(HTTPLIB_CFLAGS)
 $(BUILD)/parallel/comm/transport_mpi.o: CXXFLAGS += $(MPI_CFLAGS)
 $(BUILD)/parallel/comm/transport_nccl.o: CXXFLAGS += $(NCCL_CFLAGS)
 
@@ -224,7 +233,7 @@ endif
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS))
+FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
@@ -248,6 +257,13 @@ $(BUILD)/pch/%.h.gch: $(BUILD)/flags
 	@mkdir -p $(@D)
 	@printf '#include <%s>\n' $(PCH_$*) > $(@:.gch=)
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(depend) -x c++-header -c $(@:.gch=) -o $@
+
+# The page of generate --serve, as a string for C++.
+$(BUILD)/inference/server.o: $(BUILD)/inference/page.inc
+$(BUILD)/inference/server.o: private CXXFLAGS += -I$(BUILD)
+$(BUILD)/inference/page.inc: inference/page.html
+	@mkdir -p $(@D)
+	@{ printf 'R"page('; cat $<; printf ')page"\n'; } > $@
 
 ifeq ($(DEVICE),cpu)
 build/rewrite: cpu/rewrite.cpp

@@ -146,6 +146,7 @@ int main(int argc, char** argv) {
         if (!options.batch.empty()) return answer_batch(model, options);
         if (options.chat) run_chat(model, options);
         else if (!options.eval.empty()) print_perplexity(model, options);
+        else if (options.serve) serve(model, options);
         else answer_prompt(model, options);
         return 0;
     } catch (const std::exception& error) {

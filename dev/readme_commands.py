@@ -51,6 +51,11 @@ MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OM
        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # Open MPI 5
 
 
+# A server in the background, until it answers; and its end, with its exit status.
+PORT = "port=$((20000 + RANDOM % 10000)); "
+STARTED = "--port $port > server.log & until curl -sf 127.0.0.1:$port/health > server.health; do kill -0 $! || exit 1; sleep 0.1; done; "
+STOPPED = " && kill $! && wait $!"
+
 @dataclass
 class Rule:
     pattern: str                                 # the beginning of a command, or all of it with a $ at the end
@@ -117,7 +122,10 @@ RULES = [
                                              ("4000x8192", "40x8192"), ("--rung 4", "--rung 4 --size 100x1000"))),
     Rule(r"build/cpu/dev/softmax --check", quick=True),
     Rule(r"CUDA_CPU_STRICT=1 build/cpu/dev/reduce --check", quick=True),
-    # doc/inference.md
+    # doc/inference.md; a server is ended when it answers, and one is started for each command that asks it.
+    Rule(r"\./generate --model gpt2 --serve", needs=("curl",), replace=((r"\A", PORT), (r"--port 8000$", STARTED + "true" + STOPPED))),
+    Rule(r"curl ", needs=("curl",), replace=((":8000", ":$port"), (r"\A", PORT + "./generate --model gpt2 --serve " + STARTED),
+                                             (r"\Z", STOPPED))),
     Rule(r"\./generate --model gpt2 --plan", replace=(("512", "32"),), quick=True),  # of the small GPT-2 here
     Rule(r"\./generate --model gpt2 --chat", replace=(("^", "echo Hello | "),), quick=True),
     Rule(r"\./generate --model gpt2", quick=True),

@@ -21,6 +21,7 @@
 //     chat_template.cu a conversation as the text that a model was trained on
 //     chat.cu          --chat: a conversation in the terminal
 //     perplexity.cu    --eval: how surprised a model is by a text
+//     server.cu        --serve: the model behind HTTP, with OpenAI's interface; its parts are in server.h
 #pragma once
 
 #include "core/core.h"
@@ -553,6 +554,8 @@ class Requests {
     int64_t add(TextRequest request);
     void cancel(int64_t id);  // nothing more is heard of it; ids of requests that have ended are ignored
     bool step() { return engine_.step(); }
+    std::vector<const Request*> unfinished() const;  // those that run and those that wait, in the order of their ids
+    const Engine& engine() const { return engine_; }
 
   private:
     struct Answer;
@@ -598,11 +601,22 @@ struct LoadedModel {
 // ---------------------------------------------------------------------------------------------------------------------
 // options.cu: the command line of generate
 
+struct ServerOptions {
+    std::string host = "127.0.0.1";
+    int64_t port = 8000;           // 0: one that is free
+    std::string api_key;           // "": none is asked for
+    int64_t max_waiting = 256;     // requests that wait for room; more are refused
+    int64_t max_body = 4 << 20;    // bytes of a request
+    double client_timeout = 20;    // seconds to send a request, or to take what was sent of the answer
+    double request_timeout = 600;  // seconds from a request to the end of its answer
+};
+
 struct GenerateOptions {
     std::string model;  // "": that of the newest run
     std::string tokenizer, prompt, prompt_ids, batch, out, eval;
     std::string chat_template, system;  // of a conversation
-    bool chat = false, plan = false, ids = false;
+    bool chat = false, serve = false, plan = false, ids = false;
+    ServerOptions server;
     DType dtype = DType::f32;
     WeightFormat weights = WeightFormat::none;
     int64_t tokens = 256, samples = 1;
@@ -668,3 +682,11 @@ struct Perplexity {
     int64_t tokens = 0, window = 0;
 };
 Perplexity evaluate_text(const LoadedModel& model, const std::string& text, int64_t window);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// server.cu: --serve
+
+// Answers HTTP requests with OpenAI's interface (doc/inference.md) until SIGINT or SIGTERM: then requests that run are
+// finished, new ones are refused, and it returns; a second signal ends the process. Prints where it listens. The
+// engine's steps are done by the thread that calls this, each connection has a thread of its own.
+void serve(LoadedModel& model, const GenerateOptions& options);

@@ -91,6 +91,20 @@ void add_engine_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
                   "where pages run out: swap the youngest request's to the host, or recompute them later");
 }
 
+void add_server_options(CLI::App& app, GenerateOptions& o) {
+    Heading server{app, "Server"};
+    ServerOptions& s = o.server;
+    server.flag("--serve", o.serve, "answer HTTP requests as OpenAI's interface has them; a page to try it is at /");
+    server.option("--host", s.host, "address to listen on; 0.0.0.0: all of this machine");
+    server.option("--port", s.port, "port to listen on; 0: one that is free");
+    server.option("--api-key", s.api_key, "clients must send it; default: none is asked for");
+    server.option("--max-waiting", s.max_waiting, "requests that may wait; further ones are refused (429)");
+    server.option("--max-body", s.max_body, "bytes that a request may have");
+    server.option("--client-timeout", s.client_timeout,
+                  "seconds that a client may take to send a request, or to take what was sent of the answer");
+    server.option("--request-timeout", s.request_timeout, "seconds after which an answer is given up");
+}
+
 void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     check(typed.dtype == "fp32" || typed.dtype == "bf16" || typed.dtype == "fp16", "--dtype ", typed.dtype,
           ": use fp32, bf16 or fp16");
@@ -113,11 +127,17 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
           "and --lookup not negative");
     check(!length_given || o.engine.scheduler.max_length >= 2, "--max-length ", o.engine.scheduler.max_length,
           ": a prompt and an answer have at least 2 tokens");
-    const int n_ways = !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + !o.batch.empty() + !o.eval.empty() + o.plan;
-    check(n_ways == 1, n_ways == 0
-                           ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --batch, --eval, --plan)"
-                           : "give one of --prompt, --prompt-ids, --chat, --batch, --eval and --plan");
-    check(o.chat || (o.chat_template.empty() && o.system.empty()), "--template and --system are for --chat");
+    const int n_ways =
+        !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + o.serve + !o.batch.empty() + !o.eval.empty() + o.plan;
+    check(n_ways == 1, n_ways == 0 ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --serve, --batch, "
+                                     "--eval, --plan)"
+                                   : "give one of --prompt, --prompt-ids, --chat, --serve, --batch, --eval and --plan");
+    check(o.chat || o.serve || o.chat_template.empty(), "--template is for --chat and --serve");
+    check(o.chat || o.system.empty(), "--system is for --chat");
+    const ServerOptions& s = o.server;
+    check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
+    check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
+          "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
     check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
                                                           : "--out is the file for the answers of --batch");
 }
@@ -136,6 +156,7 @@ GenerateOptions parse_generate_options(int argc, char** argv) {
     add_request_options(app, options);
     add_sampling_options(app, options);
     add_engine_options(app, options, typed);
+    add_server_options(app, options);
     parse_command_line(app, {"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,
                        [&] { settle(options, typed, app.get_option("--max-length")->count() > 0); });
     return options;

@@ -114,3 +114,9 @@ void Requests::cancel(int64_t id) {
     engine_.cancel(found->second->request);
     running_.erase(found);
 }
+
+std::vector<const Request*> Requests::unfinished() const {
+    std::vector<const Request*> all;
+    for (const auto& [id, running] : running_) all.push_back(&running->request);
+    return all;
+}

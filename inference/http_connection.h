@@ -1,0 +1,149 @@
+// inference/http_connection.h: connections of the server, for http_server.cu alone.
+//
+// Each has a thread, which reads a request, has it answered, and waits for the next one. The library reads and writes
+// through a Stream of ours, for what its own does not have: a time limit for a request as a whole (its own is for each
+// read, so that a client that sends a byte a second would keep a thread for hours), a limit on the size of the headers,
+// and the question whether the client is still there.
+#pragma once
+
+#include "core/core.h"
+
+#include <httplib.h>
+
+#include <netdb.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+constexpr size_t kMaxHeaderBytes = 64 << 10;
+constexpr int kMaxConnections = 500;   // more wait in the system's queue; the library's select() ends at 1024 files
+constexpr double kLookSeconds = 0.25;  // in which an idle connection looks whether the server is ending
+
+inline bool client_is_gone(int fd) {
+    pollfd p{fd, POLLRDHUP, 0};
+    return ::poll(&p, 1, 0) > 0;  // POLLERR and POLLHUP come unasked
+}
+
+// A socket as the library's Stream.
+class Connection final : public httplib::Stream {
+  public:
+    Connection(int fd, double timeout) : fd_(fd), timeout_(timeout) { current_ = this; }
+    ~Connection() override { current_ = nullptr; }
+    static Connection* current() { return current_; }  // the one that this thread serves
+
+    // Waits for the first byte of a request.
+    bool wait_for_request(const std::atomic<bool>& ending) {
+        const double until = seconds_now() + timeout_;
+        while (first_ == last_ && !wait(POLLIN, kLookSeconds))
+            if (ending || seconds_now() > until) return false;
+        deadline_ = seconds_now() + timeout_;
+        header_bytes_ = 0, in_headers_ = true, has_written_ = false;
+        return true;
+    }
+    void headers_are_read() { in_headers_ = false; }
+    // The status that tells why a request could not be read, or 0.
+    int failure() const { return failure_; }
+    bool has_written() const { return has_written_; }
+    void end_after_answer() { ends_ = true; }
+    bool ends() const { return ends_; }
+    // Reads on until the client closes its side, or its time is over.
+    void drain(const std::atomic<bool>& ending) {
+        ::shutdown(fd_, SHUT_WR);
+        const double start = seconds_now();
+        for (double passed = 0; passed < (ending ? 1 : timeout_); passed = seconds_now() - start)
+            if (wait(POLLIN, kLookSeconds) && ::recv(fd_, buffer_, sizeof buffer_, 0) <= 0) return;
+    }
+
+    // The library's names. What other versions of it have is without `override`.
+    bool is_readable() const override { return first_ < last_ || wait(POLLIN, deadline_ - seconds_now()); }
+    bool is_writable() const { return !client_is_gone(fd_) && wait(POLLOUT, timeout_); }
+    bool wait_readable() const { return is_readable(); }
+    bool wait_writable() const { return is_writable(); }
+    bool is_peer_alive() const { return !client_is_gone(fd_); }
+    time_t duration() const { return 0; }
+    socket_t socket() const override { return fd_; }
+    void get_remote_ip_and_port(std::string& ip, int& port) const override { address(::getpeername, ip, port); }
+    void get_local_ip_and_port(std::string& ip, int& port) const { address(::getsockname, ip, port); }
+
+    ssize_t read(char* to, size_t n) override {
+        if (in_headers_ && header_bytes_ >= kMaxHeaderBytes) return failure_ = 431, -1;
+        if (first_ == last_) {
+            if (!wait(POLLIN, deadline_ - seconds_now())) return failure_ = 408, -1;
+            const ssize_t got = ::recv(fd_, buffer_, sizeof buffer_, 0);
+            if (got <= 0) return got;
+            first_ = 0, last_ = static_cast<size_t>(got);
+        }
+        n = std::min(n, last_ - first_);
+        std::memcpy(to, buffer_ + first_, n);
+        first_ += n;
+        header_bytes_ += n;
+        return static_cast<ssize_t>(n);
+    }
+    ssize_t write(const char* from, size_t n) override {
+        has_written_ = true;
+        if (!wait(POLLOUT, timeout_)) return -1;
+        const ssize_t sent = ::send(fd_, from, n, MSG_NOSIGNAL | MSG_DONTWAIT);
+        return sent < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : sent;
+    }
+
+  private:
+    bool wait(short event, double seconds) const {
+        pollfd p{fd_, event, 0};
+        return seconds > 0 && ::poll(&p, 1, static_cast<int>(seconds * 1000) + 1) > 0;
+    }
+    template <class F>
+    void address(F ask, std::string& ip, int& port) const {
+        sockaddr_storage storage{};
+        socklen_t bytes = sizeof storage;
+        char host[NI_MAXHOST] = "", service[NI_MAXSERV] = "0";
+        auto* general = reinterpret_cast<sockaddr*>(&storage);
+        if (ask(fd_, general, &bytes) == 0)
+            ::getnameinfo(general, bytes, host, sizeof host, service, sizeof service, NI_NUMERICHOST | NI_NUMERICSERV);
+        ip = host, port = std::atoi(service);
+    }
+
+    static thread_local Connection* current_;
+    int fd_;
+    double timeout_, deadline_ = 0;
+    char buffer_[16 << 10];
+    size_t first_ = 0, last_ = 0;  // what of the buffer is not yet handed on
+    size_t header_bytes_ = 0;
+    bool in_headers_ = false, has_written_ = false, ends_ = false;
+    int failure_ = 0;
+};
+inline thread_local Connection* Connection::current_ = nullptr;
+
+// A thread for each connection, as long as there are fewer than kMaxConnections.
+class ConnectionThreads final : public httplib::TaskQueue {
+  public:
+    using Result = decltype(std::declval<httplib::TaskQueue&>().enqueue(nullptr));  // void, or bool
+    Result enqueue(std::function<void()> serve_connection) override {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return n_ < kMaxConnections; });
+        ++n_;
+        std::thread([this, serve_connection] {
+            serve_connection();
+            const std::lock_guard ending(mutex_);
+            --n_;
+            changed_.notify_all();
+        }).detach();
+        return Result(true);
+    }
+    void shutdown() override {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return n_ == 0; });
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    int n_ = 0;
+};

@@ -1,0 +1,274 @@
+// inference/http_server.cu: HTTP, by cpp-httplib: what is the same for all paths.
+//
+// The library parses and writes HTTP. Ours are the connections (http_connection.h), keys, limits, and errors as JSON.
+// An error ends its connection, because the rest of the request may not have been read. Then the client first gets time
+// to send that rest: closing earlier would make its system throw the answer away.
+#include "inference/server.h"
+
+#ifdef HAVE_HTTPLIB
+
+#include "inference/http_connection.h"
+
+#include <cctype>
+
+namespace {
+
+// In a time that tells nothing of where they differ.
+bool same_key(const std::string& given, const std::string& wanted) {
+    unsigned char difference = given.size() != wanted.size();
+    for (size_t i = 0; i < given.size(); ++i)
+        difference |= static_cast<unsigned char>(given[i] ^ wanted[i % wanted.size()]);
+    return difference == 0;
+}
+
+// A path as a regular expression that matches nothing else.
+std::string pattern_of(const std::string& path) {
+    std::string pattern;
+    for (const char c : path) {
+        if (!std::isalnum(static_cast<unsigned char>(c))) pattern += '\\';
+        pattern += c;
+    }
+    return pattern;
+}
+
+const char* reason_of(int status) {
+    switch (status) {
+        case 400: return "this is no HTTP request that the server understands";
+        case 408: return "the request was not complete in time (--client-timeout)";
+        case 413: return "the body is too large (--max-body)";
+        case 414: return "the path is too long";
+        case 431: return "the headers are too large";
+        default: return "the server cannot do this";
+    }
+}
+
+}  // namespace
+
+class Listener : public httplib::Server {
+  public:
+    Listener(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
+        : options_(options), routes_(std::move(routes)) {
+        new_task_queue = [] { return new ConnectionThreads; };
+        set_tcp_nodelay(true);
+        // Without the library's SO_REUSEPORT, with which two servers on one port would each get half of the requests.
+        set_socket_options([](int fd) {
+            const int yes = 1;
+            ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+        });
+        for (const Route& route : routes_) {
+            if (route.method == "GET")
+                Get(pattern_of(route.path),
+                    [this, &route](const httplib::Request& request, httplib::Response& response) {
+                        respond(route, request, response, nullptr);
+                    });
+            else
+                Post(pattern_of(route.path),
+                     [this, &route](const httplib::Request& request, httplib::Response& response,
+                                    const httplib::ContentReader& body) { respond(route, request, response, &body); });
+        }
+        // Before the body is read.
+        set_pre_routing_handler([this](const httplib::Request& request, httplib::Response& response) {
+            if (has_route(request, response)) return HandlerResponse::Unhandled;
+            return HandlerResponse::Handled;
+        });
+        // Errors that the library finds.
+        set_error_handler(HandlerWithResponse([](const httplib::Request&, httplib::Response& response) {
+            if (response.body.empty()) explain(response);
+            return HandlerResponse::Handled;
+        }));
+        set_post_routing_handler([this, status_sent](const httplib::Request&, httplib::Response& response) {
+            if (response.status >= 400) {
+                response.headers.erase("Connection"), response.headers.erase("Keep-Alive");
+                response.set_header("Connection", "close");
+                Connection::current()->end_after_answer();
+            }
+            status_sent(response.status);
+        });
+        set_expect_100_continue_handler([this](const httplib::Request& request, httplib::Response&) {
+            return declared_bytes(request) > options_.max_body ? 413 : 100;
+        });
+    }
+
+    int start() {
+        const int port = options_.port == 0 ? bind_to_any_port(options_.host.c_str())
+                         : bind_to_port(options_.host.c_str(), static_cast<int>(options_.port))
+                             ? static_cast<int>(options_.port)
+                             : -1;
+        check(port > 0, "cannot listen at ", options_.host, " port ", options_.port, ": ", std::strerror(errno),
+              "; give another --port (0: one that is free) or --host");
+        ::listen(svr_sock_, SOMAXCONN);  // the library's queue is for 5 connections
+        thread_ = std::thread([this] { listen_after_bind(); });
+        return port;
+    }
+    void end() {
+        ending_ = true;
+        stop();
+        thread_.join();
+    }
+    int64_t n_unanswered() const { return n_unanswered_; }
+
+  private:
+    static void write_error(httplib::Response& response, const HttpError& error) {
+        response.status = error.status;
+        response.body = error_json(error);
+        response.set_header("Content-Type", "application/json");
+        if (error.status == 429) response.set_header("Retry-After", "1");
+    }
+
+    // Otherwise the response tells why not.
+    bool has_route(const httplib::Request& request, httplib::Response& response) const {
+        std::string methods;
+        for (const Route& route : routes_) {
+            if (route.path != request.path) continue;
+            if (route.method == (request.method == "HEAD" ? "GET" : request.method)) return true;
+            methods += (methods.empty() ? "" : ", ") + route.method;
+        }
+        if (methods.empty()) {
+            write_error(response, {404, "there is nothing at " + request.path, "unknown_url"});
+        } else {
+            write_error(response, {405, request.path + " has no " + request.method + ": use " + methods});
+            response.set_header("Allow", methods);
+        }
+        return false;
+    }
+    static void explain(httplib::Response& response) {
+        const int failure = Connection::current()->failure(), status = failure != 0 ? failure : response.status;
+        write_error(response, {status, reason_of(status)});
+    }
+
+    HttpError too_large() const {
+        return {413, concat("the body is larger than ", options_.max_body, " bytes (--max-body)")};
+    }
+    static int64_t declared_bytes(const httplib::Request& request) {
+        const std::string text = request.get_header_value("Content-Length");
+        return text.empty() ? 0 : std::strtoll(text.c_str(), nullptr, 10);
+    }
+
+    void respond(const Route& route, const httplib::Request& request, httplib::Response& response,
+                 const httplib::ContentReader* body) const {
+        try {
+            answer(route, request, response, body);
+        } catch (const HttpError& error) {
+            write_error(response, error);
+        } catch (const Error& error) {
+            write_error(response, HttpError(400, error.what()));
+        } catch (const std::exception& error) {
+            write_error(response, HttpError(500, error.what()));
+        }
+    }
+    void answer(const Route& route, const httplib::Request& request, httplib::Response& response,
+                const httplib::ContentReader* body) const {
+        const std::string key = request.get_header_value("Authorization");
+        if (route.needs_key && !options_.api_key.empty() && !same_key(key, "Bearer " + options_.api_key))
+            throw HttpError(401, "the key is missing or wrong: send \"Authorization: Bearer KEY\"", "invalid_api_key");
+        const HttpRequest mine{body ? read_body(request, *body) : "",
+                               [fd = Connection::current()->socket()] { return client_is_gone(fd); }};
+        HttpReply reply = route.handler(mine);
+        if (!reply.next_piece) return response.set_content(reply.body, reply.type.c_str());
+        response.set_header("Cache-Control", "no-cache");
+        response.set_chunked_content_provider(reply.type.c_str(),
+                                              [next_piece = reply.next_piece](size_t, httplib::DataSink& sink) {
+                                                  std::string piece;
+                                                  const bool more = next_piece(piece);
+                                                  if (!piece.empty() && !sink.write(piece.data(), piece.size()))
+                                                      return false;
+                                                  if (!more) sink.done();
+                                                  return true;
+                                              });
+    }
+
+    std::string read_body(const httplib::Request& request, const httplib::ContentReader& read) const {
+        const std::string type = request.get_header_value("Content-Type");
+        if (type.compare(0, 16, "application/json") != 0)
+            throw HttpError(415, concat("the body is ", type.empty() ? "of no type" : type,
+                                        ": send it with \"Content-Type: application/json\""));
+        if (!request.has_header("Content-Length") && !request.has_header("Transfer-Encoding"))
+            throw HttpError(411, "the request has no Content-Length");
+        if (declared_bytes(request) > options_.max_body) throw too_large();
+        std::string body;
+        bool fits = true;
+        const bool whole = read([&](const char* data, size_t n) {
+            fits = static_cast<int64_t>(body.size() + n) <= options_.max_body;  // also of what was compressed
+            if (fits) body.append(data, n);
+            return fits;
+        });
+        if (!fits) throw too_large();
+        const int failure = Connection::current()->failure();
+        if (!whole) throw HttpError(failure != 0 ? failure : 400, reason_of(failure != 0 ? failure : 400));
+        return body;
+    }
+
+    // The library's own, with our Stream and time limits.
+    bool process_and_close_socket(socket_t fd) override {
+        Connection connection(fd, options_.client_timeout);
+        while (connection.wait_for_request(ending_)) {
+            bool last = false;
+            ++n_unanswered_;
+            const bool answered = process(*this, connection, last);
+            --n_unanswered_;
+            if (!answered && !connection.has_written() && connection.failure() != 0) write_failure(connection);
+            if (!answered || last || connection.ends()) break;
+        }
+        if (connection.ends()) connection.drain(ending_);
+        ::close(fd);
+        return true;
+    }
+    static void write_failure(Connection& connection) {  // of a request whose first line did not come
+        const int status = connection.failure();
+        const std::string body = error_json({status, reason_of(status)});
+        const std::string text =
+            concat("HTTP/1.1 ", status, status == 408 ? " Request Timeout" : " Request Header Fields Too Large",
+                   "\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: ", body.size(),
+                   "\r\n\r\n", body);
+        connection.write(text.data(), text.size());
+        connection.end_after_answer();
+    }
+    template <class Self>
+    static bool process(Self& self, Connection& connection, bool& last) {
+        const auto headers_read = [&](httplib::Request& request) {
+            connection.headers_are_read();
+            request.headers.erase("Accept-Encoding");  // answers are too small to be worth compressing
+            request.headers.erase("Range"), request.ranges.clear();
+        };
+        if constexpr (requires { self.process_request(connection, false, last, headers_read); }) {
+            return self.process_request(connection, false, last, headers_read);
+        } else {  // versions from 0.16 on
+            std::string remote, local;
+            int remote_port = 0, local_port = 0;
+            connection.get_remote_ip_and_port(remote, remote_port);
+            connection.get_local_ip_and_port(local, local_port);
+            return self.process_request(connection, remote, remote_port, local, local_port, false, last, headers_read);
+        }
+    }
+
+    ServerOptions options_;
+    std::vector<Route> routes_;
+    std::atomic<bool> ending_ = false;
+    std::atomic<int64_t> n_unanswered_ = 0;
+    std::thread thread_;
+};
+
+struct HttpServer::Impl : Listener {
+    using Listener::Listener;
+    int port = 0;
+};
+
+HttpServer::HttpServer(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
+    : impl_(std::make_unique<Impl>(options, std::move(routes), std::move(status_sent))) {
+    impl_->port = impl_->start();
+}
+HttpServer::~HttpServer() { impl_->end(); }
+int HttpServer::port() const { return impl_->port; }
+int64_t HttpServer::n_unanswered() const { return impl_->n_unanswered(); }
+
+#else
+
+struct HttpServer::Impl {};
+HttpServer::HttpServer(const ServerOptions&, std::vector<Route>, std::function<void(int)>) {
+    fail("--serve: this program was built without cpp-httplib: run ./install.sh, then make");
+}
+HttpServer::~HttpServer() = default;
+int HttpServer::port() const { return 0; }
+int64_t HttpServer::n_unanswered() const { return 0; }
+
+#endif

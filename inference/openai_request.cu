@@ -1,0 +1,316 @@
+// inference/openai_request.cu: a request as OpenAI's clients write it, checked field by field.
+//
+// Beside OpenAI's fields there are some that vLLM has, too: top_k, min_p, repetition_penalty, ignore_eos. What a
+// request does not say is as the program's flags are; only the seed is another one for each request. A field that we do
+// not know is refused: otherwise a client whose "temprature" is ignored would never learn of it.
+#include "inference/server.h"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <set>
+
+using nlohmann::json;
+
+namespace {
+
+constexpr int kMaxDepth = 32;  // of lists and objects in each other; OpenAI's requests have 6
+
+[[noreturn]] void refuse(const std::string& field, const std::string& message, const std::string& code = "") {
+    throw HttpError(400, message, code, field);
+}
+
+json parse_object(const std::string& body) {
+    const auto too_deep = [](int depth, json::parse_event_t, json&) {
+        if (depth > kMaxDepth)
+            throw HttpError(400, concat("the body has more than ", kMaxDepth, " levels of lists and objects"));
+        return true;
+    };
+    try {
+        json object = json::parse(body, too_deep);
+        if (!object.is_object()) throw HttpError(400, "the body is no JSON object");
+        return object;
+    } catch (const json::exception& error) {
+        std::string what = error.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
+        throw HttpError(400, "the body is no JSON: " + what.substr(std::min(what.size(), what.find("] ") + 2)));
+    }
+}
+
+std::string shown(const json& value) {
+    const std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+    return text.size() <= 60 ? text : text.substr(0, 57) + "...";
+}
+
+bool read_value(const json& value, bool& to) { return value.is_boolean() && (to = value.get<bool>(), true); }
+bool read_value(const json& value, std::string& to) {
+    return value.is_string() && (to = value.get<std::string>(), true);
+}
+bool read_value(const json& value, double& to) {
+    return value.is_number() && (to = value.get<double>(), std::isfinite(to));
+}
+template <class Whole>
+requires std::is_integral_v<Whole>
+bool read_value(const json& value, Whole& to) {
+    if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<Whole>::max()))
+        return false;
+    if (value.is_number_integer()) return to = static_cast<Whole>(value.get<int64_t>()), true;
+    const double number = value.is_number_float() ? value.get<double>() : 0.5;  // 16.0 is a whole number, too
+    return number == std::floor(number) && std::abs(number) < 0x1p31 && (to = static_cast<Whole>(number), true);
+}
+template <class T>
+bool read_value(const json& value, std::vector<T>& to) {
+    if (!value.is_array()) return false;
+    to.resize(value.size());
+    for (size_t i = 0; i < value.size(); ++i)
+        if (!read_value(value[i], to[i])) return false;
+    return true;
+}
+
+// The fields of an object. One that is null is as if it were not there.
+class Fields {
+  public:
+    explicit Fields(const json& object) : object_(object) {}
+
+    const json* find(const char* name) {
+        known_.insert(name);
+        const auto found = object_.find(name);
+        return found == object_.end() || found->is_null() ? nullptr : &*found;
+    }
+    // False if it is not there.
+    template <class T>
+    bool read(const char* name, T& to, const char* expected) {
+        const json* value = find(name);
+        if (value && !read_value(*value, to)) wrong_type(name, *value, expected);
+        return value != nullptr;
+    }
+    [[noreturn]] static void wrong_type(const std::string& name, const json& value, const std::string& expected) {
+        refuse(name, "\"" + name + "\" is " + shown(value) + ": expected " + expected);
+    }
+    // Fields that have no meaning here, and do no harm.
+    void ignore(std::initializer_list<const char*> names) { known_.insert(names.begin(), names.end()); }
+    // Fields that can only have this value, which changes nothing.
+    void only(const char* name, const json& value) {
+        const json* given = find(name);
+        if (given && *given != value)
+            refuse(name, concat("\"", name, "\" is ", shown(*given), ": this server knows only ", value));
+    }
+    void refuse_unknown() const {
+        for (const auto& [name, value] : object_.items())
+            if (!known_.contains(name)) refuse(name, "\"" + name + "\": this server has no such field");
+    }
+
+  private:
+    const json& object_;
+    std::set<std::string, std::less<>> known_;
+};
+
+void read_sampling(Fields& fields, const ServedModel& served, TextRequest& request) {
+    SamplingOptions& s = request.sampling;
+    fields.read("temperature", s.temperature, "a number");
+    fields.read("top_p", s.top_p, "a number");
+    fields.read("top_k", s.top_k, "a whole number");
+    fields.read("min_p", s.min_p, "a number");
+    fields.read("repetition_penalty", s.repetition_penalty, "a number");
+    fields.read("presence_penalty", s.presence_penalty, "a number");
+    fields.read("frequency_penalty", s.frequency_penalty, "a number");
+    int64_t seed = 0;
+    static thread_local std::mt19937_64 random{std::random_device{}()};
+    s.seed = fields.read("seed", seed, "a whole number") ? static_cast<uint64_t>(seed) : random();
+    const json* bias = fields.find("logit_bias");
+    if (bias && !bias->is_object()) Fields::wrong_type("logit_bias", *bias, "an object {\"token\": number}");
+    if (!bias) return;
+    for (const auto& [token, value] : bias->items()) {
+        const bool is_number =
+            !token.empty() && token.size() < 10 && std::all_of(token.begin(), token.end(), ::isdigit);
+        double change = 0;
+        if (!is_number || std::stoll(token) >= served.model.config.V || !read_value(value, change) ||
+            std::abs(change) > 100)
+            refuse("logit_bias",
+                   concat("\"logit_bias\" has \"", token, "\": ", shown(value), ": expected a token, 0 to ",
+                          served.model.config.V - 1, ", and a number from -100 to 100"));
+        s.logit_bias.emplace_back(static_cast<int32_t>(std::stoll(token)), change);
+    }
+}
+
+void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
+    constexpr int64_t kMost = 20;  // OpenAI's limit
+    if (chat) {
+        bool wanted = false;
+        int64_t top = 0;
+        fields.read("logprobs", wanted, "true or false");
+        if (fields.read("top_logprobs", top, "a whole number") && !wanted)
+            refuse("top_logprobs", "\"top_logprobs\" needs \"logprobs\": true");
+        if (wanted) s.logprobs = top;
+    } else {
+        fields.read("logprobs", s.logprobs, "a whole number");
+    }
+    if (s.logprobs < -1 || s.logprobs > kMost)
+        refuse(chat ? "top_logprobs" : "logprobs", concat(s.logprobs, " log-probabilities: expected 0 to ", kMost));
+}
+
+// How many answers, how long, and where they end.
+void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest& request, bool& length_given) {
+    length_given = fields.read("max_tokens", request.max_tokens, "a whole number");
+    if (chat) length_given |= fields.read("max_completion_tokens", request.max_tokens, "a whole number");
+    if (request.max_tokens < 1)
+        refuse("max_tokens", concat("an answer of ", request.max_tokens, " tokens: ask for at least 1"));
+    fields.read("n", request.n, "a whole number");
+    const int64_t most = served.options.engine.scheduler.max_sequences;
+    if (request.n < 1 || request.n > most)
+        refuse("n", concat(request.n, " answers: ask for 1 to ", most, " (--max-sequences)"));
+    if (const json* stop = fields.find("stop")) {
+        request.stop.clear();
+        if (stop->is_string()) request.stop = {stop->get<std::string>()};
+        else if (!read_value(*stop, request.stop)) Fields::wrong_type("stop", *stop, "a text or a list of texts");
+        if (std::find(request.stop.begin(), request.stop.end(), "") != request.stop.end())
+            refuse("stop", "a stop text is empty");
+    }
+    bool ignore_eos = false;
+    if (fields.read("ignore_eos", ignore_eos, "true or false") && ignore_eos) request.stop_tokens.clear();
+}
+
+void check_length(const ServedModel& served, TextRequest& request, bool length_given, const char* field) {
+    const int64_t longest = served.model.engine->options().scheduler.max_length, prompt_n = std::ssize(request.prompt);
+    const int64_t room = longest - prompt_n;
+    if (prompt_n == 0) refuse(field, concat("\"", field, "\" has no token: give at least one"));
+    if (room < 1)
+        refuse(field,
+               concat("the prompt has ", prompt_n, " tokens, and the model has room for ", longest,
+                      ", of prompt and answer"),
+               "context_length_exceeded");
+    if (length_given && request.max_tokens > room)
+        refuse("max_tokens",
+               concat("the prompt has ", prompt_n, " tokens, and the answer is to have ", request.max_tokens,
+                      ": the model has room for ", longest),
+               "context_length_exceeded");
+    request.max_tokens = std::min(request.max_tokens, room);
+}
+
+std::string text_of(const json& content, const std::string& field) {
+    if (content.is_string()) return content.get<std::string>();
+    std::string text;
+    if (!content.is_array()) Fields::wrong_type(field, content, "a text, or a list of parts of the type \"text\"");
+    for (const json& part : content) {
+        if (!part.is_object() || part.value("type", json()) != "text" || !part.contains("text") ||
+            !part["text"].is_string())
+            Fields::wrong_type(field, part, "{\"type\": \"text\", \"text\": ...}: the model reads text only");
+        text += part["text"].get<std::string>();
+    }
+    return text;
+}
+
+std::vector<ChatMessage> read_messages(const json* list) {
+    if (!list) refuse("messages", "\"messages\" is missing");
+    if (!list->is_array() || list->empty()) Fields::wrong_type("messages", *list, "a list of messages");
+    std::vector<ChatMessage> messages;
+    for (size_t i = 0; i < list->size(); ++i) {
+        const json& message = (*list)[i];
+        const std::string field = concat("messages[", i, "]");
+        if (!message.is_object()) Fields::wrong_type(field, message, "{\"role\": ..., \"content\": ...}");
+        const json role = message.value("role", json()), content = message.value("content", json());
+        if (role != "system" && role != "developer" && role != "user" && role != "assistant")
+            Fields::wrong_type(field + ".role", role, "\"system\", \"user\" or \"assistant\"");
+        const bool is_system = role == "system" || role == "developer";
+        if (is_system && i > 0)
+            refuse(field + ".role", "\"" + field + "\" is a system message: only the first one can be");
+        messages.push_back({is_system ? "system" : role.get<std::string>(), text_of(content, field + ".content")});
+    }
+    if (messages.back().role != "user")
+        refuse("messages", "the last message is not the user's: there is nothing to answer");
+    return messages;
+}
+
+// "prompt" is a text, a list of texts, a list of tokens, or a list of lists of tokens.
+void read_prompts(const json* prompt, const ServedModel& served, const TextRequest& like, ApiRequest& api) {
+    if (!prompt) refuse("prompt", "\"prompt\" is missing");
+    std::vector<std::string> texts;
+    std::vector<std::vector<int32_t>> lists;
+    std::vector<int32_t> tokens;
+    const bool empty = prompt->is_array() && prompt->empty();
+    if (prompt->is_string()) texts = {prompt->get<std::string>()};
+    else if (!empty && read_value(*prompt, tokens)) lists = {tokens};
+    else if (empty || (!read_value(*prompt, texts) && !read_value(*prompt, lists)))
+        Fields::wrong_type("prompt", *prompt,
+                           "a text, a list of texts, a list of tokens, or a list of lists of tokens");
+    if (lists.empty())
+        for (const std::string& text : texts) lists.push_back(encode_prompt(served.model, text));
+    else texts.clear();
+    for (size_t i = 0; i < lists.size(); ++i) {
+        const int64_t V = served.model.config.V;
+        for (const int32_t token : lists[i])
+            if (token < 0 || token >= V)
+                refuse("prompt", concat("\"prompt\" has the token ", token, ": the model knows 0 to ", V - 1));
+        api.requests.push_back(like);
+        api.requests.back().prompt = lists[i];
+        if (api.echo) api.prompts.push_back(texts.empty() ? served.model.tokenizer->decode(lists[i]) : texts[i]);
+    }
+}
+
+// What OpenAI has and we do not.
+void refuse_unsupported(Fields& fields, bool chat, const TextRequest& request) {
+    fields.ignore({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"});
+    fields.only("best_of", request.n);
+    if (chat) {
+        fields.only("response_format", {{"type", "text"}});
+        fields.only("modalities", {"text"});
+        fields.only("tools", json::array());
+        fields.only("tool_choice", "none");
+        fields.ignore({"parallel_tool_calls"});
+    } else {
+        fields.only("suffix", "");
+    }
+    fields.refuse_unknown();
+}
+
+}  // namespace
+
+ApiRequest read_api_request(const ServedModel& served, bool chat, const std::string& body) {
+    const json object = parse_object(body);
+    Fields fields(object);
+    std::string model = served.name;
+    fields.read("model", model, "a text");
+    if (model != served.name)
+        throw HttpError(404, "there is no model \"" + model + "\" here: this server has \"" + served.name + "\"",
+                        "model_not_found", "model");
+    ApiRequest api;
+    api.chat = chat;
+    fields.read("stream", api.stream, "true or false");
+    if (const json* stream = fields.find("stream_options")) {
+        if (!stream->is_object()) Fields::wrong_type("stream_options", *stream, "an object");
+        if (!api.stream) refuse("stream_options", "\"stream_options\" needs \"stream\": true");
+        Fields inner(*stream);
+        inner.read("include_usage", api.include_usage, "true or false");
+        inner.ignore({"include_obfuscation"});
+        inner.refuse_unknown();
+    }
+    std::vector<ChatMessage> messages;
+    if (chat) messages = read_messages(fields.find("messages"));
+    TextRequest request = chat ? chat_request(served.options, served.model, served.chat_template, messages)
+                               : text_request(served.options, served.model);
+    const std::vector<std::string> template_stop = chat ? request.stop : std::vector<std::string>();
+    bool length_given = false;
+    read_sampling(fields, served, request);
+    read_logprobs(fields, chat, request.sampling);
+    read_ends(fields, served, chat, request, length_given);
+    for (const std::string& stop : template_stop)
+        if (std::find(request.stop.begin(), request.stop.end(), stop) == request.stop.end())
+            request.stop.push_back(stop);
+    if (chat) {
+        api.requests.push_back(request);
+    } else {
+        fields.read("echo", api.echo, "true or false");
+        if (api.echo && request.sampling.logprobs >= 0)
+            refuse("echo", "\"echo\" with \"logprobs\": those of a prompt are not computed");
+        read_prompts(fields.find("prompt"), served, request, api);
+    }
+    refuse_unsupported(fields, chat, request);
+    try {
+        check_sampling(request.sampling, served.model.config.V);
+    } catch (const Error& error) {
+        throw HttpError(400, error.what());
+    }
+    for (TextRequest& one : api.requests) check_length(served, one, length_given, chat ? "messages" : "prompt");
+    return api;
+}

@@ -1,0 +1,97 @@
+// inference/server.cu: what each path of --serve does.
+#include "inference/server.h"
+
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+#include <thread>
+
+namespace {
+
+const char kPage[] =
+#include "inference/page.inc"  // page.html as a string: the Makefile makes it
+    ;
+
+std::atomic<bool> g_ending = false;  // by a signal
+
+void end_by_signal(int number) {
+    if (g_ending.exchange(true)) _exit(128 + number);
+}
+
+// The name under which clients ask for the model: as a person names it on the command line.
+std::string name_of(const GenerateOptions& options) {
+    std::string name = options.model.empty() ? find_newest_run() : options.model;
+    while (name.size() > 1 && name.back() == '/') name.pop_back();
+    return name;
+}
+
+HttpReply stream(const std::shared_ptr<EngineLoop::Submission>& submission, const std::shared_ptr<ApiAnswer>& answer,
+                 const std::function<bool()>& client_is_gone) {
+    HttpReply reply{"text/event-stream", ""};
+    reply.next_piece = [=](std::string& events) {
+        try {
+            auto piece = submission->next(client_is_gone);
+            for (; piece; piece = submission->next_if_there()) events += answer->event(*piece);
+        } catch (const HttpError& error) {  // the status is sent already
+            events += "data: " + error_json(error) + "\n\n";
+            return false;
+        }
+        if (submission->ended()) events += answer->last_events();
+        return !submission->ended() && !client_is_gone();
+    };
+    return reply;
+}
+
+HttpReply complete(const ServedModel& served, EngineLoop& engine, bool chat, const HttpRequest& http) {
+    const ApiRequest request = read_api_request(served, chat, http.body);
+    const auto answer = std::make_shared<ApiAnswer>(served, request);
+    const auto submission = engine.submit(request.requests);
+    if (request.stream) return stream(submission, answer, http.client_is_gone);
+    while (const auto piece = submission->next(http.client_is_gone)) answer->add(*piece);
+    return {"application/json", answer->whole()};
+}
+
+std::vector<Route> routes(const ServedModel& served, EngineLoop& engine, const Metrics& metrics) {
+    const auto get = [](const std::string& path, const char* type, bool needs_key,
+                        const std::function<std::string()>& body) {
+        return Route{"GET", path, [=](const HttpRequest&) { return HttpReply{type, body()}; }, needs_key};
+    };
+    const char* const json = "application/json";
+    return {get("/", "text/html; charset=utf-8", false, [] { return kPage; }),
+            get("/health", json, false,
+                []() -> std::string {
+                    if (g_ending) throw HttpError(503, "the server is ending");
+                    return "{\"status\": \"ok\"}";
+                }),
+            get("/metrics", "text/plain; version=0.0.4", true, [&] { return metrics.text(engine.view()); }),
+            get("/engine", json, true, [&] { return engine_json(served, engine.view(), metrics.answer_tokens()); }),
+            get("/v1/models", json, true, [&] { return models_json(served); }),
+            get("/v1/models/" + served.name, json, true, [&] { return model_json(served); }),
+            {"POST", "/v1/completions", [&](const HttpRequest& http) { return complete(served, engine, false, http); }},
+            {"POST", "/v1/chat/completions",
+             [&](const HttpRequest& http) { return complete(served, engine, true, http); }}};
+}
+
+}  // namespace
+
+void serve(LoadedModel& model, const GenerateOptions& options) {
+    check(model.is_text, model.folder, ": there is no tokenizer.json in this folder: give --tokenizer");
+    const ServedModel served{model, options, find_chat_template(options.chat_template, model.folder), name_of(options),
+                             std::time(nullptr)};
+    Requests requests(*model.engine, *model.tokenizer);
+    Metrics metrics;
+    EngineLoop engine(requests, options.server, metrics, g_ending);
+    for (const int number : {SIGINT, SIGTERM}) std::signal(number, end_by_signal);
+    HttpServer http(options.server, routes(served, engine, metrics), [&](int status) { metrics.http_answer(status); });
+    const bool v6 = options.server.host.find(':') != std::string::npos;
+    std::printf("%s at http://%s%s%s:%d/   (Ctrl-C ends it when its answers are complete)\n", served.name.c_str(),
+                v6 ? "[" : "", options.server.host.c_str(), v6 ? "]" : "", http.port());
+    std::fflush(stdout);
+    engine.run();
+    // The last pieces are on their way to clients.
+    const double until = seconds_now() + options.server.client_timeout;
+    while (http.n_unanswered() > 0 && seconds_now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}

@@ -1,0 +1,419 @@
+// generate --serve, as clients see it: over sockets, with HTTP written by hand.
+#include "train_runs.h"
+
+#include <nlohmann/json.hpp>
+
+#include <arpa/inet.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <thread>
+
+namespace {
+
+using nlohmann::json;
+
+void pause_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+// A model of bytes that has learned which ones are text, with so many positions that an answer takes as long as a test
+// wants.
+const std::string& model_folder() {
+    static const TempFolder folder;
+    static const std::string path = [] {
+        REQUIRE(train("--steps 60 --lr 3e-3 --val-every 0 --out " + (folder / "run")).status == 0);
+        const std::string checkpoint = newest_checkpoint(folder / "run");
+        json config = json::parse(slurp(checkpoint + "/config.json"));
+        config["max_position_embeddings"] = 1000000;
+        spit(checkpoint + "/config.json", config.dump());
+        std::filesystem::rename(checkpoint, folder / "model");
+        return folder / "model";
+    }();
+    return path;
+}
+
+class Server {
+  public:
+    explicit Server(const std::string& flags) {
+        model_folder();
+        pid_ = ::fork();
+        if (pid_ == 0) {
+            const std::string command =
+                concat("export OMP_NUM_THREADS=1; exec ", program_path("generate"), " --serve --port 0 --model ",
+                       model_folder(), " --max-length 4000 --cache-pages 400 --step-tokens 64 ", flags, " > ",
+                       folder_ / "out", " 2> ", folder_ / "err");
+            ::execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
+            ::_exit(127);
+        }
+        for (int i = 0; i < 1000 && port_ == 0; ++i, pause_ms(10)) {
+            const std::string line = slurp(folder_ / "out"), before = "at http://127.0.0.1:";
+            const size_t at = line.find(before);
+            if (at != std::string::npos && line.back() == '\n') port_ = std::stoi(line.substr(at + before.size()));
+        }
+        INFO(slurp(folder_ / "err"));
+        REQUIRE(port_ > 0);
+    }
+    ~Server() {
+        if (pid_ > 0) ::kill(pid_, SIGKILL), ::waitpid(pid_, nullptr, 0);
+    }
+    int port() const { return port_; }
+    void signal(int number) const { ::kill(pid_, number); }
+    int wait() {
+        int status = 0;
+        ::waitpid(pid_, &status, 0);
+        pid_ = 0;
+        return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    }
+
+  private:
+    TempFolder folder_;
+    pid_t pid_ = 0;
+    int port_ = 0;
+};
+
+// A connection: what was sent and what came.
+class Client {
+  public:
+    Client(const Server& server, const std::string& text) : fd_(::socket(AF_INET, SOCK_STREAM, 0)) {
+        sockaddr_in address{};
+        address.sin_family = AF_INET, address.sin_port = htons(static_cast<uint16_t>(server.port()));
+        address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        const timeval limit{20, 0};
+        ::setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+        REQUIRE(::connect(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+        send(text);
+    }
+    ~Client() { leave(); }
+    void leave() {
+        if (fd_ >= 0) ::close(fd_);
+        fd_ = -1;
+    }
+    void send(const std::string& text) {
+        for (size_t n = 0; n < text.size();) {
+            const ssize_t sent = ::send(fd_, text.data() + n, text.size() - n, MSG_NOSIGNAL);
+            if (sent <= 0) return;
+            n += static_cast<size_t>(sent);
+        }
+    }
+    // What has come when `text` is in it, or when the server has closed the connection.
+    const std::string& read_until(const std::string& text) {
+        char buffer[4096];
+        while (text.empty() || came_.find(text) == std::string::npos) {
+            const ssize_t n = ::recv(fd_, buffer, sizeof buffer, 0);
+            if (n <= 0) break;
+            came_.append(buffer, static_cast<size_t>(n));
+        }
+        return came_;
+    }
+    const std::string& read_all() { return read_until(""); }
+
+  private:
+    int fd_;
+    std::string came_;
+};
+
+std::string http(const std::string& method, const std::string& path, const std::string& body = "",
+                 const std::string& headers = "") {
+    return concat(method, " ", path, " HTTP/1.1\r\nHost: test\r\nConnection: close\r\n", headers,
+                  method == "POST" ? "Content-Type: application/json\r\n" : "", "Content-Length: ", body.size(),
+                  "\r\n\r\n", body);
+}
+
+struct Reply {
+    int status = 0;
+    std::string head, body;
+    json object() const { return json::parse(body, nullptr, false); }
+};
+Reply parsed(const std::string& text) {
+    const size_t end = text.find("\r\n\r\n");
+    REQUIRE(text.compare(0, 9, "HTTP/1.1 ") == 0);
+    REQUIRE(end != std::string::npos);
+    return {std::stoi(text.substr(9, 3)), text.substr(0, end), text.substr(end + 4)};
+}
+Reply ask(const Server& server, const std::string& text) { return parsed(Client(server, text).read_all()); }
+Reply complete(const Server& server, const json& request) {
+    return ask(server, http("POST", "/v1/completions", request.dump()));
+}
+Reply chat(const Server& server, const json& request) {
+    return ask(server, http("POST", "/v1/chat/completions", request.dump()));
+}
+
+// The objects of a stream of events, and whether "[DONE]" was the last.
+std::vector<json> events(const Reply& reply) {
+    CHECK(reply.head.find("text/event-stream") != std::string::npos);
+    std::vector<json> all;
+    const std::string mark = "data: ";
+    bool done = false;
+    for (size_t at = 0; (at = reply.body.find(mark, at)) != std::string::npos;) {
+        at += mark.size();
+        const std::string data = reply.body.substr(at, reply.body.find("\n\n", at) - at);
+        CHECK_FALSE(done);
+        done = data == "[DONE]";
+        if (!done) all.push_back(json::parse(data));
+    }
+    CHECK(done);
+    return all;
+}
+
+// A number of /metrics.
+double metric(const Server& server, const std::string& name) {
+    const std::string text = ask(server, http("GET", "/metrics")).body;
+    const size_t at = text.find("\n" + name + " ");
+    INFO(text);
+    REQUIRE(at != std::string::npos);
+    return std::stod(text.substr(at + name.size() + 2));
+}
+bool becomes(const Server& server, const std::string& name, double value) {
+    for (int i = 0; i < 500; ++i, pause_ms(10))
+        if (metric(server, name) == value) return true;
+    return false;
+}
+
+const json kLong = {{"prompt", "for ever"}, {"max_tokens", 3900}, {"stream", true}, {"ignore_eos", true}};
+
+}  // namespace
+
+TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
+    const Server server("--tokens 30");
+    const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"];
+    CHECK(name == model_folder());
+    CHECK(ask(server, http("GET", "/health")).status == 200);
+    CHECK(ask(server, http("GET", "/")).body.find("<!doctype html>") == 0);
+
+    const json request = {{"model", name}, {"prompt", "Line 7"}, {"max_tokens", 20},
+                          {"seed", 5},     {"top_k", 20},        {"ignore_eos", true}};
+    const Reply whole = complete(server, request);
+    CHECK(whole.status == 200);
+    const json answer = whole.object();
+    CHECK(answer["object"] == "text_completion");
+    CHECK(answer["usage"] == json({{"prompt_tokens", 6}, {"completion_tokens", 20}, {"total_tokens", 26}}));
+    CHECK(answer["choices"][0]["finish_reason"] == "length");
+    CHECK(answer["choices"][0]["logprobs"].is_null());
+    const std::string text = answer["choices"][0]["text"];
+    CHECK(complete(server, request).object()["choices"][0]["text"] == text);  // the same seed
+
+    SECTION("a stream has the same text in pieces") {
+        json streamed = request;
+        streamed["stream"] = true, streamed["stream_options"] = {{"include_usage", true}};
+        std::string pieces;
+        const std::vector<json> all = events(complete(server, streamed));
+        REQUIRE(all.size() > 3);
+        for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"];
+        CHECK(pieces == text);
+        CHECK(all[all.size() - 2]["choices"][0]["finish_reason"] == "length");
+        CHECK(all.back()["choices"].empty());
+        CHECK(all.back()["usage"] == answer["usage"]);
+    }
+    SECTION("a prompt as tokens, several prompts, several answers, and the prompt again") {
+        json ids = request;
+        ids["prompt"] = {'L', 'i', 'n', 'e', ' ', '7'};
+        CHECK(complete(server, ids).object()["choices"][0]["text"] == text);
+        ids["prompt"] = {"Line 8", "Line 7"}, ids["n"] = 3, ids["echo"] = true;
+        const json choices = complete(server, ids).object()["choices"];
+        REQUIRE(choices.size() == 6);
+        for (int i = 0; i < 6; ++i) {
+            CHECK(choices[i]["index"] == i);
+            CHECK(choices[i]["text"].get<std::string>().find(i < 3 ? "Line 8" : "Line 7") == 0);
+        }
+        CHECK(choices[3]["text"] == "Line 7" + text);  // the first of n is what n = 1 gives
+        CHECK(choices[4]["text"] != choices[3]["text"]);
+    }
+    SECTION("log-probabilities in both forms") {
+        json with = request;
+        with["logprobs"] = 3;
+        const json choice = complete(server, with).object()["choices"][0];
+        CHECK(choice["text"] == text);
+        CHECK(choice["logprobs"]["tokens"].size() == 20);
+        double sum = 0;
+        for (const auto& [token, logprob] : choice["logprobs"]["top_logprobs"][0].items())
+            sum += std::exp(logprob.get<double>());
+        CHECK((sum > 0 && sum < 1));
+        CHECK(choice["logprobs"]["text_offset"][0] == 0);
+        const json message = {{"messages", {{{"role", "user"}, {"content", "Hello"}}}},
+                              {"logprobs", true},
+                              {"top_logprobs", 2},
+                              {"temperature", 0},
+                              {"max_tokens", 4},
+                              {"ignore_eos", true}};
+        const json content = chat(server, message).object()["choices"][0]["logprobs"]["content"];
+        REQUIRE(content.size() == 4);
+        CHECK(content[0]["top_logprobs"].size() == 2);
+        CHECK(content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"]);  // greedy: the most probable one
+        CHECK(content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]);
+    }
+    SECTION("a conversation, whole and as a stream; a stop text") {
+        json message = {{"messages",
+                         {{{"role", "system"}, {"content", "Be brief."}},
+                          {{"role", "user"}, {"content", {{{"type", "text"}, {"text", "Hello"}}}}}}},
+                        {"seed", 1},
+                        {"max_tokens", 25},
+                        {"ignore_eos", true}};
+        const json first = chat(server, message).object();
+        CHECK(first["object"] == "chat.completion");
+        CHECK(first["choices"][0]["message"]["role"] == "assistant");
+        const std::string said = first["choices"][0]["message"]["content"];
+        message["stream"] = true;
+        std::string pieces;
+        for (const json& event : events(chat(server, message))) {
+            CHECK(event["object"] == "chat.completion.chunk");
+            CHECK_FALSE(event.contains("usage"));
+            pieces += event["choices"][0]["delta"].value("content", "");
+        }
+        CHECK(pieces == said);
+        json stopping = request;
+        stopping["stop"] = {text.substr(10, 3), "not there"};
+        const json stopped = complete(server, stopping).object()["choices"][0];
+        CHECK(stopped["finish_reason"] == "stop");
+        CHECK(stopped["text"] == text.substr(0, text.find(text.substr(10, 3))));
+    }
+    SECTION("what a flag says holds where a request says nothing") {
+        CHECK(complete(server, {{"prompt", "a"}, {"ignore_eos", true}}).object()["usage"]["completion_tokens"] == 30);
+        const auto random = [&] { return complete(server, {{"prompt", "a"}}).object()["choices"][0]["text"]; };
+        CHECK(random() != random());  // without a seed each has another one
+    }
+}
+
+TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
+    const Server server("--api-key secret --max-body 2000 --client-timeout 1 --request-timeout 0.2");
+    const std::string key = "Authorization: Bearer secret\r\n";
+    const auto post = [&](const std::string& body, const std::string& headers = "",
+                          const char* path = "/v1/completions") {
+        return ask(server, http("POST", path, body, key + headers));
+    };
+    const auto refused = [&](const Reply& reply, int status, const std::string& words, const json& param = nullptr) {
+        INFO(reply.head << "\n" << reply.body);
+        CHECK(reply.status == status);
+        const json error = reply.object()["error"];
+        CHECK(error["message"].get<std::string>().find(words) != std::string::npos);
+        CHECK(error["param"] == param);
+        CHECK(reply.head.find("Connection: close") != std::string::npos);
+    };
+    refused(post("{\"prompt\": "), 400, "no JSON: parse error at line 1, column 12");
+    refused(post("[1]"), 400, "no JSON object");
+    refused(post(std::string(100, '[')), 400, "levels");
+    refused(post("{}"), 400, "\"prompt\" is missing", "prompt");
+    refused(post(R"({"prompt": {"a": 1}})"), 400, "expected a text, a list of texts", "prompt");
+    refused(post(R"({"prompt": ""})"), 400, "no token", "prompt");
+    refused(post(R"({"prompt": [1, 1000]})"), 400, "the token 1000", "prompt");
+    refused(post(R"({"prompt": "a", "temperature": "hot"})"), 400, "\"temperature\" is \"hot\": expected a number",
+            "temperature");
+    refused(post(R"({"prompt": "a", "temperature": -1})"), 400, "temperature");
+    refused(post(R"({"prompt": "a", "max_tokens": 1.5})"), 400, "expected a whole number", "max_tokens");
+    refused(post(R"({"prompt": "a", "max_tokens": 0})"), 400, "at least 1", "max_tokens");
+    refused(post(R"({"prompt": "a", "n": 100})"), 400, "1 to 64", "n");
+    refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
+    refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
+    refused(post(R"({"prompt": "a", "logit_bias": {"x": 1}})"), 400, "logit_bias", "logit_bias");
+    refused(post(R"({"prompt": "a", "stream_options": {}})"), 400, "needs", "stream_options");
+    refused(post(R"({"prompt": "a", "max_tokens": 4000})"), 400, "room for 4000", "max_tokens");
+    refused(post(R"({"prompt": ")" + std::string(1900, 'a') + R"(", "max_tokens": 2500})"), 400, "1900 tokens",
+            "max_tokens");
+    refused(post(R"({"prompt": "a", "model": "other"})"), 404, "no model \"other\"", "model");
+    const char* const talk = "/v1/chat/completions";
+    refused(post("{}", "", talk), 400, "missing", "messages");
+    refused(post(R"({"messages": [{"role": "robot", "content": "a"}]})", "", talk), 400, "robot", "messages[0].role");
+    refused(post(R"({"messages": [{"role": "user", "content": 1}]})", "", talk), 400, "a text", "messages[0].content");
+    refused(post(R"({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})", "", talk), 400, "tools",
+            "tools");
+
+    refused(ask(server, http("POST", "/v1/completions", "{}")), 401, "key");
+    refused(ask(server, http("POST", "/v1/completions", "{}", "Authorization: Bearer secreT\r\n")), 401, "key");
+    refused(ask(server, http("GET", "/metrics")), 401, "key");
+    CHECK(ask(server, http("GET", "/health")).status == 200);
+    refused(ask(server, http("GET", "/v2")), 404, "nothing at /v2");
+    const Reply wrong_method = ask(server, http("GET", "/v1/completions"));
+    refused(wrong_method, 405, "use POST");
+    CHECK(wrong_method.head.find("Allow: POST") != std::string::npos);
+    refused(post(std::string(10000000, 'a')), 413, "2000 bytes");
+    refused(ask(server,
+                "POST /v1/completions HTTP/1.1\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n" + key + "\r\n{}"),
+            415, "application/json");
+    refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + key + "\r\n"), 411,
+            "Content-Length");
+    refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
+    refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
+    // The answer would take longer than --request-timeout.
+    refused(post(R"({"prompt": "a", "max_tokens": 3900, "ignore_eos": true})"), 504, "not complete after 0.2 seconds");
+
+    // A client that sends a byte now and then.
+    Client slow(server, "POST /v1/completions HTTP/1.1\r\n");
+    Client slower(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n" +
+                              key + "\r\n");
+    for (int i = 0; i < 8; ++i) pause_ms(150), slow.send("X"), slower.send(" ");
+    refused(parsed(slow.read_all()), 408, "not complete in time");
+    refused(parsed(slower.read_all()), 408, "not complete in time");
+    CHECK(ask(server, http("GET", "/health")).status == 200);
+}
+
+TEST_CASE("a client that goes away frees its pages; too many clients are refused", "[program][server]") {
+    const Server server("--max-sequences 1 --max-waiting 1");
+    for (const bool streams : {true, false}) {
+        json request = kLong;
+        request["stream"] = streams;
+        Client client(server, http("POST", "/v1/completions", request.dump()));
+        if (streams) client.read_until("data: ");
+        CHECK(becomes(server, "llm_running", 1));
+        CHECK(metric(server, "llm_pages_used") > 0);
+        const json engine = ask(server, http("GET", "/engine")).object();
+        REQUIRE(engine["requests"].size() == 1);
+        CHECK(engine["requests"][0]["state"] == "answers");
+        CHECK(engine["requests"][0]["max_tokens"] == 3900);
+        int64_t pages = 0;
+        for (const json& run : engine["pages"])
+            pages += run[0] == engine["requests"][0]["id"] ? run[2].get<int64_t>() : 0;
+        CHECK(pages == engine["pages_used"]);
+        client.leave();
+        CHECK(becomes(server, "llm_running", 0));
+        CHECK(metric(server, "llm_pages_used") == 0);
+    }
+    CHECK(metric(server, "llm_requests_total{outcome=\"cancelled\"}") == 2);
+
+    Client first(server, http("POST", "/v1/completions", kLong.dump()));
+    first.read_until("data: ");
+    Client second(server, http("POST", "/v1/completions", kLong.dump()));
+    CHECK(becomes(server, "llm_waiting", 1));
+    const Reply third = complete(server, kLong);
+    CHECK(third.status == 429);
+    CHECK(third.head.find("Retry-After: 1") != std::string::npos);
+    CHECK(third.object()["error"]["code"] == "rate_limit_exceeded");
+    first.leave();
+    CHECK(second.read_until("data: ").find("data: ") != std::string::npos);  // it is the second one's turn
+}
+
+TEST_CASE("a signal ends the server when its answers are complete, a second one at once", "[program][server]") {
+    json request = kLong;
+    request["max_tokens"] = 500, request["stream_options"] = {{"include_usage", true}};
+    for (const int number : {SIGTERM, SIGINT}) {
+        Server server("");
+        Client client(server, http("POST", "/v1/completions", request.dump()));
+        client.read_until("data: ");
+        server.signal(number);
+        pause_ms(20);
+        CHECK(ask(server, http("GET", "/health")).status == 503);
+        const Reply late = complete(server, kLong);
+        CHECK(late.status == 503);
+        CHECK(late.object()["error"]["message"].get<std::string>().find("ending") != std::string::npos);
+        const std::vector<json> all = events(parsed(client.read_all()));
+        CHECK(all.back()["usage"]["completion_tokens"] == 500);
+        CHECK(server.wait() == 0);
+    }
+    Server server("");
+    Client client(server, http("POST", "/v1/completions", kLong.dump()));
+    client.read_until("data: ");
+    server.signal(SIGTERM);
+    pause_ms(20);
+    server.signal(SIGTERM);
+    CHECK(server.wait() == 128 + SIGTERM);
+}
+
+TEST_CASE("the openai package talks to the server", "[program][server]") {
+    const char* set = std::getenv("LLM_PYTHON");
+    const std::string python = set ? set : "python3";
+    if (run_shell(python + " -c 'import openai'").status != 0) SKIP_TEST("no Python with openai (set LLM_PYTHON)");
+    const Server server("--max-waiting 300");
+    const Outcome outcome = run_shell(concat(python, " test/check_openai.py http://127.0.0.1:", server.port()));
+    INFO(outcome.out << outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK(outcome.out.find("check_openai: ok") != std::string::npos);
+}
