@@ -125,7 +125,7 @@ StepSizes Engine::prepare(const std::vector<StepPart>& parts) {
         if (part.n_logits == 0) continue;
         // The end of a prompt is followed by the first tokens of all its answers, which are drawn from the same logits.
         const bool first = std::ssize(sequence.tokens) == std::ssize(part.request->prompt);
-        const int64_t answers = first ? part.request->n : 1;
+        const int64_t answers = first && !part.request->beams ? part.request->n : 1;
         for (int64_t k = 0; k < answers; ++k) {
             for (int64_t row = sizes.tokens - part.n_logits; row < sizes.tokens; ++row)
                 logit_rows[sizes.logits++] = static_cast<int32_t>(row);
@@ -164,15 +164,17 @@ std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
     return sampler_.draw(logits, rows, device().stream);
 }
 
+void Engine::end_request(Request& request) {
+    scheduler_.remove(request);
+    std::erase(requests_, &request);
+    searches_.erase(&request);
+}
+
 void Engine::end_answer(Request& request, Sequence& sequence, const char* reason) {
     const uint64_t sample = sequence.sample;
     lookups_.erase(&sequence);
-    if (request.sequences.size() == 1) {
-        scheduler_.remove(request);
-        std::erase(requests_, &request);
-    } else {
-        scheduler_.drop(request, sequence);
-    }
+    if (request.sequences.size() == 1) end_request(request);
+    else scheduler_.drop(request, sequence);
     if (answer_ended) answer_ended(request, sample, reason);
 }
 
@@ -191,15 +193,52 @@ bool Engine::give(Request& request, Sequence& sequence, const Sampled& token) {
     return reason == nullptr;
 }
 
+// drawn: of each beam, in the order of request.sequences. Each beam goes on from one of those before it: the first that
+// goes on from a sequence takes it over, others fork it, and a sequence from which none goes on is dropped.
+void Engine::advance_beams(Request& request, std::span<const Sampled> drawn) {
+    BeamSearch& search = searches_.at(&request);
+    std::vector<std::vector<TokenLogprob>> top;
+    for (const Sampled& row : drawn) top.push_back(row.top);
+    search.step(top);
+    if (search.beams().empty()) {
+        const std::vector<BeamAnswer> answers = search.answers();
+        end_request(request);
+        if (beams_ended) beams_ended(request, answers);
+        return;
+    }
+    std::vector<Sequence*> parents, next;
+    for (const auto& sequence : request.sequences) parents.push_back(sequence.get());
+    std::vector<bool> taken(parents.size());
+    for (const BeamSearch::Beam& beam : search.beams()) {
+        next.push_back(taken[beam.parent] ? &scheduler_.fork(request, *parents[beam.parent]) : parents[beam.parent]);
+        taken[beam.parent] = true;
+    }
+    for (size_t p = 0; p < parents.size(); ++p)
+        if (!taken[p]) scheduler_.drop(request, *parents[p]);
+    // The order of the beams is that of the sequences from now on.
+    for (size_t i = 0; i < next.size(); ++i) {
+        const auto at = std::find_if(request.sequences.begin(), request.sequences.end(),
+                                     [&](const auto& sequence) { return sequence.get() == next[i]; });
+        std::swap(request.sequences[i], *at);
+        next[i]->tokens.push_back(search.beams()[i].answer.tokens.back());
+    }
+}
+
 void Engine::deliver(std::span<const Sampled> drawn) {
     // All forks first: they share the pages of the parent, whose tokens then go on differently.
     for (Draw& draw : draws_)
-        if (draw.sample != draw.sequence->sample)
+        if (!draw.request->beams && draw.sample != draw.sequence->sample)
             draw.sequence = &scheduler_.fork(*draw.request, *draw.sequence), draw.sequence->sample = draw.sample;
     size_t row = 0;
     for (const Draw& draw : draws_) {
         const std::span<const Sampled> its = drawn.subspan(row, static_cast<size_t>(draw.n));
         row += its.size();
+        if (draw.request->beams) {  // all its rows are neighbours, and the last of them moves all beams
+            if (draw.sequence == draw.request->sequences.back().get())
+                advance_beams(*draw.request,
+                              drawn.subspan(row - draw.request->sequences.size(), draw.request->sequences.size()));
+            continue;
+        }
         Sequence& sequence = *draw.sequence;
         const std::vector<int32_t> draft = std::move(sequence.draft);
         sequence.draft.clear();
@@ -217,21 +256,30 @@ void Engine::propose_drafts() {
     if (options_.lookup == 0) return;
     for (Request* request : requests_)
         for (const auto& sequence : request->sequences)
-            if (sequence->tokens.size() > request->prompt.size())
+            if (sequence->tokens.size() > request->prompt.size() && !request->beams)
                 sequence->draft = lookups_[sequence.get()].propose(sequence->tokens, options_.lookup);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
 void Engine::add(Request& request) {
-    scheduler_.add(request);
+    if (request.beams) {
+        request.beams->n_beams = request.n;
+        request.beams->max_tokens = request.max_tokens, request.beams->stop_tokens = request.stop_tokens;
+        const BeamSearch search(*request.beams);
+        request.sampling = {};
+        request.sampling.logprobs = search.n_tokens();
+        scheduler_.add(request);
+        searches_.emplace(&request, search);
+    } else {
+        scheduler_.add(request);
+    }
     requests_.push_back(&request);
 }
 
 void Engine::cancel(Request& request) {
     for (const auto& sequence : request.sequences) lookups_.erase(sequence.get());
-    scheduler_.remove(request);
-    std::erase(requests_, &request);
+    end_request(request);
 }
 
 bool Engine::step() {

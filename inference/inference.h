@@ -316,6 +316,8 @@ struct Request {
     int64_t n = 1;            // answers
     SamplingOptions sampling;
     std::vector<int32_t> stop_tokens;  // the answer ends before one of these
+    // Beam search: n is the number of beams, and the answers come all at once (Engine::beams_ended).
+    std::optional<BeamOptions> beams;
     // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that
     // are finished. Before a step there are 1 to n. Who draws a token adds it to tokens: the scheduler changes cached,
     // computed_n and draft alone.
@@ -472,6 +474,8 @@ class Engine {
     // Nothing of it is used by the engine any more; of the request neither, when its last answer has ended.
     std::function<void(Request& request, uint64_t sample, const char* reason)> answer_ended;
 
+    // The answers of a beam search, the best first. Nothing of the request is used by the engine any more.
+    std::function<void(Request& request, const std::vector<BeamAnswer>& answers)> beams_ended;
     // Called before each step is computed, for reports.
     std::function<void(std::span<const StepPart> parts)> step_begins;
 
@@ -510,6 +514,8 @@ class Engine {
     void deliver(std::span<const Sampled> drawn);
     bool give(Request& request, Sequence& sequence, const Sampled& token);  // false: the answer has ended
     void end_answer(Request& request, Sequence& sequence, const char* reason);
+    void end_request(Request& request);
+    void advance_beams(Request& request, std::span<const Sampled> drawn);
 
     const Model& model_;
     EngineOptions options_;
@@ -523,6 +529,7 @@ class Engine {
     std::vector<Draw> draws_;         // of the step that runs
     std::vector<Request*> requests_;  // that have come and not ended
     std::unordered_map<const Sequence*, PromptLookup> lookups_;
+    std::unordered_map<const Request*, BeamSearch> searches_;
     int64_t n_steps_ = 0, n_proposed_ = 0, n_accepted_ = 0;
 };
 
@@ -540,14 +547,15 @@ struct TextRequest {
     std::vector<int32_t> prompt;
     int64_t max_tokens = 16, n = 1;
     SamplingOptions sampling;
-    std::vector<std::string> stop;                        // the answer ends before the first of these
-    std::vector<int32_t> stop_tokens;                     // likewise
+    std::vector<std::string> stop;     // the answer ends before the first of these
+    std::vector<int32_t> stop_tokens;  // likewise
+    std::optional<BeamOptions> beams;  // the n best answers of this search, in one piece each, without `stop`
     std::function<void(const AnswerPiece& piece)> ready;  // called for each piece, in order; it must not call add()
 };
 
 class Requests {
   public:
-    // Takes the engine's token_ready and answer_ended.
+    // Takes the engine's token_ready, answer_ended and beams_ended.
     Requests(Engine& engine, const Tokenizer& tokenizer);
     ~Requests();
     // Error, in one line, for what the model cannot do: an empty prompt, an unknown token, one that is too long.
@@ -619,7 +627,8 @@ struct GenerateOptions {
     ServerOptions server;
     DType dtype = DType::f32;
     WeightFormat weights = WeightFormat::none;
-    int64_t tokens = 256, samples = 1;
+    int64_t tokens = 256, samples = 1, beams = 0;
+    double length_penalty = 1.0;
     SamplingOptions sampling;
     std::vector<std::string> stop;
     bool ignore_eos = false;

@@ -69,6 +69,10 @@ void add_sampling_options(CLI::App& app, GenerateOptions& o) {
     sampling.option("--repetition-penalty", s.repetition_penalty, "above 1: tokens seen before become less probable");
     sampling.option("--presence-penalty", s.presence_penalty, "taken from the logits of tokens that the answer has");
     sampling.option("--frequency-penalty", s.frequency_penalty, "the same, for each time that the answer has them");
+    sampling.option("--beams", o.beams,
+                    "beam search: the most probable answers that so many beams find; 0: draw tokens");
+    sampling.option("--length-penalty", o.length_penalty,
+                    "beam search: an answer's score is divided by its length to this power");
     sampling.option("--seed", s.seed, "of the random numbers");
 }
 
@@ -138,6 +142,8 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
+    check(o.beams == 0 || (o.beams >= o.samples && o.stop.empty()), "--beams ", o.beams,
+          ": it must be at least --samples, and cannot be combined with --stop");
     check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
                                                           : "--out is the file for the answers of --batch");
 }
@@ -167,6 +173,7 @@ TextRequest text_request(const GenerateOptions& o, const LoadedModel& model) {
     request.max_tokens = o.tokens, request.n = o.samples;
     request.sampling = o.sampling;
     request.stop = o.stop;
+    if (o.beams > 0) request.beams = BeamOptions{.n_beams = o.beams, .length_penalty = o.length_penalty};
     if (!o.ignore_eos) request.stop_tokens = model.stop_tokens;
     return request;
 }

@@ -11,7 +11,10 @@
 #include <algorithm>
 
 struct Requests::Answer {
-    explicit Answer(const Tokenizer& tokenizer) : decoder(tokenizer) {}
+    // The prompt goes through the decoder, too: some tokenizers drop a space before the first token of a text.
+    Answer(const Tokenizer& tokenizer, std::span<const int32_t> prompt) : decoder(tokenizer) {
+        for (const int32_t token : prompt) decoder.push(token);
+    }
     StreamDecoder decoder;
     std::string held;             // decoded, and not yet handed out
     std::vector<Sampled> tokens;  // likewise
@@ -47,7 +50,7 @@ size_t undecided(const std::string& text, const std::vector<std::string>& stop) 
 Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine), tokenizer_(tokenizer) {
     engine_.token_ready = [this](Request& request, Sequence& sequence, const Sampled& token) {
         Running& r = running(request);
-        Answer& answer = r.answers.try_emplace(sequence.sample, tokenizer_).first->second;
+        Answer& answer = r.answers.try_emplace(sequence.sample, tokenizer_, r.text.prompt).first->second;
         answer.tokens.push_back(token);
         answer.held += answer.decoder.push(token.token);
         const size_t stop = find_stop(answer.held, r.text.stop);
@@ -65,7 +68,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
     };
     engine_.answer_ended = [this](Request& request, uint64_t sample, const char* reason) {
         Running& r = running(request);
-        Answer& answer = r.answers.try_emplace(sample, tokenizer_).first->second;
+        Answer& answer = r.answers.try_emplace(sample, tokenizer_, r.text.prompt).first->second;
         AnswerPiece piece;
         piece.sample = sample, piece.finish_reason = reason;
         // Only the token that completes a stop string is still here: there is nothing behind. Otherwise what was held
@@ -76,9 +79,27 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
         if (r.text.ready) r.text.ready(piece);
         if (--r.n_left == 0) running_.erase(request.id);
     };
+    engine_.beams_ended = [this](Request& request, const std::vector<BeamAnswer>& answers) {
+        const std::unique_ptr<Running> r = std::move(running_.at(request.id));
+        running_.erase(request.id);
+        const std::vector<int32_t>& stops = r->text.stop_tokens;
+        for (size_t i = 0; i < answers.size() && i < static_cast<size_t>(r->text.n); ++i) {
+            std::vector<int32_t> tokens = answers[i].tokens;
+            AnswerPiece piece;
+            piece.sample = i;
+            piece.finish_reason = "length";
+            if (std::find(stops.begin(), stops.end(), tokens.back()) != stops.end())
+                tokens.pop_back(), piece.finish_reason = "stop";
+            Answer answer(tokenizer_, r->text.prompt);
+            for (const int32_t token : tokens) piece.text += answer.decoder.push(token);
+            piece.text += answer.decoder.finish();
+            for (const int32_t token : tokens) piece.tokens.push_back({.token = token, .logprob = 0, .top = {}});
+            if (r->text.ready) r->text.ready(piece);
+        }
+    };
 }
 
-Requests::~Requests() { engine_.token_ready = nullptr, engine_.answer_ended = nullptr; }
+Requests::~Requests() { engine_.token_ready = nullptr, engine_.answer_ended = nullptr, engine_.beams_ended = nullptr; }
 
 Requests::Running& Requests::running(const Request& request) { return *running_.at(request.id); }
 
@@ -93,11 +114,14 @@ int64_t Requests::add(TextRequest text) {
     check(text.max_tokens >= 1 && text.n >= 1, "an answer has at least one token, and a request at least one answer, ",
           "not ", text.max_tokens, " and ", text.n);
     check_sampling(text.sampling, V);
+    check(!text.beams || (text.stop.empty() && text.n <= text.beams->n_beams),
+          "beam search gives at most as many answers as it has beams, and knows no stop strings");
     auto r = std::make_unique<Running>();
     r->request.id = ++n_requests_;
     r->request.prompt = text.prompt;
     r->request.max_tokens = std::min(text.max_tokens, most - std::ssize(text.prompt));  // it ends with "length"
-    r->request.n = text.n;
+    r->request.n = text.beams ? text.beams->n_beams : text.n;
+    r->request.beams = text.beams;
     r->request.sampling = text.sampling;
     r->request.stop_tokens = text.stop_tokens;
     r->n_left = text.n;

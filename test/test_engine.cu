@@ -244,3 +244,44 @@ TEST_CASE("a sample of a training run may be longer than its sequences", "[infer
     CHECK(std::vector<int32_t>(again.begin() + 8, again.end()) ==
           std::vector<int32_t>(text.begin() + 16, text.begin() + 24));
 }
+
+TEST_CASE("beam search finds the answers of transformers' beam search", "[inference][engine]") {
+    const auto golden = nlohmann::json::parse(read_text_file("test/golden/generate/beams.json"));
+    for (const auto& [name, of_model] : golden.items()) {
+        const GoldenModel m("test/golden/" + name, of_model["positions"]);
+        for (const int64_t n_pages : {1000, 22}) {  // with few pages the beams of one search make the other one wait
+            EngineOptions options;
+            options.cache = {.page_size = 3, .n_pages = n_pages};
+            options.scheduler.max_sequences = 8, options.scheduler.step_tokens = 9;
+            EngineWithMemory e(m.model, options);
+            std::map<int64_t, std::vector<BeamAnswer>> found;
+            e.engine.beams_ended = [&](Request& request, const std::vector<BeamAnswer>& answers) {
+                found[request.id] = answers;
+            };
+            std::deque<Request> requests;
+            for (const auto& one : of_model["cases"]) {
+                Request& request = requests.emplace_back();
+                request.id = std::ssize(requests) - 1;
+                request.prompt = one["prompt"].get<std::vector<int32_t>>();
+                request.max_tokens = one["tokens"], request.n = 3;
+                request.stop_tokens = {one["stop"].get<int32_t>()};
+                request.beams = BeamOptions{.length_penalty = 0.7};
+                e.engine.add(request);
+            }
+            while (e.engine.step()) {
+            }
+            INFO(name << ", " << e.engine.scheduler().n_preemptions() << " preemptions");
+            CHECK(e.engine.cache().use().owned_pages == 0);
+            for (size_t i = 0; i < requests.size(); ++i) {
+                const auto& wanted = of_model["cases"][i]["answers"];
+                const std::vector<BeamAnswer>& answers = found[static_cast<int64_t>(i)];
+                REQUIRE(answers.size() == wanted.size());
+                for (size_t k = 0; k < answers.size(); ++k) {
+                    std::vector<int32_t> tokens = answers[k].tokens;
+                    if (tokens.back() == requests[i].stop_tokens[0]) tokens.pop_back();
+                    CHECK(tokens == wanted[k].get<std::vector<int32_t>>());
+                }
+            }
+        }
+    }
+}
