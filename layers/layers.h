@@ -261,7 +261,8 @@ std::vector<double> rope_frequencies(int64_t D, double base, const RopeScaling& 
 // YaRN's a, and what it (in DeepSeek's form) multiplies the softmax scale by. Both 1 without YaRN.
 double rope_amplitude(const RopeScaling& scaling);
 double rope_softmax_factor(const RopeScaling& scaling);
-// table (at least T, D; with positions any number) f32: a cos in the first D/2 columns, a sin in the others, computed in double on the host.
+// table (at least T, D; with positions any number) f32: a cos in the first D/2 columns, a sin in the others, computed
+// in double on the host.
 void rope_table(Tensor table, const std::vector<double>& frequencies, double amplitude = 1.0);
 // Heads of rows (B, T, columns); table's row t is that of position t: a slice of it starts later.
 void rope_forward(const HeadColumns& heads, RopePairs pairs, Tensor positions, Tensor table, cudaStream_t stream);

@@ -12,8 +12,8 @@
 // the place of their latent.
 //
 // Training expands keys and values and is then multi-head attention. Generating keeps only the latent and the shared
-// key of each token, and folds kv_up into query and output (layers/flash_attention/paged_latent_attention.cu): the same function, with sums
-// in another order.
+// key of each token, and folds kv_up into query and output (layers/flash_attention/paged_latent_attention.cu): the same
+// function, with sums in another order.
 #include "model/sublayer.h"
 
 #include <algorithm>
