@@ -33,6 +33,15 @@ const std::string& model_folder() {
     return path;
 }
 
+// What --serve says of an address that is not this machine's, or of having been built without its library.
+const std::string& refusal_to_listen() {
+    static const std::string line =
+        run_program("generate", "--serve --host 192.0.2.1 --max-length 100 --model " + model_folder()).err;
+    return line;
+}
+#define SKIP_WITHOUT_SERVER() \
+    if (refusal_to_listen().find("without cpp-httplib") != std::string::npos) SKIP_TEST("built without cpp-httplib")
+
 class Server {
   public:
     explicit Server(const std::string& flags) {
@@ -175,6 +184,9 @@ const json kLong = {{"prompt", "for ever"}, {"max_tokens", 3900}, {"stream", tru
 }  // namespace
 
 TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
+    CHECK(
+        one_line_with(refusal_to_listen().substr(0, refusal_to_listen().size() - 1), "192.0.2.1 port 8000", "--port"));
     const Server server("--tokens 30");
     const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"];
     CHECK(name == model_folder());
@@ -275,6 +287,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
 }
 
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
     const Server server("--api-key secret --max-body 2000 --client-timeout 1 --request-timeout 0.2");
     const std::string key = "Authorization: Bearer secret\r\n";
     const auto post = [&](const std::string& body, const std::string& headers = "",
@@ -347,6 +360,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
 }
 
 TEST_CASE("a client that goes away frees its pages; too many clients are refused", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
     const Server server("--max-sequences 1 --max-waiting 1");
     for (const bool streams : {true, false}) {
         json request = kLong;
@@ -382,6 +396,7 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
 }
 
 TEST_CASE("a signal ends the server when its answers are complete, a second one at once", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
     json request = kLong;
     request["max_tokens"] = 500, request["stream_options"] = {{"include_usage", true}};
     for (const int number : {SIGTERM, SIGINT}) {
@@ -408,6 +423,7 @@ TEST_CASE("a signal ends the server when its answers are complete, a second one 
 }
 
 TEST_CASE("the openai package talks to the server", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
     const char* set = std::getenv("LLM_PYTHON");
     const std::string python = set ? set : "python3";
     if (run_shell(python + " -c 'import openai'").status != 0) SKIP_TEST("no Python with openai (set LLM_PYTHON)");
