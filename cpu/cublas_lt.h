@@ -1,5 +1,6 @@
 // Inside cpu/'s cuBLASLt: the complete description of one matrix multiplication. The API (cublas_lt.cpp) checks and
-// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp, few_columns.cpp (the arithmetic) compute it.
+// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp, few_columns.cpp (the arithmetic) compute
+// it.
 #pragma once
 
 #include <utility>

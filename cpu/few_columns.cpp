@@ -15,9 +15,9 @@
 //
 // A sum's additions wait for each other. Two squares below each other, and the columns of B, have independent sums. The
 // hardware's prefetchers lose so many rows at the same time, so that A is prefetched here, `lead` elements ahead: along
-// the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads a float32 or 16-bit A for
-// one column at 80 to 95 % of the speed at which it adds up an array; from 8 columns on (16 bits: from 4) the arithmetic
-// takes longer.
+// the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads a float32 or 16-bit A
+// for one column at 80 to 95 % of the speed at which it adds up an array; from 8 columns on (16 bits: from 4) the
+// arithmetic takes longer.
 #include <algorithm>
 
 #include "cublas_lt.h"

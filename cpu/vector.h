@@ -1,5 +1,5 @@
-// cpu/vector.h: vectors of floats, as wide as the CPU's registers, for sgemm.cpp and few_columns.cpp: the compiler's own
-// vector type, a fused multiply-add, the transpose of a square of them, and the end of every sum.
+// cpu/vector.h: vectors of floats, as wide as the CPU's registers, for sgemm.cpp and few_columns.cpp: the compiler's
+// own vector type, a fused multiply-add, the transpose of a square of them, and the end of every sum.
 #pragma once
 
 #include <cstdint>

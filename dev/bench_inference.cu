@@ -2,10 +2,10 @@
 //
 //   run      make bench-inference                                       GPT-2 124M in float32
 //            build/cpu/dev/bench_inference --model tiny --requests 16   another model, fewer requests
-//            make bench-inference LLM_PYTHON=python3                    alternating with transformers (dev/bench_inference.py)
+//            make bench-inference LLM_PYTHON=python3       in turns with transformers (dev/bench_inference.py)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_inference --model tiny
 //
-// One sequence     every token reads all weights once: no machine is faster than its memory. Limit: weights / bandwidth.
+// One sequence     every token reads all weights once: the limit is weights / bandwidth of the memory.
 // Many sequences   lengths are log-normal, as those of conversations are. Static batches wait for their longest answer;
 //                  continuous batching replaces each answer that has ended by the next request.
 // Under load       requests arrive at random, at a part of the rate that the machine can serve: how long until the

@@ -1,11 +1,11 @@
-// dev/few_rows.cu: a linear layer for a few rows, as in generating text: five times with weights as they are, twice with
-// int8 codes.
+// dev/few_rows.cu: a linear layer for a few rows, as in generating text: five times with weights as they are, twice
+// with int8 codes.
 //
 //   out (N, O) = inp (N, C) weight^T          weight (O, C), N = 1 to 16 sequences that each get one token
 //
-// A training step has thousands of rows, and uses each weight as often: dev/matmul.cu. Here a weight is used N times, and
-// the time is that of reading it: what counts is that every byte is read once, in large pieces, with many of them in
-// flight; and then that there are fewer bytes. The limit is a copy's bandwidth. (Reading alone is faster.)
+// A training step has thousands of rows, and uses each weight as often: dev/matmul.cu. Here a weight is used N times,
+// and the time is that of reading it: what counts is that every byte is read once, in large pieces, with many of them
+// in flight; and then that there are fewer bytes. The limit is a copy's bandwidth. (Reading alone is faster.)
 //
 //   run      make dev && build/cpu/dev/few_rows                  (on a GPU build/cuda/dev/few_rows)
 //            build/cpu/dev/few_rows --check | --size 1x3072x768 --dtype bf16 | --rung 3
@@ -56,8 +56,8 @@ void few_rows_naive(const Problem& p, cudaStream_t stream) {
 // 2. Warp: n = 1, one row of inp. All bytes of every sector are used, 64 or 128 of them by each load of the warp.
 // 3. 16 bytes: n = 4 or 8. 512 bytes by each load: a quarter or an eighth of the instructions, and as many loads in
 //    flight carry more. (A row whose length is no multiple of n goes one element at a time.)
-// 4. Shared rows: up to 16 rows of inp for each loaded weight, which is therefore read once. The rows of inp are read by
-//    every warp, and lie in the caches.
+// 4. Shared rows: up to 16 rows of inp for each loaded weight, which is therefore read once. The rows of inp are read
+//    by every warp, and lie in the caches.
 
 template <int n, int kRows, class T>
 __global__ void few_rows_warp_kernel(T* out, const T* inp, const T* weight, int64_t N, int64_t O, int64_t C) {
@@ -165,8 +165,8 @@ Expectation product_reference(const Problem& p, const std::vector<float>& inp, V
             expectation.values.push_back(sum);
             expectation.sizes.push_back(size);
         }
-    // C additions in any order, the rounding of each product and of scale times code: (C + 2) 2^-24 of the terms' sizes.
-    // Then out's type rounds once, by less than that of the same sizes.
+    // C additions in any order, the rounding of each product and of scale times code: (C + 2) 2^-24 of the terms'
+    // sizes. Then out's type rounds once, by less than that of the same sizes.
     expectation.relative =
         static_cast<double>(p.C + 2) * 0x1p-24 + (p.out.dtype == DType::f32 ? 0 : unit_roundoff(p.out.dtype));
     return expectation;

@@ -53,8 +53,8 @@ TextRequest read_request(const json& line, const LoadedModel& model, const Gener
     return request;
 }
 
-// The answers that the file has already, as (id, sample), and the ids of requests that have all of theirs. A process that
-// was killed may have left half a line, which is removed.
+// The answers that the file has already, as (id, sample), and the ids of requests that have all of theirs. A process
+// that was killed may have left half a line, which is removed.
 struct Done {
     std::set<std::pair<std::string, uint64_t>> answers;
     std::map<std::string, int64_t> n_answers;

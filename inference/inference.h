@@ -679,7 +679,8 @@ const ChatTemplate& find_chat_template(const std::string& name, const std::strin
 TextRequest chat_request(const GenerateOptions& options, const LoadedModel& model, const ChatTemplate& chat,
                          const std::vector<ChatMessage>& messages);
 
-// chat.cu: reads messages from stdin and prints the answers as they come, until the end of stdin. Ctrl-C ends an answer.
+// chat.cu: reads messages from stdin and prints the answers as they come, until the end of stdin. Ctrl-C ends an
+// answer.
 void run_chat(LoadedModel& model, const GenerateOptions& options);
 
 // ---------------------------------------------------------------------------------------------------------------------

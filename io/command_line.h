@@ -1,5 +1,5 @@
-// io/command_line.h: command lines of the programs, by CLI11: flags under headings, numbers as people write them, and one
-// line that helps for what is mistyped (mistyped.cu). Apart from io.h because it draws in CLI11.
+// io/command_line.h: command lines of the programs, by CLI11: flags under headings, numbers as people write them, and
+// one line that helps for what is mistyped (mistyped.cu). Apart from io.h because it draws in CLI11.
 #pragma once
 
 #include "io/io.h"
@@ -41,8 +41,8 @@ struct Heading {
     }
 };
 
-// Reads argv into the options of `app`, then calls `settle`, whose conversions may fail as those of argv may. Prints the
-// help and ends for --help; Error, in one line, for what cannot be read.
+// Reads argv into the options of `app`, then calls `settle`, whose conversions may fail as those of argv may. Prints
+// the help and ends for --help; Error, in one line, for what cannot be read.
 inline void parse_command_line(CLI::App& app, const ProgramWords& program, int argc, char** argv,
                                const std::function<void()>& settle) {
     app.allow_extras();  // explain_unknown says more of them than CLI11

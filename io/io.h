@@ -155,8 +155,8 @@ class Tokenizer {
 
 // Text as it is generated. A token may end in the middle of a UTF-8 character: push() gives only bytes whose characters
 // are complete (or can no longer become so), finish() what is left, and then it is ready for another row. Together they
-// are decode() of all tokens. Who wants what follows a prompt pushes the prompt's tokens, too, and drops their text: some
-// tokenizers print the first token of a row without its space.
+// are decode() of all tokens. Who wants what follows a prompt pushes the prompt's tokens, too, and drops their text:
+// some tokenizers print the first token of a row without its space.
 class StreamDecoder {
   public:
     explicit StreamDecoder(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
@@ -438,8 +438,8 @@ void write_png(const std::string& path, const Plot& plot);
 void write_png(const std::string& path, const std::vector<Plot>& plots);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// mistyped.cu: what a program answers to words that are no flags, and to values that are no numbers. command_line.h puts
-// it around CLI11.
+// mistyped.cu: what a program answers to words that are no flags, and to values that are no numbers. command_line.h
+// puts it around CLI11.
 
 // What other programs call our flags, and what to write here: {"learning-rate", "--lr"}.
 struct Synonym {

@@ -2,9 +2,9 @@
 //
 // Unicode often has two ways to write one thing: an accented letter is one character, or a letter and an accent. A
 // normal form chooses one: C composes, D decomposes, and KC and KD also replace compatibility characters (a ligature by
-// its letters). The tables are those of utf8proc. A model has learned from texts that Hugging Face's library normalized,
-// and that one knows Unicode 9: what is newer and would change (unicode_tables.h) stays as it is, as do bytes that are
-// not UTF-8.
+// its letters). The tables are those of utf8proc. A model has learned from texts that Hugging Face's library
+// normalized, and that one knows Unicode 9: what is newer and would change (unicode_tables.h) stays as it is, as do
+// bytes that are not UTF-8.
 #include "io/tokenizer_parts.h"
 #include "io/unicode_tables.h"
 

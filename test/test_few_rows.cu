@@ -1,8 +1,8 @@
 // Linear layers for a few rows, with weights as they are and of 8 bits, against loops in float64.
 //
 // Tolerance, for each element by itself: a float32 sum of C products, in any order, is off by at most C roundings of
-// 2^-24 of sum |inp weight|; scale * code is rounded once more, and the bias adds one: (C + 3) 2^-24 (sum |inp weight| +
-// |bias|). Then out's type rounds once.
+// 2^-24 of sum |inp weight|; scale * code is rounded once more, and the bias adds one: (C + 3) 2^-24 (sum |inp weight|
+// + |bias|). Then out's type rounds once.
 #include "layers/layers.h"
 #include "reference.h"
 
