@@ -286,18 +286,16 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
     CHECK(slurp(folder / "err") ==
           "finishing step 1, then saving; press Ctrl-C again to stop without saving\n"
           "stopped without saving: nothing of this run was saved\n");
-    // During the sample, which would take 10 s: it ends, one step is made and saved. (In a folder of its own: `await` must
-    // not read what the run before has printed.)
-    const TempFolder other;
-    const std::string second = other / "run";
+    // During the sample, which would take 10 s: it ends, one step is made and saved.
+    std::filesystem::remove_all(run);
     const Outcome sample = with_background(
-        other, command("--seq 256 --sample 100000 --steps 1000 --out " + second),
+        folder, command("--seq 256 --sample 100000 --steps 1000 --out " + run),
         "await 'total' out; kill -INT $pid; await 'finishing step 1, then saving' err; wait $pid; echo status $?");
-    INFO(sample.out << slurp(other / "err"));
+    INFO(sample.out << slurp(folder / "err"));
     CHECK_THAT(sample.out, ContainsSubstring("status 0"));
-    CHECK_THAT(slurp(other / "out"), ContainsSubstring("---- sample before training ----") &&
-                                         ContainsSubstring("stopped after step 1 of 1000"));
-    CHECK(newest_checkpoint(second) == second + "/checkpoints/step-00000001");
+    CHECK_THAT(slurp(folder / "out"), ContainsSubstring("---- sample before training ----") &&
+                                          ContainsSubstring("stopped after step 1 of 1000"));
+    CHECK(newest_checkpoint(run) == run + "/checkpoints/step-00000001");
 }
 
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {

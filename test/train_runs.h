@@ -24,6 +24,8 @@ inline Outcome train(const std::string& arguments, const std::string& before = "
 // Runs `command` in the background of a shell script, which finds its process number in $pid and what it printed in
 // FOLDER/out and FOLDER/err. await TEXT FILE: waits until the text is there, at most 60 s.
 inline Outcome with_background(const TempFolder& folder, const std::string& command, const std::string& script) {
+    // What a command before this one has printed must not be taken for this one's.
+    for (const char* old : {"out", "err"}) std::filesystem::remove(folder / old);
     return run_shell(concat("export OMP_NUM_THREADS=1; await() { for i in $(seq 1200); do grep -q \"$1\" ", folder.path,
                             "/$2 && return; sleep 0.05; done; echo \"$1 did not come\"; }; ( ", command, " ) > ",
                             folder / "out", " 2> ", folder / "err", " & pid=$!; ", script));
