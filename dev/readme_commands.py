@@ -131,7 +131,7 @@ RULES = [
     Rule(r"\./generate --model gpt2", quick=True),
     Rule(r"make bench-inference$", skip="takes minutes with GPT-2 124M; the next one is the same with a small model"),
     Rule(r"build/cpu/dev/bench_inference"),
-    Rule(r"\./generate --prompt"),  # from the run that README.md's ./train_gpt has left
+    Rule(r"\./generate --prompt", replace=(("^", f"[ -d runs ] || ./train_gpt {SMALL} > /dev/null; "),)),
     # doc/memory.md
     train("--plan", flags="", quick=True),
     train("--offload"),
@@ -601,7 +601,8 @@ def main():
                     how = f"not run: {rule.skip or lacks}" if rule.skip or lacks else line_to_run(command, rule)
                     print(f"  {command.where}: {command.key.splitlines()[0]}\n      {how}")
                 continue
-            if (command.page, command.block) != block:  # a block may use its own runs, and begins with runs/1
+            # A block may use its own runs, and begins with runs/1; ./generate takes the run that was left before it.
+            if (command.page, command.block) != block and not command.key.startswith("./generate"):
                 shutil.rmtree(os.path.join(tree.folder, "runs"), ignore_errors=True)
             block = (command.page, command.block)
             started = time.monotonic()
