@@ -3,9 +3,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
-#include <iostream>
 
 namespace {
 
@@ -41,20 +41,20 @@ bool read_line(std::string& line) {
     }
 }
 
-// What of the conversation the model has positions for, beside the answer: the oldest exchanges are left away.
-std::vector<ChatMessage> fitting(const LoadedModel& model, const GenerateOptions& o, const ChatTemplate& chat,
-                                 std::vector<ChatMessage> messages) {
-    const size_t first = messages[0].role == "system" ? 1 : 0;
+// The request for the next answer. The model must have positions for it: the oldest exchanges are left away.
+TextRequest next_request(const LoadedModel& model, const GenerateOptions& o, const ChatTemplate& chat,
+                         std::vector<ChatMessage>& messages) {
+    const std::ptrdiff_t first = messages[0].role == "system" ? 1 : 0;
     const int64_t room = model.engine->options().scheduler.max_length - 1;
+    const int64_t most = room - std::min(o.tokens, room / 4);
+    TextRequest request = chat_request(o, model, chat, messages);
     bool left_away = false;
-    while (messages.size() > first + 2 &&
-           std::ssize(chat_request(o, model, chat, messages).prompt) > room - std::min(o.tokens, room / 4)) {
-        messages.erase(messages.begin() + static_cast<std::ptrdiff_t>(first),
-                       messages.begin() + static_cast<std::ptrdiff_t>(first + 2));
-        left_away = true;
+    for (; std::ssize(messages) > first + 2 && std::ssize(request.prompt) > most; left_away = true) {
+        messages.erase(messages.begin() + first, messages.begin() + first + 2);
+        request = chat_request(o, model, chat, messages);
     }
     if (left_away) std::printf("(the beginning of the conversation is left away: the model has no room for it)\n");
-    return messages;
+    return request;
 }
 
 // Prints the answer as it comes, and returns it.
@@ -93,9 +93,8 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
         if (!read_line(line)) break;
         if (line.empty()) continue;
         messages.push_back({"user", line});
-        messages = fitting(model, o, chat, messages);
         try {
-            messages.push_back({"assistant", answer(requests, chat_request(o, model, chat, messages))});
+            messages.push_back({"assistant", answer(requests, next_request(model, o, chat, messages))});
         } catch (const Error& error) {  // a message that is too long is no reason to end the conversation
             std::printf("(%s)\n", error.what());
             messages.pop_back();

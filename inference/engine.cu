@@ -34,11 +34,6 @@ EngineOptions settled(const Model& model, EngineOptions o) {
     return o;
 }
 
-template <class T>
-T* host(const Tensor& pinned) {
-    return static_cast<T*>(pinned.data);
-}
-
 void upload(const Tensor& to, const Tensor& pinned, cudaStream_t stream) {
     if (to.n() > 0) cudaCheck(cudaMemcpyAsync(to.data, pinned.data, to.bytes(), cudaMemcpyHostToDevice, stream));
 }
@@ -100,9 +95,9 @@ StepSizes Engine::prepare(const std::vector<StepPart>& parts) {
     for (const StepPart& part : parts)
         sizes.pages = std::max<int64_t>(sizes.pages, std::ssize(cache_.page_table(*part.sequence->cached)));
     draws_.clear();
-    int32_t *tokens = host<int32_t>(tables_.tokens), *positions = host<int32_t>(tables_.positions),
-            *cache_rows = host<int32_t>(tables_.cache_rows), *page_table = host<int32_t>(tables_.page_table),
-            *chunks = host<int32_t>(tables_.chunks), *logit_rows = host<int32_t>(tables_.logit_rows);
+    int32_t *tokens = tables_.tokens.ptr<int32_t>(), *positions = tables_.positions.ptr<int32_t>(),
+            *cache_rows = tables_.cache_rows.ptr<int32_t>(), *page_table = tables_.page_table.ptr<int32_t>(),
+            *chunks = tables_.chunks.ptr<int32_t>(), *logit_rows = tables_.logit_rows.ptr<int32_t>();
     for (const StepPart& part : parts) {
         const Sequence& sequence = *part.sequence;
         const std::vector<int32_t>& pages = cache_.page_table(*sequence.cached);
@@ -148,18 +143,22 @@ StepSizes Engine::prepare(const std::vector<StepPart>& parts) {
 
 std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
     std::vector<SamplingRow> rows;
-    std::deque<std::vector<int32_t>> texts;  // a sequence with its draft, for the rows behind that
+    std::deque<std::vector<int32_t>> with_draft;  // of sequences that have one: the rows behind it see its tokens
     for (const Draw& draw : draws_) {
         const Sequence& sequence = *draw.sequence;
-        std::vector<int32_t>& text = texts.emplace_back(sequence.tokens);
-        text.insert(text.end(), sequence.draft.begin(), sequence.draft.end());
+        std::span<const int32_t> text = sequence.tokens;
+        if (!sequence.draft.empty()) {
+            std::vector<int32_t>& both = with_draft.emplace_back(sequence.tokens);
+            both.insert(both.end(), sequence.draft.begin(), sequence.draft.end());
+            text = both;
+        }
         const size_t prompt_n = draw.request->prompt.size(), n = sequence.tokens.size();
         for (size_t i = 0; i < static_cast<size_t>(draw.n); ++i)
             rows.push_back({.options = &draw.request->sampling,
                             .sample = draw.sample,
                             .position = static_cast<int64_t>(n + i),
-                            .prompt = std::span(text).first(prompt_n),
-                            .answer = std::span(text).subspan(prompt_n, n + i - prompt_n)});
+                            .prompt = text.first(prompt_n),
+                            .answer = text.subspan(prompt_n, n + i - prompt_n)});
     }
     return sampler_.draw(logits, rows, device().stream);
 }

@@ -600,7 +600,6 @@ struct LoadedModel {
     void take_memory();
     Arena gradients_{"gradients"}, masters_{"master weights"};  // counted, and never taken
     std::unique_ptr<Arena> unquantised_;                        // of the host, while the weights are read
-    Model read_model_;  // the model as it is read: with format none the model itself
     DType dtype_;
     WeightFormat format_;
     EngineOptions options_;

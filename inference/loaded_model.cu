@@ -50,10 +50,10 @@ void LoadedModel::take_memory() {
     const int64_t max_length = options_.scheduler.max_length;
     if (format_ != WeightFormat::none && !unquantised_)
         unquantised_ = std::make_unique<Arena>("weights before they are quantised", MemoryKind::pinned);
-    read_model_ = build_model(config, {dtype_, DType::f32, false}, max_length, unquantised_ ? *unquantised_ : weights,
-                              gradients_, masters_);
-    if (!weights.counting()) load_weights(read_model_, folder);
-    model = unquantised_ ? quantised_copy(read_model_, format_, weights) : read_model_;
+    Model read = build_model(config, {dtype_, DType::f32, false}, max_length, unquantised_ ? *unquantised_ : weights,
+                             gradients_, masters_);
+    if (!weights.counting()) load_weights(read, folder);
+    model = unquantised_ ? quantised_copy(read, format_, weights) : read;
     if (!engine) engine = std::make_unique<Engine>(model, options_);
     engine->take_memory(cache, activations, pinned);
 }
@@ -71,6 +71,5 @@ void LoadedModel::load() {
     for (Arena* arena : {&weights, &cache, &activations, &pinned}) arena->reserve();
     if (unquantised_) unquantised_->reserve();
     take_memory();
-    read_model_ = {};
     unquantised_.reset();
 }

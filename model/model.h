@@ -329,11 +329,12 @@ struct StepSizes {
 // For steps of at most these sizes.
 Activations take_step_activations(const Model& model, const CachePools& pools, const StepSizes& largest, Arena& arena);
 Workspace take_step_workspace(const Model& model, const StepSizes& largest, int64_t max_length, Arena& arena);
-// quantised.cu. The model with weights of 8 bits in the linear layers of its blocks; the embedding, the head, norms and
-// biases stay as they are. For inference alone: it has no parameters to update or save. Its memory is the arena's;
-// where the arena has been reserved, the weights are copied, from wherever the model's are.
-Model quantised_copy(const Model& model, WeightFormat format, Arena& arena);
-
 // The part of them that a step of these sizes uses.
 Activations of_step(const Activations& largest, const StepSizes& sizes);
 Workspace of_step(const Workspace& largest, const StepSizes& sizes);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// quantised.cu: the model with weights of 8 bits in the linear layers of its blocks; the embedding, the head, norms and
+// biases stay as they are. For inference alone: it has no parameters to update or save. Its memory is the arena's;
+// where the arena has been reserved, the weights are copied, from wherever the model's are.
+Model quantised_copy(const Model& model, WeightFormat format, Arena& arena);
