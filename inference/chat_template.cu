@@ -8,7 +8,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <filesystem>
 
 namespace {
 
@@ -95,10 +94,9 @@ const ChatTemplate kTemplates[] = {{"chatml", chatml, "<|im_end|>"},
 
 // The description in a folder, or "".
 std::string description_in(const std::string& folder) {
-    std::error_code ignored;
     const std::string jinja = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
-    if (std::filesystem::exists(jinja, ignored)) return read_text_file(jinja);
-    if (!std::filesystem::exists(config, ignored)) return "";
+    if (is_there(jinja)) return read_text_file(jinja);
+    if (!is_there(config)) return "";
     const nlohmann::json file = nlohmann::json::parse(read_text_file(config), nullptr, false);
     if (!file.is_object() || !file.contains("chat_template")) return "";
     // A text, or a list of several with names, of which "default" is for conversations.

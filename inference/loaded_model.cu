@@ -3,14 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <filesystem>
-
 namespace {
-
-bool is_there(const std::string& path) {
-    std::error_code ignored;
-    return std::filesystem::exists(path, ignored);
-}
 
 // eos_token_id of a JSON file: a number, a list of them, or null.
 std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
@@ -36,9 +29,10 @@ LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenize
     : folder(folder_), config(load_config(folder_ + "/config.json")), dtype_(dtype), format_(format),
       options_(options) {
     const std::string beside = folder + "/tokenizer.json";
-    std::string path = tokenizer_path.empty() && is_there(beside) ? beside : tokenizer_path;
-    if (std::filesystem::is_directory(path)) path += "/tokenizer.json";
-    is_text = !path.empty() || config.V <= 512;
+    const std::string path = !tokenizer_path.empty() ? find_tokenizer_file(tokenizer_path)
+                             : is_there(beside)      ? beside
+                                                     : "";
+    is_text = !path.empty() || config.V <= kLargestByteVocabulary;
     tokenizer = path.empty() ? make_byte_tokenizer() : load_tokenizer(path);
     stop_tokens = eos_tokens(folder + "/generation_config.json", config.V);
     if (stop_tokens.empty()) stop_tokens = eos_tokens(folder + "/config.json", config.V);

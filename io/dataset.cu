@@ -45,11 +45,6 @@ std::vector<std::string> match_pattern(const std::string& pattern) {
     return paths;  // glob() sorts by name
 }
 
-bool is_there(const fs::path& path) {
-    std::error_code ignored;
-    return fs::exists(path, ignored);
-}
-
 bool is_shard_name(const std::string& path) { return path.ends_with(".bin"); }
 
 // "val" is one of the words of the file name: tiny_shakespeare_val.bin, fineweb_val_000000.bin.
@@ -124,11 +119,11 @@ std::string_view first_chunk(std::string_view text, const Tokenizer& tokenizer) 
 // The include folder of the C++ standard library: the compiler's own (the Makefile asks it), or the newest there is.
 std::string find_cxx_headers() {
 #ifdef CXX_INCLUDE_DIR
-    if (is_there(fs::path(CXX_INCLUDE_DIR) / "vector")) return CXX_INCLUDE_DIR;
+    if (is_there(CXX_INCLUDE_DIR "/vector")) return CXX_INCLUDE_DIR;
 #endif
     for (const char* pattern : {"/usr/include/c++/*", "/usr/local/include/c++/*", "/usr/lib/llvm*/include/c++/v1"}) {
         std::vector<std::string> folders = match_pattern(pattern);
-        std::erase_if(folders, [](const std::string& folder) { return !is_there(fs::path(folder) / "vector"); });
+        std::erase_if(folders, [](const std::string& folder) { return !is_there(folder + "/vector"); });
         auto by_version = [](const std::string& a, const std::string& b) {  // "9" before "12"
             return std::pair(a.size(), a) < std::pair(b.size(), b);
         };

@@ -180,6 +180,15 @@ void make_folder(const std::string& path) {
           "; choose another one or change its permissions");
 }
 
+bool is_there(const std::string& path) {
+    std::error_code ignored;
+    return std::filesystem::exists(path, ignored);
+}
+bool is_folder(const std::string& path) {
+    std::error_code ignored;
+    return std::filesystem::is_directory(path, ignored);
+}
+
 void sync_folder(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     check(fd >= 0, "cannot open the folder ", path, ": ", reason(errno));

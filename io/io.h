@@ -56,6 +56,9 @@ void write_all(int fd, const void* data, size_t bytes, const std::string& path);
 std::string read_text_file(const std::string& path);                   // also from a pipe
 void write_text_file(const std::string& path, std::string_view text);  // atomically
 void make_folder(const std::string& path);                             // with parents; checks that it can be written to
+// Is there something, a folder? False, too, where it cannot be told.
+bool is_there(const std::string& path);
+bool is_folder(const std::string& path);
 void sync_folder(const std::string& path);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -169,6 +172,11 @@ class StreamDecoder {
     std::string held_back_;
 };
 
+// Without a tokenizer a token of text is a byte. A vocabulary may be rounded up a little, but one of tens of thousands of
+// tokens belongs to a tokenizer, and a model with it knows no bytes.
+constexpr int64_t kLargestByteVocabulary = 512;
+// The file that --tokenizer means: itself, or the tokenizer.json of a folder. Error for a folder without one.
+std::string find_tokenizer_file(const std::string& path);
 // Token = byte: 256 tokens, no file needed.
 std::unique_ptr<Tokenizer> make_byte_tokenizer();
 // The same as a tokenizer.json, for Hugging Face's libraries: byte-level BPE without merges, in which id i is byte i.

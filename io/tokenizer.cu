@@ -105,6 +105,13 @@ std::unique_ptr<Tokenizer> make_tokenizer(TokenizerParts parts) {
     return std::make_unique<JsonTokenizer>(std::move(parts));
 }
 
+std::string find_tokenizer_file(const std::string& path) {
+    if (!is_folder(path)) return path;
+    const std::string file = path + "/tokenizer.json";
+    check(is_there(file), "--tokenizer ", path, ": there is no tokenizer.json in this folder");
+    return file;
+}
+
 std::unique_ptr<Tokenizer> load_tokenizer(const std::string& tokenizer_json) {
     MappedFile mapped(tokenizer_json);
     return parse_tokenizer({reinterpret_cast<const char*>(mapped.data()), mapped.bytes()}, tokenizer_json);

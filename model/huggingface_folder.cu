@@ -7,11 +7,9 @@
 namespace fs = std::filesystem;
 
 std::string find_model_folder(const std::string& flag, const std::string& path) {
-    std::error_code ignored;
-    if (fs::exists(path + "/config.json", ignored)) return path;
+    if (is_there(path + "/config.json")) return path;
     if (const auto newest = latest_checkpoint(path)) return *newest;
-    check(!fs::is_directory(path, ignored), flag, " ", path,
-          ": there is neither a config.json in this folder (as in a ",
+    check(!is_folder(path), flag, " ", path, ": there is neither a config.json in this folder (as in a ",
           "Hugging Face folder or a checkpoint) nor a checkpoint in ", path, "/checkpoints (as in a run)");
     fail(flag, " ", path, ": there is no folder ", path,
          find_preset(path) ? " (a preset of --model has no weights)" : "",

@@ -30,14 +30,6 @@ const char* const kTokenizerFiles[] = {
     "merges.txt",     "tokenizer.model",       "chat_template.jinja",     "chat_template.json"};
 const char* const kGenerationFile = "generation_config.json";
 
-bool is_there(const std::string& path) {
-    std::error_code ignored;
-    return fs::exists(path, ignored);
-}
-bool is_folder(const std::string& path) {
-    std::error_code ignored;
-    return fs::is_directory(path, ignored);
-}
 std::string parent_of(const std::string& path) {
     const std::string parent = fs::path(path).parent_path().string();
     return parent.empty() ? "." : parent;
@@ -56,10 +48,7 @@ std::string tokenizer_path(const TrainOptions& o) {
     const std::string folder = model_folder(o), beside = folder + "/tokenizer.json";
     const bool found = !folder.empty() && is_there(beside);
     if (o.tokenizer.empty() || (o.resume && found)) return found ? beside : "";
-    if (!is_folder(o.tokenizer)) return o.tokenizer;
-    const std::string path = o.tokenizer + "/tokenizer.json";
-    check(is_there(path), "--tokenizer ", o.tokenizer, ": there is no tokenizer.json in this folder");
-    return path;
+    return find_tokenizer_file(o.tokenizer);
 }
 
 // The ids of special tokens that the config.json of the run's model names, as JSON.

@@ -7,10 +7,6 @@
 
 namespace {
 
-// Without a tokenizer a token of text is a byte. A vocabulary may be rounded up a little, but one of tens of thousands
-// of tokens belongs to a tokenizer, and nothing good comes of training such a model on bytes.
-constexpr int64_t kLargestByteVocabulary = 512;
-
 void check_text(const RunTokenizer& tokenizer, const TokenSource& source, const Config& config) {
     if (source.is_shards()) return;
     check(tokenizer.fault.empty(), tokenizer.fault,
