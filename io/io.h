@@ -172,8 +172,8 @@ class StreamDecoder {
     std::string held_back_;
 };
 
-// Without a tokenizer a token of text is a byte. A vocabulary may be rounded up a little, but one of tens of thousands of
-// tokens belongs to a tokenizer, and a model with it knows no bytes.
+// Without a tokenizer a token of text is a byte. A vocabulary may be rounded up a little, but one of tens of thousands
+// of tokens belongs to a tokenizer, and a model with it knows no bytes.
 constexpr int64_t kLargestByteVocabulary = 512;
 // The file that --tokenizer means: itself, or the tokenizer.json of a folder. Error for a folder without one.
 std::string find_tokenizer_file(const std::string& path);
