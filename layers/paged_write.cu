@@ -10,6 +10,7 @@
 // 2^-10 scale where |x| < 2^-6 scale (half a unit of e4m3's three bits of mantissa, and of its smallest numbers).
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
+#include "layers/rope.cuh"
 
 #include <cfloat>
 
@@ -49,13 +50,11 @@ struct WriteShape {
     bool neighbours;
 };
 
-// rope.cu's rotation of one head, by the row of the table of its position.
+// Rotates one head, by the row of the table of its position.
 __device__ __forceinline__ void rotate_head(float* x, const float* table, int D, bool neighbours) {
     for (int i = threadIdx.x; i < D / 2; i += kTeam) {
         float &x1 = x[neighbours ? 2 * i : i], &x2 = x[neighbours ? 2 * i + 1 : i + D / 2];
-        const float cosine = table[i], sine = table[D / 2 + i], y1 = x1 * cosine - x2 * sine;
-        x2 = x2 * cosine + x1 * sine;
-        x1 = y1;
+        rotate_point(x1, x2, table[i], table[D / 2 + i]);
     }
 }
 

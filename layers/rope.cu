@@ -42,6 +42,7 @@
 // mscale(mscale_all_dim) in the table, which is 1 in all of their models.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
+#include "layers/rope.cuh"
 
 #include <cmath>
 #include <numeric>
@@ -135,9 +136,7 @@ namespace {
 template <int kN>
 __device__ __forceinline__ void turn(float& x1, float& x2, const float (&c)[kN], const float (&s)[kN], int l,
                                      float direction) {
-    const float sine = direction * s[l], y1 = x1 * c[l] - x2 * sine;
-    x2 = x2 * c[l] + x1 * sine;
-    x1 = y1;
+    rotate_point(x1, x2, c[l], direction * s[l]);
 }
 
 template <class Number, int kN, bool kNeighbours>

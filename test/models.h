@@ -61,6 +61,19 @@ struct TinyTrainer {
     }
 };
 
+// A model with random weights that only computes: its gradients have no memory.
+struct ModelWithMemory {
+    Arena weights{"weights"}, grads{"gradients"}, masters{"master weights"};
+    Model model;
+    ModelWithMemory(const Config& config, int64_t T, DType dtype = DType::f32) {
+        for (int pass = 0; pass < 2; ++pass) {
+            model = build_model(config, {dtype, DType::f32, false}, T, weights, grads, masters);
+            if (pass == 0) weights.reserve();
+        }
+        init_weights(model, 4);
+    }
+};
+
 // A parameter (or its gradient) as the Hugging Face file has it.
 inline std::vector<float> in_file_layout(const Param& param, const Tensor& tensor) {
     const int64_t rows = tensor.shape[0] - param.padded_rows;

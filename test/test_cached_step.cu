@@ -8,9 +8,8 @@
 namespace {
 
 // A model with a cache, whose sequences are advanced by hand.
-struct CachedModel {
-    Arena weights{"weights"}, grads{"gradients"}, masters{"master weights"}, memory{"inference"};
-    Model model;
+struct CachedModel : ModelWithMemory {
+    Arena memory{"inference"};
     PagedCache cache;
     CachePools pools;
     Activations acts;
@@ -18,17 +17,15 @@ struct CachedModel {
 
     CachedModel(const Config& config, DType dtype, int64_t max_length, int64_t page_size, int64_t n_pages,
                 DType cache_dtype)
-        : cache({.page_size = page_size, .n_pages = n_pages}) {
+        : ModelWithMemory(config, max_length, dtype), cache({.page_size = page_size, .n_pages = n_pages}) {
         const StepSizes largest{
             .tokens = 40, .sequences = 4, .chunks = 8, .pages = ceil_div(max_length, page_size), .logits = 40};
         for (int pass = 0; pass < 2; ++pass) {
-            model = build_model(config, {dtype, DType::f32, false}, max_length, weights, grads, masters);
             pools = take_cache_pools(model, n_pages, page_size, cache_dtype, memory);
             acts = take_step_activations(model, pools, largest, memory);
             workspace = take_step_workspace(model, largest, max_length, memory);
-            if (pass == 0) weights.reserve(), memory.reserve();
+            if (pass == 0) memory.reserve();
         }
-        init_weights(model, 4);
         // Weights of size 0.3 instead of 0.02: attention is far from uniform.
         for (const Param& param : model.params)
             if (param.decay) {

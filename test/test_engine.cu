@@ -11,37 +11,28 @@
 namespace {
 
 // The models of test/golden/generate, as make_generate_golden.py opens them.
-struct GoldenModel {
-    Arena weights{"weights"}, grads{"gradients"}, masters{"master weights"};
-    Config config;
-    Model model;
-
-    GoldenModel(const std::string& folder, int64_t positions) : config(load_config(folder)) {
-        const Config saved = config;
-        config.T_max = positions;
-        build(weights, config, model);
-        if (config.family == Family::gpt2) repeat_positions(folder, saved);
+struct GoldenModel : ModelWithMemory {
+    GoldenModel(const std::string& folder, int64_t positions)
+        : ModelWithMemory(with_positions(load_config(folder), positions), positions) {
+        if (model.config.family == Family::gpt2) repeat_positions(folder);
         else load_weights(model, folder);
     }
-    void repeat_positions(const std::string& folder, const Config& saved) {
-        Arena its_weights("weights");
-        Model its_model;
-        build(its_weights, saved, its_model);
-        load_weights(its_model, folder);
+    static Config with_positions(Config config, int64_t positions) {
+        config.T_max = positions;
+        return config;
+    }
+    void repeat_positions(const std::string& folder) {
+        const Config saved = load_config(folder);
+        ModelWithMemory its(saved, saved.T_max);
+        load_weights(its.model, folder);
         for (size_t i = 0; i < model.params.size(); ++i) {
-            const Param &to = model.params[i], &from = its_model.params[i];
+            const Param &to = model.params[i], &from = its.model.params[i];
             const std::vector<float> values = to_floats(from.value.slice(0, from.value.shape[0] - from.padded_rows));
             std::vector<float> all;
             if (to.name != "transformer.wpe.weight") all = values;
-            while (all.size() < static_cast<size_t>(config.T_max * config.C) && to.name == "transformer.wpe.weight")
+            while (all.size() < static_cast<size_t>(to.value.n()) && to.name == "transformer.wpe.weight")
                 all.insert(all.end(), values.begin(), values.end());
             model.write(to, all);
-        }
-    }
-    void build(Arena& arena, const Config& c, Model& m) {
-        for (int pass = 0; pass < 2; ++pass) {
-            m = build_model(c, {}, c.T_max, arena, grads, masters);
-            if (pass == 0) arena.reserve();
         }
     }
 };
@@ -123,16 +114,10 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
 // In 16 bits, too: nothing in a row's numbers depends on other rows, chunks, pages or preemptions.
 TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine]") {
     for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
-        Arena weights("weights"), grads("gradients"), masters("master weights");
-        Model model;
-        for (int pass = 0; pass < 2; ++pass) {
-            model = build_model(config, {DType::bf16, DType::f32, false}, config.T_max, weights, grads, masters);
-            if (pass == 0) weights.reserve();
-        }
-        init_weights(model, 4);
+        const ModelWithMemory m(config, config.T_max, DType::bf16);
         using Answers = std::map<std::array<int64_t, 2>, std::vector<int32_t>>;  // of (request, sample)
         const auto run = [&](const EngineOptions& options, int64_t only) {
-            EngineWithMemory e(model, options);
+            EngineWithMemory e(m.model, options);
             Answers answers;
             e.engine.token_ready = [&](Request& request, Sequence& sequence, const Sampled& token) {
                 answers[{request.id, static_cast<int64_t>(sequence.sample)}].push_back(token.token);
@@ -171,16 +156,10 @@ TEST_CASE("a sampled answer is the same alone and among others", "[inference][en
 
 TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelled", "[inference][engine]") {
     const Config config = small_llama();
-    Arena weights("weights"), grads("gradients"), masters("master weights");
-    Model model;
-    for (int pass = 0; pass < 2; ++pass) {
-        model = build_model(config, {}, config.T_max, weights, grads, masters);
-        if (pass == 0) weights.reserve();
-    }
-    init_weights(model, 4);
+    const ModelWithMemory m(config, config.T_max);
     EngineOptions options;
     options.scheduler.max_sequences = 4;
-    EngineWithMemory e(model, options);
+    EngineWithMemory e(m.model, options);
     std::vector<int32_t> tokens;
     std::string reason;
     e.engine.token_ready = [&](Request&, Sequence&, const Sampled& token) {
@@ -220,16 +199,10 @@ TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelle
 
 TEST_CASE("a sample of a training run may be longer than its sequences", "[inference][engine]") {
     const Config config = small_llama();
-    Arena weights("weights"), grads("gradients"), masters("master weights");
-    Model model;
-    for (int pass = 0; pass < 2; ++pass) {
-        model = build_model(config, {}, 16, weights, grads, masters);
-        if (pass == 0) weights.reserve();
-    }
-    init_weights(model, 4);
+    const ModelWithMemory m(config, 16);
     TrainOptions options;
     options.seq = 16;
-    EngineWithMemory e(model, sample_engine(options));
+    EngineWithMemory e(m.model, sample_engine(options));
     std::vector<int32_t> heard;
     const auto hear = [&](int32_t token) {
         heard.push_back(token);
