@@ -14,10 +14,11 @@
 
 namespace {
 
-std::string model_folder(const GenerateOptions& o) {
-    const std::string model = o.model.empty() ? find_newest_run() : o.model;
-    check(!model.empty(), "there is no run in runs/: train a model with ./train_gpt, or give --model FOLDER");
-    return find_model_folder("--model", model);
+// The folder of --model; without it the newest run is what it names from here on.
+std::string model_folder(GenerateOptions& o) {
+    if (o.model.empty()) o.model = find_newest_run();
+    check(!o.model.empty(), "there is no run in runs/: train a model with ./train_gpt, or give --model FOLDER");
+    return find_model_folder("--model", o.model);
 }
 
 std::vector<int32_t> parse_ids(const std::string& text) {
@@ -139,7 +140,7 @@ void print_plan(LoadedModel& model) {
 
 int main(int argc, char** argv) {
     try {
-        const GenerateOptions options = parse_generate_options(argc, argv);
+        GenerateOptions options = parse_generate_options(argc, argv);
         LoadedModel model(model_folder(options), options.tokenizer, options.dtype, options.weights, options.engine);
         if (options.plan) return print_plan(model), 0;
         model.load();

@@ -25,6 +25,9 @@ struct Requests::Running {
     Request request;
     std::map<uint64_t, Answer> answers;
     int64_t n_left;  // answers that have not ended
+    Answer& answer(uint64_t sample, const Tokenizer& tokenizer) {
+        return answers.try_emplace(sample, tokenizer, text.prompt).first->second;
+    }
 };
 
 namespace {
@@ -50,7 +53,7 @@ size_t undecided(const std::string& text, const std::vector<std::string>& stop) 
 Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine), tokenizer_(tokenizer) {
     engine_.token_ready = [this](Request& request, Sequence& sequence, const Sampled& token) {
         Running& r = running(request);
-        Answer& answer = r.answers.try_emplace(sequence.sample, tokenizer_, r.text.prompt).first->second;
+        Answer& answer = r.answer(sequence.sample, tokenizer_);
         answer.tokens.push_back(token);
         answer.held += answer.decoder.push(token.token);
         const size_t stop = find_stop(answer.held, r.text.stop);
@@ -68,7 +71,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
     };
     engine_.answer_ended = [this](Request& request, uint64_t sample, const char* reason) {
         Running& r = running(request);
-        Answer& answer = r.answers.try_emplace(sample, tokenizer_, r.text.prompt).first->second;
+        Answer& answer = r.answer(sample, tokenizer_);
         AnswerPiece piece;
         piece.sample = sample, piece.finish_reason = reason;
         // Only the token that completes a stop string is still here: there is nothing behind. Otherwise what was held

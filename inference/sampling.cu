@@ -131,10 +131,8 @@ void Sampler::add_rule(const SamplingRow& row, bool is_draft) {
     SamplingRule rule = rule_of(o, V_);
     rule.random = bits_64(numbers.v[0], numbers.v[1]);
     rule.first_adjustment = static_cast<int32_t>(adjustments_.size());
-    for (const std::span<const int32_t> tokens : {row.prompt, row.answer})
-        for (int32_t token : tokens)
-            check(token >= 0 && token < V_, "Sampler: token ", token, " is outside of the vocabulary of ", V_);
     const auto of_token = [&](int32_t token) -> LogitAdjustment& {
+        check(token >= 0 && token < V_, "Sampler: token ", token, " is outside of the vocabulary of ", V_);
         int32_t& place = places_[static_cast<size_t>(token)];
         if (place < 0) {
             place = static_cast<int32_t>(adjustments_.size());

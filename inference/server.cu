@@ -23,7 +23,7 @@ void end_by_signal(int number) {
 
 // The name under which clients ask for the model: as a person names it on the command line.
 std::string name_of(const GenerateOptions& options) {
-    std::string name = options.model.empty() ? find_newest_run() : options.model;
+    std::string name = options.model;
     while (name.size() > 1 && name.back() == '/') name.pop_back();
     return name;
 }
