@@ -27,8 +27,8 @@ struct Typed {
     bool no_prefix_sharing = false;
 };
 
-void add_model_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
-    Heading model{app, "Model"};
+void add_model_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
+    Heading model{line, "Model"};
     model.option("--model", o.model,
                  "Hugging Face folder (config.json + safetensors), run, or checkpoint; default: the newest in runs/");
     model.option("--tokenizer", o.tokenizer, "tokenizer.json, or its folder; default: that beside the model");
@@ -39,13 +39,13 @@ void add_model_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
         "128 of a row; none: as --dtype");
 }
 
-void add_request_options(CLI::App& app, GenerateOptions& o) {
-    Heading what{app, "What to write"};
+void add_request_options(CommandLine& line, GenerateOptions& o) {
+    Heading what{line, "What to write"};
     what.option("--prompt", o.prompt, "text that the answer goes on from");
     what.option("--prompt-ids", o.prompt_ids, "the same as token ids, 1,2,3");
     what.option("--tokens", o.tokens, "at most so many tokens an answer");
     what.option("--samples", o.samples, "answers to the prompt");
-    app.add_option("--stop", o.stop, "the answer ends before this text; may be given several times")->group(what.name);
+    what.option("--stop", o.stop, "the answer ends before this text; may be given several times");
     what.flag("--ignore-eos", o.ignore_eos, "do not end an answer at the model's end-of-text token");
     what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
     what.flag("--chat", o.chat, "a conversation in the terminal: a line is a message");
@@ -59,8 +59,8 @@ void add_request_options(CLI::App& app, GenerateOptions& o) {
     what.flag("--plan", o.plan, "print the memory that this takes and how many sequences fit, and end");
 }
 
-void add_sampling_options(CLI::App& app, GenerateOptions& o) {
-    Heading sampling{app, "Sampling"};
+void add_sampling_options(CommandLine& line, GenerateOptions& o) {
+    Heading sampling{line, "Sampling"};
     SamplingOptions& s = o.sampling;
     sampling.option("--temperature", s.temperature, "divides the logits; 0: always the most probable token");
     sampling.option("--top-k", s.top_k, "only the k most probable tokens; 0: all");
@@ -76,8 +76,8 @@ void add_sampling_options(CLI::App& app, GenerateOptions& o) {
     sampling.option("--seed", s.seed, "of the random numbers");
 }
 
-void add_engine_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
-    Heading engine{app, "Cache and scheduler"};
+void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
+    Heading engine{line, "Cache and scheduler"};
     EngineOptions& e = o.engine;
     engine.option("--max-length", e.scheduler.max_length, "prompt and answer, in tokens; 0: as the model was made for");
     engine.option("--max-sequences", e.scheduler.max_sequences, "sequences that run at the same time");
@@ -95,8 +95,8 @@ void add_engine_options(CLI::App& app, GenerateOptions& o, Typed& typed) {
                   "where pages run out: swap the youngest request's to the host, or recompute them later");
 }
 
-void add_server_options(CLI::App& app, GenerateOptions& o) {
-    Heading server{app, "Server"};
+void add_server_options(CommandLine& line, GenerateOptions& o) {
+    Heading server{line, "Server"};
     ServerOptions& s = o.server;
     server.flag("--serve", o.serve, "answer HTTP requests as OpenAI's interface has them; a page to try it is at /");
     server.option("--host", s.host, "address to listen on; 0.0.0.0: all of this machine");
@@ -154,17 +154,16 @@ GenerateOptions parse_generate_options(int argc, char** argv) {
     GenerateOptions options;
     Typed typed;
     options.sampling.temperature = 0.8;
-    CLI::App app{
+    CommandLine line{
         "generate: text from a model that train_gpt has trained, or from a Hugging Face folder.\n"
         "Without --model it takes the newest run in runs/."};
-    app.option_defaults()->always_capture_default();
-    add_model_options(app, options, typed);
-    add_request_options(app, options);
-    add_sampling_options(app, options);
-    add_engine_options(app, options, typed);
-    add_server_options(app, options);
-    parse_command_line(app, {"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,
-                       [&] { settle(options, typed, app.get_option("--max-length")->count() > 0); });
+    add_model_options(line, options, typed);
+    add_request_options(line, options);
+    add_sampling_options(line, options);
+    add_engine_options(line, options, typed);
+    add_server_options(line, options);
+    line.parse({"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,
+               [&] { settle(options, typed, line.given("--max-length")); });
     return options;
 }
 

@@ -1,66 +1,52 @@
-// io/command_line.h: command lines of the programs, by CLI11: flags under headings, numbers as people write them, and
-// one line that helps for what is mistyped (mistyped.cu). Apart from io.h because it draws in CLI11.
+// io/command_line.h: command lines of the programs: flags under headings, numbers as people write them, and one line
+// that helps for what is mistyped (mistyped.cu). Apart from io.h because only the programs' options need it.
 #pragma once
 
 #include "io/io.h"
 
-#include <CLI/CLI.hpp>
+#include <optional>
 
-#include <limits>
+// Flags, where their values go, and --help. CLI11 reads them, behind `impl_`: its header takes seconds to compile.
+class CommandLine {
+  public:
+    explicit CommandLine(const std::string& description);  // the first lines of --help
+    ~CommandLine();
 
-// The text of a flag's value, as CLI11 is to read it; Error if it is none.
-template <class T>
-std::string checked_text(const char* flag, const std::string& text) {
-    expect_value(flag, text);
-    if constexpr (std::is_integral_v<T>) {
-        // parse_whole_number counts in int64_t, also for a seed of 64 bits without a sign.
-        constexpr int64_t kLargest = sizeof(T) < 8 ? static_cast<int64_t>(std::numeric_limits<T>::max()) : INT64_MAX;
-        const int64_t value = parse_whole_number(flag, text, kLargest);
-        check(std::is_signed_v<T> || value >= 0, flag, " ", text, ": it must not be negative");
-        return std::to_string(value);
-    }
-    if constexpr (std::is_convertible_v<double, T>) expect_number(flag, text);  // also std::optional<double>
-    return text;
-}
+    // Reads argv into the options, then calls `settle`, whose conversions may fail as those of argv may. Prints the
+    // help and ends for --help; Error, in one line, for what cannot be read.
+    void parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle);
 
-// Adds options under one heading of --help.
-struct Heading {
-    CLI::App& app;
-    const char* name;
-    template <class T>
-    void option(const char* flag, T& value, const std::string& help) {
-        app.add_option(flag, value, help)->group(name)->transform([flag](const std::string& text) {
-            return checked_text<T>(flag, text);
-        });
-    }
-    void flag(const char* flag, bool& value, const char* help) {
-        app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
-            check(text == "true" || text == "false", flag, "=", text, ": ", flag, " takes no value");
-            return text;
-        });
-    }
+    std::vector<std::string> flags() const;  // "--lr" and so on, in the order of --help; hidden ones too
+    bool knows(const std::string& flag) const;
+    bool given(const std::string& flag) const;            // in argv, or by give()
+    std::string value_of(const std::string& flag) const;  // as text; one that is not given has its default
+    // As if argv had it. In `settle` only.
+    void give(const std::string& flag, const std::string& value);
+
+  private:
+    friend struct Heading;
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
 };
 
-// Reads argv into the options of `app`, then calls `settle`, whose conversions may fail as those of argv may. Prints
-// the help and ends for --help; Error, in one line, for what cannot be read.
-inline void parse_command_line(CLI::App& app, const ProgramWords& program, int argc, char** argv,
-                               const std::function<void()>& settle) {
-    app.allow_extras();  // explain_unknown says more of them than CLI11
-    app.get_formatter()->column_width(28);
-    std::vector<std::string> flags;
-    for (CLI::Option* option : app.get_options()) {
-        if (option->get_type_size() > 0) option->take_last();
-        if (!option->get_group().empty()) flags.push_back("--" + option->get_lnames().front());
-    }
-    try {
-        app.parse(argc, argv);
-        if (!app.remaining().empty())
-            fail(explain_unknown(program, flags, {argv + 1, argv + argc}, app.remaining().front()));
-        settle();
-    } catch (const CLI::CallForHelp&) {
-        std::cout << app.help();
-        std::exit(0);
-    } catch (const CLI::ParseError& error) {
-        fail(error.what(), " (./", program.name, " --help lists the flags)");
-    }
-}
+// Adds options under one heading of --help; with the name "", hidden ones. The value that a variable has then is the
+// default. Of a flag that is given several times the last one counts. Numbers: "1e3" is whole, too.
+struct Heading {
+    CommandLine& line;
+    const char* name;
+
+    void option(const char* flag, std::string& value, const std::string& help);
+    void option(const char* flag, int& value, const std::string& help);
+    void option(const char* flag, int64_t& value, const std::string& help);
+    void option(const char* flag, uint64_t& value, const std::string& help);
+    void option(const char* flag, double& value, const std::string& help);
+    void option(const char* flag, std::optional<float>& value, const std::string& help);
+    void option(const char* flag, std::optional<double>& value, const std::string& help);
+    // May be given several times: all values count.
+    void option(const char* flag, std::vector<std::string>& values, const std::string& help);
+    void flag(const char* flag, bool& value, const std::string& help);  // takes no value
+
+  private:
+    template <class T>
+    void add(const char* flag, T& value, const std::string& help);
+};

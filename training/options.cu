@@ -1,7 +1,7 @@
 // training/options.cu: the command line of train_gpt.
 //
-// CLI11 parses it; options_check.cu settles what flags mean together. With --resume, the flags that decide the loss
-// curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run with the same bits.
+// io/command_line.cu reads it; options_check.cu settles what flags mean together. With --resume, the flags that decide
+// the loss curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run with the same bits.
 #include "io/command_line.h"
 #include "training/training.h"
 
@@ -74,10 +74,6 @@ bool same_value(const std::string& a, const std::string& b) {
     return numbers ? x == y : a == b;
 }
 
-std::string value_of(const CLI::Option& option) {
-    return option.count() > 0 ? option.results().back() : option.get_default_str();
-}
-
 // "sgd, momentum, ...", in lines of at most 88 characters.
 std::string listed(const std::vector<std::string>& names) {
     std::string text;
@@ -95,8 +91,8 @@ std::string listed(const std::vector<std::string>& names) {
     return text;
 }
 
-void add_model_options(CLI::App& app, TrainOptions& o) {
-    Heading model{app, "Model"};
+void add_model_options(CommandLine& line, TrainOptions& o) {
+    Heading model{line, "Model"};
     model.option("--model", o.model, listed(preset_names()) + ", or a config.json");
     model.option("--init", o.init,
                  "start from the weights of this Hugging Face folder (config.json + safetensors), or of this run");
@@ -105,8 +101,8 @@ void add_model_options(CLI::App& app, TrainOptions& o) {
         "tokenizer.json for text, or its folder; default: that beside the model, or else each byte is a token");
 }
 
-void add_precision_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
-    Heading precision{app, "Precision"};
+void add_precision_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
+    Heading precision{line, "Precision"};
     precision.option("--dtype", o.dtype,
                      "of weights and activations: fp32, bf16, fp16, or fp8 (bf16, with the blocks' matmuls in 8 bits)");
     precision.option("--fp8", typed.fp8,
@@ -124,12 +120,12 @@ void add_precision_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
     precision.option("--loss-scale-backoff", o.loss_scale.backoff, "dynamic: factor after an overflow");
     precision.option("--attention", typed.attention,
                      "units that compute attention: cores (fp32), mma, hopper (sm_90a), or auto");
-    Heading hidden{app, ""};
+    Heading hidden{line, ""};
     hidden.option("--inject-overflow", o.inject_overflow, "for tests: makes a gradient of this step infinite");
 }
 
-void add_memory_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
-    Heading memory{app, "Memory"};
+void add_memory_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
+    Heading memory{line, "Memory"};
     memory.option("--recompute", typed.recompute,
                   "activations that the backward computes again: none, selective (norms and activation functions), "
                   "full (all but the blocks' inputs), or a number N (only every N-th block's input is kept)");
@@ -143,8 +139,8 @@ void add_memory_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
                   "the plan of any model with this many parameters (7.5e9): weights, gradients and optimizer only");
 }
 
-void add_rank_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
-    Heading ranks{app, "Ranks"};
+void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
+    Heading ranks{line, "Ranks"};
     ranks.option("--ranks", o.ranks.ranks,
                  "number of ranks, as threads of this process; mpirun -np N starts them as processes");
     ranks.option("--zero", o.data_parallel.zero,
@@ -166,8 +162,8 @@ void add_rank_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
                  "and in the folder of the run as trace.json (for ui.perfetto.dev) and trace.png");
 }
 
-void add_data_options(CLI::App& app, TrainOptions& o) {
-    Heading data{app, "Data"};
+void add_data_options(CommandLine& line, TrainOptions& o) {
+    Heading data{line, "Data"};
     data.option("--data", o.data,
                 "text file, folder of text, or token shards *.bin; several with weights: a.txt:0.7,b.txt:0.3;\n"
                 "default: this machine's C++ headers");
@@ -190,8 +186,8 @@ void add_data_options(CLI::App& app, TrainOptions& o) {
     data.option("--seed", o.seed, "of the initial weights and of the order of the data");
 }
 
-void add_optimizer_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
-    Heading optimizer{app, "Optimisation"};
+void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
+    Heading optimizer{line, "Optimisation"};
     optimizer.option("--lr", typed.lr,
                      "highest learning rate; default: the optimizer's own for small models (adamw: 0.003), with "
                      "--init a tenth of it");
@@ -209,8 +205,8 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o, TypedFlags& typed) {
     optimizer.option("--clip", o.clip, "largest global norm of the gradients; 0: no clipping");
 }
 
-void add_output_options(CLI::App& app, TrainOptions& o) {
-    Heading output{app, "Output"};
+void add_output_options(CommandLine& line, TrainOptions& o) {
+    Heading output{line, "Output"};
     output.option("--out", o.out, "folder for log.csv, loss.png, TensorBoard events, checkpoints; default: runs/N");
     output.option("--val-every", o.val_every,
                   "steps between evaluations, with --init also before the first step; 0: only at the end");
@@ -230,31 +226,28 @@ void add_output_options(CLI::App& app, TrainOptions& o) {
 }
 
 // The options of the checkpoint stand in for those that were not given; one that was given must say the same.
-void adopt_saved_options(CLI::App& app, TrainOptions& o) {
+void adopt_saved_options(CommandLine& line, TrainOptions& o) {
     o.checkpoint = readable_checkpoint(o.out);
     const RunState saved = read_state(o.checkpoint);
-    const auto given = [&](const char* flag) { return app.get_option(flag)->count() > 0; };
     o.resumed_step = saved.step;
-    o.new_schedule = given("--steps") && given("--schedule") &&
-                     !same_value(value_of(*app.get_option("--steps")), saved.options.at("--steps"));
+    o.new_schedule = line.given("--steps") && line.given("--schedule") &&
+                     !same_value(line.value_of("--steps"), saved.options.at("--steps"));
     check(o.stop_after == 0 || o.stop_after > saved.step, "--stop-after ", o.stop_after, ": the run in ", o.out,
           " is at step ", saved.step, " already: give a later step, or leave the flag away");
-    check(!given("--steps") || o.steps >= saved.step, "--steps ", o.steps, ": the run in ", o.out, " is at step ",
+    check(!line.given("--steps") || o.steps >= saved.step, "--steps ", o.steps, ": the run in ", o.out, " is at step ",
           saved.step, " already: --steps counts the steps of the whole run, those before --resume too");
     for (const auto& [flag, value] : saved.options) {
-        CLI::Option* option = app.get_option_no_throw(flag);
-        check(option != nullptr, o.checkpoint, "/state.json: unknown option ", flag,
+        check(line.knows(flag), o.checkpoint, "/state.json: unknown option ", flag,
               "; was it written by another version?");
         const bool may_change = kMayChange.count(flag) || (o.new_schedule && kScheduleFlags.count(flag)) ||
-                                (given("--new-data") && flag == "--val-fraction");
-        check(option->count() == 0 || may_change || same_value(value_of(*option), value), flag, " ", value_of(*option),
-              " differs from the run in ", o.out, ", which has ", flag, " ", value, ": ",
+                                (line.given("--new-data") && flag == "--val-fraction");
+        const std::string own = line.value_of(flag);
+        check(!line.given(flag) || may_change || same_value(own, value), flag, " ", own, " differs from the run in ",
+              o.out, ", which has ", flag, " ", value, ": ",
               kScheduleFlags.count(flag) ? "leave the flag away, give a new --schedule with more --steps"
                                          : "leave the flag away",
               ", or start a new run with another --out");
-        if (option->count() > 0 || value.empty()) continue;
-        option->add_result(value);
-        option->run_callback();
+        if (!line.given(flag) && !value.empty()) line.give(flag, value);
     }
 }
 
@@ -266,11 +259,9 @@ std::string number_text(T value) {
 }
 
 // What a checkpoint says of the run. Defaults that depend on the optimizer are saved as the numbers they are.
-void set_identity(TrainOptions& options, const CLI::App& app) {
-    for (const CLI::Option* option : app.get_options()) {
-        const std::string flag = option->get_name();  // hidden ones have none
-        if (!flag.empty() && !kNotSaved.count(flag)) options.identity[flag] = value_of(*option);
-    }
+void set_identity(TrainOptions& options, const CommandLine& line) {
+    for (const std::string& flag : line.flags())
+        if (!kNotSaved.count(flag)) options.identity[flag] = line.value_of(flag);
     const OptimizerOptions& h = options.optimizer_options;
     options.identity["--lr"] = number_text(options.schedule.peak);
     options.identity["--weight-decay"] = number_text(h.weight_decay);
@@ -286,28 +277,27 @@ TrainOptions parse_train_options(int argc, char** argv) {
     TrainOptions options;
     TypedFlags typed;
     options.schedule.warmup = -1;
-    CLI::App app{
+    CommandLine line{
         "train_gpt: trains GPT-2, LLaMA, Qwen and DeepSeek-like models from random weights or from a Hugging Face "
         "folder.\n"
         "Without any flag it trains a small LLaMA on the C++ headers of this machine."};
-    app.option_defaults()->always_capture_default();
-    add_model_options(app, options);
-    add_precision_options(app, options, typed);
-    add_memory_options(app, options, typed);
-    add_rank_options(app, options, typed);
-    add_data_options(app, options);
-    add_optimizer_options(app, options, typed);
-    add_output_options(app, options);
-    parse_command_line(app, {"train_gpt", kSynonyms, "--data \"shards/*.bin\""}, argc, argv, [&] {
-        for (const CLI::Option* option : app.get_options())
-            if (option->count() > 0) typed.given.insert("--" + option->get_lnames().front());
-        if (options.resume && !options.out.empty()) adopt_saved_options(app, options);
+    add_model_options(line, options);
+    add_precision_options(line, options, typed);
+    add_memory_options(line, options, typed);
+    add_rank_options(line, options, typed);
+    add_data_options(line, options);
+    add_optimizer_options(line, options, typed);
+    add_output_options(line, options);
+    line.parse({"train_gpt", kSynonyms, "--data \"shards/*.bin\""}, argc, argv, [&] {
+        for (const std::string& flag : line.flags())
+            if (line.given(flag)) typed.given.insert(flag);
+        if (options.resume && !options.out.empty()) adopt_saved_options(line, options);
     });
     settle_options(options, typed);
-    set_identity(options, app);
+    set_identity(options, line);
     options.program = argv[0];
-    for (const CLI::Option* option : app.get_options())
-        if (kRepeated.count(option->get_name()) && option->count() > 0)
-            options.repeated.insert(options.repeated.end(), {option->get_name(), value_of(*option)});
+    for (const std::string& flag : line.flags())
+        if (kRepeated.count(flag) && line.given(flag))
+            options.repeated.insert(options.repeated.end(), {flag, line.value_of(flag)});
     return options;
 }

@@ -1,0 +1,115 @@
+// io/command_line.cu: command lines by CLI11.                                              (github.com/CLIUtils/CLI11)
+//
+// CLI11 splits argv into flags and values, converts them, and writes --help. What it says of a mistyped word, and which
+// texts it takes for numbers, is replaced by mistyped.cu.
+#include "io/command_line.h"
+
+#include <CLI/CLI.hpp>
+
+#include <limits>
+
+struct CommandLine::Impl {
+    CLI::App app;
+    explicit Impl(const std::string& description) : app(description) {
+        app.option_defaults()->always_capture_default();
+    }
+};
+
+namespace {
+
+// The text of a flag's value, as CLI11 is to read it; Error if it is none.
+template <class T>
+std::string checked_text(const char* flag, const std::string& text) {
+    expect_value(flag, text);
+    if constexpr (std::is_integral_v<T>) {
+        // parse_whole_number counts in int64_t, also for a seed of 64 bits without a sign.
+        constexpr int64_t kLargest = sizeof(T) < 8 ? static_cast<int64_t>(std::numeric_limits<T>::max()) : INT64_MAX;
+        const int64_t value = parse_whole_number(flag, text, kLargest);
+        check(std::is_signed_v<T> || value >= 0, flag, " ", text, ": it must not be negative");
+        return std::to_string(value);
+    }
+    if constexpr (std::is_convertible_v<double, T>) expect_number(flag, text);  // also std::optional<double>
+    return text;
+}
+
+// Hidden options have no get_name().
+std::string name_of(const CLI::Option& option) { return "--" + option.get_lnames().front(); }
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options
+
+template <class T>
+void Heading::add(const char* flag, T& value, const std::string& help) {
+    line.impl_->app.add_option(flag, value, help)->group(name)->transform([flag](const std::string& text) {
+        return checked_text<T>(flag, text);
+    });
+}
+void Heading::option(const char* flag, std::string& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const char* flag, int& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const char* flag, int64_t& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const char* flag, uint64_t& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const char* flag, double& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const char* flag, std::optional<float>& value, const std::string& help) { add(flag, value, help); }
+void Heading::option(const char* flag, std::optional<double>& value, const std::string& help) {
+    add(flag, value, help);
+}
+void Heading::option(const char* flag, std::vector<std::string>& values, const std::string& help) {
+    line.impl_->app.add_option(flag, values, help)->group(name);
+}
+void Heading::flag(const char* flag, bool& value, const std::string& help) {
+    line.impl_->app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
+        check(text == "true" || text == "false", flag, "=", text, ": ", flag, " takes no value");
+        return text;
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The command line
+
+CommandLine::CommandLine(const std::string& description) : impl_(std::make_unique<Impl>(description)) {}
+CommandLine::~CommandLine() = default;
+
+void CommandLine::parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle) {
+    CLI::App& app = impl_->app;
+    app.allow_extras();  // explain_unknown says more of them than CLI11
+    app.get_formatter()->column_width(28);
+    std::vector<std::string> shown;
+    for (CLI::Option* option : app.get_options()) {
+        if (option->get_type_size() > 0) option->take_last();
+        if (!option->get_group().empty()) shown.push_back(name_of(*option));
+    }
+    try {
+        app.parse(argc, argv);
+        if (!app.remaining().empty())
+            fail(explain_unknown(program, shown, {argv + 1, argv + argc}, app.remaining().front()));
+        settle();
+    } catch (const CLI::CallForHelp&) {
+        std::cout << app.help();
+        std::exit(0);
+    } catch (const CLI::ParseError& error) {
+        fail(error.what(), " (./", program.name, " --help lists the flags)");
+    }
+}
+
+std::vector<std::string> CommandLine::flags() const {
+    std::vector<std::string> names;
+    for (const CLI::Option* option : std::as_const(impl_->app).get_options()) names.push_back(name_of(*option));
+    return names;
+}
+
+bool CommandLine::knows(const std::string& flag) const { return impl_->app.get_option_no_throw(flag) != nullptr; }
+
+bool CommandLine::given(const std::string& flag) const { return impl_->app.get_option(flag)->count() > 0; }
+
+std::string CommandLine::value_of(const std::string& flag) const {
+    const CLI::Option& option = *impl_->app.get_option(flag);
+    return option.count() > 0 ? option.results().back() : option.get_default_str();
+}
+
+void CommandLine::give(const std::string& flag, const std::string& value) {
+    CLI::Option& option = *impl_->app.get_option(flag);
+    option.add_result(value);
+    option.run_callback();
+}
