@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 
 namespace {
 
@@ -30,6 +31,19 @@ std::vector<int32_t> parse_ids(const std::string& text) {
         at = comma + 1;
     }
     return ids;
+}
+
+// What the cache was used for, in four lines; and as pictures where they are wanted.
+void report_cache(const Engine& engine, const GenerateOptions& o) {
+    std::printf("%s", engine.cache_report().text().c_str());
+    if (o.pictures.empty()) return;
+    std::filesystem::create_directories(o.pictures);
+    const bool continuous = o.engine.scheduler.batching == Batching::continuous;
+    const std::pair<std::string, Timeline> timeline[] = {
+        {continuous ? "continuous batching" : "static batches", engine.timeline()}};
+    write_timelines_png(o.pictures + "/batching.png", timeline);
+    engine.cache_report().write_png(o.pictures + "/cache.png");
+    std::printf("%s/batching.png, cache.png\n", o.pictures.c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -73,6 +87,7 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
         if (o.ids) print_ids(answers[i].ids);
         else if (!streams) std::printf("---- %zu ----\n%s%s\n", i + 1, o.prompt.c_str(), answers[i].text.c_str());
     }
+    if (!o.pictures.empty()) report_cache(*model.engine, o);
     std::fflush(stdout);
     if (!isatty(STDERR_FILENO)) return;
     std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s]\n",
@@ -97,6 +112,7 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o) {
                 static_cast<long long>(count.prompt_tokens), static_cast<long long>(count.tokens),
                 human_seconds(seconds).c_str(), static_cast<double>(count.tokens) / std::max(seconds, 1e-9),
                 static_cast<long long>(model.engine->n_steps()));
+    report_cache(*model.engine, o);
     return count.refused > 0 ? 1 : 0;
 }
 
@@ -144,6 +160,7 @@ int main(int argc, char** argv) {
         LoadedModel model(model_folder(options), options.tokenizer, options.dtype, options.weights, options.engine);
         if (options.plan) return print_plan(model), 0;
         model.load();
+        model.engine->start_reports(!options.pictures.empty());
         if (!options.batch.empty()) return answer_batch(model, options);
         if (options.chat) run_chat(model, options);
         else if (!options.eval.empty()) print_perplexity(model, options);

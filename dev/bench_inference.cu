@@ -138,8 +138,6 @@ struct Served {
     double seconds = 0;
     int64_t tokens = 0, steps = 0;
     std::vector<double> first_token;  // seconds from arrival
-    CacheReport report{{}, 1};
-    Timeline timeline;
 };
 
 // arrivals: seconds after the start; empty: all at once.
@@ -147,30 +145,21 @@ Served serve(Running& running, const Bench& bench, int64_t n_requests, const std
     Engine& engine = running.engine;
     std::deque<Request> requests = mixed_requests(bench, n_requests);
     Served served;
-    served.report = CacheReport(engine.options().cache, engine.options().scheduler.max_length);
+    engine.start_reports(true);
     std::vector<double> came(requests.size()), first(requests.size(), -1);
     const double start = seconds_now();
     const auto now = [&] { return seconds_now() - start; };
-    engine.step_begins = [&](std::span<const StepPart> parts) {
-        served.timeline.step(parts);
-        served.report.step(engine.cache().use());
-    };
     engine.token_ready = [&](Request& request, Sequence&, const Sampled&) {
         ++served.tokens;
         double& when = first[static_cast<size_t>(request.id)];
         if (when < 0) when = now() - came[static_cast<size_t>(request.id)];
         return true;
     };
-    engine.answer_ended = [&](Request& request, uint64_t, const char*) {
-        served.timeline.leave(request.id);
-        served.report.finished(std::ssize(request.prompt), request.max_tokens);
-    };
     const int64_t steps_before = engine.n_steps();
     size_t next = 0;
     while (true) {
         for (; next < requests.size() && (arrivals.empty() || arrivals[next] <= now()); ++next) {
             came[next] = arrivals.empty() ? 0 : arrivals[next];
-            served.timeline.arrive(requests[next].id);
             engine.add(requests[next]);
         }
         if (!engine.step() && next == requests.size()) break;
@@ -222,6 +211,15 @@ void bench_many(const Bench& bench, const BenchOptions& o) {
     line("continuous", last, rates);
     std::printf("  ratio              %8.2f\n", median(rates) / median(static_rates));
 
+    std::printf("%s", moving.engine.cache_report().text().c_str());
+    if (!o.out.empty()) {
+        const std::pair<std::string, Timeline> timelines[] = {{"static batches", still.engine.timeline()},
+                                                              {"continuous batching", moving.engine.timeline()}};
+        write_timelines_png(o.out + "/batching.png", timelines);
+        moving.engine.cache_report().write_png(o.out + "/cache.png");
+        std::printf("%s/batching.png, cache.png\n", o.out.c_str());
+    }
+
     std::vector<double> arrivals(static_cast<size_t>(o.requests));
     const double rate = o.load * static_cast<double>(o.requests) / last.seconds;
     double at = 0;
@@ -229,13 +227,6 @@ void bench_many(const Bench& bench, const BenchOptions& o) {
     const Served loaded = serve(moving, bench, o.requests, arrivals);
     std::printf("at %2.0f %% load          first token after %.2f s (median), %.2f s (99 %%); %.2f requests/s arrive\n",
                 100 * o.load, median(loaded.first_token), percentile(loaded.first_token, 0.99), rate);
-    std::printf("%s", last.report.text().c_str());
-    if (o.out.empty()) return;
-    const std::pair<std::string, Timeline> timelines[] = {{"static batches", last_static.timeline},
-                                                          {"continuous batching", last.timeline}};
-    write_timelines_png(o.out + "/batching.png", timelines);
-    last.report.write_png(o.out + "/cache.png");
-    std::printf("%s/batching.png, cache.png\n", o.out.c_str());
 }
 
 // The requests, for another program to serve: a line for each, its number of tokens and the ids of its prompt.

@@ -3,6 +3,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -94,15 +96,39 @@ class BatchRun {
             if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
             submit(text, number);
             // Enough wait that a step is always full; the rest of the file need not be in memory.
-            while (model_.engine->scheduler().n_waiting() > 2 * options_.engine.scheduler.max_sequences)
-                requests_.step();
+            while (model_.engine->scheduler().n_waiting() > 2 * options_.engine.scheduler.max_sequences) step();
         }
-        while (requests_.step()) {
+        while (step()) {
         }
         return count_;
     }
 
   private:
+    bool step() {
+        const bool did = requests_.step();
+        const double now = seconds_now();
+        if (did && now - told_ >= (isatty(STDERR_FILENO) ? 1 : 10)) {
+            tell_progress(now);
+            told_ = now;
+        }
+        return did;
+    }
+
+    void tell_progress(double now) {
+        const Engine& engine = *model_.engine;
+        const CacheUse use = engine.cache().use();
+        const double rows = static_cast<double>(use.owned_pages * engine.cache().sizes().page_size);
+        std::fprintf(stderr,
+                     "%lld answers | %lld requests run, %lld wait | %.1f tok/s | pages %lld of %lld, %lld shared, "
+                     "%.1f %% hold tokens\n",
+                     static_cast<long long>(count_.done), static_cast<long long>(engine.scheduler().n_running()),
+                     static_cast<long long>(engine.scheduler().n_waiting()),
+                     static_cast<double>(n_drawn_ - n_told_) / (now - told_), static_cast<long long>(use.owned_pages),
+                     static_cast<long long>(use.n_pages), static_cast<long long>(use.shared_pages),
+                     rows > 0 ? 100 * static_cast<double>(use.used_rows) / rows : 0.0);
+        n_told_ = n_drawn_;
+    }
+
     void submit(const std::string& text, int64_t number) {
         std::string id = std::to_string(number);
         try {
@@ -124,6 +150,7 @@ class BatchRun {
                 Answer& answer = (*answers)[piece.sample];
                 answer.text += piece.text;
                 for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
+                n_drawn_ += std::ssize(piece.tokens);
                 if (!piece.finish_reason || done_.answers.count({id, piece.sample})) return;
                 ordered_json line;
                 line["id"] = json::parse(id);
@@ -152,6 +179,8 @@ class BatchRun {
     const Done done_;
     std::ofstream out_;
     BatchCount count_;
+    double told_ = seconds_now();       // when progress was printed, and
+    int64_t n_drawn_ = 0, n_told_ = 0;  // how many tokens of answers there are, and were then
 };
 
 }  // namespace

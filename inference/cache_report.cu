@@ -81,8 +81,8 @@ void CacheReport::step(const CacheUse& use) {
     stride_ *= 2;
 }
 
-void CacheReport::finished(int64_t prompt_tokens, int64_t answer_tokens) {
-    const double p = static_cast<double>(prompt_tokens), a = static_cast<double>(answer_tokens);
+void CacheReport::finished(int64_t prompt_tokens, int64_t drawn_tokens) {
+    const double p = static_cast<double>(prompt_tokens), a = static_cast<double>(drawn_tokens);
     slot_tokens_ += a * p + a * (a - 1) / 2;
     slot_reserved_ += a * (a - 1) / 2;
     slot_rows_ += a * static_cast<double>(max_length_);

@@ -34,6 +34,10 @@ EngineOptions settled(const Model& model, EngineOptions o) {
     return o;
 }
 
+int64_t answer_length(const Request& request, const Sequence& sequence) {
+    return std::ssize(sequence.tokens) - std::ssize(request.prompt);
+}
+
 void upload(const Tensor& to, const Tensor& pinned, cudaStream_t stream) {
     if (to.n() > 0) cudaCheck(cudaMemcpyAsync(to.data, pinned.data, to.bytes(), cudaMemcpyHostToDevice, stream));
 }
@@ -41,8 +45,8 @@ void upload(const Tensor& to, const Tensor& pinned, cudaStream_t stream) {
 }  // namespace
 
 Engine::Engine(const Model& model, const EngineOptions& options)
-    : model_(model), options_(settled(model, options)), cache_(options_.cache), scheduler_(options_.scheduler, cache_) {
-}
+    : model_(model), options_(settled(model, options)), cache_(options_.cache), scheduler_(options_.scheduler, cache_),
+      cache_report_(options_.cache, options_.scheduler.max_length) {}
 
 StepSizes Engine::largest_step() const {
     const SchedulerOptions& o = options_.scheduler;
@@ -163,7 +167,14 @@ std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
     return sampler_.draw(logits, rows, device().stream);
 }
 
+void Engine::start_reports(bool with_timeline) {
+    cache_report_ = CacheReport(options_.cache, options_.scheduler.max_length);
+    timeline_ = {};
+    with_timeline_ = with_timeline;
+}
+
 void Engine::end_request(Request& request) {
+    if (with_timeline_) timeline_.leave(request.id);
     scheduler_.remove(request);
     std::erase(requests_, &request);
     searches_.erase(&request);
@@ -180,16 +191,19 @@ void Engine::end_answer(Request& request, Sequence& sequence, const char* reason
 bool Engine::give(Request& request, Sequence& sequence, const Sampled& token) {
     const std::vector<int32_t>& stops = request.stop_tokens;
     const char* reason = nullptr;
-    if (token.token < 0) reason = "error";  // logits that are not finite
+    const int64_t answer_n = answer_length(request, sequence) + 1;  // with this token
+    if (token.token < 0) reason = "error";                          // logits that are not finite
     else if (std::find(stops.begin(), stops.end(), token.token) != stops.end()) reason = "stop";
     if (reason == nullptr) {
         sequence.tokens.push_back(token.token);
-        const int64_t n = std::ssize(sequence.tokens), answer_n = n - std::ssize(request.prompt);
+        const int64_t n = std::ssize(sequence.tokens);
         if (token_ready && !token_ready(request, sequence, token)) reason = "stop";
         else if (answer_n >= request.max_tokens || n >= options_.scheduler.max_length) reason = "length";
     }
-    if (reason != nullptr) end_answer(request, sequence, reason);
-    return reason == nullptr;
+    if (reason == nullptr) return true;
+    cache_report_.finished(std::ssize(request.prompt), answer_n);
+    end_answer(request, sequence, reason);
+    return false;
 }
 
 // drawn: of each beam, in the order of request.sequences. Each beam goes on from one of those before it: the first that
@@ -201,6 +215,8 @@ void Engine::advance_beams(Request& request, std::span<const Sampled> drawn) {
     search.step(top);
     if (search.beams().empty()) {
         const std::vector<BeamAnswer> answers = search.answers();
+        for (const auto& sequence : request.sequences)
+            cache_report_.finished(std::ssize(request.prompt), answer_length(request, *sequence) + 1);
         end_request(request);
         if (beams_ended) beams_ended(request, answers);
         return;
@@ -274,6 +290,7 @@ void Engine::add(Request& request) {
         scheduler_.add(request);
     }
     requests_.push_back(&request);
+    if (with_timeline_) timeline_.arrive(request.id);
 }
 
 void Engine::cancel(Request& request) {
@@ -287,7 +304,8 @@ bool Engine::step() {
     const std::vector<StepPart> parts = scheduler_.next_step();
     if (parts.empty()) return false;
     ++n_steps_;
-    if (step_begins) step_begins(parts);
+    if (with_timeline_) timeline_.step(parts);
+    cache_report_.step(cache_.use());
     copy_pages();
     const StepSizes sizes = prepare(parts);
     Activations acts = of_step(acts_, sizes);

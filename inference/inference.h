@@ -359,6 +359,8 @@ class Scheduler {
     // A new sequence of the request, with the tokens and pages of `parent`, which must have been in the last step.
     Sequence& fork(Request& request, const Sequence& parent);
     void drop(Request& request, const Sequence& sequence);  // removed from request.sequences, with its pages
+    // The request that came last gives its pages up, as where pages run out; false: none runs.
+    bool preempt_last();
     // After tokens were taken off a sequence (rejected drafts): the cache forgets their rows.
     void truncate(Sequence& sequence, int64_t length);
 
@@ -376,7 +378,6 @@ class Scheduler {
     bool add_rows(Step& step, Request& request, Sequence& sequence, int64_t n);
     void add_draft(Step& step, StepPart& part);
     void append(Step& step, size_t first);
-    void preempt_last(Step& step);
     bool admit(Request& request);
     void start(Sequence& sequence);
     void start_sequences(Request& request);
@@ -396,8 +397,8 @@ class Scheduler {
 class CacheReport {
   public:
     CacheReport(const CacheSizes& sizes, int64_t max_length);
-    void step(const CacheUse& use);                               // after each step
-    void finished(int64_t prompt_tokens, int64_t answer_tokens);  // for each sequence
+    void step(const CacheUse& use);                              // after each step
+    void finished(int64_t prompt_tokens, int64_t drawn_tokens);  // for each sequence; a stop token was drawn, too
     // Averages over all steps; the four add up to 1.
     struct Shares {
         double tokens = 0, reserved = 0, internal = 0, external = 0;
@@ -476,9 +477,6 @@ class Engine {
 
     // The answers of a beam search, the best first. Nothing of the request is used by the engine any more.
     std::function<void(Request& request, const std::vector<BeamAnswer>& answers)> beams_ended;
-    // Called before each step is computed, for reports.
-    std::function<void(std::span<const StepPart> parts)> step_begins;
-
     // The request stays where it is until all its answers have ended.
     void add(Request& request);
     void cancel(Request& request);  // as if it had never come: answer_ended is not called
@@ -493,6 +491,15 @@ class Engine {
     int64_t n_proposed() const { return n_proposed_; }  // draft tokens that were computed, and those that became text
     int64_t n_accepted() const { return n_accepted_; }
     StepSizes largest_step() const;
+    void preempt_all() {
+        while (scheduler_.preempt_last()) {
+        }
+    }  // for tests: between two steps, all give their pages up
+
+    // Reports begin anew. The timeline is kept only where it is asked for: it grows with each step.
+    void start_reports(bool with_timeline);
+    const CacheReport& cache_report() const { return cache_report_; }
+    const Timeline& timeline() const { return timeline_; }  // requests are told apart by their id
 
   private:
     // What the host tells the device of a step: filled in pinned memory, then copied.
@@ -531,6 +538,9 @@ class Engine {
     std::unordered_map<const Sequence*, PromptLookup> lookups_;
     std::unordered_map<const Request*, BeamSearch> searches_;
     int64_t n_steps_ = 0, n_proposed_ = 0, n_accepted_ = 0;
+    CacheReport cache_report_;
+    Timeline timeline_;
+    bool with_timeline_ = false;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -620,7 +630,7 @@ struct ServerOptions {
 
 struct GenerateOptions {
     std::string model;  // "": that of the newest run
-    std::string tokenizer, prompt, prompt_ids, batch, out, eval;
+    std::string tokenizer, prompt, prompt_ids, batch, out, pictures, eval;
     std::string chat_template, system;  // of a conversation
     bool chat = false, serve = false, plan = false, ids = false;
     ServerOptions server;

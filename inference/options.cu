@@ -55,6 +55,8 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.option("--system", o.system, "the system message of a conversation");
     what.option("--batch", o.batch, "file with a request in each line, as JSON; needs --out");
     what.option("--out", o.out, "file for the answers of --batch, a line of JSON each; answers that it has are kept");
+    what.option("--pictures", o.pictures,
+                "folder for batching.png, the requests over the steps, and cache.png, what the cache held");
     what.option("--eval", o.eval, "text file: print the model's perplexity on it, and end");
     what.flag("--plan", o.plan, "print the memory that this takes and how many sequences fit, and end");
 }
@@ -138,6 +140,8 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
                                    : "give one of --prompt, --prompt-ids, --chat, --serve, --batch, --eval and --plan");
     check(o.chat || o.serve || o.chat_template.empty(), "--template is for --chat and --serve");
     check(o.chat || o.system.empty(), "--system is for --chat");
+    check(o.pictures.empty() || !o.batch.empty() || !o.prompt.empty() || !o.prompt_ids.empty(),
+          "--pictures is for --batch and --prompt");
     const ServerOptions& s = o.server;
     check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,

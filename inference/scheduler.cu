@@ -192,18 +192,20 @@ bool Scheduler::add_rows(Step& step, Request& r, Sequence& s, int64_t n) {
             step.take_out(r);
             return false;
         }
-        preempt_last(step);
+        step.take_out(*requests_[n_running_ - 1]);
+        preempt_last();
     }
     step.add(r, s, n);
     return true;
 }
 
-void Scheduler::preempt_last(Step& step) {
+bool Scheduler::preempt_last() {
+    if (n_running_ == 0) return false;
     Request& r = *requests_[--n_running_];
     ++n_preemptions_;
-    step.take_out(r);
-    if (options_.preemption == Preemption::swap && cache_.swap_out(cached_sequences(r))) return;
-    forget(r);
+    const bool swapped = options_.preemption == Preemption::swap && cache_.swap_out(cached_sequences(r));
+    if (!swapped) forget(r);
+    return true;
 }
 
 // A request that waits gets its pages back from the host, or takes over those that are found. False: there are too few

@@ -94,4 +94,5 @@ void serve(LoadedModel& model, const GenerateOptions& options) {
     // The last pieces are on their way to clients.
     const double until = seconds_now() + options.server.client_timeout;
     while (http.n_unanswered() > 0 && seconds_now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::printf("%s", model.engine->cache_report().text().c_str());
 }

@@ -1,6 +1,7 @@
 // The engine: whole answers, against transformers' and against those of other settings.
 #include "inference/inference.h"
 #include "models.h"
+#include "program.h"
 #include "test.h"
 #include "training/training.h"
 
@@ -43,6 +44,7 @@ struct Setting {
     int64_t step_tokens;
     int64_t pages_in_all;  // for sequences of 77 tokens
     Preemption preemption;
+    bool preempt_always = false;  // all requests, before every step
 };
 
 struct EngineWithMemory {
@@ -72,10 +74,12 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
     const auto golden = nlohmann::json::parse(read_text_file("test/golden/generate/greedy.json"));
     // Pages of one token, that end inside of a prompt, and that are larger than a prompt; prompts at once and in
     // pieces; a pool of all that is needed, and one that holds the longest sequence and little more: then requests
-    // are preempted again and again.
+    // are preempted again and again; and all of them before every step.
     const Setting settings[] = {{1, true, 3, 90, Preemption::recompute},
                                 {16, false, 512, 1000, Preemption::recompute},
-                                {17, true, 7, 6, Preemption::swap}};
+                                {17, true, 7, 6, Preemption::swap},
+                                {16, true, 512, 1000, Preemption::recompute, true},
+                                {1, false, 5, 1000, Preemption::swap, true}};
     for (const auto& [name, of_model] : golden.items()) {
         const GoldenModel m("test/golden/" + name, of_model["positions"]);
         for (const Setting& s : settings) {
@@ -97,8 +101,8 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
             // The first again: its prompt may be in the cache.
             requests.push_back(greedy_request(std::ssize(requests), of_model["cases"][0]));
             e.engine.add(requests.back());
-            while (e.engine.step()) {
-            }
+            while (e.engine.step())
+                if (s.preempt_always) e.engine.preempt_all();
             INFO(name << ", pages of " << s.page_size << ", steps of " << s.step_tokens << ", "
                       << e.engine.scheduler().n_preemptions() << " preemptions");
             for (const Request& request : requests) {
@@ -106,8 +110,60 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
                 CHECK(answers[request.id] == of_model["cases"][i]["ids"].get<std::vector<int32_t>>());
             }
             CHECK(e.engine.cache().use().owned_pages == 0);
-            if (of_model["positions"] == 96 && s.pages_in_all < 1000) CHECK(e.engine.scheduler().n_preemptions() > 0);
+            if (of_model["positions"] == 96 && (s.pages_in_all < 1000 || s.preempt_always))
+                CHECK(e.engine.scheduler().n_preemptions() > 0);
         }
+    }
+}
+
+TEST_CASE("inference takes the memory that it plans, and no more while it runs", "[inference][engine]") {
+    const auto free_bytes = [] {
+        size_t free = 0, all = 0;
+        cudaCheck(cudaMemGetInfo(&free, &all));
+        return static_cast<double>(free);
+    };
+    EngineOptions plain, small;
+    plain.cache.n_pages = 20;
+    small.cache = {.page_size = 3, .n_pages = 7};
+    small.scheduler.preemption = Preemption::swap, small.scheduler.step_tokens = 5;
+    small.cache_dtype = DType::e4m3, small.lookup = 3;
+    const struct {
+        const char* folder;
+        DType dtype;
+        WeightFormat format;
+        EngineOptions options;
+        int64_t row_bytes;  // of a token in the cache, all layers, by hand
+    } cases[] = {
+        // 2 layers, keys and values of 3 heads of 12 columns
+        {"test/golden/gpt2", DType::f32, WeightFormat::none, plain, 2 * 2 * 3 * 12 * 4},
+        // 2 layers, keys and values of 2 heads of 8 columns: a byte each, and a float's scale for each head
+        {"test/golden/llama", DType::bf16, WeightFormat::int8, small, 2 * 2 * 2 * (8 + 4)},
+        // 2 layers, a latent of 28 numbers and 8 rotated columns
+        {"test/golden/deepseek", DType::f32, WeightFormat::none, plain, 2 * (28 + 8) * 4},
+    };
+    for (const auto& c : cases) {
+        INFO(c.folder);
+        device();  // its own memory is there before
+        const double before = free_bytes();
+        LoadedModel m(c.folder, "", c.dtype, c.format, c.options);
+        const double planned = static_cast<double>(m.device_bytes() - device().blas_workspace_bytes);
+        CHECK(free_bytes() == before);
+        m.load();
+        CHECK(taken_as_planned(before - free_bytes(), planned));
+        const int64_t rows = c.options.cache.n_pages * c.options.cache.page_size;
+        const int64_t gaps = static_cast<int64_t>(m.cache.bytes()) - rows * c.row_bytes;
+        CHECK(gaps >= 0);
+        CHECK(gaps < 256 * 4);  // the pools of two layers, and of their scales, begin on 256 bytes
+        const double loaded = free_bytes();
+        std::deque<Request> requests;
+        for (int64_t id = 0; id < 3; ++id) {
+            Request& request = requests.emplace_back();
+            request.id = id, request.prompt = random_tokens(2 + id, m.config.V, 1), request.max_tokens = 9;
+            m.engine->add(request);
+        }
+        while (m.engine->step()) {
+        }
+        CHECK(free_bytes() == loaded);
     }
 }
 

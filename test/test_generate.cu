@@ -61,9 +61,12 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
          "\"temperature\": 0}\n"
          "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
     const std::string call = "--batch " + in + " --out " + out;
-    const Outcome first = generate(call);
+    const Outcome first = generate(call + " --pictures " + (folder / "pictures"));
     INFO(first.err);
     CHECK(first.status == 0);
+    CHECK_THAT(first.out, ContainsSubstring("% hold tokens") && ContainsSubstring("contiguous  slots of 256 rows"));
+    CHECK(slurp(folder / "pictures/batching.png").substr(1, 3) == "PNG");
+    CHECK(slurp(folder / "pictures/cache.png").substr(1, 3) == "PNG");
     std::map<std::string, nlohmann::json> answers;
     for (const auto& line : lines_of(out))
         answers[line["id"].dump() + line.value("sample", nlohmann::json()).dump()] = line;
@@ -124,7 +127,8 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --cache-pages 1 --tokens 100", "need 7 pages of the cache, which has 1"},
         {"--chat --template vicuna", "--template vicuna: use chatml, qwen, llama3"},
         {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
-        {"--batch no.jsonl", "--batch needs --out"}};
+        {"--batch no.jsonl", "--batch needs --out"},
+        {"--chat --pictures p", "--pictures is for --batch and --prompt"}};
     for (const auto& [arguments, words] : wrong) {
         const Outcome outcome = generate(arguments);
         INFO(arguments);
