@@ -2,76 +2,188 @@
 //
 // A chat model has seen conversations in one written form, with tokens of its own where messages begin and end; in
 // another form it is much worse. Hugging Face folders describe the form as a program in a template language (Jinja).
-// There are few forms, so we write each as a function, and recognise it by what its description mentions.
+// There are few forms, so we write each as a function, and recognise it by what its description mentions. What
+// transformers makes of the models' own descriptions is in test/golden/chat.json, and each form is held against it.
 #include "inference/inference.h"
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <string_view>
 
 namespace {
 
 using Messages = std::vector<ChatMessage>;
 
-std::string trimmed(const std::string& text) {
-    const size_t first = text.find_first_not_of(" \t\r\n");
-    return first == std::string::npos ? "" : text.substr(first, text.find_last_not_of(" \t\r\n") + 1 - first);
-}
-
 bool has_system(const Messages& messages) { return !messages.empty() && messages[0].role == "system"; }
 
-std::string chatml(const Messages& messages) {
-    std::string text;
-    for (const ChatMessage& m : messages) text += "<|im_start|>" + m.role + "\n" + m.content + "<|im_end|>\n";
-    return text + "<|im_start|>assistant\n";
+// Without what Python's str.strip removes at both ends.
+std::string trimmed(std::string_view text) {
+    static const std::vector<std::string_view> blanks = {
+        " ",      "\t",     "\n",     "\v",     "\f",     "\r",     "\x1c",   "\x1d",   "\x1e",   "\x1f",
+        "\u0085", "\u00a0", "\u1680", "\u2000", "\u2001", "\u2002", "\u2003", "\u2004", "\u2005", "\u2006",
+        "\u2007", "\u2008", "\u2009", "\u200a", "\u2028", "\u2029", "\u202f", "\u205f", "\u3000"};
+    const auto remove = [&](auto is_at_end, auto shorten) {
+        for (size_t before = text.size() + 1; before != text.size();) {
+            before = text.size();
+            for (const std::string_view blank : blanks)
+                if (is_at_end(blank)) shorten(blank.size());
+        }
+    };
+    remove([&](std::string_view blank) { return text.starts_with(blank); }, [&](size_t n) { text.remove_prefix(n); });
+    remove([&](std::string_view blank) { return text.ends_with(blank); }, [&](size_t n) { text.remove_suffix(n); });
+    return std::string(text);
 }
 
-std::string qwen(const Messages& messages) {
+// An earlier answer of the assistant, as the next prompt has it: reasoning models are not shown what they thought.
+using Answer = std::string (*)(const std::string& content);
+
+std::string whole(const std::string& content) { return content; }
+
+std::string behind_last_think(const std::string& content) {
+    const size_t end = content.rfind("</think>");
+    return end == std::string::npos ? content : content.substr(end + 8);
+}
+
+std::string behind_first_think(const std::string& content) {
+    const size_t end = content.find("</think>");
+    return end == std::string::npos ? content : content.substr(end + 8);
+}
+
+std::string without_first_line_ends(const std::string& text) {
+    return text.substr(std::min(text.find_first_not_of('\n'), text.size()));
+}
+
+std::string qwq_answer(const std::string& content) { return without_first_line_ends(behind_last_think(content)); }
+
+std::string qwen3_answer(const std::string& content) {
+    return content.find("</think>") == std::string::npos ? content : qwq_answer(content);
+}
+
+// ChatML: `opening` is what the assistant's next message begins with.
+std::string chatml_of(const Messages& messages, Answer answer, const std::string& opening) {
+    std::string text;
+    for (const ChatMessage& m : messages)
+        text +=
+            "<|im_start|>" + m.role + "\n" + (m.role == "assistant" ? answer(m.content) : m.content) + "<|im_end|>\n";
+    return text + "<|im_start|>assistant\n" + opening;
+}
+
+std::string chatml(const Messages& messages) { return chatml_of(messages, whole, ""); }
+
+std::string chatml_with_system(const Messages& messages, const std::string& system) {
     if (has_system(messages)) return chatml(messages);
     Messages all = messages;
-    all.insert(all.begin(), {"system", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."});
+    all.insert(all.begin(), {"system", system});
     return chatml(all);
+}
+
+std::string qwen2(const Messages& messages) { return chatml_with_system(messages, "You are a helpful assistant."); }
+
+std::string qwen(const Messages& messages) {
+    return chatml_with_system(messages, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.");
+}
+
+std::string qwen3(const Messages& messages) { return chatml_of(messages, qwen3_answer, ""); }
+
+std::string qwen3_thinking(const Messages& messages) { return chatml_of(messages, qwen3_answer, "<think>\n"); }
+
+std::string qwq(const Messages& messages) { return chatml_of(messages, qwq_answer, "<think>\n"); }
+
+std::string llama2(const Messages& messages) {
+    std::string text, system;
+    for (const ChatMessage& m : messages) {
+        if (m.role == "system") system = concat("<<SYS>>\n", m.content, "\n<</SYS>>\n\n");
+        if (m.role == "user") text += concat("<s>[INST] ", trimmed(system + m.content), " [/INST]"), system.clear();
+        if (m.role == "assistant") text += concat(" ", trimmed(m.content), " </s>");
+    }
+    return text;
+}
+
+std::string llama3_message(const std::string& role, const std::string& content) {
+    return "<|start_header_id|>" + role + "<|end_header_id|>\n\n" + content + "<|eot_id|>";
 }
 
 std::string llama3(const Messages& messages) {
     std::string text = "<|begin_of_text|>";
-    for (const ChatMessage& m : messages)
-        text += "<|start_header_id|>" + m.role + "<|end_header_id|>\n\n" + trimmed(m.content) + "<|eot_id|>";
+    for (const ChatMessage& m : messages) text += llama3_message(m.role, trimmed(m.content));
     return text + "<|start_header_id|>assistant<|end_header_id|>\n\n";
 }
 
-// The date of today is that which transformers writes where it is told none.
+// The date is the one that the description of 3.1 and 3.3 contains. That of 3.2 asks the clock, and contains the same
+// date for where there is none: we take it there too, so that a conversation has the same tokens every day.
 std::string llama3_1(const Messages& messages) {
-    Messages all = messages;
-    if (!has_system(all)) all.insert(all.begin(), {"system", ""});
-    all[0].content = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n" + trimmed(all[0].content);
-    std::string text = llama3({});
-    text.resize(std::string("<|begin_of_text|>").size());
-    for (const ChatMessage& m : all) {
-        const std::string content = m.role == "system" ? m.content : trimmed(m.content);  // its blank line stays
-        text += "<|start_header_id|>" + m.role + "<|end_header_id|>\n\n" + content + "<|eot_id|>";
-    }
+    const std::string dates = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n";
+    const std::string system = has_system(messages) ? trimmed(messages[0].content) : "";
+    std::string text = "<|begin_of_text|>" + llama3_message("system", dates + system);
+    for (const ChatMessage& m : messages)
+        if (m.role != "system") text += llama3_message(m.role, trimmed(m.content));
     return text + "<|start_header_id|>assistant<|end_header_id|>\n\n";
 }
 
-std::string deepseek(const Messages& messages) {
+// DeepSeek: `before` stands between a question and its answer, `opening` where the next answer begins.
+std::string deepseek_of(const Messages& messages, Answer answer, const std::string& before,
+                        const std::string& opening) {
     std::string text = "<｜begin▁of▁sentence｜>";
     for (const ChatMessage& m : messages) {
         if (m.role == "system") text += m.content;
         if (m.role == "user") text += "<｜User｜>" + m.content;
-        if (m.role == "assistant") text += "<｜Assistant｜>" + m.content + "<｜end▁of▁sentence｜>";
+        if (m.role == "assistant") text += before + answer(m.content) + "<｜end▁of▁sentence｜>";
     }
-    return text + "<｜Assistant｜>";
+    return text + opening;
+}
+
+std::string deepseek(const Messages& messages) {
+    return deepseek_of(messages, whole, "<｜Assistant｜>", "<｜Assistant｜>");
+}
+
+std::string deepseek_r1(const Messages& messages) {
+    return deepseek_of(messages, behind_last_think, "<｜Assistant｜>", "<｜Assistant｜><think>\n");
+}
+
+std::string deepseek_r1_0528(const Messages& messages) {
+    return deepseek_of(messages, behind_last_think, "<｜Assistant｜>", "<｜Assistant｜>");
+}
+
+// Without reasoning, as its description is where nothing is said of it: </think> ends it before it began.
+std::string deepseek_v3_1(const Messages& messages) {
+    return deepseek_of(messages, behind_first_think, "<｜Assistant｜></think>", "<｜Assistant｜></think>");
+}
+
+// Mistral: where the blanks are, which an answer is, and the user's message that the system message stands in.
+struct MistralForm {
+    const char *open, *close, *before_answer;
+    Answer answer;
+    bool system_first;  // in the first of the user's messages; otherwise in the last
+};
+
+std::string mistral_of(const MistralForm& form, const Messages& messages) {
+    const size_t first = has_system(messages) ? 1 : 0, with_system = form.system_first ? first : messages.size() - 1;
+    std::string text = "<s>";
+    for (size_t i = first; i < messages.size(); ++i) {
+        const std::string& content = messages[i].content;
+        const std::string system = first == 1 && i == with_system ? messages[0].content + "\n\n" : "";
+        if (messages[i].role == "user") text += form.open + system + content + form.close;
+        else text += form.before_answer + form.answer(content) + "</s>";
+    }
+    return text;
+}
+
+std::string mistral_v0(const Messages& messages) {
+    return mistral_of({"[INST] ", " [/INST]", "", whole, true}, messages);
+}
+
+std::string mistral_v1(const Messages& messages) {
+    return mistral_of({" [INST] ", " [/INST]", " ", whole, true}, messages);
 }
 
 std::string mistral(const Messages& messages) {
-    std::string text = "<s>", system;
-    for (const ChatMessage& m : messages) {
-        if (m.role == "system") system = m.content + "\n\n";
-        if (m.role == "user") text += "[INST] " + system + m.content + " [/INST]", system.clear();
-        if (m.role == "assistant") text += " " + m.content + "</s>";
-    }
-    return text;
+    const Answer answer = [](const std::string& content) { return trimmed(content); };
+    return mistral_of({"[INST] ", "[/INST]", " ", answer, false}, messages);
+}
+
+std::string mistral_nemo(const Messages& messages) {
+    return mistral_of({"[INST]", "[/INST]", "", whole, false}, messages);
 }
 
 std::string plain(const Messages& messages) {
@@ -84,12 +196,24 @@ std::string plain(const Messages& messages) {
     return text + "Assistant:";
 }
 
+const char* const kDeepSeekEnd = "<｜end▁of▁sentence｜>";
 const ChatTemplate kTemplates[] = {{"chatml", chatml, "<|im_end|>"},
+                                   {"qwen2", qwen2, "<|im_end|>"},
                                    {"qwen", qwen, "<|im_end|>"},
+                                   {"qwen3", qwen3, "<|im_end|>"},
+                                   {"qwen3-thinking", qwen3_thinking, "<|im_end|>"},
+                                   {"qwq", qwq, "<|im_end|>"},
+                                   {"llama2", llama2, "</s>"},
                                    {"llama3", llama3, "<|eot_id|>"},
                                    {"llama3.1", llama3_1, "<|eot_id|>"},
-                                   {"deepseek", deepseek, "<｜end▁of▁sentence｜>"},
+                                   {"deepseek", deepseek, kDeepSeekEnd},
+                                   {"deepseek-r1", deepseek_r1, kDeepSeekEnd},
+                                   {"deepseek-r1-0528", deepseek_r1_0528, kDeepSeekEnd},
+                                   {"deepseek-v3.1", deepseek_v3_1, kDeepSeekEnd},
+                                   {"mistral-v0", mistral_v0, "</s>"},
+                                   {"mistral-v1", mistral_v1, "</s>"},
                                    {"mistral", mistral, "</s>"},
+                                   {"mistral-nemo", mistral_nemo, "</s>"},
                                    {"plain", plain, "\nUser:"}};
 
 // The description in a folder, or "".
@@ -107,26 +231,71 @@ std::string description_in(const std::string& folder) {
     return "";
 }
 
+// What the description of a form mentions, and what it does not: that would be another form, perhaps one that we lack.
+// The first that fits is taken.
+struct Signs {
+    const char* form;
+    std::vector<std::string> mentioned, missing;
+};
+
+const std::vector<Signs>& all_signs() {
+    static const std::string chatml = "<|im_end|>' + '\n'", llama3 = "<|start_header_id|>",
+                             deepseek = "'<｜User｜>' + ";
+    static const std::string thoughts_cut = ".split('</think>')[-1]", lines_cut = thoughts_cut + ".lstrip('\n')";
+    static const std::string thinks = "<|im_start|>assistant\n<think>\n", system = "<|im_start|>system\n";
+    static const std::vector<Signs> signs = {
+        {"qwen",
+         {chatml, system + "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"},
+         {"think", "bos_token"}},
+        {"qwen2", {chatml, system + "You are a helpful assistant.<|im_end|>"}, {"think", "bos_token"}},
+        {"qwq", {chatml, lines_cut, thinks}, {"reasoning_content", "trim", "bos_token"}},
+        {"qwen3-thinking", {chatml, lines_cut, thinks, "reasoning_content"}, {"trim", "bos_token"}},
+        {"qwen3", {chatml, lines_cut, "<|im_start|>assistant\n'", "reasoning_content"}, {"trim", "bos_token", thinks}},
+        {"chatml", {chatml}, {"think", "trim", "bos_token", "!= 'system'", "system_message"}},
+        {"llama3.1", {llama3, "Cutting Knowledge Date: December 2023\n", "Today Date: ", "trim"}, {}},
+        {"llama3", {llama3 + "' + ", "trim"}, {llama3 + "system", "tools"}},
+        {"deepseek-v3.1", {deepseek, "<｜Assistant｜></think>"}, {}},
+        {"deepseek-r1", {deepseek, thoughts_cut, "<｜Assistant｜><think>\n"}, {}},
+        {"deepseek-r1-0528", {deepseek, "split('</think>')"}, {}},
+        {"deepseek", {deepseek, "system_prompt"}, {"think"}},
+        {"llama2", {"bos_token + '[INST] '", "'<<SYS>>\n' + system_message"}, {}},
+        {"mistral-v1", {"' [INST] '", "' [/INST]'", "loop.first and system_message"}, {}},
+        {"mistral-v0", {"'[INST] '", "' [/INST]'", "message['content'] + eos_token}"}, {"system"}},
+        {"mistral", {"\"[INST] \"", "\"[/INST]\"", "\"content\"]|trim + ", "loop.last and system_message"}, {}},
+        {"mistral-nemo", {"\"[INST]\"", "\"[/INST]\"", "loop.last and system_message"}, {"trim"}}};
+    return signs;
+}
+
 // The name of the form that a description is of, or "".
-std::string recognised(const std::string& description) {
-    const auto mentions = [&](const char* text) { return description.find(text) != std::string::npos; };
-    if (mentions("<|im_start|>")) return mentions("You are Qwen, created by Alibaba Cloud") ? "qwen" : "chatml";
-    if (mentions("<|start_header_id|>")) return mentions("Cutting Knowledge Date") ? "llama3.1" : "llama3";
-    if (mentions("<｜User｜>")) return "deepseek";
-    if (mentions("[INST]")) return "mistral";
+std::string recognised(const std::string& described) {
+    std::string description;
+    for (size_t i = 0; i < described.size(); ++i) {  // Jinja's \\n is a line end, which others write as one
+        const bool is_line_end = described.compare(i, 2, "\\n") == 0;
+        description += is_line_end ? '\n' : described[i];
+        i += is_line_end;
+    }
+    const auto mentions = [&](const std::string& text) { return description.find(text) != std::string::npos; };
+    for (const Signs& signs : all_signs())
+        if (std::all_of(signs.mentioned.begin(), signs.mentioned.end(), mentions) &&
+            std::none_of(signs.missing.begin(), signs.missing.end(), mentions))
+            return signs.form;
     return "";
 }
 
 }  // namespace
 
+std::string chat_template_names() {
+    std::string names;
+    for (const ChatTemplate& chat : kTemplates) names += concat(names.empty() ? "" : ", ", chat.name);
+    return names;
+}
+
 const ChatTemplate& find_chat_template(const std::string& name, const std::string& folder) {
     const std::string description = name.empty() ? description_in(folder) : "";
     const std::string wanted = !name.empty() ? name : description.empty() ? "plain" : recognised(description);
-    std::string names;
-    for (const ChatTemplate& chat : kTemplates) {
+    for (const ChatTemplate& chat : kTemplates)
         if (chat.name == wanted) return chat;
-        names += concat(names.empty() ? "" : ", ", chat.name);
-    }
+    const std::string names = chat_template_names();
     if (name.empty()) fail(folder, ": its chat template is none of those known here: give --template ", names);
     fail("--template ", name, ": use ", names);
 }

@@ -665,16 +665,28 @@ BatchCount run_batch_file(LoadedModel& model, Requests& requests, const Generate
 // chat_template.cu: a conversation as the text that a model was trained on
 
 struct ChatMessage {
-    std::string role, content;  // role: "system" (at most one, the first), "user" or "assistant"
+    // "system" (at most one, the first), then "user" and "assistant" in turns; the last is the user's.
+    std::string role, content;
 };
-// How the families write a conversation:
-//   chatml     <|im_start|>user\n...<|im_end|>\n<|im_start|>assistant\n           also Qwen 3
-//   qwen       the same, with Qwen 2.5's system message where none is given
-//   llama3     <|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n...<|eot_id|>
-//   llama3.1   the same, with the dates of its training in the system message
-//   deepseek   <|begin of sentence|>...<|User|>...<|Assistant|>                     DeepSeek-V3, with bars of its own
-//   mistral    <s>[INST] ... [/INST] ...</s>
-//   plain      User: ...\nAssistant: ...                                           for models without a template
+// How the families write a conversation; test/golden/chat.json has examples of each from the models' own templates:
+//   chatml            <|im_start|>user\n...<|im_end|>\n<|im_start|>assistant\n
+//   qwen2, qwen       the same, with the system message of Qwen 2 or of Qwen 2.5 where none is given
+//   qwen3             chatml, where earlier answers lose their reasoning: what stands before </think>
+//   qwen3-thinking    the same, and the answer begins with <think>\n: models that always reason
+//   qwq               the same, and earlier answers lose the line ends that they begin with
+//   llama2            <s>[INST] <<SYS>>\n...\n<</SYS>>\n\n... [/INST] ... </s>
+//   llama3            <|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n...<|eot_id|>
+//   llama3.1          the same, with two dates in the system message, always the same ones; also LLaMA 3.2 and 3.3
+//   deepseek          <|begin of sentence|>...<|User|>...<|Assistant|>...            V3, with bars of its own
+//   deepseek-r1       the same, without earlier reasoning, and the answer begins with <think>\n
+//   deepseek-r1-0528  the same without that beginning: the model writes it itself
+//   deepseek-v3.1     without earlier reasoning; every answer begins with </think>, and so has none of its own
+//   mistral-v0        <s>[INST] ... [/INST]...</s>            what the folders of the next models had at first
+//   mistral-v1        <s> [INST] ... [/INST] ...</s>          7B v0.1 and v0.2, Mixtral 8x7B
+//   mistral           <s>[INST] ...[/INST] ...</s>            7B v0.3, Mixtral 8x22B, Large 2407
+//   mistral-nemo      <s>[INST]...[/INST]...</s>              Nemo
+//   plain             User: ...\nAssistant: ...               for models without a template
+// Mistral's have no system message of their own: it stands in the user's first message (v0, v1) or in the last.
 struct ChatTemplate {
     const char* name;
     // The text up to where the assistant's next message begins.
@@ -684,6 +696,7 @@ struct ChatTemplate {
 // By its name; "" : the one that tokenizer_config.json or chat_template.jinja in the folder describe, or plain where
 // there is none. Error that lists the names, where it is none of these.
 const ChatTemplate& find_chat_template(const std::string& name, const std::string& folder);
+std::string chat_template_names();  // "chatml, qwen2, ..."
 // The request for the assistant's next message; with the template's end among its stop tokens or texts.
 TextRequest chat_request(const GenerateOptions& options, const LoadedModel& model, const ChatTemplate& chat,
                          const std::vector<ChatMessage>& messages);

@@ -50,8 +50,7 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
     what.flag("--chat", o.chat, "a conversation in the terminal: a line is a message");
     what.option("--template", o.chat_template,
-                "how messages are written: chatml, qwen, llama3, llama3.1, deepseek, mistral, plain; default: as the "
-                "model's folder says");
+                "how messages are written: " + chat_template_names() + "; default: as the model's folder says");
     what.option("--system", o.system, "the system message of a conversation");
     what.option("--batch", o.batch, "file with a request in each line, as JSON; needs --out");
     what.option("--out", o.out, "file for the answers of --batch, a line of JSON each; answers that it has are kept");

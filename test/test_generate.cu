@@ -125,7 +125,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt-ids 1,x", "--prompt-ids x: give a whole number"},
         {"--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255"},
         {"--prompt a --cache-pages 1 --tokens 100", "need 7 pages of the cache, which has 1"},
-        {"--chat --template vicuna", "--template vicuna: use chatml, qwen, llama3"},
+        {"--chat --template vicuna", "--template vicuna: use chatml, qwen2, qwen, qwen3"},
         {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
         {"--batch no.jsonl", "--batch needs --out"},
         {"--chat --pictures p", "--pictures is for --batch and --prompt"}};

@@ -1,0 +1,133 @@
+// Chat templates: each form against what transformers writes by the models' own templates, and which form a folder has.
+#include "inference/inference.h"
+#include "temp_folder.h"
+#include "test.h"
+
+#include <nlohmann/json.hpp>
+
+#include <set>
+
+namespace {
+
+using nlohmann::json;
+
+std::vector<ChatMessage> messages_of(const json& list) {
+    std::vector<ChatMessage> messages;
+    for (const json& one : list)
+        messages.push_back({one["role"].get<std::string>(), one["content"].get<std::string>()});
+    return messages;
+}
+
+std::string form_in(const TempFolder& folder) { return find_chat_template("", folder.path).name; }
+
+// What is said of ChatML in Jinja, with a sentence more.
+std::string chatml_and(const std::string& more) {
+    return R"({{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }})" + more;
+}
+
+// The beginning of DeepSeek's, and a sentence more.
+std::string deepseek_and(const std::string& more) {
+    return "{{ bos_token }}{{ ns.system_prompt }}{{ '<｜User｜>' + m.content }}" + more;
+}
+
+}  // namespace
+
+TEST_CASE("A form writes what transformers writes by the models' own templates", "[chat][golden]") {
+    const json golden = json::parse(read_text_file("test/golden/chat.json"));
+    std::set<std::string> held = {"plain"};  // our own
+    for (const json& form : golden["forms"]) {
+        const ChatTemplate& chat = find_chat_template(form["form"].get<std::string>(), "");
+        held.insert(chat.name);
+        CHECK(form["texts"].size() >= 6);
+        for (const auto& [conversation, text] : form["texts"].items()) {
+            INFO(chat.name << ": " << conversation);
+            CHECK(chat.render(messages_of(golden["conversations"][conversation])) == text.get<std::string>());
+        }
+    }
+    std::string names;
+    for (const std::string& name : held) names += name + "\n";
+    INFO("held against transformers, and plain:\n" << names << "all: " << chat_template_names());
+    const std::string all = chat_template_names();
+    CHECK(std::ssize(held) == std::count(all.begin(), all.end(), ',') + 1);
+}
+
+TEST_CASE("Mistral's oldest form takes a system message as the next one does", "[chat]") {
+    const std::vector<ChatMessage> messages = {
+        {"system", "Be brief."}, {"user", "a"}, {"assistant", "b"}, {"user", "c"}};
+    CHECK(find_chat_template("mistral-v0", "").render(messages) ==
+          "<s>[INST] Be brief.\n\na [/INST]b</s>[INST] c [/INST]");
+}
+
+TEST_CASE("A folder's chat template is recognised by what its description mentions", "[chat]") {
+    const std::string reasoning = "{{ reasoning_content }}{{ m.content.split('</think>')[-1].lstrip('\\n') }}";
+    const std::string ask = "{{ '<|im_start|>assistant\\n' }}", think = "{{ '<|im_start|>assistant\\n<think>\\n' }}";
+    const std::string header = "{{ '<|start_header_id|>' + m.role }}{{ m.content | trim }}";
+    const std::string system_last = "{% if loop.last and system_message is defined %}";
+    const std::string system_first = "{% if loop.first and system_message is defined %}";
+    const std::pair<std::string, std::string> descriptions[] = {
+        {"chatml", chatml_and(ask)},
+        {"qwen2", chatml_and("{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}")},
+        {"qwen", chatml_and("{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+                            "assistant.<|im_end|>\\n' }}")},
+        {"qwen3", chatml_and(reasoning + ask + "{{ '<think>\\n\\n</think>\\n\\n' }}")},
+        {"qwen3-thinking", chatml_and(reasoning + think)},
+        {"qwq", chatml_and("{{ m.content.split('</think>')[-1].lstrip('\\n') }}" + think)},
+        {"llama2", "{{ '<<SYS>>\\n' + system_message }}{{ bos_token + '[INST] ' + content + ' [/INST]' }}"},
+        {"llama3", header},
+        {"llama3.1", header + "{{ 'Cutting Knowledge Date: December 2023\\n' }}{{ 'Today Date: ' + date_string }}"},
+        {"deepseek", deepseek_and("{{ '<｜Assistant｜>' }}")},
+        {"deepseek-r1", deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜><think>\\n' }}")},
+        {"deepseek-r1-0528", deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜>' }}")},
+        {"deepseek-v3.1", deepseek_and("{{ m.content.split('</think>', 1)[1] }}{{ '<｜Assistant｜></think>' }}")},
+        {"mistral-v0", "{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token}}"},
+        {"mistral-v1", system_first + "{{ ' [INST] ' + m.content + ' [/INST]' }}{{ ' ' + m.content + eos_token }}"},
+        {"mistral", system_last + R"({{ "[INST] " + t + "[/INST]" }}{{ " " + message["content"]|trim + eos_token }})"},
+        {"mistral-nemo", system_last + R"({{ "[INST]" + t + "[/INST]" }}{{ message["content"] + eos_token }})"}};
+    const TempFolder folder;
+    std::set<std::string> found = {"plain"};
+    for (const auto& [form, description] : descriptions) {
+        INFO(description);
+        spit(folder / "chat_template.jinja", description);
+        CHECK(form_in(folder) == form);
+        found.insert(form);
+    }
+    const std::string all = chat_template_names();
+    CHECK(std::ssize(found) == std::count(all.begin(), all.end(), ',') + 1);
+
+    const std::string unknown[] = {
+        "{{ '<start_of_turn>' + m.role }}",                                               // Gemma
+        "{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}",        // Phi-4
+        chatml_and("{% if messages[0]['role'] != 'system' %}{{ 'You are a parrot.' }}"),  // a system message of its own
+        chatml_and("{{ bos_token }}"),
+        chatml_and("{{ m.content | trim }}" + reasoning + ask),  // Qwen 3.5
+        header + "{{ '<|start_header_id|>system<|end_header_id|>' + tools }}",
+        "{{ message['content'] + '\\n\\n' }}{{ '<｜User｜>' + m.content }}",    // DeepSeek-V2
+        "{{ '[SYSTEM_PROMPT]' + s }}{{ '[INST]' + m.content + '[/INST]' }}",    // Mistral Small 3
+        "{{ '[SYSTEM_PROMPT] ' + s }}{{ '[INST] ' + m.content + '[/INST]' }}",  // Mistral Large 2411
+        "{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token + ' ' }}"};
+    for (const std::string& description : unknown) {
+        INFO(description);
+        spit(folder / "chat_template.jinja", description);
+        CHECK_THROWS_WITH(form_in(folder), ContainsSubstring("its chat template is none of those known here") &&
+                                               ContainsSubstring("--template " + chat_template_names()));
+    }
+}
+
+TEST_CASE("A chat template is described in either file of a folder, or nowhere", "[chat]") {
+    const TempFolder folder;
+    CHECK(form_in(folder) == "plain");
+    json config = {{"eos_token", "</s>"}};
+    spit(folder / "tokenizer_config.json", config.dump());
+    CHECK(form_in(folder) == "plain");
+    config["chat_template"] = chatml_and("");
+    spit(folder / "tokenizer_config.json", config.dump());
+    CHECK(form_in(folder) == "chatml");
+    const std::string llama3 = "{{ '<|start_header_id|>' + m.role }}{{ m.content | trim }}";
+    config["chat_template"] = {{{"name", "tool_use"}, {"template", "tools"}},
+                               {{"name", "default"}, {"template", llama3}}};
+    spit(folder / "tokenizer_config.json", config.dump());
+    CHECK(form_in(folder) == "llama3");
+    spit(folder / "chat_template.jinja", chatml_and(""));  // the file by itself comes first
+    CHECK(form_in(folder) == "chatml");
+    CHECK_THROWS_WITH(find_chat_template("vicuna", ""), "--template vicuna: use " + chat_template_names());
+}
