@@ -13,13 +13,23 @@
 // The sums x + branch are formed by the norm that comes next, because it reads them anyway (model/norm.cu): so x is a
 // pair {sum, branch} from one operation to the next (Residual).
 //
+// With tensor parallelism (parallel/tensor) a rank has some of the heads and of the feed-forward's columns. What its
+// sub-layers give is then a part of a sum over the ranks: sum_over_ranks forms it, forward behind each branch, backward
+// before the norm. On one rank it does nothing.
+//
 // Where there are many ranks, begin_visit gathers the weights that the work of a visit reads and end_visit reduces the
 // gradients that it has completed (model/visits.cu). On one rank they do nothing.
 #include "model/sublayer.h"
 
 #include "llm.h"
 
+#include <cmath>
+
 namespace {
+
+void sum_over_ranks(const Model& model, Tensor part, cudaStream_t stream) {
+    if (model.tensor_parallel) model.tensor_parallel->sum(part, stream);
+}
 
 // x = x + attention(norm1(x)), x = x + feed_forward(norm2(x)). `last_product` is false where a forward is run again for
 // what it saves: then nobody needs the output of the last linear layer.
@@ -30,11 +40,13 @@ Residual block_forward(const BlockContext& b, const Block& block, Residual x, bo
 
     norm_forward(model, block.norm1, saved.norm1, x, b.stream);
     model.attention->forward(b, block.attention, saved.attention, branch, saved.norm1.out);
+    sum_over_ranks(model, branch, b.stream);
     x = {saved.norm1.sum, branch};
 
     norm_forward(model, block.norm2, saved.norm2, x, b.stream);
     model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? branch : Tensor{},
                                 saved.norm2.out);
+    if (last_product) sum_over_ranks(model, branch, b.stream);
     return {saved.norm2.sum, branch};
 }
 
@@ -47,10 +59,12 @@ void block_backward(const BlockContext& b, const Block& block, Tensor dx) {
 
     // x = x + feed_forward(norm2(x))
     model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, dnorm, dx, saved.norm2.out);
+    sum_over_ranks(model, dnorm, b.stream);
     norm_backward(model, block.norm2, saved.norm2, dx, dnorm, dx, scratch, b.stream);
 
     // x = x + attention(norm1(x))
     model.attention->backward(b, block.attention, saved.attention, dnorm, dx, saved.norm1.out);
+    sum_over_ranks(model, dnorm, b.stream);
     norm_backward(model, block.norm1, saved.norm1, dx, dnorm, dx, scratch, b.stream);
 }
 
@@ -77,15 +91,20 @@ struct Pass {
     }
 };
 
+Tensor tokens_here(const Activations& acts) { return acts.local_tokens.exists() ? acts.local_tokens : acts.tokens; }
 void embed_tokens(const Pass& p, Tensor out) {
     const Model& model = p.model;
-    const Tensor rows = out.view({p.acts.B, p.acts.T, model.config.C});
-    embedding_forward(rows, p.acts.tokens, p.acts.positions, model.wte, model.wpe, p.stream);
+    const TensorShare& share = model.share;
+    const Tensor rows = out.view({p.acts.B, p.acts.T, model.config.C}), tokens = tokens_here(p.acts);
+    if (share.size > 1)
+        ids_from(tokens, p.acts.tokens, share.first_token(model.config), share.tokens(model.config), p.stream);
+    embedding_forward(rows, tokens, p.acts.positions, model.wte, share.rank == 0 ? model.wpe : Tensor{}, p.stream);
+    sum_over_ranks(model, out, p.stream);  // of each row one rank has the token's, and rank 0 the position's
 }
 void embed_tokens_backward(const Pass& p, Tensor dout) {
     const Tensor rows = dout.view({p.acts.B, p.acts.T, p.model.config.C});
-    embedding_backward(p.model.dwte, p.model.dwpe, rows, p.acts.tokens, p.acts.positions, p.workspace.embedding_scratch,
-                       p.stream);
+    embedding_backward(p.model.dwte, p.model.dwpe, rows, tokens_here(p.acts), p.acts.positions,
+                       p.workspace.embedding_scratch, p.stream);
 }
 
 // logits = head(norm(x))
@@ -104,6 +123,7 @@ void apply_head_backward(const Pass& p, Tensor dx) {
     const Linear& head = p.model.head;
     const Workspace& ws = p.workspace;
     linear_backward_input(ws.dnorm, p.acts.logits, head.weight, false, p.stream);
+    sum_over_ranks(p.model, ws.dnorm, p.stream);
     linear_backward_weight(head.dweight, {}, p.acts.logits, p.acts.final_norm.out, ws.scratch, p.stream);
     norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws.scratch, p.stream);
 }
@@ -152,11 +172,23 @@ void forward(const Model& model, Activations& acts, const Workspace& workspace, 
     for (const Visit& visit : forward_visits(model.config)) visit_forward(pass, visit, x);
 }
 
+// dloss: NaN for the losses alone.
+static void divided_loss(const Model& model, Activations& acts, float dloss, cudaStream_t stream) {
+    const int64_t first = model.share.first_token(model.config), V = model.share.tokens(model.config);
+    cross_entropy_parts(acts.max, acts.sums, acts.logits, acts.targets, first, V, stream);
+    model.tensor_parallel->max(acts.all_max, acts.max, stream);
+    cross_entropy_rescale(acts.sums, acts.max, acts.all_max, stream);
+    model.tensor_parallel->sum(acts.sums, stream);
+    cross_entropy_finish(acts.losses, acts.logits, acts.targets, acts.all_max, acts.sums, first, V, dloss, stream);
+}
+
 void loss_forward(const Model& model, Activations& acts, cudaStream_t stream) {
+    if (model.tensor_parallel) return divided_loss(model, acts, NAN, stream);
     cross_entropy_forward(acts.losses, acts.logits, acts.targets, model.config.V, stream);
 }
 
 void loss_backward(const Model& model, Activations& acts, float dloss, cudaStream_t stream) {
+    if (model.tensor_parallel) return divided_loss(model, acts, dloss, stream);
     cross_entropy_forward_backward(acts.losses, acts.logits, acts.targets, model.config.V, dloss, stream);
 }
 

@@ -145,7 +145,9 @@ void finish(Run& run) {
 // be written, once rank 0 knows the folder of the run.
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
               std::string& trace_folder) {
-    Mesh mesh(world, {{"dp", world.size}});
+    std::vector<Axis> axes = {{"dp", world.size / static_cast<int>(options.tp)}};
+    if (options.tp > 1) axes.push_back({"tp", static_cast<int>(options.tp)});
+    Mesh mesh(world, axes);
     std::optional<Trainer> trainer;
     std::optional<RunData> data;
     if (fault.empty()) fault = open_run(options, mesh, trainer, data);

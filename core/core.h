@@ -225,6 +225,19 @@ class Arena {
 // Param: one learned tensor under its Hugging Face name. Weights and gradients of all parameters lie in two flat
 // buffers at the same offsets, so that optimizers, reductions and checkpoints are loops over one array.
 
+// Which part of a parameter this rank has where its layers are divided among ranks (parallel/tensor): some rows of the
+// whole one, as they lie here, and of each of them the same columns.
+struct Cut {
+    int64_t rows = 0,
+            cols = 0;  // of the whole parameter, without padding; a vector has 1 column. rows 0: nothing is cut
+    std::vector<std::pair<int64_t, int64_t>> row_ranges = {};  // {first, how many} of the whole parameter
+    int64_t first_col = 0, n_cols = 0;                         // columns of these rows
+    bool exists() const { return rows > 0; }
+};
+// Ranks that have the same elements of a parameter, each with a part of its gradient, which have to be added: none; all
+// that divide the layers; those with the same key heads.
+enum class GradSharers : uint8_t { none, all, same_keys };
+
 struct Param {
     std::string name;  // "model.layers.0.mlp.up_proj.weight"
     // As the layers use them; value is (rows, C) with rows of padding at the end where padded_rows > 0.
@@ -234,7 +247,10 @@ struct Param {
     bool decay = false;       // weight decay applies (matrices, not biases and norm weights)
     bool transposed = false;  // Hugging Face stores it (C, O): GPT-2's Conv1D
     int64_t padded_rows = 0;  // rows that only round the vocabulary up; zero, and never written to files
-    int64_t first = 0;        // of a shard of a parameter: its first element in the whole parameter
+    int64_t first = 0;        // of a shard of a parameter: its first element in the whole parameter, or in the cut
+    Cut cut = {};
+    GradSharers sharers = GradSharers::none;
+    bool counted = true;  // of the ranks that have the same elements one counts them, in the norm of all gradients
 
     // The most precise version there is: what checkpoints keep.
     Tensor exact() const { return master ? master : value; }

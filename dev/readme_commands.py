@@ -157,6 +157,8 @@ RULES = [
     train("--ranks 8 --zero 2"),
     train("--ranks 4 --trace 2", flags="--sample 0 --val-sequences 4"),
     train("--ranks 3 --zero 3 --batch 15", flags="", quick=True),
+    train("--ranks 4 --tp 4", quick=True),
+    train("--ranks 8 --tp 4 --zero 1"),
     Rule(r"mpirun -np 8", flags=SMALL, env=MPI, needs=("mpirun",)),
     Rule(r"mpirun --allow-run-as-root --oversubscribe -np 8", flags=SMALL, needs=("mpirun",)),
     Rule(r"build/cpu/dev/all_reduce", replace=(("$", " --ranks 2 --max 1024 --out out"),)),

@@ -310,7 +310,8 @@ bool Engine::step() {
     const StepSizes sizes = prepare(parts);
     Activations acts = of_step(acts_, sizes);
     forward(model_, acts, of_step(workspace_, sizes), stream, false);
-    if (sizes.logits > 0) deliver(draw_tokens(acts.logits));
+    TensorParallel* const ranks = model_.tensor_parallel;  // each has the logits of its tokens
+    if (sizes.logits > 0) deliver(draw_tokens(ranks ? ranks->gather_columns(acts.logits, stream) : acts.logits));
     else cudaCheck(cudaStreamSynchronize(stream));  // the next step fills the same tables
     return true;
 }

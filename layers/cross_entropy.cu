@@ -61,6 +61,55 @@ __global__ void cross_entropy_kernel(float* losses, T* logits, const int* target
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Kernels for a vocabulary that is divided among ranks: this one has the tokens first ... first + V - 1. A row's
+// softmax needs the maximum and the sum of all columns, and its loss the target's logit, which one rank has.
+
+template <class T, int kN>
+__global__ void cross_entropy_parts_kernel(float* max, float* sums, const T* logits, const int* targets, int64_t N,
+                                           int first_token, int V, int Vp) {
+    __shared__ float scratch[2 * kWarp];
+    const int64_t row = team_row();
+    if (row >= N) return;
+    const T* x_row = logits + row * Vp;
+    const SoftmaxStatistics softmax = softmax_statistics<kN>(x_row, V, Vp, scratch);
+    if (threadIdx.x > 0) return;
+    const int target = targets[row] < 0 ? -1 : targets[row] - first_token;
+    max[row] = softmax.max;
+    sums[2 * row] = softmax.sum;
+    sums[2 * row + 1] = target >= 0 && target < V ? to_float(x_row[target]) : 0.0f;
+}
+
+__global__ void cross_entropy_rescale_kernel(float* sums, const float* max, const float* all_max, int64_t N) {
+    const int64_t row = global_thread();
+    if (row < N) sums[2 * row] *= __expf(max[row] - all_max[row]);
+}
+
+template <class T, int kN>
+__global__ void cross_entropy_finish_kernel(float* losses, T* logits, const int* targets, const float* all_max,
+                                            const float* all_sums, int64_t N, int first_token, int V, int Vp,
+                                            float dloss, bool backward) {
+    const int64_t row = team_row();
+    if (row >= N) return;
+    T* x_row = logits + row * Vp;
+    const int first = static_cast<int>(threadIdx.x) * kN, stride = static_cast<int>(blockDim.x) * kN;
+    const bool ignored = targets[row] < 0;
+    const int target = targets[row] - first_token;
+    const float max = all_max[row], sum = all_sums[2 * row];
+    if (threadIdx.x == 0) losses[row] = ignored ? 0.0f : logf(sum) + (max - all_sums[2 * row + 1]);
+    if (!backward) return;
+    const float scale = ignored ? 0.0f : dloss / sum;
+    for (int v = first; v < Vp; v += stride) {
+        float x[kN];
+        load_chunk(x, x_row + v, Vp - v);
+        for (int l = 0; l < kN; ++l) {
+            const float gradient = __expf(x[l] - max) * scale - (v + l == target ? dloss : 0.0f);
+            x[l] = v + l < V && !ignored ? gradient : 0.0f;
+        }
+        store_chunk(x_row + v, x, Vp - v);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
 template <bool kBackward>
@@ -108,6 +157,60 @@ void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
                                     cudaStream_t stream) {
     launch<true>("cross_entropy_forward_backward", losses, logits, targets, V, dloss, stream);
+}
+
+// The columns of logits that are tokens, and all of them; checks what the three steps have in common.
+static std::pair<int, int> check_parts(const char* name, Tensor logits, Tensor targets, Tensor max, Tensor sums,
+                                       int64_t V) {
+    expect(name, "logits", logits, logits.dtype, {-1, -1});
+    const int64_t N = logits.shape[0], Vp = logits.shape[1];
+    check(V >= 0 && V <= Vp, name, ": V = ", V, " tokens do not fit in logits ", logits);
+    expect(name, "targets", targets, DType::i32, {N});
+    expect(name, "max", max, DType::f32, {N});
+    expect(name, "sums", sums, DType::f32, {N, 2});
+    expect_aligned(name, {{"logits", logits}});
+    return {narrow(V, "vocabulary"), narrow(Vp, "columns of logits")};
+}
+
+void cross_entropy_parts(Tensor max, Tensor sums, Tensor logits, Tensor targets, int64_t first, int64_t V,
+                         cudaStream_t stream) {
+    const auto [n_tokens, n_columns] = check_parts("cross_entropy_parts", logits, targets, max, sums, V);
+    const int first_token = narrow(first, "the first token");
+    dispatch_chunks(logits.dtype, n_columns, [&](auto chunk) {
+        using T = typename decltype(chunk)::Element;
+        constexpr int kN = decltype(chunk)::n;
+        const RowTeams teams = row_teams(logits.shape[0], n_columns, kN);
+        cross_entropy_parts_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
+            max.ptr<float>(), sums.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), logits.shape[0], first_token,
+            n_tokens, n_columns);
+        cudaCheckLaunch();
+    });
+}
+
+void cross_entropy_rescale(Tensor sums, Tensor max, Tensor all_max, cudaStream_t stream) {
+    const int64_t N = max.n();
+    expect("cross_entropy_rescale", "sums", sums, DType::f32, {N, 2});
+    expect("cross_entropy_rescale", "max", max, DType::f32, {N});
+    expect("cross_entropy_rescale", "all_max", all_max, DType::f32, {N});
+    cross_entropy_rescale_kernel<<<static_cast<unsigned>(ceil_div(N, kSumThreads)), kSumThreads, 0, stream>>>(
+        sums.ptr<float>(), max.ptr<float>(), all_max.ptr<float>(), N);
+    cudaCheckLaunch();
+}
+
+void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor all_max, Tensor all_sums, int64_t first,
+                          int64_t V, float dloss, cudaStream_t stream) {
+    const auto [n_tokens, n_columns] = check_parts("cross_entropy_finish", logits, targets, all_max, all_sums, V);
+    expect("cross_entropy_finish", "losses", losses, DType::f32, {logits.shape[0]});
+    const int first_token = narrow(first, "the first token");
+    dispatch_chunks(logits.dtype, n_columns, [&](auto chunk) {
+        using T = typename decltype(chunk)::Element;
+        constexpr int kN = decltype(chunk)::n;
+        const RowTeams teams = row_teams(logits.shape[0], n_columns, kN);
+        cross_entropy_finish_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
+            losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), all_max.ptr<float>(), all_sums.ptr<float>(),
+            logits.shape[0], first_token, n_tokens, n_columns, dloss, dloss == dloss);
+        cudaCheckLaunch();
+    });
 }
 
 void add_losses(Tensor sum, Tensor losses, cudaStream_t stream) {

@@ -41,16 +41,16 @@ constexpr int kRun = 32;  // places that one thread counts and scatters
 // One block scans all counts. Its barriers are expensive on the CPU device, where a warp is enough.
 constexpr int kScanBlock = kOnCpu ? 32 : 1024;
 
-// One block per place. wpe and positions may be null.
+// One block per place. wpe and positions may be null. A token of -1 has no row.
 template <class T, int n>
 __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const int32_t* positions, const T* wte,
                                          const T* wpe, int64_t T_length, int64_t C, int64_t n_rows,
                                          int64_t n_positions) {
     const int64_t i = blockIdx.x, token = tokens[i], p = positions ? positions[i] : i % T_length;
-    if (token < 0 || token >= n_rows || p < 0 || (wpe && p >= n_positions)) __trap();
+    if (token < -1 || token >= n_rows || p < 0 || (wpe && p >= n_positions)) __trap();
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        float x[n], position[n];
-        load_chunk(x, wte + token * C + c, C - c);
+        float x[n] = {}, position[n];
+        if (token >= 0) load_chunk(x, wte + token * C + c, C - c);
         if (wpe) {
             load_chunk(position, wpe + p * C + c, C - c);
             for (int l = 0; l < n; ++l) x[l] += position[l];
@@ -151,6 +151,7 @@ __global__ void embedding_backward_lists_kernel(G* dtable, const T* dout, const 
     if (first >= n_places || c >= C) return;
     const int64_t id = ids[order[first]];
     if (first > 0 && ids[order[first - 1]] == id) return;
+    if (id == -1) return;
     if (id < 0 || id >= n_rows) __trap();
     const int64_t end = end_of_list(order, ids, first, n_places);
     float sum[n] = {};
@@ -161,6 +162,13 @@ __global__ void embedding_backward_lists_kernel(G* dtable, const T* dout, const 
         for (int l = 0; l < n; ++l) sum[l] += x[l];
     }
     add_chunk(dtable + id * C + c, sum, C - c);
+}
+
+__global__ void ids_from_kernel(int32_t* out, const int32_t* ids, int32_t first, int32_t n, int64_t n_ids) {
+    const int64_t i = global_thread();
+    if (i >= n_ids) return;
+    const int32_t id = ids[i] - first;
+    out[i] = id >= 0 && id < n ? id : -1;
 }
 
 // Without positions. One block a t.
@@ -208,15 +216,15 @@ int64_t embedding_backward_scratch_n(int64_t n_places) {
     return 2 * n_places + kDigits * ceil_div(n_places, kRun);  // two orders, from one to the other; counts
 }
 
-// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows; equal ids in ascending order of
-// places. An id outside of the table may be sorted to any place, but it always begins a list, and the kernel that adds
-// up stops there.
+// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows, or -1, all of whose digits are the
+// largest; equal ids in ascending order of places. Another id outside of the table may be sorted to any place, but it
+// always begins a list, and the kernel that adds up stops there.
 static const int32_t* sort_places(Tensor ids, int64_t n_rows, Tensor scratch, cudaStream_t stream) {
     const int64_t n_places = ids.n(), n_runs = ceil_div(n_places, kRun);
     int32_t* const orders[2] = {scratch.ptr<int32_t>(), scratch.ptr<int32_t>() + n_places};
     int32_t* const counts = scratch.ptr<int32_t>() + 2 * n_places;
     const unsigned blocks = static_cast<unsigned>(ceil_div(n_runs, kBlock));
-    const int id_bits = std::bit_width(static_cast<uint64_t>(n_rows - 1));
+    const int id_bits = std::bit_width(static_cast<uint64_t>(n_rows));  // so many bits, all ones, are no row's id
     const int32_t* order = nullptr;
     for (int pass = 0; pass == 0 || pass * kDigitBits < id_bits; ++pass) {
         int32_t* const sorted = orders[pass % 2];
@@ -286,4 +294,13 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
             launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, positions, scratch, stream);
         else launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, positions, scratch, stream);
     });
+}
+
+void ids_from(Tensor out, Tensor ids, int64_t first, int64_t n, cudaStream_t stream) {
+    expect("ids_from", "ids", ids, DType::i32, {-1, -1});
+    expect("ids_from", "out", out, DType::i32, {ids.shape[0], ids.shape[1]});
+    if (ids.n() == 0) return;
+    ids_from_kernel<<<static_cast<unsigned>(ceil_div(ids.n(), kBlock)), kBlock, 0, stream>>>(
+        out.ptr<int32_t>(), ids.ptr<int32_t>(), narrow(first, "ids_from: first"), narrow(n, "ids_from: n"), ids.n());
+    cudaCheckLaunch();
 }

@@ -180,6 +180,7 @@ void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream);
 // A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
+// A token of -1 has no row here: it gives zeros (with wpe its position's row), and its gradient goes nowhere.
 // scratch: i32, of at least embedding_backward_scratch_n(B T) elements.
 void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
                         cudaStream_t stream);
@@ -455,6 +456,21 @@ int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
                                     cudaStream_t stream);
+// The same where the vocabulary is divided, and this rank has V of its columns, those of tokens first, first + 1, ...
+// (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Three steps, between which ranks exchange 3 numbers a row:
+//   parts    max[n] = max_v logits[n,v];  sums[n] = {sum_v exp(logits[n,v] - max[n]), logits[n, targets[n]] or 0}
+//            then   all_max = the ranks' largest max
+//   rescale  sums[n][0] *= exp(max[n] - all_max[n])
+//            then   all_sums = sum of the ranks' sums
+//   finish   losses[n] = log(all_sums[n][0]) + all_max[n] - all_sums[n][1]; and, unless dloss is NaN, the gradient
+// max, all_max (N), sums, all_sums (N, 2) f32. A rank may have no column (V = 0).
+void cross_entropy_parts(Tensor max, Tensor sums, Tensor logits, Tensor targets, int64_t first, int64_t V,
+                         cudaStream_t stream);
+void cross_entropy_rescale(Tensor sums, Tensor max, Tensor all_max, cudaStream_t stream);
+void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor all_max, Tensor all_sums, int64_t first,
+                          int64_t V, float dloss, cudaStream_t stream);
+// out[i] = ids[i] - first where that is in [0, n), otherwise -1: as embedding_forward and _backward take it.
+void ids_from(Tensor out, Tensor ids, int64_t first, int64_t n, cudaStream_t stream);
 // sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum += losses, in an order that
 // depends on N alone.
 void add_losses(Tensor sum, Tensor losses, cudaStream_t stream);

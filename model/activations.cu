@@ -24,10 +24,10 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
     BlockSaved saved;
     take.begin_block();
     saved.norm1 = take_norm(model, take, input, take.recomputable("norms", c.C));
-    model.attention->take_saved(take, c, saved.attention);
+    model.attention->take_saved(take, model.local, saved.attention);
     const Tensor sum = take.keep("residual stream", c.C);  // after attention: norm2 adds, and its backward reads it
     saved.norm2 = take_norm(model, take, sum, take.recomputable("norms", c.C));
-    model.feed_forward->take_saved(take, c, saved.feed_forward);
+    model.feed_forward->take_saved(take, model.local, saved.feed_forward);
     return saved;
 }
 
@@ -69,7 +69,11 @@ Activations take(const Model& model, int64_t B, int64_t T, int64_t n_logits, con
     SavedTaker final_norm(arena, dtype, 1, n_logits, false);  // there is one final norm: nothing to share
     const Tensor sum = final_norm.keep("residual stream", c.C);
     acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep("norms", c.C));
-    acts.logits = arena.take("logits", dtype, {n_logits, c.V_padded()});
+    acts.logits = arena.take("logits", dtype, {n_logits, model.share.vocabulary(c)});
+    if (model.share.size == 1) return acts;
+    acts.local_tokens = arena.take("tokens", DType::i32, {B, T});
+    acts.max = arena.take("losses", DType::f32, {N}), acts.all_max = arena.take("losses", DType::f32, {N});
+    acts.sums = arena.take("losses", DType::f32, {N, 2});
     return acts;
 }
 
@@ -110,12 +114,13 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
     if (training) {
         workspace.dresidual = take.keep("gradients of activations", c.C);
         workspace.dnorm = take.keep("gradients of activations", c.C);
-        model.attention->take_gradients(take, c, workspace.dattention);
-        model.feed_forward->take_gradients(take, c, workspace.dfeed_forward);
+        model.attention->take_gradients(take, model.local, workspace.dattention);
+        model.feed_forward->take_gradients(take, model.local, workspace.dfeed_forward);
         workspace.embedding_scratch = arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N)});
         // One piece of scratch for all layers: its contents are needed within a single call only.
-        scratch_n = std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
-                              model.attention->scratch_n(c, B, T), model.feed_forward->scratch_n(c, B, T)});
+        scratch_n =
+            std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
+                      model.attention->scratch_n(model.local, B, T), model.feed_forward->scratch_n(model.local, B, T)});
     }
     if (scratch_n > 0) workspace.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
     return workspace;

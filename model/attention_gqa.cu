@@ -30,16 +30,18 @@ int64_t qkv_width(const Config& c) { return (c.H + 2 * c.K) * c.D; }
 
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     if (c.family == Family::gpt2) {
-        p.linears[kQkv] = placer.linear({{prefix + "attn.c_attn", qkv_width(c)}}, c.C, true, true);
-        p.linears[kOut] = placer.linear({{prefix + "attn.c_proj", c.C}}, c.H * c.D, true, true);
+        p.linears[kQkv] = placer.linear({placer.divided(prefix + "attn.c_attn", qkv_width(c), 3)}, c.C, true, true);
+        p.linears[kOut] =
+            placer.linear({{prefix + "attn.c_proj", c.C}}, c.H * c.D, true, true, Placer::Columns::divided);
         return;
     }
     const std::string a = prefix + "self_attn.";
-    p.linears[kQkv] = placer.linear({{a + "q_proj", c.H * c.D}, {a + "k_proj", c.K * c.D}, {a + "v_proj", c.K * c.D}},
+    p.linears[kQkv] = placer.linear({placer.divided(a + "q_proj", c.H * c.D), placer.keys(a + "k_proj", c.K, c.D),
+                                     placer.keys(a + "v_proj", c.K, c.D)},
                                     c.C, c.qkv_bias);
-    if (c.qk_norm) p.norms[kQNorm] = placer.norm(a + "q_norm", c.D, false);
-    if (c.qk_norm) p.norms[kKNorm] = placer.norm(a + "k_norm", c.D, false);
-    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, c.attn_out_bias);
+    if (c.qk_norm) p.norms[kQNorm] = placer.norm(a + "q_norm", c.D, false, true);
+    if (c.qk_norm) p.norms[kKNorm] = placer.norm(a + "k_norm", c.D, false, true);
+    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, c.attn_out_bias, false, Placer::Columns::divided);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
@@ -66,11 +68,11 @@ int64_t scratch_n(const Config& c, int64_t B, int64_t T) {
 
 // Where the heads are, for values as for gradients: in the rows of qkv, or, normalised, in tensors of their own.
 QkvHeads raw_heads(const BlockContext& b, const Slots& slots) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     return qkv_heads(slots[kQkvRows].view({b.acts.B, b.acts.T, qkv_width(c)}), c.H, c.K);
 }
 QkvHeads heads_of(const BlockContext& b, const Slots& slots) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     QkvHeads heads = raw_heads(b, slots);
     if (!c.qk_norm) return heads;
     heads.q = heads_in(slots[kQ], b.acts, c.H, c.D);
@@ -81,12 +83,12 @@ QkvHeads heads_of(const BlockContext& b, const Slots& slots) {
 // Qwen3: raw queries and keys -> normalised ones; and rotated.
 void norm_queries_and_keys(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
     const QkvHeads raw = raw_heads(b, saved), heads = heads_of(b, saved);
-    const float eps = static_cast<float>(b.model.config.norm_eps);
+    const float eps = static_cast<float>(b.model.local.norm_eps);
     rmsnorm_heads_forward(heads.q, saved[kQRstd], raw.q, p.norms[kQNorm].weight, eps, b.stream);
     rmsnorm_heads_forward(heads.k, saved[kKRstd], raw.k, p.norms[kKNorm].weight, eps, b.stream);
 }
 void recompute(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
-    if (!b.model.config.qk_norm) return;
+    if (!b.model.local.qk_norm) return;
     norm_queries_and_keys(b, p, saved);
     const QkvHeads heads = heads_of(b, saved);
     rope_forward(b, heads.q, RopePairs::halves);
@@ -104,7 +106,7 @@ void norm_queries_and_keys_backward(const BlockContext& b, const SubLayerParamet
 }
 
 void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
     const QkvHeads heads = heads_of(b, saved);
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D);
@@ -122,7 +124,7 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
 
 void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
               Tensor inp) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Slots& gradients = b.workspace.dattention;
     block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
     block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);

@@ -26,10 +26,12 @@ void check(const Config& c) {
 
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     const std::string a = prefix + "self_attn.";
-    p.linears[kQkv] = placer.linear({{a + "q_proj", c.q_rank}, {a + "k_proj", c.D}, {a + "v_proj", c.D}}, c.C, false);
-    p.norms[kLatentNorm] = placer.norm(a + "inter_norm", c.q_rank, false);
-    p.linears[kQUp] = placer.linear({{a + "wq", c.H * c.D}}, c.q_rank, false);
-    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, false);
+    p.linears[kQkv] = placer.linear(
+        {placer.shared(a + "q_proj", c.q_rank), placer.shared(a + "k_proj", c.D), placer.shared(a + "v_proj", c.D)},
+        c.C, false);
+    p.norms[kLatentNorm] = placer.norm(a + "inter_norm", c.q_rank, false, true);
+    p.linears[kQUp] = placer.linear({placer.divided(a + "wq", c.H * c.D)}, c.q_rank, false);
+    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, false, false, Placer::Columns::divided);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
@@ -55,20 +57,20 @@ struct Heads {
     HeadColumns latent, q, k, v;
 };
 Heads heads_of(const BlockContext& b, const Slots& slots) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Tensor qkv = slots[kQkvRows];
     return {heads_in(qkv, b.acts, 1, c.q_rank), heads_in(slots[kQ], b.acts, c.H, c.D),
             heads_in(qkv, b.acts, 1, c.D, c.q_rank), heads_in(qkv, b.acts, 1, c.D, c.q_rank + c.D)};
 }
 
 void norm_latent(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     rmsnorm_heads_forward(heads_in(saved[kLatent], b.acts, 1, c.q_rank), saved[kLatentRstd], heads_of(b, saved).latent,
                           p.norms[kLatentNorm].weight, static_cast<float>(c.norm_eps), b.stream);
 }
 
 void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Heads heads = heads_of(b, saved);
     block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
     norm_latent(b, p, saved);
@@ -86,7 +88,7 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
 
 void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
               Tensor inp) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Slots& gradients = b.workspace.dattention;
     const Heads heads = heads_of(b, saved), dheads = heads_of(b, gradients);
     block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);

@@ -39,15 +39,17 @@ int64_t kv_width(const Config& c) { return c.H * (c.D - c.D_rope + c.D_v); }
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     const std::string a = prefix + "self_attn.", first = c.q_rank > 0 ? "q_a_proj" : "q_proj";
     p.linears[kQkv] =
-        placer.linear({{a + first, first_width(c)}, {a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope}}, c.C, false);
+        placer.linear({c.q_rank > 0 ? placer.shared(a + first, c.q_rank) : placer.divided(a + first, c.H * c.D),
+                       placer.shared(a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope)},
+                      c.C, false);
     if (c.q_rank > 0) {
-        p.norms[kQNorm] = placer.norm(a + "q_a_layernorm", c.q_rank, false);
-        p.linears[kQUp] = placer.linear({{a + "q_b_proj", c.H * c.D}}, c.q_rank, false);
+        p.norms[kQNorm] = placer.norm(a + "q_a_layernorm", c.q_rank, false, true);
+        p.linears[kQUp] = placer.linear({placer.divided(a + "q_b_proj", c.H * c.D)}, c.q_rank, false);
     }
-    p.norms[kKvNorm] = placer.norm(a + "kv_a_layernorm", c.kv_rank, false);
-    p.linears[kKvUp] = placer.linear({{a + "kv_b_proj", kv_width(c)}}, c.kv_rank, false);
+    p.norms[kKvNorm] = placer.norm(a + "kv_a_layernorm", c.kv_rank, false, true);
+    p.linears[kKvUp] = placer.linear({placer.divided(a + "kv_b_proj", kv_width(c))}, c.kv_rank, false);
     p.linears[kKvUp].weight_is_read = true;  // by the absorbed form
-    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D_v, false);
+    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D_v, false, false, Placer::Columns::divided);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
@@ -86,7 +88,7 @@ struct Places {
     HeadColumns keys, heads;
 };
 Places places_of(const BlockContext& b, const Slots& slots) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Activations& acts = b.acts;
     const Tensor qkv = slots[kQkvRows], q_rows = c.q_rank > 0 ? slots[kQ] : qkv;
     const int64_t own = c.D - c.D_rope, first = first_width(c);
@@ -102,11 +104,11 @@ Places places_of(const BlockContext& b, const Slots& slots) {
 }
 
 FlashAttentionOptions options(const BlockContext& b, const SubLayerParameters& p) {
-    return flash_options(b, p, rope_softmax_factor(b.model.config.rope_scaling));
+    return flash_options(b, p, rope_softmax_factor(b.model.local.rope_scaling));
 }
 
 void norm_latents(const BlockContext& b, const SubLayerParameters& p, const Slots& saved) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Places at = places_of(b, saved);
     if (c.q_rank > 0)
         rmsnorm_heads_forward(heads_in(saved[kQLatent], b.acts, 1, c.q_rank), saved[kQRstd], at.query_latent,
@@ -116,7 +118,7 @@ void norm_latents(const BlockContext& b, const SubLayerParameters& p, const Slot
 }
 
 void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Places at = places_of(b, saved);
     block_linear_forward(b, p.linears[kQkv], saved[kQkvRows], inp);
     norm_latents(b, p, saved);
@@ -143,7 +145,7 @@ void recompute(const BlockContext& b, const SubLayerParameters& p, const Slots& 
 
 void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
               Tensor inp) {
-    const Config& c = b.model.config;
+    const Config& c = b.model.local;
     const Slots& gradients = b.workspace.dattention;
     const Tensor scratch = b.workspace.scratch;
     const Places at = places_of(b, saved), d = places_of(b, gradients);

@@ -23,10 +23,10 @@ void backward_weight(const Linear& linear, Tensor dout, Tensor inp, Tensor scale
 }  // namespace
 
 void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp) {
-    if (linear.quantised.codes.exists())
-        return quantised_linear_forward(out, inp, linear.quantised, linear.bias, b.stream);
-    if (!b.saved.fp8) return linear_forward(out, inp, linear.weight, linear.bias, b.stream);
-    fp8_linear_forward(out, scaled_by(b, linear), inp, linear.fp8, linear.bias, linear.fp8_state, b.acts.training,
+    const Tensor bias = linear.adds_bias ? linear.bias : Tensor{};
+    if (linear.quantised.codes.exists()) return quantised_linear_forward(out, inp, linear.quantised, bias, b.stream);
+    if (!b.saved.fp8) return linear_forward(out, inp, linear.weight, bias, b.stream);
+    fp8_linear_forward(out, scaled_by(b, linear), inp, linear.fp8, bias, linear.fp8_state, b.acts.training,
                        b.workspace.scratch, b.stream);
 }
 

@@ -13,10 +13,10 @@ CachePools take_cache_pools(const Model& model, int64_t n_pages, int64_t page_si
     const SubLayer& attention = *model.attention;
     CachePools pools;
     for (int64_t l = 0; l < model.config.L; ++l) {
-        pools.layers.push_back(arena.take("cache", dtype, {n_pages, page_size, attention.cache_width(model.config)}));
+        pools.layers.push_back(arena.take("cache", dtype, {n_pages, page_size, attention.cache_width(model.local)}));
         if (dtype == DType::e4m3)
             pools.scales.push_back(
-                arena.take("cache", DType::f32, {n_pages, page_size, attention.cache_heads(model.config)}));
+                arena.take("cache", DType::f32, {n_pages, page_size, attention.cache_heads(model.local)}));
     }
     return pools;
 }
@@ -38,7 +38,7 @@ Activations take_step_activations(const Model& model, const CachePools& pools, c
 
 Workspace take_step_workspace(const Model& model, const StepSizes& largest, int64_t max_length, Arena& arena) {
     Workspace workspace = take_workspace(model, 1, largest.tokens, false, arena);
-    const int64_t n = model.attention->cache_scratch_n(model.config, largest.tokens, max_length);
+    const int64_t n = model.attention->cache_scratch_n(model.local, largest.tokens, max_length);
     if (n > workspace.scratch.n()) workspace.scratch = arena.take("shared by layers", DType::f32, {n});
     return workspace;
 }
@@ -62,6 +62,8 @@ Activations of_step(const Activations& largest, const StepSizes& sizes) {
     Activations acts = largest;
     acts.T = N;
     acts.tokens = first_rows(largest.tokens.view({largest.T}), N).view({1, N});
+    if (largest.local_tokens.exists())
+        acts.local_tokens = first_rows(largest.local_tokens.view({largest.T}), N).view({1, N});
     acts.positions = first_rows(largest.positions.view({largest.T}), N).view({1, N});
     acts.cache_rows = first_rows(largest.cache_rows, N);
     acts.page_table =

@@ -116,6 +116,19 @@ void check_config(const Config& c) {
           "model configuration: rotary embedding turns pairs, so the head size ", rope_width, " must be even");
 }
 
+Config config_of_rank(const Config& c, const TensorShare& share) {
+    const int64_t n = share.size;
+    check(c.H % n == 0, "--tp ", n, ": the model's ", c.H, " heads cannot be divided among ", n,
+          " ranks: use a divisor of ", c.H);
+    check(c.F % n == 0, "--tp ", n, ": the model's ", c.F, " feed-forward columns cannot be divided among ", n,
+          " ranks: use a divisor of ", c.F);
+    check(c.K % n == 0 || n % c.K == 0, "--tp ", n, ": the model's ", c.K, " key/value heads cannot be given to ", n,
+          " ranks evenly: use a divisor or a multiple of ", c.K);
+    Config local = c;
+    local.H /= n, local.F /= n, local.K = std::max<int64_t>(1, c.K / n);
+    return local;
+}
+
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
     Model model;
     Placer placer(model, true);

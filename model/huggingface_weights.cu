@@ -23,6 +23,8 @@ std::vector<float> transpose(const std::vector<float>& in, int64_t rows, int64_t
 std::vector<int64_t> stored_shape(const Param& param) {
     std::vector<int64_t> shape(param.value.shape, param.value.shape + param.value.ndim);
     shape[0] -= param.padded_rows;
+    if (param.cut.exists()) shape[0] = param.cut.rows;
+    if (param.cut.exists() && shape.size() > 1) shape[1] = param.cut.cols;
     if (param.transposed) std::reverse(shape.begin(), shape.end());
     return shape;
 }
@@ -74,21 +76,35 @@ void load_weights(Model& model, const std::string& folder) {
     }
 }
 
+namespace {
+
+// The most precise values of a parameter, on the first of all ranks, without padding. Collective.
+std::vector<float> read_whole(const Model& model, const Param& param) {
+    DataParallel* const data = model.data_parallel;
+    const std::vector<float> its =
+        data ? data->read(model, param) : to_floats(param.exact().slice(0, param.value.shape[0] - param.padded_rows));
+    if (!model.tensor_parallel || (data && data->comm().rank != 0)) return its;
+    return model.tensor_parallel->collect(param, its);
+}
+
+}  // namespace
+
 void save_model(const Model& model, const std::string& folder, const TokenIds& token_ids) {
-    DataParallel* const ranks = model.data_parallel;
-    if (ranks && ranks->comm().rank != 0) {  // sends its shards, in the order in which rank 0 writes
-        for (const Param& param : model.params) ranks->read(model, param);
+    const DataParallel* const ranks = model.data_parallel;
+    const bool first = (!ranks || model.sharding.rank == 0) && model.share.rank == 0;
+    if (!first) {  // sends its shards, in the order in which the first rank writes
+        for (const Param& param : model.params) read_whole(model, param);
         return;
     }
     make_folder(folder);
     size_t n_read = 0;  // parameters whose shards the other ranks have sent
     std::vector<TensorToStore> tensors;
     for (const Param& param : model.params) {
-        const auto fill = [&param, &model, &n_read, ranks](void* bytes) {
+        const auto fill = [&param, &model, &n_read](void* bytes) {
             ++n_read;
-            const int64_t rows = param.value.shape[0] - param.padded_rows;
-            std::vector<float> values = ranks ? ranks->read(model, param) : to_floats(param.exact().slice(0, rows));
-            if (param.transposed) values = transpose(values, rows, param.value.cols());
+            std::vector<float> values = read_whole(model, param);
+            const std::vector<int64_t> stored = stored_shape(param);
+            if (param.transposed) values = transpose(values, stored[1], stored[0]);
             std::copy(values.begin(), values.end(), static_cast<float*>(bytes));
         };
         tensors.push_back({param.name, "F32", stored_shape(param), fill});
@@ -97,7 +113,7 @@ void save_model(const Model& model, const std::string& folder, const TokenIds& t
         write_text_file(folder + "/config.json", config_to_json(model.config, token_ids));
         write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
     } catch (const Error&) {  // a full disk, for example: the run may go on, so what the others send is received
-        for (; ranks && n_read < model.params.size(); ++n_read) ranks->read(model, model.params[n_read]);
+        for (; ranks && n_read < model.params.size(); ++n_read) read_whole(model, model.params[n_read]);
         throw;
     }
 }

@@ -22,7 +22,9 @@
 #include "layers/layers.h"
 #include "optim/optim.h"
 #include "parallel/data/data.h"
+#include "parallel/tensor/tensor.h"
 
+#include <algorithm>
 #include <array>
 
 struct SubLayer;  // sublayer.h: an attention or a feed-forward
@@ -79,6 +81,19 @@ struct Config {
 };
 void check_config(const Config& config);  // Error for sizes that do not fit together
 
+// 1D tensor parallelism: which of the ranks that divide each layer this is.
+struct TensorShare {
+    int rank = 0, size = 1;
+    // Rows of the embedding and of the head here: those of tokens first_token() to first_token() + tokens() - 1, and
+    // padding.
+    int64_t vocabulary(const Config& c) const { return size == 1 ? c.V_padded() : round_up(ceil_div(c.V, size), 16); }
+    int64_t first_token(const Config& c) const { return rank * vocabulary(c); }
+    int64_t tokens(const Config& c) const { return std::clamp<int64_t>(c.V - first_token(c), 0, vocabulary(c)); }
+};
+// The sub-layers of a rank as a configuration of their own: its heads, its columns of the feed-forward. Error, with the
+// number to change, where they cannot be divided.
+Config config_of_rank(const Config& config, const TensorShare& share);
+
 // A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, mistral, qwen2,
 // qwen3, deepseek_v2 and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
 Config load_config(const std::string& preset_or_path);
@@ -109,6 +124,7 @@ struct Linear {
     Tensor fp8_state;             // and, with delayed scaling, the largest values of the last steps
     int64_t index = 0;            // among the linear layers of its block
     QuantisedWeight quantised;    // of a quantised_copy(): then there is no weight
+    bool adds_bias = true;        // tensor parallelism: of ranks whose outputs are added one adds the bias
     bool weight_is_read = false;  // by others than the layer's product: it is not quantised (MLA's up-projection)
 };
 struct Norm {
@@ -143,13 +159,17 @@ struct Precision {
 // blocks and the head. Every parameter below is a view into its unit.
 struct Model : FlatParameters {
     Config config;
+    // Tensor parallelism: the sub-layers here are those of this configuration; without, it is config.
+    Config local;
+    TensorShare share;
+    TensorParallel* tensor_parallel = nullptr;
     Precision precision;
     const SubLayer* attention = nullptr;  // what config names
     const SubLayer* feed_forward = nullptr;
     DataParallel* data_parallel = nullptr;  // many ranks: gathers weights before they are read, and reduces gradients
     FlashTier flash_tier = FlashTier::automatic;
 
-    Tensor wte, dwte;  // (V_padded, C) token embedding
+    Tensor wte, dwte;  // (V_padded, C) token embedding; with tensor parallelism the rows of this rank
     Tensor wpe, dwpe;  // (T_max, C) position embedding, GPT-2
     std::vector<Block> blocks;
     Norm final_norm;
@@ -164,7 +184,7 @@ struct Model : FlatParameters {
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
-                  Arena& masters, const Sharding& sharding = {});
+                  Arena& masters, const Sharding& sharding = {}, const TensorShare& share = {});
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
@@ -256,7 +276,9 @@ struct Activations {
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
-    Tensor logits;          // (N, V_padded); the loss turns them into their own gradient
+    Tensor logits;  // (N, V_padded); the loss turns them into their own gradient
+    // Tensor parallelism: tokens as rows of this rank's embedding; the numbers of cross_entropy_parts, (N), (N), (N, 2)
+    Tensor local_tokens, max, all_max, sums;
     Tensor losses;          // (N) f32
     bool training = false;  // the last forward was a training step's
     // Of a step of inference. page_table, chunks and cache_rows as in PagedStep (layers.h); positions is there, too.

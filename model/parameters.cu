@@ -33,44 +33,95 @@ Placer::Place Placer::take(std::initializer_list<int64_t> dims) {
     return place;
 }
 
-void Placer::name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay, bool transposed,
-                  int64_t padded_rows) {
+Param& Placer::name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay,
+                    bool transposed, int64_t padded_rows) {
     const int64_t row_n = place.value.n() / place.value.shape[0];
     const Tensor master = place.master.data ? place.master.slice(first, rows) : Tensor{};
-    model_.params.push_back({name, place.value.slice(first, rows), place.grad.slice(first, rows), master,
-                             place.offset + first * row_n, decay, transposed, padded_rows});
+    Param param{name,
+                place.value.slice(first, rows),
+                place.grad.slice(first, rows),
+                master,
+                place.offset + first * row_n,
+                decay,
+                transposed,
+                padded_rows};
+    param.counted = rank() == 0;
+    return model_.params.emplace_back(std::move(param));
 }
 
-Norm Placer::norm(const std::string& prefix, int64_t C, bool bias) {
+Norm Placer::norm(const std::string& prefix, int64_t C, bool bias, bool inside) {
+    const GradSharers sharers = inside && ranks() > 1 ? GradSharers::all : GradSharers::none;
     Norm norm;
     const Place weight = take({C});
-    name(prefix + ".weight", weight, 0, C, false);
+    name(prefix + ".weight", weight, 0, C, false).sharers = sharers;
     norm.weight = weight.value, norm.dweight = weight.grad;
     if (bias) {
         const Place b = take({C});
-        name(prefix + ".bias", b, 0, C, false);
+        name(prefix + ".bias", b, 0, C, false).sharers = sharers;
         norm.bias = b.value, norm.dbias = b.grad;
     }
     return norm;
 }
 
-Linear Placer::linear(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t C, bool bias,
-                      bool transposed) {
+Placer::Part Placer::divided(const std::string& name, int64_t rows, int64_t groups) const {
+    Part part{name, rows};
+    const int64_t group = rows / groups, mine = group / ranks();
+    for (int64_t g = 0; g < groups && ranks() > 1; ++g) part.here.push_back({g * group + rank() * mine, mine});
+    return part;
+}
+
+Placer::Part Placer::keys(const std::string& name, int64_t K, int64_t D) const {
+    if (K >= ranks()) return divided(name, K * D);
+    const int64_t same = ranks() / K;  // ranks with the same head
+    return {name, K * D, {{rank() / same * D, D}}, GradSharers::same_keys, rank() % same == 0};
+}
+
+Placer::Part Placer::shared(const std::string& name, int64_t rows) const {
+    return {name, rows, {}, ranks() > 1 ? GradSharers::all : GradSharers::none, rank() == 0};
+}
+
+Linear Placer::linear(const std::vector<Part>& parts, int64_t C, bool bias, bool transposed, Columns columns) {
     // One matrix product for all parts, whose rows lie one part after the other; each part has its name in checkpoints.
+    const bool cut_columns = columns == Columns::divided && ranks() > 1;
+    const int64_t C_here = cut_columns ? C / ranks() : C;
+    const auto rows_here = [](const Part& part) {
+        return part.here.empty() ? part.rows : cut_rows({.row_ranges = part.here});
+    };
     int64_t O = 0;
-    for (const auto& part : parts) O += part.second;
-    const Place weight = take({O, C});
+    for (const Part& part : parts) O += rows_here(part);
+    const Place weight = take({O, C_here});
     const Place b = bias ? take({O}) : Place{};
     int64_t first = 0;
-    for (const auto& [prefix, rows] : parts) {
-        name(prefix + ".weight", weight, first, rows, true, transposed);
-        if (bias) name(prefix + ".bias", b, first, rows, false);
+    for (const Part& part : parts) {
+        const auto settle = [&](Param& param, int64_t cols, bool cols_are_cut) {
+            param.sharers = part.sharers;
+            if (!cols_are_cut && part.here.empty()) return;
+            const auto all_rows = std::vector<std::pair<int64_t, int64_t>>{{0, part.rows}};
+            param.cut = {part.rows, cols, part.here.empty() ? all_rows : part.here, cols_are_cut ? rank() * C_here : 0,
+                         cols_are_cut ? C_here : cols};
+            param.counted = part.counted;
+        };
+        const int64_t rows = rows_here(part);
+        settle(name(part.name + ".weight", weight, first, rows, true, transposed), C, cut_columns);
+        if (bias) settle(name(part.name + ".bias", b, first, rows, false), 1, false);
         first += rows;
     }
     Linear linear;
     linear.weight = weight.value, linear.dweight = weight.grad;
     linear.bias = b.value, linear.dbias = b.grad;
+    linear.adds_bias = !cut_columns || rank() == 0;
     return linear;
+}
+
+Placer::Place Placer::tokens(const std::string& its_name) {
+    const Config& c = model_.config;
+    const TensorShare& share = model_.share;
+    const int64_t rows = share.vocabulary(c), n = share.tokens(c);
+    const Place place = take({rows, c.C});
+    Param& param = name(its_name, place, 0, rows, true, false, rows - n);
+    param.counted = true;
+    if (ranks() > 1) param.cut = {c.V, c.C, {{share.first_token(c), n}}, 0, c.C};
+    return place;
 }
 
 // The first and the last product of the attention and of the feed-forward, then what they have between: the order in
@@ -108,9 +159,7 @@ int64_t place_parameters(Model& model, bool counting) {
     model.blocks.clear();
 
     placer.begin_unit("embedding");
-    const Placer::Place wte = placer.take({c.V_padded(), c.C});
-    placer.name(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight", wte, 0, c.V_padded(), true, false,
-                c.V_padded() - c.V);
+    const Placer::Place wte = placer.tokens(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight");
     model.wte = wte.value, model.dwte = wte.grad;
     if (gpt2) {
         const Placer::Place wpe = placer.take({c.T_max, c.C});
@@ -126,8 +175,7 @@ int64_t place_parameters(Model& model, bool counting) {
     if (c.tied) {  // one matrix: both uses add to the same gradient
         model.head.weight = model.wte, model.head.dweight = model.dwte;
     } else {
-        const Placer::Place head = placer.take({c.V_padded(), c.C});
-        placer.name("lm_head.weight", head, 0, c.V_padded(), true, false, c.V_padded() - c.V);
+        const Placer::Place head = placer.tokens("lm_head.weight");
         model.head.weight = head.value, model.head.dweight = head.grad;
     }
     placer.end_unit();
@@ -157,7 +205,7 @@ void take_fp8(Model& model, Arena& arena) {
 }  // namespace
 
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
-                  Arena& masters, const Sharding& sharding) {
+                  Arena& masters, const Sharding& sharding, const TensorShare& share) {
     check_config(config);
     check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ",
           config.T_max, " positions this model has: use --seq ", config.T_max, " or less");
@@ -167,6 +215,8 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     check(!precision.master || precision.dtype != DType::f32, "a float32 model is its own master weights");
     Model model;
     model.config = config;
+    model.local = config_of_rank(config, share);
+    model.share = share;
     model.precision = precision;
     model.attention = &find_attention(config.attention);
     model.feed_forward = &find_feed_forward(config.feed_forward);
@@ -226,7 +276,8 @@ void init_weights(Model& model, uint64_t seed) {
     for (const Param& param : model.params) {
         const bool residual = ends_with(param.name, "c_proj.weight") || ends_with(param.name, "o_proj.weight") ||
                               ends_with(param.name, "down_proj.weight");
-        const int64_t n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
+        const int64_t here_n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
+        const int64_t n = param.cut.exists() ? param.cut.rows * param.cut.cols : here_n;
         if (param.decay)
             model.write(param,
                         normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));

@@ -16,10 +16,29 @@
 
 // Gives every parameter its place in the flat arrays. Fused matrices (q, k and v; gate and up) get one place; their
 // parts are rows of it, under names of their own. (parameters.cu)
+// With tensor parallelism each rank has some rows, or some columns, of most matrices of a sub-layer: Part and Columns
+// say which; the sizes are those of the whole model.
 class Placer {
   public:
     // counting: decides the places; otherwise the units have memory.
     Placer(Model& model, bool counting) : model_(model), counting_(counting) {}
+
+    // Output rows of a linear layer under a name of their own.
+    struct Part {
+        std::string name;
+        int64_t rows;
+        std::vector<std::pair<int64_t, int64_t>> here = {};  // {first, how many} of them that this rank has; none: all
+        GradSharers sharers = GradSharers::none;             // ranks that have the same
+        bool counted = true;
+    };
+    // A part of `groups` groups of rows, each for itself divided among the ranks: heads, or columns of a feed-forward.
+    Part divided(const std::string& name, int64_t rows, int64_t groups = 1) const;
+    // Keys or values of K heads of D columns each: divided, or, where there are more ranks than heads, shared.
+    Part keys(const std::string& name, int64_t K, int64_t D) const;
+    // What all ranks have, and each of them computes with for its own heads alone.
+    Part shared(const std::string& name, int64_t rows) const;
+    // Input columns of a linear layer: divided among the ranks, or, by default, all of them here.
+    enum class Columns { whole, divided };
 
     struct Place {
         Tensor value, grad, master;
@@ -30,16 +49,20 @@ class Placer {
     void end_unit();
     Place take(std::initializer_list<int64_t> dims);
     // Rows [first, first + rows) of a place as the parameter `name`.
-    void name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay,
-              bool transposed = false, int64_t padded_rows = 0);
-    Norm norm(const std::string& prefix, int64_t C, bool bias);
-    // A linear layer (O, C) of one or more parts, each with its name and its number of output rows. transposed: files
-    // hold (C, O).
-    Linear linear(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t C, bool bias,
-                  bool transposed = false);
+    Param& name(const std::string& name, const Place& place, int64_t first, int64_t rows, bool decay,
+                bool transposed = false, int64_t padded_rows = 0);
+    // inside: of a sub-layer, where each rank has a part of its gradient.
+    Norm norm(const std::string& prefix, int64_t C, bool bias, bool inside = false);
+    // A linear layer (O, C) of one or more parts, each with its name. transposed: files hold (C, O).
+    Linear linear(const std::vector<Part>& parts, int64_t C, bool bias, bool transposed = false,
+                  Columns columns = Columns::whole);
+    // Rows of the embedding or the head: the tokens of this rank, and padding.
+    Place tokens(const std::string& name);
     int64_t n() const { return n_; }
 
   private:
+    int ranks() const { return model_.share.size; }
+    int rank() const { return model_.share.rank; }
     Tensor next_elements(const Tensor& unit, std::initializer_list<int64_t> dims) const;
 
     static constexpr size_t kNone = static_cast<size_t>(-1);
@@ -167,7 +190,7 @@ inline void rope_backward(const BlockContext& b, const HeadColumns& heads, RopeP
 // score_scale: 1, or what makes the softmax sharper.
 inline FlashAttentionOptions flash_options(const BlockContext& b, const SubLayerParameters& p,
                                            double score_scale = 1.0) {
-    return {.scale = static_cast<float>(score_scale) / std::sqrt(static_cast<float>(b.model.config.D)),
+    return {.scale = static_cast<float>(score_scale) / std::sqrt(static_cast<float>(b.model.local.D)),
             .window = p.window,
             .documents = b.acts.documents,
             .tier = b.model.flash_tier};
@@ -175,7 +198,7 @@ inline FlashAttentionOptions flash_options(const BlockContext& b, const SubLayer
 // Keys and values to their pages, and the attention over all that is there: of GQA, and of MFA with one key head.
 inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, const HeadColumns& out,
                             const QkvHeads& heads) {
-    const bool rotates = b.model.config.family == Family::llama;
+    const bool rotates = b.model.local.family == Family::llama;
     paged_write(paged_step(b), heads.q, heads.k, heads.v, RopePairs::halves, b.acts.positions,
                 rotates ? rope_rows(b) : Tensor{}, b.stream);
     paged_attention_forward(out, heads.q, heads.k.count, paged_step(b), flash_options(b, p).scale, p.window,

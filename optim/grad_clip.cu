@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict_
 template <class T>
 __global__ void __launch_bounds__(kLastBlock)
     add_sums_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
-                    const T* __restrict__ rest, int64_t n_rest) {
+                    const T* __restrict__ rest, int64_t n_rest, bool add) {
     __shared__ double shared[kLastBlock];
     const int t = threadIdx.x;
     double sum = 0;
@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(kLastBlock)
     __syncwarp();     // the 32 sums of this warp are in shared
     if (t > 0) return;
     for (int i = 1; i < kWarp; ++i) sum += shared[i];
+    if (add) sum += static_cast<double>(result[0]) + result[1];
     result[0] = static_cast<float>(sum);
     result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
 }
@@ -98,7 +99,7 @@ __global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, 
 // kBlock doubles per chunk. (Rounded up, so that it is never 0.)
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
-void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) {
+void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream, bool add) {
     const int64_t n = grads.n(), n_chunks = n / kChunkN, n_rest = n % kChunkN;
     expect("sum_squares", "sum", sum, DType::f32, {2});
     expect("sum_squares", "grads", grads, grads.dtype, {-1});
@@ -116,7 +117,7 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) 
             cudaCheckLaunch();
         }
         add_sums_kernel<T><<<1, kLastBlock, 0, stream>>>(sum.ptr<float>(), sums, n_chunks * kBlock,
-                                                         grads.ptr<T>() + n_chunks * kChunkN, n_rest);
+                                                         grads.ptr<T>() + n_chunks * kChunkN, n_rest, add);
         cudaCheckLaunch();
     });
 }

@@ -54,7 +54,8 @@ int64_t grad_norm_scratch_n(int64_t n);
 // The two halves of grad_norm, for gradients that lie in several arrays or on several ranks.
 // sum: (2) f32 = {high, low}: a double as the f32 nearest to it and what that leaves over, so that collectives can
 // add it.
-void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
+// add: sum += ..., otherwise sum = ...
+void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream, bool add = false);
 // sums: (k, 2), rows like `sum`.
 void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream);
 

@@ -40,19 +40,54 @@ int64_t fetched_n(const Trainer& t) {
     return n;
 }
 
+// All-reduces of activations in a visit, with tensor parallelism (llm.cu: sum_over_ranks).
+int64_t sums_of(const Visit& visit) {
+    switch (visit.work) {
+        case Work::embed: return 1;
+        case Work::forward_block: return 2;
+        case Work::forward_head: return 0;
+        case Work::backward_head: return 1;
+        case Work::recompute_block: return visit.last ? 1 : 2;
+        case Work::backward_block: return 2;
+        case Work::backward_embedding: return 0;
+    }
+    return 0;
+}
+
+// Bytes that tensor parallelism sends in a step, all ranks together.
+int64_t tensor_traffic(const Trainer& t) {
+    if (!t.tensor_parallel) return 0;
+    int64_t sums = 0;
+    for (const Visit& visit : forward_visits(t.config)) sums += sums_of(visit);
+    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) sums += sums_of(visit);
+    const int64_t N = t.micro_batch * t.options.seq, M = t.local_batch / t.micro_batch,
+                  e = static_cast<int64_t>(dtype_bytes(t.model.precision.dtype)), n = t.options.tp;
+    const int64_t activations = M * N * (sums * t.config.C * e + 3 * 4),
+                  numbers = static_cast<int64_t>(t.summed_over_tensor_ranks().bytes());
+    int64_t shared = 0;  // bytes of gradients, by the ranks that have parts of them but one
+    for (const Param& param : t.model.params) {
+        const int64_t bytes = param.value.n() * static_cast<int64_t>(dtype_bytes(t.model.grads.dtype));
+        if (param.sharers == GradSharers::all) shared += (n - 1) * bytes;
+        if (param.sharers == GradSharers::same_keys) shared += (n - std::min(t.config.K, n)) * bytes;
+    }
+    // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.
+    const Sharding& s = t.model.sharding;
+    return 2 * (s.size * (n - 1) * (activations + numbers) + (s.shards_states() ? 1 : s.size) * shared);
+}
+
 }  // namespace
 
 int64_t expected_traffic(const Trainer& t) {
     const Sharding& s = t.model.sharding;
     const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.weights.dtype)),
                   G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
-    const int64_t small =
-        static_cast<int64_t>(t.summed_over_ranks().bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
+    const int64_t small = static_cast<int64_t>(t.summed_over_data_ranks().bytes() +
+                                               (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
     int64_t big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);
     if (s.zero == 3) big = P * M * G + fetched_n(t) * W;
-    return (s.size - 1) * (big + 2 * small);
+    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_traffic(t);
 }
 
 namespace {
@@ -75,7 +110,7 @@ std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
 
     // What the states of all ranks take together, each element counted once: S.
     double S = 0;
-    for (const auto& row : gather_numbers(t.world, {states}))
+    for (const auto& row : gather_numbers(t.data_parallel.comm(), {states}))
         S += static_cast<double>(row[0]) / (s.shards_states() ? 1 : n);
     const double W = P * static_cast<double>(dtype_bytes(t.model.weights.dtype)),
                  G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
@@ -99,8 +134,10 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     for (const Row& row : rows) mine.push_back(row.measured);
     const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, mine);
     if (t.world.rank != 0) return;
-    std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n", s.size,
-                s.naive ? "naive" : concat("zero ", s.zero).c_str());
+    const std::string scheme =
+        concat(s.naive ? "naive" : concat("zero ", s.zero), t.tensor_parallel ? concat(", tp ", t.options.tp) : "");
+    std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n",
+                t.world.size, scheme.c_str());
     for (size_t i = 0; i < rows.size(); ++i) {
         int64_t least = all[0][i], most = all[0][i];
         for (const auto& row : all) least = std::min(least, row[i]), most = std::max(most, row[i]);

@@ -36,7 +36,8 @@ double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L)
     Config config = t.config;
     config.L = L;
     Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
-    const Model model = build_model(config, t.options.precision, t.options.seq, weights, grads, masters);
+    const Model model =
+        build_model(config, t.options.precision, t.options.seq, weights, grads, masters, {}, t.model.share);
     Activations acts = take_activations(model, t.micro_batch, t.options.seq, recompute, activations);
     take_workspace(model, t.micro_batch, t.options.seq, true, activations);
     if (t.options.mask_documents) take_documents(acts, activations);
@@ -120,17 +121,18 @@ void print_states(const std::vector<StateRow>& rows, double n, double psi) {
 
 // What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1).
 void print_stages(const Trainer& t, double psi, double weights, double grads, double all) {
-    const double n = rank_count(t.options.ranks), states = all - weights - grads;
+    const double n = static_cast<double>(t.options.data_ranks()), states = all - weights - grads;
     const std::pair<const char*, double> stages[] = {
         {"0 (ddp)", all}, {"1", weights + grads + states / n}, {"2", weights + (grads + states) / n}, {"3", all / n}};
-    std::printf("on each of %d ranks       bytes per parameter        in all\n", rank_count(t.options.ranks));
+    std::printf("on each of %lld ranks       bytes per parameter        in all\n",
+                static_cast<long long>(t.options.data_ranks()));
     for (const auto& [stage, bytes] : stages)
         std::printf(
             "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
             stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
     if (t.options.plan_parameters == 0)
         std::printf("  a rank sends              %18s %s in a step\n", "",
-                    size_text(static_cast<double>(expected_traffic(t)) / n).c_str());
+                    size_text(static_cast<double>(expected_traffic(t)) / rank_count(t.options.ranks)).c_str());
 }
 
 // What the arenas of this rank hold.
@@ -175,6 +177,10 @@ void print_plan(Trainer& t) {
                     static_cast<long long>(t.micro_batch), static_cast<long long>(o.seq));
     std::printf("\n");
 
+    if (t.tensor_parallel)
+        std::printf(
+            "tp       %lld ranks divide each layer: what follows is of the %s parameters (with padding) of one\n",
+            static_cast<long long>(o.tp), human_count(n).c_str());
     StateTable table = state_table(t);
     const double bytes_a_parameter = table.sum() / n;
     // Buffers of the offload are no states: they are shown with them, and not counted in what ZeRO shards.

@@ -100,7 +100,8 @@ struct StepCost {
     double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
 };
 StepCost step_cost(Trainer& t, double state_bytes) {
-    const Config& c = t.config;
+    Config c = t.model.local;  // what this rank computes
+    if (t.tensor_parallel) c.V = t.model.share.vocabulary(t.config);
     const TrainOptions& o = t.options;
     const double tokens = static_cast<double>(t.local_batch * o.seq),
                  n_micro = static_cast<double>(t.local_batch / t.micro_batch);

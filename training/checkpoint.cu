@@ -20,24 +20,35 @@
 
 namespace {
 
-// A state of this rank's optimizers, and where it begins in that of the whole parameter.
+// A state of this rank's optimizers, and where its elements are in that of the whole parameter: one piece, or, where
+// the parameter is cut (parallel/tensor), as many as it takes.
 struct PlacedState {
     std::string name;  // "m.model.norm.weight"
     Tensor tensor;
-    int64_t per, first;  // first: element of the parameter
-    bool whole;
+    int64_t per;  // elements of the parameter to an element of the state; 0: one for all
+    std::vector<CutPiece> pieces;
+    int64_t padding_n;  // of the last elements: they belong to rows that only pad the vocabulary, and stay 0
+    bool whole;         // it is all of the parameter's
+    bool writes;        // of the ranks that have the same, one writes it
 };
 std::vector<PlacedState> placed_states(const Trainer& t) {
     std::vector<PlacedState> states;
-    std::map<std::string, int64_t> sizes;
-    for (const Param& param : t.model.params) sizes[param.name] = param.value.n();
+    std::map<std::string, const Param*> params;
+    for (const Param& param : t.model.params) params[param.name] = &param;
     for (size_t u = 0; u < t.optimizers.size(); ++u) {
         std::map<std::string, Param> pieces;
         for (const Param& piece : t.model.updated_params(u)) pieces[piece.name] = piece;
         for (const OptimizerState& state : t.optimizers[u]->states()) {
             const Param& piece = pieces.at(state.param);
-            states.push_back({state.kind + "." + state.param, state.tensor, state.per, piece.first,
-                              piece.value.n() == sizes.at(state.param)});
+            const int64_t n = state.tensor.n(), first = piece.first / std::max<int64_t>(1, state.per);
+            const bool is_cut = piece.cut.exists();
+            const Param& param = *params.at(state.param);
+            const int64_t used_n = param.value.n() - param.padded_rows * (param.value.n() / param.value.shape[0]);
+            const int64_t padding_n = state.per == 1 ? std::clamp<int64_t>(piece.first + n - used_n, 0, n) : 0;
+            states.push_back(
+                {state.kind + "." + state.param, state.tensor, state.per,
+                 is_cut ? cut_pieces(piece.cut, piece.first, n) : std::vector<CutPiece>{{0, n, first, n, n}}, padding_n,
+                 !is_cut && piece.value.n() == param.value.n(), piece.counted || !t.tensor_parallel});
         }
     }
     return states;
@@ -46,7 +57,9 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
 const std::string kHistories = "fp8.histories";
 
 // How many files hold the optimizer's states, and whether this rank writes one.
-int n_state_files(const Trainer& t) { return t.model.sharding.zero >= 1 ? t.world.size : 1; }
+int n_state_files(const Trainer& t) {
+    return t.model.sharding.zero >= 1 ? t.world.size : static_cast<int>(t.options.tp);
+}
 std::string numbered_file(const char* what, int i, int n) {
     char name[64];
     std::snprintf(name, sizeof name, "%s-%05d-of-%05d.safetensors", what, i + 1, n);
@@ -77,42 +90,71 @@ class SavedStates {
             files_.push_back(std::make_unique<SafetensorsReader>(entry.path().string()));
             for (const auto& [name, stored] : files_.back()->tensors()) {
                 const size_t at = name.rfind('@');
-                pieces_[name.substr(0, at)].push_back(
-                    {at == std::string::npos ? 0 : std::stoll(name.substr(at + 1)), &stored});
+                Piece piece{0, stored.n(), stored.n(), &stored};
+                if (at != std::string::npos) {
+                    char* end = nullptr;
+                    piece.first = std::strtoll(name.c_str() + at + 1, &end, 10);
+                    if (*end == ':') piece.run = std::strtoll(end + 1, &end, 10);
+                    if (*end == ':') piece.stride = std::strtoll(end + 1, &end, 10);
+                    check(*end == 0 && piece.first >= 0 && piece.run > 0 && piece.stride >= piece.run,
+                          entry.path().string(), ": '", name, "' says no place in its parameter");
+                }
+                pieces_[name.substr(0, at)].push_back(piece);
             }
         }
         check(!files_.empty(), folder, " holds no optimizer.safetensors: it is no checkpoint to resume from");
     }
 
-    // Fills the tensor from whatever pieces have its elements.
-    void read(const std::string& name, const Tensor& tensor, int64_t per, int64_t first) const {
+    // Fills the tensor, whose elements are these pieces of the whole, from whatever pieces have them.
+    // per: as in OptimizerState.
+    void read(const std::string& name, const Tensor& tensor, int64_t per, const std::vector<CutPiece>& wanted,
+              int64_t padding_n) const {
         const auto found = pieces_.find(name);
         check(found != pieces_.end(), folder_, ": no file with the optimizer's states has '", name, "'");
-        const int64_t scale = std::max<int64_t>(1, per), begin = first / scale, end = begin + tensor.n();
-        const size_t element_bytes = dtype_bytes(tensor.dtype);
         std::vector<char> bytes(tensor.bytes());
+        const int64_t used_n = tensor.n() - padding_n;
         int64_t n_filled = 0;
-        for (const auto& [its_first, stored] : found->second) {
-            check(stored->dtype == stored_dtype(tensor.dtype), folder_, ": '", name, "' has dtype ", stored->dtype,
-                  ", expected ", stored_dtype(tensor.dtype));
-            const int64_t low = std::max(begin, its_first / scale),
-                          high = std::min(end, its_first / scale + stored->n());
-            if (low >= high) continue;
-            std::memcpy(bytes.data() + static_cast<size_t>(low - begin) * element_bytes,
-                        stored->data + static_cast<size_t>(low - its_first / scale) * element_bytes,
-                        static_cast<size_t>(high - low) * element_bytes);
-            n_filled += high - low;
+        for (Piece piece : found->second) {
+            piece.first /= std::max<int64_t>(1, per);
+            check(piece.stored->dtype == stored_dtype(tensor.dtype), folder_, ": '", name, "' has dtype ",
+                  piece.stored->dtype, ", expected ", stored_dtype(tensor.dtype));
+            for (const CutPiece& w : wanted)
+                for (int64_t k = 0; k < std::min(w.n, used_n - w.local_first); k += w.run)  // neighbours of the whole
+                    n_filled += copy_run(bytes.data(), dtype_bytes(tensor.dtype), piece, w.first + k / w.run * w.stride,
+                                         std::min({w.run, w.n - k, used_n - w.local_first - k}), w.local_first + k);
         }
-        check(n_filled == tensor.n(), folder_, ": '", name, "' has ", n_filled, " of the ", tensor.n(),
+        check(n_filled == used_n, folder_, ": '", name, "' has ", n_filled, " of the ", used_n,
               " elements that the model asks for; is a file missing?");
         copy_to_device(tensor, bytes.data());
     }
 
   private:
+    // Element i of `stored` is element  first + (i / run) * stride + i % run  of the whole.
     struct Piece {
-        int64_t first;
+        int64_t first, run, stride;
         const StoredTensor* stored;
     };
+
+    // Copies those of elements [begin, begin + n) of the whole that the piece has, to `bytes` from element `to` on.
+    static int64_t copy_run(char* bytes, size_t element_bytes, const Piece& piece, int64_t begin, int64_t n,
+                            int64_t to) {
+        int64_t copied = 0;
+        const int64_t end = begin + n;
+        for (int64_t i = std::max<int64_t>(0, (begin - piece.first) / piece.stride) * piece.run; i < piece.stored->n();
+             i += piece.run) {
+            const int64_t its_begin = piece.first + i / piece.run * piece.stride,
+                          its_end = its_begin + std::min(piece.run, piece.stored->n() - i);
+            if (its_begin >= end) break;
+            const int64_t low = std::max(begin, its_begin), high = std::min(end, its_end);
+            if (low >= high) continue;
+            std::memcpy(bytes + static_cast<size_t>(to + low - begin) * element_bytes,
+                        piece.stored->data + static_cast<size_t>(i + low - its_begin) * element_bytes,
+                        static_cast<size_t>(high - low) * element_bytes);
+            copied += high - low;
+        }
+        return copied;
+    }
+
     std::string folder_;
     std::vector<std::unique_ptr<SafetensorsReader>> files_;
     std::map<std::string, std::vector<Piece>> pieces_;
@@ -124,8 +166,14 @@ void write_states(const Trainer& t, const std::string& path) {
         tensors.push_back(
             {name, stored_dtype(tensor.dtype), {tensor.n()}, [tensor](void* bytes) { copy_to_host(bytes, tensor); }});
     };
-    for (const PlacedState& state : placed_states(t))
-        add(state.whole ? state.name : concat(state.name, "@", state.first), state.tensor);
+    for (const PlacedState& state : placed_states(t)) {
+        for (const CutPiece& piece : state.pieces) {
+            std::string name = state.name;
+            if (!state.whole) name += concat("@", piece.first * std::max<int64_t>(1, state.per));
+            if (piece.run < piece.n) name += concat(":", piece.run, ":", piece.stride);
+            if (state.writes) add(name, state.tensor.view({state.tensor.n()}).slice(piece.local_first, piece.n));
+        }
+    }
     if (t.model.fp8_states && t.world.rank == 0) add(kHistories, t.model.fp8_states);  // all ranks have the same
     write_safetensors(path, tensors, {}, true);
 }
@@ -165,7 +213,7 @@ void read_compression(const Trainer& t, const std::string& folder) {
 int64_t saved_state_bytes(const Trainer& t) {
     size_t bytes = 0;
     if (t.world.rank < n_state_files(t))
-        for (const PlacedState& state : placed_states(t)) bytes += state.tensor.bytes();
+        for (const PlacedState& state : placed_states(t)) bytes += state.writes ? state.tensor.bytes() : 0;
     if (t.model.fp8_states.exists() && t.world.rank == 0) bytes += t.model.fp8_states.bytes();
     for (const auto& [name, tensor] : t.data_parallel.compression_states()) bytes += tensor.bytes();
     return static_cast<int64_t>(bytes);
@@ -250,8 +298,11 @@ int64_t resume_run(Trainer& t) {
 
     load_weights(t.model, folder);
     const SavedStates saved(folder);
-    for (const PlacedState& state : placed_states(t)) saved.read(state.name, state.tensor, state.per, state.first);
-    if (t.model.fp8_states) saved.read(kHistories, t.model.fp8_states, 1, 0);
+    for (const PlacedState& state : placed_states(t))
+        saved.read(state.name, state.tensor, state.per, state.pieces, state.padding_n);
+    const int64_t n_histories = t.model.fp8_states.n();
+    if (n_histories > 0)
+        saved.read(kHistories, t.model.fp8_states, 1, {{0, n_histories, 0, n_histories, n_histories}}, 0);
     read_compression(t, folder);
     const RunState state = read_state(folder);
     t.updates = state.updates;

@@ -18,7 +18,7 @@ struct BadSequences {
 
 // Runs the forward of the step again, and looks at the losses of each sequence. Collective.
 BadSequences find_bad_sequences(Trainer& t, int64_t step) {
-    const int64_t T = t.options.seq, first = (step - 1) * t.options.batch + t.world.rank * t.local_batch;
+    const int64_t T = t.options.seq, first = (step - 1) * t.options.batch + t.data_parallel.comm().rank * t.local_batch;
     BadSequences mine;
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
         upload_micro_batch(t, t.acts, micro, device().stream);
@@ -35,7 +35,7 @@ BadSequences find_bad_sequences(Trainer& t, int64_t step) {
         }
     }
     BadSequences all;
-    for (const auto& row : gather_numbers(t.world, {mine.n, mine.first})) {
+    for (const auto& row : gather_numbers(t.data_parallel.comm(), {mine.n, mine.first})) {
         if (all.n == 0) all.first = row[1];  // ranks are in the order of their sequences
         all.n += row[0];
     }

@@ -16,8 +16,9 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     const int64_t T = t.options.seq;
     const int64_t n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / t.micro_batch);
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
-    for (int64_t first = 0; first < n_batches; first += t.world.size) {
-        const int64_t batch = first + t.world.rank;
+    const Comm& ranks = t.data_parallel.comm();
+    for (int64_t first = 0; first < n_batches; first += ranks.size) {
+        const int64_t batch = first + ranks.rank;
         const bool mine = batch < n_batches;
         // With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights: a rank
         // without a micro-batch of its own repeats its last one, and does not count it.
@@ -32,7 +33,7 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         if (mine) add_losses(t.loss_sum(), acts.losses, stream);
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
     }
-    t.data_parallel.all_reduce(t.summed_over_ranks(), stream);
+    t.data_parallel.all_reduce(t.summed_over_data_ranks(), stream);
     return read_numbers(t).loss_sum() / static_cast<double>(n_batches * t.micro_batch * T);
 }
 

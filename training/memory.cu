@@ -41,9 +41,13 @@ size_t Memory::host_bytes() {
 
 Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
     : options(std::move(options_)), config(std::move(config_)), world(mesh.world()),
-      data_parallel(mesh.comm("dp"), options.data_parallel), local_batch(options.batch / rank_count(options.ranks)),
+      data_parallel(mesh.comm("dp"), options.data_parallel), local_batch(options.batch / options.data_ranks()),
       micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), memory(options.offload),
       scaler(options.loss_scale) {
+    if (options.tp > 1) {
+        config_of_rank(config, {0, static_cast<int>(options.tp)});  // Error where it cannot be divided
+        tensor_parallel = std::make_unique<TensorParallel>(mesh.comm("tp"), config.K);
+    }
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
     data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) {
@@ -55,8 +59,11 @@ void Trainer::take_memory() {
     const TrainOptions& o = options;
     Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
     sharding.offload = o.offload;
-    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding);
+    const TensorShare share =
+        tensor_parallel ? TensorShare{tensor_parallel->rank(), tensor_parallel->size()} : TensorShare{};
+    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, share);
     model.data_parallel = &data_parallel;
+    model.tensor_parallel = tensor_parallel.get();
     model.flash_tier = o.attention;
 
     optimizers.clear();
@@ -86,6 +93,22 @@ void Trainer::take_memory() {
         if (!sampler) sampler = std::make_unique<Engine>(model, sample_engine(o));
         sampler->take_memory(memory.sampling, memory.sampling, sample_tables);
     }
+    take_tensor_parallel_memory();
+}
+
+void Trainer::take_tensor_parallel_memory() {
+    if (!tensor_parallel) return;
+    TensorParallel::Sizes sizes{.N = micro_batch * options.seq,
+                                .C = config.C,
+                                .dtype = model.precision.dtype,
+                                .grad_dtype = model.precision.grad_dtype,
+                                .numbers = summed_over_tensor_ranks()};
+    for (size_t u = 0; u < model.units.size(); ++u) {
+        for (const Tensor& part : model.shared_grads(u, GradSharers::all)) sizes.shared_by_all += part.n();
+        for (const Tensor& part : model.shared_grads(u, GradSharers::same_keys)) sizes.shared_by_same_keys += part.n();
+    }
+    if (sampler) sizes.logits_n = sampler->largest_step().logits * model.share.vocabulary(config);
+    tensor_parallel->take_memory(sizes, memory.communication);
 }
 
 void Trainer::check_fits() {

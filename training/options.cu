@@ -13,7 +13,7 @@ namespace {
 const std::set<std::string> kNotSaved = {
     "--help",           "--out",    "--resume",          "--new-data", "--stop-after", "--log-every",  "--plan",
     "--device-spec",    "--params", "--inject-overflow", "--ranks",    "--comm",       "--all-reduce", "--comm-timeout",
-    "--ranks-per-node", "--trace",  "--dp-mode",         "--zero",     "--bucket-mib", "--offload"};
+    "--ranks-per-node", "--trace",  "--dp-mode",         "--zero",     "--bucket-mib", "--offload",    "--tp"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -22,8 +22,9 @@ const std::set<std::string> kMayChange = {
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
 // Those of kNotSaved that the command which continues the run should have, too.
-const std::set<std::string> kRepeated = {"--ranks",   "--comm", "--all-reduce", "--comm-timeout", "--ranks-per-node",
-                                         "--dp-mode", "--zero", "--bucket-mib", "--offload",      "--log-every"};
+const std::set<std::string> kRepeated = {"--ranks",          "--comm",      "--all-reduce", "--comm-timeout",
+                                         "--ranks-per-node", "--dp-mode",   "--zero",       "--bucket-mib",
+                                         "--offload",        "--log-every", "--tp"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -56,6 +57,8 @@ const std::vector<Synonym> kSynonyms = {
     {"gpus", "--ranks"},
     {"world-size", "--ranks"},
     {"fsdp", "--zero 3"},
+    {"tensor-parallel-size", "--tp"},
+    {"tensor-model-parallel-size", "--tp"},
     {"gradient-checkpointing", "--recompute"},
     {"activation-checkpointing", "--recompute"},
     {"dry-run", "--plan"},
@@ -143,6 +146,9 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     Heading ranks{line, "Ranks"};
     ranks.option("--ranks", o.ranks.ranks,
                  "number of ranks, as threads of this process; mpirun -np N starts them as processes");
+    ranks.option("--tp", o.tp,
+                 "tensor parallelism: so many ranks divide each layer, its heads, columns and tokens; the others, if "
+                 "any, divide the batch");
     ranks.option("--zero", o.data_parallel.zero,
                  "shard over the ranks: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)");
     ranks.option("--dp-mode", typed.dp_mode,

@@ -51,7 +51,7 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
           "weights, and float16 lacks the range");
     p.master = p.dtype != DType::f32 && typed.master != "none";
 
-    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch / rank_count(o.ranks);
+    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch / o.data_ranks();
     if (typed.grad_dtype == "auto") p.grad_dtype = accumulates ? DType::f32 : p.dtype;
     else if (typed.grad_dtype == "same") p.grad_dtype = p.dtype;
     else p.grad_dtype = dtype_from_name(typed.grad_dtype);
@@ -95,7 +95,10 @@ void check_options(const TrainOptions& o) {
     check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
     check(o.ranks.ranks >= 0, "--ranks must not be negative");
-    const int64_t n_ranks = rank_count(o.ranks);
+    check(o.tp >= 1, "--tp must be at least 1");
+    check(rank_count(o.ranks) % o.tp == 0, "--tp ", o.tp, ": the ", rank_count(o.ranks),
+          " ranks cannot be divided into groups of ", o.tp, ": start a multiple of them (--ranks ", o.tp, ")");
+    const int64_t n_ranks = o.data_ranks();
     check(o.batch % n_ranks == 0, "--batch ", o.batch, " cannot be divided among ", n_ranks,
           " ranks: choose a multiple of ", n_ranks);
     check(o.micro_batch == 0 || o.batch / n_ranks % o.micro_batch == 0,
@@ -139,6 +142,25 @@ void check_offload(const TrainOptions& o) {
           ": the host updates by adamw and adam; use one of them, or --offload unified");
     check(o.precision.master || o.precision.dtype == DType::f32, "--offload ", name,
           " with --master none: the host updates float32 weights; leave --master away, or use --offload unified");
+}
+
+// What does not go together with --tp yet, by name.
+void check_tensor_parallel(const TrainOptions& o) {
+    if (o.tp == 1) return;
+    const auto refuse = [&](bool given, const std::string& what, const char* instead) {
+        check(!given, "--tp ", o.tp, " with ", what, ": ", instead);
+    };
+    const std::string& opt = o.optimizer;
+    refuse(opt == "muon" || opt == "adafactor" || opt == "adam8bit", "--optimizer " + opt,
+           "it looks at whole matrices or at blocks of them, which are divided; use an optimizer that looks at each "
+           "number by itself, as adamw");
+    refuse(o.precision.fp8 != Fp8Recipe::none, "--dtype fp8",
+           "scales belong to whole tensors, which are divided; use --dtype bf16");
+    refuse(o.precision.dtype != DType::f32 && !o.precision.master, "--master none",
+           "stochastic rounding is addressed by rows, of which a rank may have some columns; leave --master away");
+    refuse(o.offload != Offload::none, "--offload", "leave one of the two away");
+    refuse(o.data_parallel.naive, "--dp-mode naive", "leave one of the two away");
+    refuse(o.data_parallel.compress.kind != Compression::none, "--compress", "leave one of the two away");
 }
 
 // The hyperparameters that the optimizers read, beside --lr and --weight-decay (optim.h).
@@ -193,7 +215,8 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
 
 void settle_options(TrainOptions& o, const TypedFlags& typed) {
     // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
-    if (const int64_t n = rank_count(o.ranks); o.plan_parameters > 0 && o.batch % n != 0)
+    if (const int64_t n = o.tp >= 1 ? std::max<int64_t>(1, o.data_ranks()) : 1;
+        o.plan_parameters > 0 && o.batch % n != 0)
         o.batch = n, o.micro_batch = 0;
     if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
     choose_optimizer(o, typed);
@@ -204,6 +227,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     choose_precision(o, typed);
     choose_compression(o, typed.compress);
     check_offload(o);
+    check_tensor_parallel(o);
     check_effects(o, typed);
     check_trace(o);
     if (!o.init.empty() && typed.given.count("--model") == 0) o.model.clear();

@@ -158,10 +158,10 @@ void print_val_loss_of_init(const LogRow& row, int64_t steps) {
     std::fflush(stdout);
 }
 
-// With ZeRO 3 no rank has all weights, so all of them run the model for every token,
-// and rank 0 decides when it is enough.
+// With ZeRO 3, and where layers are divided, no rank has all weights: so all of them run the model for every token, and
+// rank 0 decides when it is enough.
 void print_sample(Trainer& t, const RunData& data, const char* title) {
-    const bool together = t.model.sharding.shards_weights() && t.world.size > 1;
+    const bool together = t.world.size > 1 && (t.model.sharding.shards_weights() || t.tensor_parallel);
     if (t.options.sample_tokens == 0 || (t.world.rank != 0 && !together)) return;
     std::vector<int32_t> text;
     const double deadline = seconds_now() + 10;  // a large model is slow

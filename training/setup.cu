@@ -65,6 +65,7 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     for (const auto& [flag, value] : t.options.identity) things.push_back({flag, value});
     const DataParallelOptions& d = t.options.data_parallel;
     things.push_back({"--zero", std::to_string(d.zero)});
+    things.push_back({"--tp", std::to_string(t.options.tp)});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
     things.push_back({"--offload", concat(static_cast<int>(t.options.offload))});
     things.push_back({"--bucket-mib", std::to_string(d.bucket_mib)});
@@ -157,7 +158,7 @@ void check_limits(const TrainOptions& o, const Config& config) {
           " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
     if (o.precision.fp8 == Fp8Recipe::none) return;
-    const int64_t local_batch = o.batch / rank_count(o.ranks);
+    const int64_t local_batch = o.batch / o.data_ranks();
     const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch;
     for (const auto& [inputs, outputs] : block_linear_shapes(config))
         expect_fp8_sizes(o.precision.fp8, micro_batch * o.seq, inputs, outputs);

@@ -27,11 +27,21 @@ void inject_overflow(const Model& model, cudaStream_t stream) {
     copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
+// Parts of gradients that ranks of tensor parallelism have of the same parameters (Param::sharers).
+void sum_shared_gradients(Trainer& t, cudaStream_t stream) {
+    std::vector<Tensor> by_all, by_same_keys;
+    for (size_t u = 0; u < t.model.units.size(); ++u) {
+        for (const Tensor& part : t.model.shared_grads(u, GradSharers::all)) by_all.push_back(part);
+        for (const Tensor& part : t.model.shared_grads(u, GradSharers::same_keys)) by_same_keys.push_back(part);
+    }
+    t.tensor_parallel->sum_shared(by_all, by_same_keys, stream);
+}
+
 }  // namespace
 
 void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
     const int64_t T = t.options.seq;
-    const int64_t first = (step - 1) * t.options.batch + t.world.rank * t.local_batch;
+    const int64_t first = (step - 1) * t.options.batch + t.data_parallel.comm().rank * t.local_batch;
     for (int64_t b = 0; b < t.local_batch; ++b) {
         data.sequence(first + b, t.host_tokens + b * T, t.host_targets + b * T);
         // The last token of a document keeps its target, which is the first token of the next document: where that is
@@ -69,6 +79,7 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         backward(t.model, t.acts, t.workspace, stream);
     }
     t.data_parallel.finish_grads(stream);
+    if (t.tensor_parallel) sum_shared_gradients(t, stream);
     if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);
 }
 
@@ -76,12 +87,19 @@ void clip_gradients(Trainer& t, bool stop) {
     const cudaStream_t stream = device().stream;
     // Each rank squares its shard, also where it holds all gradients:
     // so the norm has the same bits with and without ZeRO.
-    for (int64_t u = 0; u < t.n_units(); ++u)
-        sum_squares(t.squares(u), t.model.grad_shard(static_cast<size_t>(u)), t.norm_scratch, stream);
+    for (int64_t u = 0; u < t.n_units(); ++u) {
+        bool add = false;  // to the 0 or to the ranges before
+        for (const Range& range : t.model.counted(static_cast<size_t>(u))) {
+            const Tensor grads = t.model.grad_shard(static_cast<size_t>(u)).slice(range.first, range.n);
+            sum_squares(t.squares(u), grads, t.norm_scratch, stream, add);
+            add = true;
+        }
+    }
     // The ranks agree on stopping here, in a sum that they make anyway: all of them stop after the same step.
     t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
     copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, stream);
-    t.data_parallel.all_reduce(t.summed_over_ranks(), stream);
+    t.data_parallel.all_reduce(t.summed_over_data_ranks(), stream);
+    if (t.tensor_parallel) t.tensor_parallel->sum(t.summed_over_tensor_ranks(), stream);
     clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(t.options.clip),
                1.0f / static_cast<float>(t.scaler.scale), stream);
 }
@@ -103,7 +121,8 @@ void update_weights(Trainer& t, int64_t step) {
 
 StepNumbers read_numbers(Trainer& t) {
     const cudaStream_t stream = device().stream;
-    cudaCheck(cudaMemcpyAsync(t.host_numbers, t.loss_sum().data, sizeof(StepNumbers), cudaMemcpyDeviceToHost, stream));
+    cudaCheck(
+        cudaMemcpyAsync(t.host_numbers, t.stop_count().data, sizeof(StepNumbers), cudaMemcpyDeviceToHost, stream));
     cudaCheck(cudaStreamSynchronize(stream));
     return *t.host_numbers;
 }

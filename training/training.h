@@ -48,6 +48,8 @@ struct TrainOptions {
     LossScaleOptions loss_scale;
     Recompute recompute;
     RankOptions ranks;
+    int64_t tp = 1;                                                // ranks that divide each layer
+    int64_t data_ranks() const { return rank_count(ranks) / tp; }  // that divide the batch
     DataParallelOptions data_parallel;
     Offload offload = Offload::none;
     bool plan = false;  // print the plan, and end
@@ -167,8 +169,8 @@ struct Memory {
 // What the host reads back after a step: the last rows of Trainer::totals, in this order. Sums over ranks travel as a
 // pair of floats {high, low}, which together hold 48 bits of a double.
 struct StepNumbers {
-    float loss_high, loss_low;    // sum of the tokens' losses
     float stop_count, stop_low;   // ranks that were asked to stop
+    float loss_high, loss_low;    // sum of the tokens' losses
     float grad_norm, grad_scale;  // optim.h: clip_scale
     double loss_sum() const { return static_cast<double>(loss_high) + loss_low; }
 };
@@ -179,7 +181,8 @@ struct Trainer {
     Config config;
     Comm& world;
     DataParallel data_parallel;
-    int64_t local_batch = 0, micro_batch = 0;  // sequences of a step on this rank; and at a time
+    std::unique_ptr<TensorParallel> tensor_parallel;  // with --tp
+    int64_t local_batch = 0, micro_batch = 0;         // sequences of a step on this rank; and at a time
     Memory memory;
     Model model;
     Activations acts;
@@ -202,16 +205,20 @@ struct Trainer {
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     int64_t n_units() const { return static_cast<int64_t>(model.units.size()); }
-    // All but the norm, which follows from it.
-    Tensor summed_over_ranks() const { return totals.slice(0, n_units() + 2); }
+    // All but the norm, which follows from it. Ranks that divide the layers have the same losses.
+    Tensor summed_over_data_ranks() const { return totals.slice(0, n_units() + 2); }
+    Tensor summed_over_tensor_ranks() const { return totals.slice(0, n_units() + 1); }
     Tensor squares(int64_t unit) const { return totals.slice(unit, 1).view({2}); }
-    Tensor loss_sum() const { return totals.slice(n_units(), 1).view({2}); }
-    Tensor stop_count() const { return totals.slice(n_units() + 1, 1).view({2}); }
+    Tensor stop_count() const { return totals.slice(n_units(), 1).view({2}); }
+    Tensor loss_sum() const { return totals.slice(n_units() + 1, 1).view({2}); }
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
     // Goes through all that the run takes: while the arenas count, and again once they are reserved.
     void take_memory();
     void check_fits();  // Error where it is more than the device has
     void reserve();
+
+  private:
+    void take_tensor_parallel_memory();
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

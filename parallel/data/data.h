@@ -17,6 +17,7 @@
 
 #include "optim/optim.h"
 #include "parallel/comm/comm.h"
+#include "parallel/tensor/tensor.h"
 
 #include <functional>
 
@@ -94,13 +95,17 @@ struct FlatParameters {
     // offsets of the parameters, whole ones and pieces, count from there.
     Range updated(size_t unit) const;
     Tensor updated_grads(size_t unit) const;
+    // Of grad_shard(unit) the ranges that count in the norm of all gradients: without parameters that another rank of
+    // tensor parallelism counts. And tensors of updated_grads(unit): the elements whose gradients ranks have parts of.
+    std::vector<Range> counted(size_t unit) const;
+    std::vector<Tensor> shared_grads(size_t unit, GradSharers sharers) const;
     Weights updated_weights(size_t unit,
                             uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
     std::vector<Param> updated_params(size_t unit) const;
 
     size_t unit_of(const Param& param) const;
-    // Writes a parameter's rows, of which each rank knows all (without the padding): those that it holds, rounded.
-    void write(const Param& param, const std::vector<float>& rows) const;
+    // Writes a parameter, which each rank knows whole (without the padding): the elements that it holds, rounded.
+    void write(const Param& param, const std::vector<float>& whole) const;
 
   private:
     Tensor slice(const Tensor& array, bool is_sharded, size_t unit, Range range) const;

@@ -148,7 +148,36 @@ size_t FlatParameters::unit_of(const Param& param) const {
     return u;
 }
 
-void FlatParameters::write(const Param& param, const std::vector<float>& rows) const {
+std::vector<Range> FlatParameters::counted(size_t u) const {
+    const Range its = shard(u);
+    std::vector<Range> left_out;  // in the shard
+    for (const Param& param : params) {
+        if (param.counted || unit_of(param) != u) continue;
+        const int64_t begin = param.offset - units[u].offset - its.first;
+        const int64_t low = std::max<int64_t>(0, begin), high = std::min(its.n, begin + param.value.n());
+        if (low < high) left_out.push_back({low, high - low});
+    }
+    std::ranges::sort(left_out, {}, &Range::first);
+    left_out.push_back({its.n, 0});
+    std::vector<Range> ranges;
+    int64_t at = 0;
+    for (const Range& gap : left_out) {
+        if (at < gap.first) ranges.push_back({at, gap.first - at});
+        at = gap.first + gap.n;
+    }
+    return ranges;
+}
+
+std::vector<Tensor> FlatParameters::shared_grads(size_t u, GradSharers sharers) const {
+    std::vector<Tensor> parts;
+    for (const Param& piece : updated_params(u))
+        if (piece.sharers == sharers) parts.push_back(updated_grads(u).slice(piece.offset, piece.value.n()));
+    return parts;
+}
+
+void FlatParameters::write(const Param& param, const std::vector<float>& whole) const {
+    const std::vector<float> cut = param.cut.exists() ? cut_from(param, whole) : std::vector<float>{};
+    const std::vector<float>& rows = param.cut.exists() ? cut : whole;
     const size_t u = unit_of(param);
     const int64_t begin = param.offset - units[u].offset, end = begin + static_cast<int64_t>(rows.size());
     for (const auto& [array, is_sharded] :

@@ -1,0 +1,401 @@
+// test/test_tensor_parallel.cu: layers that are divided among ranks, by themselves and in whole runs.
+//
+// A run with --tp computes what one process does, but for the order in which the ranks' parts of a sum are added. With
+// momentum, which is linear in the gradients, losses of 10 steps then differ by some 1e-7 and the weights by 1e-6 at
+// most; AdamW would make much of the gradients that are 0 but for rounding (of GPT-2's key biases, for example).
+#include "layers/layers.h"
+#include "parallel/tensor/tensor.h"
+#include "program.h"
+#include "reference.h"
+#include "train_runs.h"
+
+#include <array>
+#include <cmath>
+#include <deque>
+
+namespace {
+
+// Models whose heads and columns 2, 3, 4, 6 and 12 ranks can divide, and whose vocabulary none can.
+const std::vector<std::string>& model_names() {
+    static const std::vector<std::string> names = {"gpt2", "llama", "biases", "qwen3", "deepseek", "lite", "mfa"};
+    return names;
+}
+std::string config_of(const std::string& name) {
+    const std::string sizes = R"("vocab_size":257,"hidden_size":40,"intermediate_size":48,"num_hidden_layers":2,
+        "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",)";
+    const auto heads = [](int H, int K) {
+        return concat("\"num_attention_heads\":", H, ",\"num_key_value_heads\":", K, ",\"head_dim\":8");
+    };
+    if (name == "gpt2")
+        return R"({"model_type":"gpt2","vocab_size":257,"n_positions":64,"n_embd":48,"n_inner":96,"n_layer":2,
+            "n_head":12,"activation_function":"gelu_new","layer_norm_epsilon":1e-5})";
+    if (name == "llama") return "{\"model_type\":\"llama\"," + sizes + heads(12, 12) + "}";
+    if (name == "biases")  // 4 key heads; tied
+        return "{\"model_type\":\"llama\",\"attention_bias\":true,\"mlp_bias\":true,\"tie_word_embeddings\":true," +
+               sizes + heads(12, 4) + "}";
+    if (name == "qwen3") return "{\"model_type\":\"qwen3\",\"attention_bias\":false," + sizes + heads(12, 2) + "}";
+    if (name == "mfa") return "{\"model_type\":\"mfa\",\"share_q_dim\":20," + sizes + heads(12, 1) + "}";
+    const std::string latents =
+        concat("\"q_lora_rank\":", name == "deepseek" ? "24" : "null",
+               R"(,"kv_lora_rank":16,"qk_nope_head_dim":8,"qk_rope_head_dim":4,"v_head_dim":6,)");
+    return concat("{\"model_type\":\"deepseek_v", name == "deepseek" ? 3 : 2, "\",", latents, sizes,
+                  "\"first_k_dense_replace\":2,\"num_attention_heads\":12,\"num_key_value_heads\":12}");
+}
+
+struct Runs {
+    TempFolder folder;
+    int number = 0;
+    std::string model(const std::string& name) {
+        const std::string path = folder / (name + ".json");
+        spit(path, config_of(name));
+        return path;
+    }
+    // As threads, or, with `make test-ranks`, as processes under mpirun.
+    Outcome outcome(const std::string& model_name, std::string flags, const std::string& run, std::string before = "") {
+        const size_t at = flags.find("--ranks ");
+        if (std::getenv("LLM_TEST_RANKS") != nullptr && at != std::string::npos) {
+            const size_t end = flags.find(' ', at + 8);
+            before += mpirun_command(std::stoi(flags.substr(at + 8)));
+            flags.erase(at, end - at);
+        }
+        return run_program("train_gpt",
+                           "--data " + text_file() + " --model " + model(model_name) +
+                               " --batch 12 --seq 16 --steps 10 --warmup 2 --val-every 5 --val-sequences 24 --sample 0 "
+                               "--optimizer momentum " +
+                               flags + " --out " + run,
+                           before);
+    }
+    std::string run(const std::string& model_name, const std::string& flags, const std::string& before = "") {
+        const std::string path = folder / std::to_string(number++);
+        const Outcome its = outcome(model_name, flags, path, before);
+        INFO(model_name << " " << flags << "\n" << its.err);
+        REQUIRE(its.status == 0);
+        if (flags.find("--tp") != std::string::npos && before.empty()) check_account(its.out);
+        return path;
+    }
+    // What is printed at the end: bytes sent are those of the formula, memory taken is that of the plan.
+    static void check_account(const std::string& out) {
+        long long formula = 0, sent = -1, taken = 0, planned = -1;
+        const size_t account = out.find("sent by all"), memory = out.find("taken on the device (");
+        REQUIRE(account != std::string::npos);
+        CHECK(std::sscanf(out.c_str() + account, "sent by all %lld %lld", &formula, &sent) == 2);
+        CHECK(sent == formula);
+        if (memory == std::string::npos) return;  // stopped before its last step
+        CHECK(std::sscanf(out.c_str() + memory, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) ==
+              2);
+        CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(planned)));
+    }
+};
+
+// Losses and norms to `tolerance`, the final weights to 10 times that.
+void check_same_run(const std::string& a, const std::string& b, double tolerance) {
+    const std::vector<LogRow> rows = read_csv_log(a + "/log.csv"), others = read_csv_log(b + "/log.csv");
+    REQUIRE(rows.size() == others.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+        INFO("step " << rows[i].step);
+        CHECK(*rows[i].loss == Approx(*others[i].loss).epsilon(tolerance));
+        CHECK(*rows[i].grad_norm == Approx(*others[i].grad_norm).epsilon(tolerance));
+        REQUIRE(rows[i].val_loss.has_value() == others[i].val_loss.has_value());
+        if (rows[i].val_loss) CHECK(*rows[i].val_loss == Approx(*others[i].val_loss).epsilon(tolerance));
+    }
+    const SafetensorsReader weights(newest_checkpoint(a) + "/model.safetensors"),
+        expected(newest_checkpoint(b) + "/model.safetensors");
+    REQUIRE(weights.tensors().size() == expected.tensors().size());
+    for (const auto& [name, stored] : expected.tensors()) {
+        REQUIRE(weights.at(name).shape == stored.shape);
+        const std::vector<float> x = weights.at(name).floats(), y = stored.floats();
+        double difference = 0, size = 0;
+        for (size_t i = 0; i < x.size(); ++i) difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
+        INFO(name);
+        CHECK(std::sqrt(difference) <= 10 * tolerance * std::sqrt(size) + 1e-9);
+    }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The parts
+
+TEST_CASE("cuts: all ranks together have each element once, and pieces say where", "[tensor_parallel]") {
+    const int64_t rows = 18, cols = 6;
+    std::vector<float> whole(static_cast<size_t>(rows * cols));
+    for (size_t i = 0; i < whole.size(); ++i) whole[i] = static_cast<float>(i);
+    for (const int n : {1, 2, 3}) {
+        for (const bool by_columns : {false, true}) {
+            std::vector<float> again(whole.size(), -1);
+            for (int r = 0; r < n; ++r) {
+                const int64_t R = 6 / n, C = cols / n;
+                // Rows: of three groups of six the same part of each, as of queries, keys and values.
+                const Cut cut = by_columns ? Cut{rows, cols, {{0, rows}}, r * C, C}
+                                           : Cut{rows, cols, {{r * R, R}, {6 + r * R, R}, {12 + r * R, R}}, 0, cols};
+                Param param{.name = "x"};
+                param.cut = cut;
+                const std::vector<float> part = cut_from(param, whole);
+                REQUIRE(std::ssize(part) == (by_columns ? rows * C : 3 * R * cols));
+                put_into(again, cut, part);
+                for (int64_t first = 0; first < std::ssize(part); first += 5)
+                    for (int64_t m = 1; first + m <= std::ssize(part); m += 7) {
+                        int64_t seen = 0;
+                        for (const CutPiece& piece : cut_pieces(cut, first, m)) {
+                            CHECK(piece.local_first == seen);
+                            for (int64_t i = 0; i < piece.n; ++i, ++seen)
+                                CHECK(part[static_cast<size_t>(first + seen)] ==
+                                      static_cast<float>(piece.first + i / piece.run * piece.stride + i % piece.run));
+                        }
+                        CHECK(seen == m);
+                    }
+            }
+            CHECK(again == whole);
+        }
+    }
+}
+
+TEST_CASE("the loss of a divided vocabulary is that of the whole, against float64",
+          "[tensor_parallel][cross_entropy]") {
+    const int64_t N = 37, V = 301;
+    const cudaStream_t stream = device().stream;
+    const float dloss = 0.37f;
+    for (const DType dtype : kFloatDTypes) {
+        const std::vector<double> x = rounded(random_values(N * V, 7, 4.0), dtype);
+        std::vector<int32_t> targets;
+        for (int64_t i = 0; i < N; ++i) targets.push_back(static_cast<int32_t>(i * 41 % V));
+        targets[3] = -1, targets[5] = 0, targets[6] = static_cast<int32_t>(V - 1);
+        Buffer targets_i32(DType::i32, {N});
+        targets_i32.set_integers(targets);
+        // In float64, on the whole rows.
+        std::vector<double> losses(static_cast<size_t>(N)), dx(x.size());
+        for (size_t i = 0; i < static_cast<size_t>(N); ++i) {
+            const double* row = x.data() + i * static_cast<size_t>(V);
+            if (targets[i] < 0) continue;
+            const double max = *std::max_element(row, row + V);
+            double sum = 0;
+            for (int64_t v = 0; v < V; ++v) sum += std::exp(row[v] - max);
+            losses[i] = std::log(sum) + max - row[targets[i]];
+            for (int64_t v = 0; v < V; ++v)
+                dx[i * static_cast<size_t>(V) + static_cast<size_t>(v)] =
+                    (std::exp(row[v] - max) / sum - (v == targets[i])) * static_cast<double>(dloss);
+        }
+        // 9 ranks of 48 columns: of the last ones 13 are tokens, then none.
+        for (const int64_t width : {301, 160, 48}) {
+            const int64_t n = width == 48 ? 9 : ceil_div(V, width);
+            const int64_t Vp = round_up(width, 16);
+            std::deque<Buffer> logits, maxima, sums;
+            std::vector<double> all_max(static_cast<size_t>(N), -INFINITY), all_sums(static_cast<size_t>(2 * N));
+            const auto tokens = [&](int64_t r) { return std::clamp<int64_t>(V - r * width, 0, width); };
+            for (int64_t r = 0; r < n; ++r) {
+                std::vector<double> its(static_cast<size_t>(N * Vp), NAN);  // nothing may look at the padding
+                for (int64_t i = 0; i < N; ++i)
+                    for (int64_t v = 0; v < tokens(r); ++v)
+                        its[static_cast<size_t>(i * Vp + v)] = x[static_cast<size_t>(i * V + r * width + v)];
+                logits.emplace_back(dtype, std::initializer_list<int64_t>{N, Vp}, its);
+                maxima.emplace_back(DType::f32, std::initializer_list<int64_t>{N});
+                sums.emplace_back(DType::f32, std::initializer_list<int64_t>{N, 2});
+                cross_entropy_parts(maxima.back(), sums.back(), logits.back(), targets_i32, r * width, tokens(r),
+                                    stream);
+                const std::vector<double> max = maxima.back().values();
+                for (size_t i = 0; i < all_max.size(); ++i) all_max[i] = std::max(all_max[i], max[i]);
+            }
+            Buffer maximum(DType::f32, {N}, all_max);
+            for (int64_t r = 0; r < n; ++r) {
+                cross_entropy_rescale(sums[static_cast<size_t>(r)], maxima[static_cast<size_t>(r)], maximum, stream);
+                const std::vector<double> its = sums[static_cast<size_t>(r)].values();
+                for (size_t i = 0; i < its.size(); ++i) all_sums[i] += its[i];
+            }
+            Buffer sum(DType::f32, {N, 2}, all_sums), out(DType::f32, {N});
+            std::vector<double> gradient(dx.size());
+            for (int64_t r = 0; r < n; ++r) {
+                Buffer& its = logits[static_cast<size_t>(r)];
+                cross_entropy_finish(out, its, targets_i32, maximum, sum, r * width, tokens(r), NAN, stream);
+                check_close(out.values(), losses, 0, 1e-5, concat("losses, ", width, " columns"));
+                cross_entropy_finish(out, its, targets_i32, maximum, sum, r * width, tokens(r), dloss, stream);
+                const std::vector<double> values = its.values();
+                for (int64_t i = 0; i < N; ++i)
+                    for (int64_t v = 0; v < Vp; ++v) {
+                        const double value = values[static_cast<size_t>(i * Vp + v)];
+                        if (v < tokens(r)) gradient[static_cast<size_t>(i * V + r * width + v)] = value;
+                        else CHECK(value == 0);
+                    }
+            }
+            // As in test_cross_entropy.cu: the exponentials, V / 128 additions of a thread, and the ranks'.
+            const double sum_error = (11 + static_cast<double>(V) / 128 + 40 + static_cast<double>(n)) * 0x1p-24;
+            check_close(gradient, dx, unit_roundoff(dtype) + sum_error + 0x1p-21,
+                        0.37 * (sum_error + 0x1p-23) + (dtype == DType::f16 ? 0x1p-25 : 0),
+                        concat("dlogits, ", width, " columns, ", dtype_name(dtype)));
+        }
+    }
+}
+
+TEST_CASE("the embedding of a divided vocabulary adds up to the whole", "[tensor_parallel][embedding]") {
+    const int64_t B = 3, T = 70, C = 20, V = 33;
+    const cudaStream_t stream = device().stream;
+    const std::vector<double> table = random_values(V * C, 1), dy = random_values(B * T * C, 2);
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < B * T; ++i) ids.push_back(static_cast<int32_t>(i * i % V));
+    Buffer tokens(DType::i32, {B, T}), here(DType::i32, {B, T}), dout(DType::f32, {B, T, C}, dy),
+        out(DType::f32, {B, T, C}), scratch(DType::i32, {embedding_backward_scratch_n(B * T)});
+    tokens.set_integers(ids);
+    // 16 rows: ids have as many bits as -1 has ones there.
+    for (const int64_t width : {33, 16, 11}) {
+        std::vector<double> sum(static_cast<size_t>(B * T * C));
+        for (int64_t first = 0; first < V; first += width) {
+            const int64_t n = std::min(width, V - first);
+            const std::vector<double> rows(table.begin() + first * C, table.begin() + (first + n) * C);
+            Buffer wte(DType::f32, {n, C}, rows), dwte(DType::f32, {n, C}, std::vector<double>(rows.size()));
+            ids_from(here, tokens, first, n, stream);
+            embedding_forward(out, here, {}, wte, {}, stream);
+            const std::vector<double> its = out.values();
+            for (size_t i = 0; i < its.size(); ++i) sum[i] += its[i];
+            embedding_backward(dwte, {}, dout, here, {}, scratch, stream);
+            std::vector<double> expected(rows.size());
+            for (int64_t i = 0; i < B * T; ++i)
+                for (int64_t c = 0; c < C; ++c) {
+                    const int64_t row = ids[static_cast<size_t>(i)] - first;
+                    if (row >= 0 && row < n)
+                        expected[static_cast<size_t>(row * C + c)] += dy[static_cast<size_t>(i * C + c)];
+                }
+            check_close(dwte.values(), expected, 0, sum_error(B * T) * 16, "dwte");
+        }
+        for (int64_t i = 0; i < B * T; ++i)
+            for (int64_t c = 0; c < C; ++c)
+                CHECK(sum[static_cast<size_t>(i * C + c)] ==
+                      rounded({table[static_cast<size_t>(ids[static_cast<size_t>(i)] * C + c)]}, DType::f32)[0]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Whole runs
+
+TEST_CASE("tensor parallelism has the curve and the weights of one process", "[program][ranks][tensor_parallel]") {
+    const bool full = std::getenv("LLM_TEST_RANKS") != nullptr;
+    // Each model on one mesh at least; those with few key heads also on more ranks than that.
+    const std::map<std::string, std::vector<std::string>> quick = {
+        {"gpt2", {"--ranks 3 --tp 3 "}},
+        {"llama", {"--ranks 4 --tp 2 --zero 3 ", "--ranks 12 --tp 12 "}},
+        {"biases", {"--ranks 8 --tp 4 --zero 2 --micro-batch 3 ", "--ranks 12 --tp 12 --recompute full "}},
+        {"qwen3", {"--ranks 4 --tp 4 "}},
+        {"deepseek", {"--ranks 6 --tp 3 --zero 1 ", "--ranks 2 --tp 2 --recompute selective "}},
+        {"lite", {"--ranks 2 --tp 2 "}},
+        {"mfa", {"--ranks 4 --tp 4 --recompute full "}}};
+    std::vector<std::string> all;
+    for (const int tp : {2, 4, 6, 12}) all.push_back(concat("--ranks ", tp, " --tp ", tp, " "));
+    for (const int zero : {0, 1, 2, 3}) all.push_back(concat("--ranks 4 --tp 2 --zero ", zero, " --micro-batch 2 "));
+    Runs runs;
+    for (const std::string& model : model_names()) {
+        const std::string one = runs.run(model, "");
+        for (const std::string& mesh : full ? all : quick.at(model)) {
+            INFO(model << " " << mesh);
+            check_same_run(runs.run(model, mesh), one, 1e-6);
+        }
+    }
+}
+
+TEST_CASE("tensor parallelism in 16 bits", "[program][ranks][tensor_parallel]") {
+    // Each rank rounds its part of a sum to 16 bits (bf16: 2^-9), twice a block.
+    Runs runs;
+    for (const std::string dtype : {"bf16", "fp16"}) {
+        const std::string flags = "--dtype " + dtype + " ";
+        const std::string one = runs.run("llama", flags);
+        check_same_run(runs.run("llama", flags + "--ranks 4 --tp 2 --zero 1 "), one, dtype == "bf16" ? 2e-2 : 4e-3);
+    }
+}
+
+TEST_CASE("a run with --tp repeats bit for bit, also under strict mode", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    const std::string flags = "--ranks 4 --tp 2 --zero 2 --micro-batch 2 ";
+    const std::string once = runs.run("qwen3", flags), again = runs.run("qwen3", flags);
+    CHECK(log_without_times(once) == log_without_times(again));
+    CHECK(slurp(newest_checkpoint(once) + "/model.safetensors") ==
+          slurp(newest_checkpoint(again) + "/model.safetensors"));
+    if (!device().is_cpu) return;
+    for (const int seed : {1, 2, 3}) {
+        INFO("seed " << seed);
+        const std::string strict = runs.run("qwen3", flags, concat("CUDA_CPU_STRICT=", seed, " "));
+        CHECK(log_without_times(strict) == log_without_times(once));
+    }
+}
+
+TEST_CASE("a checkpoint goes on with another --tp", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    // AdamW has two states a number; its epsilon is large enough that rounding stays small.
+    const std::string adamw = " --optimizer adamw --eps 1e-4 ";
+    for (const std::string model : {"gpt2", "biases"}) {
+        const std::string whole = runs.run(model, adamw);
+        const std::array<std::string, 2> meshes[] = {{"--ranks 4 --tp 4 ", ""},
+                                                     {"", "--ranks 4 --tp 2 --zero 1 "},
+                                                     {"--ranks 4 --tp 2 --zero 3 ", "--ranks 12 --tp 12 "},
+                                                     {"--ranks 6 --zero 3 ", "--ranks 6 --tp 3 --zero 2 "}};
+        for (const auto& [before, after] : meshes) {
+            if (model == "biases" && after.find("--tp 3") != std::string::npos) continue;  // 4 key heads
+            INFO(model << ": " << before << "-> " << after);
+            const std::string run = runs.run(model, adamw + before + "--stop-after 5 ");
+            const Outcome resumed = runs.outcome(model, adamw + after + "--resume ", run);
+            INFO(resumed.err);
+            REQUIRE(resumed.status == 0);
+            check_same_run(run, whole, 2e-6);
+        }
+    }
+}
+
+TEST_CASE("the sample of a divided model is that of one process", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    std::vector<std::string> samples;
+    for (const std::string mesh : {"", "--ranks 3 --tp 3 ", "--ranks 4 --tp 2 --zero 3 "}) {
+        const Outcome its = runs.outcome("deepseek", mesh + "--sample 40 --steps 3 --val-every 0 ",
+                                         runs.folder / std::to_string(runs.number++));
+        INFO(its.err);
+        REQUIRE(its.status == 0);
+        const size_t first = its.out.find("---- sample before training"), last = its.out.find("\n----\n", first + 8);
+        REQUIRE(last != std::string::npos);
+        samples.push_back(its.out.substr(first, last - first));
+    }
+    CHECK(samples[0].size() > 60);
+    CHECK(samples[1] == samples[0]);
+    CHECK(samples[2] == samples[0]);
+}
+
+TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    const std::array<std::string, 3> wrong[] = {
+        {"gpt2", "--tp 0", "--tp must be at least 1"},
+        {"gpt2", "--tp 2", "the 1 ranks cannot be divided into groups of 2"},
+        {"gpt2", "--ranks 3 --tp 2", "the 3 ranks cannot be divided into groups of 2"},
+        {"gpt2", "--ranks 5 --tp 5", "the model's 12 heads cannot be divided among 5 ranks"},
+        {"biases", "--ranks 3 --tp 3", "the model's 4 key/value heads cannot be given to 3 ranks evenly"},
+        {"gpt2", "--ranks 4 --tp 2 --batch 3", "--batch 3 cannot be divided among 2 ranks"},
+        {"gpt2", "--ranks 2 --tp 2 --optimizer muon", "--tp 2 with --optimizer muon"},
+        {"gpt2", "--ranks 2 --tp 2 --optimizer adafactor", "--tp 2 with --optimizer adafactor"},
+        {"gpt2", "--ranks 2 --tp 2 --optimizer adam8bit", "--tp 2 with --optimizer adam8bit"},
+        {"llama", "--ranks 2 --tp 2 --dtype fp8", "--tp 2 with --dtype fp8"},
+        {"gpt2", "--ranks 2 --tp 2 --dtype bf16 --master none", "--tp 2 with --master none"},
+        {"gpt2", "--ranks 2 --tp 2 --optimizer adamw --offload optimizer", "--tp 2 with --offload"},
+        {"gpt2", "--ranks 4 --tp 2 --dp-mode naive", "--tp 2 with --dp-mode naive"},
+        {"gpt2", "--ranks 4 --tp 2 --compress bf16", "--tp 2 with --compress"},
+        {"gpt2", "--ranks 2 --tensor-parallel-size 2", "did you mean --tp?"}};
+    for (const auto& [model, flags, words] : wrong) {
+        const Outcome outcome =
+            run_program("train_gpt", "--data " + text_file() + " --seq 16 --sample 0 --model " + runs.model(model) +
+                                         " " + flags + " --out " + (runs.folder / "wrong"));
+        INFO(flags);
+        CHECK_THAT(line_of(outcome), ContainsSubstring(words));
+        CHECK(!std::filesystem::exists(runs.folder / "wrong"));
+    }
+}
+
+TEST_CASE("--plan tells what one rank of many holds, without them", "[program][ranks][tensor_parallel]") {
+    const auto plan = [](const std::string& flags) {
+        const Outcome outcome = run_program("train_gpt",
+                                            "--plan --model llama-8b --dtype bf16 --batch 8 --micro-batch 1 "
+                                            "--seq 4096 --device-spec h100 " +
+                                                flags);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        const size_t at = outcome.out.find("\n  total ");
+        REQUIRE(at != std::string::npos);
+        return std::strtod(outcome.out.c_str() + at + 9, nullptr);
+    };
+    // Weights, gradients and states of a rank are an eighth; what it keeps of each token is so but for the residual
+    // stream and the norms (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.1).
+    const double one = plan(""), eight = plan("--ranks 8 --tp 8");
+    CHECK(eight < one / 6);
+    CHECK(eight > one / 8);
+}
