@@ -107,11 +107,14 @@ BUNDLE_LIB     := $(wildcard $(BUNDLE)/lib)
 # The C++ headers of this compiler: the text that train_gpt reads when it is given no other.
 CXX_INCLUDE_DIR := $(patsubst %/vector,%,$(firstword $(filter %/vector,$(shell $(CXX) -x c++ -M -include vector /dev/null 2>/dev/null))))
 
-# What tokenizers need: patterns and the normal forms of Unicode.
-TEXT_LIBS := $(BUNDLE_LIB:%=-L%) -lpcre2-8 -lutf8proc
+# JSON: Debian and Ubuntu have JsonCpp's headers in a folder of its name, and so has the bundle.
+JSON_CFLAGS := $(or $(shell pkg-config --cflags jsoncpp 2>/dev/null),-idirafter /usr/include/jsoncpp)
+# What reads text: JSON, and what tokenizers need, patterns and the normal forms of Unicode.
+TEXT_LIBS := $(if $(BUNDLE_LIB),-L$(BUNDLE_LIB) -Xlinker -rpath -Xlinker $(abspath $(BUNDLE_LIB))) \
+             $(or $(shell pkg-config --libs jsoncpp 2>/dev/null),-ljsoncpp) -lpcre2-8 -lutf8proc
 
 CXXFLAGS := -std=c++20 $(OPTIMIZE) -march=$(MARCH) $(FLOAT_FLAGS) -fopenmp $(WARNINGS) -I. \
-            -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' $(BUNDLE_INCLUDE)
+            -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' $(JSON_CFLAGS) $(BUNDLE_INCLUDE)
 
 ifeq ($(DEVICE),cpu)
   CXXFLAGS += -Icpu
@@ -125,7 +128,7 @@ else
   override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
   NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
                $(foreach a,$(ARCH),-gencode=arch=compute_$(a)$(comma)code=sm_$(a)) -Wno-deprecated-gpu-targets \
-               -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(BUNDLE_INCLUDE)))
+               -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(JSON_CFLAGS) $(BUNDLE_INCLUDE)))
   CXXFLAGS  += -isystem $(CUDA_HOME)/include
   LINK      := $(NVCC) $(NVCCFLAGS)
   LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt $(TEXT_LIBS) -lgomp -lpthread
@@ -146,9 +149,10 @@ ifeq ($(DEVICE),cuda)
 endif
 # cpp-httplib is optional, too: it is for generate --serve. In Debian and Ubuntu it is a library, and pkg-config knows the macros
 # that it was compiled with, which its header must see.
-HTTPLIB_LIBS := $(shell pkg-config --libs cpp-httplib 2>/dev/null)
+HTTPLIB_FLAGS := $(wildcard $(BUNDLE)/lib/httplib.flags)
+HTTPLIB_LIBS  := $(or $(shell pkg-config --libs cpp-httplib 2>/dev/null),$(if $(HTTPLIB_FLAGS),-lcpp-httplib))
 ifneq ($(HTTPLIB_LIBS),)
-  HTTPLIB_CFLAGS := $(shell pkg-config --cflags cpp-httplib) -DHAVE_HTTPLIB
+  HTTPLIB_CFLAGS := $(or $(shell pkg-config --cflags cpp-httplib 2>/dev/null),$(shell cat $(HTTPLIB_FLAGS) /dev/null)) -DHAVE_HTTPLIB
   LDLIBS         += -Xlinker --as-needed $(HTTPLIB_LIBS)
 endif
 $(BUILD)/inference/http_server.o: private CXXFLAGS += $(HTTPLIB_CFLAGS)
@@ -194,7 +198,7 @@ PROFILE_LIBRARY := $(if $(CUPTI),$(BUILD)/dev/libprofile.so)
 # Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device; ranks, for mpirun.
 TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 # Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
-HOST_TESTS := files safetensors log plot tokenizer tokenizer_parts dataset schedule paged_cache scheduler cache_report
+HOST_TESTS := files json safetensors log plot tokenizer tokenizer_parts dataset schedule paged_cache scheduler cache_report
 HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
 # Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict sampling_distribution
@@ -363,7 +367,7 @@ endif
 CLANGXX      ?= clang++
 FUZZ_SECONDS ?= 20
 FUZZERS      := $(patsubst test/%.cpp,%,$(wildcard test/fuzz_*.cpp))
-FUZZ_FLAGS   := -std=c++20 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -Wall -Wextra -I. -Icpu
+FUZZ_FLAGS   := -std=c++20 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all -Wall -Wextra -I. -Icpu $(JSON_CFLAGS) $(BUNDLE_INCLUDE)
 FUZZ_READERS := $(patsubst %.cu,build/fuzz/%.o,$(wildcard io/*.cu))
 fuzz:
 	@mkdir -p build/fuzz
@@ -410,7 +414,7 @@ compile_commands.json: force
 	@{ echo '['; \
 	   for file in $(wildcard test/*.cu) $(LIBRARY) $(PROGRAMS:%=%.cu) $(DEV:%=%.cu) $(wildcard cpu/*.cpp); do \
 	       printf '%s{"directory": "%s", "file": "%s", "arguments": [' "$$separator" '$(CURDIR)' $$file; \
-	       for argument in clang++ -x c++ -std=c++20 -march=native -fopenmp -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function -I. -Icpu -c; do \
+	       for argument in clang++ -x c++ -std=c++20 -march=native -fopenmp -Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function -I. -Icpu $(JSON_CFLAGS) -c; do \
 	           printf '"%s", ' "$$argument"; \
 	       done; \
 	       printf '"%s"]}' $$file; \

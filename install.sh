@@ -13,7 +13,7 @@ packages=(
     libboost-context-dev    # fibers: the threads of a block on the CPU
     catch2                  # tests
     libcli11-dev            # command line
-    nlohmann-json3-dev      # JSON
+    libjsoncpp-dev          # JSON
     libstb-dev              # PNG
     libpcre2-dev            # the patterns of tokenizers
     libutf8proc-dev         # the normal forms of Unicode, for tokenizers
@@ -37,12 +37,12 @@ if ! command -v apt-get > /dev/null; then
     cat >&2 <<'END'
 install.sh: this system has no apt. What llm.cu needs, under the names of other package managers (untested):
 
-  Fedora  sudo dnf install gcc-c++ make boost-devel catch-devel cli11-devel json-devel stb-devel pcre2-devel utf8proc-devel cpp-httplib-devel pkgconf openmpi-devel gdb ccache python3
-  Arch    sudo pacman -S gcc make boost catch2 cli11 nlohmann-json stb pcre2 libutf8proc cpp-httplib pkgconf openmpi gdb ccache python
-  macOS   brew install gcc make boost catch2 cli11 nlohmann-json pcre2 utf8proc cpp-httplib pkgconf open-mpi ccache   and stb's headers as stb/*.h
+  Fedora  sudo dnf install gcc-c++ make boost-devel catch-devel cli11-devel jsoncpp-devel stb-devel pcre2-devel utf8proc-devel cpp-httplib-devel pkgconf openmpi-devel gdb ccache python3
+  Arch    sudo pacman -S gcc make boost catch2 cli11 jsoncpp stb pcre2 libutf8proc cpp-httplib pkgconf openmpi gdb ccache python
+  macOS   brew install gcc make boost catch2 cli11 jsoncpp pcre2 utf8proc cpp-httplib pkgconf open-mpi ccache   and stb's headers as stb/*.h
           (then gmake CXX=g++-14, or the version that brew gives)
 
-That is a compiler with C++20 and OpenMP, GNU make, Boost.Context, Catch2, CLI11, nlohmann/json, stb, PCRE2, utf8proc,
+That is a compiler with C++20 and OpenMP, GNU make, Boost.Context, Catch2, CLI11, JsonCpp, stb, PCRE2, utf8proc,
 and (optional) OpenMPI and cpp-httplib. `make doctor` tells which of them are found.
 END
     exit 1

@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")/.."
 : "${CXX:=g++}" "${NVCC:=}" "${CUDA_HOME:=/usr/local/cuda}" "${CLANGXX:=clang++}" "${BUILDS_FOR:=}"
-: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu}"
+: "${CXXFLAGS:=-std=c++20 -march=native -fopenmp -I. -Icpu -idirafter /usr/include/jsoncpp}"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -70,8 +70,11 @@ header() {
     if out=$(try "#include <$2>\n#include <cstdio>\nint main() { std::printf($3); }"); then yes "$1" "$out"; else need "$1" "no <$2>" "./install.sh ($4)"; fi
 }
 header "CLI11" CLI/CLI.hpp '"command line: version %s", CLI11_VERSION' libcli11-dev
-header "json" nlohmann/json.hpp \
-    '"nlohmann/json %d.%d.%d", NLOHMANN_JSON_VERSION_MAJOR, NLOHMANN_JSON_VERSION_MINOR, NLOHMANN_JSON_VERSION_PATCH' nlohmann-json3-dev
+if out=$(try '#include <json/json.h>\n#include <cstdio>\nint main() { Json::Value v(1); std::printf("JSON: version %s", JSONCPP_VERSION_STRING); return v.asInt() != 1; }' -ljsoncpp); then
+    yes "JsonCpp" "$out"
+else
+    need "JsonCpp" "no <json/json.h>" "./install.sh (libjsoncpp-dev)"
+fi
 header "stb" stb/stb_image_write.h '"PNG"' libstb-dev
 if out=$(try '#define PCRE2_CODE_UNIT_WIDTH 8\n#include <pcre2.h>\n#include <cstdio>\nint main() { char v[64]; int jit = 0;
     pcre2_config(PCRE2_CONFIG_VERSION, v); pcre2_config(PCRE2_CONFIG_JIT, &jit);

@@ -1,7 +1,6 @@
 // inference/batch_file.cu: requests from a file of JSON lines, answers to another.
 #include "inference/inference.h"
-
-#include <nlohmann/json.hpp>
+#include "io/json.h"
 
 #include <unistd.h>
 
@@ -10,33 +9,31 @@
 #include <fstream>
 #include <set>
 
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 namespace {
 
 // What names a request: its "id", or else the number of its line, from 1.
-std::string id_of(const json& line, int64_t number) {
-    return line.contains("id") ? line["id"].dump() : std::to_string(number);
+std::string id_of(const Json::Value& line, int64_t number) {
+    return has(line, "id") ? JsonText(member(line, "id")).str() : std::to_string(number);
 }
 
 template <class T>
-void read_field(const json& line, const char* name, T& value) {
-    if (!line.contains(name)) return;
-    try {
-        value = line[name].get<T>();
-    } catch (const json::exception&) {
-        fail("\"", name, "\" is ", line[name].dump(), ": expected ",
-             std::is_arithmetic_v<T> ? "a number" : "a list of texts");
-    }
+void read_field(const Json::Value& line, const char* name, T& value) {
+    const char* const expected = std::is_integral_v<T>                         ? "a whole number"
+                                 : std::is_floating_point_v<T>                 ? "a number"
+                                 : std::is_same_v<T, std::vector<std::string>> ? "a list of texts"
+                                                                               : "a list of whole numbers";
+    check(!has(line, name) || read_value(member(line, name), value), "\"", name, "\" is ",
+          JsonText(member(line, name)).str(), ": expected ", expected);
 }
 
-TextRequest read_request(const json& line, const LoadedModel& model, const GenerateOptions& options) {
+TextRequest read_request(const Json::Value& line, const LoadedModel& model, const GenerateOptions& options) {
     TextRequest request = text_request(options, model);
-    check(line.contains("prompt") != line.contains("prompt_ids"), "give \"prompt\" or \"prompt_ids\", one of them");
-    if (line.contains("prompt")) {
-        check(line["prompt"].is_string(), "\"prompt\" is no text: ", line["prompt"].dump());
-        request.prompt = encode_prompt(model, line["prompt"].get<std::string>());
+    check(has(line, "prompt") != has(line, "prompt_ids"), "give \"prompt\" or \"prompt_ids\", one of them");
+    if (has(line, "prompt")) {
+        std::string prompt;
+        check(read_value(member(line, "prompt"), prompt),
+              "\"prompt\" is no text: ", JsonText(member(line, "prompt")).str());
+        request.prompt = encode_prompt(model, prompt);
     } else {
         read_field(line, "prompt_ids", request.prompt);
     }
@@ -67,13 +64,18 @@ Done read_done(const std::string& path) {
     std::ifstream file(path, std::ios::binary);
     std::string line;
     std::streamoff whole = 0;
+    int64_t number = 0;
     while (std::getline(file, line) && !file.eof()) {
-        const json answer = json::parse(line, nullptr, false);
-        check(answer.is_object() && answer.contains("id"), "--out ", path,
-              ": this line is no answer of a batch: ", line.substr(0, 80), "; give another file");
-        const std::string id = answer["id"].dump();
-        done.answers.insert({id, answer.value("sample", uint64_t{0})});
-        if (++done.n_answers[id] >= answer.value("samples", int64_t{1})) done.requests.insert(id);
+        const Json::Value answer = parse_json(line, concat("--out ", path, ", line ", ++number));
+        check(has(answer, "id"), "--out ", path, ": this line is no answer of a batch: ", line.substr(0, 80),
+              "; give another file");
+        const std::string id = JsonText(member(answer, "id")).str();
+        uint64_t sample = 0;
+        int64_t samples = 1;
+        read_field(answer, "sample", sample);
+        read_field(answer, "samples", samples);
+        done.answers.insert({id, sample});
+        if (++done.n_answers[id] >= samples) done.requests.insert(id);
         whole = file.tellg();
     }
     if (file.is_open()) file.close(), std::filesystem::resize_file(path, static_cast<uintmax_t>(whole));
@@ -132,8 +134,8 @@ class BatchRun {
     void submit(const std::string& text, int64_t number) {
         std::string id = std::to_string(number);
         try {
-            const json line = json::parse(text, nullptr, false);
-            check(line.is_object(), "this is no JSON object");
+            const Json::Value line = parse_json(text, "the line");
+            check(line.isObject(), "this is no JSON object");
             id = id_of(line, number);
             if (done_.requests.count(id)) {
                 ++count_.done_before;
@@ -152,10 +154,10 @@ class BatchRun {
                 for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
                 n_drawn_ += std::ssize(piece.tokens);
                 if (!piece.finish_reason || done_.answers.count({id, piece.sample})) return;
-                ordered_json line;
-                line["id"] = json::parse(id);
-                if (n > 1) line["sample"] = piece.sample, line["samples"] = n;
-                line["text"] = answer.text, line["ids"] = answer.ids, line["finish_reason"] = piece.finish_reason;
+                JsonText line = {{"id", parse_json(id, "id")}};
+                if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
+                line.set("text", answer.text), line.set("ids", answer.ids);
+                line.set("finish_reason", piece.finish_reason);
                 write(line);
                 ++count_.done;
                 count_.tokens += std::ssize(answer.ids);
@@ -168,8 +170,8 @@ class BatchRun {
         }
     }
 
-    void write(const ordered_json& line) {
-        out_ << line.dump(-1, ' ', false, json::error_handler_t::replace) << '\n' << std::flush;
+    void write(const JsonText& line) {
+        out_ << line.str() << '\n' << std::flush;
         check(out_.good(), "--out ", options_.out, ": cannot be written (is the disk full?)");
     }
 

@@ -5,8 +5,7 @@
 // There are few forms, so we write each as a function, and recognise it by what its description mentions. What
 // transformers makes of the models' own descriptions is in test/golden/chat.json, and each form is held against it.
 #include "inference/inference.h"
-
-#include <nlohmann/json.hpp>
+#include "io/json.h"
 
 #include <algorithm>
 #include <string_view>
@@ -221,14 +220,14 @@ std::string description_in(const std::string& folder) {
     const std::string jinja = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
     if (is_there(jinja)) return read_text_file(jinja);
     if (!is_there(config)) return "";
-    const nlohmann::json file = nlohmann::json::parse(read_text_file(config), nullptr, false);
-    if (!file.is_object() || !file.contains("chat_template")) return "";
+    const Json::Value file = read_json_file(config);
     // A text, or a list of several with names, of which "default" is for conversations.
-    const nlohmann::json& described = file["chat_template"];
-    if (described.is_string()) return described.get<std::string>();
-    for (const auto& one : described)
-        if (one.is_object() && one.value("name", "") == "default") return one.value("template", "");
-    return "";
+    const Json::Value& described = member(file, "chat_template");
+    std::string text;
+    if (read_value(described, text)) return text;
+    for (const Json::Value& one : described)
+        if (member(one, "name") == Json::Value("default")) read_value(member(one, "template"), text);
+    return text;
 }
 
 // What the description of a form mentions, and what it does not: that would be another form, perhaps one that we lack.

@@ -1,24 +1,25 @@
 // inference/loaded_model.cu: a model that only computes.
 #include "inference/inference.h"
-
-#include <nlohmann/json.hpp>
+#include "io/json.h"
 
 namespace {
 
 // eos_token_id of a JSON file: a number, a list of them, or null.
 std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
     if (!is_there(path)) return {};
-    const nlohmann::json file = nlohmann::json::parse(read_text_file(path), nullptr, false);
-    check(!file.is_discarded() && file.is_object(), path, ": this is no JSON object");
+    const Json::Value file = read_json_file(path);
+    check(file.isObject(), path, ": this is no JSON object");
+    const Json::Value& ids = member(file, "eos_token_id");
     std::vector<int32_t> tokens;
-    if (!file.contains("eos_token_id") || file["eos_token_id"].is_null()) return tokens;
-    nlohmann::json ids = file["eos_token_id"];
-    if (!ids.is_array()) ids = nlohmann::json::array({ids});
-    for (const auto& id : ids) {
-        check(id.is_number_integer() && id >= 0 && id < V, path, ": eos_token_id is ", id.dump(),
-              ", expected one or more of the model's tokens, 0 to ", V - 1);
-        tokens.push_back(id.get<int32_t>());
-    }
+    const auto add = [&](const Json::Value& id) {
+        int32_t token = -1;
+        check(is_whole(id) && read_value(id, token) && token >= 0 && token < V, path, ": eos_token_id is ",
+              JsonText(id).str(), ", expected one or more of the model's tokens, 0 to ", V - 1);
+        tokens.push_back(token);
+    };
+    if (ids.isArray())
+        for (const Json::Value& id : ids) add(id);
+    else if (!ids.isNull()) add(ids);
     return tokens;
 }
 

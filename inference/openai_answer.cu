@@ -7,21 +7,14 @@
 // with the text that is new; in a conversation's stands "delta" in place of "message". Then comes the usage, if it was
 // asked for, and "[DONE]".
 #include "inference/server.h"
-
-#include <nlohmann/json.hpp>
+#include "io/json.h"
 
 #include <ctime>
 #include <random>
 
-using nlohmann::ordered_json;
-
 namespace {
 
-// A token may end inside of a character: what is not UTF-8 becomes the replacement character.
-std::string dumped(const ordered_json& value) {
-    return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-std::string event_of(const ordered_json& value) { return "data: " + dumped(value) + "\n\n"; }
+std::string event_of(const JsonText& value) { return "data: " + value.str() + "\n\n"; }
 
 std::string random_id() {
     static thread_local std::mt19937_64 random{std::random_device{}()};
@@ -38,45 +31,49 @@ int64_t count_characters(const std::string& text) {
     return n;
 }
 
-ordered_json chat_token(const Tokenizer& tokenizer, int32_t token, float logprob) {
+JsonText chat_token(const Tokenizer& tokenizer, int32_t token, float logprob) {
     const std::string text = tokenizer.decode({token});
     return {{"token", text}, {"logprob", logprob}, {"bytes", std::vector<unsigned char>(text.begin(), text.end())}};
 }
-ordered_json chat_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& tokens) {
-    ordered_json content = ordered_json::array();
+JsonText chat_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& tokens) {
+    JsonText content = JsonText::array();
     for (const Sampled& sampled : tokens) {
-        ordered_json one = chat_token(tokenizer, sampled.token, sampled.logprob);
-        one["top_logprobs"] = ordered_json::array();
-        for (const TokenLogprob& top : sampled.top)
-            one["top_logprobs"].push_back(chat_token(tokenizer, top.token, top.logprob));
+        JsonText one = chat_token(tokenizer, sampled.token, sampled.logprob), tops = JsonText::array();
+        for (const TokenLogprob& top : sampled.top) tops.push_back(chat_token(tokenizer, top.token, top.logprob));
+        one.set("top_logprobs", tops);
         content.push_back(one);
     }
     return {{"content", content}, {"refusal", nullptr}};
 }
 
 // offset: characters of the answer before these tokens; afterwards behind them.
-ordered_json text_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& tokens, int64_t& offset) {
-    ordered_json all = {{"tokens", ordered_json::array()},
-                        {"token_logprobs", ordered_json::array()},
-                        {"top_logprobs", ordered_json::array()},
-                        {"text_offset", ordered_json::array()}};
+JsonText text_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& tokens, int64_t& offset) {
+    JsonText texts = JsonText::array(), logprobs = JsonText::array(), tops = JsonText::array(),
+             offsets = JsonText::array();
     for (const Sampled& sampled : tokens) {
         const std::string text = tokenizer.decode({sampled.token});
-        ordered_json top = ordered_json::object();
-        for (const TokenLogprob& other : sampled.top) top[tokenizer.decode({other.token})] = other.logprob;
-        top[text] = sampled.logprob;  // the chosen token is among them in any case
-        all["tokens"].push_back(text);
-        all["token_logprobs"].push_back(sampled.logprob);
-        all["top_logprobs"].push_back(top);
-        all["text_offset"].push_back(offset);
+        std::vector<std::pair<std::string, float>> top;
+        const auto put = [&](const std::string& its_text, float logprob) {  // several tokens may have one text
+            for (auto& [other, value] : top)
+                if (other == its_text) return void(value = logprob);
+            top.emplace_back(its_text, logprob);
+        };
+        for (const TokenLogprob& other : sampled.top) put(tokenizer.decode({other.token}), other.logprob);
+        put(text, sampled.logprob);  // the chosen token is among them in any case
+        JsonText shown = JsonText::object();
+        for (const auto& [its_text, logprob] : top) shown.set(its_text, logprob);
+        texts.push_back(text);
+        logprobs.push_back(sampled.logprob);
+        tops.push_back(shown);
+        offsets.push_back(offset);
         offset += count_characters(text);
     }
-    return all;
+    return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", offsets}};
 }
 
-ordered_json or_null(const std::string& text) { return text.empty() ? ordered_json() : ordered_json(text); }
+JsonText or_null(const std::string& text) { return text.empty() ? JsonText() : text; }
 
-ordered_json described(const ServedModel& served) {
+JsonText described(const ServedModel& served) {
     return {{"id", served.name},
             {"object", "model"},
             {"created", served.created},
@@ -96,17 +93,17 @@ ApiAnswer::ApiAnswer(const ServedModel& served, const ApiRequest& request)
         }
 }
 
-ordered_json ApiAnswer::head(const char* object) const {
+JsonText ApiAnswer::head(const char* object) const {
     return {{"id", id_}, {"object", object}, {"created", created_}, {"model", served_.name}};
 }
 
-ordered_json ApiAnswer::usage() const {
+JsonText ApiAnswer::usage() const {
     int64_t prompt_n = 0;
     for (const TextRequest& request : request_.requests) prompt_n += std::ssize(request.prompt);
     return {{"prompt_tokens", prompt_n}, {"completion_tokens", n_tokens_}, {"total_tokens", prompt_n + n_tokens_}};
 }
 
-ordered_json ApiAnswer::logprobs(const std::vector<Sampled>& tokens, int64_t& offset) const {
+JsonText ApiAnswer::logprobs(const std::vector<Sampled>& tokens, int64_t& offset) const {
     if (request_.requests[0].sampling.logprobs < 0) return nullptr;
     const Tokenizer& tokenizer = *served_.model.tokenizer;
     return request_.chat ? chat_logprobs(tokenizer, tokens) : text_logprobs(tokenizer, tokens, offset);
@@ -122,19 +119,20 @@ void ApiAnswer::add(const IndexedPiece& indexed) {
 }
 
 std::string ApiAnswer::whole() const {
-    ordered_json answer = head(request_.chat ? "chat.completion" : "text_completion");
+    JsonText answer = head(request_.chat ? "chat.completion" : "text_completion"), choices = JsonText::array();
     for (size_t i = 0; i < choices_.size(); ++i) {
         const Choice& choice = choices_[i];
-        ordered_json one = {{"index", i}};
-        if (request_.chat) one["message"] = {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}};
-        else one["text"] = choice.text;
+        JsonText one = {{"index", i}};
+        if (request_.chat) one.set("message", {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}});
+        else one.set("text", choice.text);
         int64_t offset = 0;
-        one["logprobs"] = logprobs(choice.tokens, offset);
-        one["finish_reason"] = choice.finish_reason;
-        answer["choices"].push_back(one);
+        one.set("logprobs", logprobs(choice.tokens, offset));
+        one.set("finish_reason", choice.finish_reason);
+        choices.push_back(one);
     }
-    answer["usage"] = usage();
-    return dumped(answer);
+    answer.set("choices", choices);
+    answer.set("usage", usage());
+    return answer.str();
 }
 
 std::string ApiAnswer::event(const IndexedPiece& indexed) {
@@ -142,51 +140,46 @@ std::string ApiAnswer::event(const IndexedPiece& indexed) {
     const AnswerPiece& piece = indexed.piece;
     n_tokens_ += std::ssize(piece.tokens);
     if (piece.text.empty() && piece.tokens.empty() && !piece.finish_reason) return "";
-    ordered_json one = {{"index", indexed.index}};
-    if (request_.chat) {
-        one["delta"] = {{"content", piece.text}};
-        if (!choice.begun) one["delta"] = {{"role", "assistant"}, {"content", piece.text}};
-    } else {
-        one["text"] = choice.begun ? piece.text : choice.text + piece.text;  // echo: the prompt first
-    }
+    JsonText one = {{"index", indexed.index}};
+    if (!request_.chat) one.set("text", choice.begun ? piece.text : choice.text + piece.text);  // echo: prompt first
+    else if (choice.begun) one.set("delta", {{"content", piece.text}});
+    else one.set("delta", {{"role", "assistant"}, {"content", piece.text}});
     choice.begun = true;
-    one["logprobs"] = logprobs(piece.tokens, choice.n_characters);
-    one["finish_reason"] = piece.finish_reason ? ordered_json(piece.finish_reason) : ordered_json();
-    ordered_json answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
-    answer["choices"].push_back(one);
-    if (request_.include_usage) answer["usage"] = nullptr;
+    one.set("logprobs", logprobs(piece.tokens, choice.n_characters));
+    one.set("finish_reason", piece.finish_reason ? JsonText(piece.finish_reason) : nullptr);
+    JsonText answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
+    answer.set("choices", JsonText::array({one}));
+    if (request_.include_usage) answer.set("usage", nullptr);
     return event_of(answer);
 }
 
 std::string ApiAnswer::last_events() const {
     std::string text;
     if (request_.include_usage) {
-        ordered_json answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
-        answer["choices"] = ordered_json::array();
-        answer["usage"] = usage();
+        JsonText answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
+        answer.set("choices", JsonText::array());
+        answer.set("usage", usage());
         text = event_of(answer);
     }
     return text + "data: [DONE]\n\n";
 }
 
-std::string model_json(const ServedModel& served) { return dumped(described(served)); }
+std::string model_json(const ServedModel& served) { return described(served).str(); }
 std::string models_json(const ServedModel& served) {
-    return dumped({{"object", "list"}, {"data", ordered_json::array({described(served)})}});
+    return JsonText{{"object", "list"}, {"data", JsonText::array({described(served)})}}.str();
 }
 
 std::string error_json(const HttpError& error) {
     const char* type = error.status == 429   ? "rate_limit_error"
                        : error.status >= 500 ? "server_error"
                                              : "invalid_request_error";
-    return dumped({{"error",
-                    {{"message", error.what()},
-                     {"type", type},
-                     {"param", or_null(error.param)},
-                     {"code", or_null(error.code)}}}});
+    const JsonText described = {
+        {"message", error.what()}, {"type", type}, {"param", or_null(error.param)}, {"code", or_null(error.code)}};
+    return JsonText{{"error", described}}.str();
 }
 
 std::string engine_json(const ServedModel& served, const EngineView& engine, int64_t answer_tokens) {
-    ordered_json requests = ordered_json::array(), pages = ordered_json::array();
+    JsonText requests = JsonText::array(), pages = JsonText::array();
     for (const EngineView::Row& r : engine.requests)
         requests.push_back({{"id", r.id},
                             {"state", r.state},
@@ -196,20 +189,22 @@ std::string engine_json(const ServedModel& served, const EngineView& engine, int
                             {"max_tokens", r.max_tokens},
                             {"n", r.n},
                             {"pages", r.pages}});
-    for (const EngineView::PageRun& run : engine.pages) pages.push_back({run.owner, run.shared ? 1 : 0, run.n});
-    return dumped({{"model", served.name},
-                   {"steps", engine.n_steps},
-                   {"answer_tokens", answer_tokens},
-                   {"running", engine.n_running},
-                   {"waiting", engine.n_waiting},
-                   {"preemptions", engine.n_preemptions},
-                   {"max_length", served.model.engine->options().scheduler.max_length},
-                   {"page_size", engine.page_size},
-                   {"pages_used", engine.use.owned_pages},
-                   {"pages_shared", engine.use.shared_pages},
-                   {"pages_kept", engine.use.kept_pages},
-                   {"pages_free", engine.use.free_pages},
-                   {"pages_all", engine.use.n_pages},
-                   {"requests", requests},
-                   {"pages", pages}});
+    for (const EngineView::PageRun& run : engine.pages)
+        pages.push_back(JsonText::array({run.owner, run.shared ? 1 : 0, run.n}));
+    return JsonText{{"model", served.name},
+                    {"steps", engine.n_steps},
+                    {"answer_tokens", answer_tokens},
+                    {"running", engine.n_running},
+                    {"waiting", engine.n_waiting},
+                    {"preemptions", engine.n_preemptions},
+                    {"max_length", served.model.engine->options().scheduler.max_length},
+                    {"page_size", engine.page_size},
+                    {"pages_used", engine.use.owned_pages},
+                    {"pages_shared", engine.use.shared_pages},
+                    {"pages_kept", engine.use.kept_pages},
+                    {"pages_free", engine.use.free_pages},
+                    {"pages_all", engine.use.n_pages},
+                    {"requests", requests},
+                    {"pages", pages}}
+        .str();
 }

@@ -4,15 +4,12 @@
 // request does not say is as the program's flags are; only the seed is another one for each request. A field that we do
 // not know is refused: otherwise a client whose "temprature" is ignored would never learn of it.
 #include "inference/server.h"
-
-#include <nlohmann/json.hpp>
+#include "io/json.h"
 
 #include <algorithm>
 #include <cmath>
 #include <random>
 #include <set>
-
-using nlohmann::json;
 
 namespace {
 
@@ -22,87 +19,47 @@ constexpr int kMaxDepth = 32;  // of lists and objects in each other; OpenAI's r
     throw HttpError(400, message, code, field);
 }
 
-json parse_object(const std::string& body) {
-    const auto too_deep = [](int depth, json::parse_event_t, json&) {
-        if (depth > kMaxDepth)
-            throw HttpError(400, concat("the body has more than ", kMaxDepth, " levels of lists and objects"));
-        return true;
-    };
-    try {
-        json object = json::parse(body, too_deep);
-        if (!object.is_object()) throw HttpError(400, "the body is no JSON object");
-        return object;
-    } catch (const json::exception& error) {
-        std::string what = error.what();  // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
-        throw HttpError(400, "the body is no JSON: " + what.substr(std::min(what.size(), what.find("] ") + 2)));
-    }
-}
-
-std::string shown(const json& value) {
-    const std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+std::string shown(const Json::Value& value) {
+    const std::string text = JsonText(value).str();
     return text.size() <= 60 ? text : text.substr(0, 57) + "...";
-}
-
-bool read_value(const json& value, bool& to) { return value.is_boolean() && (to = value.get<bool>(), true); }
-bool read_value(const json& value, std::string& to) {
-    return value.is_string() && (to = value.get<std::string>(), true);
-}
-bool read_value(const json& value, double& to) {
-    return value.is_number() && (to = value.get<double>(), std::isfinite(to));
-}
-template <class Whole>
-requires std::is_integral_v<Whole>
-bool read_value(const json& value, Whole& to) {
-    if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<Whole>::max()))
-        return false;
-    if (value.is_number_integer()) return to = static_cast<Whole>(value.get<int64_t>()), true;
-    const double number = value.is_number_float() ? value.get<double>() : 0.5;  // 16.0 is a whole number, too
-    return number == std::floor(number) && std::abs(number) < 0x1p31 && (to = static_cast<Whole>(number), true);
-}
-template <class T>
-bool read_value(const json& value, std::vector<T>& to) {
-    if (!value.is_array()) return false;
-    to.resize(value.size());
-    for (size_t i = 0; i < value.size(); ++i)
-        if (!read_value(value[i], to[i])) return false;
-    return true;
 }
 
 // The fields of an object. One that is null is as if it were not there.
 class Fields {
   public:
-    explicit Fields(const json& object) : object_(object) {}
+    explicit Fields(const Json::Value& object) : object_(object) {}
 
-    const json* find(const char* name) {
+    const Json::Value* find(const char* name) {
         known_.insert(name);
-        const auto found = object_.find(name);
-        return found == object_.end() || found->is_null() ? nullptr : &*found;
+        const Json::Value& found = member(object_, name);
+        return found.isNull() ? nullptr : &found;
     }
     // False if it is not there.
     template <class T>
     bool read(const char* name, T& to, const char* expected) {
-        const json* value = find(name);
+        const Json::Value* value = find(name);
         if (value && !read_value(*value, to)) wrong_type(name, *value, expected);
         return value != nullptr;
     }
-    [[noreturn]] static void wrong_type(const std::string& name, const json& value, const std::string& expected) {
+    [[noreturn]] static void wrong_type(const std::string& name, const Json::Value& value,
+                                        const std::string& expected) {
         refuse(name, "\"" + name + "\" is " + shown(value) + ": expected " + expected);
     }
     // Fields that have no meaning here, and do no harm.
     void ignore(std::initializer_list<const char*> names) { known_.insert(names.begin(), names.end()); }
     // Fields that can only have this value, which changes nothing.
-    void only(const char* name, const json& value) {
-        const json* given = find(name);
-        if (given && *given != value)
-            refuse(name, concat("\"", name, "\" is ", shown(*given), ": this server knows only ", value));
+    void only(const char* name, const JsonText& value) {
+        const Json::Value* given = find(name);
+        if (given && JsonText(*given).str() != value.str())
+            refuse(name, concat("\"", name, "\" is ", shown(*given), ": this server knows only ", value.str()));
     }
     void refuse_unknown() const {
-        for (const auto& [name, value] : object_.items())
+        for (const std::string& name : object_.getMemberNames())
             if (!known_.contains(name)) refuse(name, "\"" + name + "\": this server has no such field");
     }
 
   private:
-    const json& object_;
+    const Json::Value& object_;
     std::set<std::string, std::less<>> known_;
 };
 
@@ -118,17 +75,18 @@ void read_sampling(Fields& fields, const ServedModel& served, TextRequest& reque
     int64_t seed = 0;
     static thread_local std::mt19937_64 random{std::random_device{}()};
     s.seed = fields.read("seed", seed, "a whole number") ? static_cast<uint64_t>(seed) : random();
-    const json* bias = fields.find("logit_bias");
-    if (bias && !bias->is_object()) Fields::wrong_type("logit_bias", *bias, "an object {\"token\": number}");
+    const Json::Value* bias = fields.find("logit_bias");
+    if (bias && !bias->isObject()) Fields::wrong_type("logit_bias", *bias, "an object {\"token\": number}");
     if (!bias) return;
-    for (const auto& [token, value] : bias->items()) {
+    for (auto entry = bias->begin(); entry != bias->end(); ++entry) {
+        const std::string token = entry.name();
         const bool is_number =
             !token.empty() && token.size() < 10 && std::all_of(token.begin(), token.end(), ::isdigit);
         double change = 0;
-        if (!is_number || std::stoll(token) >= served.model.config.V || !read_value(value, change) ||
+        if (!is_number || std::stoll(token) >= served.model.config.V || !read_value(*entry, change) ||
             std::abs(change) > 100)
             refuse("logit_bias",
-                   concat("\"logit_bias\" has \"", token, "\": ", shown(value), ": expected a token, 0 to ",
+                   concat("\"logit_bias\" has \"", token, "\": ", shown(*entry), ": expected a token, 0 to ",
                           served.model.config.V - 1, ", and a number from -100 to 100"));
         s.logit_bias.emplace_back(static_cast<int32_t>(std::stoll(token)), change);
     }
@@ -160,9 +118,9 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
     const int64_t most = served.options.engine.scheduler.max_sequences;
     if (request.n < 1 || request.n > most)
         refuse("n", concat(request.n, " answers: ask for 1 to ", most, " (--max-sequences)"));
-    if (const json* stop = fields.find("stop")) {
+    if (const Json::Value* stop = fields.find("stop")) {
         request.stop.clear();
-        if (stop->is_string()) request.stop = {stop->get<std::string>()};
+        if (stop->isString()) request.stop = {stop->asString()};
         else if (!read_value(*stop, request.stop)) Fields::wrong_type("stop", *stop, "a text or a list of texts");
         if (std::find(request.stop.begin(), request.stop.end(), "") != request.stop.end())
             refuse("stop", "a stop text is empty");
@@ -188,34 +146,34 @@ void check_length(const ServedModel& served, TextRequest& request, bool length_g
     request.max_tokens = std::min(request.max_tokens, room);
 }
 
-std::string text_of(const json& content, const std::string& field) {
-    if (content.is_string()) return content.get<std::string>();
-    std::string text;
-    if (!content.is_array()) Fields::wrong_type(field, content, "a text, or a list of parts of the type \"text\"");
-    for (const json& part : content) {
-        if (!part.is_object() || part.value("type", json()) != "text" || !part.contains("text") ||
-            !part["text"].is_string())
+std::string text_of(const Json::Value& content, const std::string& field) {
+    std::string text, of_part;
+    if (read_value(content, text)) return text;
+    if (!content.isArray()) Fields::wrong_type(field, content, "a text, or a list of parts of the type \"text\"");
+    for (const Json::Value& part : content) {
+        if (member(part, "type") != Json::Value("text") || !read_value(member(part, "text"), of_part))
             Fields::wrong_type(field, part, "{\"type\": \"text\", \"text\": ...}: the model reads text only");
-        text += part["text"].get<std::string>();
+        text += of_part;
     }
     return text;
 }
 
-std::vector<ChatMessage> read_messages(const json* list) {
+std::vector<ChatMessage> read_messages(const Json::Value* list) {
     if (!list) refuse("messages", "\"messages\" is missing");
-    if (!list->is_array() || list->empty()) Fields::wrong_type("messages", *list, "a list of messages");
+    if (!list->isArray() || list->empty()) Fields::wrong_type("messages", *list, "a list of messages");
     std::vector<ChatMessage> messages;
-    for (size_t i = 0; i < list->size(); ++i) {
-        const json& message = (*list)[i];
+    for (Json::ArrayIndex i = 0; i < list->size(); ++i) {
+        const Json::Value& message = (*list)[i];
         const std::string field = concat("messages[", i, "]");
-        if (!message.is_object()) Fields::wrong_type(field, message, "{\"role\": ..., \"content\": ...}");
-        const json role = message.value("role", json()), content = message.value("content", json());
+        if (!message.isObject()) Fields::wrong_type(field, message, "{\"role\": ..., \"content\": ...}");
+        std::string role;
+        read_value(member(message, "role"), role);
         if (role != "system" && role != "developer" && role != "user" && role != "assistant")
-            Fields::wrong_type(field + ".role", role, "\"system\", \"user\" or \"assistant\"");
+            Fields::wrong_type(field + ".role", member(message, "role"), "\"system\", \"user\" or \"assistant\"");
         const bool is_system = role == "system" || role == "developer";
         if (is_system && i > 0)
             refuse(field + ".role", "\"" + field + "\" is a system message: only the first one can be");
-        messages.push_back({is_system ? "system" : role.get<std::string>(), text_of(content, field + ".content")});
+        messages.push_back({is_system ? "system" : role, text_of(member(message, "content"), field + ".content")});
     }
     if (messages.back().role != "user")
         refuse("messages", "the last message is not the user's: there is nothing to answer");
@@ -223,13 +181,13 @@ std::vector<ChatMessage> read_messages(const json* list) {
 }
 
 // "prompt" is a text, a list of texts, a list of tokens, or a list of lists of tokens.
-void read_prompts(const json* prompt, const ServedModel& served, const TextRequest& like, ApiRequest& api) {
+void read_prompts(const Json::Value* prompt, const ServedModel& served, const TextRequest& like, ApiRequest& api) {
     if (!prompt) refuse("prompt", "\"prompt\" is missing");
     std::vector<std::string> texts;
     std::vector<std::vector<int32_t>> lists;
     std::vector<int32_t> tokens;
-    const bool empty = prompt->is_array() && prompt->empty();
-    if (prompt->is_string()) texts = {prompt->get<std::string>()};
+    const bool empty = prompt->isArray() && prompt->empty();
+    if (prompt->isString()) texts = {prompt->asString()};
     else if (!empty && read_value(*prompt, tokens)) lists = {tokens};
     else if (empty || (!read_value(*prompt, texts) && !read_value(*prompt, lists)))
         Fields::wrong_type("prompt", *prompt,
@@ -253,9 +211,9 @@ void refuse_unsupported(Fields& fields, bool chat, const TextRequest& request) {
     fields.ignore({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"});
     fields.only("best_of", request.n);
     if (chat) {
-        fields.only("response_format", {{"type", "text"}});
-        fields.only("modalities", {"text"});
-        fields.only("tools", json::array());
+        fields.only("response_format", JsonText{{"type", "text"}});
+        fields.only("modalities", JsonText::array({"text"}));
+        fields.only("tools", JsonText::array());
         fields.only("tool_choice", "none");
         fields.ignore({"parallel_tool_calls"});
     } else {
@@ -267,7 +225,8 @@ void refuse_unsupported(Fields& fields, bool chat, const TextRequest& request) {
 }  // namespace
 
 ApiRequest read_api_request(const ServedModel& served, bool chat, const std::string& body) {
-    const json object = parse_object(body);
+    const Json::Value object = parse_json(body, "the body", kMaxDepth);
+    if (!object.isObject()) throw HttpError(400, "the body is no JSON object");
     Fields fields(object);
     std::string model = served.name;
     fields.read("model", model, "a text");
@@ -277,8 +236,8 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     ApiRequest api;
     api.chat = chat;
     fields.read("stream", api.stream, "true or false");
-    if (const json* stream = fields.find("stream_options")) {
-        if (!stream->is_object()) Fields::wrong_type("stream_options", *stream, "an object");
+    if (const Json::Value* stream = fields.find("stream_options")) {
+        if (!stream->isObject()) Fields::wrong_type("stream_options", *stream, "an object");
         if (!api.stream) refuse("stream_options", "\"stream_options\" needs \"stream\": true");
         Fields inner(*stream);
         inner.read("include_usage", api.include_usage, "true or false");

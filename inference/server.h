@@ -18,8 +18,6 @@
 #include <future>
 #include <mutex>
 
-#include <nlohmann/json_fwd.hpp>
-
 // An error that the client is told, with its HTTP status. code and param are OpenAI's: what kind of mistake, in which
 // field.
 struct HttpError : Error {
@@ -223,6 +221,7 @@ struct ApiRequest {
 // The body of /v1/completions (chat: of /v1/chat/completions). HttpError that names the field which is wrong.
 ApiRequest read_api_request(const ServedModel& served, bool chat, const std::string& body);
 
+class JsonText;
 // The answers to a request, from their pieces: whole, or as server-sent events.
 class ApiAnswer {
   public:
@@ -241,9 +240,9 @@ class ApiAnswer {
         int64_t n_characters = 0;  // of the tokens that were written
         bool begun = false;
     };
-    nlohmann::ordered_json head(const char* object) const;
-    nlohmann::ordered_json usage() const;
-    nlohmann::ordered_json logprobs(const std::vector<Sampled>& tokens, int64_t& offset) const;
+    JsonText head(const char* object) const;
+    JsonText usage() const;
+    JsonText logprobs(const std::vector<Sampled>& tokens, int64_t& offset) const;
     const ServedModel& served_;
     ApiRequest request_;
     std::string id_;

@@ -1,7 +1,6 @@
 // io/byte_tokenizer.cu: one token a byte. It needs no file, and any text has its tokens.
+#include "io/json.h"
 #include "io/tokenizer_parts.h"
-
-#include <nlohmann/json.hpp>
 
 namespace {
 
@@ -26,25 +25,25 @@ class ByteTokenizer final : public Tokenizer {
 std::unique_ptr<Tokenizer> make_byte_tokenizer() { return std::make_unique<ByteTokenizer>(); }
 
 std::string byte_tokenizer_json() {
-    using json = nlohmann::ordered_json;
-    json vocab = json::object();
-    for (int byte = 0; byte < 256; ++byte) vocab[printed_byte(static_cast<unsigned char>(byte))] = byte;
-    const json file = {{"version", "1.0"},
-                       {"truncation", nullptr},
-                       {"padding", nullptr},
-                       {"added_tokens", json::array()},
-                       {"normalizer", nullptr},
-                       {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}}},
-                       {"post_processor", {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", false}}},
-                       {"decoder", {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", true}}},
-                       {"model",
-                        {{"type", "BPE"},
-                         {"dropout", nullptr},
-                         {"unk_token", nullptr},
-                         {"continuing_subword_prefix", nullptr},
-                         {"end_of_word_suffix", nullptr},
-                         {"fuse_unk", false},
-                         {"vocab", vocab},
-                         {"merges", json::array()}}}};
-    return file.dump(1) + "\n";
+    JsonText vocab = JsonText::object();
+    for (int byte = 0; byte < 256; ++byte) vocab.set(printed_byte(static_cast<unsigned char>(byte)), byte);
+    const JsonText file = {
+        {"version", "1.0"},
+        {"truncation", nullptr},
+        {"padding", nullptr},
+        {"added_tokens", JsonText::array()},
+        {"normalizer", nullptr},
+        {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}}},
+        {"post_processor", {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", false}}},
+        {"decoder", {{"type", "ByteLevel"}, {"add_prefix_space", true}, {"trim_offsets", true}}},
+        {"model",
+         {{"type", "BPE"},
+          {"dropout", nullptr},
+          {"unk_token", nullptr},
+          {"continuing_subword_prefix", nullptr},
+          {"end_of_word_suffix", nullptr},
+          {"fuse_unk", false},
+          {"vocab", vocab},
+          {"merges", JsonText::array()}}}};
+    return file.indented(1) + "\n";
 }

@@ -14,16 +14,13 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
-#include <nlohmann/json.hpp>
 #include <set>
 
-#include "io/io.h"
+#include "io/json.h"
 
 static_assert(std::endian::native == std::endian::little, "safetensors data are little-endian");
 
 namespace {
-
-using nlohmann::json;
 
 constexpr size_t length_bytes = 8;                // of the number before the header
 constexpr size_t max_header_bytes = 100'000'000;  // the reference implementation's limit
@@ -49,51 +46,29 @@ std::string in_quotes(const std::string& name) {
     return '"' + shown + (name.size() > 80 ? "...\"" : "\"");
 }
 
-// JSON with two promises that nlohmann's parser alone does not give: no key twice in an object, no bomb of brackets.
-json parse_json(std::string_view text, const std::string& name) {
-    // nlohmann takes a NUL for the end of the text and would not see what comes after it.
-    check(text.find('\0') == text.npos, name,
-          ": not valid JSON: it has zero bytes; the file is broken or not complete");
-    std::vector<std::set<std::string>> keys;  // of the objects that are open
-    auto on_event = [&](int depth, json::parse_event_t event, json& value) {
-        using Event = json::parse_event_t;
-        check(depth <= max_json_depth, name, ": its JSON is nested more than ", max_json_depth,
-              " deep; the file is broken");
-        if (event == Event::object_start) keys.emplace_back();
-        if (event == Event::object_end) keys.pop_back();
-        if (event == Event::key) {
-            const std::string& key = value.get_ref<const std::string&>();
-            check(keys.back().insert(key).second, name, ": the name ", in_quotes(key),
-                  " appears twice; the file is broken");
-        }
-        return true;
-    };
+Json::Value parse_file(std::string_view text, const std::string& name) {
     try {
-        return json::parse(text, on_event);
-    } catch (const json::parse_error& error) {
-        fail(name, ": not valid JSON at byte ", error.byte, " of ", text.size(),
-             "; the file is broken or not complete");
-    } catch (const json::exception&) {  // a number that no double holds
-        fail(name, ": its JSON has a number out of range; the file is broken");
+        return parse_json(text, name, max_json_depth);
+    } catch (const Error& error) {
+        fail(error.what(), "; the file is broken or not complete");
     }
 }
 
 // The value of `key`, or an error if it is not there.
-const json& member(const json& object, const char* key, const std::string& what) {
-    const auto found = object.find(key);
-    check(found != object.end(), what, ": no \"", key, "\"; the file is broken");
-    return *found;
+const Json::Value& required(const Json::Value& object, const char* key, const std::string& what) {
+    check(has(object, key), what, ": no \"", key, "\"; the file is broken");
+    return member(object, key);
 }
 
 // A list of integers in [0, 2^63).
-std::vector<int64_t> integers(const json& list, const char* key, const std::string& what) {
-    check(list.is_array(), what, ": \"", key, "\" is not a list; the file is broken");
+std::vector<int64_t> integers(const Json::Value& list, const char* key, const std::string& what) {
+    check(list.isArray(), what, ": \"", key, "\" is not a list; the file is broken");
     std::vector<int64_t> values;
-    for (const json& item : list) {
-        // Parsed text that fits is always unsigned: "-1" is signed, "1.0", "1e3" and 2^64 are floating-point.
-        check(item.is_number_unsigned() && item.get<uint64_t>() <= uint64_t{std::numeric_limits<int64_t>::max()}, what,
-              ": \"", key, "\" holds something that is not a count; the file is broken");
-        values.push_back(static_cast<int64_t>(item.get<uint64_t>()));
+    for (const Json::Value& item : list) {
+        int64_t value = -1;
+        check(is_whole(item) && read_value(item, value) && value >= 0, what, ": \"", key,
+              "\" holds something that is not a count; the file is broken");
+        values.push_back(value);
     }
     return values;
 }
@@ -113,22 +88,21 @@ std::string show(const std::vector<int64_t>& shape) {
 }
 
 // One header entry, with its place in the `data_bytes` of data checked. Also gives where it begins and ends.
-StoredTensor parse_tensor(const json& entry, const unsigned char* data, int64_t data_bytes, const std::string& what,
-                          std::pair<int64_t, int64_t>& range) {
-    check(entry.is_object(), what, ": its entry is not an object; the file is broken");
+StoredTensor parse_tensor(const Json::Value& entry, const unsigned char* data, int64_t data_bytes,
+                          const std::string& what, std::pair<int64_t, int64_t>& range) {
+    check(entry.isObject(), what, ": its entry is not an object; the file is broken");
     StoredTensor tensor;
-    const json& dtype = member(entry, "dtype", what);
-    check(dtype.is_string(), what, ": \"dtype\" is not a string; the file is broken");
-    tensor.dtype = dtype.get<std::string>();
+    check(read_value(required(entry, "dtype", what), tensor.dtype), what,
+          ": \"dtype\" is not a string; the file is broken");
     const size_t one_bytes = element_bytes(tensor.dtype);
     check(one_bytes > 0, what, ": unknown dtype ", in_quotes(tensor.dtype),
           "; known are F32, BF16, F16, F64, F8_*, I*, U*, BOOL");
-    tensor.shape = integers(member(entry, "shape", what), "shape", what);
+    tensor.shape = integers(required(entry, "shape", what), "shape", what);
     const std::optional<int64_t> wanted_bytes = product_bytes(tensor.shape, one_bytes);
     check(wanted_bytes.has_value(), what, ": its shape ", show(tensor.shape),
           " has more than 2^63 bytes; the file is broken");
 
-    const std::vector<int64_t> offsets = integers(member(entry, "data_offsets", what), "data_offsets", what);
+    const std::vector<int64_t> offsets = integers(required(entry, "data_offsets", what), "data_offsets", what);
     check(offsets.size() == 2, what, ": \"data_offsets\" must be two numbers; the file is broken");
     range = {offsets[0], offsets[1]};
     const auto [begin, end] = range;
@@ -217,21 +191,21 @@ SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const
           " bytes, but the file has only ", bytes - length_bytes,
           " after the length; it is not complete, fetch it again");
     const std::string_view text(reinterpret_cast<const char*>(data) + length_bytes, header_bytes);
-    const json header = parse_json(text, name);
-    check(header.is_object(), name, ": its header is not a JSON object; the file is broken");
+    const Json::Value header = parse_file(text, name);
+    check(header.isObject(), name, ": its header is not a JSON object; the file is broken");
 
     const unsigned char* first = data + length_bytes + header_bytes;
     const auto data_bytes = static_cast<int64_t>(bytes - length_bytes - header_bytes);
     SafetensorsView view;
     std::vector<std::pair<std::pair<int64_t, int64_t>, const std::string*>> ranges;
-    for (const auto& [key, entry] : header.items()) {
+    for (auto item = header.begin(); item != header.end(); ++item) {
+        const std::string key = item.name();
+        const Json::Value& entry = *item;
         if (key == metadata_key) {
-            check(entry.is_object(), name, ": __metadata__ is not an object; the file is broken");
-            for (const auto& [word, meaning] : entry.items()) {
-                check(meaning.is_string(), name, ": __metadata__ of ", in_quotes(word),
-                      " is not a string; the file is broken");
-                view.metadata[word] = meaning.get<std::string>();
-            }
+            check(entry.isObject(), name, ": __metadata__ is not an object; the file is broken");
+            for (auto meaning = entry.begin(); meaning != entry.end(); ++meaning)
+                check(read_value(*meaning, view.metadata[meaning.name()]), name, ": __metadata__ of ",
+                      in_quotes(meaning.name()), " is not a string; the file is broken");
             continue;
         }
         std::pair<int64_t, int64_t> range;
@@ -254,14 +228,16 @@ SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const
 }
 
 std::map<std::string, std::string> parse_safetensors_index(std::string_view text, const std::string& name) {
-    const json index = parse_json(text, name);
-    check(index.is_object(), name, ": not a JSON object; the file is broken");
-    const json& weight_map = member(index, "weight_map", name);
-    check(weight_map.is_object(), name, ": \"weight_map\" is not an object; the file is broken");
+    const Json::Value index = parse_file(text, name);
+    check(index.isObject(), name, ": not a JSON object; the file is broken");
+    const Json::Value& weight_map = required(index, "weight_map", name);
+    check(weight_map.isObject(), name, ": \"weight_map\" is not an object; the file is broken");
     std::map<std::string, std::string> shard_of;
-    for (const auto& [tensor, shard] : weight_map.items()) {
-        check(shard.is_string(), name, ": the shard of ", in_quotes(tensor), " is not a file name; the file is broken");
-        const auto file = shard.get<std::string>();
+    for (auto shard = weight_map.begin(); shard != weight_map.end(); ++shard) {
+        const std::string tensor = shard.name();
+        std::string file;
+        check(read_value(*shard, file), name, ": the shard of ", in_quotes(tensor),
+              " is not a file name; the file is broken");
         // Shards lie beside their index. A path could point anywhere on this machine, a NUL would cut it short.
         check(!file.empty() && file[0] != '.' && file.find_first_of(std::string_view("/\0", 2)) == std::string::npos,
               name, ": the shard ", in_quotes(file), " of ", in_quotes(tensor),
@@ -345,46 +321,60 @@ void SafetensorsReader::verify() const {
               checksum_text(*order[i]->second.checksum), " were written");
 }
 
+namespace {
+
+// What is written of a tensor beside its data.
+struct Written {
+    const TensorToStore* tensor;
+    int64_t begin, end;  // its bytes in the data
+    uint64_t checksum = 0;
+};
+
+std::string header_text(const std::vector<Written>& order, const std::map<std::string, std::string>& metadata,
+                        bool with_checksums) {
+    JsonText described = JsonText::object(), header = JsonText::object();
+    for (const auto& [key, text] : metadata) described.set(key, text);
+    for (const Written& written : order)
+        if (with_checksums) described.set(checksum_key + written.tensor->name, checksum_text(written.checksum));
+    if (!metadata.empty() || (with_checksums && !order.empty())) header.set(metadata_key, described);
+    for (const Written& written : order)
+        header.set(written.tensor->name, {{"dtype", written.tensor->dtype},
+                                          {"shape", written.tensor->shape},
+                                          {"data_offsets", JsonText::array({written.begin, written.end})}});
+    return header.str();
+}
+
+}  // namespace
+
 void write_safetensors(const std::string& path, const std::vector<TensorToStore>& tensors,
                        const std::map<std::string, std::string>& metadata, bool with_checksums) {
     std::set<std::string> names = {metadata_key};
-    std::vector<const TensorToStore*> order;
+    std::vector<Written> order;
+    bool all_utf8 = true;
     for (const TensorToStore& tensor : tensors) {
         check(names.insert(tensor.name).second, path, ": two tensors named ", in_quotes(tensor.name));
         check(element_bytes(tensor.dtype) > 0, path, ": tensor ", in_quotes(tensor.name), " has the unknown dtype ",
               in_quotes(tensor.dtype));
-        order.push_back(&tensor);
+        all_utf8 &= is_utf8(tensor.name);
+        order.push_back({&tensor, 0, 0});
     }
-    std::stable_sort(order.begin(), order.end(), [](const TensorToStore* a, const TensorToStore* b) {
-        return element_bytes(a->dtype) > element_bytes(b->dtype);
+    for (const auto& [key, text] : metadata) all_utf8 &= is_utf8(key) && is_utf8(text);
+    check(all_utf8, path, ": a name or a metadata string is not valid UTF-8");
+    std::stable_sort(order.begin(), order.end(), [](const Written& a, const Written& b) {
+        return element_bytes(a.tensor->dtype) > element_bytes(b.tensor->dtype);
     });
-
-    nlohmann::ordered_json header = nlohmann::ordered_json::object();
-    if (!metadata.empty()) header[metadata_key] = metadata;
-    // The header stands before the data, whose checksums are known only when they have been written:
-    // they are filled in then.
-    const auto set_checksum = [&](const TensorToStore& tensor, uint64_t value) {
-        if (with_checksums) header[metadata_key][checksum_key + tensor.name] = checksum_text(value);
-    };
-    for (const TensorToStore* tensor : order) set_checksum(*tensor, 0);
     int64_t offset = 0;
-    std::vector<int64_t> sizes_bytes;
-    for (const TensorToStore* tensor : order) {
-        const std::optional<int64_t> bytes = product_bytes(tensor->shape, element_bytes(tensor->dtype));
+    for (Written& written : order) {
+        const TensorToStore& tensor = *written.tensor;
+        const std::optional<int64_t> bytes = product_bytes(tensor.shape, element_bytes(tensor.dtype));
         check(bytes.has_value() && *bytes <= std::numeric_limits<int64_t>::max() - offset, path, ": tensor ",
-              in_quotes(tensor->name), " has the impossible shape ", show(tensor->shape));
-        header[tensor->name]["dtype"] = tensor->dtype;
-        header[tensor->name]["shape"] = tensor->shape;
-        header[tensor->name]["data_offsets"] = {offset, offset + *bytes};
-        offset += *bytes;
-        sizes_bytes.push_back(*bytes);
+              in_quotes(tensor.name), " has the impossible shape ", show(tensor.shape));
+        written.begin = offset;
+        written.end = offset += *bytes;
     }
-    std::string text;
-    try {
-        text = header.dump();
-    } catch (const json::exception&) {  // only UTF-8 is JSON
-        fail(path, ": a name or a metadata string is not valid UTF-8");
-    }
+    // The header stands before the data, whose checksums are known only when they have been written: it is written
+    // again then. It is as long as before: a checksum has 16 digits.
+    std::string text = header_text(order, metadata, with_checksums);
     text.resize(static_cast<size_t>(round_up(static_cast<int64_t>(text.size()), 8)), ' ');
     check(text.size() <= max_header_bytes, path, ": a header of ", text.size(), " bytes; readers take at most ",
           max_header_bytes);
@@ -394,12 +384,12 @@ void write_safetensors(const std::string& path, const std::vector<TensorToStore>
     file.write(&header_bytes, length_bytes);
     file.write(text);
     std::vector<unsigned char> buffer;
-    for (size_t i = 0; i < order.size(); i++) {
-        buffer.resize(static_cast<size_t>(sizes_bytes[i]));
-        order[i]->fill(buffer.data());
+    for (Written& written : order) {
+        buffer.resize(static_cast<size_t>(written.end - written.begin));
+        written.tensor->fill(buffer.data());
         file.write(buffer.data(), buffer.size());
-        if (with_checksums) set_checksum(*order[i], checksum(buffer.data(), buffer.size()));
+        if (with_checksums) written.checksum = checksum(buffer.data(), buffer.size());
     }
-    if (with_checksums) file.overwrite(length_bytes, header.dump());  // as long as before: a checksum has 16 digits
+    if (with_checksums) file.overwrite(length_bytes, header_text(order, metadata, with_checksums));
     file.commit();
 }

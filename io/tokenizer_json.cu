@@ -2,50 +2,40 @@
 //
 // The file describes a pipeline of components: normalizer, pre_tokenizer, model, post_processor, decoder. A component
 // that is not known here is refused: a tokenizer that is nearly right trains and samples without an error, and badly.
+#include "io/json.h"
 #include "io/tokenizer_parts.h"
-
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <limits>
 
 namespace {
 
-using json = nlohmann::json;
-
 const char* const kSupported = ", which is not supported: doc/models.md lists the tokenizers that are read";
 
-// The member of an object, or null where there is none.
-const json& member(const json& node, const char* key) {
-    static const json null;
-    if (!node.is_object()) return null;
-    auto found = node.find(key);
-    return found == node.end() ? null : *found;
+bool flag(const Json::Value& node, const char* key, bool otherwise = false) {
+    read_value(member(node, key), otherwise);
+    return otherwise;
 }
 
-bool flag(const json& node, const char* key, bool otherwise = false) {
-    const json& value = member(node, key);
-    return value.is_boolean() ? value.get<bool>() : otherwise;
+std::string type_of(const Json::Value& node) {
+    const Json::Value& type = member(node, "type");
+    return type.isString() ? type.asString() : node.isNull() ? "(none)" : "(unnamed)";
 }
 
-std::string type_of(const json& node) {
-    const json& type = member(node, "type");
-    return type.is_string() ? type.get<std::string>() : node.is_null() ? "(none)" : "(unnamed)";
-}
-
-// The steps of a component that may be a Sequence of components. (Pointers, because copying json recurses: a file of
-// nothing but brackets would overflow the stack.)
-std::vector<const json*> steps_of(const json& node, const char* key) {
-    if (node.is_null()) return {};
+// The steps of a component that may be a Sequence of components.
+std::vector<const Json::Value*> steps_of(const Json::Value& node, const char* key) {
+    if (node.isNull()) return {};
     if (type_of(node) != "Sequence") return {&node};
-    std::vector<const json*> steps;
-    for (const json& step : member(node, key)) steps.push_back(&step);
+    std::vector<const Json::Value*> steps;
+    const Json::Value& list = member(node, key);
+    if (!list.isNull() && !list.isArray()) return {&list};  // is refused as a step
+    for (const Json::Value& step : list) steps.push_back(&step);
     return steps;
 }
 
 class Reader {
   public:
-    Reader(const json& root, const std::string& file) : root_(root), model_(member(root, "model")) {
+    Reader(const Json::Value& root, const std::string& file) : root_(root), model_(member(root, "model")) {
         parts_.file = parts_.bpe.file = file;
     }
     TokenizerParts read() {
@@ -66,20 +56,21 @@ class Reader {
     void want(bool condition, const Parts&... parts) const {
         if (!condition) fail(parts_.file, ": ", parts...);
     }
-    std::string text(const json& node, const char* key, const std::string& owner) const {
-        const json& value = member(node, key);
-        want(value.is_string() && !value.get_ref<const std::string&>().empty(), owner, " has no ", key);
-        return value.get<std::string>();
+    std::string text(const Json::Value& node, const char* key, const std::string& owner) const {
+        const Json::Value& value = member(node, key);
+        want(value.isString() && !value.asString().empty(), owner, " has no ", key);
+        return value.asString();
     }
-    int count(const json& node, const char* key) const {
-        const json& value = member(node, key);
-        const int64_t n = value.is_number_integer() ? value.get<int64_t>() : 0;
+    int count(const Json::Value& node, const char* key) const {
+        const Json::Value& value = member(node, key);
+        int64_t n = 0;
+        if (is_whole(value)) read_value(value, n);
         want(n >= 0 && n <= 1'000'000, "the decoder Strip has a ", key, " of ", n);
         return static_cast<int>(n);
     }
-    Regex pattern(const json& step) const;
-    SplitBehavior behavior(const json& step, const char* otherwise) const;
-    PreTokenizer metaspace(const json& step);
+    Regex pattern(const Json::Value& step) const;
+    SplitBehavior behavior(const Json::Value& step, const char* otherwise) const;
+    PreTokenizer metaspace(const Json::Value& step);
     void read_options();
     void read_normalizer();
     void read_pre_tokenizer();
@@ -88,10 +79,10 @@ class Reader {
     void read_added_tokens();
     void read_merges();
     void read_post_processor();
-    int32_t put(const std::string& token, const json& id);
+    int32_t put(const std::string& token, const Json::Value& id);
     void set_text(int32_t id, const std::string& token);
 
-    const json &root_, &model_;
+    const Json::Value &root_, &model_;
     TokenizerParts parts_;
     int64_t id_limit_ = 0;
     bool decodes_bytes_ = false;  // the decoder is ByteLevel
@@ -101,16 +92,16 @@ class Reader {
 // ---------------------------------------------------------------------------------------------------------------------
 // What is done to the text
 
-Regex Reader::pattern(const json& step) const {
-    const json& node = member(step, "pattern");
-    if (member(node, "Regex").is_string()) return Regex(node["Regex"].get<std::string>(), parts_.file);
+Regex Reader::pattern(const Json::Value& step) const {
+    const Json::Value& node = member(step, "pattern");
+    if (member(node, "Regex").isString()) return Regex(member(node, "Regex").asString(), parts_.file);
     return Regex::literal(text(node, "String", "the pattern of " + type_of(step)));
 }
 
 void Reader::read_normalizer() {
     std::vector<Normalizer>& steps = parts_.normalizers;
-    for (const json* node : steps_of(member(root_, "normalizer"), "normalizers")) {
-        const json& step = *node;
+    for (const Json::Value* node : steps_of(member(root_, "normalizer"), "normalizers")) {
+        const Json::Value& step = *node;
         const std::string type = type_of(step);
         if (type == "NFC") steps.push_back(normal_form(true, false));
         else if (type == "NFD") steps.push_back(normal_form(false, false));
@@ -120,16 +111,16 @@ void Reader::read_normalizer() {
         else if (type == "Strip") steps.push_back(strip(flag(step, "strip_left"), flag(step, "strip_right")));
         else if (type == "Prepend") steps.push_back(prepend(text(step, "prepend", "the normalizer Prepend")));
         else if (type == "Replace") {
-            const json& content = member(step, "content");
-            want(content.is_string(), "the normalizer Replace has no content");
-            steps.push_back(replace(pattern(step), content.get<std::string>()));
+            const Json::Value& content = member(step, "content");
+            want(content.isString(), "the normalizer Replace has no content");
+            steps.push_back(replace(pattern(step), content.asString()));
         } else want(false, "the file has the normalizer ", quoted_line(type), kSupported);
     }
 }
 
-SplitBehavior Reader::behavior(const json& step, const char* otherwise) const {
-    const json& node = member(step, "behavior");
-    const std::string name = node.is_string() ? node.get<std::string>() : otherwise;
+SplitBehavior Reader::behavior(const Json::Value& step, const char* otherwise) const {
+    const Json::Value& node = member(step, "behavior");
+    const std::string name = node.isString() ? node.asString() : otherwise;
     constexpr std::pair<const char*, SplitBehavior> kBehaviors[] = {
         {"Isolated", SplitBehavior::isolated},
         {"Removed", SplitBehavior::removed},
@@ -148,8 +139,8 @@ void Reader::read_pre_tokenizer() {
     auto split_by = [&](const char* pattern, SplitBehavior how, bool invert = false) {
         steps.push_back(split(Regex(pattern, parts_.file), how, invert));
     };
-    for (const json* node : steps_of(member(root_, "pre_tokenizer"), "pretokenizers")) {
-        const json& step = *node;
+    for (const Json::Value* node : steps_of(member(root_, "pre_tokenizer"), "pretokenizers")) {
+        const Json::Value& step = *node;
         const std::string type = type_of(step);
         want(!parts_.bpe.byte_level, "the pre-tokenizer ", quoted_line(type), " follows ByteLevel", kSupported);
         if (type == "Split") steps.push_back(split(pattern(step), behavior(step, ""), flag(step, "invert")));
@@ -171,9 +162,9 @@ void Reader::read_pre_tokenizer() {
     }
 }
 
-PreTokenizer Reader::metaspace(const json& step) {
-    const json& node = member(step, "prepend_scheme");  // older files have add_prefix_space instead
-    std::string scheme = node.is_string() ? node.get<std::string>() : "always";
+PreTokenizer Reader::metaspace(const Json::Value& step) {
+    const Json::Value& node = member(step, "prepend_scheme");  // older files have add_prefix_space instead
+    std::string scheme = node.isString() ? node.asString() : "always";
     if (!flag(step, "add_prefix_space", true)) scheme = "never";
     const bool known = scheme == "always" || scheme == "first" || scheme == "never";
     want(known, "the pre-tokenizer Metaspace has the prepend_scheme ", quoted_line(scheme), kSupported);
@@ -185,24 +176,25 @@ PreTokenizer Reader::metaspace(const json& step) {
 
 // What the post_processor puts around a text: an outer one of several around what the inner ones put.
 void Reader::read_post_processor() {
-    auto ids_of = [&](const json& ids, std::vector<int32_t>& out) {
-        want(ids.is_array(), "a special token of the post_processor has no ids");
-        for (const json& id : ids) {
-            const bool known =
-                id.is_number_integer() && id >= 0 && id < parts_.has_id.size() && parts_.has_id[id.get<size_t>()];
+    auto ids_of = [&](const Json::Value& ids, std::vector<int32_t>& out) {
+        want(ids.isArray(), "a special token of the post_processor has no ids");
+        for (const Json::Value& id : ids) {
+            int32_t number = -1;
+            const bool known = is_whole(id) && read_value(id, number) && number >= 0 &&
+                               static_cast<size_t>(number) < parts_.has_id.size() && parts_.has_id[number];
             want(known, "the post_processor adds a token that the vocabulary lacks");
-            out.push_back(id.get<int32_t>());
+            out.push_back(number);
         }
     };
-    for (const json* node : steps_of(member(root_, "post_processor"), "processors")) {
-        const json& step = *node;
+    for (const Json::Value* node : steps_of(member(root_, "post_processor"), "processors")) {
+        const Json::Value& step = *node;
         const std::string type = type_of(step);
         if (type == "ByteLevel") continue;  // it changes offsets only
         want(type == "TemplateProcessing", "the file has the post_processor ", quoted_line(type), kSupported);
         std::vector<int32_t> before, behind;
         bool text_seen = false;
-        for (const json& item : member(step, "single")) {
-            if (!member(item, "Sequence").is_null()) {
+        for (const Json::Value& item : member(step, "single")) {
+            if (!member(item, "Sequence").isNull()) {
                 want(!text_seen, "the template of the post_processor has the text twice");
                 text_seen = true;
                 continue;
@@ -218,12 +210,12 @@ void Reader::read_post_processor() {
 
 void Reader::read_decoder() {
     Decoder& decoder = parts_.decoder;
-    const json& root = member(root_, "decoder");
-    want(!root.is_null() || parts_.bpe.byte_level, "there is no decoder, so that tokens cannot be printed", kSupported);
-    decodes_bytes_ = root.is_null();
+    const Json::Value& root = member(root_, "decoder");
+    want(!root.isNull() || parts_.bpe.byte_level, "there is no decoder, so that tokens cannot be printed", kSupported);
+    decodes_bytes_ = root.isNull();
     bool fused = false;  // steps before work on each token, steps behind on the whole text
-    for (const json* node : steps_of(root, "decoders")) {
-        const json& step = *node;
+    for (const Json::Value* node : steps_of(root, "decoders")) {
+        const Json::Value& step = *node;
         const std::string type = type_of(step);
         if (type == "Fuse") {
             fused = true;
@@ -240,11 +232,12 @@ void Reader::read_decoder() {
             if (type == "ByteLevel") decodes_bytes_ = true;
             else if (type == "ByteFallback") decoder.steps.push_back(decode_byte_fallback());
             else if (type == "Replace") {
-                const json& content = member(step, "content");
-                want(content.is_string(), "the decoder Replace has no content");
-                decoder.steps.push_back(decode_replace(pattern(step), content.get<std::string>()));
+                const Json::Value& content = member(step, "content");
+                want(content.isString(), "the decoder Replace has no content");
+                decoder.steps.push_back(decode_replace(pattern(step), content.asString()));
             } else if (type == "Metaspace") {
-                const bool never = !flag(step, "add_prefix_space", true) || member(step, "prepend_scheme") == "never";
+                const bool never =
+                    !flag(step, "add_prefix_space", true) || member(step, "prepend_scheme") == Json::Value("never");
                 decoder.steps.push_back(decode_spaces(text(step, "replacement", "the decoder Metaspace"), never));
             } else want(false, "the file has the decoder ", quoted_line(type), kSupported);
         }
@@ -258,12 +251,12 @@ void Reader::read_decoder() {
 
 void Reader::read_options() {
     const std::string type = type_of(model_);  // the oldest files do not name it
-    want(type == "BPE" || (type == "(unnamed)" && model_.is_object()), "the model has the type ", quoted_line(type),
+    want(type == "BPE" || (type == "(unnamed)" && model_.isObject()), "the model has the type ", quoted_line(type),
          kSupported);
     for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix", "dropout"}) {
-        const json& value = member(model_, key);
-        const bool unset = value.is_null() || (value.is_string() && value.get_ref<const std::string&>().empty()) ||
-                           (value.is_number() && value.get<double>() == 0);
+        const Json::Value& value = member(model_, key);
+        const bool unset = value.isNull() || (value.isString() && value.asString().empty()) ||
+                           (value.isDouble() && value.asDouble() == 0);
         want(unset, "the model has a ", key, kSupported);
     }
     parts_.bpe.byte_fallback = flag(model_, "byte_fallback");
@@ -271,8 +264,9 @@ void Reader::read_options() {
     parts_.bpe.fuse_unknown = flag(model_, "fuse_unk");
 }
 
-int32_t Reader::put(const std::string& token, const json& value) {
-    const int64_t id = value.is_number_integer() ? value.get<int64_t>() : -1;
+int32_t Reader::put(const std::string& token, const Json::Value& value) {
+    int64_t id = -1;
+    if (is_whole(value)) read_value(value, id);
     want(id >= 0 && id < id_limit_, "token ", quoted_line(token), " has no id from 0 to ", id_limit_ - 1);
     auto [known, is_new] = id_of_token_.try_emplace(token, static_cast<int32_t>(id));
     want(known->second == id, "token ", quoted_line(token), " has ids ", known->second, " and ", id);
@@ -296,16 +290,17 @@ void Reader::set_text(int32_t id, const std::string& token) {
 
 void Reader::read_vocabulary() {
     Bpe& bpe = parts_.bpe;
-    const json& vocab = member(model_, "vocab");
-    want(vocab.is_object() && !vocab.empty(), "model.vocab is missing or empty", kSupported);
-    const json& added = member(root_, "added_tokens");
-    want(added.is_null() || added.is_array(), "added_tokens is not a list");
+    const Json::Value& vocab = member(model_, "vocab");
+    want(vocab.isObject() && !vocab.empty(), "model.vocab is missing or empty", kSupported);
+    const Json::Value& added = member(root_, "added_tokens");
+    want(added.isNull() || added.isArray(), "added_tokens is not a list");
     // Ids may have gaps, but a short file must not make us reserve memory for huge ones.
     id_limit_ = static_cast<int64_t>(vocab.size() + added.size()) + 65536;
 
     bpe.id_of_byte.fill(-1);
-    for (const auto& [token, value] : vocab.items()) {
-        const int32_t id = put(token, value);
+    for (auto entry = vocab.begin(); entry != vocab.end(); ++entry) {
+        const std::string token = entry.name();
+        const int32_t id = put(token, *entry);
         const std::optional<std::string> bytes = bytes_of_printed(token);
         set_text(id, decodes_bytes_ ? bytes.value_or(token) : token);
         if (!bpe.byte_level) bpe.id_of[token] = id;
@@ -317,16 +312,16 @@ void Reader::read_vocabulary() {
         const auto found = bpe.id_of.find(bpe.byte_level ? std::string(1, static_cast<char>(byte)) : fallback);
         if (found != bpe.id_of.end()) bpe.id_of_byte[byte] = found->second;
     }
-    const json& unknown = member(model_, "unk_token");
-    const auto found = id_of_token_.find(unknown.is_string() ? unknown.get<std::string>() : "");
+    const Json::Value& unknown = member(model_, "unk_token");
+    const auto found = id_of_token_.find(unknown.isString() ? unknown.asString() : "");
     if (found != id_of_token_.end()) bpe.unknown = found->second;
 }
 
 void Reader::read_added_tokens() {
     std::vector<AddedToken> raw, normalized;
-    for (const json& entry : member(root_, "added_tokens")) {
-        want(member(entry, "content").is_string(), "an entry of added_tokens has no content");
-        AddedToken token{.text = member(entry, "content").get<std::string>(),
+    for (const Json::Value& entry : member(root_, "added_tokens")) {
+        want(member(entry, "content").isString(), "an entry of added_tokens has no content");
+        AddedToken token{.text = member(entry, "content").asString(),
                          .single_word = flag(entry, "single_word"),
                          .lstrip = flag(entry, "lstrip"),
                          .rstrip = flag(entry, "rstrip")};
@@ -344,24 +339,24 @@ void Reader::read_added_tokens() {
 }
 
 void Reader::read_merges() {
-    const json& merges = member(model_, "merges");
-    want(merges.is_array(), "model.merges is missing", kSupported);
+    const Json::Value& merges = member(model_, "merges");
+    want(merges.isArray(), "model.merges is missing", kSupported);
     want(merges.size() <= std::numeric_limits<int32_t>::max(), "too many merges");
     int32_t rank = 0;
-    for (const json& merge : merges) {
+    for (const Json::Value& merge : merges) {
         std::string left, right;  // written as "left right" or, by newer versions, ["left", "right"]
-        if (merge.is_string()) {
-            const std::string& both = merge.get_ref<const std::string&>();
+        if (merge.isString()) {
+            const std::string both = merge.asString();
             const size_t space = both.find(' ');
             want(space != both.npos && both.find(' ', space + 1) == both.npos, "merge ", rank, ", ", quoted_line(both),
                  ", is not two tokens with a space between");
             left = both.substr(0, space);
             right = both.substr(space + 1);
         } else {
-            want(merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string(), "merge ", rank,
+            want(merge.isArray() && merge.size() == 2 && merge[0].isString() && merge[1].isString(), "merge ", rank,
                  " is not a pair of tokens");
-            left = merge[0].get<std::string>();
-            right = merge[1].get<std::string>();
+            left = merge[0].asString();
+            right = merge[1].asString();
         }
         auto id_of = [&](const std::string& token) {
             const auto found = id_of_token_.find(token);
@@ -374,8 +369,16 @@ void Reader::read_merges() {
     }
 }
 
+Json::Value parse_file(std::string_view text, const std::string& name) {
+    try {
+        return parse_json(text, name);
+    } catch (const Error& error) {
+        fail(error.what(), ": was it downloaded completely?");
+    }
+}
+
 // Is token i the byte i, and is there nothing else?
-bool is_one_token_a_byte(const TokenizerParts& parts, const json& pre_tokenizer) {
+bool is_one_token_a_byte(const TokenizerParts& parts, const Json::Value& pre_tokenizer) {
     if (parts.text_of_id.size() != 256 || !parts.bpe.merges.empty() || !parts.normalizers.empty() ||
         !parts.added.empty() || !parts.added_normalized.empty() || !parts.prefix.empty() || !parts.suffix.empty() ||
         type_of(pre_tokenizer) != "ByteLevel" || flag(pre_tokenizer, "add_prefix_space", true))
@@ -395,14 +398,8 @@ std::string quoted_line(std::string text) {
 }
 
 std::unique_ptr<Tokenizer> parse_tokenizer(std::string_view text, const std::string& name) {
-    try {
-        const json root = json::parse(text.begin(), text.end());
-        TokenizerParts parts = Reader(root, name).read();
-        if (is_one_token_a_byte(parts, member(root, "pre_tokenizer"))) return make_byte_tokenizer();
-        return make_tokenizer(std::move(parts));
-    } catch (const json::parse_error& error) {
-        fail(name, ": not valid JSON at byte ", error.byte, " of ", text.size(), ": was it downloaded completely?");
-    } catch (const json::exception& error) {
-        fail(name, ": not a tokenizer.json: ", error.what());
-    }
+    const Json::Value root = parse_file(text, name);
+    TokenizerParts parts = Reader(root, name).read();
+    if (is_one_token_a_byte(parts, member(root, "pre_tokenizer"))) return make_byte_tokenizer();
+    return make_tokenizer(std::move(parts));
 }

@@ -31,66 +31,57 @@
 //
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
 // All other keys are ignored. A key that is missing has the default of transformers' class.
-#include "io/io.h"
+#include "io/json.h"
 #include "model/sublayer.h"
-
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-
-using nlohmann::json;
-using nlohmann::ordered_json;
 
 namespace {
 
 // Reads values out of a config.json, naming file and key when one is missing or of another kind.
 class ConfigReader {
   public:
-    explicit ConfigReader(const std::string& path) : path_(path) {
-        try {
-            object_ = json::parse(read_text_file(path));
-        } catch (const json::exception& error) {
-            fail(path, " is not valid JSON: ", error.what());
-        }
-        check(object_.is_object(), path, ": expected a JSON object");
+    explicit ConfigReader(const std::string& path) : path_(path), object_(read_json_file(path)) {
+        check(object_.isObject(), path, ": expected a JSON object");
     }
     // Where a key is optional, null and a missing key mean the same to transformers, but for those that ask is_null.
-    bool has(const json& object, const char* key) const { return object.contains(key) && !object.at(key).is_null(); }
+    bool has(const Json::Value& object, const char* key) const { return !member(object, key).isNull(); }
     bool has(const char* key) const { return has(object_, key); }
-    bool is_null(const char* key) const { return object_.contains(key) && object_.at(key).is_null(); }
+    bool is_null(const char* key) const { return ::has(object_, key) && !has(key); }
 
-    int64_t integer(const json& object, const char* key) const {
+    int64_t integer(const Json::Value& object, const char* key) const {
         check(has(object, key), path_, ": \"", key, "\" is missing");
-        check(object.at(key).is_number_integer(), path_, ": \"", key, "\" is not a whole number");
+        const Json::Value& number = member(object, key);
+        int64_t value = 0;
+        check(is_whole(number) && read_value(number, value), path_, ": \"", key, "\" is not a whole number");
         // Sizes are multiplied by each other in 64 bits; below 2^31 a product of two cannot overflow.
-        const int64_t value = object.at(key).get<int64_t>();
         check(value > 0 && value < int64_t{1} << 31, path_, ": \"", key, "\" is ", value, ", expected 1 to 2^31");
         return value;
     }
     int64_t integer(const char* key) const { return integer(object_, key); }
     int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }
-    double number(const json& object, const char* key, double otherwise) const {
+    double number(const Json::Value& object, const char* key, double otherwise) const {
         if (!has(object, key)) return otherwise;
-        check(object.at(key).is_number(), path_, ": \"", key, "\" is not a number");
-        const double value = object.at(key).get<double>();
+        double value = 0;
+        check(read_value(member(object, key), value), path_, ": \"", key, "\" is not a number");
         check(std::isfinite(value) && value > 0, path_, ": \"", key, "\" is ", value, ", expected a positive number");
         return value;
     }
     double number(const char* key, double otherwise) const { return number(object_, key, otherwise); }
     // A whole number that may be 0.
-    int64_t count(const char* key) const { return object_.at(key) == 0 ? 0 : integer(key); }
-    bool boolean(const json& object, const char* key, bool otherwise) const {
-        if (!has(object, key)) return otherwise;
-        check(object.at(key).is_boolean(), path_, ": \"", key, "\" is not true or false");
-        return object.at(key).get<bool>();
+    int64_t count(const char* key) const { return member(object_, key) == Json::Value(0) ? 0 : integer(key); }
+    bool boolean(const Json::Value& object, const char* key, bool otherwise) const {
+        check(!has(object, key) || read_value(member(object, key), otherwise), path_, ": \"", key,
+              "\" is not true or false");
+        return otherwise;
     }
     bool boolean(const char* key, bool otherwise) const { return boolean(object_, key, otherwise); }
-    std::string text(const json& object, const char* key, const std::string& otherwise) const {
-        if (!has(object, key)) return otherwise;
-        check(object.at(key).is_string(), path_, ": \"", key, "\" is not a string");
-        return object.at(key).get<std::string>();
+    std::string text(const Json::Value& object, const char* key, std::string otherwise) const {
+        check(!has(object, key) || read_value(member(object, key), otherwise), path_, ": \"", key,
+              "\" is not a string");
+        return otherwise;
     }
     std::string text(const char* key, const std::string& otherwise) const { return text(object_, key, otherwise); }
     // For a key of which only one value is supported.
@@ -98,12 +89,12 @@ class ConfigReader {
         const std::string value = text(key, only);
         check(value == only, path_, ": \"", key, "\" is \"", value, "\"; this program supports \"", only, "\"");
     }
-    const json& object() const { return object_; }
+    const Json::Value& object() const { return object_; }
     const std::string& path() const { return path_; }
 
   private:
     std::string path_;
-    json object_;
+    Json::Value object_;
 };
 
 Config read_gpt2(const ConfigReader& in) {
@@ -133,7 +124,7 @@ const std::pair<const char*, RopeKind> kRopeKinds[] = {{"llama3", RopeKind::llam
                                                        {"linear", RopeKind::linear},
                                                        {"dynamic", RopeKind::dynamic}};
 
-RopeScaling read_rope_scaling(const ConfigReader& in, const json& rope, const std::string& type, int64_t T_max) {
+RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, const std::string& type, int64_t T_max) {
     const auto* known = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
                                      [&](const auto& kind) { return kind.first == type; });
     check(known != std::end(kRopeKinds), in.path(), ": rope_type \"", type,
@@ -163,9 +154,8 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const json& rope, const st
 // in which rope_type was first called type.
 void read_rope(const ConfigReader& in, Config& c) {
     const char* key = in.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
-    const json none = json::object();
-    const json& rope = in.has(key) ? in.object().at(key) : none;
-    check(rope.is_object(), in.path(), ": \"", key, "\" is not an object");
+    const Json::Value& rope = member(in.object(), key);
+    check(rope.isObject() || rope.isNull(), in.path(), ": \"", key, "\" is not an object");
     c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));
     check(in.number(rope, "partial_rotary_factor", 1.0) == 1.0, in.path(),
           ": partial_rotary_factor is not supported: all columns of a head are rotated");
@@ -220,14 +210,14 @@ Config read_llama_like(const ConfigReader& in, const std::string& type) {
 // max_window_layers, by which all layers after the first so many have the window.
 int64_t read_full_layers(const ConfigReader& in, int64_t L) {
     if (!in.has("layer_types")) return in.has("max_window_layers") ? in.count("max_window_layers") : 28;
-    const json& types = in.object().at("layer_types");
-    check(types.is_array() && static_cast<int64_t>(types.size()) == L, in.path(), ": \"layer_types\" is not a list of ",
-          L, " layers");
+    std::vector<std::string> types;
+    check(read_value(member(in.object(), "layer_types"), types) && std::ssize(types) == L, in.path(),
+          ": \"layer_types\" is not a list of ", L, " layers");
     const auto first_sliding = std::find(types.begin(), types.end(), "sliding_attention");
     const bool sliding_to_the_end =
-        std::all_of(first_sliding, types.end(), [](const json& kind) { return kind == "sliding_attention"; });
+        std::all_of(first_sliding, types.end(), [](const std::string& kind) { return kind == "sliding_attention"; });
     const bool full_before =
-        std::all_of(types.begin(), first_sliding, [](const json& kind) { return kind == "full_attention"; });
+        std::all_of(types.begin(), first_sliding, [](const std::string& kind) { return kind == "full_attention"; });
     check(sliding_to_the_end && full_before, in.path(),
           ": \"layer_types\" is supported only as full_attention in the first layers and sliding_attention in all "
           "others");
@@ -323,8 +313,8 @@ namespace {
 
 // torch_dtype, here and below, is what save_model writes: float32 whatever the training's precision was, so that
 // nothing is lost. n_ctx is what GPT-2's first readers called n_positions.
-ordered_json gpt2_to_json(const Config& c) {
-    return {{"architectures", {"GPT2LMHeadModel"}},
+JsonText gpt2_to_json(const Config& c) {
+    return {{"architectures", JsonText::array({"GPT2LMHeadModel"})},
             {"model_type", "gpt2"},
             {"activation_function", "gelu_new"},
             {"vocab_size", c.V},
@@ -340,81 +330,81 @@ ordered_json gpt2_to_json(const Config& c) {
             {"torch_dtype", "float32"}};
 }
 
-ordered_json rope_scaling_to_json(const RopeScaling& s) {
+JsonText rope_scaling_to_json(const RopeScaling& s) {
     const auto* kind = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
                                     [&](const auto& known) { return known.second == s.kind; });
-    ordered_json out = {{"rope_type", kind->first}, {"factor", s.factor}};
+    JsonText out = {{"rope_type", kind->first}, {"factor", s.factor}};
     if (s.kind == RopeKind::linear || s.kind == RopeKind::dynamic) return out;
-    out["original_max_position_embeddings"] = s.original_max_position;
+    out.set("original_max_position_embeddings", s.original_max_position);
     if (s.kind == RopeKind::llama3) {
-        out["low_freq_factor"] = s.low_freq_factor;
-        out["high_freq_factor"] = s.high_freq_factor;
+        out.set("low_freq_factor", s.low_freq_factor);
+        out.set("high_freq_factor", s.high_freq_factor);
         return out;
     }
-    out["beta_fast"] = s.beta_fast;
-    out["beta_slow"] = s.beta_slow;
-    if (s.mscale != 0) out["mscale"] = s.mscale;
-    if (s.mscale_all_dim != 0) out["mscale_all_dim"] = s.mscale_all_dim;
+    out.set("beta_fast", s.beta_fast);
+    out.set("beta_slow", s.beta_slow);
+    if (s.mscale != 0) out.set("mscale", s.mscale);
+    if (s.mscale_all_dim != 0) out.set("mscale_all_dim", s.mscale_all_dim);
     return out;
 }
 
 // The keys that only multi-head latent attention has. It is always saved as deepseek_v3, with the keys that say what
 // deepseek_v2 fixes.
-void add_latent_attention(ordered_json& out, const Config& c) {
-    out["q_lora_rank"] = c.q_rank > 0 ? ordered_json(c.q_rank) : ordered_json(nullptr);
-    out["kv_lora_rank"] = c.kv_rank;
-    out["qk_nope_head_dim"] = c.D - c.D_rope;
-    out["qk_rope_head_dim"] = c.D_rope;
-    out["v_head_dim"] = c.D_v;
-    out["rope_interleave"] = c.rope_pairs == RopePairs::neighbours;
-    out["first_k_dense_replace"] = c.L;  // no layer has experts
-    out["num_nextn_predict_layers"] = 0;
+void add_latent_attention(JsonText& out, const Config& c) {
+    out.set("q_lora_rank", c.q_rank > 0 ? JsonText(c.q_rank) : nullptr);
+    out.set("kv_lora_rank", c.kv_rank);
+    out.set("qk_nope_head_dim", c.D - c.D_rope);
+    out.set("qk_rope_head_dim", c.D_rope);
+    out.set("v_head_dim", c.D_v);
+    out.set("rope_interleave", c.rope_pairs == RopePairs::neighbours);
+    out.set("first_k_dense_replace", c.L);  // no layer has experts
+    out.set("num_nextn_predict_layers", 0);
 }
 
 // Mistral's class has a window by default, so null must be written where there is none. Qwen's classes have none by
 // default. layer_types follows from max_window_layers.
-void add_window(ordered_json& out, const Config& c) {
+void add_window(JsonText& out, const Config& c) {
     if (c.mistral) {
-        out["sliding_window"] = c.window > 0 ? ordered_json(c.window) : ordered_json(nullptr);
+        out.set("sliding_window", c.window > 0 ? JsonText(c.window) : nullptr);
     } else if (c.window > 0) {
-        out["use_sliding_window"] = true;
-        out["sliding_window"] = c.window;
-        out["max_window_layers"] = c.n_full_layers;
+        out.set("use_sliding_window", true);
+        out.set("sliding_window", c.window);
+        out.set("max_window_layers", c.n_full_layers);
     }
 }
 
-ordered_json llama_to_json(const Config& c) {
+JsonText llama_to_json(const Config& c) {
     const auto [type, architecture] = hugging_face_type(c);
-    ordered_json out = {{"architectures", {architecture}},
-                        {"model_type", type},
-                        {"hidden_act", c.feed_forward == "swiglu" ? "silu" : c.feed_forward},
-                        {"vocab_size", c.V},
-                        {"max_position_embeddings", c.T_max},
-                        {"hidden_size", c.C},
-                        {"num_hidden_layers", c.L},
-                        {"num_attention_heads", c.H},
-                        {"num_key_value_heads", c.K},
-                        {"intermediate_size", c.F},
-                        {"rms_norm_eps", c.norm_eps},
-                        {"rope_theta", c.rope_base},
-                        {"attention_bias", c.attn_out_bias},
-                        {"mlp_bias", c.mlp_bias},
-                        {"initializer_range", c.init_std},
-                        {"tie_word_embeddings", c.tied},
-                        {"torch_dtype", "float32"}};
+    JsonText out = {{"architectures", JsonText::array({architecture})},
+                    {"model_type", type},
+                    {"hidden_act", c.feed_forward == "swiglu" ? "silu" : c.feed_forward},
+                    {"vocab_size", c.V},
+                    {"max_position_embeddings", c.T_max},
+                    {"hidden_size", c.C},
+                    {"num_hidden_layers", c.L},
+                    {"num_attention_heads", c.H},
+                    {"num_key_value_heads", c.K},
+                    {"intermediate_size", c.F},
+                    {"rms_norm_eps", c.norm_eps},
+                    {"rope_theta", c.rope_base},
+                    {"attention_bias", c.attn_out_bias},
+                    {"mlp_bias", c.mlp_bias},
+                    {"initializer_range", c.init_std},
+                    {"tie_word_embeddings", c.tied},
+                    {"torch_dtype", "float32"}};
     if (c.attention == "mla") add_latent_attention(out, c);
-    else out["head_dim"] = c.D;
-    if (c.attention == "mfa") out["share_q_dim"] = c.q_rank;
+    else out.set("head_dim", c.D);
+    if (c.attention == "mfa") out.set("share_q_dim", c.q_rank);
     add_window(out, c);
     // In the older form, which every version of transformers reads.
-    if (c.rope_scaling.acts()) out["rope_scaling"] = rope_scaling_to_json(c.rope_scaling);
+    if (c.rope_scaling.acts()) out.set("rope_scaling", rope_scaling_to_json(c.rope_scaling));
     return out;
 }
 
 }  // namespace
 
 std::string config_to_json(const Config& c, const TokenIds& token_ids) {
-    ordered_json out = c.family == Family::gpt2 ? gpt2_to_json(c) : llama_to_json(c);
-    for (const auto& [key, ids] : token_ids) out[key] = ordered_json::parse(ids);
-    return out.dump(2) + "\n";
+    JsonText out = c.family == Family::gpt2 ? gpt2_to_json(c) : llama_to_json(c);
+    for (const auto& [key, ids] : token_ids) out.set(key, parse_json(ids, key));
+    return out.indented(2) + "\n";
 }

@@ -1,20 +1,16 @@
 // Chat templates: each form against what transformers writes by the models' own templates, and which form a folder has.
 #include "inference/inference.h"
+#include "json.h"
 #include "temp_folder.h"
 #include "test.h"
-
-#include <nlohmann/json.hpp>
 
 #include <set>
 
 namespace {
 
-using nlohmann::json;
-
 std::vector<ChatMessage> messages_of(const json& list) {
     std::vector<ChatMessage> messages;
-    for (const json& one : list)
-        messages.push_back({one["role"].get<std::string>(), one["content"].get<std::string>()});
+    for (const json& one : list) messages.push_back({as<std::string>(one["role"]), as<std::string>(one["content"])});
     return messages;
 }
 
@@ -33,15 +29,16 @@ std::string deepseek_and(const std::string& more) {
 }  // namespace
 
 TEST_CASE("A form writes what transformers writes by the models' own templates", "[chat][golden]") {
-    const json golden = json::parse(read_text_file("test/golden/chat.json"));
+    const json golden = parsed_json(read_text_file("test/golden/chat.json"));
     std::set<std::string> held = {"plain"};  // our own
     for (const json& form : golden["forms"]) {
-        const ChatTemplate& chat = find_chat_template(form["form"].get<std::string>(), "");
+        const ChatTemplate& chat = find_chat_template(as<std::string>(form["form"]), "");
         held.insert(chat.name);
         CHECK(form["texts"].size() >= 6);
-        for (const auto& [conversation, text] : form["texts"].items()) {
+        for (const std::string& conversation : form["texts"].getMemberNames()) {
             INFO(chat.name << ": " << conversation);
-            CHECK(chat.render(messages_of(golden["conversations"][conversation])) == text.get<std::string>());
+            CHECK(chat.render(messages_of(golden["conversations"][conversation])) ==
+                  as<std::string>(form["texts"][conversation]));
         }
     }
     std::string names;
@@ -116,16 +113,17 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
 TEST_CASE("A chat template is described in either file of a folder, or nowhere", "[chat]") {
     const TempFolder folder;
     CHECK(form_in(folder) == "plain");
-    json config = {{"eos_token", "</s>"}};
-    spit(folder / "tokenizer_config.json", config.dump());
+    json config = value({{"eos_token", "</s>"}});
+    spit(folder / "tokenizer_config.json", dumped(config));
     CHECK(form_in(folder) == "plain");
     config["chat_template"] = chatml_and("");
-    spit(folder / "tokenizer_config.json", config.dump());
+    spit(folder / "tokenizer_config.json", dumped(config));
     CHECK(form_in(folder) == "chatml");
     const std::string llama3 = "{{ '<|start_header_id|>' + m.role }}{{ m.content | trim }}";
-    config["chat_template"] = {{{"name", "tool_use"}, {"template", "tools"}},
-                               {{"name", "default"}, {"template", llama3}}};
-    spit(folder / "tokenizer_config.json", config.dump());
+    const JsonText tools = {{"name", "tool_use"}, {"template", "tools"}},
+                   chat = {{"name", "default"}, {"template", llama3}};
+    config["chat_template"] = value(JsonText::array({tools, chat}));
+    spit(folder / "tokenizer_config.json", dumped(config));
     CHECK(form_in(folder) == "llama3");
     spit(folder / "chat_template.jinja", chatml_and(""));  // the file by itself comes first
     CHECK(form_in(folder) == "chatml");

@@ -4,8 +4,7 @@
 #include "program.h"
 #include "ranks.h"
 #include "test.h"
-
-#include <nlohmann/json.hpp>
+#include "json.h"
 
 #include <atomic>
 #include <chrono>
@@ -276,18 +275,18 @@ TEST_CASE("a trace has every collective and every message of every rank", "[comm
         REQUIRE(run.status == 0);
         CHECK_THAT(run.out, ContainsSubstring("rank 1 -> 2"));
         CHECK_THAT(run.out, ContainsSubstring("rank 2 <- 1"));
-        const auto events = nlohmann::json::parse(slurp(folder / "trace.json"))["traceEvents"];
+        const auto events = parsed_json(slurp(folder / "trace.json"))["traceEvents"];
         std::map<std::string, int> n_of;
         std::set<int> ranks;
         for (const auto& event : events) {
             if (event["ph"] == "X") {
-                n_of[event["cat"] == "collective"                 ? "collectives"
-                     : event["name"].get<std::string>()[0] == 's' ? "sends"
-                                                                  : "receives"]++;
-                ranks.insert(event["pid"].get<int>());
-                const size_t bytes = event["args"]["bytes"].get<size_t>();
+                n_of[event["cat"] == "collective"               ? "collectives"
+                     : as<std::string>(event["name"])[0] == 's' ? "sends"
+                                                                : "receives"]++;
+                ranks.insert(as<int>(event["pid"]));
+                const size_t bytes = as<uint64_t>(event["args"]["bytes"]);
                 if (event["cat"] == "message" && bytes >= 64) ++n_of["ends of messages that are not tiny"];
-                CHECK(event["dur"].get<double>() >= 0);
+                CHECK(as<double>(event["dur"]) >= 0);
             } else if (event["ph"] == "s" || event["ph"] == "f") {
                 n_of["arrow ends"]++;
             }

@@ -4,8 +4,7 @@
 #include "program.h"
 #include "test.h"
 #include "training/training.h"
-
-#include <nlohmann/json.hpp>
+#include "json.h"
 
 #include <array>
 
@@ -59,11 +58,11 @@ struct EngineWithMemory {
     }
 };
 
-Request greedy_request(int64_t id, const nlohmann::json& golden) {
+Request greedy_request(int64_t id, const json& golden) {
     Request request;
     request.id = id;
-    request.prompt = golden["prompt"].get<std::vector<int32_t>>();
-    request.max_tokens = std::ssize(golden["ids"]);
+    request.prompt = as<std::vector<int32_t>>(golden["prompt"]);
+    request.max_tokens = golden["ids"].size();
     request.sampling.temperature = 0;
     return request;
 }
@@ -71,7 +70,7 @@ Request greedy_request(int64_t id, const nlohmann::json& golden) {
 }  // namespace
 
 TEST_CASE("greedy answers are those of transformers' generate", "[inference][engine]") {
-    const auto golden = nlohmann::json::parse(read_text_file("test/golden/generate/greedy.json"));
+    const auto golden = parsed_json(read_text_file("test/golden/generate/greedy.json"));
     // Pages of one token, that end inside of a prompt, and that are larger than a prompt; prompts at once and in
     // pieces; a pool of all that is needed, and one that holds the longest sequence and little more: then requests
     // are preempted again and again; and all of them before every step.
@@ -80,8 +79,9 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
                                 {17, true, 7, 6, Preemption::swap},
                                 {16, true, 512, 1000, Preemption::recompute, true},
                                 {1, false, 5, 1000, Preemption::swap, true}};
-    for (const auto& [name, of_model] : golden.items()) {
-        const GoldenModel m("test/golden/" + name, of_model["positions"]);
+    for (const std::string& name : golden.getMemberNames()) {
+        const json& of_model = golden[name];
+        const GoldenModel m("test/golden/" + name, as<int64_t>(of_model["positions"]));
         for (const Setting& s : settings) {
             EngineOptions options;
             options.cache = {.page_size = s.page_size, .n_pages = s.pages_in_all, .share_prefixes = s.share};
@@ -106,8 +106,8 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
             INFO(name << ", pages of " << s.page_size << ", steps of " << s.step_tokens << ", "
                       << e.engine.scheduler().n_preemptions() << " preemptions");
             for (const Request& request : requests) {
-                const size_t i = static_cast<size_t>(request.id) % of_model["cases"].size();
-                CHECK(answers[request.id] == of_model["cases"][i]["ids"].get<std::vector<int32_t>>());
+                const auto i = static_cast<Json::ArrayIndex>(request.id) % of_model["cases"].size();
+                CHECK(answers[request.id] == as<std::vector<int32_t>>(of_model["cases"][i]["ids"]));
             }
             CHECK(e.engine.cache().use().owned_pages == 0);
             if (of_model["positions"] == 96 && (s.pages_in_all < 1000 || s.preempt_always))
@@ -275,9 +275,10 @@ TEST_CASE("a sample of a training run may be longer than its sequences", "[infer
 }
 
 TEST_CASE("beam search finds the answers of transformers' beam search", "[inference][engine]") {
-    const auto golden = nlohmann::json::parse(read_text_file("test/golden/generate/beams.json"));
-    for (const auto& [name, of_model] : golden.items()) {
-        const GoldenModel m("test/golden/" + name, of_model["positions"]);
+    const auto golden = parsed_json(read_text_file("test/golden/generate/beams.json"));
+    for (const std::string& name : golden.getMemberNames()) {
+        const json& of_model = golden[name];
+        const GoldenModel m("test/golden/" + name, as<int64_t>(of_model["positions"]));
         for (const int64_t n_pages : {1000, 22}) {  // with few pages the beams of one search make the other one wait
             EngineOptions options;
             options.cache = {.page_size = 3, .n_pages = n_pages};
@@ -291,9 +292,9 @@ TEST_CASE("beam search finds the answers of transformers' beam search", "[infere
             for (const auto& one : of_model["cases"]) {
                 Request& request = requests.emplace_back();
                 request.id = std::ssize(requests) - 1;
-                request.prompt = one["prompt"].get<std::vector<int32_t>>();
-                request.max_tokens = one["tokens"], request.n = 3;
-                request.stop_tokens = {one["stop"].get<int32_t>()};
+                request.prompt = as<std::vector<int32_t>>(one["prompt"]);
+                request.max_tokens = as<int64_t>(one["tokens"]), request.n = 3;
+                request.stop_tokens = {as<int32_t>(one["stop"])};
                 request.beams = BeamOptions{.length_penalty = 0.7};
                 e.engine.add(request);
             }
@@ -301,14 +302,14 @@ TEST_CASE("beam search finds the answers of transformers' beam search", "[infere
             }
             INFO(name << ", " << e.engine.scheduler().n_preemptions() << " preemptions");
             CHECK(e.engine.cache().use().owned_pages == 0);
-            for (size_t i = 0; i < requests.size(); ++i) {
+            for (Json::ArrayIndex i = 0; i < requests.size(); ++i) {
                 const auto& wanted = of_model["cases"][i]["answers"];
                 const std::vector<BeamAnswer>& answers = found[static_cast<int64_t>(i)];
                 REQUIRE(answers.size() == wanted.size());
-                for (size_t k = 0; k < answers.size(); ++k) {
+                for (Json::ArrayIndex k = 0; k < answers.size(); ++k) {
                     std::vector<int32_t> tokens = answers[k].tokens;
                     if (tokens.back() == requests[i].stop_tokens[0]) tokens.pop_back();
-                    CHECK(tokens == wanted[k].get<std::vector<int32_t>>());
+                    CHECK(tokens == as<std::vector<int32_t>>(wanted[k]));
                 }
             }
         }

@@ -1,7 +1,6 @@
 // The program generate, as a user calls it.
 #include "train_runs.h"
-
-#include <nlohmann/json.hpp>
+#include "json.h"
 
 #include <sstream>
 
@@ -24,10 +23,10 @@ Outcome generate(const std::string& arguments, const std::string& before = "") {
     return run_program("generate", "--model " + trained_run() + " " + arguments, before);
 }
 
-std::vector<nlohmann::json> lines_of(const std::string& path) {
-    std::vector<nlohmann::json> lines;
+std::vector<json> lines_of(const std::string& path) {
+    std::vector<json> lines;
     std::istringstream text(slurp(path));
-    for (std::string line; std::getline(text, line);) lines.push_back(nlohmann::json::parse(line));
+    for (std::string line; std::getline(text, line);) lines.push_back(parsed_json(line));
     return lines;
 }
 
@@ -67,9 +66,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(first.out, ContainsSubstring("% hold tokens") && ContainsSubstring("contiguous  slots of 256 rows"));
     CHECK(slurp(folder / "pictures/batching.png").substr(1, 3) == "PNG");
     CHECK(slurp(folder / "pictures/cache.png").substr(1, 3) == "PNG");
-    std::map<std::string, nlohmann::json> answers;
-    for (const auto& line : lines_of(out))
-        answers[line["id"].dump() + line.value("sample", nlohmann::json()).dump()] = line;
+    std::map<std::string, json> answers;
+    for (const auto& line : lines_of(out)) answers[dumped(line["id"]) + dumped(line["sample"])] = line;
     REQUIRE(answers.size() == 4);
     CHECK(answers["\"a\"null"]["ids"].size() == 5);
     CHECK(answers["3null"]["ids"].size() == 7);  // its line's number
@@ -84,7 +82,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
-    CHECK_THAT(refused.err, ContainsSubstring("line 5: this is no JSON object"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 5: the line: not valid JSON at line 1, column 1"));
     CHECK_THAT(refused.err, ContainsSubstring("line 6: \"prompt\" is no text: 3"));
     CHECK_THAT(refused.err, ContainsSubstring("line 7: top_p"));
     CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 3 refused"));

@@ -280,14 +280,14 @@ TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][
     REQUIRE(outcome.status == 0);
     // The headers alone are enough for a program that uses all of them.
     spit(folder / "program.cpp",
-         "#include <CLI/CLI.hpp>\n#include <nlohmann/json.hpp>\n#include <stb/stb_image_write.h>\n"
+         "#include <CLI/CLI.hpp>\n#include <json/json.h>\n#include <httplib.h>\n#include <stb/stb_image_write.h>\n"
          "#if __has_include(<catch2/catch_all.hpp>)\n#include <catch2/catch_all.hpp>\n#else\n#include "
          "<catch2/catch.hpp>\n#endif\nint main() {}\n");
     const Outcome compiled =
         run_shell(concat("g++ -std=c++20 -fsyntax-only -H -I", bundle, "/include ", folder / "program.cpp"));
     INFO(compiled.err);
     CHECK(compiled.status == 0);
-    for (const std::string header : {"CLI/CLI.hpp", "nlohmann/json.hpp", "stb/stb_image_write.h"})
+    for (const std::string header : {"CLI/CLI.hpp", "json/json.h", "httplib.h", "stb/stb_image_write.h"})
         CHECK_THAT(compiled.err, ContainsSubstring(bundle + "/include/" + header));
     CHECK(run_shell(concat("[ $(du -sk ", bundle, " | cut -f 1) -lt 60000 ]")).status == 0);
 }

@@ -1,20 +1,17 @@
 // test/test_pretrained.cu: training from trained weights, and checkpoints that are whole Hugging Face folders.
 #include "train_runs.h"
-
-#include <nlohmann/json.hpp>
+#include "json.h"
 
 #include <cmath>
 
 namespace {
-
-using nlohmann::json;
 
 const std::string kGpt2 = "test/golden/tokenizer/gpt2", kLlama3 = "test/golden/tokenizer/llama3";
 
 // Shorter than other tests' runs: later flags win.
 Outcome train_8(const std::string& arguments) { return train("--steps 8 --val-every 4 " + arguments); }
 
-json read_json(const std::string& path) { return json::parse(slurp(path)); }
+json read_json(const std::string& path) { return parsed_json(slurp(path)); }
 
 // The weights and files of a short run whose tokens are those of GPT-2's golden tokenizer, as a folder of Hugging Face
 // would have them: with a chat template and settings of its own.
@@ -28,9 +25,9 @@ void make_model(const std::string& folder, const std::string& run) {
     spit(folder + "/chat_template.jinja", "{{ messages[0].content }}\n");
     spit(folder + "/generation_config.json", "{\"eos_token_id\": [600, 3], \"top_k\": 7}\n");
     json config = read_json(folder + "/config.json");
-    config["eos_token_id"] = {600, 3};
+    config["eos_token_id"] = value(std::vector{600, 3});
     config["pad_token_id"] = 3;
-    spit(folder + "/config.json", config.dump());
+    spit(folder + "/config.json", dumped(config));
 }
 
 }  // namespace
@@ -80,11 +77,11 @@ TEST_CASE("a checkpoint of a model of bytes has their tokenizer", "[program][pre
     CHECK(load_tokenizer(checkpoint + "/tokenizer.json")->name() == "bytes");
     const json config = read_json(checkpoint + "/config.json"),
                tokens = read_json(checkpoint + "/tokenizer_config.json");
-    CHECK(config.at("bos_token_id").is_null());  // not those of LLaMA: 1 and 2 are bytes
-    CHECK(config.at("eos_token_id").is_null());
-    CHECK(tokens.at("tokenizer_class") == "PreTrainedTokenizerFast");
-    CHECK(tokens.at("eos_token").is_null());
-    CHECK(read_json(checkpoint + "/generation_config.json") == json::object());
+    CHECK(config["bos_token_id"].isNull());  // not those of LLaMA: 1 and 2 are bytes
+    CHECK(config["eos_token_id"].isNull());
+    CHECK(tokens["tokenizer_class"] == "PreTrainedTokenizerFast");
+    CHECK(tokens["eos_token"].isNull());
+    CHECK(read_json(checkpoint + "/generation_config.json") == json(Json::objectValue));
     // What comes from there is a model of bytes, too.
     const Outcome outcome = train_8("--steps 2 --out " + next + " --init " + checkpoint);
     INFO(outcome.err);
@@ -99,10 +96,10 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
     const std::string model = folder / "model", run = folder / "run";
     make_model(model, folder / "first");
     const json made = read_json(newest_checkpoint(folder / "first") + "/config.json");
-    CHECK(made.at("vocab_size") == 601);
-    CHECK(made.at("bos_token_id") == 600);  // <|endoftext|>: it begins documents, and ends them
-    CHECK(made.at("eos_token_id") == 600);
-    CHECK(read_json(model + "/tokenizer_config.json").at("eos_token") == "<|endoftext|>");
+    CHECK(made["vocab_size"] == 601);
+    CHECK(made["bos_token_id"] == 600);  // <|endoftext|>: it begins documents, and ends them
+    CHECK(made["eos_token_id"] == 600);
+    CHECK(read_json(model + "/tokenizer_config.json")["eos_token"] == "<|endoftext|>");
     CHECK(slurp(model + "/tokenizer.json") == slurp(kGpt2 + "/tokenizer.json"));
 
     const Outcome outcome = train_8("--stop-after 2 --out " + run + " --init " + model);
@@ -114,8 +111,8 @@ TEST_CASE("what lies beside the weights of --init is found, and kept", "[program
              {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"})
             CHECK(slurp(newest_checkpoint(run) + "/" + name) == slurp(model + "/" + name));
         const json config = read_json(newest_checkpoint(run) + "/config.json");
-        CHECK(config.at("eos_token_id") == json({600, 3}));
-        CHECK(config.at("pad_token_id") == 3);
+        CHECK(config["eos_token_id"] == value(std::vector{600, 3}));
+        CHECK(config["pad_token_id"] == 3);
     };
     check_kept();
     // A resumed run needs only its own folder: the tokenizer is in the checkpoint.
@@ -149,8 +146,8 @@ TEST_CASE("an explicit --tokenizer wins over the one beside the model", "[progra
         CHECK(slurp(checkpoint + "/tokenizer.json") == slurp(kLlama3 + "/tokenizer.json"));
         CHECK_FALSE(std::filesystem::exists(checkpoint + "/chat_template.jinja"));
         // The ids and settings of the model were those of its own tokenizer. Id 607, <|begin_of_text|>, is beyond it.
-        CHECK(read_json(checkpoint + "/config.json").at("bos_token_id").is_null());
-        CHECK(read_json(checkpoint + "/generation_config.json") == json::object());
+        CHECK(read_json(checkpoint + "/config.json")["bos_token_id"].isNull());
+        CHECK(read_json(checkpoint + "/generation_config.json") == json(Json::objectValue));
         std::filesystem::remove_all(run);
     }
 }
@@ -220,9 +217,9 @@ TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", 
     for (const std::string family : {"gpt2", "llama_wide", "qwen2", "qwen3", "deepseek"})
         flags.push_back("--model " + models + family + ".json");
     json mistral = read_json("test/golden/mistral/config.json");
-    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) mistral.erase(key);
+    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) mistral.removeMember(key);
     mistral["vocab_size"] = 300;
-    spit(folder / "mistral.json", mistral.dump());
+    spit(folder / "mistral.json", dumped(mistral));
     flags.push_back("--model " + (folder / "mistral.json"));
     flags.push_back("--tokenizer " + kGpt2);  // with the preset tiny, a LLaMA
     flags.push_back("--tokenizer " + kLlama3);
@@ -233,9 +230,10 @@ TEST_CASE("transformers reads checkpoints whole: tokenizer, model, generate()", 
         INFO(these << outcome.err);
         REQUIRE(outcome.status == 0);
         const auto tokenizer = load_tokenizer(newest_checkpoint(run) + "/tokenizer.json");
-        json encodings = json::array();
-        for (const std::string& text : texts) encodings.push_back({{"text", text}, {"ids", tokenizer->encode(text)}});
-        spit(newest_checkpoint(run) + "/encodings.json", encodings.dump());
+        JsonText encodings = JsonText::array();
+        for (const std::string& text : texts)
+            encodings.push_back(JsonText{{"text", text}, {"ids", tokenizer->encode(text)}});
+        spit(newest_checkpoint(run) + "/encodings.json", encodings.str());
         folders += newest_checkpoint(run) + " ";
     }
     const Outcome outcome = run_shell(python + " test/golden/check_folder.py " + folders);

@@ -1,7 +1,6 @@
 // generate --serve, as clients see it: over sockets, with HTTP written by hand.
 #include "train_runs.h"
-
-#include <nlohmann/json.hpp>
+#include "json.h"
 
 #include <arpa/inet.h>
 #include <signal.h>
@@ -13,8 +12,6 @@
 
 namespace {
 
-using nlohmann::json;
-
 void pause_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 // A model of bytes that has learned which ones are text, with so many positions that an answer takes as long as a test
@@ -24,9 +21,9 @@ const std::string& model_folder() {
     static const std::string path = [] {
         REQUIRE(train("--steps 60 --lr 3e-3 --val-every 0 --out " + (folder / "run")).status == 0);
         const std::string checkpoint = newest_checkpoint(folder / "run");
-        json config = json::parse(slurp(checkpoint + "/config.json"));
+        json config = parsed_json(slurp(checkpoint + "/config.json"));
         config["max_position_embeddings"] = 1000000;
-        spit(checkpoint + "/config.json", config.dump());
+        spit(checkpoint + "/config.json", dumped(config));
         std::filesystem::rename(checkpoint, folder / "model");
         return folder / "model";
     }();
@@ -132,7 +129,7 @@ std::string http(const std::string& method, const std::string& path, const std::
 struct Reply {
     int status = 0;
     std::string head, body;
-    json object() const { return json::parse(body, nullptr, false); }
+    json object() const { return parsed_json(body); }
 };
 Reply parsed(const std::string& text) {
     const size_t end = text.find("\r\n\r\n");
@@ -142,10 +139,10 @@ Reply parsed(const std::string& text) {
 }
 Reply ask(const Server& server, const std::string& text) { return parsed(Client(server, text).read_all()); }
 Reply complete(const Server& server, const json& request) {
-    return ask(server, http("POST", "/v1/completions", request.dump()));
+    return ask(server, http("POST", "/v1/completions", dumped(request)));
 }
 Reply chat(const Server& server, const json& request) {
-    return ask(server, http("POST", "/v1/chat/completions", request.dump()));
+    return ask(server, http("POST", "/v1/chat/completions", dumped(request)));
 }
 
 // The objects of a stream of events, and whether "[DONE]" was the last.
@@ -159,7 +156,7 @@ std::vector<json> events(const Reply& reply) {
         const std::string data = reply.body.substr(at, reply.body.find("\n\n", at) - at);
         CHECK_FALSE(done);
         done = data == "[DONE]";
-        if (!done) all.push_back(json::parse(data));
+        if (!done) all.push_back(parsed_json(data));
     }
     CHECK(done);
     return all;
@@ -179,7 +176,7 @@ bool becomes(const Server& server, const std::string& name, double value) {
     return false;
 }
 
-const json kLong = {{"prompt", "for ever"}, {"max_tokens", 3900}, {"stream", true}, {"ignore_eos", true}};
+const json kLong = value({{"prompt", "for ever"}, {"max_tokens", 3900}, {"stream", true}, {"ignore_eos", true}});
 
 }  // namespace
 
@@ -188,30 +185,30 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     CHECK(
         one_line_with(refusal_to_listen().substr(0, refusal_to_listen().size() - 1), "192.0.2.1 port 8000", "--port"));
     const Server server("--tokens 30");
-    const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"];
+    const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"].asString();
     CHECK(name == model_folder());
     CHECK(ask(server, http("GET", "/health")).status == 200);
     CHECK(ask(server, http("GET", "/")).body.find("<!doctype html>") == 0);
 
-    const json request = {{"model", name}, {"prompt", "Line 7"}, {"max_tokens", 20},
-                          {"seed", 5},     {"top_k", 20},        {"ignore_eos", true}};
+    const json request = value(
+        {{"model", name}, {"prompt", "Line 7"}, {"max_tokens", 20}, {"seed", 5}, {"top_k", 20}, {"ignore_eos", true}});
     const Reply whole = complete(server, request);
     CHECK(whole.status == 200);
     const json answer = whole.object();
     CHECK(answer["object"] == "text_completion");
-    CHECK(answer["usage"] == json({{"prompt_tokens", 6}, {"completion_tokens", 20}, {"total_tokens", 26}}));
+    CHECK(answer["usage"] == value({{"prompt_tokens", 6}, {"completion_tokens", 20}, {"total_tokens", 26}}));
     CHECK(answer["choices"][0]["finish_reason"] == "length");
-    CHECK(answer["choices"][0]["logprobs"].is_null());
-    const std::string text = answer["choices"][0]["text"];
+    CHECK(answer["choices"][0]["logprobs"].isNull());
+    const std::string text = answer["choices"][0]["text"].asString();
     CHECK(complete(server, request).object()["choices"][0]["text"] == text);  // the same seed
 
     SECTION("a stream has the same text in pieces") {
         json streamed = request;
-        streamed["stream"] = true, streamed["stream_options"] = {{"include_usage", true}};
+        streamed["stream"] = true, streamed["stream_options"]["include_usage"] = true;
         std::string pieces;
         const std::vector<json> all = events(complete(server, streamed));
         REQUIRE(all.size() > 3);
-        for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"];
+        for (size_t i = 0; i + 1 < all.size(); ++i) pieces += all[i]["choices"][0]["text"].asString();
         CHECK(pieces == text);
         CHECK(all[all.size() - 2]["choices"][0]["finish_reason"] == "length");
         CHECK(all.back()["choices"].empty());
@@ -219,14 +216,14 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     }
     SECTION("a prompt as tokens, several prompts, several answers, and the prompt again") {
         json ids = request;
-        ids["prompt"] = {'L', 'i', 'n', 'e', ' ', '7'};
+        ids["prompt"] = value(std::vector<int>{'L', 'i', 'n', 'e', ' ', '7'});
         CHECK(complete(server, ids).object()["choices"][0]["text"] == text);
-        ids["prompt"] = {"Line 8", "Line 7"}, ids["n"] = 3, ids["echo"] = true;
+        ids["prompt"] = value(std::vector{"Line 8", "Line 7"}), ids["n"] = 3, ids["echo"] = true;
         const json choices = complete(server, ids).object()["choices"];
         REQUIRE(choices.size() == 6);
         for (int i = 0; i < 6; ++i) {
             CHECK(choices[i]["index"] == i);
-            CHECK(choices[i]["text"].get<std::string>().find(i < 3 ? "Line 8" : "Line 7") == 0);
+            CHECK(as<std::string>(choices[i]["text"]).find(i < 3 ? "Line 8" : "Line 7") == 0);
         }
         CHECK(choices[3]["text"] == "Line 7" + text);  // the first of n is what n = 1 gives
         CHECK(choices[4]["text"] != choices[3]["text"]);
@@ -238,16 +235,15 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(choice["text"] == text);
         CHECK(choice["logprobs"]["tokens"].size() == 20);
         double sum = 0;
-        for (const auto& [token, logprob] : choice["logprobs"]["top_logprobs"][0].items())
-            sum += std::exp(logprob.get<double>());
+        for (const json& logprob : choice["logprobs"]["top_logprobs"][0]) sum += std::exp(as<double>(logprob));
         CHECK((sum > 0 && sum < 1));
         CHECK(choice["logprobs"]["text_offset"][0] == 0);
-        const json message = {{"messages", {{{"role", "user"}, {"content", "Hello"}}}},
-                              {"logprobs", true},
-                              {"top_logprobs", 2},
-                              {"temperature", 0},
-                              {"max_tokens", 4},
-                              {"ignore_eos", true}};
+        const json message = value({{"messages", JsonText::array({JsonText{{"role", "user"}, {"content", "Hello"}}})},
+                                    {"logprobs", true},
+                                    {"top_logprobs", 2},
+                                    {"temperature", 0},
+                                    {"max_tokens", 4},
+                                    {"ignore_eos", true}});
         const json content = chat(server, message).object()["choices"][0]["logprobs"]["content"];
         REQUIRE(content.size() == 4);
         CHECK(content[0]["top_logprobs"].size() == 2);
@@ -255,33 +251,33 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]);
     }
     SECTION("a conversation, whole and as a stream; a stop text") {
-        json message = {{"messages",
-                         {{{"role", "system"}, {"content", "Be brief."}},
-                          {{"role", "user"}, {"content", {{{"type", "text"}, {"text", "Hello"}}}}}}},
-                        {"seed", 1},
-                        {"max_tokens", 25},
-                        {"ignore_eos", true}};
+        const JsonText part = {{"type", "text"}, {"text", "Hello"}},
+                       brief = {{"role", "system"}, {"content", "Be brief."}},
+                       hello = {{"role", "user"}, {"content", JsonText::array({part})}};
+        json message = value(
+            {{"messages", JsonText::array({brief, hello})}, {"seed", 1}, {"max_tokens", 25}, {"ignore_eos", true}});
         const json first = chat(server, message).object();
         CHECK(first["object"] == "chat.completion");
         CHECK(first["choices"][0]["message"]["role"] == "assistant");
-        const std::string said = first["choices"][0]["message"]["content"];
+        const std::string said = first["choices"][0]["message"]["content"].asString();
         message["stream"] = true;
         std::string pieces;
         for (const json& event : events(chat(server, message))) {
             CHECK(event["object"] == "chat.completion.chunk");
-            CHECK_FALSE(event.contains("usage"));
-            pieces += event["choices"][0]["delta"].value("content", "");
+            CHECK_FALSE(event.isMember("usage"));
+            pieces += event["choices"][0]["delta"]["content"].asString();
         }
         CHECK(pieces == said);
         json stopping = request;
-        stopping["stop"] = {text.substr(10, 3), "not there"};
+        stopping["stop"] = value(std::vector<std::string>{text.substr(10, 3), "not there"});
         const json stopped = complete(server, stopping).object()["choices"][0];
         CHECK(stopped["finish_reason"] == "stop");
         CHECK(stopped["text"] == text.substr(0, text.find(text.substr(10, 3))));
     }
     SECTION("what a flag says holds where a request says nothing") {
-        CHECK(complete(server, {{"prompt", "a"}, {"ignore_eos", true}}).object()["usage"]["completion_tokens"] == 30);
-        const auto random = [&] { return complete(server, {{"prompt", "a"}}).object()["choices"][0]["text"]; };
+        CHECK(complete(server, value({{"prompt", "a"}, {"ignore_eos", true}})).object()["usage"]["completion_tokens"] ==
+              30);
+        const auto random = [&] { return complete(server, value({{"prompt", "a"}})).object()["choices"][0]["text"]; };
         CHECK(random() != random());  // without a seed each has another one
     }
 }
@@ -294,15 +290,15 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                           const char* path = "/v1/completions") {
         return ask(server, http("POST", path, body, key + headers));
     };
-    const auto refused = [&](const Reply& reply, int status, const std::string& words, const json& param = nullptr) {
+    const auto refused = [&](const Reply& reply, int status, const std::string& words, const json& param = {}) {
         INFO(reply.head << "\n" << reply.body);
         CHECK(reply.status == status);
         const json error = reply.object()["error"];
-        CHECK(error["message"].get<std::string>().find(words) != std::string::npos);
+        CHECK(as<std::string>(error["message"]).find(words) != std::string::npos);
         CHECK(error["param"] == param);
         CHECK(reply.head.find("Connection: close") != std::string::npos);
     };
-    refused(post("{\"prompt\": "), 400, "no JSON: parse error at line 1, column 12");
+    refused(post("{\"prompt\": "), 400, "the body: not valid JSON at line 1, column 1");
     refused(post("[1]"), 400, "no JSON object");
     refused(post(std::string(100, '[')), 400, "levels");
     refused(post("{}"), 400, "\"prompt\" is missing", "prompt");
@@ -365,7 +361,7 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
     for (const bool streams : {true, false}) {
         json request = kLong;
         request["stream"] = streams;
-        Client client(server, http("POST", "/v1/completions", request.dump()));
+        Client client(server, http("POST", "/v1/completions", dumped(request)));
         if (streams) client.read_until("data: ");
         CHECK(becomes(server, "llm_running", 1));
         CHECK(metric(server, "llm_pages_used") > 0);
@@ -375,7 +371,7 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         CHECK(engine["requests"][0]["max_tokens"] == 3900);
         int64_t pages = 0;
         for (const json& run : engine["pages"])
-            pages += run[0] == engine["requests"][0]["id"] ? run[2].get<int64_t>() : 0;
+            pages += run[0] == engine["requests"][0]["id"] ? as<int64_t>(run[2]) : 0;
         CHECK(pages == engine["pages_used"]);
         client.leave();
         CHECK(becomes(server, "llm_running", 0));
@@ -383,9 +379,9 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
     }
     CHECK(metric(server, "llm_requests_total{outcome=\"cancelled\"}") == 2);
 
-    Client first(server, http("POST", "/v1/completions", kLong.dump()));
+    Client first(server, http("POST", "/v1/completions", dumped(kLong)));
     first.read_until("data: ");
-    Client second(server, http("POST", "/v1/completions", kLong.dump()));
+    Client second(server, http("POST", "/v1/completions", dumped(kLong)));
     CHECK(becomes(server, "llm_waiting", 1));
     const Reply third = complete(server, kLong);
     CHECK(third.status == 429);
@@ -398,23 +394,23 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
 TEST_CASE("a signal ends the server when its answers are complete, a second one at once", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     json request = kLong;
-    request["max_tokens"] = 500, request["stream_options"] = {{"include_usage", true}};
+    request["max_tokens"] = 500, request["stream_options"]["include_usage"] = true;
     for (const int number : {SIGTERM, SIGINT}) {
         Server server("");
-        Client client(server, http("POST", "/v1/completions", request.dump()));
+        Client client(server, http("POST", "/v1/completions", dumped(request)));
         client.read_until("data: ");
         server.signal(number);
         pause_ms(20);
         CHECK(ask(server, http("GET", "/health")).status == 503);
         const Reply late = complete(server, kLong);
         CHECK(late.status == 503);
-        CHECK(late.object()["error"]["message"].get<std::string>().find("ending") != std::string::npos);
+        CHECK(as<std::string>(late.object()["error"]["message"]).find("ending") != std::string::npos);
         const std::vector<json> all = events(parsed(client.read_all()));
         CHECK(all.back()["usage"]["completion_tokens"] == 500);
         CHECK(server.wait() == 0);
     }
     Server server("");
-    Client client(server, http("POST", "/v1/completions", kLong.dump()));
+    Client client(server, http("POST", "/v1/completions", dumped(kLong)));
     client.read_until("data: ");
     server.signal(SIGTERM);
     pause_ms(20);

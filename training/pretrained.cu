@@ -12,16 +12,13 @@
 // bytes has no special tokens.
 //
 // A model whose tokens change, by another --tokenizer or to bytes, loses the ids and settings of those it had.
+#include "io/json.h"
 #include "training/training.h"
-
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <filesystem>
 
 namespace fs = std::filesystem;
-using nlohmann::json;
-using nlohmann::ordered_json;
 
 namespace {
 
@@ -54,10 +51,10 @@ std::string tokenizer_path(const TrainOptions& o) {
 // The ids of special tokens that the config.json of the run's model names, as JSON.
 TokenIds read_token_ids(const TrainOptions& o) {
     const bool in_folder = o.resume || !o.init.empty() || is_folder(o.model);
-    const json config = json::parse(read_text_file(in_folder ? model_folder(o) + "/config.json" : o.model));
+    const Json::Value config = read_json_file(in_folder ? model_folder(o) + "/config.json" : o.model);
     TokenIds ids;
     for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"})
-        if (config.contains(key)) ids[key] = config.at(key).dump();
+        if (has(config, key)) ids[key] = JsonText(member(config, key)).str();
     return ids;
 }
 
@@ -73,14 +70,14 @@ TokenIds known_token_ids(const RunData& data, const Config& config) {
 }
 
 // The text of a special token, as JSON; null where there is none. A list of ids: that of the first.
-ordered_json token_text(const Tokenizer& tokenizer, const ModelFiles& model, const char* key) {
+JsonText token_text(const Tokenizer& tokenizer, const ModelFiles& model, const char* key) {
     const auto found = model.token_ids.find(key);
     if (found == model.token_ids.end()) return nullptr;
-    json id = json::parse(found->second);
-    if (id.is_array() && !id.empty()) id = json(id[0]);
-    if (!id.is_number_integer() || id < 0 || id >= tokenizer.vocab_size()) return nullptr;
+    const Json::Value ids = parse_json(found->second, key), &first = ids.isArray() && !ids.empty() ? ids[0] : ids;
+    int32_t id = -1;
+    if (!is_whole(first) || !read_value(first, id) || id < 0 || id >= tokenizer.vocab_size()) return nullptr;
     try {
-        return tokenizer.decode({id.get<int32_t>()});
+        return tokenizer.decode({id});
     } catch (const Error&) {  // ids may have gaps
         return nullptr;
     }
@@ -88,21 +85,21 @@ ordered_json token_text(const Tokenizer& tokenizer, const ModelFiles& model, con
 
 // PreTrainedTokenizerFast: what tokenizer.json says, and nothing that follows from the model's type.
 std::string make_tokenizer_config(const Tokenizer& tokenizer, const ModelFiles& model, const Config& config) {
-    const ordered_json out = {{"tokenizer_class", "PreTrainedTokenizerFast"},
-                              {"model_max_length", config.T_max},
-                              {"clean_up_tokenization_spaces", false},
-                              {"bos_token", token_text(tokenizer, model, "bos_token_id")},
-                              {"eos_token", token_text(tokenizer, model, "eos_token_id")},
-                              {"pad_token", token_text(tokenizer, model, "pad_token_id")},
-                              {"unk_token", nullptr}};
-    return out.dump(2, ' ', false, json::error_handler_t::replace) + "\n";  // a token may be half a character
+    const JsonText out = {{"tokenizer_class", "PreTrainedTokenizerFast"},
+                          {"model_max_length", config.T_max},
+                          {"clean_up_tokenization_spaces", false},
+                          {"bos_token", token_text(tokenizer, model, "bos_token_id")},
+                          {"eos_token", token_text(tokenizer, model, "eos_token_id")},
+                          {"pad_token", token_text(tokenizer, model, "pad_token_id")},
+                          {"unk_token", nullptr}};
+    return out.indented(2) + "\n";
 }
 
 std::string make_generation_config(const ModelFiles& model) {
-    ordered_json out = ordered_json::object();
+    JsonText out = JsonText::object();
     for (const auto& [key, id] : model.token_ids)
-        if (id != "null") out[key] = json::parse(id);
-    return out.dump(2) + "\n";
+        if (id != "null") out.set(key, parse_json(id, key));
+    return out.indented(2) + "\n";
 }
 
 void copy_file(ModelFiles& model, const std::string& folder, const char* name) {

@@ -4,9 +4,8 @@
 // A disk or a copy can break a checkpoint long after it was written. Every tensor has a checksum (io/checksum.cu), and
 // before a run resumes, all of them are compared: a broken checkpoint is named,
 // and the newest whole one before it takes its place.
+#include "io/json.h"
 #include "training/training.h"
-
-#include <nlohmann/json.hpp>
 
 #include <cstdio>
 #include <filesystem>
@@ -15,34 +14,41 @@ namespace {
 
 std::string state_path(const std::string& checkpoint) { return checkpoint + "/state.json"; }
 
-nlohmann::ordered_json to_json(const DataIdentity& data) {
+template <class T>
+T required(const Json::Value& object, const char* key) {
+    T value{};
+    check(read_value(member(object, key), value), "\"", key, "\" is missing, or is not what it should be");
+    return value;
+}
+
+JsonText to_json(const DataIdentity& data) {
     return {{"train_tokens", data.train_n},
             {"train_checksum", checksum_text(data.train_checksum)},
             {"val_tokens", data.val_n},
             {"val_checksum", checksum_text(data.val_checksum)}};
 }
-DataIdentity identity_from_json(const nlohmann::json& data) {
-    const auto number = [&](const char* key) { return std::stoull(data.at(key).get<std::string>(), nullptr, 16); };
-    return {data.at("train_tokens").get<int64_t>(), data.at("val_tokens").get<int64_t>(), number("train_checksum"),
+DataIdentity identity_from_json(const Json::Value& data) {
+    const auto number = [&](const char* key) { return std::stoull(required<std::string>(data, key), nullptr, 16); };
+    return {required<int64_t>(data, "train_tokens"), required<int64_t>(data, "val_tokens"), number("train_checksum"),
             number("val_checksum")};
 }
 
-nlohmann::ordered_json to_json(const Schedule& s) {
+JsonText to_json(const Schedule& s) {
     return {
         {"name", s.name},        {"peak", s.peak},   {"min_ratio", s.min_ratio}, {"decay_fraction", s.decay_fraction},
         {"warmup", s.warmup},    {"steps", s.steps}, {"from", s.from},           {"until", s.until},
         {"position", s.position}};
 }
-Schedule schedule_from_json(const nlohmann::json& s) {
-    return {.name = s.at("name").get<std::string>(),
-            .peak = s.at("peak").get<double>(),
-            .min_ratio = s.at("min_ratio").get<double>(),
-            .decay_fraction = s.at("decay_fraction").get<double>(),
-            .warmup = s.at("warmup").get<int64_t>(),
-            .steps = s.at("steps").get<int64_t>(),
-            .from = s.at("from").get<int64_t>(),
-            .until = s.at("until").get<int64_t>(),
-            .position = s.at("position").get<double>()};
+Schedule schedule_from_json(const Json::Value& s) {
+    return {.name = required<std::string>(s, "name"),
+            .peak = required<double>(s, "peak"),
+            .min_ratio = required<double>(s, "min_ratio"),
+            .decay_fraction = required<double>(s, "decay_fraction"),
+            .warmup = required<int64_t>(s, "warmup"),
+            .steps = required<int64_t>(s, "steps"),
+            .from = required<int64_t>(s, "from"),
+            .until = required<int64_t>(s, "until"),
+            .position = required<double>(s, "position")};
 }
 
 // "optimizer-00002-of-00008.safetensors" needs seven other files beside it.
@@ -76,7 +82,9 @@ std::string fault_of(const std::string& folder) {
 }  // namespace
 
 void write_state(const std::string& folder, const RunState& s) {
-    nlohmann::ordered_json state = {
+    JsonText options = JsonText::object();
+    for (const auto& [flag, value] : s.options) options.set(flag, value);
+    JsonText state = {
         {"step", s.step},
         {"updates", s.updates},
         {"sequences", s.sequences},
@@ -84,32 +92,35 @@ void write_state(const std::string& folder, const RunState& s) {
         {"loss_scale", {{"scale", s.loss_scale}, {"good_steps", s.good_steps}, {"overflows", s.overflows}}},
         {"data", to_json(s.data.value())},
         {"schedule", to_json(s.schedule.value())},
-        {"options", s.options}};
-    if (s.best) state["best"] = {{"step", s.best->step}, {"val_loss", s.best->val_loss}};
-    write_text_file(state_path(folder), state.dump(2) + "\n");
+        {"options", options}};
+    if (s.best) state.set("best", {{"step", s.best->step}, {"val_loss", s.best->val_loss}});
+    write_text_file(state_path(folder), state.indented(2) + "\n");
 }
 
 RunState read_state(const std::string& folder) {
     const std::string path = state_path(folder);
+    const Json::Value state = read_json_file(path);
     try {
-        const nlohmann::json state = nlohmann::json::parse(read_text_file(path));
-        const nlohmann::json& scale = state.at("loss_scale");
+        const Json::Value& scale = member(state, "loss_scale");
         RunState s;
-        s.step = state.at("step").get<int64_t>();
-        s.updates = state.at("updates").get<int64_t>();
-        s.sequences = state.value("sequences", int64_t{0});
-        s.tokens = state.value("tokens", int64_t{0});
-        s.loss_scale = scale.at("scale").get<double>();
-        s.good_steps = scale.at("good_steps").get<int64_t>();
-        s.overflows = scale.at("overflows").get<int64_t>();
-        // Checkpoints of earlier versions do not say it.
-        if (state.contains("data")) s.data = identity_from_json(state.at("data"));
-        if (state.contains("schedule")) s.schedule = schedule_from_json(state.at("schedule"));
-        if (state.contains("best"))
-            s.best = {state.at("best").at("step").get<int64_t>(), state.at("best").at("val_loss").get<double>()};
-        s.options = state.at("options").get<std::map<std::string, std::string>>();
+        s.step = required<int64_t>(state, "step");
+        s.updates = required<int64_t>(state, "updates");
+        // Checkpoints of earlier versions do not say the four that may be missing.
+        if (has(state, "sequences")) s.sequences = required<int64_t>(state, "sequences");
+        if (has(state, "tokens")) s.tokens = required<int64_t>(state, "tokens");
+        s.loss_scale = required<double>(scale, "scale");
+        s.good_steps = required<int64_t>(scale, "good_steps");
+        s.overflows = required<int64_t>(scale, "overflows");
+        if (has(state, "data")) s.data = identity_from_json(member(state, "data"));
+        if (has(state, "schedule")) s.schedule = schedule_from_json(member(state, "schedule"));
+        if (const Json::Value& best = member(state, "best"); !best.isNull())
+            s.best = {required<int64_t>(best, "step"), required<double>(best, "val_loss")};
+        const Json::Value& options = member(state, "options");
+        check(options.isObject(), "\"options\" is missing");
+        for (auto option = options.begin(); option != options.end(); ++option)
+            s.options[option.name()] = required<std::string>(options, option.name().c_str());
         return s;
-    } catch (const nlohmann::json::exception& error) {
+    } catch (const Error& error) {
         fail(path, " is not a training state: ", error.what());
     } catch (const std::logic_error&) {  // std::stoull
         fail(path, " is not a training state: a checksum is not a hexadecimal number");

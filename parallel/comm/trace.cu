@@ -1,8 +1,6 @@
 // trace.cu: --trace: who computed what, and who sent what to whom, when: as lines of text and as a Perfetto trace.
-#include "io/io.h"
+#include "io/json.h"
 #include "parallel/comm/transport.h"
-
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cstdio>
@@ -41,17 +39,18 @@ std::string trace_line(const TraceEvent& event) {
 }
 
 std::string pack_events(const std::vector<TraceEvent>& events) {
-    nlohmann::json all = nlohmann::json::array();
+    JsonText all = JsonText::array();
     for (const TraceEvent& e : events)
-        all.push_back({static_cast<int>(e.kind), e.rank, e.peer, e.step, e.bytes, e.start, e.end, e.what});
-    return all.dump();
+        all.push_back(
+            JsonText::array({static_cast<int>(e.kind), e.rank, e.peer, e.step, e.bytes, e.start, e.end, e.what}));
+    return all.str();
 }
 std::vector<TraceEvent> unpack_events(const std::string& packed) {
     std::vector<TraceEvent> events;
-    for (const nlohmann::json& e : nlohmann::json::parse(packed))
-        events.push_back({static_cast<TraceEvent::Kind>(e[0].get<int>()), e[1].get<int>(), e[2].get<int>(),
-                          e[3].get<int64_t>(), e[4].get<size_t>(), e[5].get<double>(), e[6].get<double>(),
-                          e[7].get<std::string>()});
+    const Json::Value all = parse_json(packed, "the events of a rank");
+    for (const Json::Value& e : all)
+        events.push_back({static_cast<TraceEvent::Kind>(e[0].asInt()), e[1].asInt(), e[2].asInt(), e[3].asInt64(),
+                          e[4].asUInt64(), e[5].asDouble(), e[6].asDouble(), e[7].asString()});
     return events;
 }
 
@@ -89,16 +88,16 @@ constexpr size_t kMinArrowBytes = 64;
 constexpr int kComputingRow = 0, kCommunicationRow = 1;
 int row_of(const TraceEvent& e) { return e.kind == TraceEvent::computing ? kComputingRow : kCommunicationRow; }
 
-nlohmann::json name_row(const char* what, int rank, int row, const std::string& name) {
+JsonText name_row(const char* what, int rank, int row, const std::string& name) {
     return {{"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", row}, {"args", {{"name", name}}}};
 }
 
 // One end of an arrow: "s" start, "f" finish.
-nlohmann::json arrow_end(const char* phase, int id, int rank, double seconds) {
-    nlohmann::json end = {{"ph", phase},        {"id", id},    {"name", "message"},
-                          {"cat", "message"},   {"pid", rank}, {"tid", kCommunicationRow},
-                          {"ts", 1e6 * seconds}};
-    if (phase[0] == 'f') end["bp"] = "e";  // it ends at the slice that it lies in, not at the next one
+JsonText arrow_end(const char* phase, int id, int rank, double seconds) {
+    JsonText end = {{"ph", phase},        {"id", id},    {"name", "message"},
+                    {"cat", "message"},   {"pid", rank}, {"tid", kCommunicationRow},
+                    {"ts", 1e6 * seconds}};
+    if (phase[0] == 'f') end.set("bp", "e");  // it ends at the slice that it lies in, not at the next one
     return end;
 }
 
@@ -106,7 +105,7 @@ nlohmann::json arrow_end(const char* phase, int id, int rank, double seconds) {
 // communication; messages lie inside their collectives, and an arrow goes from each send to its receive.
 void write_json(const std::string& path, const std::vector<TraceEvent>& events, int n_ranks) {
     static const char* const kCategories[] = {"computing", "collective", "message", "message"};
-    nlohmann::json all = nlohmann::json::array();
+    JsonText all = JsonText::array();
     for (int rank = 0; rank < n_ranks; ++rank) {
         all.push_back(name_row("process_name", rank, 0, concat("rank ", rank)));
         all.push_back(name_row("thread_name", rank, kComputingRow, "computing"));
@@ -131,7 +130,7 @@ void write_json(const std::string& path, const std::vector<TraceEvent>& events, 
         all.push_back(arrow_end("s", ++id, message.send->rank, message.send->start));
         all.push_back(arrow_end("f", id, message.recv->rank, message.recv->end));
     }
-    write_text_file(path, nlohmann::json{{"traceEvents", all}, {"displayTimeUnit", "ms"}}.dump() + "\n");
+    write_text_file(path, JsonText{{"traceEvents", all}, {"displayTimeUnit", "ms"}}.str() + "\n");
 }
 
 }  // namespace
