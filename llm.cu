@@ -15,7 +15,8 @@
 //
 // With tensor parallelism (parallel/tensor) a rank has some of the heads and of the feed-forward's columns. What its
 // sub-layers give is then a part of a sum over the ranks: sum_over_ranks forms it, forward behind each branch, backward
-// before the norm. On one rank it does nothing.
+// before the norm. With sequence parallelism each rank then has some rows of x, and all_rows gathers them for a
+// sub-layer. On one rank both do nothing.
 //
 // Where there are many ranks, begin_visit gathers the weights that the work of a visit reads and end_visit reduces the
 // gradients that it has completed (model/visits.cu). On one rank they do nothing.
@@ -27,8 +28,22 @@
 
 namespace {
 
-void sum_over_ranks(const Model& model, Tensor part, cudaStream_t stream) {
-    if (model.tensor_parallel) model.tensor_parallel->sum(part, stream);
+// What a sub-layer reads: the rows of all ranks, where each has some of them (sequence parallelism).
+Tensor all_rows(const Model& model, const Activations& acts, Tensor all, Tensor rows, cudaStream_t stream) {
+    if (!acts.divided_rows) return rows;
+    model.tensor_parallel->gather_rows(all, rows, stream);
+    return all;
+}
+// rows = the sum over the ranks of `all`, which is `rows` itself unless each rank has some of them.
+void sum_over_ranks(const Model& model, const Activations& acts, Tensor rows, Tensor all, cudaStream_t stream) {
+    if (acts.divided_rows) model.tensor_parallel->sum_rows(rows, all, stream);
+    else if (model.tensor_parallel) model.tensor_parallel->sum(rows, stream);
+}
+Tensor all_in(const BlockContext& b, Tensor rows) {
+    return all_rows(b.model, b.acts, b.workspace.all_in, rows, b.stream);
+}
+void sum_over_ranks(const BlockContext& b, Tensor rows, Tensor all) {
+    sum_over_ranks(b.model, b.acts, rows, all, b.stream);
 }
 
 // x = x + attention(norm1(x)), x = x + feed_forward(norm2(x)). `last_product` is false where a forward is run again for
@@ -36,17 +51,17 @@ void sum_over_ranks(const Model& model, Tensor part, cudaStream_t stream) {
 Residual block_forward(const BlockContext& b, const Block& block, Residual x, bool last_product = true) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;
-    const Tensor branch = b.workspace.branch;
+    const Tensor branch = b.workspace.branch, out = b.acts.divided_rows ? b.workspace.all_out : branch;
 
     norm_forward(model, block.norm1, saved.norm1, x, b.stream);
-    model.attention->forward(b, block.attention, saved.attention, branch, saved.norm1.out);
-    sum_over_ranks(model, branch, b.stream);
+    model.attention->forward(b, block.attention, saved.attention, out, all_in(b, saved.norm1.out));
+    sum_over_ranks(b, branch, out);
     x = {saved.norm1.sum, branch};
 
     norm_forward(model, block.norm2, saved.norm2, x, b.stream);
-    model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? branch : Tensor{},
-                                saved.norm2.out);
-    if (last_product) sum_over_ranks(model, branch, b.stream);
+    model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? out : Tensor{},
+                                all_in(b, saved.norm2.out));
+    if (last_product) sum_over_ranks(b, branch, out);
     return {saved.norm2.sum, branch};
 }
 
@@ -55,16 +70,19 @@ Residual block_forward(const BlockContext& b, const Block& block, Residual x, bo
 void block_backward(const BlockContext& b, const Block& block, Tensor dx) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;
-    const Tensor dnorm = b.workspace.dnorm, scratch = b.workspace.scratch;
+    const Workspace& ws = b.workspace;
+    const Tensor dnorm = ws.dnorm, din = b.acts.divided_rows ? ws.all_out : dnorm, scratch = ws.scratch;
 
     // x = x + feed_forward(norm2(x))
-    model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, dnorm, dx, saved.norm2.out);
-    sum_over_ranks(model, dnorm, b.stream);
+    Tensor dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
+    model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, din, dout, all_in(b, saved.norm2.out));
+    sum_over_ranks(b, dnorm, din);
     norm_backward(model, block.norm2, saved.norm2, dx, dnorm, dx, scratch, b.stream);
 
     // x = x + attention(norm1(x))
-    model.attention->backward(b, block.attention, saved.attention, dnorm, dx, saved.norm1.out);
-    sum_over_ranks(model, dnorm, b.stream);
+    dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
+    model.attention->backward(b, block.attention, saved.attention, din, dout, all_in(b, saved.norm1.out));
+    sum_over_ranks(b, dnorm, din);
     norm_backward(model, block.norm1, saved.norm1, dx, dnorm, dx, scratch, b.stream);
 }
 
@@ -95,22 +113,24 @@ Tensor tokens_here(const Activations& acts) { return acts.local_tokens.exists() 
 void embed_tokens(const Pass& p, Tensor out) {
     const Model& model = p.model;
     const TensorShare& share = model.share;
-    const Tensor rows = out.view({p.acts.B, p.acts.T, model.config.C}), tokens = tokens_here(p.acts);
+    const Tensor all = p.acts.divided_rows ? p.workspace.all_out : out, tokens = tokens_here(p.acts);
     if (share.size > 1)
         ids_from(tokens, p.acts.tokens, share.first_token(model.config), share.tokens(model.config), p.stream);
-    embedding_forward(rows, tokens, p.acts.positions, model.wte, share.rank == 0 ? model.wpe : Tensor{}, p.stream);
-    sum_over_ranks(model, out, p.stream);  // of each row one rank has the token's, and rank 0 the position's
+    embedding_forward(all.view({p.acts.B, p.acts.T, model.config.C}), tokens, p.acts.positions, model.wte,
+                      share.rank == 0 ? model.wpe : Tensor{}, p.stream);
+    sum_over_ranks(model, p.acts, out, all, p.stream);  // of each row one rank has the token's, rank 0 the position's
 }
 void embed_tokens_backward(const Pass& p, Tensor dout) {
-    const Tensor rows = dout.view({p.acts.B, p.acts.T, p.model.config.C});
-    embedding_backward(p.model.dwte, p.model.dwpe, rows, tokens_here(p.acts), p.acts.positions,
-                       p.workspace.embedding_scratch, p.stream);
+    const Tensor all = all_rows(p.model, p.acts, p.workspace.all_dout, dout, p.stream);
+    embedding_backward(p.model.dwte, p.model.dwpe, all.view({p.acts.B, p.acts.T, p.model.config.C}),
+                       tokens_here(p.acts), p.acts.positions, p.workspace.embedding_scratch, p.stream);
 }
 
 // logits = head(norm(x))
 void apply_head(const Pass& p, const Residual& x) {
     norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.stream);
-    linear_forward(p.acts.logits, p.acts.final_norm.out, p.model.head.weight, {}, p.stream);
+    linear_forward(p.acts.logits, all_rows(p.model, p.acts, p.workspace.all_in, p.acts.final_norm.out, p.stream),
+                   p.model.head.weight, {}, p.stream);
 }
 // Inference: the head is for the rows that a wanted token follows. The stream's rows are looked up as an embedding's.
 Residual wanted_rows(const Pass& p, const Residual& x) {
@@ -122,9 +142,11 @@ Residual wanted_rows(const Pass& p, const Residual& x) {
 void apply_head_backward(const Pass& p, Tensor dx) {
     const Linear& head = p.model.head;
     const Workspace& ws = p.workspace;
-    linear_backward_input(ws.dnorm, p.acts.logits, head.weight, false, p.stream);
-    sum_over_ranks(p.model, ws.dnorm, p.stream);
-    linear_backward_weight(head.dweight, {}, p.acts.logits, p.acts.final_norm.out, ws.scratch, p.stream);
+    const Tensor din = p.acts.divided_rows ? ws.all_out : ws.dnorm;
+    linear_backward_input(din, p.acts.logits, head.weight, false, p.stream);
+    sum_over_ranks(p.model, p.acts, ws.dnorm, din, p.stream);
+    linear_backward_weight(head.dweight, {}, p.acts.logits,
+                           all_rows(p.model, p.acts, ws.all_in, p.acts.final_norm.out, p.stream), ws.scratch, p.stream);
     norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws.scratch, p.stream);
 }
 

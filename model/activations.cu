@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-Tensor SavedTaker::recomputable(const char* what, int64_t columns) {
-    if (!shared_) return arena_.take(what, dtype_, {N, columns});
+Tensor SavedTaker::recomputable(const char* what, int64_t n, int64_t columns) {
+    if (!shared_) return arena_.take(what, dtype_, {n, columns});
     // Selective recomputation: the first block takes the tensors, and the others get the same ones in the same order.
-    if (next_ == tensors_.size()) tensors_.push_back(arena_.take(what, dtype_, {N, columns}));
+    if (next_ == tensors_.size()) tensors_.push_back(arena_.take(what, dtype_, {n, columns}));
     return tensors_[next_++];
 }
 
@@ -14,8 +14,8 @@ namespace {
 
 NormSaved take_norm(const Model& model, SavedTaker& take, Tensor sum, Tensor out) {
     NormSaved saved{sum, out, {}, {}};
-    if (model.config.family == Family::gpt2) saved.mean = take.arena().take("norms", DType::f32, {take.N});
-    saved.rstd = take.arena().take("norms", DType::f32, {take.N});
+    if (model.config.family == Family::gpt2) saved.mean = take.arena().take("norms", DType::f32, {take.rows});
+    saved.rstd = take.arena().take("norms", DType::f32, {take.rows});
     return saved;
 }
 
@@ -23,10 +23,11 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
     const Config& c = model.config;
     BlockSaved saved;
     take.begin_block();
-    saved.norm1 = take_norm(model, take, input, take.recomputable("norms", c.C));
+    saved.norm1 = take_norm(model, take, input, take.recomputable_rows("norms", c.C));
     model.attention->take_saved(take, model.local, saved.attention);
-    const Tensor sum = take.keep("residual stream", c.C);  // after attention: norm2 adds, and its backward reads it
-    saved.norm2 = take_norm(model, take, sum, take.recomputable("norms", c.C));
+    const Tensor sum =
+        take.keep_rows("residual stream", c.C);  // after attention: norm2 adds, and its backward reads it
+    saved.norm2 = take_norm(model, take, sum, take.recomputable_rows("norms", c.C));
     model.feed_forward->take_saved(take, model.local, saved.feed_forward);
     return saved;
 }
@@ -36,15 +37,16 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
 // backward needs: block 0's input is the embedding, which is no longer read when block 1 writes its own input there.
 void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inputs, Arena& arena) {
     const int64_t C = model.config.C, L = model.config.L;
-    SavedTaker take(arena, model.precision.dtype, acts.B, acts.T, acts.recompute.selective);
+    const int64_t rows = acts.embedded.shape[0];
+    SavedTaker take(arena, model.precision.dtype, acts.B, acts.T, rows, acts.recompute.selective);
     const int64_t n_linears = static_cast<int64_t>(block_linear_shapes(model.config).size());
     for (int64_t l = 0; l < L; ++l) {
         BlockSaved saved;
         if (l < n) {
-            saved = take_block(model, take, l == 0 ? acts.embedded : take.keep("residual stream", C));
+            saved = take_block(model, take, l == 0 ? acts.embedded : take.keep_rows("residual stream", C));
         } else {
             saved = acts.blocks[static_cast<size_t>(l % n)];
-            if (keep_inputs && l % n == 0) saved.norm1.sum = take.keep("residual stream", C);
+            if (keep_inputs && l % n == 0) saved.norm1.sum = take.keep_rows("residual stream", C);
         }
         // Not shared: a block that is run again does not run its last product, but needs what its input was scaled by.
         if (model.precision.fp8 != Fp8Recipe::none) saved.fp8 = arena.take("fp8 scales", DType::f32, {n_linears, 2});
@@ -52,23 +54,26 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
     }
 }
 
-// What a forward needs, of blocks that share n sets of tensors. n_logits: rows that the head is applied to.
-Activations take(const Model& model, int64_t B, int64_t T, int64_t n_logits, const Recompute& recompute, int64_t n,
-                 bool keep_inputs, Arena& arena) {
+// What a forward needs, of blocks that share n sets of tensors. n_logits: rows that the head is applied to. rows: of
+// the residual stream on this rank.
+Activations take(const Model& model, int64_t B, int64_t T, int64_t rows, int64_t n_logits, const Recompute& recompute,
+                 int64_t n, bool keep_inputs, Arena& arena) {
     const Config& c = model.config;
     const DType dtype = model.precision.dtype;
     const int64_t N = B * T;
     Activations acts;
     acts.B = B, acts.T = T;
+    acts.divided_rows = rows < N;
     acts.recompute = recompute;
     acts.tokens = arena.take("tokens", DType::i32, {B, T});
     acts.targets = arena.take("tokens", DType::i32, {N});
-    acts.embedded = arena.take("residual stream", dtype, {N, c.C});
+    acts.embedded = arena.take("residual stream", dtype, {rows, c.C});
     acts.losses = arena.take("losses", DType::f32, {N});
     take_blocks(model, acts, n, keep_inputs, arena);
-    SavedTaker final_norm(arena, dtype, 1, n_logits, false);  // there is one final norm: nothing to share
-    const Tensor sum = final_norm.keep("residual stream", c.C);
-    acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep("norms", c.C));
+    const int64_t final_rows = acts.divided_rows ? rows : n_logits;
+    SavedTaker final_norm(arena, dtype, 1, n_logits, final_rows, false);  // there is one final norm: nothing to share
+    const Tensor sum = final_norm.keep_rows("residual stream", c.C);
+    acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep_rows("norms", c.C));
     acts.logits = arena.take("logits", dtype, {n_logits, model.share.vocabulary(c)});
     if (model.share.size == 1) return acts;
     acts.local_tokens = arena.take("tokens", DType::i32, {B, T});
@@ -88,15 +93,26 @@ int64_t linear_scratch_n(const Model& model, int64_t N, bool training) {
     return n;
 }
 
+// Rows of the residual stream on this rank, of a training step.
+int64_t rows_of_rank(const Model& model, int64_t N) {
+    const TensorShare& share = model.share;
+    if (!share.sequence) return N;
+    check(N % share.size == 0, "--sp: the ", N,
+          " tokens of a micro-batch (--micro-batch times --seq) cannot be divided ", "among ", share.size,
+          " ranks: use a multiple of ", share.size);
+    return N / share.size;
+}
+
 }  // namespace
 
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena) {
     const int64_t L = model.config.L;
-    return take(model, B, T, B * T, recompute, recompute.every > 0 ? std::min(recompute.every, L) : L, true, arena);
+    return take(model, B, T, rows_of_rank(model, B * T), B * T, recompute,
+                recompute.every > 0 ? std::min(recompute.every, L) : L, true, arena);
 }
 
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, int64_t n_logits, Arena& arena) {
-    return take(model, B, T, n_logits, {}, 1, false, arena);
+    return take(model, B, T, B * T, n_logits, {}, 1, false, arena);
 }
 
 void take_documents(Activations& acts, Arena& arena) {
@@ -107,13 +123,17 @@ void take_documents(Activations& acts, Arena& arena) {
 Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training, Arena& arena) {
     const Config& c = model.config;
     const int64_t N = B * T;
-    SavedTaker take(arena, model.precision.dtype, B, T, false);
+    const int64_t rows = training ? rows_of_rank(model, N) : N;
+    SavedTaker take(arena, model.precision.dtype, B, T, rows, false);
     Workspace workspace;
-    workspace.branch = take.keep("shared by layers", c.C);
+    if (rows < N)
+        for (Tensor* all : {&workspace.all_in, &workspace.all_out, &workspace.all_dout})
+            *all = take.keep("all ranks' rows", c.C);
+    workspace.branch = take.keep_rows("shared by layers", c.C);
     int64_t scratch_n = linear_scratch_n(model, N, training);
     if (training) {
-        workspace.dresidual = take.keep("gradients of activations", c.C);
-        workspace.dnorm = take.keep("gradients of activations", c.C);
+        workspace.dresidual = take.keep_rows("gradients of activations", c.C);
+        workspace.dnorm = take.keep_rows("gradients of activations", c.C);
         model.attention->take_gradients(take, model.local, workspace.dattention);
         model.feed_forward->take_gradients(take, model.local, workspace.dfeed_forward);
         workspace.embedding_scratch = arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N)});

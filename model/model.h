@@ -84,6 +84,9 @@ void check_config(const Config& config);  // Error for sizes that do not fit tog
 // 1D tensor parallelism: which of the ranks that divide each layer this is.
 struct TensorShare {
     int rank = 0, size = 1;
+    // Sequence parallelism: between the sub-layers each rank has some rows of the residual stream, and normalises those
+    // alone.
+    bool sequence = false;
     // Rows of the embedding and of the head here: those of tokens first_token() to first_token() + tokens() - 1, and
     // padding.
     int64_t vocabulary(const Config& c) const { return size == 1 ? c.V_padded() : round_up(ceil_div(c.V, size), 16); }
@@ -267,6 +270,8 @@ struct BlockSaved {
 };
 struct Activations {
     int64_t B = 0, T = 0;
+    bool divided_rows =
+        false;  // sequence parallelism: (N, C) below are this rank's rows; sub-layers and logits have all
     Recompute recompute;
     Tensor tokens, targets;  // (B, T), (N) i32
     // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2):
@@ -293,6 +298,9 @@ void take_documents(Activations& acts, Arena& arena);  // documents and position
 
 class WeightGradients;  // block_linear.cu
 struct Workspace {
+    // Sequence parallelism: all rows of what the ranks have rows of: input and output of a sub-layer, and, for the
+    // backward, the gradient of its output.
+    Tensor all_in, all_out, all_dout;
     Tensor branch;  // (N, C): output of an attention or feed-forward, until the next norm adds it to the stream
     Tensor dresidual, dnorm;          // (N, C): gradients of the residual stream, and of a norm's output
     Slots dattention, dfeed_forward;  // gradients of what the sub-layers keep, in the same places

@@ -50,7 +50,9 @@ Param& Placer::name(const std::string& name, const Place& place, int64_t first, 
 }
 
 Norm Placer::norm(const std::string& prefix, int64_t C, bool bias, bool inside) {
-    const GradSharers sharers = inside && ranks() > 1 ? GradSharers::all : GradSharers::none;
+    // With sequence parallelism each rank has normalised some of the rows.
+    const bool parts = ranks() > 1 && (inside || model_.share.sequence);
+    const GradSharers sharers = parts ? GradSharers::all : GradSharers::none;
     Norm norm;
     const Place weight = take({C});
     name(prefix + ".weight", weight, 0, C, false).sharers = sharers;

@@ -77,19 +77,23 @@ class Placer {
 class SavedTaker {
   public:
     // shared: what can be computed again is one tensor for all blocks (selective recomputation).
-    SavedTaker(Arena& arena, DType dtype, int64_t B, int64_t T, bool shared)
-        : B(B), T(T), N(B * T), arena_(arena), dtype_(dtype), shared_(shared) {}
-    const int64_t B, T, N;
+    // rows: of the residual stream and of norms; N, or with sequence parallelism a part of them.
+    SavedTaker(Arena& arena, DType dtype, int64_t B, int64_t T, int64_t rows, bool shared)
+        : B(B), T(T), N(B * T), rows(rows), arena_(arena), dtype_(dtype), shared_(shared) {}
+    const int64_t B, T, N, rows;
 
     void begin_block() { next_ = 0; }
     // (N, columns), of the model's dtype or in float32: kept from the forward to the backward.
     Tensor keep(const char* what, int64_t columns) { return arena_.take(what, dtype_, {N, columns}); }
     Tensor keep_f32(const char* what, int64_t columns) { return arena_.take(what, DType::f32, {N, columns}); }
+    Tensor keep_rows(const char* what, int64_t columns) { return arena_.take(what, dtype_, {rows, columns}); }
     // Cheap to compute again from what is kept: the outputs of norms and of activation functions.
-    Tensor recomputable(const char* what, int64_t columns);
+    Tensor recomputable(const char* what, int64_t columns) { return recomputable(what, N, columns); }
+    Tensor recomputable_rows(const char* what, int64_t columns) { return recomputable(what, rows, columns); }
     Arena& arena() { return arena_; }
 
   private:
+    Tensor recomputable(const char* what, int64_t n, int64_t columns);
     Arena& arena_;
     const DType dtype_;
     const bool shared_;

@@ -40,16 +40,16 @@ int64_t fetched_n(const Trainer& t) {
     return n;
 }
 
-// All-reduces of activations in a visit, with tensor parallelism (llm.cu: sum_over_ranks).
-int64_t sums_of(const Visit& visit) {
+// All-gathers and reduce-scatters of activations in a visit (llm.cu: all_rows, sum_over_ranks); an all-reduce is two.
+int64_t halves_of(const Visit& visit, bool sp) {
     switch (visit.work) {
-        case Work::embed: return 1;
-        case Work::forward_block: return 2;
-        case Work::forward_head: return 0;
-        case Work::backward_head: return 1;
-        case Work::recompute_block: return visit.last ? 1 : 2;
-        case Work::backward_block: return 2;
-        case Work::backward_embedding: return 0;
+        case Work::embed: return sp ? 1 : 2;
+        case Work::forward_block: return 4;
+        case Work::forward_head: return sp ? 1 : 0;
+        case Work::backward_head: return 2;
+        case Work::recompute_block: return !visit.last ? 4 : sp ? 3 : 2;
+        case Work::backward_block: return sp ? 6 : 4;
+        case Work::backward_embedding: return sp ? 1 : 0;
     }
     return 0;
 }
@@ -57,12 +57,12 @@ int64_t sums_of(const Visit& visit) {
 // Bytes that tensor parallelism sends in a step, all ranks together.
 int64_t tensor_traffic(const Trainer& t) {
     if (!t.tensor_parallel) return 0;
-    int64_t sums = 0;
-    for (const Visit& visit : forward_visits(t.config)) sums += sums_of(visit);
-    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) sums += sums_of(visit);
+    int64_t halves = 0;
+    for (const Visit& visit : forward_visits(t.config)) halves += halves_of(visit, t.options.sp);
+    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) halves += halves_of(visit, t.options.sp);
     const int64_t N = t.micro_batch * t.options.seq, M = t.local_batch / t.micro_batch,
                   e = static_cast<int64_t>(dtype_bytes(t.model.precision.dtype)), n = t.options.tp;
-    const int64_t activations = M * N * (sums * t.config.C * e + 3 * 4),
+    const int64_t activations = M * N * (halves * t.config.C * e / 2 + 3 * 4),
                   numbers = static_cast<int64_t>(t.summed_over_tensor_ranks().bytes());
     int64_t shared = 0;  // bytes of gradients, by the ranks that have parts of them but one
     for (const Param& param : t.model.params) {
@@ -135,7 +135,8 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, mine);
     if (t.world.rank != 0) return;
     const std::string scheme =
-        concat(s.naive ? "naive" : concat("zero ", s.zero), t.tensor_parallel ? concat(", tp ", t.options.tp) : "");
+        concat(s.naive ? "naive" : concat("zero ", s.zero),
+               t.tensor_parallel ? concat(", tp ", t.options.tp, t.options.sp ? " sp" : "") : "");
     std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n",
                 t.world.size, scheme.c_str());
     for (size_t i = 0; i < rows.size(); ++i) {

@@ -130,9 +130,6 @@ void print_stages(const Trainer& t, double psi, double weights, double grads, do
         std::printf(
             "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
             stage[0] - '0' == t.options.data_parallel.zero && !t.options.data_parallel.naive ? "   this run" : "");
-    if (t.options.plan_parameters == 0)
-        std::printf("  a rank sends              %18s %s in a step\n", "",
-                    size_text(static_cast<double>(expected_traffic(t)) / rank_count(t.options.ranks)).c_str());
 }
 
 // What the arenas of this rank hold.
@@ -193,9 +190,13 @@ void print_plan(Trainer& t) {
         std::printf("on the host\n");
         print_states(table.host, n, any_model ? psi : n);
     }
-    if (rank_count(o.ranks) > 1)
-        print_stages(t, psi, static_cast<double>(dtype_bytes(o.precision.dtype)),
+    // --params may be those of any model; otherwise they are those of a rank.
+    if (o.data_ranks() > 1)
+        print_stages(t, any_model || !t.tensor_parallel ? psi : n, static_cast<double>(dtype_bytes(o.precision.dtype)),
                      static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
+    if (rank_count(o.ranks) > 1 && !any_model)
+        std::printf("  a rank sends              %18s %s in a step\n", "",
+                    size_text(static_cast<double>(expected_traffic(t)) / rank_count(o.ranks)).c_str());
     if (any_model) return;  // the rest depends on the shape of the model
 
     print_activations(t);

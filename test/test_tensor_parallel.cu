@@ -269,16 +269,19 @@ TEST_CASE("tensor parallelism has the curve and the weights of one process", "[p
     const bool full = std::getenv("LLM_TEST_RANKS") != nullptr;
     // Each model on one mesh at least; those with few key heads also on more ranks than that.
     const std::map<std::string, std::vector<std::string>> quick = {
-        {"gpt2", {"--ranks 3 --tp 3 "}},
-        {"llama", {"--ranks 4 --tp 2 --zero 3 ", "--ranks 12 --tp 12 "}},
+        {"gpt2", {"--ranks 3 --tp 3 ", "--ranks 4 --tp 2 --sp --zero 1 "}},
+        {"llama", {"--ranks 4 --tp 2 --zero 3 ", "--ranks 12 --tp 12 --sp "}},
         {"biases", {"--ranks 8 --tp 4 --zero 2 --micro-batch 3 ", "--ranks 12 --tp 12 --recompute full "}},
-        {"qwen3", {"--ranks 4 --tp 4 "}},
-        {"deepseek", {"--ranks 6 --tp 3 --zero 1 ", "--ranks 2 --tp 2 --recompute selective "}},
+        {"qwen3", {"--ranks 4 --tp 4 --sp --micro-batch 3 "}},
+        {"deepseek", {"--ranks 6 --tp 3 --zero 1 ", "--ranks 2 --tp 2 --sp --recompute selective "}},
         {"lite", {"--ranks 2 --tp 2 "}},
-        {"mfa", {"--ranks 4 --tp 4 --recompute full "}}};
+        {"mfa", {"--ranks 4 --tp 4 --recompute full ", "--ranks 4 --tp 2 --sp --zero 3 --recompute full "}}};
     std::vector<std::string> all;
-    for (const int tp : {2, 4, 6, 12}) all.push_back(concat("--ranks ", tp, " --tp ", tp, " "));
-    for (const int zero : {0, 1, 2, 3}) all.push_back(concat("--ranks 4 --tp 2 --zero ", zero, " --micro-batch 2 "));
+    for (const std::string sp : {"", "--sp "}) {
+        for (const int tp : {2, 4, 6, 12}) all.push_back(concat("--ranks ", tp, " --tp ", tp, " ", sp));
+        for (const int zero : {0, 1, 2, 3})
+            all.push_back(concat("--ranks 4 --tp 2 --zero ", zero, " --micro-batch 2 ", sp));
+    }
     Runs runs;
     for (const std::string& model : model_names()) {
         const std::string one = runs.run(model, "");
@@ -301,7 +304,7 @@ TEST_CASE("tensor parallelism in 16 bits", "[program][ranks][tensor_parallel]") 
 
 TEST_CASE("a run with --tp repeats bit for bit, also under strict mode", "[program][ranks][tensor_parallel]") {
     Runs runs;
-    const std::string flags = "--ranks 4 --tp 2 --zero 2 --micro-batch 2 ";
+    const std::string flags = "--ranks 4 --tp 2 --sp --zero 2 --micro-batch 2 ";
     const std::string once = runs.run("qwen3", flags), again = runs.run("qwen3", flags);
     CHECK(log_without_times(once) == log_without_times(again));
     CHECK(slurp(newest_checkpoint(once) + "/model.safetensors") ==
@@ -339,7 +342,7 @@ TEST_CASE("a checkpoint goes on with another --tp", "[program][ranks][tensor_par
 TEST_CASE("the sample of a divided model is that of one process", "[program][ranks][tensor_parallel]") {
     Runs runs;
     std::vector<std::string> samples;
-    for (const std::string mesh : {"", "--ranks 3 --tp 3 ", "--ranks 4 --tp 2 --zero 3 "}) {
+    for (const std::string mesh : {"", "--ranks 3 --tp 3 --sp ", "--ranks 4 --tp 2 --zero 3 "}) {
         const Outcome its = runs.outcome("deepseek", mesh + "--sample 40 --steps 3 --val-every 0 ",
                                          runs.folder / std::to_string(runs.number++));
         INFO(its.err);
@@ -370,6 +373,8 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
         {"gpt2", "--ranks 2 --tp 2 --optimizer adamw --offload optimizer", "--tp 2 with --offload"},
         {"gpt2", "--ranks 4 --tp 2 --dp-mode naive", "--tp 2 with --dp-mode naive"},
         {"gpt2", "--ranks 4 --tp 2 --compress bf16", "--tp 2 with --compress"},
+        {"gpt2", "--ranks 2 --sp", "--sp divides the tokens among the ranks of --tp: add --tp"},
+        {"gpt2", "--ranks 12 --tp 12 --sp --batch 1 --seq 16", "the 16 tokens of a micro-batch"},
         {"gpt2", "--ranks 2 --tensor-parallel-size 2", "did you mean --tp?"}};
     for (const auto& [model, flags, words] : wrong) {
         const Outcome outcome =
@@ -382,20 +387,38 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
 }
 
 TEST_CASE("--plan tells what one rank of many holds, without them", "[program][ranks][tensor_parallel]") {
-    const auto plan = [](const std::string& flags) {
+    const auto plan = [](const std::string& flags, const std::string& line) {
         const Outcome outcome = run_program("train_gpt",
                                             "--plan --model llama-8b --dtype bf16 --batch 8 --micro-batch 1 "
                                             "--seq 4096 --device-spec h100 " +
                                                 flags);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);
-        const size_t at = outcome.out.find("\n  total ");
+        const size_t at = outcome.out.find(line);
         REQUIRE(at != std::string::npos);
-        return std::strtod(outcome.out.c_str() + at + 9, nullptr);
+        return std::strtod(outcome.out.c_str() + at + line.size(), nullptr);
     };
     // Weights, gradients and states of a rank are an eighth; what it keeps of each token is so but for the residual
-    // stream and the norms (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.1).
-    const double one = plan(""), eight = plan("--ranks 8 --tp 8");
+    // stream and the norms, and with --sp all of it (Korthikanti et al. 2022, arXiv:2205.05198, table 2).
+    const double one = plan("", "\n  total "), eight = plan("--ranks 8 --tp 8", "\n  total ");
     CHECK(eight < one / 6);
     CHECK(eight > one / 8);
+    // Bytes that another layer of 4096 tokens keeps, counted by hand: in bf16 two norms and two residual sums of width
+    // 4096; queries, keys and values, and what attention gives (4096 + 2 x 1024 + 4096); gate and up, and their product
+    // (3 x 14336); in float32 a sum for each of 32 heads and a number for each norm.
+    const double between = 2.0 * 4 * 4096, inside = 2.0 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * 32, norms = 4.0 * 2;
+    const auto layer = [&](const std::string& flags) {
+        return plan(flags, "\n  --recompute none") / 4096 * 1024 * 1024;  // printed in MiB
+    };
+    CHECK(layer("") == Approx(between + inside + norms).epsilon(5e-3));
+    CHECK(layer("--ranks 8 --tp 8") == Approx(between + inside / 8 + norms).epsilon(5e-3));
+    CHECK(layer("--ranks 8 --tp 8 --sp") == Approx((between + inside + norms) / 8).epsilon(5e-3));
+}
+
+TEST_CASE("the command that continues a run with --tp and --sp is whole", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    const std::string run = runs.folder / "run";
+    const Outcome stopped = runs.outcome("llama", "--ranks 2 --tp 2 --sp --stop-after 3 ", run);
+    if (std::getenv("LLM_TEST_RANKS") == nullptr)
+        CHECK_THAT(stopped.out, ContainsSubstring("--resume --ranks 2 --tp 2 --sp\n"));
 }

@@ -59,8 +59,8 @@ void Trainer::take_memory() {
     const TrainOptions& o = options;
     Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
     sharding.offload = o.offload;
-    const TensorShare share =
-        tensor_parallel ? TensorShare{tensor_parallel->rank(), tensor_parallel->size()} : TensorShare{};
+    TensorShare share;
+    if (tensor_parallel) share = {tensor_parallel->rank(), tensor_parallel->size(), o.sp};
     model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, share);
     model.data_parallel = &data_parallel;
     model.tensor_parallel = tensor_parallel.get();
@@ -102,7 +102,8 @@ void Trainer::take_tensor_parallel_memory() {
                                 .C = config.C,
                                 .dtype = model.precision.dtype,
                                 .grad_dtype = model.precision.grad_dtype,
-                                .numbers = summed_over_tensor_ranks()};
+                                .numbers = summed_over_tensor_ranks(),
+                                .sequence = options.sp};
     for (size_t u = 0; u < model.units.size(); ++u) {
         for (const Tensor& part : model.shared_grads(u, GradSharers::all)) sizes.shared_by_all += part.n();
         for (const Tensor& part : model.shared_grads(u, GradSharers::same_keys)) sizes.shared_by_same_keys += part.n();

@@ -11,9 +11,11 @@ namespace {
 
 // Options that belong to one call of the program and not to the run.
 const std::set<std::string> kNotSaved = {
-    "--help",           "--out",    "--resume",          "--new-data", "--stop-after", "--log-every",  "--plan",
-    "--device-spec",    "--params", "--inject-overflow", "--ranks",    "--comm",       "--all-reduce", "--comm-timeout",
-    "--ranks-per-node", "--trace",  "--dp-mode",         "--zero",     "--bucket-mib", "--offload",    "--tp"};
+    "--help",      "--out",     "--resume",      "--new-data",     "--stop-after",
+    "--log-every", "--plan",    "--device-spec", "--params",       "--inject-overflow",
+    "--ranks",     "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",
+    "--trace",     "--dp-mode", "--zero",        "--bucket-mib",   "--offload",
+    "--tp",        "--sp"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -24,7 +26,7 @@ const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", 
 // Those of kNotSaved that the command which continues the run should have, too.
 const std::set<std::string> kRepeated = {"--ranks",          "--comm",      "--all-reduce", "--comm-timeout",
                                          "--ranks-per-node", "--dp-mode",   "--zero",       "--bucket-mib",
-                                         "--offload",        "--log-every", "--tp"};
+                                         "--offload",        "--log-every", "--tp",         "--sp"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -58,6 +60,7 @@ const std::vector<Synonym> kSynonyms = {
     {"world-size", "--ranks"},
     {"fsdp", "--zero 3"},
     {"tensor-parallel-size", "--tp"},
+    {"sequence-parallel", "--sp"},
     {"tensor-model-parallel-size", "--tp"},
     {"gradient-checkpointing", "--recompute"},
     {"activation-checkpointing", "--recompute"},
@@ -149,6 +152,8 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--tp", o.tp,
                  "tensor parallelism: so many ranks divide each layer, its heads, columns and tokens; the others, if "
                  "any, divide the batch");
+    ranks.flag("--sp", o.sp,
+               "sequence parallelism: the ranks of --tp also divide what lies between the layers, by tokens");
     ranks.option("--zero", o.data_parallel.zero,
                  "shard over the ranks: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)");
     ranks.option("--dp-mode", typed.dp_mode,
@@ -302,8 +307,10 @@ TrainOptions parse_train_options(int argc, char** argv) {
     settle_options(options, typed);
     set_identity(options, line);
     options.program = argv[0];
-    for (const std::string& flag : line.flags())
-        if (kRepeated.count(flag) && line.given(flag))
-            options.repeated.insert(options.repeated.end(), {flag, line.value_of(flag)});
+    for (const std::string& flag : line.flags()) {
+        if (!kRepeated.count(flag) || !line.given(flag)) continue;
+        options.repeated.push_back(flag);
+        if (line.value_of(flag) != "true") options.repeated.push_back(line.value_of(flag));  // --sp has no value
+    }
     return options;
 }

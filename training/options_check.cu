@@ -146,6 +146,7 @@ void check_offload(const TrainOptions& o) {
 
 // What does not go together with --tp yet, by name.
 void check_tensor_parallel(const TrainOptions& o) {
+    check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it away");
     if (o.tp == 1) return;
     const auto refuse = [&](bool given, const std::string& what, const char* instead) {
         check(!given, "--tp ", o.tp, " with ", what, ": ", instead);

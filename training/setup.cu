@@ -66,6 +66,7 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     const DataParallelOptions& d = t.options.data_parallel;
     things.push_back({"--zero", std::to_string(d.zero)});
     things.push_back({"--tp", std::to_string(t.options.tp)});
+    things.push_back({"--sp", t.options.sp ? "given" : "absent"});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
     things.push_back({"--offload", concat(static_cast<int>(t.options.offload))});
     things.push_back({"--bucket-mib", std::to_string(d.bucket_mib)});

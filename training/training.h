@@ -49,6 +49,7 @@ struct TrainOptions {
     Recompute recompute;
     RankOptions ranks;
     int64_t tp = 1;                                                // ranks that divide each layer
+    bool sp = false;                                               // and, between the layers, the tokens
     int64_t data_ranks() const { return rank_count(ranks) / tp; }  // that divide the batch
     DataParallelOptions data_parallel;
     Offload offload = Offload::none;

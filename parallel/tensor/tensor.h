@@ -46,6 +46,11 @@ std::vector<CutPiece> cut_pieces(const Cut& cut, int64_t first, int64_t n);
 // are divided by tokens; a lookup gives zeros for other ranks' tokens, and one all-reduce adds the rows. The loss needs
 // of all logits 3 numbers a row (cross_entropy.cu), so that no rank ever has all logits.
 //
+// Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) divides what lies between the sub-layers, too, by
+// rows: the residual stream, the norms, and what the backward needs of them. In place of an all-reduce stand a
+// reduce-scatter behind a sub-layer and an all-gather of the norm's rows before the next, which send as many bytes
+// together. In the backward the rows are gathered once more, because nobody keeps them: half as much again.
+//
 // Whatever lies inside of a sub-layer and is not divided (a norm of queries and keys, MLA's latents, key heads of which
 // there are fewer than ranks) gets a part of its gradient on each rank: Param::sharers. These parts are added once a
 // step, not for each micro-batch.
@@ -57,6 +62,8 @@ std::vector<CutPiece> cut_pieces(const Cut& cut, int64_t first, int64_t n);
 //     loss        maxima and sums                                                3 N 4
 //     backward    all-reduce of N C: twice a block, and the head                 (2 L + 1) N C e
 //
+// With sequence parallelism, in all-gathers and reduce-scatters of N C, which are half an all-reduce each: forward
+// 4 L + 2, backward 6 L + 3.
 class TensorParallel {
   public:
     // key_heads: K of the model, before it is divided; where it is less than the ranks, some of them have the same.
@@ -71,12 +78,19 @@ class TensorParallel {
         int64_t N, C;
         DType dtype, grad_dtype;
         int64_t shared_by_all, shared_by_same_keys;
-        Tensor numbers;        // that a step adds up
-        int64_t logits_n = 0;  // numbers of the logits that gather_columns collects; 0: never
+        Tensor numbers;         // that a step adds up
+        int64_t logits_n = 0;   // numbers of the logits that gather_columns collects; 0: never
+        bool sequence = false;  // rows are gathered and summed
     };
     void take_memory(const Sizes& sizes, Arena& arena);
 
     void sum(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, stream); }
+    // Sequence parallelism: rank r has rows [r N / n, (r + 1) N / n) of a tensor. gather_rows: all = the rows of all
+    // ranks. sum_rows: rows = this rank's rows of the sum over the ranks.
+    void gather_rows(Tensor all, Tensor rows, cudaStream_t stream) { comm_.all_gather(all, rows, stream); }
+    void sum_rows(Tensor rows, Tensor all, cudaStream_t stream) {
+        comm_.reduce_scatter(rows, all, ReduceOp::sum, stream);
+    }
     void max(Tensor out, Tensor inp, cudaStream_t stream) { comm_.all_reduce(out, inp, ReduceOp::max, stream); }
     // Adds the parts of gradients that have sharers. parts: the tensors of this rank's gradients, all of whose elements
     // do; in the same order on all ranks.

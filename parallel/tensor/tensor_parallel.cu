@@ -20,7 +20,11 @@ void TensorParallel::take_memory(const Sizes& s, Arena& arena) {
     staging_ = arena.take("staging", DType::f32, {1 << 18});
     const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
     comm_.count_memory([&] {
-        comm_.all_reduce(none(s.dtype, s.N * s.C), nullptr);
+        comm_.all_reduce(none(s.dtype, s.N * s.C), nullptr);  // samples need it with sequence parallelism, too
+        if (s.sequence) {
+            gather_rows(none(s.dtype, s.N * s.C), none(s.dtype, s.N * s.C / size()), nullptr);
+            sum_rows(none(s.dtype, s.N * s.C / size()), none(s.dtype, s.N * s.C), nullptr);
+        }
         comm_.all_reduce(none(DType::f32, 2 * s.N), nullptr);
         if (s.shared_by_all > 0) comm_.all_reduce(none(s.grad_dtype, s.shared_by_all), nullptr);
         if (s.numbers.exists()) comm_.all_reduce(s.numbers, nullptr);
