@@ -141,8 +141,8 @@ class PagedCache {
 //   5. top_p           of the others, with p = softmax(x): the fewest largest whose p add up to at least top_p
 //                      (and all that equal the last of them)          (Holtzman et al. 2020, arXiv:1904.09751)
 //   6. min_p           only those with p[v] >= min_p * largest p      (Nguyen et al. 2024, arXiv:2407.01082)
-//   7. the token       drawn with p of what is left, by one uniform number: Philox of (seed, which sample, position),
-//                      so that the text of a request does not depend on what else runs.
+//   7. the token       drawn with p of what is left, by a random number of each token: Philox of (seed, which sample,
+//                      position, token), so that the text of a request does not depend on what else runs. (layers.h)
 struct SamplingOptions {
     double temperature = 1.0;
     int64_t top_k = 0;  // 0: all
@@ -172,41 +172,29 @@ struct SamplingRow {
     uint64_t sample = 0;                                // which of the samples of a request
     int64_t position = 0;                               // of the token that is drawn
     std::span<const int32_t> prompt = {}, answer = {};  // tokens seen before; read only where there are penalties
-    // Speculative decoding: a token that a draft model has proposed for this position, and the slot with its
-    // distribution. The result is this token, accepted, or another. -1: there is none.
-    int32_t proposed = -1;
-    int64_t slot = -1;
 };
 // Device memory for sampling up to max_rows rows of V logits at a time; taken like all memory (core.h: Arena). A row's
 // token is the same bits whatever the other rows are.
 class Sampler {
   public:
-    // n_slots: how many distributions of proposed tokens can be kept.
-    void take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pinned, int64_t n_slots = 0);
+    void take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pinned);
     // logits (rows, V_padded) of any float type, not changed. Waits for the result.
     std::vector<Sampled> draw(Tensor logits, std::span<const SamplingRow> rows, cudaStream_t stream);
-    // The same for the logits of a draft model: row i's distribution is kept in slot first_slot + i, until another
-    // takes its place. Its random numbers are others than those of draw.
-    std::vector<Sampled> propose(Tensor logits, std::span<const SamplingRow> rows, int64_t first_slot,
-                                 cudaStream_t stream);
 
   private:
-    std::vector<Sampled> draw_all(Tensor logits, std::span<const SamplingRow> rows, int64_t first_slot,
-                                  cudaStream_t stream);
     size_t most_adjustments(const SamplingRow& row) const;
-    void add_rule(const SamplingRow& row, bool is_draft);
-    void launch(Tensor logits, Tensor x, Tensor distributions, cudaStream_t stream);
+    void add_rule(const SamplingRow& row);
+    void launch(Tensor logits, cudaStream_t stream);
     Sampled result(size_t row) const;
 
-    int64_t V_ = 0, max_rows_ = 0, n_slots_ = 0;
-    // Of the next launch: a rule and a proposal a row, adjustments of single logits, the largest n_top.
+    int64_t V_ = 0, max_rows_ = 0;
+    // Of the next launch: a rule a row, adjustments of single logits, the largest n_top.
     std::vector<SamplingRule> rules_;
-    std::vector<TokenProposal> proposals_;
     std::vector<LogitAdjustment> adjustments_;
     int64_t n_top_ = -1;
     std::vector<int32_t> places_;  // (V): where the adjustment of a token of the row at work is, or -1
-    Tensor host_tables_, tables_;  // rules, proposals, adjustments
-    Tensor x_, distributions_;     // (max_rows + n_slots, ...)
+    Tensor host_tables_, tables_;  // rules, adjustments
+    Tensor x_, distributions_;     // (max_rows, ...)
     Tensor host_results_, results_;
 };
 

@@ -1,8 +1,7 @@
 // Sampling on the host: from options and tokens to the tables that the kernels read (layers/sampling.cu), and back.
 //
 // A step copies one table to the device (a rule for each row, and adjustments of single logits), launches the
-// kernels, and copies one table of results back. All random numbers are made here: number (sample, position) of the
-// request's seed.
+// kernels, and copies one table of results back.
 #include "inference/inference.h"
 
 #include <algorithm>
@@ -16,15 +15,10 @@ void check_range(bool is_inside, const char* name, double value, const char* ran
     check(is_inside, name, " is ", value, "; it must be ", range);
 }
 
-// 128 random bits for a position of a sample: the first 64 draw the token, the others accept or reject a proposal. A
-// draft model's tokens are drawn with those of another counter.
-Philox random_numbers(const SamplingRow& row, bool is_draft) {
-    return philox(row.options->seed, row.sample, static_cast<uint64_t>(row.position) | uint64_t{is_draft} << 63);
-}
-uint64_t bits_64(uint32_t high, uint32_t low) { return uint64_t{high} << 32 | low; }
-
-SamplingRule rule_of(const SamplingOptions& options, int64_t V) {
+SamplingRule rule_of(const SamplingRow& row, int64_t V) {
+    const SamplingOptions& options = *row.options;
     SamplingRule rule;
+    rule.seed = options.seed, rule.sample = row.sample, rule.position = static_cast<uint64_t>(row.position);
     rule.n_top = static_cast<int32_t>(std::min(options.logprobs, V));
     rule.repetition = static_cast<float>(options.repetition_penalty);
     rule.presence = static_cast<float>(options.presence_penalty);
@@ -67,51 +61,34 @@ void check_sampling(const SamplingOptions& options, int64_t V) {
     }
 }
 
-void Sampler::take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pinned, int64_t n_slots) {
-    V_ = V, max_rows_ = max_rows, n_slots_ = n_slots;
+void Sampler::take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pinned) {
+    V_ = V, max_rows_ = max_rows;
     // A row has at most V adjustments. Rows whose adjustments have no room together are drawn by several launches.
-    const int64_t tables_n =
-        max_rows * (kStructN<SamplingRule> + kStructN<TokenProposal>)+V * kStructN<LogitAdjustment>;
+    const int64_t tables_n = max_rows * kStructN<SamplingRule> + V * kStructN<LogitAdjustment>;
     const int64_t results_n = max_rows * (2 + 2 * kMostLogprobs);
     host_tables_ = pinned.take("sampling", DType::i32, {tables_n});
     host_results_ = pinned.take("sampling", DType::i32, {results_n});
     tables_ = device.take("sampling", DType::i32, {tables_n});
     results_ = device.take("sampling", DType::i32, {results_n});
-    x_ = device.take("sampling", DType::f32, {max_rows + n_slots, sampling_columns(V)});
-    distributions_ = device.take("sampling", DType::i32, {max_rows + n_slots, kStructN<SamplingDistribution>});
+    x_ = device.take("sampling", DType::f32, {max_rows, sampling_columns(V)});
+    distributions_ = device.take("sampling", DType::i32, {max_rows, kStructN<SamplingDistribution>});
     rules_.reserve(static_cast<size_t>(max_rows));
-    proposals_.reserve(static_cast<size_t>(max_rows));
     adjustments_.reserve(static_cast<size_t>(V));
     places_.assign(static_cast<size_t>(V), -1);
 }
 
 std::vector<Sampled> Sampler::draw(Tensor logits, std::span<const SamplingRow> rows, cudaStream_t stream) {
-    return draw_all(logits, rows, -1, stream);
-}
-
-std::vector<Sampled> Sampler::propose(Tensor logits, std::span<const SamplingRow> rows, int64_t first_slot,
-                                      cudaStream_t stream) {
-    check(first_slot >= 0 && first_slot + static_cast<int64_t>(rows.size()) <= n_slots_,
-          "Sampler::propose: ", rows.size(), " rows from slot ", first_slot, " on, memory for ", n_slots_, " slots");
-    return draw_all(logits, rows, first_slot, stream);
-}
-
-// first_slot -1: not to be kept.
-std::vector<Sampled> Sampler::draw_all(Tensor logits, std::span<const SamplingRow> rows, int64_t first_slot,
-                                       cudaStream_t stream) {
     expect("Sampler", "logits", logits, logits.dtype, {static_cast<int64_t>(rows.size()), -1});
     check(static_cast<int64_t>(rows.size()) <= max_rows_, "Sampler: ", rows.size(), " rows, memory for ", max_rows_);
     std::vector<Sampled> sampled;
     while (sampled.size() < rows.size()) {
         const size_t first = sampled.size();
-        rules_.clear(), proposals_.clear(), adjustments_.clear(), n_top_ = -1;
+        rules_.clear(), adjustments_.clear(), n_top_ = -1;
         for (const SamplingRow& row : rows.subspan(first)) {
             if (!rules_.empty() && adjustments_.size() + most_adjustments(row) > places_.size()) break;
-            add_rule(row, first_slot >= 0);
+            add_rule(row);
         }
-        const int64_t first_row = static_cast<int64_t>(first), n = static_cast<int64_t>(rules_.size());
-        const int64_t first_x = first_slot < 0 ? 0 : max_rows_ + first_slot + first_row;
-        launch(logits.slice(first_row, n), x_.slice(first_x, n), distributions_.slice(first_x, n), stream);
+        launch(logits.slice(static_cast<int64_t>(first), std::ssize(rules_)), stream);
         for (size_t row = 0; row < rules_.size(); ++row) sampled.push_back(result(row));
     }
     return sampled;
@@ -125,11 +102,9 @@ size_t Sampler::most_adjustments(const SamplingRow& row) const {
     return std::min(n, places_.size());
 }
 
-void Sampler::add_rule(const SamplingRow& row, bool is_draft) {
+void Sampler::add_rule(const SamplingRow& row) {
     const SamplingOptions& o = *row.options;
-    const Philox numbers = random_numbers(row, is_draft);
-    SamplingRule rule = rule_of(o, V_);
-    rule.random = bits_64(numbers.v[0], numbers.v[1]);
+    SamplingRule rule = rule_of(row, V_);
     rule.first_adjustment = static_cast<int32_t>(adjustments_.size());
     const auto of_token = [&](int32_t token) -> LogitAdjustment& {
         check(token >= 0 && token < V_, "Sampler: token ", token, " is outside of the vocabulary of ", V_);
@@ -153,17 +128,13 @@ void Sampler::add_rule(const SamplingRow& row, bool is_draft) {
     for (size_t i = static_cast<size_t>(rule.first_adjustment); i < adjustments_.size(); ++i)
         places_[static_cast<size_t>(adjustments_[i].token)] = -1;
     rules_.push_back(rule);
-    if (row.proposed >= 0)
-        check(row.proposed < V_ && row.slot >= 0 && row.slot < n_slots_, "Sampler: token ", row.proposed,
-              " was proposed with the distribution in slot ", row.slot, "; there are ", V_, " tokens and ", n_slots_,
-              " slots");
-    proposals_.push_back({bits_64(numbers.v[2], numbers.v[3]), row.proposed, static_cast<int32_t>(row.slot)});
     n_top_ = std::max<int64_t>(n_top_, rule.n_top);
 }
 
 // One copy to the device, the kernels, one copy back.
-void Sampler::launch(Tensor logits, Tensor x, Tensor distributions, cudaStream_t stream) {
+void Sampler::launch(Tensor logits, cudaStream_t stream) {
     const int64_t rows = logits.shape[0];
+    const Tensor x = x_.slice(0, rows), distributions = distributions_.slice(0, rows);
     int64_t n = 0;  // elements of the tables so far
     const auto place = [&](const auto& structs) {
         using Struct = typename std::decay_t<decltype(structs)>::value_type;
@@ -172,20 +143,14 @@ void Sampler::launch(Tensor logits, Tensor x, Tensor distributions, cudaStream_t
         if (count > 0) std::memcpy(host_tables_.ptr<int32_t>() + first, structs.data(), count * sizeof(Struct));
         return tables_.slice(first, n - first).view({count, kStructN<Struct>});
     };
-    const Tensor rules = place(rules_), proposals = place(proposals_), adjustments = place(adjustments_);
+    const Tensor rules = place(rules_), adjustments = place(adjustments_);
     const size_t bytes = static_cast<size_t>(n) * sizeof(int32_t);
     cudaCheck(cudaMemcpyAsync(tables_.data, host_tables_.data, bytes, cudaMemcpyHostToDevice, stream));
 
     const Tensor results = results_.slice(0, rows * result_columns(n_top_)).view({rows, result_columns(n_top_)});
     adjust_logits(x, logits, rules, adjustments, V_, stream);
     sampling_distributions(distributions, x, rules, stream);
-    const auto is_proposed = [](const TokenProposal& proposal) { return proposal.token >= 0; };
-    if (std::any_of(proposals_.begin(), proposals_.end(), is_proposed)) {
-        verify_proposals(results, x, distributions, rules, proposals, x_.slice(max_rows_, n_slots_),
-                         distributions_.slice(max_rows_, n_slots_), stream);
-    } else {
-        draw_tokens(results, x, distributions, rules, stream);
-    }
+    draw_tokens(results, x, distributions, rules, stream);
     if (n_top_ >= 0) log_probabilities(results, logits, rules, V_, stream);
     cudaCheck(cudaMemcpyAsync(host_results_.data, results.data, results.bytes(), cudaMemcpyDeviceToHost, stream));
     cudaCheck(cudaStreamSynchronize(stream));

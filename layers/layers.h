@@ -366,17 +366,19 @@ int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_l
 // depend on other rows.
 //
 //   adjusted logits   x[v] = logits[v], changed where the row has an adjustment of v
-//   distribution      w[v] = floor(2^44 exp((x[v] - max x) / temperature)) of the tokens that are kept, otherwise 0
-//   draw              token = the first v with  w[0] + ... + w[v] > floor(random / 2^64 * sum of w)
+//   distribution      p[v] = exp((x[v] - max x) / temperature) of the tokens that are kept, otherwise 0; over their sum
+//   draw              token = the first v with the largest  (x[v] - max x) / temperature - log E[v]
 //
-// w are 64-bit integers, so that their sums are exact whatever the order, and p[v] = w[v] / sum of w. (V is at most
-// 2^18, so that they fit.) A token with less than 2^-44 of the largest probability is never drawn.
+// E[v] = -log(1 - u[v]) with a uniform number u[v] for each token: number v % 4 of philox(seed, sample, position | v / 4
+// << 40), r, as u = (r + 1/2) / 2^32. So token v has probability p[v] (draw_tokens.cu says why), and distributions that
+// are alike mostly give the same token of the same numbers. A token of probability below 2^-36 is never drawn. V is at
+// most 2^18.
 
-struct SamplingRule {               // of a row
-    uint64_t random = 0;            // all 64-bit numbers equally likely
-    double top_p = 1.0;             // the threshold keeps the largest x: as few as together have w of at least top_p of
-                                    // the sum of those that top_k keeps (and all that equal the last of them)
-    float inverse_temperature = 0;  // 0: greedy, the first of the largest x; random, top_k, top_p, min_p are not read
+struct SamplingRule {                             // of a row
+    uint64_t seed = 0, sample = 0, position = 0;  // of the random numbers; position below 2^40
+    double top_p = 1.0;             // the threshold keeps the largest x: as few as together have at least top_p of the
+                                    // probability of those that top_k keeps (and all that equal the last of them)
+    float inverse_temperature = 0;  // 0: greedy, the first of the largest x; no random number, top_k, top_p, min_p
     float log_min_p = -INFINITY;    // those with (x - max x) / temperature >= log_min_p
     int32_t top_k = 0;  // as few of the largest as are at least top_k (more than that only if equal); 0: all
     float repetition = 1, presence = 0, frequency = 0;
@@ -404,17 +406,6 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
 void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream);
 // results (rows, at least 2 + 2 n) i32: the first column is the token.
 void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, cudaStream_t stream);
-
-// The same for rows that have a proposal, a token d drawn from a draft model's distribution q: it is accepted with
-// probability min(1, p[d] / q[d]); if not, the token is drawn from max(0, p - q). So it has distribution p.
-//                                         (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318)
-struct TokenProposal {
-    uint64_t random = 0;  // accepts if below p / q (of 2^64)
-    int32_t token = -1;   // -1: none, the row is drawn from p
-    int32_t row = 0;      // of draft_x and draft_distributions, where q is
-};
-void verify_proposals(Tensor results, Tensor x, Tensor distributions, Tensor rules, Tensor proposals, Tensor draft_x,
-                      Tensor draft_distributions, cudaStream_t stream);
 
 // log_probabilities.cu: log softmax(logits)[v] = logits[v] - max - log(sum of exp(logits - max)) over v < V, of the
 // token in results and of the rule's n_top <= n most probable ones, descending, of equals the smaller id first.

@@ -17,12 +17,6 @@ namespace {
 
 constexpr int kPieces = 256;  // chunk c of the row is in piece c % kPieces
 
-// Larger numbers for larger x, of equals for smaller v. No token has the key 0.
-__device__ __forceinline__ uint64_t token_key(float x, int v) {
-    return static_cast<uint64_t>(key_of(x)) << 32 | ~static_cast<uint32_t>(v);
-}
-__device__ __forceinline__ int token_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
-
 // The largest key below `limit` in the chunks first, first + step, ... of the row; 0: there is none.
 template <int n, class T>
 __device__ __forceinline__ uint64_t largest_key(const T* row, int V, int Vp, int first, int step, uint64_t limit) {
@@ -38,19 +32,6 @@ __device__ __forceinline__ uint64_t largest_key(const T* row, int V, int Vp, int
     }
     uint64_t key = largest[0];
     for (int l = 1; l < n; ++l) key = key > largest[l] ? key : largest[l];
-    return key;
-}
-
-// The largest key of the block's threads; every thread gets it. scratch: shared, for one call between two barriers.
-__device__ __forceinline__ uint64_t team_largest(uint64_t key, uint64_t* scratch) {
-    if (kThreads == 1) return key;
-    for (int o = kWarp / 2; o > 0; o /= 2) {
-        const uint64_t other = __shfl_xor_sync(kFullWarp, key, o);
-        key = key > other ? key : other;
-    }
-    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = key;
-    __syncthreads();  // the warps' largest are in scratch
-    for (int w = 0; w < kThreads / kWarp; ++w) key = key > scratch[w] ? key : scratch[w];
     return key;
 }
 

@@ -6,9 +6,8 @@
 //   keep the top_k largest x;  of those the fewest largest with probabilities that add up to top_p
 //                                                           (both are: x >= threshold)
 //   of those the ones with at least min_p of the largest probability
-//   for v < V:  w[v] = v is kept ? exp((x[v] - max) / temperature) : 0
 //
-// Exact sums. Weights are integers, w = floor(2^44 exp(...)) <= 2^44, and sums of up to 2^18 of them fit into 63 bits.
+// Exact sums. Weights are integers, w = floor(2^44 exp((x - max) / temperature)), and sums of up to 2^18 fit into 63 bits.
 // Integers have no rounding, so the sum is the same in whatever order threads add. (exp(...) as a float32 has 24 bits:
 // down to 2^-20 nothing is cut off, and below that less than 2^-44 of the largest probability.)
 //
@@ -47,6 +46,49 @@ __global__ void __launch_bounds__(kThreads)
         if (a.n_times > 0) x -= rule.presence + rule.frequency * static_cast<float>(a.n_times);
         x_row[a.token] = x;
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Weights
+
+// d = (x - max) / temperature <= 0
+__device__ __forceinline__ uint64_t exponential_weight(float d) {
+    return static_cast<uint64_t>(static_cast<int64_t>(__expf(d) * 0x1p44f));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sums of weights, in bins. A block has as many bins as a digit has values. Each thread adds into bins of its own,
+// without atomics; then the threads' bins are added up. (On a GPU 4 bits a digit: bins of 256 threads take 32 KB.)
+
+constexpr int kDigitBits = kOnCpu ? 8 : 4;
+constexpr int kBins = 1 << kDigitBits;
+
+struct Bins {
+    uint64_t of_threads[kBins * kThreads];  // bin b of thread t is element b * kThreads + t
+    uint64_t sums[kBins];                   // over the threads
+};
+
+// The whole block takes part. After it each thread may read sums, and write its own bins.
+__device__ __forceinline__ void add_bins(Bins& bins) {
+    if constexpr (kThreads == 1) {
+        for (int b = 0; b < kBins; ++b) bins.sums[b] = bins.of_threads[b];
+    } else {
+        __syncthreads();  // all threads' bins are complete; nobody reads the sums of the last time any more
+        const int lane = threadIdx.x % kWarp;
+        for (int b = threadIdx.x / kWarp; b < kBins; b += kThreads / kWarp) {
+            uint64_t sum = 0;
+            for (int t = lane; t < kThreads; t += kWarp) sum += bins.of_threads[b * kThreads + t];
+            for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kFullWarp, sum, o);
+            if (lane == 0) bins.sums[b] = sum;
+        }
+        __syncthreads();  // the sums are there
+    }
+}
+
+__device__ __forceinline__ uint64_t sum_of_bins(const Bins& bins) {
+    uint64_t sum = 0;
+    for (int b = 0; b < kBins; ++b) sum += bins.sums[b];
+    return sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

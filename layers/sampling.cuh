@@ -1,4 +1,4 @@
-// layers/sampling.cuh: what the kernels of sampling share: keys in the order of floats, weights, exact sums of them.
+// layers/sampling.cuh: what the kernels of sampling share: keys in the order of floats, the largest of a block, tables.
 #pragma once
 
 #include "layers/chunk.cuh"
@@ -25,68 +25,23 @@ __device__ __forceinline__ float float_of_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Weights
-
-// d = (x - max) / temperature <= 0
-__device__ __forceinline__ uint64_t exponential_weight(float d) {
-    return static_cast<uint64_t>(static_cast<int64_t>(__expf(d) * 0x1p44f));
+// Larger numbers for larger x, of equals for smaller v. No token has the key 0.
+__device__ __forceinline__ uint64_t token_key(float x, int v) {
+    return static_cast<uint64_t>(key_of(x)) << 32 | ~static_cast<uint32_t>(v);
 }
+__device__ __forceinline__ int token_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
 
-// The weights of the n tokens from v on of a row.
-struct RowWeights {
-    const float* x_row;
-    SamplingDistribution distribution;
-    template <int n>
-    __device__ __forceinline__ void load(uint64_t (&w)[n], int v) const {
-        float x[n];
-        uint32_t some = 0;
-        load_chunk(x, x_row + v, n);
-        for (int l = 0; l < n; ++l) some |= static_cast<uint32_t>(x[l] >= distribution.threshold);
-        for (int l = 0; l < n; ++l) w[l] = 0;
-        if (!some) return;
-        for (int l = 0; l < n; ++l) {
-            const bool is_in = x[l] >= distribution.threshold;
-            const float d = is_in ? (x[l] - distribution.max) * distribution.inverse_temperature : 0.0f;
-            const uint64_t weight = exponential_weight(d);
-            w[l] = is_in && d >= distribution.log_min_p ? weight : 0;
-        }
+// The largest key of the block's threads; every thread gets it. scratch: shared, for one call between two barriers.
+__device__ __forceinline__ uint64_t team_largest(uint64_t key, uint64_t* scratch) {
+    if (kThreads == 1) return key;
+    for (int o = kWarp / 2; o > 0; o /= 2) {
+        const uint64_t other = __shfl_xor_sync(kFullWarp, key, o);
+        key = key > other ? key : other;
     }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Sums of weights, in bins. A block has as many bins as a digit has values. Each thread adds into bins of its own,
-// without atomics; then the threads' bins are added up. (On a GPU 4 bits a digit: bins of 256 threads take 32 KB.)
-
-constexpr int kDigitBits = kOnCpu ? 8 : 4;
-constexpr int kBins = 1 << kDigitBits;
-
-struct Bins {
-    uint64_t of_threads[kBins * kThreads];  // bin b of thread t is element b * kThreads + t
-    uint64_t sums[kBins];                   // over the threads
-};
-
-// The whole block takes part. After it each thread may read sums, and write its own bins.
-__device__ __forceinline__ void add_bins(Bins& bins) {
-    if constexpr (kThreads == 1) {
-        for (int b = 0; b < kBins; ++b) bins.sums[b] = bins.of_threads[b];
-    } else {
-        __syncthreads();  // all threads' bins are complete; nobody reads the sums of the last time any more
-        const int lane = threadIdx.x % kWarp;
-        for (int b = threadIdx.x / kWarp; b < kBins; b += kThreads / kWarp) {
-            uint64_t sum = 0;
-            for (int t = lane; t < kThreads; t += kWarp) sum += bins.of_threads[b * kThreads + t];
-            for (int o = kWarp / 2; o > 0; o /= 2) sum += __shfl_xor_sync(kFullWarp, sum, o);
-            if (lane == 0) bins.sums[b] = sum;
-        }
-        __syncthreads();  // the sums are there
-    }
-}
-
-__device__ __forceinline__ uint64_t sum_of_bins(const Bins& bins) {
-    uint64_t sum = 0;
-    for (int b = 0; b < kBins; ++b) sum += bins.sums[b];
-    return sum;
+    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = key;
+    __syncthreads();  // the warps' largest are in scratch
+    for (int w = 0; w < kThreads / kWarp; ++w) key = key > scratch[w] ? key : scratch[w];
+    return key;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
