@@ -59,6 +59,12 @@ void print_ids(const std::vector<int32_t>& ids) {
     std::printf("\n");
 }
 
+// What is added to a summary where there was speculation.
+std::string speculation(const LoadedModel& model) {
+    const std::string text = model.engine->speculation().text();
+    return text.empty() ? "" : "; " + text;
+}
+
 // One answer is printed as it comes; several when all are there.
 void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
     Requests requests(*model.engine, *model.tokenizer);
@@ -90,10 +96,10 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
     if (!o.pictures.empty()) report_cache(*model.engine, o);
     std::fflush(stdout);
     if (!isatty(STDERR_FILENO)) return;
-    std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s]\n",
+    std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s%s]\n",
                  static_cast<long long>(prompt_n), human_seconds(first - start).c_str(),
                  static_cast<long long>(answer_n),
-                 static_cast<double>(answer_n - o.samples) / std::max(end - first, 1e-9));
+                 static_cast<double>(answer_n - o.samples) / std::max(end - first, 1e-9), speculation(model).c_str());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -108,10 +114,10 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o) {
     std::printf("%s: %lld answers", o.out.c_str(), static_cast<long long>(count.done));
     if (count.done_before > 0) std::printf(", %lld requests done before", static_cast<long long>(count.done_before));
     if (count.refused > 0) std::printf(", %lld refused", static_cast<long long>(count.refused));
-    std::printf("; %lld prompt tokens and %lld answer tokens in %s, %.1f tok/s; %lld steps\n",
+    std::printf("; %lld prompt tokens and %lld answer tokens in %s, %.1f tok/s; %lld steps%s\n",
                 static_cast<long long>(count.prompt_tokens), static_cast<long long>(count.tokens),
                 human_seconds(seconds).c_str(), static_cast<double>(count.tokens) / std::max(seconds, 1e-9),
-                static_cast<long long>(model.engine->n_steps()));
+                static_cast<long long>(model.engine->n_steps()), speculation(model).c_str());
     report_cache(*model.engine, o);
     return count.refused > 0 ? 1 : 0;
 }
@@ -133,10 +139,16 @@ void print_plan(LoadedModel& model) {
         std::printf("  %-24s %s\n", name, human_bytes(bytes).c_str());
     };
     const double page = static_cast<double>(model.cache.bytes()) / static_cast<double>(e.cache.n_pages);
-    std::printf("model    %s: %s parameters in %s\nmemory\n", model.folder.c_str(),
-                human_count(static_cast<double>(parameter_count(model.config))).c_str(),
-                dtype_name(model.model.precision.dtype));
+    const auto say_model = [](const char* name, const LoadedWeights& its) {
+        std::printf("%-8s %s: %s parameters in %s\n", name, its.folder.c_str(),
+                    human_count(static_cast<double>(parameter_count(its.config))).c_str(),
+                    dtype_name(its.model.precision.dtype));
+    };
+    say_model("model", model);
+    if (model.draft) say_model("draft", *model.draft);
+    std::printf("memory\n");
     line("weights", static_cast<double>(model.weights.bytes()));
+    if (model.draft) line("weights of the draft", static_cast<double>(model.draft->weights.bytes()));
     line("cache", static_cast<double>(model.cache.bytes()));
     line("activations", static_cast<double>(model.activations.bytes()));
     line("cuBLASLt", static_cast<double>(device().blas_workspace_bytes));
@@ -157,7 +169,9 @@ void print_plan(LoadedModel& model) {
 int main(int argc, char** argv) {
     try {
         GenerateOptions options = parse_generate_options(argc, argv);
-        LoadedModel model(model_folder(options), options.tokenizer, options.dtype, options.weights, options.engine);
+        const std::string folder = model_folder(options);
+        const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
+        LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
         if (options.plan) return print_plan(model), 0;
         model.load();
         model.engine->start_reports(!options.pictures.empty());

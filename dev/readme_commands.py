@@ -131,6 +131,9 @@ RULES = [
     Rule(r"\./generate --model gpt2", quick=True),
     Rule(r"make bench-inference$", skip="takes minutes with GPT-2 124M; the next one is the same with a small model"),
     Rule(r"build/cpu/dev/bench_inference"),
+    Rule(r"sed 's/\"num_hidden_layers", replace=(("^", f"[ -d runs ] || ./train_gpt {SMALL} > /dev/null; "), ("00001000", "00000002"))),
+    train("--model draft.json"),
+    Rule(r"\./generate --model runs/1 --(draft|lookup)"),
     Rule(r"\./generate --prompt", replace=(("^", f"[ -d runs ] || ./train_gpt {SMALL} > /dev/null; "),)),
     # doc/memory.md
     train("--plan", flags="", quick=True),

@@ -1,17 +1,21 @@
 // inference/engine.cu: a step of inference.
 //
+//     drafts of the answers that go on, if there is speculation
 //     parts = the scheduler's: for each sequence some of its tokens         many of a prompt, one of an answer
-//     copies of pages that the cache wants made
-//     tables: for each row its token, its position, its row in the cache; for each sequence its pages
-//     forward: the rows through the model; their keys and values go to the cache, the attention reads them there
+//     forward: the rows through the model and its cache (inference/paged_model.cu)
 //     a token for each row that is the last of its sequence
-//
-// The cache's pages lie in one pool per layer. A page that was swapped out lies in a pool of the host.
 #include "inference/inference.h"
 
 #include <algorithm>
+#include <cstdio>
 
-int64_t longest_sequence(const Config& c, int64_t wanted) {
+int64_t longest_sequence(const Config& c, const Config* draft, int64_t wanted) {
+    if (draft) {
+        const int64_t its = longest_sequence(*draft, nullptr, 0);
+        check(wanted <= its, "a length of ", wanted, " tokens: the draft model has ", its,
+              " positions, and at most so many can be given");
+        return wanted > 0 ? longest_sequence(c, nullptr, wanted) : std::min(its, longest_sequence(c, nullptr, 0));
+    }
     // Dynamic scaling computes other frequencies for each length beyond that of the training: what is in the cache
     // would have to change with every token.
     const bool dynamic = c.family == Family::llama && c.rope_scaling.acts() && c.rope_scaling.kind == RopeKind::dynamic;
@@ -23,8 +27,14 @@ int64_t longest_sequence(const Config& c, int64_t wanted) {
 
 namespace {
 
-EngineOptions settled(const Model& model, EngineOptions o) {
-    o.scheduler.max_length = longest_sequence(model.config, o.scheduler.max_length);
+EngineOptions settled(const Model& model, const Model* draft, EngineOptions o) {
+    o.scheduler.max_length = longest_sequence(model.config, draft ? &draft->config : nullptr, o.scheduler.max_length);
+    if (!draft) o.draft_tokens = 0;
+    check(!draft || (o.draft_tokens >= 1 && o.lookup == 0), "inference: a draft model proposes at least 1 token, not ",
+          o.draft_tokens, ", and there is no prompt look-up beside it");
+    check(!draft || draft->config.V == model.config.V, "the draft model has a vocabulary of ",
+          draft ? draft->config.V : 0, " tokens, the model one of ", model.config.V,
+          ": it must be the same, because the one proposes tokens of the other");
     check(o.scheduler.step_tokens >= 1 && o.scheduler.max_sequences >= 1, "inference: a step of ",
           o.scheduler.step_tokens, " tokens and ", o.scheduler.max_sequences, " sequences: both must be at least 1");
     check(o.cache.page_size >= 1, "inference: pages of ", o.cache.page_size, " rows: it must be at least 1");
@@ -38,15 +48,13 @@ int64_t answer_length(const Request& request, const Sequence& sequence) {
     return std::ssize(sequence.tokens) - std::ssize(request.prompt);
 }
 
-void upload(const Tensor& to, const Tensor& pinned, cudaStream_t stream) {
-    if (to.n() > 0) cudaCheck(cudaMemcpyAsync(to.data, pinned.data, to.bytes(), cudaMemcpyHostToDevice, stream));
-}
-
 }  // namespace
 
-Engine::Engine(const Model& model, const EngineOptions& options)
-    : model_(model), options_(settled(model, options)), cache_(options_.cache), scheduler_(options_.scheduler, cache_),
-      cache_report_(options_.cache, options_.scheduler.max_length) {}
+Engine::Engine(const Model& model, const EngineOptions& options, const Model* draft)
+    : options_(settled(model, draft, options)), model_(model, options_.cache),
+      scheduler_(options_.scheduler, model_.cache), cache_report_(options_.cache, options_.scheduler.max_length) {
+    if (draft) draft_.emplace(*draft, options_);
+}
 
 StepSizes Engine::largest_step() const {
     const SchedulerOptions& o = options_.scheduler;
@@ -55,95 +63,53 @@ StepSizes Engine::largest_step() const {
     sizes.sequences = o.max_sequences;
     sizes.chunks = o.max_sequences + sizes.tokens / kChunkRows;
     sizes.pages = ceil_div(o.max_length, options_.cache.page_size);
-    sizes.logits = std::min(sizes.tokens, o.max_sequences * (1 + options_.lookup));
+    // A token of each sequence (those of one that is forked are drawn from one row of tokens), and those of the drafts.
+    sizes.logits =
+        o.max_sequences + std::min(sizes.tokens, o.max_sequences * (options_.lookup + options_.draft_tokens));
     return sizes;
 }
 
 void Engine::take_memory(Arena& cache, Arena& activations, Arena& pinned) {
     const StepSizes largest = largest_step();
-    const CacheSizes& sizes = options_.cache;
-    const DType dtype = options_.cache_dtype.value_or(model_.precision.dtype);
-    pools_ = take_cache_pools(model_, sizes.n_pages, sizes.page_size, dtype, cache);
-    if (sizes.n_host_pages > 0)
-        host_pools_ = take_cache_pools(model_, sizes.n_host_pages, sizes.page_size, dtype, pinned);
-    acts_ = take_step_activations(model_, pools_, largest, activations);
-    workspace_ = take_step_workspace(model_, largest, options_.scheduler.max_length, activations);
-    sampler_.take_memory(largest.logits, model_.config.V, activations, pinned);
-    const auto like = [&](const Tensor& tensor) { return pinned.take("tables of a step", DType::i32, {tensor.n()}); };
-    tables_ = {like(acts_.tokens),     like(acts_.positions), like(acts_.cache_rows),
-               like(acts_.page_table), like(acts_.chunks),    like(acts_.logit_rows)};
+    model_.take_memory(largest, options_.scheduler.max_length, options_.cache_dtype, cache, activations, pinned);
+    sampler_.take_memory(largest.logits, vocabulary(), activations, pinned);
+    if (draft_) draft_->take_memory(largest, cache, activations, pinned);
 }
 
-void Engine::copy_pages() {
-    const cudaStream_t stream = device().stream;
-    const auto copy = [&](const PageCopy& page, const std::vector<Tensor>& device, const std::vector<Tensor>& host) {
-        for (size_t l = 0; l < device.size(); ++l) {
-            const Tensor& from = page.way == PageCopy::Way::to_device ? host[l] : device[l];
-            const Tensor& to = page.way == PageCopy::Way::to_host ? host[l] : device[l];
-            const Tensor source = from.slice(page.from, 1);
-            cudaCheck(
-                cudaMemcpyAsync(to.slice(page.to, 1).data, source.data, source.bytes(), cudaMemcpyDefault, stream));
-        }
-    };
-    for (const PageCopy& page : cache_.take_copies()) {
-        copy(page, pools_.layers, host_pools_.layers);
-        copy(page, pools_.scales, host_pools_.scales);
-    }
-}
-
-// Fills in the tables, and sends them to the device. draws_ becomes the rows of logits, in order.
-StepSizes Engine::prepare(const std::vector<StepPart>& parts) {
-    const cudaStream_t stream = device().stream;
-    const int64_t P = options_.cache.page_size;
-    StepSizes sizes;
-    for (const StepPart& part : parts)
-        sizes.pages = std::max<int64_t>(sizes.pages, std::ssize(cache_.page_table(*part.sequence->cached)));
+// draws_ becomes the rows of logits, in order.
+std::vector<CachedRows> Engine::rows_of(std::span<const StepPart> parts) {
     draws_.clear();
-    int32_t *tokens = tables_.tokens.ptr<int32_t>(), *positions = tables_.positions.ptr<int32_t>(),
-            *cache_rows = tables_.cache_rows.ptr<int32_t>(), *page_table = tables_.page_table.ptr<int32_t>(),
-            *chunks = tables_.chunks.ptr<int32_t>(), *logit_rows = tables_.logit_rows.ptr<int32_t>();
+    std::vector<CachedRows> rows;
     for (const StepPart& part : parts) {
         const Sequence& sequence = *part.sequence;
-        const std::vector<int32_t>& pages = cache_.page_table(*sequence.cached);
-        std::copy(pages.begin(), pages.end(), page_table + sizes.sequences * sizes.pages);
-        for (int64_t i = 0; i < part.n; ++i) {
-            const int64_t row = sizes.tokens + i, position = part.first + i;
+        CachedRows& its = rows.emplace_back(CachedRows{*sequence.cached, part.first, {}, part.n_logits});
+        for (int64_t i = part.first; i < part.first + part.n; ++i) {
             const int64_t n = std::ssize(sequence.tokens);
-            tokens[row] = position < n ? sequence.tokens[static_cast<size_t>(position)]
-                                       : sequence.draft[static_cast<size_t>(position - n)];
-            positions[row] = static_cast<int32_t>(position);
-            cache_rows[row] = static_cast<int32_t>(pages[static_cast<size_t>(position / P)] * P + position % P);
-            if (i % kChunkRows == 0) {
-                const int64_t chunk[4] = {row, std::min(kChunkRows, part.n - i), sizes.sequences, position};
-                for (int k = 0; k < 4; ++k) chunks[4 * sizes.chunks + k] = static_cast<int32_t>(chunk[k]);
-                ++sizes.chunks;
-            }
+            its.tokens.push_back(i < n ? sequence.tokens[static_cast<size_t>(i)]
+                                       : sequence.draft[static_cast<size_t>(i - n)]);
         }
-        ++sizes.sequences;
-        sizes.tokens += part.n;
         if (part.n_logits == 0) continue;
         // The end of a prompt is followed by the first tokens of all its answers, which are drawn from the same logits.
         const bool first = std::ssize(sequence.tokens) == std::ssize(part.request->prompt);
-        const int64_t answers = first && !part.request->beams ? part.request->n : 1;
-        for (int64_t k = 0; k < answers; ++k) {
-            for (int64_t row = sizes.tokens - part.n_logits; row < sizes.tokens; ++row)
-                logit_rows[sizes.logits++] = static_cast<int32_t>(row);
+        its.times = first && !part.request->beams ? part.request->n : 1;
+        for (int64_t k = 0; k < its.times; ++k)
             draws_.push_back(
                 {part.request, part.sequence, first ? static_cast<uint64_t>(k) : sequence.sample, part.n_logits});
-        }
     }
-    const Activations acts = of_step(acts_, sizes);
-    upload(acts.tokens, tables_.tokens, stream);
-    upload(acts.positions, tables_.positions, stream);
-    upload(acts.cache_rows, tables_.cache_rows, stream);
-    upload(acts.page_table, tables_.page_table, stream);
-    upload(acts.chunks, tables_.chunks, stream);
-    upload(acts.logit_rows, tables_.logit_rows, stream);
-    return sizes;
+    return rows;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tokens
+
+std::string SpeculationCount::text() const {
+    if (proposed == 0) return "";
+    char line[200];
+    std::snprintf(line, sizeof line, "%.1f%% of %lld proposed tokens accepted, %.2f tokens a step",
+                  100 * static_cast<double>(accepted) / static_cast<double>(proposed), static_cast<long long>(proposed),
+                  1 + static_cast<double>(accepted) / static_cast<double>(steps));
+    return line;
+}
 
 std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
     std::vector<SamplingRow> rows;
@@ -258,7 +224,8 @@ void Engine::deliver(std::span<const Sampled> drawn) {
         const std::vector<int32_t> draft = std::move(sequence.draft);
         sequence.draft.clear();
         const size_t gained = tokens_gained(draft, its);
-        n_proposed_ += std::ssize(draft), n_accepted_ += static_cast<int64_t>(gained) - 1;
+        speculation_.proposed += std::ssize(draft), speculation_.accepted += static_cast<int64_t>(gained) - 1;
+        speculation_.steps += sequence.tokens.size() > draw.request->prompt.size();
         bool goes_on = true;
         for (size_t i = 0; i < gained && goes_on; ++i) goes_on = give(*draw.request, sequence, its[i]);
         // Behind the last token, which no step has computed yet, the cache has rows of drafts that were wrong.
@@ -268,11 +235,18 @@ void Engine::deliver(std::span<const Sampled> drawn) {
 
 // Of sequences whose prompt is computed: a token of the next step is then the last one, and the draft stands behind it.
 void Engine::propose_drafts() {
-    if (options_.lookup == 0) return;
+    std::vector<DraftModel::Drafted> drafted;
     for (Request* request : requests_)
-        for (const auto& sequence : request->sequences)
-            if (sequence->tokens.size() > request->prompt.size() && !request->beams)
+        for (const auto& sequence : request->sequences) {
+            sequence->draft.clear();
+            if (sequence->tokens.size() == request->prompt.size() || request->beams) continue;
+            if (options_.lookup > 0)
                 sequence->draft = lookups_[sequence.get()].propose(sequence->tokens, options_.lookup);
+            const bool draws = sequence->cached && !model_.cache.is_swapped(*sequence->cached) &&
+                               sequence->computed_n + 1 == std::ssize(sequence->tokens);
+            if (draft_ && draws) drafted.push_back({request, sequence.get()});
+        }
+    if (draft_) draft_->propose(std::move(drafted));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -299,19 +273,13 @@ void Engine::cancel(Request& request) {
 }
 
 bool Engine::step() {
-    const cudaStream_t stream = device().stream;
-    propose_drafts();
+    if (options_.lookup > 0 || draft_) propose_drafts();
     const std::vector<StepPart> parts = scheduler_.next_step();
     if (parts.empty()) return false;
     ++n_steps_;
     if (with_timeline_) timeline_.step(parts);
-    cache_report_.step(cache_.use());
-    copy_pages();
-    const StepSizes sizes = prepare(parts);
-    Activations acts = of_step(acts_, sizes);
-    forward(model_, acts, of_step(workspace_, sizes), stream, false);
-    TensorParallel* const ranks = model_.tensor_parallel;  // each has the logits of its tokens
-    if (sizes.logits > 0) deliver(draw_tokens(ranks ? ranks->gather_columns(acts.logits, stream) : acts.logits));
-    else cudaCheck(cudaStreamSynchronize(stream));  // the next step fills the same tables
+    cache_report_.step(model_.cache.use());
+    const Tensor logits = model_.forward(rows_of(parts));
+    if (!draws_.empty()) deliver(draw_tokens(logits));
     return true;
 }

@@ -224,7 +224,8 @@ EngineView view_of(const Requests& requests) {
                     .n_steps = engine.n_steps(),
                     .n_running = engine.scheduler().n_running(),
                     .n_waiting = engine.scheduler().n_waiting(),
-                    .n_preemptions = engine.scheduler().n_preemptions()};
+                    .n_preemptions = engine.scheduler().n_preemptions(),
+                    .speculation = engine.speculation()};
     std::vector<int64_t> owner(static_cast<size_t>(cache.sizes().n_pages)), tables(owner.size());
     for (const Request* request : requests.unfinished()) {
         view.requests.push_back(row_of(*request, cache));

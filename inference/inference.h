@@ -10,9 +10,11 @@
 //     scheduler.cu     what the next step computes: continuous batching, chunked prefill, preemption
 //     cache_report.cu  what the memory of the cache was used for, beside what contiguous slots would have taken
 //     timeline.cu      a picture of the requests over the steps
-//     engine.cu        the step itself on the device, and the memory that it takes
+//     paged_model.cu   the forward of a step on the device, over the cache
+//     engine.cu        the step itself: the scheduler's parts, the forward, the tokens drawn
 //     sampling.cu      from logits to tokens: what options mean and which are refused
 //     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
+//     draft_model.cu   the small model that proposes them
 //     beam_search.cu   the most probable answers instead of drawn ones
 //     requests.cu      from tokens to text: stop strings, finish reasons, several samples of a prompt
 //     loaded_model.cu  weights, tokenizer and memory of a model that only computes
@@ -199,19 +201,25 @@ class Sampler {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// speculation.cu: several tokens of a sequence in one step           (Leviathan et al. 2023; Chen et al. 2023)
+// speculation.cu: several tokens of a sequence in one step
 //
-// The next k tokens are proposed at little cost. One step of the model computes the logits behind each of them, and a
-// token is drawn from each (Sampler::draw, each row with the proposed tokens before it in `answer`). As long as the
-// drawn tokens equal the proposed ones they are the text. The first that differs is the text too, since all before it
-// are; what follows it is forgotten. So a step gains from 1 to k + 1 tokens.
+// The next k tokens are proposed at little cost: by a small model (--draft), or by the text itself (--lookup). One step
+// of the model computes the logits behind each of them, and a token is drawn from each, as always (each row with the
+// proposed tokens before it in `answer`). As long as the drawn tokens equal the proposed ones they are the text. The
+// first that differs is the text too, since all before it are; what follows it is forgotten. So a step gains from 1 to
+// k + 1 tokens, and the text is the same tokens as without speculation, greedy or drawn: proposals change its speed
+// alone.
 //
-//   greedy, or prompt look-up    rows without `proposed`: the text is the same tokens as without speculation
-//   a draft model                proposals are drawn by Sampler::propose, with the same options; rows with `proposed`:
-//                                the text has the same distribution as without speculation
+// What a proposal has to guess is the token that the model draws with random numbers that are known. A draft model with
+// distribution q draws its proposal with the same numbers, one for each token (layers/draw_tokens.cu), and so finds the
+// token that the model draws from p with probability
 //
-// For prompt look-up, drawing and comparing is rejection sampling: the proposal is certain, q = 1 for it, so that it is
-// accepted with probability p, and otherwise another token v is drawn with p[v] / (1 - p).
+//   sum over v of 1 / (sum over w of max(p[w] / p[v], q[w] / q[v]))  >=  (1 - D) / (1 + D),    D = sum of |p - q| / 2
+//                                                                 (Daliri, Musco & Suresh 2025, arXiv:2408.07978)
+// The usual way accepts a proposal with probability min(1, p / q), and else draws from max(0, p - q): 1 - D, as often
+// as any way can. (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.) But with it a token
+// depends on whether there was room in its step to verify a proposal: the text has the same distribution, and not the
+// same tokens whatever runs beside it.
 
 // How many of the drawn tokens the text gains. drawn[i] stands behind the first i proposed tokens; one more than those.
 size_t tokens_gained(std::span<const int32_t> proposed, std::span<const Sampled> drawn);
@@ -434,24 +442,108 @@ class Timeline {
 void write_timelines_png(const std::string& path, std::span<const std::pair<std::string, Timeline>> all);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// paged_model.cu: a model over a cache in pages: the forward of some tokens of many sequences
+
+// Tokens of a sequence, from position `first` on, in rows that were reserved and appended.
+struct CachedRows {
+    SequenceId sequence;
+    int64_t first;
+    std::vector<int32_t> tokens;
+    int64_t n_logits = 0;  // the logits behind the last so many of them are wanted,
+    int64_t times = 1;     // so many times: of tokens a and b in rows a, b, a, b, ...
+};
+
+class PagedModel {
+  public:
+    // The model must outlive this.
+    PagedModel(const Model& model, const CacheSizes& sizes);
+    // For steps of at most these sizes, of sequences of at most max_length tokens. cache_dtype: e4m3, or the model's,
+    // which is the default.
+    void take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype, Arena& cache_arena,
+                     Arena& activations, Arena& pinned);
+    // The copies that the cache wants, and the forward: logits (all that are wanted, padded V), in the order of `rows`.
+    // They are there until the next call, before which somebody has to have waited for them.
+    Tensor forward(std::span<const CachedRows> rows);
+    const Config& config() const { return model_.config; }
+
+    PagedCache cache;
+
+  private:
+    // What the host tells the device of a step: filled in pinned memory, then copied.
+    struct Tables {
+        Tensor tokens, positions, cache_rows, page_table, chunks, logit_rows;
+    };
+    void copy_pages();
+    StepSizes fill_tables(std::span<const CachedRows> rows);
+
+    const Model& model_;
+    CachePools pools_, host_pools_;
+    Activations acts_;
+    Workspace workspace_;
+    Tables tables_;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // engine.cu: one step after the other: the scheduler's parts, the forward over the cache, the tokens drawn
 
 struct EngineOptions {
     CacheSizes cache;                  // n_pages 0: as many as max_sequences of max_length need
     std::optional<DType> cache_dtype;  // e4m3, or the model's, which is the default
-    SchedulerOptions scheduler;        // max_length 0: as long as the model has positions
+    SchedulerOptions scheduler;        // max_length 0: as long as the model, and the draft model, have positions
     int64_t lookup = 0;                // so many tokens of a sequence are proposed by prompt look-up; 0: none
+    int64_t draft_tokens = 4;          // so many by the draft model, where there is one
 };
-// Positions of a model that were trained: what max_length may be. Error where `wanted` (0: all) is beyond them.
-int64_t longest_sequence(const Config& config, int64_t wanted);
+// Positions that the model, and the draft model if there is one, were trained for: what max_length may be. Error where
+// `wanted` (0: all) is beyond them.
+int64_t longest_sequence(const Config& config, const Config* draft, int64_t wanted);
+
+// draft_model.cu: proposes the next tokens of answers, over a cache of its own with as many pages as the engine's.
+class DraftModel {
+  public:
+    // options: the engine's, with all sizes settled. The model must outlive this.
+    DraftModel(const Model& model, const EngineOptions& options);
+    void take_memory(StepSizes largest, Arena& cache, Arena& activations, Arena& pinned);
+    struct Drafted {  // a sequence that draws a token in the next step, of which all rows but the last are computed
+        const Request* request;
+        Sequence* sequence;
+    };
+    // Fills in the drafts, which are empty: up to draft_tokens, and no more than the answer can have. Sequences that
+    // are not among these are forgotten.
+    void propose(std::vector<Drafted> drafted);
+    const PagedCache& cache() const { return model_.cache; }
+
+  private:
+    struct Text {
+        std::optional<SequenceId> cached;
+        std::vector<int32_t> tokens;  // the sequence's, then what is proposed; the first of them are in the cache
+        int64_t wanted = 0;           // proposals, beside those that there are
+    };
+    static CacheSizes of_device(CacheSizes sizes);
+    void bring_up_to_date(std::span<const Drafted> drafted);
+    std::optional<CachedRows> next_rows(Text& text, int64_t room);
+    void small_step(std::span<const Drafted> drafted);
+
+    EngineOptions options_;
+    PagedModel model_;
+    Sampler sampler_;
+    std::unordered_map<const Sequence*, Text> texts_;
+};
+
+// What speculation gained.
+struct SpeculationCount {
+    int64_t proposed = 0, accepted = 0;  // tokens that were computed behind a text, and those that were drawn then
+    int64_t steps = 0;                   // in which an answer drew a token that was not its first, for each answer
+    std::string text() const;            // for people; "" where nothing was proposed
+};
 
 // A step is the same whatever its requests want: rows of tokens through the model, then a token for each row that is
 // the last of its sequence. Nothing in the logits of a row depends on the other rows, so the text of a request is the
 // same alone and among others, however its prompt was cut, and whether it was preempted or shares pages.
 class Engine {
   public:
-    // The model must outlive the engine, and have been built for at least max_length positions.
-    Engine(const Model& model, const EngineOptions& options);
+    // The models must outlive the engine, and have been built for at least max_length positions. Error where the draft
+    // model has another vocabulary.
+    Engine(const Model& model, const EngineOptions& options, const Model* draft = nullptr);
     // Everything the engine needs, taken twice like all memory (core.h: Arena). pinned: of the host.
     void take_memory(Arena& cache, Arena& activations, Arena& pinned);
 
@@ -471,13 +563,13 @@ class Engine {
     // False: nothing runs or waits, and nothing was done. Collective where the model's weights are sharded.
     bool step();
 
-    int64_t vocabulary() const { return model_.config.V; }
-    const PagedCache& cache() const { return cache_; }
+    int64_t vocabulary() const { return model_.config().V; }
+    const PagedCache& cache() const { return model_.cache; }
+    const DraftModel* draft() const { return draft_ ? &*draft_ : nullptr; }
     const Scheduler& scheduler() const { return scheduler_; }
     const EngineOptions& options() const { return options_; }
     int64_t n_steps() const { return n_steps_; }
-    int64_t n_proposed() const { return n_proposed_; }  // draft tokens that were computed, and those that became text
-    int64_t n_accepted() const { return n_accepted_; }
+    const SpeculationCount& speculation() const { return speculation_; }
     StepSizes largest_step() const;
     void preempt_all() {
         while (scheduler_.preempt_last()) {
@@ -490,10 +582,6 @@ class Engine {
     const Timeline& timeline() const { return timeline_; }  // requests are told apart by their id
 
   private:
-    // What the host tells the device of a step: filled in pinned memory, then copied.
-    struct Tables {
-        Tensor tokens, positions, cache_rows, page_table, chunks, logit_rows;
-    };
     // Tokens to be drawn from neighbouring rows of logits: one, and one behind each token of the draft. Of an answer
     // that runs, or the first token of a new one, of which `sequence` is the parent.
     struct Draw {
@@ -503,8 +591,7 @@ class Engine {
         int64_t n;
     };
     void propose_drafts();
-    void copy_pages();
-    StepSizes prepare(const std::vector<StepPart>& parts);
+    std::vector<CachedRows> rows_of(std::span<const StepPart> parts);
     std::vector<Sampled> draw_tokens(const Tensor& logits);
     void deliver(std::span<const Sampled> drawn);
     bool give(Request& request, Sequence& sequence, const Sampled& token);  // false: the answer has ended
@@ -512,20 +599,17 @@ class Engine {
     void end_request(Request& request);
     void advance_beams(Request& request, std::span<const Sampled> drawn);
 
-    const Model& model_;
     EngineOptions options_;
-    PagedCache cache_;
+    PagedModel model_;
     Scheduler scheduler_;
     Sampler sampler_;
-    CachePools pools_, host_pools_;
-    Activations acts_;
-    Workspace workspace_;
-    Tables tables_;
+    std::optional<DraftModel> draft_;
     std::vector<Draw> draws_;         // of the step that runs
     std::vector<Request*> requests_;  // that have come and not ended
     std::unordered_map<const Sequence*, PromptLookup> lookups_;
     std::unordered_map<const Request*, BeamSearch> searches_;
-    int64_t n_steps_ = 0, n_proposed_ = 0, n_accepted_ = 0;
+    SpeculationCount speculation_;
+    int64_t n_steps_ = 0;
     CacheReport cache_report_;
     Timeline timeline_;
     bool with_timeline_ = false;
@@ -576,30 +660,42 @@ class Requests {
 // ---------------------------------------------------------------------------------------------------------------------
 // loaded_model.cu: a model that only computes: its weights on the device, and what lies beside them in its folder
 
-struct LoadedModel {
+// Weights, as a folder has them. format: of those of the blocks' linear layers.
+struct LoadedWeights {
     std::string folder;
     Config config;
     Model model;
     std::shared_ptr<const Tokenizer> tokenizer;
-    bool is_text = true;               // false: it was trained on token ids, without a tokenizer
-    std::vector<int32_t> stop_tokens;  // eos_token_id of generation_config.json, or else of config.json
-    Arena weights{"weights"}, cache{"cache"}, activations{"activations"}, pinned{"on the host", MemoryKind::pinned};
-    std::unique_ptr<Engine> engine;
-    size_t device_bytes();  // planned, with cuBLASLt's workspace
+    bool is_text = true;  // false: it was trained on token ids, without a tokenizer
+    Arena weights{"weights"};
 
-    // Reads config.json and the tokenizer, and counts the memory. folder: find_model_folder's (model/model.h).
-    // tokenizer: a tokenizer.json or its folder, in place of that beside the model; "": that.
-    // format: of the weights of the blocks' linear layers.
-    LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format,
-                const EngineOptions& options);
-    void load();  // takes the memory, and reads the weights. Error where it is more than the device has
+    // Reads config.json and the tokenizer. folder: find_model_folder's (model/model.h). tokenizer: a tokenizer.json or
+    // its folder, in place of that beside the model; "": that.
+    LoadedWeights(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format);
+    void take_memory(int64_t max_length);  // twice, like all memory; the second time the weights are read
+    void reserve();                        // between the two
 
   private:
-    void take_memory();
     Arena gradients_{"gradients"}, masters_{"master weights"};  // counted, and never taken
     std::unique_ptr<Arena> unquantised_;                        // of the host, while the weights are read
     DType dtype_;
     WeightFormat format_;
+};
+
+struct LoadedModel : LoadedWeights {
+    std::unique_ptr<LoadedWeights> draft;
+    std::vector<int32_t> stop_tokens;  // eos_token_id of generation_config.json, or else of config.json
+    Arena cache{"cache"}, activations{"activations"}, pinned{"on the host", MemoryKind::pinned};  // the draft's, too
+    std::unique_ptr<Engine> engine;
+    size_t device_bytes();  // planned, with cuBLASLt's workspace
+
+    // Counts the memory. draft_folder: of a draft model, or ""; Error where its tokens are not the model's.
+    LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format,
+                const EngineOptions& options, const std::string& draft_folder = "");
+    void load();  // takes the memory, and reads the weights. Error where it is more than the device has
+
+  private:
+    void take_all();
     EngineOptions options_;
 };
 
@@ -618,6 +714,7 @@ struct ServerOptions {
 
 struct GenerateOptions {
     std::string model;  // "": that of the newest run
+    std::string draft;  // "": none
     std::string tokenizer, prompt, prompt_ids, batch, out, pictures, eval;
     std::string chat_template, system;  // of a conversation
     bool chat = false, serve = false, plan = false, ids = false;

@@ -23,38 +23,77 @@ std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
     return tokens;
 }
 
+// What a token adds to a text; nothing for an id that the tokenizer does not have.
+std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t id) {
+    try {
+        return tokenizer.decode({id});
+    } catch (const Error&) {
+        return {};
+    }
+}
+
+// A token of the draft is proposed as the model's with the same id.
+void check_same_tokens(const LoadedWeights& draft, const LoadedWeights& model) {
+    if (!draft.is_text || !model.is_text) return;
+    const int n = std::max(draft.tokenizer->vocab_size(), model.tokenizer->vocab_size());
+    for (int32_t id = 0; id < n; ++id)
+        check(text_of(*draft.tokenizer, id) == text_of(*model.tokenizer, id), draft.folder, ": token ", id,
+              " of the draft model's tokenizer is not that of the model's; give a draft model with the same tokenizer");
+}
+
 }  // namespace
 
-LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
-                         WeightFormat format, const EngineOptions& options)
-    : folder(folder_), config(load_config(folder_ + "/config.json")), dtype_(dtype), format_(format),
-      options_(options) {
+LoadedWeights::LoadedWeights(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
+                             WeightFormat format)
+    : folder(folder_), config(load_config(folder_ + "/config.json")), dtype_(dtype), format_(format) {
     const std::string beside = folder + "/tokenizer.json";
     const std::string path = !tokenizer_path.empty() ? find_tokenizer_file(tokenizer_path)
                              : is_there(beside)      ? beside
                                                      : "";
     is_text = !path.empty() || config.V <= kLargestByteVocabulary;
     tokenizer = path.empty() ? make_byte_tokenizer() : load_tokenizer(path);
-    stop_tokens = eos_tokens(folder + "/generation_config.json", config.V);
-    if (stop_tokens.empty()) stop_tokens = eos_tokens(folder + "/config.json", config.V);
-    options_.scheduler.max_length = longest_sequence(config, options_.scheduler.max_length);
-    take_memory();
+    if (format_ != WeightFormat::none)
+        unquantised_ = std::make_unique<Arena>("weights before they are quantised", MemoryKind::pinned);
 }
 
-void LoadedModel::take_memory() {
-    const int64_t max_length = options_.scheduler.max_length;
-    if (format_ != WeightFormat::none && !unquantised_)
-        unquantised_ = std::make_unique<Arena>("weights before they are quantised", MemoryKind::pinned);
+void LoadedWeights::take_memory(int64_t max_length) {
     Model read = build_model(config, {dtype_, DType::f32, false}, max_length, unquantised_ ? *unquantised_ : weights,
                              gradients_, masters_);
-    if (!weights.counting()) load_weights(read, folder);
+    const bool reads = !weights.counting();
+    if (reads) load_weights(read, folder);
     model = unquantised_ ? quantised_copy(read, format_, weights) : read;
-    if (!engine) engine = std::make_unique<Engine>(model, options_);
+    if (reads) unquantised_.reset();
+}
+
+void LoadedWeights::reserve() {
+    weights.reserve();
+    if (unquantised_) unquantised_->reserve();
+}
+
+LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
+                         WeightFormat format, const EngineOptions& options, const std::string& draft_folder)
+    : LoadedWeights(folder_, tokenizer_path, dtype, format), options_(options) {
+    stop_tokens = eos_tokens(folder + "/generation_config.json", config.V);
+    if (stop_tokens.empty()) stop_tokens = eos_tokens(folder + "/config.json", config.V);
+    if (!draft_folder.empty()) {
+        draft = std::make_unique<LoadedWeights>(draft_folder, "", dtype, format);
+        if (draft->config.V == config.V) check_same_tokens(*draft, *this);  // the engine says what is wrong otherwise
+    }
+    options_.scheduler.max_length =
+        longest_sequence(config, draft ? &draft->config : nullptr, options_.scheduler.max_length);
+    take_all();
+}
+
+void LoadedModel::take_all() {
+    take_memory(options_.scheduler.max_length);
+    if (draft) draft->take_memory(options_.scheduler.max_length);
+    if (!engine) engine = std::make_unique<Engine>(model, options_, draft ? &draft->model : nullptr);
     engine->take_memory(cache, activations, pinned);
 }
 
 size_t LoadedModel::device_bytes() {
-    return weights.bytes() + cache.bytes() + activations.bytes() + device().blas_workspace_bytes;
+    return weights.bytes() + (draft ? draft->weights.bytes() : 0) + cache.bytes() + activations.bytes() +
+           device().blas_workspace_bytes;
 }
 
 void LoadedModel::load() {
@@ -63,8 +102,8 @@ void LoadedModel::load() {
     check(device_bytes() <= all_bytes, "this needs ", human_bytes(static_cast<double>(device_bytes())),
           ", and the device has ", human_bytes(static_cast<double>(all_bytes)),
           ": give fewer --cache-pages or --max-sequences, a smaller --max-length, or --dtype bf16");
-    for (Arena* arena : {&weights, &cache, &activations, &pinned}) arena->reserve();
-    if (unquantised_) unquantised_->reserve();
-    take_memory();
-    unquantised_.reset();
+    reserve();
+    if (draft) draft->reserve();
+    for (Arena* arena : {&cache, &activations, &pinned}) arena->reserve();
+    take_all();
 }

@@ -18,6 +18,10 @@ const std::vector<Synonym> kSynonyms = {{"max-tokens", "--tokens"},
                                         {"block-size", "--page-size"},
                                         {"max-num-batched-tokens", "--step-tokens"},
                                         {"kv-cache-dtype", "--cache-dtype"},
+                                        {"model-draft", "--draft"},
+                                        {"speculative-model", "--draft"},
+                                        {"num-speculative-tokens", "--draft-tokens"},
+                                        {"draft-max", "--draft-tokens"},
                                         {"input", "--batch"},
                                         {"precision", "--dtype"}};
 
@@ -88,8 +92,13 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     engine.flag("--no-prefix-sharing", typed.no_prefix_sharing,
                 "compute every prompt, also where others began with the same tokens");
     engine.option("--step-tokens", e.scheduler.step_tokens, "tokens of a step, of prompts and answers together");
+    engine.option(
+        "--draft", o.draft,
+        "speculative decoding: a small model with the same tokens that proposes the next ones (folder, run, or "
+        "checkpoint)");
+    engine.option("--draft-tokens", e.draft_tokens, "so many at a time");
     engine.option("--lookup", e.lookup,
-                  "speculative decoding: propose so many tokens that followed before in the same text; 0: none");
+                  "the same without a model: propose so many tokens that followed before in the same text; 0: none");
     engine.option("--batching", typed.batching,
                   "continuous: requests join and leave at every step; static: the next ones wait for all to end");
     engine.option("--preempt", typed.preempt,
@@ -130,6 +139,10 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
               o.engine.lookup >= 0,
           "--max-sequences, --step-tokens, --page-size, --tokens and --samples must be at least 1, and --cache-pages ",
           "and --lookup not negative");
+    check(o.draft.empty() || (o.engine.lookup == 0 && o.beams == 0 && o.eval.empty()),
+          "--draft proposes tokens that are drawn next: it cannot be combined with --lookup, --beams or --eval");
+    check(o.engine.draft_tokens >= 1 && (!o.draft.empty() || o.engine.draft_tokens == EngineOptions().draft_tokens),
+          "--draft-tokens ", o.engine.draft_tokens, ": it must be at least 1, and is for --draft");
     check(!length_given || o.engine.scheduler.max_length >= 2, "--max-length ", o.engine.scheduler.max_length,
           ": a prompt and an answer have at least 2 tokens");
     const int n_ways =

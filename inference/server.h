@@ -127,6 +127,7 @@ struct EngineView {
     std::vector<PageRun> pages = {};
     CacheUse use;
     int64_t page_size = 0, n_steps = 0, n_running = 0, n_waiting = 0, n_preemptions = 0;
+    SpeculationCount speculation = {};
 };
 
 EngineView view_of(const Requests& requests);

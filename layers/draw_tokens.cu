@@ -6,17 +6,17 @@
 //   token = the first of the largest scores
 //
 // E[v] = -log(1 - u[v]) are exponential random numbers of mean 1, so that E[v] / w[v], w[v] = exp((x[v] - max) /
-// temperature), is one of mean 1 / w[v]: a clock that rings w[v] times in a unit of time. The largest score is the clock
-// that rings first, and of all the rings w[v] / (sum of w) are v's: that is the probability of token v. No sum over the
-// row is needed, and no second pass.                                    (Gumbel-max: Maddison et al. 2014, arXiv:1411.0030)
+// temperature), is one of mean 1 / w[v]: a clock that rings w[v] times in a unit of time. The largest score is the
+// clock that rings first, and of all the rings w[v] / (sum of w) are v's: that is the probability of token v. No sum
+// over the row is needed, and no second pass. (Known as Gumbel-max: Maddison et al. 2014, arXiv:1411.0030.)
 //
 // A number for each token, where one for all would do: if the distribution changes a little, the scores do, and mostly
 // the same one is the largest. Two distributions p and q with the same numbers give the same token with probability
 //
 //   sum over v of 1 / (sum over w of max(p[w] / p[v], q[w] / q[v]))  >=  (1 - D) / (1 + D),   D = sum of |p - q| / 2
 //
-// (Daliri, Musco & Suresh 2025, arXiv:2408.07978.) Speculative decoding lives on that (inference/speculation.cu). With a
-// single number, and tokens in a row, each as wide as it is probable, one wider token would shift all that follow it.
+// (Daliri, Musco & Suresh 2025, arXiv:2408.07978.) Speculative decoding lives on that (inference/speculation.cu). With
+// a single number, and tokens in a row, each as wide as it is probable, one wider token would shift all that follow it.
 #include "layers/sampling.cuh"
 
 namespace {

@@ -369,10 +369,10 @@ int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_l
 //   distribution      p[v] = exp((x[v] - max x) / temperature) of the tokens that are kept, otherwise 0; over their sum
 //   draw              token = the first v with the largest  (x[v] - max x) / temperature - log E[v]
 //
-// E[v] = -log(1 - u[v]) with a uniform number u[v] for each token: number v % 4 of philox(seed, sample, position | v / 4
-// << 40), r, as u = (r + 1/2) / 2^32. So token v has probability p[v] (draw_tokens.cu says why), and distributions that
-// are alike mostly give the same token of the same numbers. A token of probability below 2^-36 is never drawn. V is at
-// most 2^18.
+// E[v] = -log(1 - u[v]) with a uniform number u[v] for each token: number v % 4 of philox(seed, sample, position | v /
+// 4 << 40), r, as u = (r + 1/2) / 2^32. So token v has probability p[v] (draw_tokens.cu says why), and distributions
+// that are alike mostly give the same token of the same numbers. A token of probability below 2^-36 is never drawn. V
+// is at most 2^18.
 
 struct SamplingRule {                             // of a row
     uint64_t seed = 0, sample = 0, position = 0;  // of the random numbers; position below 2^40

@@ -27,9 +27,10 @@ struct TestSampler {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // How far a score of the kernel, (x - max) / temperature - log E, may be from that below, without the part that is the
-// same for all tokens. Adjustments round x, of size below 32, three times, by 32 * 2^-24 / temperature; two operations
-// round the quotient, which is at most 23 below the largest where it matters, by 23 * 2^-24 each; the logarithms, of size
-// below 32, by 2 units. That is less than 400 2^-24 for temperatures from 0.5 on; of two scores the difference is twice.
+// same for all tokens. Adjustments round x, of size below 10 where it matters, three times, by 10 * 2^-24 each, which
+// the temperature divides; two operations round the quotient, which is at most 23 below the largest, by 23 * 2^-24
+// each; the logarithms, of size below 32, by 2 units of 32 * 2^-24. That is less than 200 * 2^-24 for temperatures from
+// 0.5 on; the difference of two scores is off by twice that.
 constexpr double kError = 400 * 0x1p-24;
 
 // ---------------------------------------------------------------------------------------------------------------------

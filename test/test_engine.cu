@@ -1,116 +1,19 @@
 // The engine: whole answers, against transformers' and against those of other settings.
-#include "inference/inference.h"
-#include "models.h"
+#include "engine.h"
 #include "program.h"
-#include "test.h"
 #include "training/training.h"
-#include "json.h"
-
-#include <array>
-
-namespace {
-
-// The models of test/golden/generate, as make_generate_golden.py opens them.
-struct GoldenModel : ModelWithMemory {
-    GoldenModel(const std::string& folder, int64_t positions)
-        : ModelWithMemory(with_positions(load_config(folder), positions), positions) {
-        if (model.config.family == Family::gpt2) repeat_positions(folder);
-        else load_weights(model, folder);
-    }
-    static Config with_positions(Config config, int64_t positions) {
-        config.T_max = positions;
-        return config;
-    }
-    void repeat_positions(const std::string& folder) {
-        const Config saved = load_config(folder);
-        ModelWithMemory its(saved, saved.T_max);
-        load_weights(its.model, folder);
-        for (size_t i = 0; i < model.params.size(); ++i) {
-            const Param &to = model.params[i], &from = its.model.params[i];
-            const std::vector<float> values = to_floats(from.value.slice(0, from.value.shape[0] - from.padded_rows));
-            std::vector<float> all;
-            if (to.name != "transformer.wpe.weight") all = values;
-            while (all.size() < static_cast<size_t>(to.value.n()) && to.name == "transformer.wpe.weight")
-                all.insert(all.end(), values.begin(), values.end());
-            model.write(to, all);
-        }
-    }
-};
-
-struct Setting {
-    int64_t page_size;
-    bool share;
-    int64_t step_tokens;
-    int64_t pages_in_all;  // for sequences of 77 tokens
-    Preemption preemption;
-    bool preempt_always = false;  // all requests, before every step
-};
-
-struct EngineWithMemory {
-    Arena cache{"cache"}, activations{"activations"}, pinned{"pinned", MemoryKind::pinned};
-    Engine engine;
-    EngineWithMemory(const Model& model, const EngineOptions& options) : engine(model, options) {
-        for (int pass = 0; pass < 2; ++pass) {
-            engine.take_memory(cache, activations, pinned);
-            if (pass == 0)
-                for (Arena* arena : {&cache, &activations, &pinned}) arena->reserve();
-        }
-    }
-};
-
-Request greedy_request(int64_t id, const json& golden) {
-    Request request;
-    request.id = id;
-    request.prompt = as<std::vector<int32_t>>(golden["prompt"]);
-    request.max_tokens = golden["ids"].size();
-    request.sampling.temperature = 0;
-    return request;
-}
-
-}  // namespace
 
 TEST_CASE("greedy answers are those of transformers' generate", "[inference][engine]") {
     const auto golden = parsed_json(read_text_file("test/golden/generate/greedy.json"));
-    // Pages of one token, that end inside of a prompt, and that are larger than a prompt; prompts at once and in
-    // pieces; a pool of all that is needed, and one that holds the longest sequence and little more: then requests
-    // are preempted again and again; and all of them before every step.
-    const Setting settings[] = {{1, true, 3, 90, Preemption::recompute},
-                                {16, false, 512, 1000, Preemption::recompute},
-                                {17, true, 7, 6, Preemption::swap},
-                                {16, true, 512, 1000, Preemption::recompute, true},
-                                {1, false, 5, 1000, Preemption::swap, true}};
     for (const std::string& name : golden.getMemberNames()) {
         const json& of_model = golden[name];
-        const GoldenModel m("test/golden/" + name, as<int64_t>(of_model["positions"]));
-        for (const Setting& s : settings) {
-            EngineOptions options;
-            options.cache = {.page_size = s.page_size, .n_pages = s.pages_in_all, .share_prefixes = s.share};
-            options.scheduler.step_tokens = s.step_tokens, options.scheduler.preemption = s.preemption;
-            options.scheduler.max_sequences = 4;
-            EngineWithMemory e(m.model, options);
-            std::map<int64_t, std::vector<int32_t>> answers;
-            e.engine.token_ready = [&](Request& request, Sequence&, const Sampled& token) {
-                answers[request.id].push_back(token.token);
-                return true;
-            };
-            std::deque<Request> requests;
-            for (const auto& one : of_model["cases"]) {
-                requests.push_back(greedy_request(std::ssize(requests), one));
-                e.engine.add(requests.back());
-            }
-            // The first again: its prompt may be in the cache.
-            requests.push_back(greedy_request(std::ssize(requests), of_model["cases"][0]));
-            e.engine.add(requests.back());
-            while (e.engine.step())
-                if (s.preempt_always) e.engine.preempt_all();
-            INFO(name << ", pages of " << s.page_size << ", steps of " << s.step_tokens << ", "
-                      << e.engine.scheduler().n_preemptions() << " preemptions");
-            for (const Request& request : requests) {
-                const auto i = static_cast<Json::ArrayIndex>(request.id) % of_model["cases"].size();
-                CHECK(answers[request.id] == as<std::vector<int32_t>>(of_model["cases"][i]["ids"]));
-            }
-            CHECK(e.engine.cache().use().owned_pages == 0);
-            if (of_model["positions"] == 96 && (s.pages_in_all < 1000 || s.preempt_always))
+        const int64_t positions = as<int64_t>(of_model["positions"]);
+        const GoldenModel m("test/golden/" + name, positions);
+        for (const Setting& s : kSettings) {
+            INFO(name << ", pages of " << s.page_size << ", steps of " << s.step_tokens);
+            EngineWithMemory e(m.model, s.options());
+            check_greedy_answers(e, of_model, s.preempt_always);
+            if (positions == 96 && (s.pages_in_all < 1000 || s.preempt_always))
                 CHECK(e.engine.scheduler().n_preemptions() > 0);
         }
     }
@@ -133,6 +36,7 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
         WeightFormat format;
         EngineOptions options;
         int64_t row_bytes;  // of a token in the cache, all layers, by hand
+        const char* draft = "";
     } cases[] = {
         // 2 layers, keys and values of 3 heads of 12 columns
         {"test/golden/gpt2", DType::f32, WeightFormat::none, plain, 2 * 2 * 3 * 12 * 4},
@@ -140,12 +44,14 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
         {"test/golden/llama", DType::bf16, WeightFormat::int8, small, 2 * 2 * 2 * (8 + 4)},
         // 2 layers, a latent of 28 numbers and 8 rotated columns
         {"test/golden/deepseek", DType::f32, WeightFormat::none, plain, 2 * (28 + 8) * 4},
+        // The first, twice
+        {"test/golden/gpt2", DType::f32, WeightFormat::none, plain, 2 * 2 * 2 * 3 * 12 * 4, "test/golden/gpt2"},
     };
     for (const auto& c : cases) {
         INFO(c.folder);
         device();  // its own memory is there before
         const double before = free_bytes();
-        LoadedModel m(c.folder, "", c.dtype, c.format, c.options);
+        LoadedModel m(c.folder, "", c.dtype, c.format, c.options, c.draft);
         const double planned = static_cast<double>(m.device_bytes() - device().blas_workspace_bytes);
         CHECK(free_bytes() == before);
         m.load();
@@ -153,7 +59,7 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
         const int64_t rows = c.options.cache.n_pages * c.options.cache.page_size;
         const int64_t gaps = static_cast<int64_t>(m.cache.bytes()) - rows * c.row_bytes;
         CHECK(gaps >= 0);
-        CHECK(gaps < 256 * 4);  // the pools of two layers, and of their scales, begin on 256 bytes
+        CHECK(gaps < 256 * 4);  // the pools of two layers, and of their scales or the draft's, begin on 256 bytes
         const double loaded = free_bytes();
         std::deque<Request> requests;
         for (int64_t id = 0; id < 3; ++id) {
@@ -171,39 +77,19 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
 TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine]") {
     for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
         const ModelWithMemory m(config, config.T_max, DType::bf16);
-        using Answers = std::map<std::array<int64_t, 2>, std::vector<int32_t>>;  // of (request, sample)
         const auto run = [&](const EngineOptions& options, int64_t only) {
             EngineWithMemory e(m.model, options);
-            Answers answers;
-            e.engine.token_ready = [&](Request& request, Sequence& sequence, const Sampled& token) {
-                answers[{request.id, static_cast<int64_t>(sequence.sample)}].push_back(token.token);
-                return true;
-            };
-            std::deque<Request> requests;
-            for (int64_t id = 0; id < 6; ++id) {
-                if (only >= 0 && only != id) continue;
-                Request& request = requests.emplace_back();
-                request.id = id;
-                request.prompt =
-                    random_tokens(3 + 4 * id, config.V, static_cast<uint64_t>(id % 3));  // shared beginnings
-                request.max_tokens = 40 - std::ssize(request.prompt);
-                request.n = id == 2 ? 3 : 1;
-                request.sampling.temperature = 0.9, request.sampling.top_p = 0.95;
-                request.sampling.seed = static_cast<uint64_t>(id);
-                e.engine.add(request);
-            }
-            while (e.engine.step()) {
-            }
-            CHECK(e.engine.cache().use().owned_pages == 0);
-            return answers;
+            return sampled_answers(e, config.V, only);
         };
         EngineOptions roomy, tight;
         roomy.scheduler.max_sequences = 8;
         tight.cache = {.page_size = 3, .n_pages = 44};
         tight.scheduler.max_sequences = 5, tight.scheduler.step_tokens = 5;
-        const Answers together = run(roomy, -1), crowded = run(tight, -1);
+        const auto together = run(roomy, -1), crowded = run(tight, -1);
         CHECK(together.size() == 8);
         CHECK(together == crowded);
+        tight.lookup = 4;  // the draft of one beside the first tokens of another
+        CHECK(run(tight, -1) == together);
         for (int64_t id = 0; id < 6; ++id)
             for (const auto& [key, tokens] : run(roomy, id)) CHECK(together.at(key) == tokens);
         CHECK(together.at({2, 0}) != together.at({2, 1}));

@@ -40,8 +40,10 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const std::string ids = " --prompt-ids 76,105,110,101 --tokens 20 --seed 3 --ids";
     const Outcome plain = generate(ids);
     CHECK(std::count(plain.out.begin(), plain.out.end(), ',') == 19);
-    for (const std::string setting : {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4",
-                                      "--preempt swap", "--cache-pages 2", "--batching static", "--max-length 24"})
+    const std::string own_draft = "--draft " + trained_run();
+    for (const std::string setting :
+         {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4", "--preempt swap", "--cache-pages 2",
+          own_draft.c_str(), "--batching static", "--max-length 24"})
         CHECK(generate(ids + " " + setting).out == plain.out);
     CHECK(generate(ids + " --seed 4").out != plain.out);
     CHECK(generate(ids + " --dtype bf16").status == 0);
@@ -60,9 +62,10 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
          "\"temperature\": 0}\n"
          "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
     const std::string call = "--batch " + in + " --out " + out;
-    const Outcome first = generate(call + " --pictures " + (folder / "pictures"));
+    const Outcome first = generate(call + " --draft " + trained_run() + " --pictures " + (folder / "pictures"));
     INFO(first.err);
     CHECK(first.status == 0);
+    CHECK_THAT(first.out, ContainsSubstring("100.0% of "));  // the draft is the model itself
     CHECK_THAT(first.out, ContainsSubstring("% hold tokens") && ContainsSubstring("contiguous  slots of 256 rows"));
     CHECK(slurp(folder / "pictures/batching.png").substr(1, 3) == "PNG");
     CHECK(slurp(folder / "pictures/cache.png").substr(1, 3) == "PNG");
@@ -94,8 +97,9 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
-    const Outcome plan = generate("--plan --max-sequences 3 --page-size 8");
+    const Outcome plan = generate("--plan --max-sequences 3 --page-size 8 --draft " + trained_run());
     CHECK_THAT(plan.out, ContainsSubstring("sequences of 128 tokens fit"));
+    CHECK_THAT(plan.out, ContainsSubstring("weights of the draft"));
     // The model has seen this text for a few steps: better than the 256 of a model that knows nothing.
     spit(folder / "text", made_text(40));
     const auto perplexity = [&](const std::string& flags) {
@@ -118,6 +122,11 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --top-p 2", "top_p"},
         {"--prompt a --max-tokens 3", "unknown flag --max-tokens: did you mean --tokens?"},
         {"--prompt a --dtype fp8", "--dtype fp8"},
+        {"--prompt a --draft no", "--draft no"},
+        {"--prompt a --draft " + trained_run() + " --lookup 2",
+         "it cannot be combined with --lookup, --beams or --eval"},
+        {"--prompt a --draft " + trained_run() + " --draft-tokens 0", "--draft-tokens 0: it must be at least 1"},
+        {"--prompt a --draft-tokens 3", "--draft-tokens 3: it must be at least 1, and is for --draft"},
         {"--prompt a --weights int4", "unknown format of weights 'int4'"},
         {"--prompt a --max-length 100000", "the model has 256 positions"},
         {"--prompt-ids 1,x", "--prompt-ids x: give a whole number"},

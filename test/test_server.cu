@@ -184,7 +184,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     CHECK(
         one_line_with(refusal_to_listen().substr(0, refusal_to_listen().size() - 1), "192.0.2.1 port 8000", "--port"));
-    const Server server("--tokens 30");
+    const Server server("--tokens 30 --draft " + model_folder());
     const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"].asString();
     CHECK(name == model_folder());
     CHECK(ask(server, http("GET", "/health")).status == 200);
@@ -194,6 +194,9 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         {{"model", name}, {"prompt", "Line 7"}, {"max_tokens", 20}, {"seed", 5}, {"top_k", 20}, {"ignore_eos", true}});
     const Reply whole = complete(server, request);
     CHECK(whole.status == 200);
+    CHECK(metric(server, "llm_draft_tokens_total") > 0);  // the draft is the model itself
+    CHECK(metric(server, "llm_draft_tokens_accepted_total") == metric(server, "llm_draft_tokens_total"));
+    CHECK(metric(server, "llm_sequence_steps_total") == 4);  // 1 + 4 * 5 tokens, of which 20 are wanted
     const json answer = whole.object();
     CHECK(answer["object"] == "text_completion");
     CHECK(answer["usage"] == value({{"prompt_tokens", 6}, {"completion_tokens", 20}, {"total_tokens", 26}}));

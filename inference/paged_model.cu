@@ -1,0 +1,98 @@
+// inference/paged_model.cu: a model over a cache in pages: the forward of some tokens of many sequences.
+//
+//     copies of pages that the cache wants made
+//     tables: for each row its token, its position, its row in the cache; for each sequence its pages
+//     forward: the rows through the model; their keys and values go to the cache, the attention reads them there
+//
+// The cache's pages lie in one pool per layer. A page that was swapped out lies in a pool of the host.
+#include "inference/inference.h"
+
+#include <algorithm>
+
+PagedModel::PagedModel(const Model& model, const CacheSizes& sizes) : cache(sizes), model_(model) {}
+
+void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype,
+                             Arena& cache_arena, Arena& activations, Arena& pinned) {
+    const DType dtype = cache_dtype.value_or(model_.precision.dtype);
+    const CacheSizes& sizes = cache.sizes();
+    pools_ = take_cache_pools(model_, sizes.n_pages, sizes.page_size, dtype, cache_arena);
+    if (sizes.n_host_pages > 0)
+        host_pools_ = take_cache_pools(model_, sizes.n_host_pages, sizes.page_size, dtype, pinned);
+    acts_ = take_step_activations(model_, pools_, largest, activations);
+    workspace_ = take_step_workspace(model_, largest, max_length, activations);
+    const auto like = [&](const Tensor& tensor) { return pinned.take("tables of a step", DType::i32, {tensor.n()}); };
+    tables_ = {like(acts_.tokens),     like(acts_.positions), like(acts_.cache_rows),
+               like(acts_.page_table), like(acts_.chunks),    like(acts_.logit_rows)};
+}
+
+void PagedModel::copy_pages() {
+    const cudaStream_t stream = device().stream;
+    const auto copy = [&](const PageCopy& page, const std::vector<Tensor>& device, const std::vector<Tensor>& host) {
+        for (size_t l = 0; l < device.size(); ++l) {
+            const Tensor& from = page.way == PageCopy::Way::to_device ? host[l] : device[l];
+            const Tensor& to = page.way == PageCopy::Way::to_host ? host[l] : device[l];
+            const Tensor source = from.slice(page.from, 1);
+            cudaCheck(
+                cudaMemcpyAsync(to.slice(page.to, 1).data, source.data, source.bytes(), cudaMemcpyDefault, stream));
+        }
+    };
+    for (const PageCopy& page : cache.take_copies()) {
+        copy(page, pools_.layers, host_pools_.layers);
+        copy(page, pools_.scales, host_pools_.scales);
+    }
+}
+
+StepSizes PagedModel::fill_tables(std::span<const CachedRows> rows) {
+    const int64_t P = cache.sizes().page_size;
+    StepSizes sizes;
+    for (const CachedRows& its : rows)
+        sizes.pages = std::max<int64_t>(sizes.pages, std::ssize(cache.page_table(its.sequence)));
+    int32_t *tokens = tables_.tokens.ptr<int32_t>(), *positions = tables_.positions.ptr<int32_t>(),
+            *cache_rows = tables_.cache_rows.ptr<int32_t>(), *page_table = tables_.page_table.ptr<int32_t>(),
+            *chunks = tables_.chunks.ptr<int32_t>(), *logit_rows = tables_.logit_rows.ptr<int32_t>();
+    for (const CachedRows& its : rows) {
+        const std::vector<int32_t>& pages = cache.page_table(its.sequence);
+        std::copy(pages.begin(), pages.end(), page_table + sizes.sequences * sizes.pages);
+        const int64_t n = std::ssize(its.tokens);
+        for (int64_t i = 0; i < n; ++i) {
+            const int64_t row = sizes.tokens + i, position = its.first + i;
+            tokens[row] = its.tokens[static_cast<size_t>(i)];
+            positions[row] = static_cast<int32_t>(position);
+            cache_rows[row] = static_cast<int32_t>(pages[static_cast<size_t>(position / P)] * P + position % P);
+            if (i % kChunkRows == 0) {
+                const int64_t chunk[4] = {row, std::min(kChunkRows, n - i), sizes.sequences, position};
+                for (int k = 0; k < 4; ++k) chunks[4 * sizes.chunks + k] = static_cast<int32_t>(chunk[k]);
+                ++sizes.chunks;
+            }
+        }
+        ++sizes.sequences;
+        sizes.tokens += n;
+        for (int64_t time = 0; time < its.times; ++time)
+            for (int64_t row = sizes.tokens - its.n_logits; row < sizes.tokens; ++row)
+                logit_rows[sizes.logits++] = static_cast<int32_t>(row);
+    }
+    return sizes;
+}
+
+Tensor PagedModel::forward(std::span<const CachedRows> rows) {
+    const cudaStream_t stream = device().stream;
+    copy_pages();
+    const StepSizes sizes = fill_tables(rows);
+    Activations acts = of_step(acts_, sizes);
+    const auto upload = [&](const Tensor& to, const Tensor& pinned) {
+        if (to.n() > 0) cudaCheck(cudaMemcpyAsync(to.data, pinned.data, to.bytes(), cudaMemcpyHostToDevice, stream));
+    };
+    upload(acts.tokens, tables_.tokens);
+    upload(acts.positions, tables_.positions);
+    upload(acts.cache_rows, tables_.cache_rows);
+    upload(acts.page_table, tables_.page_table);
+    upload(acts.chunks, tables_.chunks);
+    upload(acts.logit_rows, tables_.logit_rows);
+    ::forward(model_, acts, of_step(workspace_, sizes), stream, false);
+    if (sizes.logits == 0) {
+        cudaCheck(cudaStreamSynchronize(stream));  // the next step fills the same tables
+        return acts.logits;
+    }
+    TensorParallel* const ranks = model_.tensor_parallel;  // each has the logits of its tokens
+    return ranks ? ranks->gather_columns(acts.logits, stream) : acts.logits;
+}
