@@ -7,9 +7,9 @@
 //                                                           (both are: x >= threshold)
 //   of those the ones with at least min_p of the largest probability
 //
-// Exact sums. Weights are integers, w = floor(2^44 exp((x - max) / temperature)), and sums of up to 2^18 fit into 63 bits.
-// Integers have no rounding, so the sum is the same in whatever order threads add. (exp(...) as a float32 has 24 bits:
-// down to 2^-20 nothing is cut off, and below that less than 2^-44 of the largest probability.)
+// Exact sums. Weights are integers, w = floor(2^44 exp((x - max) / temperature)), and sums of up to 2^18 fit into 63
+// bits. Integers have no rounding, so the sum is the same in whatever order threads add. (exp(...) as a float32 has 24
+// bits: down to 2^-20 nothing is cut off, and below that less than 2^-44 of the largest probability.)
 //
 // No sort. Thresholds are found digit by digit (radix selection). The bits of a float32 are made into an unsigned
 // integer, the key, in the same order. The first pass adds up the mass (1 each for top_k, w for top_p) of the tokens by
