@@ -468,6 +468,7 @@ help:
 	@echo 'make profile                where the time of a training step goes, by kernel: a table and a PNG'
 	@echo 'make gpu-bundle             put aside what a GPU machine without a network may lack (gpu-bundle/)'
 	@echo 'make bench-inference        time GPT-2 124M that writes text on the CPU, one sequence and many; with LLM_PYTHON=python3'
+	@echo '                            in turns with transformers, and with LLAMA_CPP=path/to/llama.cpp with its server'
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
 	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'

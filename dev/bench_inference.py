@@ -1,24 +1,33 @@
 #!/usr/bin/env python3
-"""dev/bench_inference.py: the engine of inference/ compared with transformers' generate(), alternating, on the same machine.
+"""dev/bench_inference.py: the engine of inference/ compared with transformers' generate() and with llama.cpp, alternating, on
+the same machine.
 
     make bench-inference LLM_PYTHON=python3
+    make bench-inference LLM_PYTHON=python3 LLAMA_CPP=../llama.cpp     a folder with build/bin/llama-server
 
 GPT-2 124M with random weights in float32, greedy. One sequence: 16 tokens of prompt, 64 more. Many: requests of mixed lengths, for
-transformers in padded batches of the size in BATCHES that is the fastest. Each round runs every opponent once; the table has the
-median of the rounds.
+transformers in padded batches of the size in BATCHES that is the fastest, for llama.cpp in SEQUENCES slots of its server. Each
+round runs every opponent once; the table has the median of the rounds.
 
 In the environment, or after `make bench-inference`:
     LLM_PYTHON=     the Python that has PyTorch and transformers
     ROUNDS=3        rounds
     REQUESTS=64     requests of mixed lengths
+    SEQUENCES=16    sequences that run at the same time, here and in llama.cpp
     BATCHES=8,16,32 sizes of transformers' batches
+    LLAMA_CPP=      the folder of llama.cpp; its server also needs the Python packages of its gguf-py
 """
+import concurrent.futures
+import json
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKENS = 64
@@ -64,6 +73,82 @@ torch.manual_seed(1)
 transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(sys.argv[1])
 """
 
+# The same weights as a file for llama.cpp. Its vocabulary is made up: prompts are ids.
+MAKE_GGUF = r"""
+import sys
+sys.path.insert(0, sys.argv[2] + "/gguf-py")
+import gguf, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+c = model.config
+writer = gguf.GGUFWriter(sys.argv[1] + "/model.gguf", "gpt2")
+writer.add_block_count(c.n_layer)
+writer.add_context_length(c.n_positions)
+writer.add_embedding_length(c.n_embd)
+writer.add_feed_forward_length(4 * c.n_embd)
+writer.add_head_count(c.n_head)
+writer.add_layer_norm_eps(c.layer_norm_epsilon)
+writer.add_file_type(0)
+writer.add_tokenizer_model("gpt2")
+writer.add_tokenizer_pre("default")
+writer.add_token_list([f"t{i}" for i in range(c.vocab_size)])
+writer.add_token_types([1] * c.vocab_size)
+writer.add_token_merges(["t 0"])
+names = {"wte.": "token_embd.", "wpe.": "position_embd.", "ln_f.": "output_norm.", "ln_1.": "attn_norm.", "ln_2.": "ffn_norm.",
+         "attn.c_attn.": "attn_qkv.", "attn.c_proj.": "attn_output.", "mlp.c_fc.": "ffn_up.", "mlp.c_proj.": "ffn_down."}
+for name, tensor in model.transformer.state_dict().items():
+    conv1d = "c_" in name and name.endswith("weight")
+    name = name.replace("h.", "blk.", 1) if name.startswith("h.") else name
+    for ours, theirs in names.items():
+        name = name.replace(ours, theirs)
+    writer.add_tensor(name, (tensor.T if conv1d else tensor).contiguous().numpy())
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+
+
+class LlamaServer:
+    """llama.cpp's server on a port of its own, with a cache of float32."""
+
+    def __init__(self, folder, model, n_slots, port=18083):
+        self.url = f"http://127.0.0.1:{port}"
+        n_cores = len(os.sched_getaffinity(0))
+        self.process = subprocess.Popen(
+            [f"{folder}/build/bin/llama-server", "-m", model, "-np", str(n_slots), "-c", str(512 * int(n_slots)), "-t", str(n_cores),
+             "-ctk", "f32", "-ctv", "f32", "--host", "127.0.0.1", "--port", str(port), "--log-disable"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        until = time.monotonic() + 120
+        while True:
+            try:
+                with self.open(self.url + "/health", timeout=1):
+                    return
+            except (urllib.error.URLError, OSError):
+                if self.process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"{folder}/build/bin/llama-server does not start with {model}") from None
+                time.sleep(0.2)
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+
+    def complete(self, prompt, n):
+        body = {"prompt": prompt, "n_predict": n, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+        request = urllib.request.Request(self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with self.open(request, timeout=600) as answer:
+            return json.load(answer)
+
+    def one(self, n):
+        return self.complete(list(range(1, 17)), n)["timings"]["predicted_per_second"]
+
+    def many(self, requests):
+        start = time.perf_counter()
+        with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+            answers = list(pool.map(lambda row: self.complete(row[1:], row[0]), requests))
+        seconds = time.perf_counter() - start
+        return sum(answer["tokens_predicted"] for answer in answers) / seconds
+
 
 def output_of(command):
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, stdin=subprocess.DEVNULL)
@@ -78,16 +163,55 @@ def rates(out):
     return {name: float(value) for name, value in found.items()}
 
 
+def print_table(rows, n_rounds, version):
+    median = {name: statistics.median(values) for name, values in rows.items()}
+    best = max((name for name in median if "batches of" in name), key=median.get)
+    print(f"GPT-2 124M, float32; median of {n_rounds} rounds in turns; {version}\n")
+    print("| | tok/s | times transformers |\n| --- | --- | --- |")
+    one, many = "transformers, one sequence", best
+    for name in median:
+        if name in ("one sequence", "llama.cpp, one sequence", one):
+            print(f"| {name} | {median[name]:.1f} | {median[name] / median[one]:.2f} |")
+    for name in median:
+        if name in ("static batches", "continuous", "llama.cpp, many", many):
+            print(f"| {name} | {median[name]:.1f} | {median[name] / median[many]:.2f} |")
+
+
+def run_rounds(work, build, n_rounds, sizes, ask, llama):
+    ours = [f"{build}/dev/bench_inference", "--model", work, "--rounds", "1", "--tokens", str(TOKENS),
+            "--requests", os.environ.get("REQUESTS", "64"), "--sequences", os.environ.get("SEQUENCES", "16")]
+    lengths = os.path.join(work, "requests.txt")
+    listed = output_of(ours + ["--list"])
+    with open(lengths, "w", encoding="utf-8") as file:
+        file.write(listed)
+    requests = [[int(x) for x in row.split()] for row in listed.splitlines()]
+    rows = {}
+    for r in range(n_rounds):
+        measured = rates(output_of(ours))
+        measured["transformers, one sequence"] = ask(f"one {TOKENS}")
+        for size in sizes:
+            measured[f"transformers, batches of {size}"] = ask(f"many {size} {lengths}")
+        if llama:
+            server = LlamaServer(llama, work + "/model.gguf", os.environ.get("SEQUENCES", "16"))
+            try:
+                measured["llama.cpp, one sequence"] = server.one(TOKENS)
+                measured["llama.cpp, many"] = server.many(requests)
+            finally:
+                server.stop()
+        for name, value in measured.items():
+            rows.setdefault(name, []).append(value)
+            print(f"round {r + 1}: {name}: {value:.1f} tok/s (load average {os.getloadavg()[0]:.1f})", file=sys.stderr)
+    return rows
+
+
 def main():
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
     python, n_rounds = os.environ["LLM_PYTHON"], int(os.environ.get("ROUNDS", "3"))
-    requests, sizes = os.environ.get("REQUESTS", "64"), os.environ.get("BATCHES", "8,16,32").split(",")
+    sizes, llama = os.environ.get("BATCHES", "8,16,32").split(","), os.environ.get("LLAMA_CPP", "")
     with tempfile.TemporaryDirectory() as work:
         output_of([python, "-c", MAKE_MODEL, work])
-        ours = [f"{build}/dev/bench_inference", "--model", work, "--rounds", "1", "--tokens", str(TOKENS), "--requests", requests]
-        lengths = os.path.join(work, "requests.txt")
-        with open(lengths, "w", encoding="utf-8") as file:
-            file.write(output_of(ours + ["--list"]))
+        if llama:
+            output_of([python, "-c", MAKE_GGUF, work, llama])
         with subprocess.Popen([python, "-c", OPPONENT, work], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as opponent:
             def ask(command):
                 opponent.stdin.write(command + "\n")
@@ -95,23 +219,9 @@ def main():
                 return float(opponent.stdout.readline())
 
             version = opponent.stdout.readline().strip()
-            rows = {}
-            for r in range(n_rounds):
-                measured = rates(output_of(ours))
-                measured["transformers, one sequence"] = ask(f"one {TOKENS}")
-                for size in sizes:
-                    measured[f"transformers, batches of {size}"] = ask(f"many {size} {lengths}")
-                for name, value in measured.items():
-                    rows.setdefault(name, []).append(value)
-                    print(f"round {r + 1}: {name}: {value:.1f} tok/s (load average {os.getloadavg()[0]:.1f})", file=sys.stderr)
+            rows = run_rounds(work, build, n_rounds, sizes, ask, llama)
             opponent.stdin.close()
-    median = {name: statistics.median(values) for name, values in rows.items()}
-    best = max((name for name in median if "batches of" in name), key=median.get)
-    print(f"GPT-2 124M, float32; median of {n_rounds} rounds in turns; {version}\n")
-    print("| | tok/s | times transformers |\n| --- | --- | --- |")
-    for name, of in (("one sequence", "transformers, one sequence"), ("static batches", best), ("continuous", best)):
-        print(f"| {name} | {median[name]:.1f} | {median[name] / median[of]:.2f} |")
-    print(f"| transformers, one sequence | {median['transformers, one sequence']:.1f} | 1 |\n| {best} | {median[best]:.1f} | 1 |")
+    print_table(rows, n_rounds, version + (", llama.cpp" if llama else ""))
 
 
 if __name__ == "__main__":

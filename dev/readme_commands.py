@@ -123,12 +123,15 @@ RULES = [
     Rule(r"build/cpu/dev/softmax --check", quick=True),
     Rule(r"CUDA_CPU_STRICT=1 build/cpu/dev/reduce --check", quick=True),
     # doc/inference.md; a server is ended when it answers, and one is started for each command that asks it.
+    Rule(r"\./generate --serve", needs=("curl",),
+         replace=((r"\A", PORT + f"[ -d runs ] || ./train_gpt {SMALL} > /dev/null; "), (r"\Z", " " + STARTED + "true" + STOPPED))),
     Rule(r"\./generate --model gpt2 --serve", needs=("curl",), replace=((r"\A", PORT), (r"--port 8000$", STARTED + "true" + STOPPED))),
     Rule(r"curl ", needs=("curl",), replace=((":8000", ":$port"), (r"\A", PORT + "./generate --model gpt2 --serve " + STARTED),
                                              (r"\Z", STOPPED))),
     Rule(r"\./generate --model gpt2 --plan", replace=(("512", "32"),), quick=True),  # of the small GPT-2 here
     Rule(r"\./generate --model gpt2 --chat", replace=(("^", "echo Hello | "),), quick=True),
     Rule(r"\./generate --model gpt2", quick=True),
+    Rule(r"make bench-inference LLM_PYTHON", skip="needs PyTorch, transformers and llama.cpp"),
     Rule(r"make bench-inference$", skip="takes minutes with GPT-2 124M; the next one is the same with a small model"),
     Rule(r"build/cpu/dev/bench_inference"),
     Rule(r"sed 's/\"num_hidden_layers", replace=(("^", f"[ -d runs ] || ./train_gpt {SMALL} > /dev/null; "), ("00001000", "00000002"))),
