@@ -30,17 +30,27 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3".
-template <class... Parts>
-std::string concat(const Parts&... parts) {
-    std::ostringstream text;
-    (text << ... << parts);
-    return text.str();
-}
+// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3". Nearly every line of a launcher has a
+// message: what prints one is compiled once for each type of a part, and not for each message.
+struct Printable {
+    const void* part;
+    void (*print)(std::ostream& text, const void* part);
+    template <class Part>
+    Printable(const Part& part_)
+        : part(&part_), print([](std::ostream& text, const void* p) { text << *static_cast<const Part*>(p); }) {}
+    Printable(const char* part_)  // a literal: otherwise each length would be a type
+        : part(part_), print([](std::ostream& text, const void* p) { text << static_cast<const char*>(p); }) {}
+};
+std::string joined(std::initializer_list<Printable> parts);
+[[noreturn]] void fail_with(std::initializer_list<Printable> parts);
 
 template <class... Parts>
+std::string concat(const Parts&... parts) {
+    return joined({Printable(parts)...});
+}
+template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-    throw Error(concat(parts...));
+    fail_with({Printable(parts)...});
 }
 
 // check(condition, "what is wrong, with values, and what to do"): throws when the condition does not hold. Arguments
@@ -145,8 +155,7 @@ struct Tensor {
 
     template <class T>
     T* ptr() const {
-        check(dtype == DTypeOf<T>::value, "tensor holds ", dtype_name(dtype), ", read as ",
-              dtype_name(DTypeOf<T>::value));
+        if (dtype != DTypeOf<T>::value) fail_dtype(DTypeOf<T>::value);
 #ifdef CUDA_ON_CPU
         cuda_cpu::note_view(data, bytes());  // how far a kernel may go from here: strict mode looks for races
 #endif
@@ -154,6 +163,9 @@ struct Tensor {
     }
     Tensor view(std::initializer_list<int64_t> dims) const;  // the same elements in another shape
     Tensor slice(int64_t first, int64_t count) const;        // rows [first, first + count) of dimension 0
+
+  private:
+    [[noreturn]] void fail_dtype(DType read_as) const;
 };
 // "f32 (4, 64, 768)"; "no tensor" without dimensions.
 std::ostream& operator<<(std::ostream& text, const Tensor& tensor);

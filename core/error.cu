@@ -1,8 +1,17 @@
-// core/error.cu: the checks behind cudaCheck, cublasCheck, div_exact, narrow.
+// core/error.cu: messages, and the checks behind cudaCheck, cublasCheck, div_exact, narrow.
 #include "core/core.h"
 
 #include <climits>
 #include <cstdlib>
+#include <sstream>
+
+std::string joined(std::initializer_list<Printable> parts) {
+    std::ostringstream text;
+    for (const Printable& part : parts) part.print(text, part.part);
+    return text.str();
+}
+
+void fail_with(std::initializer_list<Printable> parts) { throw Error(joined(parts)); }
 
 void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status == cudaSuccess) return;

@@ -48,6 +48,10 @@ Tensor make_tensor(void* data, DType dtype, std::initializer_list<int64_t> dims)
     return tensor;
 }
 
+void Tensor::fail_dtype(DType read_as) const {
+    fail("tensor holds ", dtype_name(dtype), ", read as ", dtype_name(read_as));
+}
+
 Tensor Tensor::view(std::initializer_list<int64_t> dims) const {
     const Tensor other = make_tensor(data, dtype, dims);
     check(other.n() == n(), "cannot view ", *this, " as ", other);

@@ -11,6 +11,7 @@
 // Strict mode starts every thread on a stack of its own and picks the next one to run at random.
 #include "device.h"
 #include "fiber.h"
+#include "races.h"
 
 #include <sys/mman.h>
 
@@ -521,7 +522,7 @@ void fiber_main() {
 }
 void loop_taken_over() { block->leave_loop(); }
 
-void run_grid(const Launch& launch, const BlockProgram& program) {
+static void run_grid(const Launch& launch, const BlockProgram& program) {
     if (in_kernel()) report("kernel '" + std::string(launch.kernel) + "' is launched by a kernel: " + where_are_we());
     const Profiled profiled(launch.kernel);
     const uint64_t n_blocks = uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z;
@@ -543,6 +544,17 @@ void run_grid(const Launch& launch, const BlockProgram& program) {
     const int64_t chunk = std::max<int64_t>(1, static_cast<int64_t>(n_blocks) / (n_os_threads * 8));
 #pragma omp parallel for schedule(dynamic, chunk) num_threads(n_os_threads)
     for (int64_t i = 0; i < static_cast<int64_t>(n_blocks); ++i) run_block(launch, program, static_cast<uint64_t>(i));
+}
+
+void launch_kernel(const Launch& launch, const BlockProgram& program, size_t kernel_bytes,
+                   std::initializer_list<Argument> arguments) {
+    if (!launch_is_valid(launch)) return;
+    if (runs_at_once()) return run_grid(launch, program);
+    const size_t bytes = (kernel_bytes + kKernelAlignment - 1) / kKernelAlignment * kKernelAlignment;
+    const std::shared_ptr<void> kernel(std::aligned_alloc(kKernelAlignment, bytes), std::free);
+    std::memcpy(kernel.get(), program.kernel, kernel_bytes);
+    const auto run = [=] { run_grid(launch, {kernel.get(), program.run_threads, program.enter_block}); };
+    enqueue(launch.stream, run, kernel_footprint(launch, arguments));
 }
 
 void block_barrier(unsigned thread, const char* file, int line) { block->barrier(thread, file, line); }

@@ -281,8 +281,6 @@ void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& f
 void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
                   const Footprint& footprint = {});
 bool runs_at_once();
-void run_grid(const Launch& launch, const BlockProgram& program);
-bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
 
 // Called by a thread that has to wait, with its index in the block: returns when every thread of the block has arrived.
 void block_barrier(unsigned thread, const char* file, int line);
@@ -349,7 +347,11 @@ struct Argument {
     size_t bytes;
     bool only_reads;
 };
-void enqueue_launch(const Launch& launch, std::function<void()> run, const std::vector<Argument>& arguments);
+// Runs a kernel; in strict mode a copy of it, when something waits for it. program.kernel is the kernel with its
+// arguments: kernel_bytes of memory.
+constexpr size_t kKernelAlignment = 64;  // of a CUtensorMap
+void launch_kernel(const Launch& launch, const BlockProgram& program, size_t kernel_bytes,
+                   std::initializer_list<Argument> arguments);
 
 // Whether `Call` can be called with an argument of type New in place of argument I.
 template <size_t I, class New, class Call, class... Arguments, size_t... J>
@@ -377,22 +379,19 @@ constexpr bool only_reads() {
         return OfConst<T>::value;
     }
 }
-template <class Call, class... Arguments, size_t... I>
-static std::vector<Argument> describe(std::index_sequence<I...>, const Arguments&... arguments) {
-    return {Argument{&arguments, std::is_arithmetic_v<Arguments> ? 0 : sizeof arguments,
-                     only_reads<I, Call, Arguments...>()}...};
-}
 
 template <class Call, class... Arguments>
 static void launch(const char* name, const char* file, int line, const Configuration& configuration, Call call,
                    Arguments... arguments) {
-    const Launch where{configuration, name, file, line};
-    if (!launch_is_valid(where)) return;
     const auto kernel = [=] { call(arguments...); };
     using Kernel = std::remove_const_t<decltype(kernel)>;
-    const auto run = [=] { run_grid(where, {&kernel, &run_threads<Kernel>, &enter_block}); };
-    if (runs_at_once()) run();
-    else enqueue_launch(where, run, describe<Call>(std::index_sequence_for<Arguments...>{}, arguments...));
+    static_assert(std::is_trivially_copyable_v<Kernel> && alignof(Kernel) <= kKernelAlignment);
+    const auto numbered = [&]<size_t... I>(std::index_sequence<I...>) {
+        launch_kernel({configuration, name, file, line}, {&kernel, &run_threads<Kernel>, &enter_block}, sizeof kernel,
+                      {Argument{&arguments, std::is_arithmetic_v<Arguments> ? 0 : sizeof arguments,
+                                only_reads<I, Call, Arguments...>()}...});
+    };
+    numbered(std::index_sequence_for<Arguments...>{});
 }
 
 // Threads are numbered x first; 32 consecutive numbers are a warp.

@@ -63,7 +63,8 @@ std::string hopper_waits();  // for the report when all wait for ever: which thr
 
 // ---- cpu/runtime.cpp
 int current_device();
-cudaError_t remember(cudaError_t error);  // for cudaGetLastError; returns it
+cudaError_t remember(cudaError_t error);     // for cudaGetLastError; returns it
+bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
 
 // ---- cpu/streams.cpp
 void wait_for_device(int device);

@@ -143,7 +143,7 @@ void note_view_strict(const void* data, size_t bytes) {
     if (bytes > 0 && !in_kernel()) views.add(begin, begin + bytes);
 }
 
-void enqueue_launch(const Launch& launch, std::function<void()> run, const std::vector<Argument>& arguments) {
+Footprint kernel_footprint(const Launch& launch, std::initializer_list<Argument> arguments) {
     Footprint footprint{std::string("kernel '") + launch.kernel + "' launched", {launch.file, launch.line}, {}};
     for (const Argument& argument : arguments)
         for (size_t at = 0; at + sizeof(uintptr_t) <= argument.bytes; at += sizeof(uintptr_t)) {
@@ -156,7 +156,7 @@ void enqueue_launch(const Launch& launch, std::function<void()> run, const std::
             footprint.accesses.push_back({reinterpret_cast<const void*>(word), end - word, !argument.only_reads});
         }
     views.close();
-    enqueue(launch.stream, std::move(run), footprint);
+    return footprint;
 }
 
 void check_races(const Footprint& footprint, size_t stream, const std::string& stream_name, const VectorClock& clock) {

@@ -301,23 +301,30 @@ void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, do
     const float decay_step = static_cast<float>(lr * options_.weight_decay);
     const int n_tiles = narrow(static_cast<int64_t>(tiles_.size()), "tiles"), n_lines = static_cast<int>(lines_.size()),
               n_matrices = static_cast<int>(matrices_.size());
+    // Each kernel needs results of the one before, from all tiles: so there are six launches. Kernels that read no
+    // weights and gradients are launched here, and so compiled once, and not for each of their types.
+    const auto launch_scales = [&] {
+        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
+        cudaCheckLaunch();
+        scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
+        cudaCheckLaunch();
+    };
+    const auto launch_lengths = [&] {
+        lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
+                                                          options_.clip_threshold);
+        cudaCheckLaunch();
+    };
     dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
         using F = decltype(format);
         using G = decltype(grad_zero);
         auto* const values = weights.values.ptr<typename F::Value>();
         const G* const g = grads.ptr<G>();
-        // Each kernel needs results of the one before, from all tiles: so there are six launches.
         squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
         cudaCheckLaunch();
-        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
-        cudaCheckLaunch();
-        scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
-        cudaCheckLaunch();
+        launch_scales();
         sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
         cudaCheckLaunch();
-        lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
-                                                          options_.clip_threshold);
-        cudaCheckLaunch();
+        launch_lengths();
         apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
                                                              tables, options_.eps, decay_step, format);
         cudaCheckLaunch();

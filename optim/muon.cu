@@ -147,15 +147,11 @@ class Muon final : public Optimizer {
         if (matrices_.empty()) return;
         check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
         dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
-            dispatch(options_.ns_dtype, [&](auto zero) {
-                using F = decltype(format);
-                using G = decltype(grad_zero);
-                for (const Matrix& matrix : matrices_)
-                    update_matrix<F, G, decltype(zero)>(matrix, weights.values.ptr<typename F::Value>() + matrix.offset,
-                                                        copy_of<F>(weights) + (weights.copy ? matrix.offset : 0),
-                                                        grads.ptr<G>() + matrix.offset, norm_scale.ptr<float>(), lr,
-                                                        format, stream);
-            });
+            for (const Matrix& matrix : matrices_) {
+                update_momentum(matrix, grads.ptr<decltype(grad_zero)>() + matrix.offset, norm_scale, stream);
+                normalise(matrix.n(), stream);
+                apply(matrix, newton_schulz(matrix.R, matrix.C, stream), weights, format, norm_scale, lr, stream);
+            }
         });
     }
     std::vector<OptimizerState> states() const override {
@@ -173,26 +169,41 @@ class Muon final : public Optimizer {
     int64_t words(int64_t n) const {        // f32 elements that n of ns_dtype take
         return round_up(ceil_div(n * static_cast<int64_t>(dtype_bytes(options_.ns_dtype)), 4), kAlignN);
     }
-    // values, copy, grads: the matrix's elements.
-    template <class F, class G, class T>
-    void update_matrix(const Matrix& matrix, typename F::Value* values, typename F::Copy* copy, const G* grads,
-                       const float* norm_scale, double lr, F format, cudaStream_t stream) {
-        const int64_t n = matrix.n();
-        const int n_blocks = blocks_for(n);
-        momentum_kernel<T, G><<<n_blocks, kBlock, 0, stream>>>(x_.ptr<T>(), m_.ptr<float>() + matrix.m_first, grads,
-                                                               norm_scale, n, options_.momentum);
-        cudaCheckLaunch();
-        const Tensor scratch = norm_scratch_.slice(0, grad_norm_scratch_n(n));
-        grad_norm(norm_, x_.slice(0, n), 0, 1, scratch, stream);
-        normalise_kernel<T><<<n_blocks, kBlock, 0, stream>>>(x_.ptr<T>(), norm_.ptr<float>(), n);
-        cudaCheckLaunch();
-        const Tensor x = newton_schulz(matrix.R, matrix.C, stream);
+    // The three parts of an update. Each of them is compiled for the types that it knows, and not for all combinations.
+    // grads: the matrix's.
+    template <class G>
+    void update_momentum(const Matrix& matrix, const G* grads, const Tensor& norm_scale, cudaStream_t stream) {
+        dispatch(options_.ns_dtype, [&](auto zero) {
+            using T = decltype(zero);
+            momentum_kernel<T, G>
+                <<<blocks_for(matrix.n()), kBlock, 0, stream>>>(x_.ptr<T>(), m_.ptr<float>() + matrix.m_first, grads,
+                                                                norm_scale.ptr<float>(), matrix.n(), options_.momentum);
+            cudaCheckLaunch();
+        });
+    }
+    void normalise(int64_t n, cudaStream_t stream) {
+        grad_norm(norm_, x_.slice(0, n), 0, 1, norm_scratch_.slice(0, grad_norm_scratch_n(n)), stream);
+        dispatch(options_.ns_dtype, [&](auto zero) {
+            using T = decltype(zero);
+            normalise_kernel<T><<<blocks_for(n), kBlock, 0, stream>>>(x_.ptr<T>(), norm_.ptr<float>(), n);
+            cudaCheckLaunch();
+        });
+    }
+    template <class F>
+    void apply(const Matrix& matrix, const Tensor& x, const Weights& weights, const F& format, const Tensor& norm_scale,
+               double lr, cudaStream_t stream) {
         const double aspect = static_cast<double>(matrix.R) / static_cast<double>(matrix.C);
         const float step = static_cast<float>(lr * std::sqrt(std::max(1.0, aspect)));
         const float decay_step = matrix.decay ? static_cast<float>(lr * options_.weight_decay) : 0.0f;
-        apply_kernel<F, T><<<n_blocks, kBlock, 0, stream>>>(values, copy, x.ptr<T>(), norm_scale, n, step, decay_step,
-                                                            format, matrix.key, matrix.element);
-        cudaCheckLaunch();
+        auto* const values = weights.values.ptr<typename F::Value>() + matrix.offset;
+        auto* const copy = copy_of<F>(weights) + (weights.copy ? matrix.offset : 0);
+        dispatch(options_.ns_dtype, [&](auto zero) {
+            using T = decltype(zero);
+            apply_kernel<F, T><<<blocks_for(matrix.n()), kBlock, 0, stream>>>(
+                values, copy, x.ptr<T>(), norm_scale.ptr<float>(), matrix.n(), step, decay_step, format, matrix.key,
+                matrix.element);
+            cudaCheckLaunch();
+        });
     }
 
     // The iterations, on x_. The product A is made on the shorter side: X^T X and X (...) where R > C.

@@ -75,15 +75,18 @@ void launch_fixed_rows(Out* out, const T* parts, int n_rows, int64_t n, cudaStre
     reduce_rows_kernel<Out, T, op, kRows><<<blocks_for(n), kThreads, 0, stream>>>(out, parts, n_rows, n);
     cudaCheckLaunch();
 }
+// Sums of floats, the gradients, are what takes time. The others are a few numbers.
 template <ReduceOp op, class Out, class T>
 void launch_rows(Out* out, const T* parts, int n_rows, int64_t n, cudaStream_t stream) {
-    switch (n_rows) {
-        case 2: return launch_fixed_rows<op, 2>(out, parts, n_rows, n, stream);
-        case 3: return launch_fixed_rows<op, 3>(out, parts, n_rows, n, stream);
-        case 4: return launch_fixed_rows<op, 4>(out, parts, n_rows, n, stream);
-        case 8: return launch_fixed_rows<op, 8>(out, parts, n_rows, n, stream);
-        default: return launch_fixed_rows<op, 0>(out, parts, n_rows, n, stream);
+    if constexpr (op == ReduceOp::sum && !std::is_same_v<T, int32_t>) {
+        switch (n_rows) {
+            case 2: return launch_fixed_rows<op, 2>(out, parts, n_rows, n, stream);
+            case 3: return launch_fixed_rows<op, 3>(out, parts, n_rows, n, stream);
+            case 4: return launch_fixed_rows<op, 4>(out, parts, n_rows, n, stream);
+            case 8: return launch_fixed_rows<op, 8>(out, parts, n_rows, n, stream);
+        }
     }
+    launch_fixed_rows<op, 0>(out, parts, n_rows, n, stream);
 }
 
 template <class F>
