@@ -114,16 +114,21 @@ void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b,
     }
 }
 
+// B as floats, the columns of a k side by side, `padded` of them.
+void widen_columns(const Matrix& b, int64_t columns, int64_t padded, int64_t k, float* wide) {
+    b.with_elements([&](const auto* from) {
+        for (int64_t l = 0; l < k; ++l)
+            for (int64_t j = 0; j < padded; ++j)
+                wide[l * padded + j] = j < columns ? float(from[j * b.column_stride + l * b.row_stride]) : 0.0f;
+    });
+}
+
 }  // namespace
 
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
-        b.with_elements([&](const auto* from) {  // as floats, the columns of a k side by side
-            for (int64_t l = 0; l < k; ++l)
-                for (int64_t j = 0; j < padded; ++j)
-                    space[l * padded + j] = j < columns ? float(from[j * b.column_stride + l * b.row_stride]) : 0.0f;
-        });
+        widen_columns(b, columns, padded, k, space);
         a.with_elements([&](const auto* from) {
             multiply_rows<padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
         });

@@ -145,6 +145,7 @@ struct OptimizerOptions {
     float eps = 1e-8f;              // added to the root that divides; adafactor: smallest mean square
     float weight_decay = 0.1f;      // adamw, adam8bit, lion, muon, adafactor: w -= lr wd w.  Others: g += wd w
     float momentum = 0.9f;          // momentum, nesterov, muon
+    bool nesterov = false;          // momentum: the step as if m were one gradient further; make_nesterov sets it
     float decay_power = 0.8f;       // adafactor: beta2 at step t is 1 - t^-decay_power
     float clip_threshold = 1;       // adafactor: largest root mean square of an update before lr
     float min_scale = 1e-3f;        // adafactor: lower limit of a parameter's root mean square, which scales its steps

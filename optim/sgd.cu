@@ -27,14 +27,14 @@ struct SgdUpdate {
     }
 };
 
-template <bool nesterov>
 struct MomentumUpdate {
-    static constexpr const char* kName = nesterov ? "Nesterov" : "Momentum";
+    static constexpr const char* kName = "Momentum";
     static constexpr std::array<const char*, 1> kStates = {"m"};
     float lr, weight_decay, momentum;
+    bool nesterov;
 
     MomentumUpdate(const OptimizerOptions& o, double lr_, int64_t)
-        : lr(static_cast<float>(lr_)), weight_decay(o.weight_decay), momentum(o.momentum) {}
+        : lr(static_cast<float>(lr_)), weight_decay(o.weight_decay), momentum(o.momentum), nesterov(o.nesterov) {}
 
     __device__ __forceinline__ float operator()(float w, float g, float decay, float& m) const {
         g += weight_decay * decay * w;
@@ -51,9 +51,11 @@ std::unique_ptr<Optimizer> make_sgd(Arena& arena, const std::vector<Param>& para
 }
 std::unique_ptr<Optimizer> make_momentum(Arena& arena, const std::vector<Param>& params, int64_t n,
                                          const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<MomentumUpdate<false>>>(arena, params, n, options);
+    return std::make_unique<Elementwise<MomentumUpdate>>(arena, params, n, options);
 }
 std::unique_ptr<Optimizer> make_nesterov(Arena& arena, const std::vector<Param>& params, int64_t n,
                                          const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<MomentumUpdate<true>>>(arena, params, n, options);
+    OptimizerOptions one_further = options;
+    one_further.nesterov = true;
+    return std::make_unique<Elementwise<MomentumUpdate>>(arena, params, n, one_further);
 }

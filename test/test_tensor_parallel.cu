@@ -128,7 +128,8 @@ TEST_CASE("cuts: all ranks together have each element once, and pieces say where
                 // Rows: of three groups of six the same part of each, as of queries, keys and values.
                 const Cut cut = by_columns ? Cut{rows, cols, {{0, rows}}, r * C, C}
                                            : Cut{rows, cols, {{r * R, R}, {6 + r * R, R}, {12 + r * R, R}}, 0, cols};
-                Param param{.name = "x"};
+                Param param;
+                param.name = "x";
                 param.cut = cut;
                 const std::vector<float> part = cut_from(param, whole);
                 REQUIRE(std::ssize(part) == (by_columns ? rows * C : 3 * R * cols));

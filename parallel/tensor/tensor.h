@@ -77,7 +77,7 @@ class TensorParallel {
     struct Sizes {
         int64_t N, C;
         DType dtype, grad_dtype;
-        int64_t shared_by_all, shared_by_same_keys;
+        int64_t shared_by_all = 0, shared_by_same_keys = 0;
         Tensor numbers;         // that a step adds up
         int64_t logits_n = 0;   // numbers of the logits that gather_columns collects; 0: never
         bool sequence = false;  // rows are gathered and summed
