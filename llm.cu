@@ -42,9 +42,6 @@ void sum_over_ranks(const Model& model, const Activations& acts, Tensor rows, Te
 Tensor all_in(const BlockContext& b, Tensor rows) {
     return all_rows(b.model, b.acts, b.workspace.all_in, rows, b.stream);
 }
-void sum_over_ranks(const BlockContext& b, Tensor rows, Tensor all) {
-    sum_over_ranks(b.model, b.acts, rows, all, b.stream);
-}
 
 // x = x + attention(norm1(x)), x = x + feed_forward(norm2(x)). `last_product` is false where a forward is run again for
 // what it saves: then nobody needs the output of the last linear layer.
@@ -55,13 +52,13 @@ Residual block_forward(const BlockContext& b, const Block& block, Residual x, bo
 
     norm_forward(model, block.norm1, saved.norm1, x, b.stream);
     model.attention->forward(b, block.attention, saved.attention, out, all_in(b, saved.norm1.out));
-    sum_over_ranks(b, branch, out);
+    sum_over_ranks(model, b.acts, branch, out, b.stream);
     x = {saved.norm1.sum, branch};
 
     norm_forward(model, block.norm2, saved.norm2, x, b.stream);
     model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? out : Tensor{},
                                 all_in(b, saved.norm2.out));
-    if (last_product) sum_over_ranks(b, branch, out);
+    if (last_product) sum_over_ranks(model, b.acts, branch, out, b.stream);
     return {saved.norm2.sum, branch};
 }
 
@@ -76,13 +73,13 @@ void block_backward(const BlockContext& b, const Block& block, Tensor dx) {
     // x = x + feed_forward(norm2(x))
     Tensor dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
     model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, din, dout, all_in(b, saved.norm2.out));
-    sum_over_ranks(b, dnorm, din);
+    sum_over_ranks(model, b.acts, dnorm, din, b.stream);
     norm_backward(model, block.norm2, saved.norm2, dx, dnorm, dx, scratch, b.stream);
 
     // x = x + attention(norm1(x))
     dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
     model.attention->backward(b, block.attention, saved.attention, din, dout, all_in(b, saved.norm1.out));
-    sum_over_ranks(b, dnorm, din);
+    sum_over_ranks(model, b.acts, dnorm, din, b.stream);
     norm_backward(model, block.norm1, saved.norm1, dx, dnorm, dx, scratch, b.stream);
 }
 
