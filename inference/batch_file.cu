@@ -109,7 +109,7 @@ class BatchRun {
     bool step() {
         const bool did = requests_.step();
         const double now = seconds_now();
-        if (did && now - told_ >= (isatty(STDERR_FILENO) ? 1 : 10)) {
+        if (did && now - told_ >= tell_every_) {
             tell_progress(now);
             told_ = now;
         }
@@ -181,8 +181,9 @@ class BatchRun {
     const Done done_;
     std::ofstream out_;
     BatchCount count_;
-    double told_ = seconds_now();       // when progress was printed, and
-    int64_t n_drawn_ = 0, n_told_ = 0;  // how many tokens of answers there are, and were then
+    const double tell_every_ = isatty(STDERR_FILENO) ? 1 : 10;  // seconds
+    double told_ = seconds_now();                               // when progress was printed, and
+    int64_t n_drawn_ = 0, n_told_ = 0;                          // how many tokens of answers there are, and were then
 };
 
 }  // namespace

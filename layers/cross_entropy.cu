@@ -159,6 +159,15 @@ void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets
     launch<true>("cross_entropy_forward_backward", losses, logits, targets, V, dloss, stream);
 }
 
+// Launches f's kernel for rows of logits: f(chunk, teams) with the type of an element and how many a thread loads.
+template <class F>
+static void launch_rows(Tensor logits, F&& f) {
+    dispatch_chunks(logits.dtype, logits.shape[1], [&](auto chunk) {
+        f(chunk, row_teams(logits.shape[0], logits.shape[1], decltype(chunk)::n));
+        cudaCheckLaunch();
+    });
+}
+
 // The columns of logits that are tokens, and all of them; checks what the three steps have in common.
 static std::pair<int, int> check_parts(const char* name, Tensor logits, Tensor targets, Tensor max, Tensor sums,
                                        int64_t V) {
@@ -176,14 +185,12 @@ void cross_entropy_parts(Tensor max, Tensor sums, Tensor logits, Tensor targets,
                          cudaStream_t stream) {
     const auto [n_tokens, n_columns] = check_parts("cross_entropy_parts", logits, targets, max, sums, V);
     const int first_token = narrow(first, "the first token");
-    dispatch_chunks(logits.dtype, n_columns, [&](auto chunk) {
+    launch_rows(logits, [&](auto chunk, const RowTeams& teams) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
-        const RowTeams teams = row_teams(logits.shape[0], n_columns, kN);
         cross_entropy_parts_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
             max.ptr<float>(), sums.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), logits.shape[0], first_token,
             n_tokens, n_columns);
-        cudaCheckLaunch();
     });
 }
 
@@ -202,14 +209,12 @@ void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor a
     const auto [n_tokens, n_columns] = check_parts("cross_entropy_finish", logits, targets, all_max, all_sums, V);
     expect("cross_entropy_finish", "losses", losses, DType::f32, {logits.shape[0]});
     const int first_token = narrow(first, "the first token");
-    dispatch_chunks(logits.dtype, n_columns, [&](auto chunk) {
+    launch_rows(logits, [&](auto chunk, const RowTeams& teams) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
-        const RowTeams teams = row_teams(logits.shape[0], n_columns, kN);
         cross_entropy_finish_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
             losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), all_max.ptr<float>(), all_sums.ptr<float>(),
             logits.shape[0], first_token, n_tokens, n_columns, dloss, dloss == dloss);
-        cudaCheckLaunch();
     });
 }
 

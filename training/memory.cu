@@ -104,10 +104,8 @@ void Trainer::take_tensor_parallel_memory() {
                                 .grad_dtype = model.precision.grad_dtype,
                                 .numbers = summed_over_tensor_ranks(),
                                 .sequence = options.sp};
-    for (size_t u = 0; u < model.units.size(); ++u) {
-        for (const Tensor& part : model.shared_grads(u, GradSharers::all)) sizes.shared_by_all += part.n();
-        for (const Tensor& part : model.shared_grads(u, GradSharers::same_keys)) sizes.shared_by_same_keys += part.n();
-    }
+    for (const Tensor& part : model.shared_grads(GradSharers::all)) sizes.shared_by_all += part.n();
+    for (const Tensor& part : model.shared_grads(GradSharers::same_keys)) sizes.shared_by_same_keys += part.n();
     if (sampler) sizes.logits_n = sampler->largest_step().logits * model.share.vocabulary(config);
     tensor_parallel->take_memory(sizes, memory.communication);
 }

@@ -27,16 +27,6 @@ void inject_overflow(const Model& model, cudaStream_t stream) {
     copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
-// Parts of gradients that ranks of tensor parallelism have of the same parameters (Param::sharers).
-void sum_shared_gradients(Trainer& t, cudaStream_t stream) {
-    std::vector<Tensor> by_all, by_same_keys;
-    for (size_t u = 0; u < t.model.units.size(); ++u) {
-        for (const Tensor& part : t.model.shared_grads(u, GradSharers::all)) by_all.push_back(part);
-        for (const Tensor& part : t.model.shared_grads(u, GradSharers::same_keys)) by_same_keys.push_back(part);
-    }
-    t.tensor_parallel->sum_shared(by_all, by_same_keys, stream);
-}
-
 }  // namespace
 
 void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
@@ -79,7 +69,9 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         backward(t.model, t.acts, t.workspace, stream);
     }
     t.data_parallel.finish_grads(stream);
-    if (t.tensor_parallel) sum_shared_gradients(t, stream);
+    if (t.tensor_parallel)  // ranks have parts of the same parameters' gradients (Param::sharers)
+        t.tensor_parallel->sum_shared(t.model.shared_grads(GradSharers::all),
+                                      t.model.shared_grads(GradSharers::same_keys), stream);
     if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);
 }
 

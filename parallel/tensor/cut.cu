@@ -38,7 +38,6 @@ void for_each_run(const Cut& cut, F&& f) {
 
 std::vector<float> cut_from(const Param& param, const std::vector<float>& whole) {
     const Cut& cut = param.cut;
-    if (!cut.exists()) return whole;
     check(std::ssize(whole) == cut.rows * cut.cols, param.name, ": ", whole.size(), " numbers, and the whole has ",
           cut.rows, " x ", cut.cols);
     std::vector<float> part(static_cast<size_t>(cut_rows(cut) * cut.n_cols));

@@ -13,7 +13,7 @@
 // cut.cu: elements of a parameter that is cut, here and in the whole one
 
 int64_t cut_rows(const Cut& cut);  // that this rank has
-// This rank's elements of a whole parameter, row by row; all of it where nothing is cut.
+// This rank's elements of a whole parameter that is cut, row by row.
 std::vector<float> cut_from(const Param& param, const std::vector<float>& whole);
 // The other way: writes this rank's elements into the whole parameter.
 void put_into(std::vector<float>& whole, const Cut& cut, const std::vector<float>& its);
@@ -66,14 +66,14 @@ std::vector<CutPiece> cut_pieces(const Cut& cut, int64_t first, int64_t n);
 // 4 L + 2, backward 6 L + 3.
 class TensorParallel {
   public:
-    // key_heads: K of the model, before it is divided; where it is less than the ranks, some of them have the same.
+    // key_heads: K of the model, before it is divided; where it is less than the ranks, some of them have the same. A
+    // model that config_of_rank() has accepted.
     TensorParallel(Comm& comm, int64_t key_heads);
     int rank() const { return comm_.rank; }
     int size() const { return comm_.size; }
-    Comm& comm() { return comm_; }
 
     // Counts what the calls below need, with activations of N x C numbers of that type; takes it.
-    // grads: of the parameters, of which `shared` elements have sharers (GradSharers::all, same_keys).
+    // shared_by_...: elements of gradients that have sharers.
     struct Sizes {
         int64_t N, C;
         DType dtype, grad_dtype;
@@ -92,8 +92,7 @@ class TensorParallel {
         comm_.reduce_scatter(rows, all, ReduceOp::sum, stream);
     }
     void max(Tensor out, Tensor inp, cudaStream_t stream) { comm_.all_reduce(out, inp, ReduceOp::max, stream); }
-    // Adds the parts of gradients that have sharers. parts: the tensors of this rank's gradients, all of whose elements
-    // do; in the same order on all ranks.
+    // Adds the parts of gradients that have sharers (FlatParameters::shared_grads); the same order on all ranks.
     void sum_shared(const std::vector<Tensor>& by_all, const std::vector<Tensor>& by_same_keys, cudaStream_t stream);
     // (R, V of a rank) of each rank -> (R, V of all): for drawing a token from a few rows of logits.
     Tensor gather_columns(Tensor columns, cudaStream_t stream);

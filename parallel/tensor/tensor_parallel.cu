@@ -6,8 +6,6 @@
 TensorParallel::TensorParallel(Comm& comm, int64_t key_heads) : comm_(comm) {
     const int64_t n = comm.size;
     if (key_heads >= n) return;
-    check(n % key_heads == 0, "--tp ", n, ": ", key_heads, " key/value heads cannot be given to ", n,
-          " ranks evenly: use a divisor or a multiple of ", key_heads);
     const int same = static_cast<int>(n / key_heads), first = comm.rank / same * same;
     std::vector<int> members;
     for (int i = 0; i < same; ++i) members.push_back(first + i);
