@@ -380,9 +380,19 @@ constexpr bool only_reads() {
     }
 }
 
+// Zeros in the bytes of a structure that belong to no member: an old pointer that is left there is none that the kernel
+// has. (A compiler without the built-in function leaves what is there.)
+template <class T>
+static inline void clear_padding(T& argument) {
+#if __has_builtin(__builtin_clear_padding)
+    if constexpr (std::is_class_v<T> && std::is_trivially_copyable_v<T>) __builtin_clear_padding(&argument);
+#endif
+}
+
 template <class Call, class... Arguments>
 static void launch(const char* name, const char* file, int line, const Configuration& configuration, Call call,
                    Arguments... arguments) {
+    if (strict) (clear_padding(arguments), ...);
     const auto kernel = [=] { call(arguments...); };
     using Kernel = std::remove_const_t<decltype(kernel)>;
     static_assert(std::is_trivially_copyable_v<Kernel> && alignof(Kernel) <= kKernelAlignment);

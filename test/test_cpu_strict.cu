@@ -100,6 +100,8 @@ const std::vector<Mistake> mistakes = {
      {"race between streams", "cudaMemcpyAsync at", "on stream 1 writes", "on stream 2 reads",
       "bytes 400 to 799 of an allocation of 4000"}},
     {"two_writers", {"race between streams", "cudaMemsetAsync at", "bytes 396 to 399 of an allocation of 4000"}},
+    {"writers_in_structures",
+     {"race between streams", "kernel 'zeros_kernel' launched at", "of an allocation of 4000"}},
     {"missing_stream_sync", {}},
     {"pinned_overwritten", {}},
     // 3. Fresh memory is NaN.

@@ -224,6 +224,33 @@ bool two_writers(bool wrong) {
     return a.read()[0] == 0.0f;
 }
 
+// A structure whose padding still holds an old pointer, to other bytes than the kernel touches. Only the pointer counts.
+struct Zeros {
+    bool twice;  // 7 bytes of padding follow
+    float* data;
+};
+__global__ void zeros_kernel(Zeros zeros) {
+    for (int i = 0; i <= zeros.twice; ++i) zeros.data[threadIdx.x] = 0;
+}
+void start_zeros(float* data, const float* old_pointer, cudaStream_t stream) {
+    const float* memory[2] = {old_pointer, old_pointer};
+    Zeros* zeros = reinterpret_cast<Zeros*>(memory);
+    asm volatile("" : : "r"(memory) : "memory");  // the compiler does not know what the padding holds
+    zeros->twice = true;
+    zeros->data = data;
+    asm volatile("" : : "r"(memory) : "memory");
+    zeros_kernel<<<1, 32, 0, stream>>>(*zeros);  // <- writers_in_structures
+    must(cudaGetLastError());
+}
+bool writers_in_structures(bool wrong) {
+    Buffer a(1000), b(1000);
+    Streams s;
+    start_zeros(a.data, a.data + 200, s.first);
+    start_zeros(wrong ? a.data : b.data, a.data + 200, s.second);
+    must(cudaDeviceSynchronize());
+    return a.read()[0] == 0.0f;
+}
+
 // A copy to pinned memory returns at once; the numbers are there when the stream has been waited for.
 bool missing_stream_sync(bool wrong) {
     Buffer a(counting(100));
@@ -635,7 +662,7 @@ struct Case {
 const Case cases[] = {
     CASE(missing_syncthreads), CASE(threads_in_order), CASE(missing_syncwarp), CASE(missing_second_syncwarp),
     CASE(blocks_in_order), CASE(missing_event_wait), CASE(read_while_overwritten), CASE(recorded_too_early),
-    CASE(two_writers), CASE(missing_stream_sync), CASE(pinned_overwritten),
+    CASE(two_writers), CASE(writers_in_structures), CASE(missing_stream_sync), CASE(pinned_overwritten),
     CASE(uninitialised_device_memory), CASE(uninitialised_shared_memory), CASE(uninitialised_dynamic_shared_memory),
     CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),
     CASE(reads_past_an_odd_end), CASE(use_after_free), CASE(null_pointer), CASE(past_dynamic_shared_memory),
