@@ -145,7 +145,8 @@ void finish(Run& run) {
 // be written, once rank 0 knows the folder of the run.
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
               std::string& trace_folder) {
-    std::vector<Axis> axes = {{"dp", world.size / static_cast<int>(options.tp)}};
+    std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
+    if (options.cp > 1) axes.push_back({"cp", static_cast<int>(options.cp)});
     if (options.tp > 1) axes.push_back({"tp", static_cast<int>(options.tp)});
     Mesh mesh(world, axes);
     std::optional<Trainer> trainer;

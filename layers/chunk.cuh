@@ -130,6 +130,15 @@ inline void expect_heads(const char* operation, const char* argument, const Head
           " on, are not inside of ", columns, " columns");
 }
 
+// T rows that are two chunks of a sequence of whole_T tokens, in order.
+inline void expect_chunks(const char* operation, const char* argument, const TokenChunks& chunks, int64_t T,
+                          int64_t whole_T) {
+    const int64_t length = chunks.length, first = chunks.first[0], second = chunks.first[1];
+    check(length >= 0 && length <= T && first >= 0 && first + length <= second && second + T - length <= whole_T,
+          operation, ": ", argument, ": ", length, " rows from token ", first, " on and ", T - length, " from token ",
+          second, " on are not two chunks, one after the other, of ", whole_T, " tokens");
+}
+
 struct HeadLaunch {
     dim3 grid, block;
 };

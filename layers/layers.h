@@ -30,6 +30,23 @@ struct HeadColumns {
     int64_t stride = 0;  // columns from one head to the next; 0: D
     int64_t head_stride() const { return stride == 0 ? D : stride; }
 };
+
+// Which tokens of a whole sequence the rows of a part of it are: the first `length` rows are the tokens from first[0]
+// on, the others those from first[1] on. (Context parallelism gives each rank two chunks of every sequence.)
+struct TokenChunks {
+    int64_t length = 0, first[2] = {0, 0};
+};
+
+// heads.cu: heads from rows to other rows: the same number of heads of as many columns; f32, bf16 or f16 on each side.
+//   copy_heads     to = from              rows (B, T, any columns) on both sides
+//   add_heads      to = to + from         in f32, rounded once
+//   spread_heads   to[b, token of row t] = from[b, t]      to (B, whole T, ...), from (B, T, ...): rows of these chunks
+//   collect_heads  to[b, t] = from[b, token of row t]      the other way
+void copy_heads(const HeadColumns& to, const HeadColumns& from, cudaStream_t stream);
+void add_heads(const HeadColumns& to, const HeadColumns& from, cudaStream_t stream);
+void spread_heads(const HeadColumns& to, const HeadColumns& from, const TokenChunks& chunks, cudaStream_t stream);
+void collect_heads(const HeadColumns& to, const HeadColumns& from, const TokenChunks& chunks, cudaStream_t stream);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // matmul.cu: the one matrix product, row-major, on cuBLASLt (cpu/cublasLt.h on the CPU device).
 //
@@ -309,6 +326,14 @@ struct FlashAttentionOptions {
     // bits as in a row of its own, in f32.
     Tensor documents = {};
     FlashTier tier = FlashTier::automatic;
+    // Where queries and keys are chunks of a sequence of whole_T tokens, each its own (0: they are all of it): t and s
+    // above are then tokens of the whole sequence, documents are (B, whole_T, 2). A query that sees none of these keys
+    // has out = 0 and lse = -infinity.
+    int64_t whole_T = 0;
+    TokenChunks queries = {}, keys = {};
+    // Backward over keys that come in parts: lse is that over all keys, and scratch holds what the call for the first
+    // part has left there, sums that only depend on out and dout.
+    bool scratch_is_filled = false;
 };
 // lse: (B, H, T) f32, for the backward.
 void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
@@ -318,6 +343,10 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
                               const HeadColumns& k, const HeadColumns& v, const FlashAttentionOptions& options,
                               Tensor scratch, cudaStream_t stream);
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
+// merge.cu: attention over two sets of keys from that over each: (out, lse) = (out, lse) and (part, part_lse) together.
+//   out = (exp(lse) out + exp(part_lse) part) / (exp(lse) + exp(part_lse)),  lse = log(exp(lse) + exp(part_lse))
+// out and part: f32, bf16 or f16 each, (B, T, ...), H heads; lse, part_lse (B, H, T) f32.
+void merge_attention(const HeadColumns& out, Tensor lse, const HeadColumns& part, Tensor part_lse, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // A cache in pages, for inference. Each token leaves one row of W numbers in a layer's pool, which the attention of

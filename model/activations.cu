@@ -115,8 +115,10 @@ Activations take_forward_activations(const Model& model, int64_t B, int64_t T, i
     return take(model, B, T, B * T, n_logits, {}, 1, false, arena);
 }
 
-void take_documents(Activations& acts, Arena& arena) {
-    acts.documents = arena.take("tokens", DType::i32, {acts.B, acts.T, 2});
+void take_documents(Activations& acts, int64_t T, Arena& arena) {
+    acts.documents = arena.take("tokens", DType::i32, {acts.B, T, 2});
+}
+void take_positions(Activations& acts, Arena& arena) {
     acts.positions = arena.take("tokens", DType::i32, {acts.B, acts.T});
 }
 

@@ -117,7 +117,7 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
         if (c.qk_norm) recompute(b, p, saved);
         else if (c.family == Family::llama)
             rope_forward(heads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);
-        flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+        attend_forward(b, attended, saved[kLse], heads, flash_options(b, p));
     }
     if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
@@ -132,8 +132,7 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     const QkvHeads heads = heads_of(b, saved), dheads = heads_of(b, gradients);
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D),
                       dattended = heads_in(gradients[kHeads], b.acts, c.H, c.D);
-    flash_attention_backward(dheads.q, dheads.k, dheads.v, dattended, attended, saved[kLse], heads.q, heads.k, heads.v,
-                             flash_options(b, p), b.workspace.scratch, b.stream);
+    attend_backward(b, dheads, dattended, attended, saved[kLse], heads, flash_options(b, p));
     if (c.qk_norm) norm_queries_and_keys_backward(b, p, saved);
     else if (c.family == Family::llama)
         rope_backward(dheads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);

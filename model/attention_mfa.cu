@@ -81,7 +81,7 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
     } else {
         rope_forward(b, heads.q, RopePairs::halves);
         rope_forward(b, heads.k, RopePairs::halves);
-        flash_attention_forward(attended, saved[kLse], heads.q, heads.k, heads.v, flash_options(b, p), b.stream);
+        attend_forward(b, attended, saved[kLse], {heads.q, heads.k, heads.v}, flash_options(b, p));
     }
     if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
@@ -96,8 +96,8 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
 
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D),
                       dattended = heads_in(gradients[kHeads], b.acts, c.H, c.D);
-    flash_attention_backward(dheads.q, dheads.k, dheads.v, dattended, attended, saved[kLse], heads.q, heads.k, heads.v,
-                             flash_options(b, p), b.workspace.scratch, b.stream);
+    attend_backward(b, {dheads.q, dheads.k, dheads.v}, dattended, attended, saved[kLse], {heads.q, heads.k, heads.v},
+                    flash_options(b, p));
     rope_backward(b, dheads.k, RopePairs::halves);
     rope_backward(b, dheads.q, RopePairs::halves);
     block_linear_backward_input(b, p.linears[kQUp], gradients[kLatent], gradients[kQ]);

@@ -132,7 +132,7 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
     } else {
         block_linear_forward(b, p.linears[kKvUp], saved[kKv], saved[kKvLatent]);
         latent_keys_forward(at.keys, at.own_keys, at.shared_key, b.stream);
-        flash_attention_forward(at.heads, saved[kLse], at.q, at.keys, at.values, options(b, p), b.stream);
+        attend_forward(b, at.heads, saved[kLse], {at.q, at.keys, at.values}, options(b, p));
     }
     if (out.exists()) block_linear_forward(b, p.linears[kOut], out, saved[kHeads]);
 }
@@ -152,8 +152,8 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
     block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
 
-    flash_attention_backward(d.q, d.keys, d.values, d.heads, at.heads, saved[kLse], at.q, at.keys, at.values,
-                             options(b, p), scratch, b.stream);
+    attend_backward(b, {d.q, d.keys, d.values}, d.heads, at.heads, saved[kLse], {at.q, at.keys, at.values},
+                    options(b, p));
     latent_keys_backward(d.own_keys, d.shared_key, d.keys, b.stream);
     block_linear_backward_input(b, p.linears[kKvUp], gradients[kKvLatent], gradients[kKv]);
     block_linear_backward_weight(b, p.linears[kKvUp], gradients[kKv], saved[kKvLatent]);

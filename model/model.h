@@ -21,6 +21,7 @@
 #include "core/core.h"
 #include "layers/layers.h"
 #include "optim/optim.h"
+#include "parallel/context/context.h"
 #include "parallel/data/data.h"
 #include "parallel/tensor/tensor.h"
 
@@ -166,6 +167,7 @@ struct Model : FlatParameters {
     Config local;
     TensorShare share;
     TensorParallel* tensor_parallel = nullptr;
+    ContextParallel* context_parallel = nullptr;  // the tokens of a training step are those of this rank alone
     Precision precision;
     const SubLayer* attention = nullptr;  // what config names
     const SubLayer* feed_forward = nullptr;
@@ -276,7 +278,8 @@ struct Activations {
     Tensor tokens, targets;  // (B, T), (N) i32
     // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2):
     // [first, end) of each token's document in its row; positions (B, T): counted from its first token. Filled like
-    // tokens.
+    // tokens. With context parallelism T are the tokens of this rank: documents are those of all tokens, and there are
+    // positions also without documents.
     Tensor documents, positions;
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
@@ -294,7 +297,9 @@ struct Activations {
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
 // n_logits: rows that the head is applied to, B T where all are.
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, int64_t n_logits, Arena& arena);
-void take_documents(Activations& acts, Arena& arena);  // documents and positions, for rows that need them
+// For rows that need them. T: tokens of a whole sequence.
+void take_documents(Activations& acts, int64_t T, Arena& arena);
+void take_positions(Activations& acts, Arena& arena);
 
 class WeightGradients;  // block_linear.cu
 struct Workspace {

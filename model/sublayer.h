@@ -181,9 +181,10 @@ inline bool has_cache(const BlockContext& b) { return b.saved.cache.exists(); }
 inline PagedStep paged_step(const BlockContext& b) {
     return {b.saved.cache, b.saved.cache_scales, b.acts.page_table, b.acts.chunks, b.acts.cache_rows};
 }
-// The rotations of the tokens' positions: in a row of T tokens none is beyond T; in a cache it may be any.
+// The rotations of the tokens' positions: in a row of T tokens none is beyond T; in a cache, or where a rank has some
+// tokens of a row, it may be any.
 inline Tensor rope_rows(const BlockContext& b) {
-    return has_cache(b) ? b.model.rope_table : b.model.rope_table.slice(0, b.acts.T);
+    return has_cache(b) || b.model.context_parallel ? b.model.rope_table : b.model.rope_table.slice(0, b.acts.T);
 }
 inline void rope_forward(const BlockContext& b, const HeadColumns& heads, RopePairs pairs) {
     rope_forward(heads, pairs, b.acts.positions, rope_rows(b), b.stream);
@@ -198,6 +199,23 @@ inline FlashAttentionOptions flash_options(const BlockContext& b, const SubLayer
             .window = p.window,
             .documents = b.acts.documents,
             .tier = b.model.flash_tier};
+}
+// Attention of a training step: of rows that are whole sequences, or of this rank's tokens of them.
+inline void attend_forward(const BlockContext& b, const HeadColumns& out, Tensor lse, const QkvHeads& heads,
+                           const FlashAttentionOptions& options) {
+    if (ContextParallel* const ranks = b.model.context_parallel)
+        return ranks->forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
+    flash_attention_forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
+}
+inline void attend_backward(const BlockContext& b, const QkvHeads& dheads, const HeadColumns& dout,
+                            const HeadColumns& out, Tensor lse, const QkvHeads& heads,
+                            const FlashAttentionOptions& options) {
+    const Tensor scratch = b.workspace.scratch;
+    if (ContextParallel* const ranks = b.model.context_parallel)
+        return ranks->backward(dheads.q, dheads.k, dheads.v, dout, out, lse, heads.q, heads.k, heads.v, options,
+                               scratch, b.stream);
+    flash_attention_backward(dheads.q, dheads.k, dheads.v, dout, out, lse, heads.q, heads.k, heads.v, options, scratch,
+                             b.stream);
 }
 // Keys and values to their pages, and the attention over all that is there: of GQA, and of MFA with one key head.
 inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, const HeadColumns& out,

@@ -60,7 +60,7 @@ int64_t tensor_traffic(const Trainer& t) {
     int64_t halves = 0;
     for (const Visit& visit : forward_visits(t.config)) halves += halves_of(visit, t.options.sp);
     for (const Visit& visit : backward_visits(t.config, t.options.recompute)) halves += halves_of(visit, t.options.sp);
-    const int64_t N = t.micro_batch * t.options.seq, M = t.local_batch / t.micro_batch,
+    const int64_t N = t.micro_batch * t.options.rank_seq(), M = t.local_batch / t.micro_batch,
                   e = static_cast<int64_t>(dtype_bytes(t.model.precision.dtype)), n = t.options.tp;
     const int64_t activations = M * N * (halves * t.config.C * e / 2 + 3 * 4),
                   numbers = static_cast<int64_t>(t.summed_over_tensor_ranks().bytes());
@@ -75,6 +75,21 @@ int64_t tensor_traffic(const Trainer& t) {
     return 2 * (s.size * (n - 1) * (activations + numbers) + (s.shards_states() ? 1 : s.size) * shared);
 }
 
+// Bytes that context parallelism sends in a step, all ranks together: each attention is one call, forward or backward.
+int64_t context_traffic(const Trainer& t) {
+    if (!t.context_parallel) return 0;
+    int64_t bytes = 0;  // of a rank
+    const ContextParallel::Sizes sizes = t.attention_sizes();
+    const auto add = [&](const Visit& visit) {
+        if (visit.work == Work::forward_block || visit.work == Work::recompute_block)
+            bytes += t.context_parallel->forward_bytes(sizes);
+        if (visit.work == Work::backward_block) bytes += t.context_parallel->backward_bytes(sizes);
+    };
+    for (const Visit& visit : forward_visits(t.config)) add(visit);
+    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) add(visit);
+    return t.world.size * (t.local_batch / t.micro_batch) * bytes;
+}
+
 }  // namespace
 
 int64_t expected_traffic(const Trainer& t) {
@@ -87,7 +102,7 @@ int64_t expected_traffic(const Trainer& t) {
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);
     if (s.zero == 3) big = P * M * G + fetched_n(t) * W;
-    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_traffic(t);
+    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_traffic(t) + context_traffic(t);
 }
 
 namespace {
@@ -136,6 +151,7 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     if (t.world.rank != 0) return;
     const std::string scheme =
         concat(s.naive ? "naive" : concat("zero ", s.zero),
+               t.context_parallel ? concat(", cp ", t.options.cp, " ", context_mode_name(t.options.cp_mode)) : "",
                t.tensor_parallel ? concat(", tp ", t.options.tp, t.options.sp ? " sp" : "") : "");
     std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n",
                 t.world.size, scheme.c_str());

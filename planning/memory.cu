@@ -38,9 +38,10 @@ double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L)
     Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
     const Model model =
         build_model(config, t.options.precision, t.options.seq, weights, grads, masters, {}, t.model.share);
-    Activations acts = take_activations(model, t.micro_batch, t.options.seq, recompute, activations);
-    take_workspace(model, t.micro_batch, t.options.seq, true, activations);
-    if (t.options.mask_documents) take_documents(acts, activations);
+    Activations acts = take_activations(model, t.micro_batch, t.options.rank_seq(), recompute, activations);
+    take_workspace(model, t.micro_batch, t.options.rank_seq(), true, activations);
+    if (t.options.mask_documents) take_documents(acts, t.options.seq, activations);
+    if (t.options.has_positions()) take_positions(acts, activations);
     return static_cast<double>(activations.bytes());
 }
 
@@ -59,7 +60,7 @@ std::string size_text(double bytes) {
 void print_activations(const Trainer& t) {
     const int64_t L = t.config.L, root = std::max<int64_t>(1, std::llround(std::sqrt(static_cast<double>(L))));
     std::printf("activations of %lld x %lld tokens     another layer        in all\n",
-                static_cast<long long>(t.micro_batch), static_cast<long long>(t.options.seq));
+                static_cast<long long>(t.micro_batch), static_cast<long long>(t.options.rank_seq()));
     std::vector<std::pair<std::string, Recompute>> choices = {{"none", {}}, {"selective", {.selective = true}}};
     if (root > 1) choices.push_back({std::to_string(root), {.every = root}});
     choices.push_back({"full", {.every = 1}});
@@ -121,11 +122,11 @@ void print_states(const std::vector<StateRow>& rows, double n, double psi) {
 
 // What each stage leaves of the states on a rank: the table of the ZeRO paper (arXiv:1910.02054, figure 1).
 void print_stages(const Trainer& t, double psi, double weights, double grads, double all) {
-    const double n = static_cast<double>(t.options.data_ranks()), states = all - weights - grads;
+    const double n = static_cast<double>(t.options.sharding_ranks()), states = all - weights - grads;
     const std::pair<const char*, double> stages[] = {
         {"0 (ddp)", all}, {"1", weights + grads + states / n}, {"2", weights + (grads + states) / n}, {"3", all / n}};
     std::printf("on each of %lld ranks       bytes per parameter        in all\n",
-                static_cast<long long>(t.options.data_ranks()));
+                static_cast<long long>(t.options.sharding_ranks()));
     for (const auto& [stage, bytes] : stages)
         std::printf(
             "  --zero %-17s %18.3f %s%s\n", stage, bytes, size_text(bytes * psi).c_str(),
@@ -178,6 +179,9 @@ void print_plan(Trainer& t) {
         std::printf(
             "tp       %lld ranks divide each layer: what follows is of the %s parameters (with padding) of one\n",
             static_cast<long long>(o.tp), human_count(n).c_str());
+    if (t.context_parallel)
+        std::printf("cp       %lld ranks divide each sequence (%s): one has %lld of its tokens\n",
+                    static_cast<long long>(o.cp), context_mode_name(o.cp_mode), static_cast<long long>(o.rank_seq()));
     StateTable table = state_table(t);
     const double bytes_a_parameter = table.sum() / n;
     // Buffers of the offload are no states: they are shown with them, and not counted in what ZeRO shards.
@@ -191,7 +195,7 @@ void print_plan(Trainer& t) {
         print_states(table.host, n, any_model ? psi : n);
     }
     // --params may be those of any model; otherwise they are those of a rank.
-    if (o.data_ranks() > 1)
+    if (o.sharding_ranks() > 1)
         print_stages(t, any_model || !t.tensor_parallel ? psi : n, static_cast<double>(dtype_bytes(o.precision.dtype)),
                      static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
     if (rank_count(o.ranks) > 1 && !any_model)

@@ -103,7 +103,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     Config c = t.model.local;  // what this rank computes
     if (t.tensor_parallel) c.V = t.model.share.vocabulary(t.config);
     const TrainOptions& o = t.options;
-    const double tokens = static_cast<double>(t.local_batch * o.seq),
+    const double tokens = static_cast<double>(t.local_batch * o.rank_seq()),
                  n_micro = static_cast<double>(t.local_batch / t.micro_batch);
     const double L = static_cast<double>(c.L), C = static_cast<double>(c.C), V = static_cast<double>(c.V_padded());
     const double n = static_cast<double>(t.model.n);
@@ -147,7 +147,7 @@ void print_time(Trainer& t) {
     for (const auto& optimizer : t.optimizers)
         for (const OptimizerState& state : optimizer->states())
             optimizer_bytes += static_cast<double>(state.tensor.bytes());
-    const double tokens = static_cast<double>(t.local_batch * o.seq);
+    const double tokens = static_cast<double>(t.local_batch * o.rank_seq());
     const StepCost cost = step_cost(t, optimizer_bytes);
     std::printf("FLOPs per token 6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
                 human_count(6 * static_cast<double>(parameter_count(t.config))).c_str(),

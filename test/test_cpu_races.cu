@@ -29,6 +29,7 @@ const std::vector<Mode> kModes = {
     {"zero 1", "--ranks 2 --zero 1"},
     {"zero 2", "--ranks 2 --zero 2 --micro-batch 1"},
     {"zero 3", "--ranks 2 --zero 3"},
+    {"context parallel", "--ranks 3 --cp 3 --seq 12"},
     {"zero 3, micro-batches", "--ranks 2 --zero 3 --micro-batch 1"},
     // Two ranks here, too: a unit that is gathered as soon as it is updated needs its own wait. On one rank the wait
     // for the last unit would do.

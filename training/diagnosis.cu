@@ -8,6 +8,7 @@
 //   the backward   all losses are finite, and the norm of the gradients is not: they are beyond the type's range
 #include "training/training.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace {
@@ -18,8 +19,8 @@ struct BadSequences {
 
 // Runs the forward of the step again, and looks at the losses of each sequence. Collective.
 BadSequences find_bad_sequences(Trainer& t, int64_t step) {
-    const int64_t T = t.options.seq, first = (step - 1) * t.options.batch + t.data_parallel.comm().rank * t.local_batch;
-    BadSequences mine;
+    const int64_t T = t.options.rank_seq();
+    std::vector<int64_t> bad(static_cast<size_t>(t.local_batch));  // of this rank's sequences: is a loss not finite?
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
         upload_micro_batch(t, t.acts, micro, device().stream);
         forward(t.model, t.acts, t.workspace, device().stream, false);
@@ -27,18 +28,22 @@ BadSequences find_bad_sequences(Trainer& t, int64_t step) {
         cudaCheck(cudaStreamSynchronize(device().stream));
         const std::vector<float> losses = to_floats(t.acts.losses);
         for (int64_t b = 0; b < t.micro_batch; ++b) {
-            bool finite = true;
+            int64_t& is_bad = bad[static_cast<size_t>(micro * t.micro_batch + b)];
             for (int64_t i = b * T; i < (b + 1) * T; ++i)
-                finite = finite && std::isfinite(losses[static_cast<size_t>(i)]);
-            if (finite) continue;
-            if (mine.n++ == 0) mine.first = first + micro * t.micro_batch + b;
+                if (!std::isfinite(losses[static_cast<size_t>(i)])) is_bad = 1;
         }
     }
+    const auto rows = gather_numbers(t.data_parallel.comm(), bad);  // ranks are in the order of their sequences
+    const size_t cp = static_cast<size_t>(t.options.cp);            // each has some tokens of the same
     BadSequences all;
-    for (const auto& row : gather_numbers(t.data_parallel.comm(), {mine.n, mine.first})) {
-        if (all.n == 0) all.first = row[1];  // ranks are in the order of their sequences
-        all.n += row[0];
-    }
+    for (size_t r = 0; r < rows.size(); r += cp)
+        for (size_t b = 0; b < bad.size(); ++b) {
+            if (std::none_of(rows.begin() + static_cast<std::ptrdiff_t>(r),
+                             rows.begin() + static_cast<std::ptrdiff_t>(r + cp),
+                             [b](const std::vector<int64_t>& row) { return row[b] != 0; }))
+                continue;
+            if (all.n++ == 0) all.first = (step - 1) * t.options.batch + static_cast<int64_t>(r / cp * bad.size() + b);
+        }
     return all;
 }
 

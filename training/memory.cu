@@ -41,13 +41,18 @@ size_t Memory::host_bytes() {
 
 Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
     : options(std::move(options_)), config(std::move(config_)), world(mesh.world()),
-      data_parallel(mesh.comm("dp"), options.data_parallel), local_batch(options.batch / options.data_ranks()),
+      dp_and_cp(options.cp > 1 ? mesh.make_comm({"dp", "cp"}) : nullptr),
+      data_parallel(dp_and_cp ? *dp_and_cp : mesh.comm("dp"), options.data_parallel), dp_rank(mesh.index("dp")),
+      local_batch(options.batch / options.data_ranks()),
       micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), memory(options.offload),
       scaler(options.loss_scale) {
     if (options.tp > 1) {
         config_of_rank(config, {0, static_cast<int>(options.tp)});  // Error where it cannot be divided
         tensor_parallel = std::make_unique<TensorParallel>(mesh.comm("tp"), config.K);
     }
+    if (options.cp > 1)
+        context_parallel = make_context_parallel(options.cp_mode, mesh.comm("cp"),
+                                                 make_zigzag(options.seq, static_cast<int>(options.cp)));
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
     data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) {
@@ -64,6 +69,7 @@ void Trainer::take_memory() {
     model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, share);
     model.data_parallel = &data_parallel;
     model.tensor_parallel = tensor_parallel.get();
+    model.context_parallel = context_parallel.get();
     model.flash_tier = o.attention;
 
     optimizers.clear();
@@ -83,9 +89,10 @@ void Trainer::take_memory() {
         for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
     }
     if (offload) offload->take_memory(memory.transit);
-    acts = take_activations(model, micro_batch, o.seq, o.recompute, memory.activations);
-    workspace = take_workspace(model, micro_batch, o.seq, true, memory.activations);
-    if (o.mask_documents) take_documents(acts, memory.activations);
+    acts = take_activations(model, micro_batch, o.rank_seq(), o.recompute, memory.activations);
+    workspace = take_workspace(model, micro_batch, o.rank_seq(), true, memory.activations);
+    if (o.mask_documents) take_documents(acts, o.seq, memory.activations);
+    if (o.has_positions()) take_positions(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
     data_parallel.take_memory(model, local_batch / micro_batch, {totals, model.fp8_states}, memory.communication);
@@ -94,11 +101,17 @@ void Trainer::take_memory() {
         sampler->take_memory(memory.sampling, memory.sampling, sample_tables);
     }
     take_tensor_parallel_memory();
+    if (context_parallel) context_parallel->take_memory(attention_sizes(), memory.communication);
+}
+
+ContextParallel::Sizes Trainer::attention_sizes() const {
+    const Config& c = model.local;
+    return {.B = micro_batch, .H = c.H, .K = c.K, .D = c.D, .Dv = c.value_D(), .dtype = model.precision.dtype};
 }
 
 void Trainer::take_tensor_parallel_memory() {
     if (!tensor_parallel) return;
-    TensorParallel::Sizes sizes{.N = micro_batch * options.seq,
+    TensorParallel::Sizes sizes{.N = micro_batch * options.rank_seq(),
                                 .C = config.C,
                                 .dtype = model.precision.dtype,
                                 .grad_dtype = model.precision.grad_dtype,
@@ -123,9 +136,11 @@ void Trainer::reserve() {
     sample_tables.reserve();
     take_memory();
     for (const auto& optimizer : optimizers) optimizer->init(device().stream);
-    const int64_t n_step = local_batch * options.seq;
+    const int64_t n_step = local_batch * options.rank_seq();
     take_pinned(host_tokens, n_step);
     take_pinned(host_targets, n_step);
     take_pinned(host_numbers, 1);
-    if (options.mask_documents) take_pinned(host_documents, 2 * n_step), take_pinned(host_positions, n_step);
+    if (options.mask_documents) take_pinned(host_documents, 2 * local_batch * options.seq);
+    if (options.has_positions()) take_pinned(host_positions, n_step);
+    if (options.has_positions()) set_positions(*this, local_batch);
 }

@@ -15,7 +15,7 @@ const std::set<std::string> kNotSaved = {
     "--log-every", "--plan",    "--device-spec", "--params",       "--inject-overflow",
     "--ranks",     "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",
     "--trace",     "--dp-mode", "--zero",        "--bucket-mib",   "--offload",
-    "--tp",        "--sp"};
+    "--tp",        "--sp",      "--cp",          "--cp-mode"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -24,9 +24,9 @@ const std::set<std::string> kMayChange = {
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
 // Those of kNotSaved that the command which continues the run should have, too.
-const std::set<std::string> kRepeated = {"--ranks",          "--comm",      "--all-reduce", "--comm-timeout",
-                                         "--ranks-per-node", "--dp-mode",   "--zero",       "--bucket-mib",
-                                         "--offload",        "--log-every", "--tp",         "--sp"};
+const std::set<std::string> kRepeated = {"--ranks",   "--comm", "--all-reduce", "--comm-timeout", "--ranks-per-node",
+                                         "--dp-mode", "--zero", "--bucket-mib", "--offload",      "--log-every",
+                                         "--tp",      "--sp",   "--cp",         "--cp-mode"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -60,6 +60,7 @@ const std::vector<Synonym> kSynonyms = {
     {"world-size", "--ranks"},
     {"fsdp", "--zero 3"},
     {"tensor-parallel-size", "--tp"},
+    {"context-parallel-size", "--cp"},
     {"sequence-parallel", "--sp"},
     {"tensor-model-parallel-size", "--tp"},
     {"gradient-checkpointing", "--recompute"},
@@ -154,6 +155,10 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
                  "any, divide the batch");
     ranks.flag("--sp", o.sp,
                "sequence parallelism: the ranks of --tp also divide what lies between the layers, by tokens");
+    ranks.option("--cp", o.cp,
+                 "context parallelism: so many ranks divide each sequence, two chunks of its tokens each");
+    ranks.option("--cp-mode", typed.cp_mode,
+                 "attention of --cp: ring (keys and values travel), or ulysses (tokens are exchanged for heads)");
     ranks.option("--zero", o.data_parallel.zero,
                  "shard over the ranks: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)");
     ranks.option("--dp-mode", typed.dp_mode,

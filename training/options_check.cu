@@ -42,7 +42,8 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
         p.fp8 = fp8_recipe_from_name(typed.fp8);
         check(p.fp8 != Fp8Recipe::none, "--fp8 none with --dtype fp8: use delayed, current or block, or --dtype bf16");
         expect_fp8_device(p.fp8);
-        check(o.seq % 16 == 0, "--dtype fp8 multiplies blocks of 16 tokens: --seq ", o.seq, " is no multiple of 16");
+        check(o.rank_seq() % 16 == 0, "--dtype fp8 multiplies blocks of 16 tokens: --seq ", o.seq,
+              " is no multiple of ", 16 * o.cp);
     }
     check(typed.master == "auto" || typed.master == "fp32" || typed.master == "none", "--master ", typed.master,
           ": use fp32 or none");
@@ -96,8 +97,13 @@ void check_options(const TrainOptions& o) {
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
     check(o.ranks.ranks >= 0, "--ranks must not be negative");
     check(o.tp >= 1, "--tp must be at least 1");
-    check(rank_count(o.ranks) % o.tp == 0, "--tp ", o.tp, ": the ", rank_count(o.ranks),
-          " ranks cannot be divided into groups of ", o.tp, ": start a multiple of them (--ranks ", o.tp, ")");
+    check(o.cp >= 1, "--cp must be at least 1");
+    const int64_t group = o.tp * o.cp;
+    const std::string flags = concat(o.tp > 1 || o.cp == 1 ? concat("--tp ", o.tp) : "",
+                                     o.tp > 1 && o.cp > 1 ? " " : "", o.cp > 1 ? concat("--cp ", o.cp) : "");
+    check(rank_count(o.ranks) % group == 0, flags, ": the ", rank_count(o.ranks),
+          " ranks cannot be divided into groups of ", group, ": start a multiple of them (--ranks ", group, ")");
+    make_zigzag(o.seq, narrow(o.cp, "--cp"));  // Error where the sequence cannot be divided
     const int64_t n_ranks = o.data_ranks();
     check(o.batch % n_ranks == 0, "--batch ", o.batch, " cannot be divided among ", n_ranks,
           " ranks: choose a multiple of ", n_ranks);
@@ -209,6 +215,7 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
         check_effect(flag, read == kHyperparameters.end() || read->second.count(flag) > 0,
                      concat("with --optimizer ", o.optimizer, ": use another optimizer"));
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val away");
+    check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
     check_effect("--device-spec", o.plan, "without --plan, whose device it is: add --plan");
 }
 
@@ -216,13 +223,14 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
 
 void settle_options(TrainOptions& o, const TypedFlags& typed) {
     // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
-    if (const int64_t n = o.tp >= 1 ? std::max<int64_t>(1, o.data_ranks()) : 1;
+    if (const int64_t n = o.tp >= 1 && o.cp >= 1 ? std::max<int64_t>(1, o.data_ranks()) : 1;
         o.plan_parameters > 0 && o.batch % n != 0)
         o.batch = n, o.micro_batch = 0;
     if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
     choose_optimizer(o, typed);
     check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
     o.data_parallel.naive = typed.dp_mode == "naive";
+    o.cp_mode = context_mode_from_name(typed.cp_mode);
     o.offload = offload_from_name(typed.offload);
     check_options(o);
     choose_precision(o, typed);

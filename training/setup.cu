@@ -66,6 +66,7 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     const DataParallelOptions& d = t.options.data_parallel;
     things.push_back({"--zero", std::to_string(d.zero)});
     things.push_back({"--tp", std::to_string(t.options.tp)});
+    things.push_back({"--cp", concat(t.options.cp, " ", context_mode_name(t.options.cp_mode))});
     things.push_back({"--sp", t.options.sp ? "given" : "absent"});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
     things.push_back({"--offload", concat(static_cast<int>(t.options.offload))});
@@ -162,7 +163,7 @@ void check_limits(const TrainOptions& o, const Config& config) {
     const int64_t local_batch = o.batch / o.data_ranks();
     const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch;
     for (const auto& [inputs, outputs] : block_linear_shapes(config))
-        expect_fp8_sizes(o.precision.fp8, micro_batch * o.seq, inputs, outputs);
+        expect_fp8_sizes(o.precision.fp8, micro_batch * o.rank_seq(), inputs, outputs);
 }
 
 }  // namespace

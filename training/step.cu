@@ -11,7 +11,9 @@
 // device, and it is, by the factor.
 #include "training/training.h"
 
+#include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace {
 
@@ -27,26 +29,61 @@ void inject_overflow(const Model& model, cudaStream_t stream) {
     copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
+// Of a whole sequence the tokens of this rank.
+void take_own(const Trainer& t, int32_t* to, const std::vector<int32_t>& whole) {
+    const ContextParallel& ranks = *t.context_parallel;
+    const TokenChunks chunks = ranks.zigzag.of_rank(ranks.rank());
+    for (const int64_t first : chunks.first) to = std::copy_n(whole.begin() + first, chunks.length, to);
+}
+
+// The intervals of all documents, the positions of this rank's tokens.
+void read_documents(const Trainer& t, const BatchReader& data, int64_t sequence, int64_t row) {
+    const int64_t T = t.options.seq;
+    int32_t *documents = t.host_documents + 2 * row * T, *positions = t.host_positions + row * t.options.rank_seq();
+    if (!t.context_parallel) return data.documents(sequence, documents, positions);
+    std::vector<int32_t> whole(static_cast<size_t>(T));
+    data.documents(sequence, documents, whole.data());
+    take_own(t, positions, whole);
+}
+
 }  // namespace
 
+void read_sequence(const Trainer& t, const BatchReader& data, int64_t sequence, int64_t row) {
+    const int64_t first = row * t.options.rank_seq();
+    if (!t.context_parallel) return data.sequence(sequence, t.host_tokens + first, t.host_targets + first);
+    std::vector<int32_t> tokens(static_cast<size_t>(t.options.seq)), targets(tokens.size());
+    data.sequence(sequence, tokens.data(), targets.data());
+    take_own(t, t.host_tokens + first, tokens);
+    take_own(t, t.host_targets + first, targets);
+}
+
+void set_positions(const Trainer& t, int64_t n) {
+    std::vector<int32_t> positions(static_cast<size_t>(t.options.seq));
+    std::iota(positions.begin(), positions.end(), 0);
+    for (int64_t row = 0; row < n; ++row) {
+        int32_t* to = t.host_positions + row * t.options.rank_seq();
+        if (t.context_parallel) take_own(t, to, positions);
+        else std::copy(positions.begin(), positions.end(), to);
+    }
+}
+
 void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
-    const int64_t T = t.options.seq;
-    const int64_t first = (step - 1) * t.options.batch + t.data_parallel.comm().rank * t.local_batch;
+    const int64_t first = (step - 1) * t.options.batch + t.dp_rank * t.local_batch;
     for (int64_t b = 0; b < t.local_batch; ++b) {
-        data.sequence(first + b, t.host_tokens + b * T, t.host_targets + b * T);
+        read_sequence(t, data, first + b, b);
         // The last token of a document keeps its target, which is the first token of the next document: where that is
         // an end-of-text token, this is how a model learns to end.
-        if (t.options.mask_documents) data.documents(first + b, t.host_documents + 2 * b * T, t.host_positions + b * T);
+        if (t.options.mask_documents) read_documents(t, data, first + b, b);
     }
 }
 
 void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro, cudaStream_t stream) {
-    const int64_t first = micro * t.micro_batch * t.options.seq;
+    const int64_t first = micro * t.micro_batch * t.options.rank_seq();
     copy_to_device_async(acts.tokens, t.host_tokens + first, stream);
     copy_to_device_async(acts.targets, t.host_targets + first, stream);
-    if (!acts.documents) return;
-    copy_to_device_async(acts.documents, t.host_documents + 2 * first, stream);
-    copy_to_device_async(acts.positions, t.host_positions + first, stream);
+    if (acts.documents)
+        copy_to_device_async(acts.documents, t.host_documents + 2 * micro * t.micro_batch * t.options.seq, stream);
+    if (acts.positions) copy_to_device_async(acts.positions, t.host_positions + first, stream);
 }
 
 void accumulate_gradients(Trainer& t, int64_t step) {

@@ -48,9 +48,14 @@ struct TrainOptions {
     LossScaleOptions loss_scale;
     Recompute recompute;
     RankOptions ranks;
-    int64_t tp = 1;                                                // ranks that divide each layer
-    bool sp = false;                                               // and, between the layers, the tokens
-    int64_t data_ranks() const { return rank_count(ranks) / tp; }  // that divide the batch
+    int64_t tp = 1;   // ranks that divide each layer
+    bool sp = false;  // and, between the layers, the tokens
+    int64_t cp = 1;   // ranks that divide each sequence
+    ContextMode cp_mode = ContextMode::ring;
+    int64_t data_ranks() const { return rank_count(ranks) / (tp * cp); }  // that divide the batch
+    int64_t sharding_ranks() const { return cp * data_ranks(); }     // that have the same weights, and other tokens
+    int64_t rank_seq() const { return seq / cp; }                    // tokens of a sequence on a rank
+    bool has_positions() const { return mask_documents || cp > 1; }  // where a token is does not follow from its row
     DataParallelOptions data_parallel;
     Offload offload = Offload::none;
     bool plan = false;  // print the plan, and end
@@ -84,7 +89,7 @@ struct TypedFlags {
     std::optional<double> lr;
     std::optional<float> weight_decay, beta1, beta2, eps, momentum;
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
-                dp_mode = "ddp", attention = "auto", compress = "none", offload = "none";
+                dp_mode = "ddp", cp_mode = "ring", attention = "auto", compress = "none", offload = "none";
     std::set<std::string> given;  // the flags of the command line, without those that a checkpoint brings
 };
 
@@ -181,9 +186,12 @@ struct Trainer {
     TrainOptions options;
     Config config;
     Comm& world;
+    std::unique_ptr<Comm> dp_and_cp;  // with --cp: all ranks with the same weights
     DataParallel data_parallel;
-    std::unique_ptr<TensorParallel> tensor_parallel;  // with --tp
-    int64_t local_batch = 0, micro_batch = 0;         // sequences of a step on this rank; and at a time
+    int64_t dp_rank = 0;                                // which share of the batch is this rank's
+    std::unique_ptr<TensorParallel> tensor_parallel;    // with --tp
+    std::unique_ptr<ContextParallel> context_parallel;  // with --cp
+    int64_t local_batch = 0, micro_batch = 0;           // sequences of a step on this rank; and at a time
     Memory memory;
     Model model;
     Activations acts;
@@ -201,11 +209,12 @@ struct Trainer {
     Tensor totals;
     Tensor norm_scratch;                                           // sum_squares'
     int32_t *host_tokens = nullptr, *host_targets = nullptr;       // pinned, one step's batch of this rank
-    int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents
+    int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
     StepNumbers* host_numbers = nullptr;                           // pinned
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     int64_t n_units() const { return static_cast<int64_t>(model.units.size()); }
+    ContextParallel::Sizes attention_sizes() const;
     // All but the norm, which follows from it. Ranks that divide the layers have the same losses.
     Tensor summed_over_data_ranks() const { return totals.slice(0, n_units() + 2); }
     Tensor summed_over_tensor_ranks() const { return totals.slice(0, n_units() + 1); }
@@ -316,7 +325,11 @@ StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);
 // forward again, to find the sequences that it comes from.
 std::string explain_not_finite(Trainer& trainer, const BatchReader& data, int64_t step, double loss, double norm);
 
-// For evaluation too. The tokens and targets of micro-batch `micro` in the host's memory, to the device.
+// For evaluation too. Tokens and targets of a sequence, of which this rank has some, to row `row` of the host's memory;
+// and where in the sequence they are, to the first n rows.
+void read_sequence(const Trainer& trainer, const BatchReader& data, int64_t sequence, int64_t row);
+void set_positions(const Trainer& trainer, int64_t n);
+// The tokens and targets of micro-batch `micro` in the host's memory, to the device.
 void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t micro, cudaStream_t stream);
 // What the device has summed; waits for it.
 StepNumbers read_numbers(Trainer& trainer);

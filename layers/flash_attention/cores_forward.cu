@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
         multiply_columns<T>(o, probs, v_tile, n);
     }
     float factor[T::kR];
-    for (int r = 0; r < T::kR; ++r) factor[r] = 1.0f / softmax.sum[r];
+    for (int r = 0; r < T::kR; ++r) factor[r] = inverse_sum(softmax.sum[r]);
     store_rows<T>(out.head(b, h) + t0 * out.token_stride, out.token_stride, o, factor, n_rows, shape.Dv);
     if (!kOnCpu && threadIdx.x > 0) return;
     for (int r = 0; r < T::kR && first_row<T>() + r < n_rows; ++r)

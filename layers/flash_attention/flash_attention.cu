@@ -8,6 +8,7 @@
 //     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
 //     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
+//     merge.cu               attention over two sets of keys from that over each
 //     paged_attention.cu, paged_tile.cuh, paged_latent_attention.cu         the forward over a cache in pages
 //
 // The climb from a naive kernel to these, rung by rung, is dev/attention_forward.cu and dev/attention_backward.cu.
@@ -159,15 +160,21 @@ FlashArguments check_arguments(const char* operation, const char* out_name, cons
     expect(operation, "lse", lse, DType::f32, {B, q.count, T});
     check(std::isfinite(options.scale) && options.scale > 0, operation, ": scale is ", options.scale);
     check(options.window >= 0, operation, ": window is ", options.window, "; 0 means none");
-    if (options.documents) expect(operation, "options.documents", options.documents, DType::i32, {B, T, 2});
+    const int64_t whole_T = options.whole_T == 0 ? T : options.whole_T;
+    if (options.documents) expect(operation, "options.documents", options.documents, DType::i32, {B, whole_T, 2});
     check(is_aligned(options.documents.data, 8), operation, ": options.documents starts at ", options.documents.data,
           ", which is no multiple of 8 bytes");
     FlashArguments a{};
     a.q = q, a.k = k, a.v = v, a.out = out;
     a.lse = lse.ptr<float>();
     a.B = B, a.T = T;
-    // No window is the same as one of T tokens: so kernels have one case.
-    a.scale = options.scale, a.causal = options.causal, a.window = options.window == 0 ? T : options.window;
+    // No window is the same as one of all tokens, and a whole sequence is one chunk: so kernels have one case.
+    a.scale = options.scale, a.causal = options.causal, a.window = options.window == 0 ? whole_T : options.window;
+    a.whole_T = whole_T;
+    a.queries = options.whole_T == 0 ? TokenChunks{T, {0, T}} : options.queries;
+    a.keys = options.whole_T == 0 ? TokenChunks{T, {0, T}} : options.keys;
+    expect_chunks(operation, "options.queries", a.queries, T, whole_T);
+    expect_chunks(operation, "options.keys", a.keys, T, whole_T);
     a.documents = static_cast<const int2*>(options.documents.data);
     a.packed = is_packed({q, k, v, out});
     return a;
@@ -268,7 +275,7 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
     a.dq = dq, a.dk = dk, a.dv = dv;
     a.packed = a.packed && is_packed({out, dq, dk, dv});
     a.delta = scratch_as(operation, scratch, {flash_attention_backward_scratch_n(a.B, a.T, q.count)}).ptr<float>();
-    compute_delta(a, dout, out, stream);
+    if (!options.scratch_is_filled) compute_delta(a, dout, out, stream);
     switch (tier_of(operation, options.tier, dtype, a.packed)) {
         case FlashTier::cuda_cores: return flash_backward_cores(a, stream);
         case FlashTier::hopper: return flash_backward_hopper(a, stream);

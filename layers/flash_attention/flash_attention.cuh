@@ -36,27 +36,45 @@ struct Heads {
 // Both ends of the interval never decrease from one token to the next, so the tokens [t0, t1] together see
 // [first of t0, end of t1), which is all that a block has to walk through.
 
+//
+// Queries and keys may be chunks of a longer sequence, as TokenChunks says. t and s above are tokens of the whole
+// sequence; kernels count rows. Later rows are later tokens, so an interval of tokens is an interval of rows, too.
+
 struct Interval {
     int first, end;
 };
 
-struct Mask {
-    int T, window;  // window >= T: none
-    bool causal;
-    const int2* documents;  // (B, T), null: each row is one document
+struct RowTokens {
+    int rows, length, first, second;  // TokenChunks
+    __device__ __forceinline__ int token(int row) const { return row < length ? first + row : second + row - length; }
+    // How many rows are tokens before this one.
+    __device__ __forceinline__ int rows_before(int token) const {
+        return min(max(token - first, 0), length) + min(max(token - second, 0), rows - length);
+    }
+};
 
+struct Mask {
+    int T;                // rows of queries, and of keys
+    int whole_T, window;  // tokens; window >= whole_T: none
+    bool causal;
+    const int2* documents;  // (B, whole_T), null: each sequence is one document
+    RowTokens queries, keys;
+
+    // The rows that row `row` sees, or that see it.
     template <bool kOfQuery>
-    __device__ __forceinline__ Interval visible(int b, int t) const {
-        Interval seen{0, T};
+    __device__ __forceinline__ Interval visible(int b, int row) const {
+        const RowTokens &mine = kOfQuery ? queries : keys, &others = kOfQuery ? keys : queries;
+        const int t = mine.token(row);
+        Interval seen{0, whole_T};
         if (documents) {
-            const int2 document = documents[static_cast<int64_t>(b) * T + t];
-            seen = {max(document.x, 0), min(document.y, T)};
+            const int2 document = documents[static_cast<int64_t>(b) * whole_T + t];
+            seen = {max(document.x, 0), min(document.y, whole_T)};
         }
         seen.first = max(seen.first, t - window + 1);
         seen.end = min(seen.end, t + window);
         if (causal && kOfQuery) seen.end = min(seen.end, t + 1);
         if (causal && !kOfQuery) seen.first = max(seen.first, t);
-        return seen;
+        return {others.rows_before(seen.first), others.rows_before(seen.end)};
     }
 };
 
@@ -79,6 +97,9 @@ struct View {
         return first < all.first || first + n > all.end;
     }
 };
+// What divides a row's sum by its softmax's: 0 for a query that sees none of these keys.
+__device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
 template <bool kOfQuery>
 __device__ __forceinline__ View view_of(const Mask& mask, int b, int t0, int n_rows) {
     if (t0 >= mask.T) return {{0, 0}, {0, 0}};
@@ -108,7 +129,8 @@ struct FlashArguments {
     int64_t B, T;
     float scale;
     bool causal;
-    int64_t window;
+    int64_t whole_T, window;
+    TokenChunks queries, keys;
     const int2* documents;
     bool packed;  // as in Shape
 };
@@ -122,13 +144,18 @@ void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream)
 
 namespace {
 
+inline RowTokens row_tokens(int64_t rows, const TokenChunks& chunks) {
+    return {static_cast<int>(rows), static_cast<int>(chunks.length), static_cast<int>(chunks.first[0]),
+            static_cast<int>(chunks.first[1])};
+}
 inline Shape shape_of(const FlashArguments& a) {
     return {a.q.count,
             a.k.count,
             static_cast<int>(a.q.D),
             static_cast<int>(a.v.D),
             a.scale,
-            {static_cast<int>(a.T), static_cast<int>(std::min(a.window, a.T)), a.causal, a.documents},
+            {static_cast<int>(a.T), static_cast<int>(a.whole_T), static_cast<int>(std::min(a.window, a.whole_T)),
+             a.causal, a.documents, row_tokens(a.T, a.queries), row_tokens(a.T, a.keys)},
             a.packed};
 }
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ void finish_rows(const Shape& shape, const Maps& maps
     for (int half = 0; half < 2; ++half) {
         const float sum = warp_sum(rows.sum[0][half], 4);
         const int t = warp_row + half * 8 + quad();
-        factor[half] = 1.0f / sum;
+        factor[half] = inverse_sum(sum);
         if (in_quad() == 0 && t < mask.T)
             lse[(b * shape.H + h) * mask.T + t] = fmaf(rows.max[0][half], scale2, log2f(sum)) * kLn2;
     }
@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     unsigned char* tiles = shared_tiles();
     Barriers& barriers = *reinterpret_cast<Barriers*>(tiles + T::kTileBytes);
     const Interval keys = view_of<true>(mask, b, t0, kBlockRows).any;
-    const int n_tiles = (keys.end - keys.first + T::kKeys - 1) / T::kKeys;
+    // Queries that see nothing go through one tile, all of which is masked: so the pipeline has one case.
+    const int n_tiles = max(1, (keys.end - keys.first + T::kKeys - 1) / T::kKeys);
     if (threadIdx.x == 0) init_barriers(barriers);
     __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 

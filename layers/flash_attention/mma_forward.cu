@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int half = 0; half < 2; ++half) {
             const float sum = warp_sum(softmax.sum[m][half], 4);
             const int t = first_row + m * 16 + half * 8 + quad();
-            factor[m][half] = 1.0f / sum;
+            factor[m][half] = inverse_sum(sum);
             if (in_quad() == 0 && t < mask.T)
                 lse[(b * shape.H + h) * mask.T + t] = fmaf(softmax.max[m][half], scale2, log2f(sum)) * kLn2;
         }

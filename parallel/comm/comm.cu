@@ -342,6 +342,18 @@ void Comm::all_to_all(Tensor out, Tensor inp, cudaStream_t stream) {
     });
 }
 
+void Comm::shift(Tensor out, Tensor inp, cudaStream_t stream) {
+    check_pair("shift", out, inp, 1, 1);
+    if (size == 1) return copy_own(out, inp, stream);
+    collective("shift", inp.bytes(), stream, [&] {
+        if (counting_) return;
+        transport_->group_start();
+        send_tensor(*this, inp, (rank + 1) % size, stream);
+        recv_tensor(*this, out, (rank + size - 1) % size, stream);
+        transport_->group_end();
+    });
+}
+
 void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
     check(root >= 0 && root < size, "broadcast: root ", root, " of ", size, " ranks");
     if (size == 1) return;

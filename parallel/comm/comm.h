@@ -7,6 +7,7 @@
 //     all_reduce      every rank gets the sum                     an n-th of it each: reduce_scatter root only: reduce
 //     all_gather      every rank gets the numbers of all ranks    root's alone: broadcast
 //     all_to_all      piece j of rank i becomes piece i of rank j (a matrix of pieces is transposed)
+//     shift           every rank gets the numbers of the rank before it
 //
 // all_reduce = reduce_scatter + all_gather, and what a rank must at least send for N bytes is
 //
@@ -95,6 +96,8 @@ class Comm {
     void all_gather(Tensor out, Tensor inp, const std::vector<int64_t>& bounds, cudaStream_t stream);
     // Piece j of out = piece `rank` of rank j's inp.
     void all_to_all(Tensor out, Tensor inp, cudaStream_t stream);
+    // A ring: out = inp of the rank before this one (the last one's for rank 0). out is not inp.
+    void shift(Tensor out, Tensor inp, cudaStream_t stream);
     // tensor = root's.
     void broadcast(Tensor tensor, int root, cudaStream_t stream);
     // Root's out = the reduction; the others' out is untouched, and may be no tensor.
