@@ -66,7 +66,7 @@ void run_on_host(cudaStream_t stream, std::function<void()> function,
     cuda_cpu::Footprint footprint{"a function of the host", {nullptr, 0}, {}};
     for (const Tensor& tensor : reads) footprint.accesses.push_back({tensor.data, tensor.bytes(), false});
     for (const Tensor& tensor : writes) footprint.accesses.push_back({tensor.data, tensor.bytes(), true});
-    cuda_cpu::enqueue(stream, std::move(function), footprint);
+    cudaCheck(cuda_cpu::enqueue(stream, std::move(function), footprint));
 #else
     const auto call = [](void* owned) {
         const std::unique_ptr<std::function<void()>> its_function(static_cast<std::function<void()>*>(owned));

@@ -36,7 +36,11 @@ void cublas_check(cublasStatus_t status, const char* expression, const char* fil
 void cuda_check_launch(const char* file, int line) {
     static const bool blocking = std::getenv("LAUNCH_BLOCKING") != nullptr;
     cuda_check(cudaGetLastError(), "kernel launch", file, line);
-    if (blocking) cuda_check(cudaDeviceSynchronize(), "the kernel launched just before", file, line);
+    if (!blocking) return;
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;  // a kernel that is only recorded does not run
+    cuda_check(cudaStreamIsCapturing(device().stream, &capturing), "kernel launch", file, line);
+    if (capturing == cudaStreamCaptureStatusNone)
+        cuda_check(cudaDeviceSynchronize(), "the kernel launched just before", file, line);
 }
 
 int64_t div_exact(int64_t a, int64_t b, const char* what) {

@@ -549,12 +549,12 @@ static void run_grid(const Launch& launch, const BlockProgram& program) {
 void launch_kernel(const Launch& launch, const BlockProgram& program, size_t kernel_bytes,
                    std::initializer_list<Argument> arguments) {
     if (!launch_is_valid(launch)) return;
-    if (runs_at_once()) return run_grid(launch, program);
+    if (runs_at_once(launch.stream)) return run_grid(launch, program);
     const size_t bytes = (kernel_bytes + kKernelAlignment - 1) / kKernelAlignment * kKernelAlignment;
     const std::shared_ptr<void> kernel(std::aligned_alloc(kKernelAlignment, bytes), std::free);
     std::memcpy(kernel.get(), program.kernel, kernel_bytes);
     const auto run = [=] { run_grid(launch, {kernel.get(), program.run_threads, program.enter_block}); };
-    enqueue(launch.stream, run, kernel_footprint(launch, arguments));
+    enqueue(launch.stream, run, strict ? kernel_footprint(launch, arguments) : Footprint{});
 }
 
 void block_barrier(unsigned thread, const char* file, int line) { block->barrier(thread, file, line); }

@@ -88,9 +88,19 @@ enum cudaError_t {
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
     cudaErrorInvalidResourceHandle = 400,
+    cudaErrorIllegalState = 401,
     cudaErrorNotReady = 600,
     cudaErrorLaunchFailure = 719,
     cudaErrorNotSupported = 801,
+    cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorStreamCaptureInvalidated = 901,
+    cudaErrorStreamCaptureMerge = 902,
+    cudaErrorStreamCaptureUnmatched = 903,
+    cudaErrorStreamCaptureUnjoined = 904,
+    cudaErrorStreamCaptureIsolation = 905,
+    cudaErrorStreamCaptureImplicit = 906,
+    cudaErrorCapturedEvent = 907,
+    cudaErrorStreamCaptureWrongThread = 908,
 };
 enum cudaMemcpyKind {
     cudaMemcpyHostToHost,
@@ -121,9 +131,25 @@ struct cudaDeviceProp {
     int multiProcessorCount, major, minor, warpSize, maxThreadsPerBlock, l2CacheSize;
 };
 
+// Which threads may not make calls that a capture cannot contain, such as cudaMalloc, while it goes on: all; the one
+// that captures; none.
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal = 0,
+    cudaStreamCaptureModeThreadLocal = 1,
+    cudaStreamCaptureModeRelaxed = 2
+};
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone = 0,
+    cudaStreamCaptureStatusActive = 1,
+    cudaStreamCaptureStatusInvalidated = 2
+};
+
 namespace cuda_cpu {
 struct Stream;
 struct Event;
+struct Graph;
+struct GraphNode;
+struct GraphExec;
 // Where a call stands in the program, for reports: as the last parameter with a default value, it is the caller's
 // place.
 struct Place {
@@ -136,6 +162,9 @@ struct Place {
 }  // namespace cuda_cpu
 using cudaStream_t = cuda_cpu::Stream*;
 using cudaEvent_t = cuda_cpu::Event*;
+using cudaGraph_t = cuda_cpu::Graph*;
+using cudaGraphNode_t = cuda_cpu::GraphNode*;
+using cudaGraphExec_t = cuda_cpu::GraphExec*;
 using cudaHostFn_t = void (*)(void*);
 
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
@@ -202,6 +231,17 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
+
+// Graphs (cpu/graphs.cpp): work that streams are given between these two calls does not run. It is recorded, and each
+// launch of the graph runs all of it, with the arguments that it was recorded with.
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* n);  // nodes: nullptr, for n alone
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags = 0);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 
 // The driver's functions by name, so that a program need not be linked with the driver: cuTensorMapEncodeTiled
 // (cuda.h).
@@ -273,14 +313,15 @@ struct Footprint {
     Place place{nullptr, 0};
     std::vector<Access> accesses = {};
 };
-// Runs work at once, or in strict mode when something waits for it.
-void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint = {});
+// Runs work at once, or in strict mode when something waits for it. Of a stream that is captured: records it. An error
+// is what the call that has work to do must return.
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint = {});
 // The same, but not before may_run() returns true: work that waits for another rank. The stream stops until then, the
 // others do not: strict mode calls may_run again and again, and holds the runtime's lock during the call (so it must be
-// quick).
-void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
-                  const Footprint& footprint = {});
-bool runs_at_once();
+// quick). It cannot be captured.
+cudaError_t enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                         const Footprint& footprint = {});
+bool runs_at_once(cudaStream_t stream);  // whether enqueue would only call the work
 
 // Called by a thread that has to wait, with its index in the block: returns when every thread of the block has arrived.
 void block_barrier(unsigned thread, const char* file, int line);

@@ -69,6 +69,11 @@ bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is 
 // ---- cpu/streams.cpp
 void wait_for_device(int device);
 
+// ---- cpu/graphs.cpp
+// The error of a call that no capture can contain, and that this thread may not make while one goes on: it would be
+// done at once. cudaSuccess: it may.
+cudaError_t refuse_in_capture();
+
 // ---- cpu/os_threads.cpp
 int os_threads();  // how many of them a grid or a product may use
 

@@ -65,6 +65,7 @@ size_t available_bytes() {
 cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
     if (!pointer) return remember(cudaErrorInvalidValue);
     *pointer = nullptr;
+    if (const cudaError_t error = refuse_in_capture()) return error;
     if (bytes == 0) return cudaSuccess;
     // The operating system grants more memory than it has, and kills the process when the memory is used. A device
     // refuses at once, and so does this check.
@@ -88,6 +89,7 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
 
 cudaError_t release(void* pointer, bool pinned_host) {
     if (!pointer) return cudaSuccess;
+    if (const cudaError_t error = refuse_in_capture()) return error;
     int device = 0;
     {
         const std::lock_guard lock(mutex);
@@ -147,11 +149,10 @@ cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
 cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation, unsigned, cudaStream_t stream,
                                  Place place) {
     if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
-    if (!strict) return cudaSuccess;
+    if (runs_at_once(stream)) return cudaSuccess;
     // No page moves here. But on a GPU a prefetch must not move pages while a kernel uses them: so it counts as a
     // write, and strict mode finds a missing wait.
-    enqueue(stream, [] {}, {"cudaMemPrefetchAsync", place, {{pointer, bytes, true}}});
-    return cudaSuccess;
+    return enqueue(stream, [] {}, {"cudaMemPrefetchAsync", place, {{pointer, bytes, true}}});
 }
 cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise, cudaMemLocation) {
     return is_managed(pointer, bytes) ? cudaSuccess : remember(cudaErrorInvalidValue);
@@ -176,34 +177,40 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
                             Place place) {
     if (bytes == 0) return cudaSuccess;
     if (!is_valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
-    if (!strict) return std::memmove(to, from, bytes), cudaSuccess;
+    if (runs_at_once(stream)) return std::memmove(to, from, bytes), cudaSuccess;
     const Footprint footprint{"cudaMemcpyAsync", place, {{from, bytes, false}, {to, bytes, true}}};
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    cudaStreamIsCapturing(stream, &capturing);
     // Pageable host memory is copied to a staging buffer before the call returns; pinned memory is read when the copy
-    // runs.
-    if (!is_known(from, bytes)) {
-        auto staged =
-            std::make_shared<std::vector<char>>(static_cast<const char*>(from), static_cast<const char*>(from) + bytes);
-        enqueue(
-            stream, [=] { std::memcpy(to, staged->data(), bytes); }, footprint);
+    // runs, and so is all memory when a graph is launched.
+    const bool staged = !is_known(from, bytes) && capturing == cudaStreamCaptureStatusNone;
+    if (!staged) {
+        const auto copy = [=] { std::memmove(to, from, bytes); };
+        if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
     } else {
-        enqueue(
-            stream, [=] { std::memmove(to, from, bytes); }, footprint);
+        const auto* first = static_cast<const char*>(from);
+        const auto staging = std::make_shared<std::vector<char>>(first, first + bytes);
+        const auto copy = [=] { std::memcpy(to, staging->data(), bytes); };
+        if (const cudaError_t error = enqueue(stream, copy, footprint)) return error;
     }
-    if (!is_known(to, bytes)) return cudaStreamSynchronize(stream);  // to pageable memory: returns when it is done
-    return cudaSuccess;
+    // To pageable memory: returns when it is done.
+    return capturing == cudaStreamCaptureStatusNone && !is_known(to, bytes) ? cudaStreamSynchronize(stream)
+                                                                            : cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, Place place) {
+    if (const cudaError_t error = refuse_in_capture()) return error;
     if (const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr, place)) return error;
     return cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream, Place place) {
     if (bytes == 0) return cudaSuccess;
     if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
-    if (!strict) return std::memset(pointer, value, bytes), cudaSuccess;
-    enqueue(stream, [=] { std::memset(pointer, value, bytes); }, {"cudaMemsetAsync", place, {{pointer, bytes, true}}});
-    return cudaSuccess;
+    if (runs_at_once(stream)) return std::memset(pointer, value, bytes), cudaSuccess;
+    const auto set = [=] { std::memset(pointer, value, bytes); };
+    return enqueue(stream, set, {"cudaMemsetAsync", place, {{pointer, bytes, true}}});
 }
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes, Place place) {
+    if (const cudaError_t error = refuse_in_capture()) return error;
     if (const cudaError_t error = cudaMemsetAsync(pointer, value, bytes, nullptr, place)) return error;
     return cudaStreamSynchronize(nullptr);
 }

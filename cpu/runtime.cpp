@@ -60,6 +60,16 @@ const char* cudaGetErrorName(cudaError_t error) {
         case cudaErrorNotReady: return "cudaErrorNotReady";
         case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
         case cudaErrorNotSupported: return "cudaErrorNotSupported";
+        case cudaErrorIllegalState: return "cudaErrorIllegalState";
+        case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
+        case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
+        case cudaErrorStreamCaptureMerge: return "cudaErrorStreamCaptureMerge";
+        case cudaErrorStreamCaptureUnmatched: return "cudaErrorStreamCaptureUnmatched";
+        case cudaErrorStreamCaptureUnjoined: return "cudaErrorStreamCaptureUnjoined";
+        case cudaErrorStreamCaptureIsolation: return "cudaErrorStreamCaptureIsolation";
+        case cudaErrorStreamCaptureImplicit: return "cudaErrorStreamCaptureImplicit";
+        case cudaErrorCapturedEvent: return "cudaErrorCapturedEvent";
+        case cudaErrorStreamCaptureWrongThread: return "cudaErrorStreamCaptureWrongThread";
     }
     return "unknown error";
 }
@@ -75,6 +85,16 @@ const char* cudaGetErrorString(cudaError_t error) {
         case cudaErrorNotReady: return "not finished yet";
         case cudaErrorLaunchFailure: return "kernel launch failed";
         case cudaErrorNotSupported: return "not supported on the CPU device";
+        case cudaErrorIllegalState: return "the stream is captured already, or is not captured";
+        case cudaErrorStreamCaptureUnsupported: return "not possible while a stream is captured";
+        case cudaErrorStreamCaptureInvalidated: return "the capture is void because of an earlier error";
+        case cudaErrorStreamCaptureMerge: return "two captures cannot become one";
+        case cudaErrorStreamCaptureUnmatched: return "the capture began in another stream";
+        case cudaErrorStreamCaptureUnjoined: return "a captured stream's work was not waited for by the first stream";
+        case cudaErrorStreamCaptureIsolation: return "captured work cannot wait for work outside of the capture";
+        case cudaErrorStreamCaptureImplicit: return "the default stream would have to wait for a captured stream";
+        case cudaErrorCapturedEvent: return "the event was recorded in a captured stream";
+        case cudaErrorStreamCaptureWrongThread: return "the capture began in another thread";
     }
     return "unknown error";
 }

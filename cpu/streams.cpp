@@ -13,55 +13,22 @@
 // So a missing wait can give a wrong result, and work that the program does not wait for does not run. But this alone
 // would find many missing waits only by chance; cpu/races.cpp finds each of them, under every seed, from the vector
 // clocks of the operations.
-#include "races.h"
+#include "streams.h"
 
 #include <algorithm>
-#include <chrono>
-#include <deque>
 #include <map>
-#include <memory>
-#include <mutex>
 #include <thread>
 #include <utility>
 
 namespace cuda_cpu {
 
-using Clock = std::chrono::steady_clock;
+std::mutex streams_mutex;
 
-// A piece of work in a stream and what must be done before it.
-struct Operation {
-    int device = 0;
-    uint64_t number = 0;  // in the order in which the program has asked for work
-    std::function<void()> work;
-    std::function<bool()> may_run;  // what it waits for beside other operations; empty: nothing
-    bool touches_host = false;      // pinned memory
-    std::vector<std::shared_ptr<Operation>> after;
-    enum { waiting, running, done } state = waiting;
-    uint64_t mark = 0;       // see Wait
-    Clock::time_point time;  // when it was done
-    VectorClock clock;       // what comes before it, and itself
-    bool ready() const {
-        return state == waiting &&
-               std::all_of(after.begin(), after.end(), [](const auto& earlier) { return earlier->state == done; }) &&
-               (!may_run || may_run());
-    }
-};
-
-struct Stream {
-    int device = 0;
-    unsigned number = 0;   // in the order of creation; 0: a default stream
-    bool blocking = true;  // takes part in the legacy default stream's rule
-    size_t in_clocks = 0;  // its place in vector clocks
-    bool has_place = false;
-    std::shared_ptr<Operation> last;
-    std::deque<std::shared_ptr<Operation>> queue;  // what is not done yet
-    std::string name() const { return number == 0 ? "the default stream" : "stream " + std::to_string(number); }
-};
-
-struct Event {
-    bool timed = true;
-    std::shared_ptr<Operation> recorded;  // an operation without work, in the stream that it was last recorded in
-};
+bool Operation::ready() const {
+    return state == waiting &&
+           std::all_of(after.begin(), after.end(), [](const auto& earlier) { return earlier->state == done; }) &&
+           (!may_run || may_run());
+}
 
 namespace {
 
@@ -84,7 +51,7 @@ struct DeviceState {
     }
 };
 
-std::mutex mutex;  // guards everything below
+// With streams_mutex held:
 std::map<int, DeviceState> devices;
 uint64_t n_operations = 0;
 // What the host has waited for, on any thread: threads of the host order their own work among each other in ways that
@@ -99,8 +66,6 @@ DeviceState& state_of(int device) {  // with the mutex held
     return state;
 }
 
-Stream& resolve(cudaStream_t stream) { return stream ? *stream : state_of(current_device()).default_stream; }
-
 size_t place_in_clocks(Stream& stream) {
     if (!std::exchange(stream.has_place, true)) {
         if (free_places.empty()) free_places.push_back(counts.size()), counts.push_back(0);
@@ -110,13 +75,18 @@ size_t place_in_clocks(Stream& stream) {
     return stream.in_clocks;
 }
 
-// Notes work down in a stream, after what it has to wait for; with the mutex held.
-std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, const Footprint& footprint = {}) {
+}  // namespace
+
+Stream& resolve(cudaStream_t stream) { return stream ? *stream : state_of(current_device()).default_stream; }
+
+std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, const Footprint& footprint,
+                                std::vector<std::shared_ptr<Operation>> others) {
     DeviceState& state = state_of(stream.device);
     auto operation = std::make_shared<Operation>();
     operation->device = stream.device;
     operation->number = ++n_operations;
     operation->work = std::move(work);
+    operation->after = std::move(others);
     if (stream.last) operation->after.push_back(stream.last);
     // The legacy default stream waits for all blocking streams, and they wait for it.
     if (&stream == &state.default_stream) {
@@ -141,6 +111,8 @@ std::shared_ptr<Operation> note(Stream& stream, std::function<void()> work, cons
     stream.queue.push_back(operation);
     return operation;
 }
+
+namespace {
 
 // How the next operation is chosen during one wait, at random. Each of the three finds mistakes that the others seldom
 // find: only what the program waits for (finds waits that are missing); by a random priority of each stream, so that
@@ -248,7 +220,7 @@ class Wait {
 };
 
 void run_until_done(int device, std::shared_ptr<Operation> target) {
-    std::unique_lock lock(mutex);
+    std::unique_lock lock(streams_mutex);
     Wait wait(device, std::move(target));
     while (!wait.finished()) {
         if (wait.run_one(lock)) continue;
@@ -257,17 +229,10 @@ void run_until_done(int device, std::shared_ptr<Operation> target) {
         lock.lock();
     }
 }
-void wait_for(const std::shared_ptr<Operation>& target) {
-    if (!target) return;
-    run_until_done(target->device, target);
-    const std::lock_guard lock(mutex);
-    host_clock.join(target->clock);
-}
-
 // Whether it is done. If not, one operation is run before the answer, so that a program that asks again and again comes
 // to an end.
 bool poll(const std::shared_ptr<Operation>& operation) {
-    std::unique_lock lock(mutex);
+    std::unique_lock lock(streams_mutex);
     if (!operation || operation->state == Operation::done) {
         if (operation) host_clock.join(operation->clock);
         return true;
@@ -278,13 +243,11 @@ bool poll(const std::shared_ptr<Operation>& operation) {
 
 void put_on_stream(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
                    const Footprint& footprint) {
-    std::unique_lock lock(mutex);
+    std::unique_lock lock(streams_mutex);
     const auto operation = note(resolve(stream), std::move(work), footprint);
     operation->may_run = std::move(may_run);
-    if (order() != Order::early) return;
-    Wait nothing(operation->device, Wait::ForNothing{});
-    while (nothing.run_one(lock)) {
-    }
+    lock.unlock();
+    run_early(operation->device);
 }
 
 // For the tests of this check. CUDA_CPU_STRICT_SKIP_WAIT=FILE:LINE leaves out the waits of that line; =list prints the
@@ -299,9 +262,30 @@ bool is_skipped_wait(Place place) {
 
 }  // namespace
 
+void wait_for(const std::shared_ptr<Operation>& target) {
+    if (!target) return;
+    run_until_done(target->device, target);
+    const std::lock_guard lock(streams_mutex);
+    host_clock.join(target->clock);
+}
+
+void run_early(int device) {
+    if (order() != Order::early) return;
+    std::unique_lock lock(streams_mutex);
+    Wait nothing(device, Wait::ForNothing{});
+    while (nothing.run_one(lock)) {
+    }
+}
+
+void add_stream(Stream& stream) { state_of(stream.device).streams.push_back(&stream); }
+void remove_stream(Stream& stream) {
+    std::erase(state_of(stream.device).streams, &stream);
+    if (stream.has_place) free_places.push_back(stream.in_clocks);  // all of its operations are in the host's clock
+}
+
 void wait_for_device(int device) {
     run_until_done(device, nullptr);
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(streams_mutex);
     const auto join = [](const Stream& stream) {
         if (stream.last) host_clock.join(stream.last->clock);
     };
@@ -309,23 +293,35 @@ void wait_for_device(int device) {
     for (const Stream* stream : state_of(device).streams) join(*stream);
 }
 
-void enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint) {
-    if (!strict) return work();
-    put_on_stream(stream, nullptr, std::move(work), footprint);
+cudaError_t enqueue(cudaStream_t stream, std::function<void()> work, const Footprint& footprint) {
+    cudaError_t status = cudaSuccess;
+    if (any_capture() && capture(stream, work, footprint, status)) return status;
+    if (strict) put_on_stream(stream, nullptr, std::move(work), footprint);
+    else work();
+    return cudaSuccess;
 }
-void enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
-                  const Footprint& footprint) {
-    if (strict) return put_on_stream(stream, std::move(may_run), std::move(work), footprint);
+cudaError_t enqueue_when(cudaStream_t stream, std::function<bool()> may_run, std::function<void()> work,
+                         const Footprint& footprint) {
+    cudaError_t status = cudaSuccess;
+    if (any_capture() && capture(stream, nullptr, footprint, status)) return status;
+    if (strict) return put_on_stream(stream, std::move(may_run), std::move(work), footprint), cudaSuccess;
     while (!may_run()) std::this_thread::yield();
     work();
+    return cudaSuccess;
 }
-bool runs_at_once() { return !strict; }
+bool runs_at_once(cudaStream_t stream) {
+    if (strict) return false;
+    if (!any_capture()) return true;
+    const std::lock_guard lock(streams_mutex);
+    return stream != nullptr && !stream->captured.capture;
+}
 
 }  // namespace cuda_cpu
 
 using namespace cuda_cpu;
 
 cudaError_t cudaDeviceSynchronize() {
+    if (const cudaError_t error = refuse_wait_for_device(current_device())) return error;
     if (strict) wait_for_device(current_device());
     return cudaSuccess;
 }
@@ -335,26 +331,26 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
     (*stream)->device = current_device();
     (*stream)->blocking = !(flags & cudaStreamNonBlocking);
     static unsigned n_streams = 0;
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(streams_mutex);
     (*stream)->number = ++n_streams;
-    state_of(current_device()).streams.push_back(*stream);
+    add_stream(**stream);
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (!stream) return remember(cudaErrorInvalidResourceHandle);
-    cudaStreamSynchronize(stream);
-    const std::lock_guard lock(mutex);
-    std::erase(state_of(stream->device).streams, stream);
-    if (stream->has_place) free_places.push_back(stream->in_clocks);  // all of its operations are in the host's clock
+    if (const cudaError_t error = cudaStreamSynchronize(stream)) return error;  // it is captured
+    const std::lock_guard lock(streams_mutex);
+    remove_stream(*stream);
     delete stream;
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (const cudaError_t error = refuse_wait(stream)) return error;
     if (!strict) return cudaSuccess;
     std::shared_ptr<Operation> last;
     {
-        const std::lock_guard lock(mutex);
+        const std::lock_guard lock(streams_mutex);
         last = resolve(stream).last;
         if (!stream) last = note(resolve(stream), nullptr);  // the legacy stream waits for the blocking ones
     }
@@ -362,28 +358,27 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    if (const cudaError_t error = refuse_wait(stream)) return error;
     if (!strict) return cudaSuccess;
     std::shared_ptr<Operation> last;
     {
-        const std::lock_guard lock(mutex);
+        const std::lock_guard lock(streams_mutex);
         last = resolve(stream).last;
     }
     return poll(last) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned, Place place) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
+    if (strict && is_skipped_wait(place)) return cudaSuccess;
+    cudaError_t status = cudaSuccess;
+    if ((any_capture() || event->captured.capture) && capture_wait(stream, *event, status)) return status;
     if (!strict) return cudaSuccess;
-    const std::lock_guard lock(mutex);
-    if (is_skipped_wait(place)) return cudaSuccess;
-    const auto operation = note(resolve(stream), nullptr);
-    if (!event->recorded) return cudaSuccess;
-    operation->after.push_back(event->recorded);
-    operation->clock.join(event->recorded->clock);
+    const std::lock_guard lock(streams_mutex);
+    if (event->recorded) note(resolve(stream), nullptr, {}, {event->recorded});
     return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
-    enqueue(stream, [=] { function(argument); });
-    return cudaSuccess;
+    return enqueue(stream, [=] { function(argument); });
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
@@ -399,28 +394,34 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
+    cudaError_t status = cudaSuccess;
+    if ((any_capture() || event->captured.capture) && capture_record(stream, *event, status)) return status;
     if (!strict) {
         event->recorded = std::make_shared<Operation>();
         event->recorded->state = Operation::done;
         event->recorded->time = Clock::now();
         return cudaSuccess;
     }
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(streams_mutex);
     event->recorded = note(resolve(stream), nullptr);
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
+    if (event->captured.capture) return remember(cudaErrorCapturedEvent);
     wait_for(event->recorded);
     return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
+    if (event->captured.capture) return remember(cudaErrorCapturedEvent);
+    if (const cudaError_t error = refuse_in_capture()) return error;
     return poll(event->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
     if (!start || !end || !start->recorded || !end->recorded || !start->timed || !end->timed)
         return remember(cudaErrorInvalidResourceHandle);
+    if (start->captured.capture || end->captured.capture) return remember(cudaErrorCapturedEvent);
     if (start->recorded->state != Operation::done || end->recorded->state != Operation::done) return cudaErrorNotReady;
     *milliseconds = std::chrono::duration<float, std::milli>(end->recorded->time - start->recorded->time).count();
     return cudaSuccess;

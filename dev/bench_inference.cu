@@ -173,15 +173,20 @@ Served serve(Running& running, const Bench& bench, int64_t n_requests, const std
 void bench_one_sequence(const Bench& bench, const BenchOptions& o) {
     BenchOptions one = o;
     one.sequences = 1;
-    Running running(bench, options_of(bench, one, Batching::continuous));
-    std::vector<double> seconds, bandwidth;
+    EngineOptions options = options_of(bench, one, Batching::continuous), with_graphs = options;
+    options.graphs = false, with_graphs.graphs = true;
+    Running running(bench, options), graphs(bench, with_graphs);
+    std::vector<double> seconds, graph_seconds, bandwidth;
     for (int64_t round = 0; round < o.rounds; ++round) {
         if (device().is_cpu) bandwidth.push_back(copy_bandwidth());
         seconds.push_back(decode_seconds(running, bench, o.tokens));
+        graph_seconds.push_back(decode_seconds(graphs, bench, o.tokens));
     }
     const double step = median(seconds), bytes = static_cast<double>(bench.weights.bytes());
     std::printf("one sequence         %8.1f tok/s   (%.2f ms a token, median of %lld)\n", 1 / step, 1e3 * step,
                 static_cast<long long>(o.rounds));
+    std::printf("  as graphs          %8.1f tok/s   of %zu kernels and copies each\n", 1 / median(graph_seconds),
+                graphs.engine.graphs().n_nodes());
     std::printf("  bytes of weights   %8.2f GB/s\n", bytes / step / 1e9);
     if (!bandwidth.empty())
         std::printf("  copy bandwidth     %8.2f GB/s    share: %.0f %%\n", median(bandwidth) / 1e9,

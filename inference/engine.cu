@@ -40,6 +40,7 @@ EngineOptions settled(const Model& model, const Model* draft, EngineOptions o) {
     check(o.cache.page_size >= 1, "inference: pages of ", o.cache.page_size, " rows: it must be at least 1");
     if (o.cache.n_pages == 0)
         o.cache.n_pages = o.scheduler.max_sequences * ceil_div(o.scheduler.max_length, o.cache.page_size);
+    if (!o.graphs) o.graphs = !device().is_cpu;
     if (o.scheduler.preemption == Preemption::swap && o.cache.n_host_pages == 0) o.cache.n_host_pages = o.cache.n_pages;
     return o;
 }
@@ -51,7 +52,7 @@ int64_t answer_length(const Request& request, const Sequence& sequence) {
 }  // namespace
 
 Engine::Engine(const Model& model, const EngineOptions& options, const Model* draft)
-    : options_(settled(model, draft, options)), model_(model, options_.cache),
+    : options_(settled(model, draft, options)), model_(model, options_.cache, *options_.graphs),
       scheduler_(options_.scheduler, model_.cache), cache_report_(options_.cache, options_.scheduler.max_length) {
     if (draft) draft_.emplace(*draft, options_);
 }

@@ -11,6 +11,7 @@
 //     cache_report.cu  what the memory of the cache was used for, beside what contiguous slots would have taken
 //     timeline.cu      a picture of the requests over the steps
 //     paged_model.cu   the forward of a step on the device, over the cache
+//     step_graphs.cu   the launches of a step as a CUDA graph
 //     engine.cu        the step itself: the scheduler's parts, the forward, the tokens drawn
 //     sampling.cu      from logits to tokens: what options mean and which are refused
 //     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
@@ -31,6 +32,7 @@
 #include "layers/layers.h"
 #include "llm.h"
 
+#include <array>
 #include <deque>
 #include <functional>
 #include <optional>
@@ -453,10 +455,37 @@ struct CachedRows {
     int64_t times = 1;     // so many times: of tokens a and b in rows a, b, a, b, ...
 };
 
+// step_graphs.cu: launches that are the same in every step of the same sizes are captured, and from then on launched as
+// one CUDA graph. What is captured has to lie at fixed addresses, and must not wait for the device. The graphs' memory
+// is the driver's, and in no plan.
+class StepGraphs {
+  public:
+    using Key = std::array<int64_t, 2>;
+    StepGraphs() = default;
+    StepGraphs(const StepGraphs&) = delete;
+    ~StepGraphs();
+    // Calls `launches`, which put work on the stream; from the second time on that a key is seen, as a graph.
+    void run(const Key& key, cudaStream_t stream, const std::function<void()>& launches);
+    int64_t n_launches() const { return n_launches_; }  // of graphs
+    size_t n_nodes() const { return n_nodes_; }         // kernels and copies of the last one
+
+  private:
+    struct Graph {
+        cudaGraphExec_t exec = nullptr;
+        size_t n_nodes = 0;
+    };
+    std::map<Key, Graph> graphs_;
+    int64_t n_launches_ = 0;
+    size_t n_nodes_ = 0;
+};
+
+// A step of single tokens, each of a sequence of its own, is a few graphs: its rows are rounded up to 1, 2, 4 or a
+// multiple of 8, and the longest page table to a power of two. The rows that this adds repeat the last one, and write
+// what it writes to the cache: the same bits.
 class PagedModel {
   public:
-    // The model must outlive this.
-    PagedModel(const Model& model, const CacheSizes& sizes);
+    // The model must outlive this. graphs: steps that decode are launched as graphs; not where ranks divide the model.
+    PagedModel(const Model& model, const CacheSizes& sizes, bool graphs);
     // For steps of at most these sizes, of sequences of at most max_length tokens. cache_dtype: e4m3, or the model's,
     // which is the default.
     void take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype, Arena& cache_arena,
@@ -465,6 +494,7 @@ class PagedModel {
     // They are there until the next call, before which somebody has to have waited for them.
     Tensor forward(std::span<const CachedRows> rows);
     const Config& config() const { return model_.config; }
+    const StepGraphs& graphs() const { return graphs_; }
 
     PagedCache cache;
 
@@ -474,9 +504,14 @@ class PagedModel {
         Tensor tokens, positions, cache_rows, page_table, chunks, logit_rows;
     };
     void copy_pages();
-    StepSizes fill_tables(std::span<const CachedRows> rows);
+    StepSizes fill_tables(std::span<const CachedRows> rows, bool rounded);
+    void repeat_last_row(StepSizes& sizes);
+    void launch(Activations& acts, const StepSizes& sizes);
 
     const Model& model_;
+    const bool with_graphs_;
+    StepGraphs graphs_;
+    StepSizes largest_;
     CachePools pools_, host_pools_;
     Activations acts_;
     Workspace workspace_;
@@ -492,6 +527,7 @@ struct EngineOptions {
     SchedulerOptions scheduler;        // max_length 0: as long as the model, and the draft model, have positions
     int64_t lookup = 0;                // so many tokens of a sequence are proposed by prompt look-up; 0: none
     int64_t draft_tokens = 4;          // so many by the draft model, where there is one
+    std::optional<bool> graphs;        // launch steps as CUDA graphs; default: on a GPU
 };
 // Positions that the model, and the draft model if there is one, were trained for: what max_length may be. Error where
 // `wanted` (0: all) is beyond them.
@@ -511,6 +547,7 @@ class DraftModel {
     // are not among these are forgotten.
     void propose(std::vector<Drafted> drafted);
     const PagedCache& cache() const { return model_.cache; }
+    const StepGraphs& graphs() const { return model_.graphs(); }
 
   private:
     struct Text {
@@ -570,6 +607,7 @@ class Engine {
     const EngineOptions& options() const { return options_; }
     int64_t n_steps() const { return n_steps_; }
     const SpeculationCount& speculation() const { return speculation_; }
+    const StepGraphs& graphs() const { return model_.graphs(); }
     StepSizes largest_step() const;
     void preempt_all() {
         while (scheduler_.preempt_last()) {

@@ -27,7 +27,8 @@ const std::vector<Synonym> kSynonyms = {{"max-tokens", "--tokens"},
 
 // Flags whose text becomes another type.
 struct Typed {
-    std::string dtype = "fp32", weights = "none", cache_dtype = "same", preempt = "recompute", batching = "continuous";
+    std::string dtype = "fp32", weights = "none", cache_dtype = "same", preempt = "recompute", batching = "continuous",
+                graphs = "auto";
     bool no_prefix_sharing = false;
 };
 
@@ -103,6 +104,8 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
                   "continuous: requests join and leave at every step; static: the next ones wait for all to end");
     engine.option("--preempt", typed.preempt,
                   "where pages run out: swap the youngest request's to the host, or recompute them later");
+    engine.option("--graphs", typed.graphs,
+                  "launch a step of answers as one CUDA graph: on, off, or auto: on a GPU. The text is the same");
 }
 
 void add_server_options(CommandLine& line, GenerateOptions& o) {
@@ -133,6 +136,9 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     check(typed.preempt == "swap" || typed.preempt == "recompute", "--preempt ", typed.preempt,
           ": use swap or recompute");
     o.engine.scheduler.preemption = typed.preempt == "swap" ? Preemption::swap : Preemption::recompute;
+    check(typed.graphs == "auto" || typed.graphs == "on" || typed.graphs == "off", "--graphs ", typed.graphs,
+          ": use on, off or auto");
+    if (typed.graphs != "auto") o.engine.graphs = typed.graphs == "on";
     o.engine.cache.share_prefixes = !typed.no_prefix_sharing;
     check(o.engine.scheduler.max_sequences >= 1 && o.engine.scheduler.step_tokens >= 1 &&
               o.engine.cache.page_size >= 1 && o.engine.cache.n_pages >= 0 && o.tokens >= 1 && o.samples >= 1 &&

@@ -4,15 +4,33 @@
 //     tables: for each row its token, its position, its row in the cache; for each sequence its pages
 //     forward: the rows through the model; their keys and values go to the cache, the attention reads them there
 //
+// The last two are the launches of a step, which may be a graph (inference/step_graphs.cu).
+//
 // The cache's pages lie in one pool per layer. A page that was swapped out lies in a pool of the host.
 #include "inference/inference.h"
 
 #include <algorithm>
+#include <bit>
 
-PagedModel::PagedModel(const Model& model, const CacheSizes& sizes) : cache(sizes), model_(model) {}
+namespace {
+
+// Few numbers: each is a graph for each length of page tables.
+int64_t rounded_rows(int64_t n) { return n <= 2 ? n : n <= 4 ? 4 : round_up(n, 8); }
+
+// Does every sequence compute its last token alone?
+bool decodes(std::span<const CachedRows> rows) {
+    return std::ranges::all_of(
+        rows, [](const CachedRows& its) { return its.tokens.size() == 1 && its.n_logits == 1 && its.times == 1; });
+}
+
+}  // namespace
+
+PagedModel::PagedModel(const Model& model, const CacheSizes& sizes, bool graphs)
+    : cache(sizes), model_(model), with_graphs_(graphs) {}
 
 void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype,
                              Arena& cache_arena, Arena& activations, Arena& pinned) {
+    largest_ = largest;
     const DType dtype = cache_dtype.value_or(model_.precision.dtype);
     const CacheSizes& sizes = cache.sizes();
     pools_ = take_cache_pools(model_, sizes.n_pages, sizes.page_size, dtype, cache_arena);
@@ -42,11 +60,14 @@ void PagedModel::copy_pages() {
     }
 }
 
-StepSizes PagedModel::fill_tables(std::span<const CachedRows> rows) {
+// rounded: to sizes that recur, for a step that decodes.
+StepSizes PagedModel::fill_tables(std::span<const CachedRows> rows, bool rounded) {
     const int64_t P = cache.sizes().page_size;
     StepSizes sizes;
     for (const CachedRows& its : rows)
         sizes.pages = std::max<int64_t>(sizes.pages, std::ssize(cache.page_table(its.sequence)));
+    if (rounded)
+        sizes.pages = std::min(static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(sizes.pages))), largest_.pages);
     int32_t *tokens = tables_.tokens.ptr<int32_t>(), *positions = tables_.positions.ptr<int32_t>(),
             *cache_rows = tables_.cache_rows.ptr<int32_t>(), *page_table = tables_.page_table.ptr<int32_t>(),
             *chunks = tables_.chunks.ptr<int32_t>(), *logit_rows = tables_.logit_rows.ptr<int32_t>();
@@ -71,14 +92,32 @@ StepSizes PagedModel::fill_tables(std::span<const CachedRows> rows) {
             for (int64_t row = sizes.tokens - its.n_logits; row < sizes.tokens; ++row)
                 logit_rows[sizes.logits++] = static_cast<int32_t>(row);
     }
+    const int64_t n = rounded ? std::min(rounded_rows(sizes.tokens), largest_.sequences) : sizes.tokens;
+    while (sizes.tokens < n) repeat_last_row(sizes);
     return sizes;
 }
 
-Tensor PagedModel::forward(std::span<const CachedRows> rows) {
+// Of a step that decodes.
+void PagedModel::repeat_last_row(StepSizes& sizes) {
+    const auto repeat = [](const Tensor& table, int64_t& n, int64_t width) {
+        int32_t* const end = table.ptr<int32_t>() + n++ * width;
+        std::copy_n(end - width, width, end);
+    };
+    int64_t n_tokens = sizes.tokens, n_positions = sizes.tokens, n_rows = sizes.tokens;
+    repeat(tables_.tokens, n_tokens, 1);
+    repeat(tables_.positions, n_positions, 1);
+    repeat(tables_.cache_rows, n_rows, 1);
+    repeat(tables_.page_table, sizes.sequences, sizes.pages);
+    repeat(tables_.chunks, sizes.chunks, 4);
+    repeat(tables_.logit_rows, sizes.logits, 1);
+    const auto row = static_cast<int32_t>(sizes.tokens++);
+    tables_.chunks.ptr<int32_t>()[4 * row] = row;
+    tables_.logit_rows.ptr<int32_t>()[row] = row;
+}
+
+// What a step puts on the stream: the tables and the forward.
+void PagedModel::launch(Activations& acts, const StepSizes& sizes) {
     const cudaStream_t stream = device().stream;
-    copy_pages();
-    const StepSizes sizes = fill_tables(rows);
-    Activations acts = of_step(acts_, sizes);
     const auto upload = [&](const Tensor& to, const Tensor& pinned) {
         if (to.n() > 0) cudaCheck(cudaMemcpyAsync(to.data, pinned.data, to.bytes(), cudaMemcpyHostToDevice, stream));
     };
@@ -89,6 +128,20 @@ Tensor PagedModel::forward(std::span<const CachedRows> rows) {
     upload(acts.chunks, tables_.chunks);
     upload(acts.logit_rows, tables_.logit_rows);
     ::forward(model_, acts, of_step(workspace_, sizes), stream, false);
+}
+
+Tensor PagedModel::forward(std::span<const CachedRows> rows) {
+    const cudaStream_t stream = device().stream;
+    copy_pages();
+    // Ranks wait for each other: that is no work of a stream alone.
+    const bool as_graph = with_graphs_ && !model_.tensor_parallel && !model_.data_parallel && decodes(rows);
+    const StepSizes sizes = fill_tables(rows, as_graph);
+    Activations acts = of_step(acts_, sizes);
+    if (as_graph) {
+        graphs_.run({sizes.tokens, sizes.pages}, stream, [&] { launch(acts, sizes); });
+        return acts.logits.slice(0, std::ssize(rows));
+    }
+    launch(acts, sizes);
     if (sizes.logits == 0) {
         cudaCheck(cudaStreamSynchronize(stream));  // the next step fills the same tables
         return acts.logits;

@@ -105,7 +105,7 @@ inline void check_greedy_answers(EngineWithMemory& e, const json& of_model, bool
 }
 
 // Requests with beginnings that they share, one of them for several answers. Their answers.
-inline auto sampled_answers(EngineWithMemory& e, int64_t V, int64_t only = -1) {
+inline auto sampled_answers(EngineWithMemory& e, int64_t V, int64_t only = -1, int64_t logprobs = -1) {
     std::deque<Request> requests;
     for (int64_t id = 0; id < 6; ++id) {
         if (only >= 0 && only != id) continue;
@@ -115,7 +115,7 @@ inline auto sampled_answers(EngineWithMemory& e, int64_t V, int64_t only = -1) {
         request.max_tokens = 40 - std::ssize(request.prompt);
         request.n = id == 2 ? 3 : 1;
         request.sampling.temperature = 0.9, request.sampling.top_p = 0.95;
-        request.sampling.seed = static_cast<uint64_t>(id);
+        request.sampling.seed = static_cast<uint64_t>(id), request.sampling.logprobs = logprobs;
         e.engine.add(request);
     }
     while (e.engine.step()) {

@@ -30,6 +30,7 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
     small.cache = {.page_size = 3, .n_pages = 7};
     small.scheduler.preemption = Preemption::swap, small.scheduler.step_tokens = 5;
     small.cache_dtype = DType::e4m3, small.lookup = 3;
+    plain.graphs = small.graphs = false;  // what a GPU's driver keeps for graphs is in no plan
     const struct {
         const char* folder;
         DType dtype;
@@ -95,6 +96,60 @@ TEST_CASE("a sampled answer is the same alone and among others", "[inference][en
             for (const auto& [key, tokens] : run(roomy, id)) CHECK(together.at(key) == tokens);
         CHECK(together.at({2, 0}) != together.at({2, 1}));
     }
+}
+
+// Rows that are added to a graph's step, page tables that are longer: no bit of any logit may depend on them. The
+// log-probabilities show the bits that the tokens do not.
+TEST_CASE("answers are the same with steps that are launched as graphs", "[inference][engine][graphs]") {
+    struct Case {
+        Config config;
+        DType dtype;
+        std::optional<DType> cache_dtype;
+    };
+    for (const Case& c : {Case{small_gpt2(), DType::f32, {}}, Case{small_qwen3(), DType::bf16, {}},
+                          Case{small_mla(16), DType::f32, {}}, Case{small_llama(), DType::bf16, DType::e4m3}}) {
+        const ModelWithMemory m(c.config, c.config.T_max, c.dtype);
+        EngineOptions roomy, tight;
+        roomy.scheduler.max_sequences = 8;
+        roomy.cache_dtype = tight.cache_dtype = c.cache_dtype;
+        tight.cache = {.page_size = 3, .n_pages = 44};
+        tight.scheduler.max_sequences = 5, tight.scheduler.step_tokens = 5;
+        for (EngineOptions options : {roomy, tight}) {
+            std::map<bool, std::map<std::array<int64_t, 2>, std::vector<float>>> logprobs;
+            std::map<bool, std::map<std::array<int64_t, 2>, std::vector<int32_t>>> answers;
+            for (const bool graphs : {false, true}) {
+                options.graphs = graphs;
+                EngineWithMemory e(m.model, options);
+                const auto keep = e.engine.token_ready;
+                e.engine.token_ready = [&](Request& request, Sequence& sequence, const Sampled& token) {
+                    logprobs[graphs][{request.id, static_cast<int64_t>(sequence.sample)}].push_back(token.logprob);
+                    return keep(request, sequence, token);
+                };
+                answers[graphs] = sampled_answers(e, c.config.V, -1, 0);
+                const StepGraphs& its = e.engine.graphs();
+                INFO(its.n_launches() << " graphs in " << e.engine.n_steps() << " steps");
+                CHECK((its.n_launches() > (graphs ? e.engine.n_steps() / 3 : 0)) == graphs);
+                CHECK((its.n_nodes() > 20) == graphs);
+            }
+            CHECK(answers[true] == answers[false]);
+            CHECK(logprobs[true] == logprobs[false]);
+        }
+    }
+}
+
+TEST_CASE("a draft model's steps are graphs, too", "[inference][engine][graphs]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max);
+    EngineOptions options;
+    options.scheduler.max_sequences = 8;
+    std::map<bool, std::map<std::array<int64_t, 2>, std::vector<int32_t>>> answers;
+    for (const bool graphs : {false, true}) {
+        options.graphs = graphs;
+        EngineWithMemory e(m.model, options, &m.model);
+        answers[graphs] = sampled_answers(e, config.V);
+        CHECK((e.engine.draft()->graphs().n_launches() > 10) == graphs);
+    }
+    CHECK(answers[true] == answers[false]);
 }
 
 TEST_CASE("an answer ends at a stop token, at its length, or when it is cancelled", "[inference][engine]") {

@@ -224,7 +224,7 @@ bool two_writers(bool wrong) {
     return a.read()[0] == 0.0f;
 }
 
-// A structure whose padding still holds an old pointer, to other bytes than the kernel touches. Only the pointer counts.
+// A structure whose padding still holds an old pointer, to other bytes than the kernel touches. The pointer counts.
 struct Zeros {
     bool twice;  // 7 bytes of padding follow
     float* data;
@@ -653,6 +653,49 @@ bool missing_bulk_wait(bool wrong) { return round_trip(wrong ? 4 : 0); }
 bool arrival_that_never_comes(bool wrong) { return round_trip(wrong ? 5 : 0); }
 bool named_barrier_of_other_size(bool wrong) { return round_trip(wrong ? 6 : 0); }
 
+// Two streams of a graph: what the second reads, the first writes in the same launch.
+bool missing_wait_in_graph(bool wrong) {
+    Buffer a(counting(1000)), b(1000), c(1000);
+    Streams s;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    must(cudaStreamBeginCapture(s.first, cudaStreamCaptureModeThreadLocal));
+    if (wrong) must(cudaEventRecord(s.event, s.first));
+    add_kernel<<<4, 256, 0, s.first>>>(b.data, a.data, 1.0f, 1000);  // <- missing_wait_in_graph
+    if (!wrong) must(cudaEventRecord(s.event, s.first));
+    must(cudaStreamWaitEvent(s.second, s.event));
+    add_kernel<<<4, 256, 0, s.second>>>(c.data, b.data, 1.0f, 1000);  // <- missing_wait_in_graph
+    must(cudaEventRecord(s.event, s.second));
+    must(cudaStreamWaitEvent(s.first, s.event));
+    must(cudaStreamEndCapture(s.first, &graph));
+    must(cudaGraphInstantiate(&exec, graph));
+    must(cudaGraphLaunch(exec, s.first));
+    must(cudaStreamSynchronize(s.first));
+    must(cudaGraphExecDestroy(exec));
+    must(cudaGraphDestroy(graph));
+    return c.read()[999] == 1001.0f;
+}
+
+// A launch writes what another stream reads.
+bool graph_not_waited_for(bool wrong) {
+    Buffer a(counting(1000)), b(1000), c(1000);
+    Streams s;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    must(cudaStreamBeginCapture(s.first, cudaStreamCaptureModeThreadLocal));
+    add_kernel<<<4, 256, 0, s.first>>>(b.data, a.data, 1.0f, 1000);  // <- graph_not_waited_for
+    must(cudaStreamEndCapture(s.first, &graph));
+    must(cudaGraphInstantiate(&exec, graph));
+    must(cudaGraphLaunch(exec, s.first));
+    must(cudaEventRecord(s.event, s.first));
+    if (!wrong) must(cudaStreamWaitEvent(s.second, s.event));
+    add_kernel<<<4, 256, 0, s.second>>>(c.data, b.data, 1.0f, 1000);  // <- graph_not_waited_for
+    must(cudaDeviceSynchronize());
+    must(cudaGraphExecDestroy(exec));
+    must(cudaGraphDestroy(graph));
+    return c.read()[999] == 1001.0f;
+}
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -662,6 +705,7 @@ struct Case {
 const Case cases[] = {
     CASE(missing_syncthreads), CASE(threads_in_order), CASE(missing_syncwarp), CASE(missing_second_syncwarp),
     CASE(blocks_in_order), CASE(missing_event_wait), CASE(read_while_overwritten), CASE(recorded_too_early),
+    CASE(missing_wait_in_graph), CASE(graph_not_waited_for),
     CASE(two_writers), CASE(writers_in_structures), CASE(missing_stream_sync), CASE(pinned_overwritten),
     CASE(uninitialised_device_memory), CASE(uninitialised_shared_memory), CASE(uninitialised_dynamic_shared_memory),
     CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),

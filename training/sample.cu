@@ -8,6 +8,7 @@ EngineOptions sample_engine(const TrainOptions& o) {
     options.scheduler.max_length = std::min<int64_t>(o.seq, 256);
     options.scheduler.step_tokens = options.scheduler.max_length;
     options.scheduler.max_sequences = 1;
+    options.graphs = false;  // a graph is not worth its memory for so few texts
     return options;
 }
 

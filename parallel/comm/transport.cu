@@ -97,14 +97,6 @@ namespace {
 constexpr size_t kMaxMessageBytes = size_t{1} << 30;  // MPI counts in int
 constexpr size_t kStagingBytes = size_t{8} << 20;     // long enough for the bus to reach its bandwidth
 
-bool strict_mode() {
-#ifdef CUDA_ON_CPU
-    return !cuda_cpu::runs_at_once();
-#else
-    return false;
-#endif
-}
-
 }  // namespace
 
 HostTransport::~HostTransport() {
@@ -116,7 +108,7 @@ void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run
                               [[maybe_unused]] bool writes) {
     const std::shared_ptr<Job> job = state_->job;
 #ifdef CUDA_ON_CPU
-    if (strict_mode()) {
+    if (!cuda_cpu::runs_at_once(stream)) {  // strict mode
         // An exception must not pass through the runtime. What goes wrong is noted in the job instead.
         auto guarded = [job, work = std::move(work), rank = state_->rank] {
             if (job->failed()) return;
@@ -127,8 +119,8 @@ void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run
             }
         };
         const cuda_cpu::Footprint footprint{describe(tag), {nullptr, 0}, {{data, bytes, writes}}};
-        if (may_run) cuda_cpu::enqueue_when(stream, std::move(may_run), guarded, footprint);
-        else cuda_cpu::enqueue(stream, guarded, footprint);
+        if (may_run) cudaCheck(cuda_cpu::enqueue_when(stream, std::move(may_run), guarded, footprint));
+        else cudaCheck(cuda_cpu::enqueue(stream, guarded, footprint));
         return;
     }
 #endif
