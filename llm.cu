@@ -13,10 +13,11 @@
 // The sums x + branch are formed by the norm that comes next, because it reads them anyway (model/norm.cu): so x is a
 // pair {sum, branch} from one operation to the next (Residual).
 //
-// With tensor parallelism (parallel/tensor) a rank has some of the heads and of the feed-forward's columns. What its
+// With tensor parallelism (parallel/tensor) a rank has some of the heads and of the feed-forward's columns. In 1D what its
 // sub-layers give is then a part of a sum over the ranks: sum_over_ranks forms it, forward behind each branch, backward
 // before the norm. With sequence parallelism each rank then has some rows of x, and all_rows gathers them for a
-// sub-layer. On one rank both do nothing.
+// sub-layer. In 2D, 2.5D and 3D it has some rows and columns of x, and the products that read or write x talk to other
+// ranks (model/block_linear.cu), as the norms do (model/norm.cu). On one rank nothing of this happens.
 //
 // Where there are many ranks, begin_visit gathers the weights that the work of a visit reads and end_visit reduces the
 // gradients that it has completed (model/visits.cu). On one rank they do nothing.
@@ -37,7 +38,7 @@ Tensor all_rows(const Model& model, const Activations& acts, Tensor all, Tensor 
 // rows = the sum over the ranks of `all`, which is `rows` itself unless each rank has some of them.
 void sum_over_ranks(const Model& model, const Activations& acts, Tensor rows, Tensor all, cudaStream_t stream) {
     if (acts.divided_rows) model.tensor_parallel->sum_rows(rows, all, stream);
-    else if (model.tensor_parallel) model.tensor_parallel->sum(rows, stream);
+    else if (model.tensor_parallel && !model.layout.divides_columns()) model.tensor_parallel->sum(rows, stream);
 }
 Tensor all_in(const BlockContext& b, Tensor rows) {
     return all_rows(b.model, b.acts, b.workspace.all_in, rows, b.stream);
@@ -50,12 +51,12 @@ Residual block_forward(const BlockContext& b, const Block& block, Residual x, bo
     const BlockSaved& saved = b.saved;
     const Tensor branch = b.workspace.branch, out = b.acts.divided_rows ? b.workspace.all_out : branch;
 
-    norm_forward(model, block.norm1, saved.norm1, x, b.stream);
+    norm_forward(model, block.norm1, saved.norm1, x, b.workspace, b.stream);
     model.attention->forward(b, block.attention, saved.attention, out, all_in(b, saved.norm1.out));
     sum_over_ranks(model, b.acts, branch, out, b.stream);
     x = {saved.norm1.sum, branch};
 
-    norm_forward(model, block.norm2, saved.norm2, x, b.stream);
+    norm_forward(model, block.norm2, saved.norm2, x, b.workspace, b.stream);
     model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? out : Tensor{},
                                 all_in(b, saved.norm2.out));
     if (last_product) sum_over_ranks(model, b.acts, branch, out, b.stream);
@@ -68,26 +69,26 @@ void block_backward(const BlockContext& b, const Block& block, Tensor dx) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;
     const Workspace& ws = b.workspace;
-    const Tensor dnorm = ws.dnorm, din = b.acts.divided_rows ? ws.all_out : dnorm, scratch = ws.scratch;
+    const Tensor dnorm = ws.dnorm, din = b.acts.divided_rows ? ws.all_out : dnorm;
 
     // x = x + feed_forward(norm2(x))
     Tensor dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
     model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, din, dout, all_in(b, saved.norm2.out));
     sum_over_ranks(model, b.acts, dnorm, din, b.stream);
-    norm_backward(model, block.norm2, saved.norm2, dx, dnorm, dx, scratch, b.stream);
+    norm_backward(model, block.norm2, saved.norm2, dx, dnorm, dx, ws, b.stream);
 
     // x = x + attention(norm1(x))
     dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
     model.attention->backward(b, block.attention, saved.attention, din, dout, all_in(b, saved.norm1.out));
     sum_over_ranks(model, b.acts, dnorm, din, b.stream);
-    norm_backward(model, block.norm1, saved.norm1, dx, dnorm, dx, scratch, b.stream);
+    norm_backward(model, block.norm1, saved.norm1, dx, dnorm, dx, ws, b.stream);
 }
 
 // Selective recomputation: fills again what the blocks share.
 void recompute_shared(const BlockContext& b, const Block& block) {
-    norm_forward(b.model, block.norm1, b.saved.norm1, {b.saved.norm1.sum, {}}, b.stream);
+    norm_forward(b.model, block.norm1, b.saved.norm1, {b.saved.norm1.sum, {}}, b.workspace, b.stream);
     b.model.attention->recompute(b, block.attention, b.saved.attention);
-    norm_forward(b.model, block.norm2, b.saved.norm2, {b.saved.norm2.sum, {}}, b.stream);
+    norm_forward(b.model, block.norm2, b.saved.norm2, {b.saved.norm2.sum, {}}, b.workspace, b.stream);
     b.model.feed_forward->recompute(b, block.feed_forward, b.saved.feed_forward);
 }
 
@@ -107,17 +108,47 @@ struct Pass {
 };
 
 Tensor tokens_here(const Activations& acts) { return acts.local_tokens.exists() ? acts.local_tokens : acts.tokens; }
+// Where the stream's columns are divided: tokens by their geometry, positions by each rank for its rows and columns.
+Tensor stream_positions(const Activations& acts) {
+    return acts.stream_positions ? acts.stream_positions : acts.positions;
+}
+Tensor no_tokens(const Pass& p) {  // (B, T): -1
+    const Tensor all = p.workspace.no_tokens.view({p.workspace.no_tokens.n()}).slice(0, p.acts.B * p.acts.T);
+    cudaCheck(cudaMemsetAsync(all.data, 0xff, all.bytes(), p.stream));
+    return all.view({p.acts.B, p.acts.T});
+}
+void embed_in_columns(const Pass& p, Tensor out) {
+    const Model& model = p.model;
+    ColumnGeometry& geometry = *model.tensor_parallel->geometry();
+    if (p.acts.logit_rows) geometry.embed_whole_rows(out, p.acts.local_tokens, model.wte, p.stream);
+    else geometry.embed(out, p.acts.local_tokens, model.wte, p.stream);
+    if (!model.wpe) return;
+    const Tensor rows = p.workspace.position_rows.slice(0, out.rows()), none = no_tokens(p);
+    embedding_forward(rows.view({p.acts.B, p.acts.T, out.cols()}), none, stream_positions(p.acts), model.wpe, model.wpe,
+                      p.stream);
+    residual_add(out, out, rows, p.stream);
+}
+void embed_in_columns_backward(const Pass& p, Tensor dout) {
+    const Model& model = p.model;
+    model.tensor_parallel->geometry()->embed_backward(model.dwte, p.acts.local_tokens, dout, p.stream);
+    if (!model.wpe) return;
+    embedding_backward(model.dwpe, model.dwpe, dout.view({p.acts.B, p.acts.T, dout.cols()}), no_tokens(p),
+                       stream_positions(p.acts), p.workspace.embedding_scratch, p.stream);
+}
+
 void embed_tokens(const Pass& p, Tensor out) {
     const Model& model = p.model;
-    const TensorShare& share = model.share;
     const Tensor all = p.acts.divided_rows ? p.workspace.all_out : out, tokens = tokens_here(p.acts);
-    if (share.size > 1)
-        ids_from(tokens, p.acts.tokens, share.first_token(model.config), share.tokens(model.config), p.stream);
+    if (model.layout.size > 1)
+        ids_from(tokens, p.acts.tokens, first_token(model.config, model.layout), n_tokens(model.config, model.layout),
+                 p.stream);
+    if (model.layout.divides_columns()) return embed_in_columns(p, out);
     embedding_forward(all.view({p.acts.B, p.acts.T, model.config.C}), tokens, p.acts.positions, model.wte,
-                      share.rank == 0 ? model.wpe : Tensor{}, p.stream);
+                      model.layout.rank == 0 ? model.wpe : Tensor{}, p.stream);
     sum_over_ranks(model, p.acts, out, all, p.stream);  // of each row one rank has the token's, rank 0 the position's
 }
 void embed_tokens_backward(const Pass& p, Tensor dout) {
+    if (p.model.layout.divides_columns()) return embed_in_columns_backward(p, dout);
     const Tensor all = all_rows(p.model, p.acts, p.workspace.all_dout, dout, p.stream);
     embedding_backward(p.model.dwte, p.model.dwpe, all.view({p.acts.B, p.acts.T, p.model.config.C}),
                        tokens_here(p.acts), p.acts.positions, p.workspace.embedding_scratch, p.stream);
@@ -125,26 +156,26 @@ void embed_tokens_backward(const Pass& p, Tensor dout) {
 
 // logits = head(norm(x))
 void apply_head(const Pass& p, const Residual& x) {
-    norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.stream);
-    linear_forward(p.acts.logits, all_rows(p.model, p.acts, p.workspace.all_in, p.acts.final_norm.out, p.stream),
-                   p.model.head.weight, {}, p.stream);
+    norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.workspace, p.stream);
+    head_linear_forward(p.model, p.acts, all_rows(p.model, p.acts, p.workspace.all_in, p.acts.final_norm.out, p.stream),
+                        p.stream);
 }
 // Inference: the head is for the rows that a wanted token follows. The stream's rows are looked up as an embedding's.
 Residual wanted_rows(const Pass& p, const Residual& x) {
-    const int64_t R = p.acts.logit_rows.n(), C = p.model.config.C;
+    const int64_t R = p.acts.logit_rows.n(), C = p.model.local.C;
     residual_add(p.acts.embedded, x.sum, x.branch, p.stream);
     embedding_forward(p.acts.last.view({1, R, C}), p.acts.logit_rows.view({1, R}), {}, p.acts.embedded, {}, p.stream);
     return {p.acts.last, {}};
 }
 void apply_head_backward(const Pass& p, Tensor dx) {
-    const Linear& head = p.model.head;
     const Workspace& ws = p.workspace;
     const Tensor din = p.acts.divided_rows ? ws.all_out : ws.dnorm;
-    linear_backward_input(din, p.acts.logits, head.weight, false, p.stream);
+    head_linear_backward_input(p.model, din, p.acts.logits, p.stream);
     sum_over_ranks(p.model, p.acts, ws.dnorm, din, p.stream);
-    linear_backward_weight(head.dweight, {}, p.acts.logits,
-                           all_rows(p.model, p.acts, ws.all_in, p.acts.final_norm.out, p.stream), ws.scratch, p.stream);
-    norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws.scratch, p.stream);
+    head_linear_backward_weight(p.model, p.acts.logits,
+                                all_rows(p.model, p.acts, ws.all_in, p.acts.final_norm.out, p.stream), ws.scratch,
+                                p.stream);
+    norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws, p.stream);
 }
 
 void visit_forward(const Pass& p, const Visit& visit, Residual& x) {
@@ -193,11 +224,11 @@ void forward(const Model& model, Activations& acts, const Workspace& workspace, 
 
 // dloss: NaN for the losses alone.
 static void divided_loss(const Model& model, Activations& acts, float dloss, cudaStream_t stream) {
-    const int64_t first = model.share.first_token(model.config), V = model.share.tokens(model.config);
+    const int64_t first = first_token(model.config, model.layout), V = n_tokens(model.config, model.layout);
     cross_entropy_parts(acts.max, acts.sums, acts.logits, acts.targets, first, V, stream);
-    model.tensor_parallel->max(acts.all_max, acts.max, stream);
+    model.tensor_parallel->max_over_vocabulary(acts.all_max, acts.max, stream);
     cross_entropy_rescale(acts.sums, acts.max, acts.all_max, stream);
-    model.tensor_parallel->sum(acts.sums, stream);
+    model.tensor_parallel->sum_over_vocabulary(acts.sums, stream);
     cross_entropy_finish(acts.losses, acts.logits, acts.targets, acts.all_max, acts.sums, first, V, dloss, stream);
 }
 

@@ -246,9 +246,10 @@ struct Cut {
     int64_t first_col = 0, n_cols = 0;                         // columns of these rows
     bool exists() const { return rows > 0; }
 };
-// Ranks that have the same elements of a parameter, each with a part of its gradient, which have to be added: none; all
-// that divide the layers; those with the same key heads.
-enum class GradSharers : uint8_t { none, all, same_keys };
+// A set of axes of the ranks that divide the layers (parallel/tensor/layout.cu): bit a is axis a. With kSameKeys the axis
+// of the heads counts only as far as ranks have the same key heads.
+using AxisSet = uint8_t;
+constexpr AxisSet kSameKeys = 0x80;
 
 struct Param {
     std::string name;  // "model.layers.0.mlp.up_proj.weight"
@@ -261,7 +262,7 @@ struct Param {
     int64_t padded_rows = 0;  // rows that only round the vocabulary up; zero, and never written to files
     int64_t first = 0;        // of a shard of a parameter: its first element in the whole parameter, or in the cut
     Cut cut = {};
-    GradSharers sharers = GradSharers::none;
+    AxisSet sharers = 0;  // along these axes ranks have the same elements, each a part of the gradient: it is their sum
     bool counted = true;  // of the ranks that have the same elements one counts them, in the norm of all gradients
 
     // The most precise version there is: what checkpoints keep.

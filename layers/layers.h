@@ -235,6 +235,31 @@ void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadC
                             Tensor weight, Tensor rstd, Tensor scratch, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// divided_norm.cu: both norms of rows whose columns are divided among ranks: here (N, C), C of all `columns` of a row.
+// In two steps each, between which the ranks exchange two numbers a row.
+//   parts     parts (N, 2) f32; x = inp, or x = inp + branch, written to sum. centred: LayerNorm; otherwise RMSNorm,
+//             which has no mean, bias and dbias anywhere below
+//             then   all_parts (n, N, 2) = those of all n ranks
+//   finish    out (N, C); mean, rstd (N) f32
+//   backward parts: dweight and dbias (C) are added to; scratch: layernorm_backward_scratch_n(N, C)
+//             then   parts = the sum of all ranks'
+//   backward finish: dinp = the norm's gradient + dsum (optional)
+
+void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, bool centred, cudaStream_t stream);
+void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor all_parts, Tensor weight, Tensor bias,
+                         float eps, cudaStream_t stream);
+void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                                 Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream);
+void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,
+                                  Tensor rstd, Tensor parts, int64_t columns, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// copy_columns.cu: out[r, out_column + c] = inp[r, inp_column + c] for c < n, of every row: a block of a matrix to its
+// place in another one with as many rows.
+
+void copy_columns(Tensor out, int64_t out_column, Tensor inp, int64_t inp_column, int64_t n, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // residual.cu:  out = inp + branch, (N, C) each, in float32 and rounded once; out may be either of them.
 
 void residual_add(Tensor out, Tensor inp, Tensor branch, cudaStream_t stream);

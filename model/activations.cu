@@ -20,7 +20,7 @@ NormSaved take_norm(const Model& model, SavedTaker& take, Tensor sum, Tensor out
 }
 
 BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
-    const Config& c = model.config;
+    const Config& c = model.local;
     BlockSaved saved;
     take.begin_block();
     saved.norm1 = take_norm(model, take, input, take.recomputable_rows("norms", c.C));
@@ -36,7 +36,7 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
 // blocks, from which their forward can be run again (recompute.cu). n = 1 without inputs is what a forward without a
 // backward needs: block 0's input is the embedding, which is no longer read when block 1 writes its own input there.
 void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inputs, Arena& arena) {
-    const int64_t C = model.config.C, L = model.config.L;
+    const int64_t C = model.local.C, L = model.config.L;
     const int64_t rows = acts.embedded.shape[0];
     SavedTaker take(arena, model.precision.dtype, acts.B, acts.T, rows, acts.recompute.selective);
     const int64_t n_linears = static_cast<int64_t>(block_linear_shapes(model.config).size());
@@ -55,17 +55,17 @@ void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inp
 }
 
 // What a forward needs, of blocks that share n sets of tensors. n_logits: rows that the head is applied to. rows: of
-// the residual stream on this rank.
-Activations take(const Model& model, int64_t B, int64_t T, int64_t rows, int64_t n_logits, const Recompute& recompute,
-                 int64_t n, bool keep_inputs, Arena& arena) {
-    const Config& c = model.config;
+// the residual stream on this rank. all_tokens: of all ranks that look up embeddings together.
+Activations take(const Model& model, int64_t B, int64_t T, int64_t rows, int64_t n_logits, int64_t all_tokens,
+                 const Recompute& recompute, int64_t n, bool keep_inputs, Arena& arena) {
+    const Config& c = model.local;
     const DType dtype = model.precision.dtype;
     const int64_t N = B * T;
     Activations acts;
     acts.B = B, acts.T = T;
     acts.divided_rows = rows < N;
     acts.recompute = recompute;
-    acts.tokens = arena.take("tokens", DType::i32, {B, T});
+    acts.tokens = arena.take("tokens", DType::i32, {all_tokens / T, T});
     acts.targets = arena.take("tokens", DType::i32, {N});
     acts.embedded = arena.take("residual stream", dtype, {rows, c.C});
     acts.losses = arena.take("losses", DType::f32, {N});
@@ -74,9 +74,9 @@ Activations take(const Model& model, int64_t B, int64_t T, int64_t rows, int64_t
     SavedTaker final_norm(arena, dtype, 1, n_logits, final_rows, false);  // there is one final norm: nothing to share
     const Tensor sum = final_norm.keep_rows("residual stream", c.C);
     acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep_rows("norms", c.C));
-    acts.logits = arena.take("logits", dtype, {n_logits, model.share.vocabulary(c)});
-    if (model.share.size == 1) return acts;
-    acts.local_tokens = arena.take("tokens", DType::i32, {B, T});
+    acts.logits = arena.take("logits", dtype, {n_logits, vocabulary_rows(c, model.layout)});
+    if (model.layout.size == 1) return acts;
+    acts.local_tokens = arena.take("tokens", DType::i32, {all_tokens / T, T});
     acts.max = arena.take("losses", DType::f32, {N}), acts.all_max = arena.take("losses", DType::f32, {N});
     acts.sums = arena.take("losses", DType::f32, {N, 2});
     return acts;
@@ -95,35 +95,62 @@ int64_t linear_scratch_n(const Model& model, int64_t N, bool training) {
 
 // Rows of the residual stream on this rank, of a training step.
 int64_t rows_of_rank(const Model& model, int64_t N) {
-    const TensorShare& share = model.share;
-    if (!share.sequence) return N;
-    check(N % share.size == 0, "--sp: the ", N,
-          " tokens of a micro-batch (--micro-batch times --seq) cannot be divided ", "among ", share.size,
-          " ranks: use a multiple of ", share.size);
-    return N / share.size;
+    const TensorLayout& layout = model.layout;
+    if (!layout.sequence) return N;
+    check(N % layout.size == 0, "--sp: the ", N,
+          " tokens of a micro-batch (--micro-batch times --seq) cannot be divided ", "among ", layout.size,
+          " ranks: use a multiple of ", layout.size);
+    return N / layout.size;
+}
+// Sequences of a micro-batch that this rank has.
+int64_t sequences_of_rank(const Model& model, int64_t B) {
+    const int64_t parts = model.layout.part(model.layout.inner_rows).of;
+    check(B % parts == 0, "--tp-mode ", tensor_mode_name(model.layout.mode), ": the ", B,
+          " sequences of a micro-batch (--micro-batch) cannot be divided by ", parts, ": use a multiple of ", parts);
+    return B / parts;
 }
 
 }  // namespace
 
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena) {
-    const int64_t L = model.config.L;
-    return take(model, B, T, rows_of_rank(model, B * T), B * T, recompute,
+    const int64_t L = model.config.L, its_B = sequences_of_rank(model, B);
+    return take(model, its_B, T, rows_of_rank(model, its_B * T), its_B * T, B * T, recompute,
                 recompute.every > 0 ? std::min(recompute.every, L) : L, true, arena);
 }
 
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, int64_t n_logits, Arena& arena) {
-    return take(model, B, T, B * T, n_logits, {}, 1, false, arena);
+    return take(model, B, T, B * T, n_logits, B * T, {}, 1, false, arena);
 }
 
-void take_documents(Activations& acts, int64_t T, Arena& arena) {
+ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts) {
+    ColumnGeometry::Sizes sizes;
+    sizes.dtype = model.precision.dtype, sizes.grad_dtype = model.precision.grad_dtype;
+    sizes.rows = acts.B * acts.T, sizes.columns = model.local.C;
+    sizes.vocabulary = vocabulary_rows(model.config, model.layout);
+    const auto add = [&](const Linear& linear) {
+        if (linear.crossing == Crossing::inside) return;
+        sizes.products.push_back({linear.weight.rows(), linear.weight.cols()});
+    };
+    Block block = model.blocks[0];
+    for (const Linear* linear : linears(block)) add(*linear);
+    add(model.head);
+    return sizes;
+}
+
+void take_documents(const Model& model, Activations& acts, int64_t T, Arena& arena) {
     acts.documents = arena.take("tokens", DType::i32, {acts.B, T, 2});
+    // The embedding of positions is for the sequences of the stream, which may be others than those inside.
+    const TensorLayout& layout = model.layout;
+    if (model.wpe.exists() && layout.stream_rows != layout.inner_rows)
+        acts.stream_positions = arena.take("tokens", DType::i32, {acts.B, acts.T});
 }
 void take_positions(Activations& acts, Arena& arena) {
     acts.positions = arena.take("tokens", DType::i32, {acts.B, acts.T});
 }
 
 Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training, Arena& arena) {
-    const Config& c = model.config;
+    const Config& c = model.local;
+    if (training) B = sequences_of_rank(model, B);
     const int64_t N = B * T;
     const int64_t rows = training ? rows_of_rank(model, N) : N;
     SavedTaker take(arena, model.precision.dtype, B, T, rows, false);
@@ -132,6 +159,15 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
         for (Tensor* all : {&workspace.all_in, &workspace.all_out, &workspace.all_dout})
             *all = take.keep("all ranks' rows", c.C);
     workspace.branch = take.keep_rows("shared by layers", c.C);
+    if (model.layout.divides_columns()) {
+        const int64_t parts = model.layout.part(model.layout.stream_columns).of;
+        workspace.norm_parts = arena.take("shared by layers", DType::f32, {N, 2});
+        workspace.all_norm_parts = arena.take("shared by layers", DType::f32, {parts * N, 2});
+        if (model.config.family == Family::gpt2) {
+            workspace.position_rows = take.keep_rows("shared by layers", c.C);
+            workspace.no_tokens = arena.take("shared by layers", DType::i32, {B, T});
+        }
+    }
     int64_t scratch_n = linear_scratch_n(model, N, training);
     if (training) {
         workspace.dresidual = take.keep_rows("gradients of activations", c.C);

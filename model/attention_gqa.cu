@@ -30,18 +30,19 @@ int64_t qkv_width(const Config& c) { return (c.H + 2 * c.K) * c.D; }
 
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     if (c.family == Family::gpt2) {
-        p.linears[kQkv] = placer.linear({placer.divided(prefix + "attn.c_attn", qkv_width(c), 3)}, c.C, true, true);
-        p.linears[kOut] =
-            placer.linear({{prefix + "attn.c_proj", c.C}}, c.H * c.D, true, true, Placer::Columns::divided);
+        p.linears[kQkv] =
+            placer.linear(Crossing::enters, {placer.divided(prefix + "attn.c_attn", qkv_width(c), 3)}, c.C, true, true);
+        p.linears[kOut] = placer.linear(Crossing::leaves, {{prefix + "attn.c_proj", c.C}}, c.H * c.D, true, true);
         return;
     }
     const std::string a = prefix + "self_attn.";
-    p.linears[kQkv] = placer.linear({placer.divided(a + "q_proj", c.H * c.D), placer.keys(a + "k_proj", c.K, c.D),
+    p.linears[kQkv] = placer.linear(Crossing::enters,
+                                    {placer.divided(a + "q_proj", c.H * c.D), placer.keys(a + "k_proj", c.K, c.D),
                                      placer.keys(a + "v_proj", c.K, c.D)},
                                     c.C, c.qkv_bias);
     if (c.qk_norm) p.norms[kQNorm] = placer.norm(a + "q_norm", c.D, false, true);
     if (c.qk_norm) p.norms[kKNorm] = placer.norm(a + "k_norm", c.D, false, true);
-    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, c.attn_out_bias, false, Placer::Columns::divided);
+    p.linears[kOut] = placer.linear(Crossing::leaves, {{a + "o_proj", c.C}}, c.H * c.D, c.attn_out_bias);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {

@@ -27,11 +27,12 @@ void check(const Config& c) {
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     const std::string a = prefix + "self_attn.";
     p.linears[kQkv] = placer.linear(
+        Crossing::enters,
         {placer.shared(a + "q_proj", c.q_rank), placer.shared(a + "k_proj", c.D), placer.shared(a + "v_proj", c.D)},
         c.C, false);
     p.norms[kLatentNorm] = placer.norm(a + "inter_norm", c.q_rank, false, true);
-    p.linears[kQUp] = placer.linear({placer.divided(a + "wq", c.H * c.D)}, c.q_rank, false);
-    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D, false, false, Placer::Columns::divided);
+    p.linears[kQUp] = placer.linear(Crossing::inside, {placer.divided(a + "wq", c.H * c.D)}, c.q_rank, false);
+    p.linears[kOut] = placer.linear(Crossing::leaves, {{a + "o_proj", c.C}}, c.H * c.D, false);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {

@@ -39,17 +39,19 @@ int64_t kv_width(const Config& c) { return c.H * (c.D - c.D_rope + c.D_v); }
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     const std::string a = prefix + "self_attn.", first = c.q_rank > 0 ? "q_a_proj" : "q_proj";
     p.linears[kQkv] =
-        placer.linear({c.q_rank > 0 ? placer.shared(a + first, c.q_rank) : placer.divided(a + first, c.H * c.D),
+        placer.linear(Crossing::enters,
+                      {c.q_rank > 0 ? placer.shared(a + first, c.q_rank) : placer.divided(a + first, c.H * c.D),
                        placer.shared(a + "kv_a_proj_with_mqa", c.kv_rank + c.D_rope)},
                       c.C, false);
     if (c.q_rank > 0) {
         p.norms[kQNorm] = placer.norm(a + "q_a_layernorm", c.q_rank, false, true);
-        p.linears[kQUp] = placer.linear({placer.divided(a + "q_b_proj", c.H * c.D)}, c.q_rank, false);
+        p.linears[kQUp] = placer.linear(Crossing::inside, {placer.divided(a + "q_b_proj", c.H * c.D)}, c.q_rank, false);
     }
     p.norms[kKvNorm] = placer.norm(a + "kv_a_layernorm", c.kv_rank, false, true);
-    p.linears[kKvUp] = placer.linear({placer.divided(a + "kv_b_proj", kv_width(c))}, c.kv_rank, false);
+    p.linears[kKvUp] =
+        placer.linear(Crossing::inside, {placer.divided(a + "kv_b_proj", kv_width(c))}, c.kv_rank, false);
     p.linears[kKvUp].weight_is_read = true;  // by the absorbed form
-    p.linears[kOut] = placer.linear({{a + "o_proj", c.C}}, c.H * c.D_v, false, false, Placer::Columns::divided);
+    p.linears[kOut] = placer.linear(Crossing::leaves, {{a + "o_proj", c.C}}, c.H * c.D_v, false);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {

@@ -28,7 +28,7 @@ Activations take_step_activations(const Model& model, const CachePools& pools, c
     acts.page_table = arena.take("page tables", DType::i32, {largest.sequences * largest.pages});
     acts.chunks = arena.take("page tables", DType::i32, {largest.chunks, 4});
     acts.logit_rows = arena.take("tokens", DType::i32, {largest.logits});
-    acts.last = arena.take("residual stream", model.precision.dtype, {largest.logits, model.config.C});
+    acts.last = arena.take("residual stream", model.precision.dtype, {largest.logits, model.local.C});
     for (size_t l = 0; l < acts.blocks.size(); ++l) {
         acts.blocks[l].cache = pools.layers[l];
         if (!pools.scales.empty()) acts.blocks[l].cache_scales = pools.scales[l];

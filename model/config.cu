@@ -1,6 +1,8 @@
 // model/config.cu: model configurations by name, what fits together, and counts of parameters and FLOPs.
 #include "model/sublayer.h"
 
+#include <numeric>
+
 namespace {
 
 Config gpt2(int64_t L, int64_t H, int64_t C) {
@@ -116,17 +118,41 @@ void check_config(const Config& c) {
           "model configuration: rotary embedding turns pairs, so the head size ", rope_width, " must be even");
 }
 
-Config config_of_rank(const Config& c, const TensorShare& share) {
-    const int64_t n = share.size;
-    check(c.H % n == 0, "--tp ", n, ": the model's ", c.H, " heads cannot be divided among ", n,
-          " ranks: use a divisor of ", c.H);
-    check(c.F % n == 0, "--tp ", n, ": the model's ", c.F, " feed-forward columns cannot be divided among ", n,
-          " ranks: use a divisor of ", c.F);
-    check(c.K % n == 0 || n % c.K == 0, "--tp ", n, ": the model's ", c.K, " key/value heads cannot be given to ", n,
+Config config_of_rank(const Config& c, const TensorLayout& layout) {
+    const int64_t n = layout.part(layout.heads).of, columns = layout.part(layout.stream_columns).of,
+                  inputs = layout.part(layout.enter_columns).of, outputs = layout.part(layout.leave_columns).of;
+    const std::string flags = layout.divides_columns()
+                                  ? concat("--tp ", layout.size, " --tp-mode ", tensor_mode_name(layout.mode))
+                                  : concat("--tp ", layout.size);
+    const auto divides = [&](int64_t size, const char* what, int64_t parts, const char* among) {
+        check(size % parts == 0, flags, ": the model's ", size, " ", what, " cannot be divided ", among, " ", parts,
+              parts == n && !layout.divides_columns() ? " ranks: use a divisor of " : ": it must be a divisor of ",
+              size);
+    };
+    const char* among = layout.divides_columns() ? "by" : "among";
+    divides(c.H, "heads", n, among);
+    divides(c.F, "feed-forward columns", n, among);
+    if (layout.divides_columns()) {
+        divides(c.C, "columns of the residual stream (hidden_size)", std::lcm(columns, inputs), among);
+        divides(c.H * c.value_D(), "columns of all heads", outputs, among);
+        divides(c.F, "feed-forward columns", outputs, among);
+    }
+    check(c.K % n == 0 || n % c.K == 0, flags, ": the model's ", c.K, " key/value heads cannot be given to ", n,
           " ranks evenly: use a divisor or a multiple of ", c.K);
     Config local = c;
-    local.H /= n, local.F /= n, local.K = std::max<int64_t>(1, c.K / n);
+    local.H /= n, local.F /= n, local.K = std::max<int64_t>(1, c.K / n), local.C /= columns;
     return local;
+}
+
+int64_t vocabulary_rows(const Config& c, const TensorLayout& layout) {
+    const int64_t n = layout.part(layout.heads).of;
+    return n == 1 ? c.V_padded() : round_up(ceil_div(c.V, n), 16);
+}
+int64_t first_token(const Config& c, const TensorLayout& layout) {
+    return layout.part(layout.heads).index * vocabulary_rows(c, layout);
+}
+int64_t n_tokens(const Config& c, const TensorLayout& layout) {
+    return std::clamp<int64_t>(c.V - first_token(c, layout), 0, vocabulary_rows(c, layout));
 }
 
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {

@@ -13,8 +13,8 @@ void check(const Config& c) {
 }
 
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
-    p.linears[kUp] = placer.linear({placer.divided(prefix + "mlp.c_fc", c.F)}, c.C, true, true);
-    p.linears[kDown] = placer.linear({{prefix + "mlp.c_proj", c.C}}, c.F, true, true, Placer::Columns::divided);
+    p.linears[kUp] = placer.linear(Crossing::enters, {placer.divided(prefix + "mlp.c_fc", c.F)}, c.C, true, true);
+    p.linears[kDown] = placer.linear(Crossing::leaves, {{prefix + "mlp.c_proj", c.C}}, c.F, true, true);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {

@@ -15,9 +15,9 @@ void check(const Config& c) {
 
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
     const std::string m = prefix + "mlp.";
-    p.linears[kGateUp] =
-        placer.linear({placer.divided(m + "gate_proj", c.F), placer.divided(m + "up_proj", c.F)}, c.C, c.mlp_bias);
-    p.linears[kDown] = placer.linear({{m + "down_proj", c.C}}, c.F, c.mlp_bias, false, Placer::Columns::divided);
+    p.linears[kGateUp] = placer.linear(
+        Crossing::enters, {placer.divided(m + "gate_proj", c.F), placer.divided(m + "up_proj", c.F)}, c.C, c.mlp_bias);
+    p.linears[kDown] = placer.linear(Crossing::leaves, {{m + "down_proj", c.C}}, c.F, c.mlp_bias);
 }
 
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {

@@ -91,7 +91,7 @@ std::vector<float> read_whole(const Model& model, const Param& param) {
 
 void save_model(const Model& model, const std::string& folder, const TokenIds& token_ids) {
     const DataParallel* const ranks = model.data_parallel;
-    const bool first = (!ranks || model.sharding.rank == 0) && model.share.rank == 0;
+    const bool first = (!ranks || model.sharding.rank == 0) && model.layout.rank == 0;
     if (!first) {  // sends its shards, in the order in which the first rank writes
         for (const Param& param : model.params) read_whole(model, param);
         return;

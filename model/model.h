@@ -82,21 +82,14 @@ struct Config {
 };
 void check_config(const Config& config);  // Error for sizes that do not fit together
 
-// 1D tensor parallelism: which of the ranks that divide each layer this is.
-struct TensorShare {
-    int rank = 0, size = 1;
-    // Sequence parallelism: between the sub-layers each rank has some rows of the residual stream, and normalises those
-    // alone.
-    bool sequence = false;
-    // Rows of the embedding and of the head here: those of tokens first_token() to first_token() + tokens() - 1, and
-    // padding.
-    int64_t vocabulary(const Config& c) const { return size == 1 ? c.V_padded() : round_up(ceil_div(c.V, size), 16); }
-    int64_t first_token(const Config& c) const { return rank * vocabulary(c); }
-    int64_t tokens(const Config& c) const { return std::clamp<int64_t>(c.V - first_token(c), 0, vocabulary(c)); }
-};
-// The sub-layers of a rank as a configuration of their own: its heads, its columns of the feed-forward. Error, with the
-// number to change, where they cannot be divided.
-Config config_of_rank(const Config& config, const TensorShare& share);
+// Rows of the embedding and of the head on a rank: those of tokens first_token() to first_token() + n_tokens() - 1, and
+// padding.
+int64_t vocabulary_rows(const Config& config, const TensorLayout& layout);
+int64_t first_token(const Config& config, const TensorLayout& layout);
+int64_t n_tokens(const Config& config, const TensorLayout& layout);
+// The sub-layers of a rank as a configuration of their own: its heads, its columns of the feed-forward and of the
+// residual stream. Error, with the number to change, where they cannot be divided.
+Config config_of_rank(const Config& config, const TensorLayout& layout);
 
 // A preset (preset_names()), or a Hugging Face config.json (or its folder): model_type gpt2, llama, mistral, qwen2,
 // qwen3, deepseek_v2 and deepseek_v3 without experts, and our own mfa (keys as llama's, and share_q_dim for q_rank).
@@ -124,11 +117,12 @@ std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& confi
 struct Linear {
     Tensor weight, bias;  // (O, C), (O); GPT-2 has biases, Qwen2 on q, k and v, LLaMA none
     Tensor dweight, dbias;
-    Fp8Weight fp8;                // with fp8: the weight as the products read it
-    Tensor fp8_state;             // and, with delayed scaling, the largest values of the last steps
-    int64_t index = 0;            // among the linear layers of its block
-    QuantisedWeight quantised;    // of a quantised_copy(): then there is no weight
-    bool adds_bias = true;        // tensor parallelism: of ranks whose outputs are added one adds the bias
+    Fp8Weight fp8;                         // with fp8: the weight as the products read it
+    Tensor fp8_state;                      // and, with delayed scaling, the largest values of the last steps
+    int64_t index = 0;                     // among the linear layers of its block
+    QuantisedWeight quantised;             // of a quantised_copy(): then there is no weight
+    Crossing crossing = Crossing::inside;  // tensor parallelism: does it read the residual stream, or write it?
+    bool adds_bias = true;                 // 1D tensor parallelism: of ranks whose outputs are added one adds the bias
     bool weight_is_read = false;  // by others than the layer's product: it is not quantised (MLA's up-projection)
 };
 struct Norm {
@@ -165,7 +159,7 @@ struct Model : FlatParameters {
     Config config;
     // Tensor parallelism: the sub-layers here are those of this configuration; without, it is config.
     Config local;
-    TensorShare share;
+    TensorLayout layout;
     TensorParallel* tensor_parallel = nullptr;
     ContextParallel* context_parallel = nullptr;  // the tokens of a training step are those of this rank alone
     Precision precision;
@@ -189,7 +183,7 @@ struct Model : FlatParameters {
 
 // Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
-                  Arena& masters, const Sharding& sharding = {}, const TensorShare& share = {});
+                  Arena& masters, const Sharding& sharding = {}, const TensorLayout& layout = {});
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
@@ -275,12 +269,15 @@ struct Activations {
     bool divided_rows =
         false;  // sequence parallelism: (N, C) below are this rank's rows; sub-layers and logits have all
     Recompute recompute;
-    Tensor tokens, targets;  // (B, T), (N) i32
+    // (B, T), (N) i32. Where ranks have other sequences of the same micro-batch (2D, 2.5D, 3D), tokens are those of all
+    // of it.
+    Tensor tokens, targets;
     // Where rows hold several documents that must not see each other, i32; otherwise empty. documents (B, T, 2):
     // [first, end) of each token's document in its row; positions (B, T): counted from its first token. Filled like
     // tokens. With context parallelism T are the tokens of this rank: documents are those of all tokens, and there are
     // positions also without documents.
     Tensor documents, positions;
+    Tensor stream_positions;         // GPT-2 with 3D: positions of the sequences that the stream has here
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
@@ -298,8 +295,10 @@ Activations take_activations(const Model& model, int64_t B, int64_t T, const Rec
 // n_logits: rows that the head is applied to, B T where all are.
 Activations take_forward_activations(const Model& model, int64_t B, int64_t T, int64_t n_logits, Arena& arena);
 // For rows that need them. T: tokens of a whole sequence.
-void take_documents(Activations& acts, int64_t T, Arena& arena);
+void take_documents(const Model& model, Activations& acts, int64_t T, Arena& arena);
 void take_positions(Activations& acts, Arena& arena);
+// With 2D, 2.5D and 3D tensor parallelism: the blocks of which ranks need those of others.
+ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts);
 
 class WeightGradients;  // block_linear.cu
 struct Workspace {
@@ -310,6 +309,9 @@ struct Workspace {
     Tensor dresidual, dnorm;          // (N, C): gradients of the residual stream, and of a norm's output
     Slots dattention, dfeed_forward;  // gradients of what the sub-layers keep, in the same places
     Tensor scratch, embedding_scratch;
+    // The columns of rows are divided (2D, 2.5D, 3D): norms' numbers of a row, (N, 2) f32, of this rank and of all.
+    Tensor norm_parts, all_norm_parts;
+    Tensor position_rows, no_tokens;   // likewise, GPT-2: rows of the positions' embedding (N, C), and N times -1
     WeightGradients* later = nullptr;  // if set: the blocks' weight gradients are queued there
 };
 // training: with what a backward needs. For micro-batches of B x T tokens, whatever their number.
@@ -328,13 +330,14 @@ class WeightGradients {
   public:
     // Memory for `micro_batches` that are in flight at once.
     void take_memory(const Model& model, int64_t B, int64_t T, int64_t micro_batches, Arena& arena);
-    void push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
+    void push(const Model& model, const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
     // Computes what was queued, in the order of push: for each weight the order of the micro-batches, as without a
     // queue.
     void run(Tensor scratch, cudaStream_t stream);
 
   private:
     struct Entry {
+        const Model* model;
         const Linear* linear;
         Tensor dout, inp, scaled_by;
     };

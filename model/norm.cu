@@ -4,18 +4,48 @@
 // first, and normalises what it has stored, so the result is that of an addition by itself.
 #include "model/sublayer.h"
 
+namespace {
+
+// The columns of a row are divided among ranks (2D, 2.5D and 3D tensor parallelism).
+void divided_forward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor inp, Tensor branch,
+                     const Workspace& ws, cudaStream_t stream) {
+    ColumnGeometry& geometry = *model.tensor_parallel->geometry();
+    const int64_t N = inp.rows();
+    const Tensor mine = ws.norm_parts.slice(0, N), all = ws.all_norm_parts.slice(0, geometry.columns() * N);
+    divided_norm_parts(mine, branch ? saved.sum : Tensor{}, inp, branch, model.config.family == Family::gpt2, stream);
+    geometry.gather_statistics(all, mine, stream);
+    divided_norm_finish(saved.out, saved.mean, saved.rstd, branch ? saved.sum : inp,
+                        all.view({geometry.columns(), N, 2}), norm.weight, norm.bias,
+                        static_cast<float>(model.config.norm_eps), stream);
+}
+void divided_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout,
+                      Tensor dsum, const Workspace& ws, cudaStream_t stream) {
+    const Tensor parts = ws.norm_parts.slice(0, dout.rows());
+    divided_norm_backward_parts(parts, norm.dweight, norm.dbias, dout, saved.sum, norm.weight, saved.mean, saved.rstd,
+                                ws.scratch, stream);
+    model.tensor_parallel->geometry()->sum_statistics(parts, stream);
+    divided_norm_backward_finish(dinp, dout, dsum, saved.sum, norm.weight, saved.mean, saved.rstd, parts,
+                                 model.config.C, stream);
+}
+
+}  // namespace
+
 void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x,
-                  cudaStream_t stream) {
+                  const Workspace& workspace, cudaStream_t stream) {
     const float eps = static_cast<float>(model.config.norm_eps);
     if (!x.branch) copy_tensor(saved.sum, x.sum, stream);  // nothing to add, but the backward reads saved.sum
     const Tensor sum = x.branch ? saved.sum : Tensor{};
+    if (model.layout.divides_columns()) return divided_forward(model, norm, saved, x.sum, x.branch, workspace, stream);
     if (model.config.family == Family::gpt2)
         layernorm_forward(saved.out, sum, saved.mean, saved.rstd, x.sum, x.branch, norm.weight, norm.bias, eps, stream);
     else rmsnorm_forward(saved.out, sum, saved.rstd, x.sum, x.branch, norm.weight, eps, stream);
 }
 
 void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,
-                   Tensor scratch, cudaStream_t stream) {
+                   const Workspace& workspace, cudaStream_t stream) {
+    const Tensor scratch = workspace.scratch;
+    if (model.layout.divides_columns())
+        return divided_backward(model, norm, saved, dinp, dout, dsum, workspace, stream);
     if (model.config.family == Family::gpt2)
         layernorm_backward(dinp, norm.dweight, norm.dbias, dout, dsum, saved.sum, norm.weight, saved.mean, saved.rstd,
                            scratch, stream);

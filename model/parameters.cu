@@ -45,84 +45,127 @@ Param& Placer::name(const std::string& name, const Place& place, int64_t first, 
                 decay,
                 transposed,
                 padded_rows};
-    param.counted = rank() == 0;
     return model_.params.emplace_back(std::move(param));
 }
 
+AxisSet Placer::copies(AxisSet along) const {
+    AxisSet axes = model_.layout.all() & ~along;
+    if ((along & kSameKeys) != 0) axes = (axes & ~heads_axes()) | kSameKeys;
+    return axes;
+}
+bool Placer::is_first(AxisSet axes) const {
+    const TensorLayout& layout = model_.layout;
+    for (int a = 0; a < 3; ++a)
+        if ((axes >> a & 1) != 0 && layout.coordinate(a) != 0) return false;
+    return (axes & kSameKeys) == 0 || heads().index % (heads().of / model_.config.K) == 0;
+}
+void Placer::settle(Param& param, const Cut& cut, AxisSet along, AxisSet parts_along) const {
+    const AxisSet same = copies(along);
+    if (cut.exists()) param.cut = cut;
+    param.sharers = same & parts_along, param.counted = is_first(same);
+}
+
 Norm Placer::norm(const std::string& prefix, int64_t C, bool bias, bool inside) {
+    const TensorLayout& layout = model_.layout;
     // With sequence parallelism each rank has normalised some of the rows.
-    const bool parts = ranks() > 1 && (inside || model_.share.sequence);
-    const GradSharers sharers = parts ? GradSharers::all : GradSharers::none;
+    const AxisSet rows = TensorLayout::set_of(layout.stream_rows) | (layout.sequence ? heads_axes() : AxisSet{0});
+    const ::Part columns = inside ? ::Part{} : layout.part(layout.stream_columns);
+    const auto [first, n] = columns.range(C, "columns of a norm");
+    const auto vector = [&](const std::string& its_name) {
+        const Place place = take({n});
+        settle(name(its_name, place, 0, n, false), columns.of > 1 ? Cut{C, 1, {{first, n}}, 0, 1} : Cut{},
+               inside ? AxisSet{0} : TensorLayout::set_of(layout.stream_columns), inside ? layout.all() : rows);
+        return place;
+    };
     Norm norm;
-    const Place weight = take({C});
-    name(prefix + ".weight", weight, 0, C, false).sharers = sharers;
+    const Place weight = vector(prefix + ".weight");
     norm.weight = weight.value, norm.dweight = weight.grad;
     if (bias) {
-        const Place b = take({C});
-        name(prefix + ".bias", b, 0, C, false).sharers = sharers;
+        const Place b = vector(prefix + ".bias");
         norm.bias = b.value, norm.dbias = b.grad;
     }
     return norm;
 }
 
 Placer::Part Placer::divided(const std::string& name, int64_t rows, int64_t groups) const {
-    Part part{name, rows};
-    const int64_t group = rows / groups, mine = group / ranks();
-    for (int64_t g = 0; g < groups && ranks() > 1; ++g) part.here.push_back({g * group + rank() * mine, mine});
+    Part part{name, rows, {}, heads_axes()};
+    for (int64_t g = 0; g < groups && heads().of > 1; ++g) {
+        const auto [first, n] = heads().range(rows / groups, "rows of heads");
+        part.here.push_back({g * (rows / groups) + first, n});
+    }
     return part;
 }
 
 Placer::Part Placer::keys(const std::string& name, int64_t K, int64_t D) const {
-    if (K >= ranks()) return divided(name, K * D);
-    const int64_t same = ranks() / K;  // ranks with the same head
-    return {name, K * D, {{rank() / same * D, D}}, GradSharers::same_keys, rank() % same == 0};
+    if (K >= heads().of) return divided(name, K * D);
+    const int64_t same = heads().of / K;  // parts with the same head
+    return {name, K * D, {{heads().index / same * D, D}}, kSameKeys};
 }
 
-Placer::Part Placer::shared(const std::string& name, int64_t rows) const {
-    return {name, rows, {}, ranks() > 1 ? GradSharers::all : GradSharers::none, rank() == 0};
-}
-
-Linear Placer::linear(const std::vector<Part>& parts, int64_t C, bool bias, bool transposed, Columns columns) {
+Linear Placer::linear(Crossing crossing, const std::vector<Part>& parts, int64_t C, bool bias, bool transposed) {
     // One matrix product for all parts, whose rows lie one part after the other; each part has its name in checkpoints.
-    const bool cut_columns = columns == Columns::divided && ranks() > 1;
-    const int64_t C_here = cut_columns ? C / ranks() : C;
-    const auto rows_here = [](const Part& part) {
-        return part.here.empty() ? part.rows : cut_rows({.row_ranges = part.here});
+    const TensorLayout& layout = model_.layout;
+    const bool leaves = crossing == Crossing::leaves;
+    const Axes column_axes = crossing == Crossing::enters ? layout.enter_columns
+                             : leaves                     ? layout.leave_columns
+                                                          : Axes{};
+    const ::Part columns = layout.part(column_axes), stream = leaves ? layout.part(layout.stream_columns) : ::Part{};
+    const auto [first_col, C_here] = columns.range(C, "inputs of a linear layer");
+    const auto ranges_of = [&](const Part& part) {
+        if (!part.here.empty()) return part.here;
+        const auto [first, n] = stream.range(part.rows, "outputs of a linear layer");
+        return std::vector<std::pair<int64_t, int64_t>>{{first, n}};
     };
     int64_t O = 0;
-    for (const Part& part : parts) O += rows_here(part);
+    for (const Part& part : parts) O += cut_rows({.row_ranges = ranges_of(part)});
     const Place weight = take({O, C_here});
     const Place b = bias ? take({O}) : Place{};
     int64_t first = 0;
     for (const Part& part : parts) {
-        const auto settle = [&](Param& param, int64_t cols, bool cols_are_cut) {
-            param.sharers = part.sharers;
-            if (!cols_are_cut && part.here.empty()) return;
-            const auto all_rows = std::vector<std::pair<int64_t, int64_t>>{{0, part.rows}};
-            param.cut = {part.rows, cols, part.here.empty() ? all_rows : part.here, cols_are_cut ? rank() * C_here : 0,
-                         cols_are_cut ? C_here : cols};
-            param.counted = part.counted;
-        };
-        const int64_t rows = rows_here(part);
-        settle(name(part.name + ".weight", weight, first, rows, true, transposed), C, cut_columns);
-        if (bias) settle(name(part.name + ".bias", b, first, rows, false), 1, false);
+        const std::vector<std::pair<int64_t, int64_t>> ranges = ranges_of(part);
+        const int64_t rows = cut_rows({.row_ranges = ranges});
+        const bool rows_are_cut = rows < part.rows;
+        const AxisSet row_axes = leaves ? TensorLayout::set_of(layout.stream_columns) : part.along;
+        settle(name(part.name + ".weight", weight, first, rows, true, transposed),
+               rows_are_cut || columns.of > 1 ? Cut{part.rows, C, ranges, first_col, C_here} : Cut{},
+               row_axes | TensorLayout::set_of(column_axes), kAllAxes);
+        // What leaves a sub-layer in 1D is the same on all ranks, and so is its gradient.
+        if (bias)
+            settle(name(part.name + ".bias", b, first, rows, false),
+                   rows_are_cut ? Cut{part.rows, 1, ranges, 0, 1} : Cut{}, row_axes,
+                   leaves ? TensorLayout::set_of(layout.stream_rows) : kAllAxes);
         first += rows;
     }
     Linear linear;
     linear.weight = weight.value, linear.dweight = weight.grad;
     linear.bias = b.value, linear.dbias = b.grad;
-    linear.adds_bias = !cut_columns || rank() == 0;
+    linear.crossing = crossing;
+    linear.adds_bias = !leaves || layout.divides_columns() || layout.rank == 0;
     return linear;
 }
 
 Placer::Place Placer::tokens(const std::string& its_name) {
     const Config& c = model_.config;
-    const TensorShare& share = model_.share;
-    const int64_t rows = share.vocabulary(c), n = share.tokens(c);
-    const Place place = take({rows, c.C});
-    Param& param = name(its_name, place, 0, rows, true, false, rows - n);
-    param.counted = true;
-    if (ranks() > 1) param.cut = {c.V, c.C, {{share.first_token(c), n}}, 0, c.C};
+    const TensorLayout& layout = model_.layout;
+    const int64_t rows = vocabulary_rows(c, layout), n = n_tokens(c, layout);
+    const ::Part columns = layout.part(layout.enter_columns);
+    const auto [first_col, C_here] = columns.range(c.C, "columns of the embedding");
+    const Place place = take({rows, C_here});
+    settle(name(its_name, place, 0, rows, true, false, rows - n),
+           layout.all() != 0 ? Cut{c.V, c.C, {{first_token(c, layout), n}}, first_col, C_here} : Cut{},
+           heads_axes() | TensorLayout::set_of(layout.enter_columns), kAllAxes);
+    return place;
+}
+
+Placer::Place Placer::positions(const std::string& its_name) {
+    const Config& c = model_.config;
+    const TensorLayout& layout = model_.layout;
+    const ::Part columns = layout.part(layout.stream_columns);
+    const auto [first_col, C_here] = columns.range(c.C, "columns of the embedding");
+    const Place place = take({c.T_max, C_here});
+    settle(name(its_name, place, 0, c.T_max, true),
+           columns.of > 1 ? Cut{c.T_max, c.C, {{0, c.T_max}}, first_col, C_here} : Cut{},
+           TensorLayout::set_of(layout.stream_columns), TensorLayout::set_of(layout.stream_rows));
     return place;
 }
 
@@ -164,8 +207,7 @@ int64_t place_parameters(Model& model, bool counting) {
     const Placer::Place wte = placer.tokens(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight");
     model.wte = wte.value, model.dwte = wte.grad;
     if (gpt2) {
-        const Placer::Place wpe = placer.take({c.T_max, c.C});
-        placer.name("transformer.wpe.weight", wpe, 0, c.T_max, true);
+        const Placer::Place wpe = placer.positions("transformer.wpe.weight");
         model.wpe = wpe.value, model.dwpe = wpe.grad;
     }
     for (int64_t l = 0; l < c.L; ++l) {
@@ -180,6 +222,7 @@ int64_t place_parameters(Model& model, bool counting) {
         const Placer::Place head = placer.tokens("lm_head.weight");
         model.head.weight = head.value, model.head.dweight = head.grad;
     }
+    model.head.crossing = Crossing::enters;
     placer.end_unit();
     return placer.n();
 }
@@ -207,7 +250,7 @@ void take_fp8(Model& model, Arena& arena) {
 }  // namespace
 
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
-                  Arena& masters, const Sharding& sharding, const TensorShare& share) {
+                  Arena& masters, const Sharding& sharding, const TensorLayout& layout) {
     check_config(config);
     check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ",
           config.T_max, " positions this model has: use --seq ", config.T_max, " or less");
@@ -217,8 +260,8 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     check(!precision.master || precision.dtype != DType::f32, "a float32 model is its own master weights");
     Model model;
     model.config = config;
-    model.local = config_of_rank(config, share);
-    model.share = share;
+    model.local = config_of_rank(config, layout);
+    model.layout = layout;
     model.precision = precision;
     model.attention = &find_attention(config.attention);
     model.feed_forward = &find_feed_forward(config.feed_forward);

@@ -28,17 +28,14 @@ class Placer {
         std::string name;
         int64_t rows;
         std::vector<std::pair<int64_t, int64_t>> here = {};  // {first, how many} of them that this rank has; none: all
-        GradSharers sharers = GradSharers::none;             // ranks that have the same
-        bool counted = true;
+        AxisSet along = 0;                                   // they are divided along these axes
     };
     // A part of `groups` groups of rows, each for itself divided among the ranks: heads, or columns of a feed-forward.
     Part divided(const std::string& name, int64_t rows, int64_t groups = 1) const;
     // Keys or values of K heads of D columns each: divided, or, where there are more ranks than heads, shared.
     Part keys(const std::string& name, int64_t K, int64_t D) const;
     // What all ranks have, and each of them computes with for its own heads alone.
-    Part shared(const std::string& name, int64_t rows) const;
-    // Input columns of a linear layer: divided among the ranks, or, by default, all of them here.
-    enum class Columns { whole, divided };
+    Part shared(const std::string& name, int64_t rows) const { return {name, rows}; }
 
     struct Place {
         Tensor value, grad, master;
@@ -53,16 +50,24 @@ class Placer {
                 bool transposed = false, int64_t padded_rows = 0);
     // inside: of a sub-layer, where each rank has a part of its gradient.
     Norm norm(const std::string& prefix, int64_t C, bool bias, bool inside = false);
-    // A linear layer (O, C) of one or more parts, each with its name. transposed: files hold (C, O).
-    Linear linear(const std::vector<Part>& parts, int64_t C, bool bias, bool transposed = false,
-                  Columns columns = Columns::whole);
+    // A linear layer (O, C) of one or more parts, each with its name. transposed: files hold (C, O). crossing: whether it
+    // reads the residual stream, writes it, or stands between such layers.
+    Linear linear(Crossing crossing, const std::vector<Part>& parts, int64_t C, bool bias, bool transposed = false);
     // Rows of the embedding or the head: the tokens of this rank, and padding.
     Place tokens(const std::string& name);
+    Place positions(const std::string& name);  // a row for each position
     int64_t n() const { return n_; }
 
   private:
-    int ranks() const { return model_.share.size; }
-    int rank() const { return model_.share.rank; }
+    ::Part heads() const { return model_.layout.part(model_.layout.heads); }
+    AxisSet heads_axes() const { return TensorLayout::set_of(model_.layout.heads); }
+    // Of elements that are divided along these axes: the axes along which ranks have the same.
+    AxisSet copies(AxisSet along) const;
+    bool is_first(AxisSet axes) const;  // of the ranks along these axes
+    // Which elements of the whole a parameter is, and which ranks have parts of its gradient: copies, as far as the rows
+    // that the gradient is a sum over are divided along these axes.
+    void settle(Param& param, const Cut& cut, AxisSet along, AxisSet parts_along) const;
+    static constexpr AxisSet kAllAxes = 0xff;
     Tensor next_elements(const Tensor& unit, std::initializer_list<int64_t> dims) const;
 
     static constexpr size_t kNone = static_cast<size_t>(-1);
@@ -154,6 +159,10 @@ void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor ou
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout);
 // Now, or later, if the workspace has a queue. After backward_input of the same dout.
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp);
+// The three products of the head, which reads the residual stream as the first layer of a block does.
+void head_linear_forward(const Model& model, const Activations& acts, Tensor inp, cudaStream_t stream);
+void head_linear_backward_input(const Model& model, Tensor dinp, Tensor dlogits, cudaStream_t stream);
+void head_linear_backward_weight(const Model& model, Tensor dlogits, Tensor inp, Tensor scratch, cudaStream_t stream);
 
 // The linear layers that a block has, in the order of Linear::index.
 std::vector<Linear*> linears(Block& block);
@@ -166,10 +175,11 @@ void quantise_block(const Model& model, int64_t l, cudaStream_t stream);
 
 // The norm before a sub-layer, and the addition before it (Residual): saved.sum = x, saved.out = norm(x). LayerNorm in
 // GPT-2, RMSNorm elsewhere. (norm.cu)
-void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x, cudaStream_t stream);
+void norm_forward(const Model& model, const Norm& norm, const NormSaved& saved, const Residual& x,
+                  const Workspace& workspace, cudaStream_t stream);
 // dinp = d norm(dout) + dsum; dsum, if any, is what reaches the stream past the norm.
 void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved, Tensor dinp, Tensor dout, Tensor dsum,
-                   Tensor scratch, cudaStream_t stream);
+                   const Workspace& workspace, cudaStream_t stream);
 
 // `count` heads of D columns in rows (N, columns).
 inline HeadColumns heads_in(Tensor rows, const Activations& acts, int64_t count, int64_t D, int64_t column = 0,

@@ -40,39 +40,15 @@ int64_t fetched_n(const Trainer& t) {
     return n;
 }
 
-// All-gathers and reduce-scatters of activations in a visit (llm.cu: all_rows, sum_over_ranks); an all-reduce is two.
-int64_t halves_of(const Visit& visit, bool sp) {
-    switch (visit.work) {
-        case Work::embed: return sp ? 1 : 2;
-        case Work::forward_block: return 4;
-        case Work::forward_head: return sp ? 1 : 0;
-        case Work::backward_head: return 2;
-        case Work::recompute_block: return !visit.last ? 4 : sp ? 3 : 2;
-        case Work::backward_block: return sp ? 6 : 4;
-        case Work::backward_embedding: return sp ? 1 : 0;
-    }
-    return 0;
-}
-
 // Bytes that tensor parallelism sends in a step, all ranks together.
-int64_t tensor_traffic(const Trainer& t) {
+int64_t tensor_bytes(const Trainer& t) {
     if (!t.tensor_parallel) return 0;
-    int64_t halves = 0;
-    for (const Visit& visit : forward_visits(t.config)) halves += halves_of(visit, t.options.sp);
-    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) halves += halves_of(visit, t.options.sp);
-    const int64_t N = t.micro_batch * t.options.rank_seq(), M = t.local_batch / t.micro_batch,
-                  e = static_cast<int64_t>(dtype_bytes(t.model.precision.dtype)), n = t.options.tp;
-    const int64_t activations = M * N * (halves * t.config.C * e / 2 + 3 * 4),
-                  numbers = static_cast<int64_t>(t.summed_over_tensor_ranks().bytes());
-    int64_t shared = 0;  // bytes of gradients, by the ranks that have parts of them but one
-    for (const Param& param : t.model.params) {
-        const int64_t bytes = param.value.n() * static_cast<int64_t>(dtype_bytes(t.model.grads.dtype));
-        if (param.sharers == GradSharers::all) shared += (n - 1) * bytes;
-        if (param.sharers == GradSharers::same_keys) shared += (n - std::min(t.config.K, n)) * bytes;
-    }
+    const TensorTraffic traffic = tensor_traffic(t.model, t.micro_batch * t.options.rank_seq(), t.options.recompute);
+    const int64_t M = t.local_batch / t.micro_batch, n = t.options.tp,
+                  numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
     // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.
     const Sharding& s = t.model.sharding;
-    return 2 * (s.size * (n - 1) * (activations + numbers) + (s.shards_states() ? 1 : s.size) * shared);
+    return s.size * (M * traffic.micro_batch + numbers) + (s.shards_states() ? 1 : s.size) * traffic.shared_gradients;
 }
 
 // Bytes that context parallelism sends in a step, all ranks together: each attention is one call, forward or backward.
@@ -96,13 +72,13 @@ int64_t expected_traffic(const Trainer& t) {
     const Sharding& s = t.model.sharding;
     const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.weights.dtype)),
                   G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
-    const int64_t small = static_cast<int64_t>(t.summed_over_data_ranks().bytes() +
-                                               (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
+    const int64_t small =
+        static_cast<int64_t>(t.step_sums().bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
     int64_t big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);
     if (s.zero == 3) big = P * M * G + fetched_n(t) * W;
-    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_traffic(t) + context_traffic(t);
+    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_bytes(t) + context_traffic(t);
 }
 
 namespace {
@@ -152,7 +128,9 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     const std::string scheme =
         concat(s.naive ? "naive" : concat("zero ", s.zero),
                t.context_parallel ? concat(", cp ", t.options.cp, " ", context_mode_name(t.options.cp_mode)) : "",
-               t.tensor_parallel ? concat(", tp ", t.options.tp, t.options.sp ? " sp" : "") : "");
+               t.tensor_parallel
+                   ? concat(", tp ", t.options.tp, " ", tensor_mode_name(t.options.tp_mode), t.options.sp ? " sp" : "")
+                   : "");
     std::printf("account  %d ranks, %s                formula            bytes, least to most of a rank\n",
                 t.world.size, scheme.c_str());
     for (size_t i = 0; i < rows.size(); ++i) {

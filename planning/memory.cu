@@ -37,10 +37,10 @@ double activation_bytes(const Trainer& t, const Recompute& recompute, int64_t L)
     config.L = L;
     Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
     const Model model =
-        build_model(config, t.options.precision, t.options.seq, weights, grads, masters, {}, t.model.share);
+        build_model(config, t.options.precision, t.options.seq, weights, grads, masters, {}, t.model.layout);
     Activations acts = take_activations(model, t.micro_batch, t.options.rank_seq(), recompute, activations);
     take_workspace(model, t.micro_batch, t.options.rank_seq(), true, activations);
-    if (t.options.mask_documents) take_documents(acts, t.options.seq, activations);
+    if (t.options.mask_documents) take_documents(model, acts, t.options.seq, activations);
     if (t.options.has_positions()) take_positions(acts, activations);
     return static_cast<double>(activations.bytes());
 }

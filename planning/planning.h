@@ -5,6 +5,7 @@
 //     memory.cu    weights, gradients, optimizer states, activations: bytes by kind and by ZeRO stage
 //     time.cu      FLOPs and bytes of a step, and the seconds that they take on a device
 //     rates.cu     the device's rates, measured
+//     tensor_bill.cu   what tensor parallelism sends
 //     account.cu   a run on many ranks: measured bytes beside the formulas
 #pragma once
 
@@ -23,6 +24,13 @@ double measure_matmul_rate(DType dtype);  // of a large product, in FLOP/s: what
 double measure_copy_rate();               // of a large copy, in bytes read and written a second
 // Random numbers in [-1, 1), made on the device: a function of (key, place).
 void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream);
+
+// tensor_bill.cu: bytes that all ranks of a group that divides the layers send together: for each micro-batch of N
+// tokens; and once a step, for gradients that ranks have parts of.
+struct TensorTraffic {
+    int64_t micro_batch, shared_gradients;
+};
+TensorTraffic tensor_traffic(const Model& model, int64_t N, const Recompute& recompute);
 
 // account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed
 // another. Collective; rank 0 prints.

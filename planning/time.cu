@@ -101,7 +101,7 @@ struct StepCost {
 };
 StepCost step_cost(Trainer& t, double state_bytes) {
     Config c = t.model.local;  // what this rank computes
-    if (t.tensor_parallel) c.V = t.model.share.vocabulary(t.config);
+    if (t.tensor_parallel) c.V = vocabulary_rows(t.config, t.model.layout);
     const TrainOptions& o = t.options;
     const double tokens = static_cast<double>(t.local_batch * o.rank_seq()),
                  n_micro = static_cast<double>(t.local_batch / t.micro_batch);

@@ -26,7 +26,7 @@ struct TinyTrainer {
             optimizer = make_optimizer(optimizer_name, states, model.params, model.weights.n(), {});
             acts = take_activations(model, B, T, recompute, activations);
             workspace = take_workspace(model, B, T, true, activations);
-            if (documents) take_documents(acts, T, activations), take_positions(acts, activations);
+            if (documents) take_documents(model, acts, T, activations), take_positions(acts, activations);
             norm = activations.take("norm", DType::f32, {2});
             norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
             if (pass == 0)

@@ -29,8 +29,8 @@ enum Saved { kUpRows, kAct };
 
 void check_sizes(const Config&) {}
 void place(Placer& placer, const Config& c, const std::string& prefix, SubLayerParameters& p) {
-    p.linears[kUp] = placer.linear({{prefix + "mlp.up_proj", c.F}}, c.C, false);
-    p.linears[kDown] = placer.linear({{prefix + "mlp.down_proj", c.C}}, c.F, false);
+    p.linears[kUp] = placer.linear(Crossing::enters, {{prefix + "mlp.up_proj", c.F}}, c.C, false);
+    p.linears[kDown] = placer.linear(Crossing::leaves, {{prefix + "mlp.down_proj", c.C}}, c.F, false);
 }
 void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
     saved[kUpRows] = take.keep("feed-forward", c.F);

@@ -11,7 +11,7 @@
 double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     // The same memory, without documents: what a token sees must not depend on --mask-documents.
     Activations acts = t.acts;
-    acts.documents = {};
+    acts.documents = acts.stream_positions = {};
     if (!t.context_parallel) acts.positions = {};
     else set_positions(t, t.micro_batch);  // a step reads its documents' positions anew
     const cudaStream_t stream = device().stream;
@@ -30,10 +30,10 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         }
         forward(t.model, acts, t.workspace, stream, false);
         loss_forward(t.model, acts, stream);
-        if (mine) add_losses(t.loss_sum(), acts.losses, stream);
+        if (mine) t.add_losses_once(acts, stream);
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
     }
-    t.data_parallel.all_reduce(t.summed_over_data_ranks(), stream);
+    t.sum_over_ranks(stream);
     return read_numbers(t).loss_sum() / static_cast<double>(n_batches * t.micro_batch * t.options.seq);
 }
 

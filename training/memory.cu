@@ -47,8 +47,11 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
       micro_batch(options.micro_batch == 0 ? local_batch : options.micro_batch), memory(options.offload),
       scaler(options.loss_scale) {
     if (options.tp > 1) {
-        config_of_rank(config, {0, static_cast<int>(options.tp)});  // Error where it cannot be divided
-        tensor_parallel = std::make_unique<TensorParallel>(mesh.comm("tp"), config.K);
+        Comm& comm = mesh.comm("tp");
+        const TensorLayout layout =
+            tensor_layout(options.tp_mode, comm.rank, comm.size, options.sp, static_cast<int>(options.tp_depth));
+        config_of_rank(config, layout);  // Error where it cannot be divided
+        tensor_parallel = std::make_unique<TensorParallel>(comm, layout, config.K);
     }
     if (options.cp > 1)
         context_parallel = make_context_parallel(options.cp_mode, mesh.comm("cp"),
@@ -64,9 +67,8 @@ void Trainer::take_memory() {
     const TrainOptions& o = options;
     Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
     sharding.offload = o.offload;
-    TensorShare share;
-    if (tensor_parallel) share = {tensor_parallel->rank(), tensor_parallel->size(), o.sp};
-    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, share);
+    const TensorLayout layout = tensor_parallel ? tensor_parallel->layout() : TensorLayout{};
+    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, layout);
     model.data_parallel = &data_parallel;
     model.tensor_parallel = tensor_parallel.get();
     model.context_parallel = context_parallel.get();
@@ -91,7 +93,7 @@ void Trainer::take_memory() {
     if (offload) offload->take_memory(memory.transit);
     acts = take_activations(model, micro_batch, o.rank_seq(), o.recompute, memory.activations);
     workspace = take_workspace(model, micro_batch, o.rank_seq(), true, memory.activations);
-    if (o.mask_documents) take_documents(acts, o.seq, memory.activations);
+    if (o.mask_documents) take_documents(model, acts, o.seq, memory.activations);
     if (o.has_positions()) take_positions(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
@@ -106,20 +108,21 @@ void Trainer::take_memory() {
 
 ContextParallel::Sizes Trainer::attention_sizes() const {
     const Config& c = model.local;
-    return {.B = micro_batch, .H = c.H, .K = c.K, .D = c.D, .Dv = c.value_D(), .dtype = model.precision.dtype};
+    return {.B = acts.B, .H = c.H, .K = c.K, .D = c.D, .Dv = c.value_D(), .dtype = model.precision.dtype};
 }
 
 void Trainer::take_tensor_parallel_memory() {
     if (!tensor_parallel) return;
-    TensorParallel::Sizes sizes{.N = micro_batch * options.rank_seq(),
-                                .C = config.C,
+    TensorParallel::Sizes sizes{.N = acts.B * acts.T,
+                                .C = model.local.C,
                                 .dtype = model.precision.dtype,
                                 .grad_dtype = model.precision.grad_dtype,
-                                .numbers = summed_over_tensor_ranks(),
-                                .sequence = options.sp};
-    for (const Tensor& part : model.shared_grads(GradSharers::all)) sizes.shared_by_all += part.n();
-    for (const Tensor& part : model.shared_grads(GradSharers::same_keys)) sizes.shared_by_same_keys += part.n();
-    if (sampler) sizes.logits_n = sampler->largest_step().logits * model.share.vocabulary(config);
+                                .numbers = step_sums()};
+    for (const auto& [axes, parts] : model.shared_grads())
+        for (const Tensor& part : parts) sizes.shared[axes] += part.n();
+    if (sampler) sizes.logits_n = sampler->largest_step().logits * vocabulary_rows(config, model.layout);
+    if (model.layout.divides_columns()) sizes.geometry = geometry_sizes(model, acts);
+    if (sampler) sizes.geometry.whole_rows = sampler->largest_step().tokens;
     tensor_parallel->take_memory(sizes, memory.communication);
 }
 

@@ -15,7 +15,8 @@ const std::set<std::string> kNotSaved = {
     "--log-every", "--plan",    "--device-spec", "--params",       "--inject-overflow",
     "--ranks",     "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",
     "--trace",     "--dp-mode", "--zero",        "--bucket-mib",   "--offload",
-    "--tp",        "--sp",      "--cp",          "--cp-mode"};
+    "--tp",        "--sp",      "--tp-mode",     "--tp-depth",     "--cp",
+    "--cp-mode"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -24,9 +25,10 @@ const std::set<std::string> kMayChange = {
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
 // Those of kNotSaved that the command which continues the run should have, too.
-const std::set<std::string> kRepeated = {"--ranks",   "--comm", "--all-reduce", "--comm-timeout", "--ranks-per-node",
-                                         "--dp-mode", "--zero", "--bucket-mib", "--offload",      "--log-every",
-                                         "--tp",      "--sp",   "--cp",         "--cp-mode"};
+const std::set<std::string> kRepeated = {"--ranks",          "--comm",      "--all-reduce", "--comm-timeout",
+                                         "--ranks-per-node", "--dp-mode",   "--zero",       "--bucket-mib",
+                                         "--offload",        "--log-every", "--tp",         "--sp",
+                                         "--tp-mode",        "--tp-depth",  "--cp",         "--cp-mode"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -153,6 +155,10 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--tp", o.tp,
                  "tensor parallelism: so many ranks divide each layer, its heads, columns and tokens; the others, if "
                  "any, divide the batch");
+    ranks.option(
+        "--tp-mode", typed.tp_mode,
+        "what a rank of --tp has of each layer: 1d, 2d (4, 9, ... ranks), 2.5d (8, 18, ...) or 3d (8, 27, ...)");
+    ranks.option("--tp-depth", o.tp_depth, "2.5d: copies of the grid of ranks; 0: as many as fit");
     ranks.flag("--sp", o.sp,
                "sequence parallelism: the ranks of --tp also divide what lies between the layers, by tokens");
     ranks.option("--cp", o.cp,

@@ -153,6 +153,8 @@ void check_offload(const TrainOptions& o) {
 // What does not go together with --tp yet, by name.
 void check_tensor_parallel(const TrainOptions& o) {
     check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it away");
+    check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
+          "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it away");
     if (o.tp == 1) return;
     const auto refuse = [&](bool given, const std::string& what, const char* instead) {
         check(!given, "--tp ", o.tp, " with ", what, ": ", instead);
@@ -228,6 +230,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
         o.batch = n, o.micro_batch = 0;
     if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
     choose_optimizer(o, typed);
+    o.tp_mode = tensor_mode_from_name(typed.tp_mode);
     check(typed.dp_mode == "ddp" || typed.dp_mode == "naive", "--dp-mode ", typed.dp_mode, ": use ddp or naive");
     o.data_parallel.naive = typed.dp_mode == "naive";
     o.cp_mode = context_mode_from_name(typed.cp_mode);

@@ -66,6 +66,8 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     const DataParallelOptions& d = t.options.data_parallel;
     things.push_back({"--zero", std::to_string(d.zero)});
     things.push_back({"--tp", std::to_string(t.options.tp)});
+    things.push_back({"--tp-mode", tensor_mode_name(t.options.tp_mode)});
+    things.push_back({"--tp-depth", std::to_string(t.options.tp_depth)});
     things.push_back({"--cp", concat(t.options.cp, " ", context_mode_name(t.options.cp_mode))});
     things.push_back({"--sp", t.options.sp ? "given" : "absent"});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});

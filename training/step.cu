@@ -80,10 +80,17 @@ void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
 void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro, cudaStream_t stream) {
     const int64_t first = micro * t.micro_batch * t.options.rank_seq();
     copy_to_device_async(acts.tokens, t.host_tokens + first, stream);
-    copy_to_device_async(acts.targets, t.host_targets + first, stream);
+    // Ranks that divide the layers may divide the sequences of a micro-batch, too.
+    const TensorLayout& layout = t.model.layout;
+    const int64_t n = acts.targets.n(), inside = layout.part(layout.inner_rows).index,
+                  in_stream = layout.part(layout.stream_rows).index;
+    copy_to_device_async(acts.targets, t.host_targets + first + inside * n, stream);
     if (acts.documents)
-        copy_to_device_async(acts.documents, t.host_documents + 2 * micro * t.micro_batch * t.options.seq, stream);
-    if (acts.positions) copy_to_device_async(acts.positions, t.host_positions + first, stream);
+        copy_to_device_async(acts.documents,
+                             t.host_documents + 2 * (micro * t.micro_batch + inside * acts.B) * t.options.seq, stream);
+    if (acts.positions) copy_to_device_async(acts.positions, t.host_positions + first + inside * n, stream);
+    if (acts.stream_positions)
+        copy_to_device_async(acts.stream_positions, t.host_positions + first + in_stream * n, stream);
 }
 
 void accumulate_gradients(Trainer& t, int64_t step) {
@@ -101,15 +108,22 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         upload_micro_batch(t, t.acts, micro, stream);
         forward(t.model, t.acts, t.workspace, stream);
         loss_backward(t.model, t.acts, dloss, stream);
-        add_losses(t.loss_sum(), t.acts.losses, stream);
+        t.add_losses_once(t.acts, stream);
         t.data_parallel.begin_backward(t.model, micro, stream);
         backward(t.model, t.acts, t.workspace, stream);
     }
     t.data_parallel.finish_grads(stream);
     if (t.tensor_parallel)  // ranks have parts of the same parameters' gradients (Param::sharers)
-        t.tensor_parallel->sum_shared(t.model.shared_grads(GradSharers::all),
-                                      t.model.shared_grads(GradSharers::same_keys), stream);
+        for (const auto& [axes, parts] : t.model.shared_grads()) t.tensor_parallel->sum_shared(axes, parts, stream);
     if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);
+}
+
+void Trainer::add_losses_once(const Activations& its, cudaStream_t stream) {
+    if (model.layout.part(model.layout.heads).index == 0) add_losses(loss_sum(), its.losses, stream);
+}
+void Trainer::sum_over_ranks(cudaStream_t stream) {
+    data_parallel.all_reduce(step_sums(), stream);
+    if (tensor_parallel) tensor_parallel->sum_numbers(step_sums(), stream);
 }
 
 void clip_gradients(Trainer& t, bool stop) {
@@ -127,8 +141,7 @@ void clip_gradients(Trainer& t, bool stop) {
     // The ranks agree on stopping here, in a sum that they make anyway: all of them stop after the same step.
     t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
     copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, stream);
-    t.data_parallel.all_reduce(t.summed_over_data_ranks(), stream);
-    if (t.tensor_parallel) t.tensor_parallel->sum(t.summed_over_tensor_ranks(), stream);
+    t.sum_over_ranks(stream);
     clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(t.options.clip),
                1.0f / static_cast<float>(t.scaler.scale), stream);
 }

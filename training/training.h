@@ -48,9 +48,11 @@ struct TrainOptions {
     LossScaleOptions loss_scale;
     Recompute recompute;
     RankOptions ranks;
-    int64_t tp = 1;   // ranks that divide each layer
-    bool sp = false;  // and, between the layers, the tokens
-    int64_t cp = 1;   // ranks that divide each sequence
+    int64_t tp = 1;  // ranks that divide each layer
+    TensorMode tp_mode = TensorMode::one_d;
+    int64_t tp_depth = 0;  // of 2.5D; 0: chosen
+    bool sp = false;       // 1D: they divide the tokens between the layers, too
+    int64_t cp = 1;        // ranks that divide each sequence
     ContextMode cp_mode = ContextMode::ring;
     int64_t data_ranks() const { return rank_count(ranks) / (tp * cp); }  // that divide the batch
     int64_t sharding_ranks() const { return cp * data_ranks(); }     // that have the same weights, and other tokens
@@ -89,7 +91,8 @@ struct TypedFlags {
     std::optional<double> lr;
     std::optional<float> weight_decay, beta1, beta2, eps, momentum;
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
-                dp_mode = "ddp", cp_mode = "ring", attention = "auto", compress = "none", offload = "none";
+                dp_mode = "ddp", tp_mode = "1d", cp_mode = "ring", attention = "auto", compress = "none",
+                offload = "none";
     std::set<std::string> given;  // the flags of the command line, without those that a checkpoint brings
 };
 
@@ -215,9 +218,11 @@ struct Trainer {
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     int64_t n_units() const { return static_cast<int64_t>(model.units.size()); }
     ContextParallel::Sizes attention_sizes() const;
-    // All but the norm, which follows from it. Ranks that divide the layers have the same losses.
-    Tensor summed_over_data_ranks() const { return totals.slice(0, n_units() + 2); }
-    Tensor summed_over_tensor_ranks() const { return totals.slice(0, n_units() + 1); }
+    // What is summed over all ranks: all but the norm, which follows from it.
+    Tensor step_sums() const { return totals.slice(0, n_units() + 2); }
+    void sum_over_ranks(cudaStream_t stream);
+    // Adds the losses of a micro-batch to loss_sum(): of the ranks with the same tokens, one does.
+    void add_losses_once(const Activations& acts, cudaStream_t stream);
     Tensor squares(int64_t unit) const { return totals.slice(unit, 1).view({2}); }
     Tensor stop_count() const { return totals.slice(n_units(), 1).view({2}); }
     Tensor loss_sum() const { return totals.slice(n_units() + 1, 1).view({2}); }

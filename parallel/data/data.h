@@ -98,8 +98,8 @@ struct FlatParameters {
     // Of grad_shard(unit) the ranges that count in the norm of all gradients: without parameters that another rank of
     // tensor parallelism counts.
     std::vector<Range> counted(size_t unit) const;
-    // Of updated_grads() of all units: the elements whose gradients ranks have parts of.
-    std::vector<Tensor> shared_grads(GradSharers sharers) const;
+    // Of updated_grads() of all units: the elements whose gradients ranks have parts of, by Param::sharers.
+    std::map<AxisSet, std::vector<Tensor>> shared_grads() const;
     Weights updated_weights(size_t unit,
                             uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
     std::vector<Param> updated_params(size_t unit) const;

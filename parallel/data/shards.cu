@@ -168,11 +168,12 @@ std::vector<Range> FlatParameters::counted(size_t u) const {
     return ranges;
 }
 
-std::vector<Tensor> FlatParameters::shared_grads(GradSharers sharers) const {
-    std::vector<Tensor> parts;
+std::map<AxisSet, std::vector<Tensor>> FlatParameters::shared_grads() const {
+    std::map<AxisSet, std::vector<Tensor>> parts;
     for (size_t u = 0; u < units.size(); ++u)
         for (const Param& piece : updated_params(u))
-            if (piece.sharers == sharers) parts.push_back(updated_grads(u).slice(piece.offset, piece.value.n()));
+            if (piece.sharers != 0)
+                parts[piece.sharers].push_back(updated_grads(u).slice(piece.offset, piece.value.n()));
     return parts;
 }
 

@@ -3,49 +3,62 @@
 
 #include <algorithm>
 
-TensorParallel::TensorParallel(Comm& comm, int64_t key_heads) : comm_(comm) {
-    const int64_t n = comm.size;
-    if (key_heads >= n) return;
-    const int same = static_cast<int>(n / key_heads), first = comm.rank / same * same;
-    std::vector<int> members;
-    for (int i = 0; i < same; ++i) members.push_back(first + i);
-    same_keys_ = comm.split(members, "tp, same keys");
+TensorParallel::TensorParallel(Comm& comm, const TensorLayout& layout, int64_t key_heads)
+    : comm_(comm), layout_(layout),
+      same_keys_(static_cast<int>(std::max<int64_t>(1, layout.part(layout.heads).of / key_heads))) {
+    vocabulary_ = along(TensorLayout::set_of(layout.heads));
+    const auto comm_of = [this](AxisSet axes) { return along(axes); };
+    if (layout.mode == TensorMode::three_d) geometry_ = make_cube(layout, comm_of);
+    else if (layout.divides_columns()) geometry_ = make_summa(layout, comm_of);
+}
+TensorParallel::~TensorParallel() = default;
+
+Comm* TensorParallel::along(AxisSet axes) {
+    if (axes == layout_.all()) return &comm_;
+    std::unique_ptr<Comm>& comm = comms_[axes];
+    if (!comm) comm = comm_.split(layout_.members(axes, same_keys_), concat("tp, axes ", static_cast<int>(axes)));
+    return comm.get();
 }
 
 void TensorParallel::take_memory(const Sizes& s, Arena& arena) {
-    const int64_t packed_n = std::max(s.shared_by_all, s.shared_by_same_keys);
+    int64_t packed_n = 0;
+    for (const auto& [axes, n] : s.shared) packed_n = std::max(packed_n, n);
     if (packed_n > 0) packed_ = arena.take("gradients of shared parameters", s.grad_dtype, {packed_n});
     staging_ = arena.take("staging", DType::f32, {1 << 18});
     const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
     comm_.count_memory([&] {
-        comm_.all_reduce(none(s.dtype, s.N * s.C), nullptr);  // samples need it with sequence parallelism, too
-        if (s.sequence) {
+        if (!layout_.divides_columns())  // samples need it with sequence parallelism, too
+            comm_.all_reduce(none(s.dtype, s.N * s.C), nullptr);
+        if (layout_.sequence) {
             gather_rows(none(s.dtype, s.N * s.C), none(s.dtype, s.N * s.C / size()), nullptr);
             sum_rows(none(s.dtype, s.N * s.C / size()), none(s.dtype, s.N * s.C), nullptr);
         }
-        comm_.all_reduce(none(DType::f32, 2 * s.N), nullptr);
-        if (s.shared_by_all > 0) comm_.all_reduce(none(s.grad_dtype, s.shared_by_all), nullptr);
         if (s.numbers.exists()) comm_.all_reduce(s.numbers, nullptr);
-        if (s.logits_n > 0) comm_.all_gather(none(s.dtype, s.logits_n * size()), none(s.dtype, s.logits_n), nullptr);
     });
-    comm_.take_memory(arena);
+    vocabulary_->count_memory([&] {
+        vocabulary_->all_reduce(none(DType::f32, 2 * s.N), nullptr);
+        if (s.logits_n > 0)
+            vocabulary_->all_gather(none(s.dtype, s.logits_n * vocabulary_->size), none(s.dtype, s.logits_n), nullptr);
+    });
+    for (const auto& [axes, n] : s.shared)
+        along(axes)->count_memory(
+            [&, shared_n = n] { along(axes)->all_reduce(none(s.grad_dtype, shared_n), nullptr); });
     if (s.logits_n > 0) {
-        gathered_ = arena.take("logits of samples", s.dtype, {s.logits_n * size()});
-        columns_ = arena.take("logits of samples", s.dtype, {s.logits_n * size()});
+        gathered_ = arena.take("logits of samples", s.dtype, {s.logits_n * vocabulary_->size});
+        columns_ = arena.take("logits of samples", s.dtype, {s.logits_n * vocabulary_->size});
     }
-    if (!same_keys_) return;
-    same_keys_->count_memory([&] { same_keys_->all_reduce(none(s.grad_dtype, s.shared_by_same_keys), nullptr); });
-    same_keys_->take_memory(arena);
+    if (geometry_) geometry_->take_memory(s.geometry, arena);
+    comm_.take_memory(arena);
+    for (const auto& [axes, comm] : comms_) comm->take_memory(arena);
 }
 
-void TensorParallel::sum_packed(Comm& comm, const std::vector<Tensor>& parts, cudaStream_t stream) {
-    if (parts.empty()) return;
+void TensorParallel::sum_shared(AxisSet sharers, const std::vector<Tensor>& parts, cudaStream_t stream) {
     int64_t n = 0;
     for (const Tensor& part : parts) {
         copy_tensor(packed_.slice(n, part.n()), part, stream);
         n += part.n();
     }
-    comm.all_reduce(packed_.slice(0, n), stream);
+    along(sharers)->all_reduce(packed_.slice(0, n), stream);
     n = 0;
     for (const Tensor& part : parts) {
         copy_tensor(part, packed_.slice(n, part.n()), stream);
@@ -53,23 +66,18 @@ void TensorParallel::sum_packed(Comm& comm, const std::vector<Tensor>& parts, cu
     }
 }
 
-void TensorParallel::sum_shared(const std::vector<Tensor>& by_all, const std::vector<Tensor>& by_same_keys,
-                                cudaStream_t stream) {
-    sum_packed(comm_, by_all, stream);
-    if (same_keys_) sum_packed(*same_keys_, by_same_keys, stream);
-}
-
 Tensor TensorParallel::gather_columns(Tensor columns, cudaStream_t stream) {
+    const int n_parts = vocabulary_->size;
     const int64_t R = columns.shape[0], V = columns.shape[1], n = R * V;
-    const Tensor pieces = gathered_.slice(0, n * size()), out = columns_.slice(0, n * size());
-    comm_.all_gather(pieces, columns.view({n}), stream);
+    const Tensor pieces = gathered_.slice(0, n * n_parts), out = columns_.slice(0, n * n_parts);
+    vocabulary_->all_gather(pieces, columns.view({n}), stream);
     // Rank r's piece is (R, V): its row i goes to row i of the result, from column r V on.
     const size_t row_bytes = static_cast<size_t>(V) * dtype_bytes(columns.dtype);
-    for (int r = 0; r < size(); ++r)
+    for (int r = 0; r < n_parts; ++r)
         for (int64_t i = 0; i < R; ++i)
-            cudaCheck(cudaMemcpyAsync(out.slice((i * size() + r) * V, V).data, pieces.slice(r * n + i * V, V).data,
+            cudaCheck(cudaMemcpyAsync(out.slice((i * n_parts + r) * V, V).data, pieces.slice(r * n + i * V, V).data,
                                       row_bytes, cudaMemcpyDeviceToDevice, stream));
-    return out.view({R, V * size()});
+    return out.view({R, V * n_parts});
 }
 
 std::vector<float> TensorParallel::collect(const Param& param, const std::vector<float>& part) {

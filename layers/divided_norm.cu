@@ -1,0 +1,245 @@
+// Norms of rows whose columns are divided among n ranks, each with C of the n C columns (parallel/tensor: 2D, 2.5D, 3D).
+// LayerNorm, and, without mean and bias, RMSNorm: layernorm.cu and rmsnorm.cu say what is computed. Here it takes two
+// steps, between which the ranks exchange two numbers a row.
+//
+//   forward     parts    x = inp  or  inp + branch            m_k = mean(x)   s_k = sum((x - m_k)^2)      of rank k
+//                        all ranks gather (m_k, s_k)
+//               finish   m = mean of all m_k                  s = sum of s_k + C sum of (m_k - m)^2
+//                        r = 1 / sqrt(s / (n C) + eps)        y = (x - m) r g + b
+//
+//   backward    parts    dn = dy g, nx = (x - m) r            a_k = sum(dn)   b_k = sum(dn nx)    db, dg: as without ranks
+//                        a, b = sums over all ranks
+//               finish   dx = r (dn - a / (n C) - nx b / (n C)) + dsum
+//
+// Squares of distances from each rank's own mean are added as by Chan, Golub & LeVeque (1979): nothing cancels, as it
+// would in mean(x^2) - m^2. All ranks combine the same numbers in the same order, so that m and r have the same bits on
+// all of them. RMSNorm has m = 0 everywhere, and no a.
+//
+// Bytes: each step reads the rows once more than the norms of one rank do, which keep them in registers.
+#include "layers/layers.h"
+#include "layers/norm.cuh"
+
+namespace {
+
+template <class T, int n>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    forward_parts_kernel(float* parts, T* sum, const T* inp, const T* branch, int64_t N, int64_t C, bool centred) {
+    __shared__ float scratch[2][kWarp];
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int64_t row_C = row < N ? C : 0;
+    RowShare<n> x;
+    load_row<n>(x, inp + row * C, row_C);
+    if (branch) {
+        RowShare<n> b;
+        load_row<n>(b, branch + row * C, row_C);
+#pragma unroll
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+            for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));  // as the sum is stored
+        store_row<n>(sum + row * C, x, row_C);
+    }
+    float sums[n] = {}, squares[n] = {};
+#pragma unroll
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int i = 0; i < n; ++i) sums[i] += x[k][i];
+    const float m = centred ? row_sum(sums, scratch[0]) / static_cast<float>(C) : 0.0f;
+#pragma unroll
+    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int i = 0; i < n; ++i) {
+            const float distance = chunk_column<n>(k) + i < C ? x[k][i] - m : 0.0f;
+            squares[i] += distance * distance;
+        }
+    const float s = row_sum(squares, scratch[1]);
+    if (threadIdx.x == 0 && row < N) parts[2 * row] = m, parts[2 * row + 1] = s;
+}
+
+// parts: (n_ranks, N).
+template <class T, int n>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    forward_finish_kernel(T* out, float* mean, float* rstd, const T* x, const float* parts, int n_ranks,
+                          const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C, float eps) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= N) return;
+    float m = 0.0f, s = 0.0f;
+    for (int k = 0; k < n_ranks; ++k) m += parts[2 * (k * N + row)];
+    m /= static_cast<float>(n_ranks);
+    for (int k = 0; k < n_ranks; ++k) {
+        const float* part = parts + 2 * (k * N + row);
+        s += part[1] + static_cast<float>(C) * (part[0] - m) * (part[0] - m);
+    }
+    const float r = 1.0f / sqrtf(s / static_cast<float>(n_ranks * C) + eps);
+    RowShare<n> y, g, b;
+    load_row<n>(y, x + row * C, C);
+    load_row<n>(g, weight, C);
+    if (bias) load_row<n>(b, bias, C);
+    else zero_row<n>(b, C);
+#pragma unroll
+    for (int k = 0; k < row_chunks<n>(C); ++k)
+        for (int i = 0; i < n; ++i) y[k][i] = (y[k][i] - m) * r * g[k][i] + b[k][i];
+    store_row<n>(out + row * C, y, C);
+    if (threadIdx.x > 0) return;
+    if (mean) mean[row] = m;
+    rstd[row] = r;
+}
+
+// partial: (2, gridDim.x, C), the sums of dy nx and of dy over this block's rows; the second with a mean only.
+template <class T, int n>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    backward_parts_kernel(float* parts, float* partial, const T* dout, const T* inp, const T* __restrict__ weight,
+                          const float* mean, const float* rstd, int64_t N, int64_t C) {
+    __shared__ float scratch[2][kWarp];  // as in layernorm.cu
+    RowShare<n> dweight, dbias;
+    zero_row<n>(dweight, C);
+    zero_row<n>(dbias, C);
+    const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride) {
+        const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
+        RowShare<n> dy, x, g;
+        load_row<n>(dy, dout + row * C, row_C);
+        load_row<n>(x, inp + row * C, row_C);
+        load_row<n>(g, weight, row_C);
+        const float m = mean && row < N ? mean[row] : 0.0f, r = row < N ? rstd[row] : 0.0f;
+        float sums[n] = {}, dot[n] = {};
+#pragma unroll
+        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+            for (int i = 0; i < n; ++i) {
+                const float nx = (x[k][i] - m) * r;
+                dbias[k][i] += dy[k][i];
+                dweight[k][i] += dy[k][i] * nx;
+                sums[i] += dy[k][i] * g[k][i];
+                dot[i] += dy[k][i] * g[k][i] * nx;
+            }
+        const float a = row_sum(sums, scratch[0]), b = row_sum(dot, scratch[1]);
+        if (threadIdx.x == 0 && row < N) parts[2 * row] = a, parts[2 * row + 1] = b;
+    }
+    float* shared = dynamic_shared<float>();
+    store_partial<n>(partial + blockIdx.x * C, dweight, shared, C);
+    if (!mean) return;
+    if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
+    store_partial<n>(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+}
+
+template <class T, int n>
+__global__ void __launch_bounds__(kMaxRowThreads)
+    backward_finish_kernel(T* dinp, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
+                           const float* mean, const float* rstd, const float* parts, int64_t N, int64_t C,
+                           int64_t all_C) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    if (row >= N) return;
+    RowShare<n> dy, x, g, past;
+    load_row<n>(dy, dout + row * C, C);
+    load_row<n>(x, inp + row * C, C);
+    load_row<n>(g, weight, C);
+    if (dsum) load_row<n>(past, dsum + row * C, C);
+    else zero_row<n>(past, C);
+    const float m = mean ? mean[row] : 0.0f, r = rstd[row];
+    const float a = mean ? parts[2 * row] / static_cast<float>(all_C) : 0.0f,
+                b = parts[2 * row + 1] / static_cast<float>(all_C);
+#pragma unroll
+    for (int k = 0; k < row_chunks<n>(C); ++k)
+        for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] * g[k][i] - a - (x[k][i] - m) * r * b) + past[k][i];
+    store_row<n>(dinp + row * C, dy, C);
+}
+
+// What all four are given: rows of one type, and a vector of weights.
+struct Rows {
+    int64_t N, C;
+    NormGeometry geometry;
+    Rows(const char* name, Tensor x, Tensor weight, Tensor rstd)
+        : N(x.rows()), C(x.cols()), geometry(norm_geometry(name, x.rows(), x.cols())) {
+        if (weight) expect(name, "weight", weight, x.dtype, {C});
+        if (rstd) expect(name, "rstd", rstd, DType::f32, {N});
+    }
+    template <class F>
+    void launch(DType dtype, F&& f) const {
+        if (N == 0) return;
+        dispatch_chunks(dtype, C, f);
+        cudaCheckLaunch();
+    }
+    dim3 forward_grid() const { return dim3(static_cast<unsigned>(geometry.n_blocks_forward)); }
+};
+
+template <class T>
+T* optional_ptr(const Tensor& tensor) {
+    return tensor ? tensor.ptr<std::remove_const_t<T>>() : nullptr;
+}
+
+}  // namespace
+
+void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, bool centred, cudaStream_t stream) {
+    const char* name = "divided_norm_parts";
+    const Rows rows(name, inp, {}, {});
+    expect(name, "parts", parts, DType::f32, {rows.N, 2});
+    if (branch) {
+        expect(name, "branch", branch, inp.dtype, {rows.N, rows.C});
+        expect(name, "sum", sum, inp.dtype, {rows.N, rows.C});
+    }
+    expect_aligned(name, {{"sum", sum}, {"inp", inp}, {"branch", branch}});
+    rows.launch(inp.dtype, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        forward_parts_kernel<T, Chunk::n><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
+            parts.ptr<float>(), optional_ptr<T>(branch ? sum : Tensor{}), inp.ptr<T>(), optional_ptr<T>(branch), rows.N,
+            rows.C, centred);
+    });
+}
+
+void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor parts, Tensor weight, Tensor bias,
+                         float eps, cudaStream_t stream) {
+    const char* name = "divided_norm_finish";
+    const Rows rows(name, x, weight, rstd);
+    const int64_t n_ranks = parts.shape[0];
+    expect(name, "out", out, x.dtype, {rows.N, rows.C});
+    expect(name, "parts", parts, DType::f32, {n_ranks, rows.N, 2});
+    if (mean) expect(name, "mean", mean, DType::f32, {rows.N});
+    if (bias) expect(name, "bias", bias, x.dtype, {rows.C});
+    expect_aligned(name, {{"out", out}, {"x", x}, {"weight", weight}, {"bias", bias}});
+    rows.launch(x.dtype, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        forward_finish_kernel<T, Chunk::n><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
+            out.ptr<T>(), optional_ptr<float>(mean), rstd.ptr<float>(), x.ptr<T>(), parts.ptr<float>(),
+            static_cast<int>(n_ranks), weight.ptr<T>(), optional_ptr<T>(bias), rows.N, rows.C, eps);
+    });
+}
+
+void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
+                                 Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream) {
+    const char* name = "divided_norm_backward_parts";
+    const Rows rows(name, x, weight, rstd);
+    const int64_t N = rows.N, C = rows.C, blocks = rows.geometry.n_blocks_backward;
+    expect(name, "dout", dout, x.dtype, {N, C});
+    expect(name, "parts", parts, DType::f32, {N, 2});
+    expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : x.dtype, {C});
+    check(mean.exists() == dbias.exists(), name, ": mean and dbias are LayerNorm's: give both or none");
+    expect_aligned(name, {{"dout", dout}, {"x", x}, {"weight", weight}});
+    if (N == 0) return;
+    const Tensor partial = scratch_as(name, scratch, {(mean ? 2 : 1) * blocks, C});
+    rows.launch(x.dtype, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        backward_parts_kernel<T, Chunk::n>
+            <<<dim3(static_cast<unsigned>(blocks)), rows.geometry.block, rows.geometry.backward_shared_bytes, stream>>>(
+                parts.ptr<float>(), partial.ptr<float>(), dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),
+                optional_ptr<const float>(mean), rstd.ptr<float>(), N, C);
+    });
+    add_column_sums(dweight, partial.slice(0, blocks), stream);
+    if (mean) add_column_sums(dbias, partial.slice(blocks, blocks), stream);
+}
+
+void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,
+                                  Tensor rstd, Tensor parts, int64_t columns, cudaStream_t stream) {
+    const char* name = "divided_norm_backward_finish";
+    const Rows rows(name, x, weight, rstd);
+    expect(name, "dinp", dinp, x.dtype, {rows.N, rows.C});
+    expect(name, "dout", dout, x.dtype, {rows.N, rows.C});
+    if (dsum) expect(name, "dsum", dsum, x.dtype, {rows.N, rows.C});
+    expect(name, "parts", parts, DType::f32, {rows.N, 2});
+    expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"x", x}, {"weight", weight}});
+    rows.launch(x.dtype, [&](auto zero) {
+        using Chunk = decltype(zero);
+        using T = typename Chunk::Element;
+        backward_finish_kernel<T, Chunk::n><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
+            dinp.ptr<T>(), dout.ptr<T>(), optional_ptr<T>(dsum), x.ptr<T>(), weight.ptr<T>(),
+            optional_ptr<const float>(mean), rstd.ptr<float>(), parts.ptr<float>(), rows.N, rows.C, columns);
+    });
+}
