@@ -26,12 +26,12 @@
 // GPU: a warp has two rows of the weight and up to 16 rows of inp. A lane loads 16 bytes of each row of the weight, and
 // then the same columns of each row of inp, which every warp reads and which therefore lie in the caches. 16 rows take
 // 16 multiply-adds for each weight: the CUDA cores of an H100 (33 T a second) then take longer than its memory (3.3 TB
-// a second) for codes of 8 bits, and for larger N matmul, on the tensor cores, is the faster one.
+// a second) for codes of 8 bits. Where weight and inp both have 16 bits, tensor cores multiply: few_rows_mma.cu.
 //
 // CPU: one thread takes eight rows of the weight, 128 columns at a time: widens them, and the same columns of inp, to
 // float32 in the nearest cache, and multiplies these. Its 32 lanes are those of vector instructions.
 #include "layers/chunk.cuh"
-#include "layers/layers.h"
+#include "layers/few_rows.cuh"
 
 namespace {
 
@@ -277,7 +277,9 @@ void few_rows_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaSt
     if (out.n() == 0) return;
     dispatch(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_few_rows<T, T>(out, inp, weight.ptr<T>(), nullptr, bias, 1, 0, stream);
+        if constexpr (kOnCpu || std::is_same_v<T, float>)
+            launch_few_rows<T, T>(out, inp, weight.ptr<T>(), nullptr, bias, 1, 0, stream);
+        else few_rows_mma_forward(out, inp, weight, bias, stream);
     });
 }
 

@@ -20,10 +20,18 @@ ColumnGeometry* geometry_of(const Model& model, const Linear& linear) {
     return model.tensor_parallel && crosses ? model.tensor_parallel->geometry() : nullptr;
 }
 
+// A row of a step of inference has the same bits whatever the other rows are, and however many. cuBLASLt chooses a
+// kernel by the number of rows, and with it an order of summation; on the CPU device there is one.
+void step_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
+    if (device().is_cpu) linear_forward(out, inp, weight, bias, stream);
+    else few_rows_forward(out, inp, weight, bias, stream);
+}
+
+// whole_rows: of a step of inference.
 void product_forward(const Model& model, const Linear& linear, Tensor out, Tensor inp, Tensor bias, bool whole_rows,
                      cudaStream_t stream) {
     ColumnGeometry* const geometry = geometry_of(model, linear);
-    if (!geometry) linear_forward(out, inp, linear.weight, bias, stream);
+    if (!geometry) (whole_rows ? step_forward : linear_forward)(out, inp, linear.weight, bias, stream);
     else if (whole_rows) geometry->forward_whole_rows(out, inp, linear.weight, bias, linear.crossing, stream);
     else geometry->forward(out, inp, linear.weight, bias, linear.crossing, stream);
 }

@@ -123,7 +123,8 @@ std::vector<float> whole_forward(const CachedModel& m, const std::vector<int32_t
 
 }  // namespace
 
-// On a GPU 16-bit attention over a whole sequence runs on tensor cores, which sum in another order.
+// On a GPU attention over a whole sequence, in 16 bits, and the products of a whole forward sum in other orders than
+// those of a step, which do not depend on the number of rows.
 TEST_CASE("logits over a cache in pages are the bits of the whole forward", "[inference][paged]") {
     const std::vector<int64_t> whole{23}, pieces{7, 1, 9, 1, 1, 4}, single(23, 1);
     for (const Config& config : small_models())
@@ -141,10 +142,11 @@ TEST_CASE("logits over a cache in pages are the bits of the whole forward", "[in
                 // feed-forward); in bf16 within model_error of them.
                 const double tolerance = dtype == DType::f32 ? 20 * sum_error(config.kv_rank) : model_error(dtype);
                 CHECK(largest_difference(reference, full) <= tolerance * largest(full));
-            } else if (dtype == DType::f32 || device().is_cpu) {
+            } else if (device().is_cpu) {
                 CHECK(reference == full);
             } else {
-                CHECK(largest_difference(reference, full) <= model_error(dtype) * largest(full));
+                const double tolerance = dtype == DType::f32 ? 20 * sum_error(config.F) : model_error(dtype);
+                CHECK(largest_difference(reference, full) <= tolerance * largest(full));
             }
         }
 }

@@ -3,7 +3,7 @@
 // Tolerance, for each element by itself: a float32 sum of C products, in any order, is off by at most C roundings of
 // 2^-24 of sum |inp weight|; scale * code is rounded once more, and the bias adds one: (C + 3) 2^-24 (sum |inp weight|
 // + |bias|). Then out's type rounds once.
-#include "layers/layers.h"
+#include "layers/few_rows.cuh"
 #include "reference.h"
 
 #include <cstring>
@@ -84,7 +84,7 @@ const Size kSizes[] = {{1, 1}, {37, 131}, {9, 272}, {65, 640}, {70, 7}};
 TEST_CASE("few rows: a product with any number of rows", "[few_rows]") {
     for (const DType dtype : kFloatDTypes)
         for (const auto& [O, C] : kSizes)
-            for (const int64_t N : {1, 2, 3, 16, 17, 33}) {
+            for (const int64_t N : {1, 2, 3, 16, 17, 33, 70}) {
                 INFO(dtype_name(dtype) << " N " << N << " O " << O << " C " << C);
                 const auto x = random_values(N * C, 1), w = random_values(O * C, 2), b = random_values(O, 3);
                 Buffer inp(dtype, {N, C}, x), weight(dtype, {O, C}, w), bias(dtype, {O}, b), out(dtype, {N, O});
@@ -92,6 +92,9 @@ TEST_CASE("few rows: a product with any number of rows", "[few_rows]") {
                 check_product(out, rounded(x, dtype), rounded(w, dtype), rounded(b, dtype), N, O, C);
                 few_rows_forward(out, inp, weight, {}, device().stream);
                 check_product(out, rounded(x, dtype), rounded(w, dtype), {}, N, O, C);
+                if (dtype == DType::f32) continue;
+                few_rows_mma_forward(out, inp, weight, bias, device().stream);  // few_rows_forward of a GPU
+                check_product(out, rounded(x, dtype), rounded(w, dtype), rounded(b, dtype), N, O, C);
             }
 }
 
@@ -143,6 +146,24 @@ TEST_CASE("few rows: a row has the same bits in every batch", "[few_rows]") {
                 }
         }
     }
+}
+
+// The kernels for up to 8 rows, up to 32, and more; with columns that are whole packs, and not.
+TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[few_rows]") {
+    const int64_t most = 69, O = 70;
+    for (const DType dtype : {DType::bf16, DType::f16})
+        for (const int64_t C : {390, 392}) {
+            Buffer inp(dtype, {most, C}, random_values(most * C, 1)), weight(dtype, {O, C}, random_values(O * C, 2)),
+                bias(dtype, {O}, random_values(O, 3)), all(dtype, {most, O}), few(dtype, {most, O});
+            few_rows_mma_forward(all, inp, weight, bias, device().stream);
+            for (const int64_t n : {1, 7, 8, 9, 32, 33, 61})
+                for (const int64_t first : {0, 8}) {  // rows of 780 bytes: on 16-byte boundaries
+                    INFO(dtype_name(dtype) << " C " << C << ": rows " << first << " to " << first + n - 1);
+                    const Tensor part = few.tensor().slice(0, n);
+                    few_rows_mma_forward(part, inp.tensor().slice(first, n), weight, bias, device().stream);
+                    CHECK((to_floats(part) == to_floats(all.tensor().slice(first, n))));
+                }
+        }
 }
 
 TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {
