@@ -124,7 +124,7 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o) {
 
 void print_perplexity(const LoadedModel& model, const GenerateOptions& o) {
     const int64_t window = std::min<int64_t>(model.engine->options().scheduler.max_length, 1024);
-    const Perplexity p = evaluate_text(model, read_text_file(o.eval), window);
+    const Perplexity p = evaluate_text(model, read_text_file(o.eval), window, o.engine.cache_dtype);
     std::printf("%s: perplexity %.4f (loss %.5f) of %lld tokens, in windows of %lld, %.0f tok/s\n", o.eval.c_str(),
                 std::exp(p.loss), p.loss, static_cast<long long>(p.tokens), static_cast<long long>(p.window),
                 static_cast<double>(p.tokens) / p.seconds);
@@ -164,23 +164,43 @@ void print_plan(LoadedModel& model) {
                     static_cast<long long>(length));
 }
 
+// The exit status. ranks: those that divide the model, if there are several.
+int generate(GenerateOptions options, Comm* ranks) {
+    options.engine.ranks = ranks;
+    const std::string folder = model_folder(options);
+    const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
+    LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
+    if (options.plan) return print_plan(model), 0;
+    model.load();
+    if (ranks && ranks->rank > 0) return model.engine->follow(), 0;
+    model.engine->start_reports(!options.pictures.empty());
+    int status = 0;
+    if (!options.batch.empty()) status = answer_batch(model, options);
+    else if (options.chat) run_chat(model, options);
+    else if (!options.eval.empty()) print_perplexity(model, options);
+    else if (options.serve) serve(model, options);
+    else answer_prompt(model, options);
+    if (ranks) model.engine->end_followers();
+    return status;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
-        GenerateOptions options = parse_generate_options(argc, argv);
-        const std::string folder = model_folder(options);
-        const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
-        LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
-        if (options.plan) return print_plan(model), 0;
-        model.load();
-        model.engine->start_reports(!options.pictures.empty());
-        if (!options.batch.empty()) return answer_batch(model, options);
-        if (options.chat) run_chat(model, options);
-        else if (!options.eval.empty()) print_perplexity(model, options);
-        else if (options.serve) serve(model, options);
-        else answer_prompt(model, options);
-        return 0;
+        const GenerateOptions options = parse_generate_options(argc, argv);
+        if (options.tp == 1) return generate(options, nullptr);
+        RankOptions ranks;
+        ranks.ranks = started_by_mpirun() ? 0 : static_cast<int>(options.tp);
+        ranks.quiet = true, ranks.planning = options.plan;
+        check(options.plan || rank_count(ranks) == options.tp, "--tp ", options.tp, " under an mpirun of ",
+              rank_count(ranks), " processes: start as many");
+        int status = 0;
+        run_ranks(ranks, [&](Comm& world) {
+            const int its = generate(options, &world);
+            if (world.rank == 0) status = its;
+        });
+        return status;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "generate: %s\n", error.what());
         return 2;

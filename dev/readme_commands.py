@@ -130,6 +130,7 @@ RULES = [
                                              (r"\Z", STOPPED))),
     Rule(r"\./generate --model gpt2 --plan", replace=(("512", "32"),), quick=True),  # of the small GPT-2 here
     Rule(r"\./generate --model gpt2 --chat", replace=(("^", "echo Hello | "),), quick=True),
+    Rule(r"\./generate --model gpt2 --tp", replace=(("--tp 2", "--tp 3"),), quick=True),  # the small GPT-2 has 3 heads
     Rule(r"\./generate --model gpt2", quick=True),
     Rule(r"make bench-inference LLM_PYTHON", skip="needs PyTorch, transformers and llama.cpp"),
     Rule(r"make bench-inference$", skip="takes minutes with GPT-2 124M; the next one is the same with a small model"),

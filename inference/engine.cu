@@ -52,7 +52,7 @@ int64_t answer_length(const Request& request, const Sequence& sequence) {
 }  // namespace
 
 Engine::Engine(const Model& model, const EngineOptions& options, const Model* draft)
-    : options_(settled(model, draft, options)), model_(model, options_.cache, *options_.graphs),
+    : options_(settled(model, draft, options)), model_(model, options_.cache, *options_.graphs, options_.ranks),
       scheduler_(options_.scheduler, model_.cache), cache_report_(options_.cache, options_.scheduler.max_length) {
     if (draft) draft_.emplace(*draft, options_);
 }

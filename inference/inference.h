@@ -12,6 +12,7 @@
 //     timeline.cu      a picture of the requests over the steps
 //     paged_model.cu   the forward of a step on the device, over the cache
 //     step_graphs.cu   the launches of a step as a CUDA graph
+//     followers.cu     a model that is divided among ranks: the others compute the steps of rank 0
 //     engine.cu        the step itself: the scheduler's parts, the forward, the tokens drawn
 //     sampling.cu      from logits to tokens: what options mean and which are refused
 //     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
@@ -485,7 +486,8 @@ class StepGraphs {
 class PagedModel {
   public:
     // The model must outlive this. graphs: steps that decode are launched as graphs; not where ranks divide the model.
-    PagedModel(const Model& model, const CacheSizes& sizes, bool graphs);
+    // ranks: those that divide the model, where one of them has the sequences: see followers.cu.
+    PagedModel(const Model& model, const CacheSizes& sizes, bool graphs, Comm* ranks = nullptr);
     // For steps of at most these sizes, of sequences of at most max_length tokens. cache_dtype: e4m3, or the model's,
     // which is the default.
     void take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype, Arena& cache_arena,
@@ -493,6 +495,10 @@ class PagedModel {
     // The copies that the cache wants, and the forward: logits (all that are wanted, padded V), in the order of `rows`.
     // They are there until the next call, before which somebody has to have waited for them.
     Tensor forward(std::span<const CachedRows> rows);
+    // followers.cu: with `ranks` forward() is rank 0's alone. The other ranks compute its steps with it, here, until
+    // rank 0 calls end_followers(). Their caches have no sequences: pages are where rank 0's tables say.
+    void follow();
+    void end_followers();
     const Config& config() const { return model_.config; }
     const StepGraphs& graphs() const { return graphs_; }
 
@@ -503,13 +509,17 @@ class PagedModel {
     struct Tables {
         Tensor tokens, positions, cache_rows, page_table, chunks, logit_rows;
     };
-    void copy_pages();
+    void copy_pages(std::span<const PageCopy> copies);
     StepSizes fill_tables(std::span<const CachedRows> rows, bool rounded);
     void repeat_last_row(StepSizes& sizes);
+    std::vector<Tensor> filled_tables(const StepSizes& sizes) const;
     void launch(Activations& acts, const StepSizes& sizes);
+    Tensor compute(const StepSizes& sizes, bool as_graph);
+    void tell_step(std::span<const PageCopy> copies, const StepSizes& sizes);
 
     const Model& model_;
     const bool with_graphs_;
+    Comm* const ranks_;
     StepGraphs graphs_;
     StepSizes largest_;
     CachePools pools_, host_pools_;
@@ -528,6 +538,7 @@ struct EngineOptions {
     int64_t lookup = 0;                // so many tokens of a sequence are proposed by prompt look-up; 0: none
     int64_t draft_tokens = 4;          // so many by the draft model, where there is one
     std::optional<bool> graphs;        // launch steps as CUDA graphs; default: on a GPU
+    Comm* ranks = nullptr;             // that divide the model: rank 0 has the requests, the others follow()
 };
 // Positions that the model, and the draft model if there is one, were trained for: what max_length may be. Error where
 // `wanted` (0: all) is beyond them.
@@ -599,6 +610,9 @@ class Engine {
     void cancel(Request& request);  // as if it had never come: answer_ended is not called
     // False: nothing runs or waits, and nothing was done. Collective where the model's weights are sharded.
     bool step();
+    // With options.ranks: what the others do while rank 0 makes steps, and how it ends that.
+    void follow() { model_.follow(); }
+    void end_followers() { model_.end_followers(); }
 
     int64_t vocabulary() const { return model_.config().V; }
     const PagedCache& cache() const { return model_.cache; }
@@ -713,6 +727,8 @@ struct LoadedWeights {
     void take_memory(int64_t max_length);  // twice, like all memory; the second time the weights are read
     void reserve();                        // between the two
 
+    std::unique_ptr<TensorParallel> tensor_parallel;
+
   private:
     Arena gradients_{"gradients"}, masters_{"master weights"};  // counted, and never taken
     std::unique_ptr<Arena> unquantised_;                        // of the host, while the weights are read
@@ -728,6 +744,7 @@ struct LoadedModel : LoadedWeights {
     size_t device_bytes();  // planned, with cuBLASLt's workspace
 
     // Counts the memory. draft_folder: of a draft model, or ""; Error where its tokens are not the model's.
+    // options.ranks: they divide the model; Error where it cannot be divided among so many.
     LoadedModel(const std::string& folder, const std::string& tokenizer, DType dtype, WeightFormat format,
                 const EngineOptions& options, const std::string& draft_folder = "");
     void load();  // takes the memory, and reads the weights. Error where it is more than the device has
@@ -759,6 +776,7 @@ struct GenerateOptions {
     ServerOptions server;
     DType dtype = DType::f32;
     WeightFormat weights = WeightFormat::none;
+    int64_t tp = 1;
     int64_t tokens = 256, samples = 1, beams = 0;
     double length_penalty = 1.0;
     SamplingOptions sampling;
@@ -830,13 +848,15 @@ void run_chat(LoadedModel& model, const GenerateOptions& options);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // perplexity.cu: how surprised a model is by a text: exp(loss), loss the mean of -log p(token | those before it in its
-// window). The text's first token is not predicted.
+// window). The text's first token is not predicted. Computed as text is written: over a cache, of cache_dtype (e4m3, or
+// the model's, which is the default), and with the model's weights, of 8 bits where it has those.
 
 struct Perplexity {
     double loss = 0, seconds = 0;
     int64_t tokens = 0, window = 0;
 };
-Perplexity evaluate_text(const LoadedModel& model, const std::string& text, int64_t window);
+Perplexity evaluate_text(const LoadedModel& model, const std::string& text, int64_t window,
+                         std::optional<DType> cache_dtype = {});
 
 // ---------------------------------------------------------------------------------------------------------------------
 // server.cu: --serve

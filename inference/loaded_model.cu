@@ -57,8 +57,10 @@ LoadedWeights::LoadedWeights(const std::string& folder_, const std::string& toke
 }
 
 void LoadedWeights::take_memory(int64_t max_length) {
+    const TensorLayout layout = tensor_parallel ? tensor_parallel->layout() : TensorLayout{};
     Model read = build_model(config, {dtype_, DType::f32, false}, max_length, unquantised_ ? *unquantised_ : weights,
-                             gradients_, masters_);
+                             gradients_, masters_, {}, layout);
+    read.tensor_parallel = tensor_parallel.get();
     const bool reads = !weights.counting();
     if (reads) load_weights(read, folder);
     model = unquantised_ ? quantised_copy(read, format_, weights) : read;
@@ -79,6 +81,11 @@ LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenize
         draft = std::make_unique<LoadedWeights>(draft_folder, "", dtype, format);
         if (draft->config.V == config.V) check_same_tokens(*draft, *this);  // the engine says what is wrong otherwise
     }
+    if (Comm* const ranks = options.ranks) {
+        const TensorLayout layout = tensor_layout(TensorMode::one_d, ranks->rank, ranks->size);
+        config_of_rank(config, layout);  // Error where it cannot be divided
+        tensor_parallel = std::make_unique<TensorParallel>(*ranks, layout, config.K);
+    }
     options_.scheduler.max_length =
         longest_sequence(config, draft ? &draft->config : nullptr, options_.scheduler.max_length);
     take_all();
@@ -89,6 +96,15 @@ void LoadedModel::take_all() {
     if (draft) draft->take_memory(options_.scheduler.max_length);
     if (!engine) engine = std::make_unique<Engine>(model, options_, draft ? &draft->model : nullptr);
     engine->take_memory(cache, activations, pinned);
+    if (!tensor_parallel) return;
+    const StepSizes largest = engine->largest_step();
+    const DType dtype = model.precision.dtype;
+    tensor_parallel->take_memory({.N = largest.tokens,
+                                  .C = config.C,
+                                  .dtype = dtype,
+                                  .grad_dtype = dtype,
+                                  .logits_n = largest.logits * vocabulary_rows(config, model.layout)},
+                                 activations);
 }
 
 size_t LoadedModel::device_bytes() {

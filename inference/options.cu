@@ -42,6 +42,8 @@ void add_model_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
         "--weights", typed.weights,
         "8 bits for the weights of the blocks: int8 or fp8, with a scale for each row; int8-block or fp8-block, for "
         "128 of a row; none: as --dtype");
+    model.option("--tp", o.tp,
+                 "tensor parallelism: so many ranks have some of the heads each, threads of this process or mpirun's");
 }
 
 void add_request_options(CommandLine& line, GenerateOptions& o) {
@@ -147,6 +149,9 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
           "and --lookup not negative");
     check(o.draft.empty() || (o.engine.lookup == 0 && o.beams == 0 && o.eval.empty()),
           "--draft proposes tokens that are drawn next: it cannot be combined with --lookup, --beams or --eval");
+    check(o.tp >= 1, "--tp ", o.tp, ": it must be at least 1");
+    check(o.tp == 1 || (o.draft.empty() && !o.chat && !o.serve && o.eval.empty() && o.weights == WeightFormat::none),
+          "--tp cannot be combined with --draft, --chat, --serve, --eval or --weights");
     check(o.engine.draft_tokens >= 1 && (!o.draft.empty() || o.engine.draft_tokens == EngineOptions().draft_tokens),
           "--draft-tokens ", o.engine.draft_tokens, ": it must be at least 1, and is for --draft");
     check(!length_given || o.engine.scheduler.max_length >= 2, "--max-length ", o.engine.scheduler.max_length,

@@ -25,8 +25,8 @@ bool decodes(std::span<const CachedRows> rows) {
 
 }  // namespace
 
-PagedModel::PagedModel(const Model& model, const CacheSizes& sizes, bool graphs)
-    : cache(sizes), model_(model), with_graphs_(graphs) {}
+PagedModel::PagedModel(const Model& model, const CacheSizes& sizes, bool graphs, Comm* ranks)
+    : cache(sizes), model_(model), with_graphs_(graphs), ranks_(ranks) {}
 
 void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype,
                              Arena& cache_arena, Arena& activations, Arena& pinned) {
@@ -43,7 +43,7 @@ void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::
                like(acts_.page_table), like(acts_.chunks),    like(acts_.logit_rows)};
 }
 
-void PagedModel::copy_pages() {
+void PagedModel::copy_pages(std::span<const PageCopy> copies) {
     const cudaStream_t stream = device().stream;
     const auto copy = [&](const PageCopy& page, const std::vector<Tensor>& device, const std::vector<Tensor>& host) {
         for (size_t l = 0; l < device.size(); ++l) {
@@ -54,7 +54,7 @@ void PagedModel::copy_pages() {
                 cudaMemcpyAsync(to.slice(page.to, 1).data, source.data, source.bytes(), cudaMemcpyDefault, stream));
         }
     };
-    for (const PageCopy& page : cache.take_copies()) {
+    for (const PageCopy& page : copies) {
         copy(page, pools_.layers, host_pools_.layers);
         copy(page, pools_.scales, host_pools_.scales);
     }
@@ -115,31 +115,31 @@ void PagedModel::repeat_last_row(StepSizes& sizes) {
     tables_.logit_rows.ptr<int32_t>()[row] = row;
 }
 
+// The first rows of the tables, as the step's activations have them.
+std::vector<Tensor> PagedModel::filled_tables(const StepSizes& s) const {
+    return {tables_.tokens.slice(0, s.tokens),     tables_.positions.slice(0, s.tokens),
+            tables_.cache_rows.slice(0, s.tokens), tables_.page_table.slice(0, s.sequences * s.pages),
+            tables_.chunks.slice(0, 4 * s.chunks), tables_.logit_rows.slice(0, s.logits)};
+}
+
 // What a step puts on the stream: the tables and the forward.
 void PagedModel::launch(Activations& acts, const StepSizes& sizes) {
     const cudaStream_t stream = device().stream;
-    const auto upload = [&](const Tensor& to, const Tensor& pinned) {
-        if (to.n() > 0) cudaCheck(cudaMemcpyAsync(to.data, pinned.data, to.bytes(), cudaMemcpyHostToDevice, stream));
-    };
-    upload(acts.tokens, tables_.tokens);
-    upload(acts.positions, tables_.positions);
-    upload(acts.cache_rows, tables_.cache_rows);
-    upload(acts.page_table, tables_.page_table);
-    upload(acts.chunks, tables_.chunks);
-    upload(acts.logit_rows, tables_.logit_rows);
+    const std::vector<Tensor> from = filled_tables(sizes), to = {acts.tokens,     acts.positions, acts.cache_rows,
+                                                                 acts.page_table, acts.chunks,    acts.logit_rows};
+    for (size_t i = 0; i < to.size(); ++i)
+        if (to[i].n() > 0)
+            cudaCheck(cudaMemcpyAsync(to[i].data, from[i].data, to[i].bytes(), cudaMemcpyHostToDevice, stream));
     ::forward(model_, acts, of_step(workspace_, sizes), stream, false);
 }
 
-Tensor PagedModel::forward(std::span<const CachedRows> rows) {
+// A step whose tables are filled: its logits.
+Tensor PagedModel::compute(const StepSizes& sizes, bool as_graph) {
     const cudaStream_t stream = device().stream;
-    copy_pages();
-    // Ranks wait for each other: that is no work of a stream alone.
-    const bool as_graph = with_graphs_ && !model_.tensor_parallel && !model_.data_parallel && decodes(rows);
-    const StepSizes sizes = fill_tables(rows, as_graph);
     Activations acts = of_step(acts_, sizes);
     if (as_graph) {
         graphs_.run({sizes.tokens, sizes.pages}, stream, [&] { launch(acts, sizes); });
-        return acts.logits.slice(0, std::ssize(rows));
+        return acts.logits;
     }
     launch(acts, sizes);
     if (sizes.logits == 0) {
@@ -148,4 +148,15 @@ Tensor PagedModel::forward(std::span<const CachedRows> rows) {
     }
     TensorParallel* const ranks = model_.tensor_parallel;  // each has the logits of its tokens
     return ranks ? ranks->gather_columns(acts.logits, stream) : acts.logits;
+}
+
+Tensor PagedModel::forward(std::span<const CachedRows> rows) {
+    const std::vector<PageCopy> copies = cache.take_copies();
+    // Ranks wait for each other: that is no work of a stream alone.
+    const bool as_graph = with_graphs_ && !model_.tensor_parallel && !model_.data_parallel && decodes(rows);
+    const StepSizes sizes = fill_tables(rows, as_graph);
+    if (ranks_) tell_step(copies, sizes);
+    copy_pages(copies);
+    const Tensor logits = compute(sizes, as_graph);
+    return as_graph ? logits.slice(0, std::ssize(rows)) : logits;
 }

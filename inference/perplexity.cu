@@ -4,12 +4,61 @@
 //
 // The text is cut into windows of T tokens; a token sees those before it in its window. So a perplexity is of a model,
 // a text and a window length; the smaller, the better, and 1 for a model that knows the text by heart.
+//
+// A window is a step of inference (inference/paged_model.cu): weights of 8 bits and a cache of 8 bits do to it what
+// they do to the text that the model writes.
 #include "inference/inference.h"
 
 #include <algorithm>
 #include <cmath>
 
-Perplexity evaluate_text(const LoadedModel& loaded, const std::string& text, int64_t window) {
+namespace {
+
+constexpr int64_t kPageSize = 16;
+
+// What a window of up to T tokens is computed with.
+struct Evaluation {
+    Arena memory{"evaluation"}, pinned{"evaluation", MemoryKind::pinned};
+    PagedModel model;
+    Tensor targets, losses;
+
+    Evaluation(const Model& its_model, int64_t T, std::optional<DType> cache_dtype)
+        : model(its_model, {.page_size = kPageSize, .n_pages = ceil_div(T, kPageSize), .share_prefixes = false},
+                false) {
+        const StepSizes sizes{.tokens = T,
+                              .sequences = 1,
+                              .chunks = ceil_div(T, kChunkRows),
+                              .pages = ceil_div(T, kPageSize),
+                              .logits = T};
+        for (int pass = 0; pass < 2; ++pass) {
+            model.take_memory(sizes, T, cache_dtype, memory, memory, pinned);
+            targets = memory.take("tokens", DType::i32, {T});
+            losses = memory.take("losses", DType::f32, {T});
+            if (pass == 0) memory.reserve(), pinned.reserve();
+        }
+    }
+
+    // The sum of the losses of all tokens but the first.
+    double loss(std::span<const int32_t> tokens) {
+        const int64_t n = std::ssize(tokens) - 1;
+        const std::vector<int32_t> inputs(tokens.begin(), tokens.end() - 1), wanted(tokens.begin() + 1, tokens.end());
+        const SequenceId sequence = model.cache.begin();
+        check(model.cache.reserve(sequence, n), "evaluation: no pages for ", n, " tokens");
+        model.cache.append(sequence, inputs);
+        const Tensor logits = model.forward(std::vector<CachedRows>{{sequence, 0, inputs, n}});
+        copy_to_device(targets.slice(0, n), wanted.data());
+        cross_entropy_forward(losses.slice(0, n), logits, targets.slice(0, n), model.config().V, device().stream);
+        model.cache.end(sequence);
+        double sum = 0;
+        for (const float loss : to_floats(losses.slice(0, n))) sum += loss;
+        return sum;
+    }
+};
+
+}  // namespace
+
+Perplexity evaluate_text(const LoadedModel& loaded, const std::string& text, int64_t window,
+                         std::optional<DType> cache_dtype) {
     const Model& model = loaded.model;
     const std::vector<int32_t> tokens = encode_prompt(loaded, text);
     const int64_t n = std::ssize(tokens) - 1;  // each but the first is predicted
@@ -18,33 +67,11 @@ Perplexity evaluate_text(const LoadedModel& loaded, const std::string& text, int
     for (const int32_t token : tokens)
         check(token < model.config.V, "--eval: the text has the token ", token, ", but the model knows 0 to ",
               model.config.V - 1, ": its tokenizer is another one");
-    Arena arena("evaluation");
-    Activations acts;
-    Workspace workspace;
-    for (int pass = 0; pass < 2; ++pass) {
-        acts = take_forward_activations(model, 1, T, T, arena);
-        workspace = take_workspace(model, 1, T, false, arena);
-        if (pass == 0) arena.reserve();
-    }
-    Perplexity result;
+    Evaluation evaluation(model, T, cache_dtype);
     const double start = seconds_now();
     double sum = 0;
-    std::vector<int32_t> inputs(static_cast<size_t>(T)), targets(static_cast<size_t>(T));
-    for (int64_t first = 0; first < n; first += T) {
-        // The last window is filled up with tokens that are not counted.
-        for (int64_t t = 0; t < T; ++t) {
-            inputs[static_cast<size_t>(t)] = tokens[static_cast<size_t>(std::min(first + t, n))];
-            targets[static_cast<size_t>(t)] = first + t < n ? tokens[static_cast<size_t>(first + t + 1)] : -1;
-        }
-        copy_to_device(acts.tokens, inputs.data());
-        copy_to_device(acts.targets, targets.data());
-        forward(model, acts, workspace, device().stream, false);
-        loss_forward(model, acts, device().stream);
-        for (const float loss : to_floats(acts.losses)) sum += loss;  // 0 where a token is not counted
-    }
-    result.tokens = n;
-    result.window = T;
-    result.loss = sum / static_cast<double>(n);
-    result.seconds = seconds_now() - start;
-    return result;
+    for (int64_t first = 0; first < n; first += T)
+        sum += evaluation.loss(
+            std::span(tokens).subspan(static_cast<size_t>(first), static_cast<size_t>(std::min(T, n - first) + 1)));
+    return {.loss = sum / static_cast<double>(n), .seconds = seconds_now() - start, .tokens = n, .window = T};
 }

@@ -43,8 +43,9 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const std::string own_draft = "--draft " + trained_run();
     for (const std::string setting :
          {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4", "--preempt swap", "--cache-pages 2",
-          own_draft.c_str(), "--batching static", "--max-length 24"})
+          own_draft.c_str(), "--batching static", "--max-length 24", "--graphs on"})
         CHECK(generate(ids + " " + setting).out == plain.out);
+    CHECK(generate(ids + " --temperature 0 --tp 2").out == generate(ids + " --temperature 0").out);
     CHECK(generate(ids + " --seed 4").out != plain.out);
     CHECK(generate(ids + " --dtype bf16").status == 0);
     const std::string samples = generate(ids + " --samples 3").out;
@@ -112,6 +113,10 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     CHECK(exact < 256);
     // Eight bits round a weight by at most 1 / 254 of the largest of its row: loss hardly moves.
     CHECK(std::abs(perplexity("--weights int8") / exact - 1) < 0.01);
+    // A cache of 8 bits rounds each key and value, by at most 2^-4 of itself: it must show, and little.
+    const double rounded = perplexity("--cache-dtype fp8");
+    CHECK(rounded != exact);
+    CHECK(std::abs(rounded / exact - 1) < 0.01);
 }
 
 TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") {
@@ -125,6 +130,9 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --draft no", "--draft no"},
         {"--prompt a --draft " + trained_run() + " --lookup 2",
          "it cannot be combined with --lookup, --beams or --eval"},
+        {"--prompt a --tp 2 --weights int8", "--tp cannot be combined with --draft, --chat, --serve, --eval or"},
+        {"--prompt a --tp 5", "--tp 5"},
+        {"--prompt a --graphs maybe", "--graphs maybe: use on, off or auto"},
         {"--prompt a --draft " + trained_run() + " --draft-tokens 0", "--draft-tokens 0: it must be at least 1"},
         {"--prompt a --draft-tokens 3", "--draft-tokens 3: it must be at least 1, and is for --draft"},
         {"--prompt a --weights int4", "unknown format of weights 'int4'"},
