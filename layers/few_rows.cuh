@@ -3,5 +3,8 @@
 
 #include "layers/layers.h"
 
-// few_rows_mma.cu: few_rows_forward of 16-bit numbers on tensor cores. Its arguments, which have been checked.
-void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
+// few_rows_mma.cu: few_rows_forward of 16-bit numbers on tensor cores. Its arguments, which have been checked. The
+// tiles of a block are the largest of which there are n_blocks (0: as many as the device has multiprocessors). The bits
+// are the same with any.
+void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream,
+                          int64_t n_blocks = 0);

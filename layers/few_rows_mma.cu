@@ -13,10 +13,13 @@
 // The instruction adds 16 products to a sum in an order of its own, the same for every element of its result. So what a
 // block computes, 16 outputs x 8 rows or 64 x 64, is a matter of speed:
 //
-//   rows of inp     a block                   reads for each multiply-add
-//   up to 8         16 outputs x 8 rows       the weight once: the limit is the memory, as it is for one row
-//   up to 32        32 x 32
-//   more            64 x 64                   (64 + 64) 2 / (64 64) = 1/16 byte of the second-level cache
+//   a block              reads for each multiply-add
+//   16 outputs x 8 rows  the weight once for up to 8 rows: the limit is the memory, as it is for one row
+//   16 x 32
+//   32 x 32
+//   64 x 64              (64 + 64) 2 / (64 64) = 1/16 byte, of the second-level cache
+//
+// The largest is taken of which there are enough for all multiprocessors.
 //
 // The weight is the instruction's A (16 outputs x 16 columns), inp its B (16 columns x 8 rows): both with neighbouring
 // columns in a register, as they lie in memory. An instruction does not care which 16 of the columns it is given, as
@@ -129,25 +132,31 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
+void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream, int64_t n_blocks) {
     const FewRowsShape s{inp.shape[0], inp.shape[1], out.shape[1]};
+    if (n_blocks == 0) n_blocks = device().sm_count;
+    const auto tiles = [&](int64_t n_outputs, int64_t n_rows) {
+        return dim3(static_cast<unsigned>(ceil_div(s.O, 16 * n_outputs)),
+                    static_cast<unsigned>(ceil_div(s.N, 8 * n_rows)));
+    };
+    const auto are_enough = [&](const dim3& grid) { return int64_t{grid.x} * grid.y >= n_blocks; };
     const auto launch = [&]<class T, int kOutputTiles, int kRowTiles>(
                             T, std::integer_sequence<int, kOutputTiles, kRowTiles>) {
-        const dim3 grid(static_cast<unsigned>(ceil_div(s.O, 16 * kOutputTiles)),
-                        static_cast<unsigned>(ceil_div(s.N, 8 * kRowTiles)));
         const auto launch_columns = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-            few_rows_mma_kernel<kOutputTiles, kRowTiles, kWhole, T><<<grid, kThreads, 0, stream>>>(
-                out.ptr<T>(), inp.ptr<T>(), weight.ptr<T>(), bias ? bias.ptr<T>() : nullptr, s);
+            few_rows_mma_kernel<kOutputTiles, kRowTiles, kWhole, T>
+                <<<tiles(kOutputTiles, kRowTiles), kThreads, 0, stream>>>(out.ptr<T>(), inp.ptr<T>(), weight.ptr<T>(),
+                                                                          bias ? bias.ptr<T>() : nullptr, s);
         };
         if (s.C % kLaneColumns == 0) launch_columns(std::true_type());
         else launch_columns(std::false_type());
         cudaCheckLaunch();
     };
-    const auto launch_rows = [&](auto zero) {
+    const auto launch_tiles = [&](auto zero) {
         if (s.N <= 8) launch(zero, std::integer_sequence<int, 1, 1>());
-        else if (s.N <= 32) launch(zero, std::integer_sequence<int, 2, 4>());
-        else launch(zero, std::integer_sequence<int, 4, 8>());
+        else if (s.N > 32 && are_enough(tiles(4, 8))) launch(zero, std::integer_sequence<int, 4, 8>());
+        else if (are_enough(tiles(2, 4))) launch(zero, std::integer_sequence<int, 2, 4>());
+        else launch(zero, std::integer_sequence<int, 1, 4>());
     };
-    if (inp.dtype == DType::bf16) launch_rows(__nv_bfloat16{});
-    else launch_rows(__half{});
+    if (inp.dtype == DType::bf16) launch_tiles(__nv_bfloat16{});
+    else launch_tiles(__half{});
 }

@@ -148,19 +148,20 @@ TEST_CASE("few rows: a row has the same bits in every batch", "[few_rows]") {
     }
 }
 
-// The kernels for up to 8 rows, up to 32, and more; with columns that are whole packs, and not.
+// Every size of tile, with columns that are whole packs, and not.
 TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[few_rows]") {
     const int64_t most = 69, O = 70;
     for (const DType dtype : {DType::bf16, DType::f16})
         for (const int64_t C : {390, 392}) {
             Buffer inp(dtype, {most, C}, random_values(most * C, 1)), weight(dtype, {O, C}, random_values(O * C, 2)),
                 bias(dtype, {O}, random_values(O, 3)), all(dtype, {most, O}), few(dtype, {most, O});
-            few_rows_mma_forward(all, inp, weight, bias, device().stream);
-            for (const int64_t n : {1, 7, 8, 9, 32, 33, 61})
+            few_rows_mma_forward(all, inp, weight, bias, device().stream, 1);
+            for (const auto& [n, n_blocks] :
+                 {std::pair<int64_t, int64_t>{1, 1}, {7, 1}, {8, 1}, {9, 1}, {32, 1}, {33, 5}, {61, 99}, {61, 1}})
                 for (const int64_t first : {0, 8}) {  // rows of 780 bytes: on 16-byte boundaries
                     INFO(dtype_name(dtype) << " C " << C << ": rows " << first << " to " << first + n - 1);
                     const Tensor part = few.tensor().slice(0, n);
-                    few_rows_mma_forward(part, inp.tensor().slice(first, n), weight, bias, device().stream);
+                    few_rows_mma_forward(part, inp.tensor().slice(first, n), weight, bias, device().stream, n_blocks);
                     CHECK((to_floats(part) == to_floats(all.tensor().slice(first, n))));
                 }
         }
