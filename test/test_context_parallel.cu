@@ -146,18 +146,32 @@ TEST_CASE("zigzag: each token is some rank's, rows are in order, and causal work
         for (const int64_t c : {1, 2, 7, 250}) {
             const ZigZag zigzag = make_zigzag(2 * n * c, n);
             std::set<int64_t> all;
-            int64_t most = 0, pairs = 0;
+            std::vector<int64_t> pairs(static_cast<size_t>(n));  // of each rank
             for (int r = 0; r < n; ++r) {
                 const std::vector<int64_t> tokens = zigzag.tokens(r);
                 CHECK(std::ssize(tokens) == zigzag.rows());
                 CHECK(std::is_sorted(tokens.begin(), tokens.end()));
                 all.insert(tokens.begin(), tokens.end());
-                most = std::max(most, zigzag.causal_pairs(r)), pairs += zigzag.causal_pairs(r);
+                std::set<int> seen;
+                for (int step = 0; step < n; ++step) {
+                    const int keys_of = zigzag.keys_in_step(r, step);
+                    seen.insert(keys_of);
+                    const int64_t its = zigzag.causal_pairs(r, keys_of);
+                    if (n <= 8) {  // counted one by one
+                        int64_t counted = 0;
+                        for (const int64_t query : tokens)
+                            for (const int64_t key : zigzag.tokens(keys_of)) counted += key <= query;
+                        CHECK(its == counted);
+                    }
+                    CHECK(its == zigzag.causal_pairs(0, zigzag.keys_in_step(0, step)));  // balanced in every step
+                    pairs[static_cast<size_t>(r)] += its;
+                }
+                CHECK(std::ssize(seen) == n);
             }
             CHECK(std::ssize(all) == zigzag.T);
             CHECK(*all.rbegin() == zigzag.T - 1);
-            CHECK(pairs == zigzag.T * (zigzag.T + 1) / 2);
-            CHECK(n * most == pairs);  // the largest share is 1 / n: equal to the pair
+            // The largest share of the causal work is 1 / n: all are equal, to the pair.
+            for (const int64_t its : pairs) CHECK(n * its == zigzag.T * (zigzag.T + 1) / 2);
         }
     }
     CHECK_THROWS_WITH(make_zigzag(100, 3), ContainsSubstring("--seq 100 cannot be cut into the 6 equal chunks of "

@@ -35,7 +35,7 @@ constexpr Style kPhases[] = {{"forward", {110, 165, 215}}, {"recompute", {180, 1
 constexpr Style kCollectives[] = {{"all_reduce", {205, 75, 75}},  {"reduce_scatter", {225, 120, 150}},
                                   {"all_gather", {60, 130, 140}}, {"broadcast", {130, 110, 80}},
                                   {"all_to_all", {140, 90, 170}}, {"reduce ", {225, 120, 150}},
-                                  {"barrier", {160, 160, 160}}};
+                                  {"shift", {85, 105, 185}},      {"barrier", {160, 160, 160}}};
 
 template <size_t n>
 const Style* style_of(const Style (&styles)[n], const std::string& what) {

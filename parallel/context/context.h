@@ -29,8 +29,10 @@ struct ZigZag {
     int64_t rows() const { return T / n; }  // of a sequence on a rank
     TokenChunks of_rank(int rank) const;
     std::vector<int64_t> tokens(int rank) const;  // of each row
-    // Pairs of one of its queries and a key that a causal mask leaves: its work, where queries stay.
-    int64_t causal_pairs(int rank) const;
+    // Pairs of a query of one rank and a key of another that a causal mask leaves.
+    int64_t causal_pairs(int queries_of, int keys_of) const;
+    // Whose keys and values a rank has in step 0 ... n - 1 of the ring: its own first.
+    int keys_in_step(int rank, int step) const { return (rank + n - step) % n; }
 };
 // Error, with the flags and the nearest lengths that can be divided.
 ZigZag make_zigzag(int64_t T, int n);

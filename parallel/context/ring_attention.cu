@@ -140,12 +140,11 @@ class RingAttention final : public ContextParallel {
         copy_heads(keys, k, stream);
         copy_heads(values, v, stream);
     }
-    // In step s the keys are those of rank r - s.
     FlashAttentionOptions mask_of(const FlashAttentionOptions& options, int step) const {
         FlashAttentionOptions masked = options;
         masked.whole_T = zigzag.T;
         masked.queries = zigzag.of_rank(rank());
-        masked.keys = zigzag.of_rank((rank() + size() - step) % size());
+        masked.keys = zigzag.of_rank(zigzag.keys_in_step(rank(), step));
         return masked;
     }
 

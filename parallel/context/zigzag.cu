@@ -37,9 +37,12 @@ std::vector<int64_t> ZigZag::tokens(int rank) const {
     return tokens;
 }
 
-int64_t ZigZag::causal_pairs(int rank) const {
+int64_t ZigZag::causal_pairs(int queries_of, int keys_of) const {
+    const int64_t c = chunk();
     int64_t pairs = 0;
-    for (const int64_t token : tokens(rank)) pairs += token + 1;
+    for (const int64_t query : of_rank(queries_of).first)
+        for (const int64_t key : of_rank(keys_of).first)
+            if (key <= query) pairs += key < query ? c * c : c * (c + 1) / 2;
     return pairs;
 }
 
