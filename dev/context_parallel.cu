@@ -262,6 +262,9 @@ Sizes parse(int argc, char** argv, std::string& path) {
     }
     check(!path.empty(), "give a picture to write: context_parallel context.png");
     check(sizes.ranks <= 8, "--ranks ", sizes.ranks, ": at most 8 are drawn");
+    const int64_t K = sizes.key_heads;
+    check(sizes.heads % sizes.ranks == 0 && sizes.heads % K == 0 && (K % sizes.ranks == 0 || sizes.ranks % K == 0),
+          "--heads ", sizes.heads, " and --key-heads ", K, " cannot be divided among ", sizes.ranks, " ranks");
     return sizes;
 }
 

@@ -89,6 +89,32 @@ TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]
     check_refused("recompute", "x.png --depth 4", "--depth");
 }
 
+TEST_CASE("context_parallel shows balanced work, and draws the layout", "[program][dev]") {
+    const TempFolder folder;
+    const std::string picture = folder / "context.png";
+    const Outcome outcome = run_program("dev/context_parallel",
+                                        picture + " --ranks 3 --seq 24 --heads 6 --key-heads 3 --width 8 --rounds 1");
+    INFO(outcome.out << outcome.err);
+    REQUIRE(outcome.status == 0);
+    // Chunks of 4 tokens: 2 x 10 pairs with its own keys, 2 x 16 with those of each other rank: a third of 300.
+    for (const char* rank : {"0", "1", "2"})
+        CHECK(words(line_of(outcome.out, "", concat("rank ", rank))) ==
+              std::vector<std::string>{"rank", rank, "36", "32", "32", "0.3333"});
+    for (const char* mode : {"ring", "ulysses"}) {
+        const std::vector<std::string> w =
+            words(line_of(outcome.out, "forward and backward", concat("3 ranks, ", mode)));
+        REQUIRE(w.size() == 8);
+        CHECK(std::stod(w[5]) > 0);
+    }
+    CHECK(png_size(picture).first > 100);
+    check_refused("context_parallel", "", "give a picture");
+    check_refused("context_parallel", "x.png --ranks 0", "use a number above 0");
+    check_refused("context_parallel", "x.png --ranks 9 --seq 18", "at most 8");
+    check_refused("context_parallel", "x.png --ranks 2 --seq 10", "cannot be cut into the 4 equal chunks");
+    check_refused("context_parallel", "x.png --heads 6", "--heads 6 and --key-heads 8");
+    check_refused("context_parallel", "x.png --depth 4", "--depth");
+}
+
 TEST_CASE("float_formats prints the formats as their standards define them", "[program][dev]") {
     const Outcome outcome = run_program("dev/float_formats", "1");
     REQUIRE(outcome.status == 0);
