@@ -345,20 +345,19 @@ void expect_saved(const char* operation, Fp8Recipe recipe, const Tensor& saved) 
     if (!is_block(recipe)) expect(operation, "saved", saved, DType::f32, {2});
 }
 
+// Of the state: the amax of earlier steps (place 0), and this step's (1); nothing unless scaling is delayed.
+Tensor of_state(Fp8Recipe recipe, const Tensor& state, int64_t which, int64_t place) {
+    if (recipe != Fp8Recipe::delayed) return {};
+    expect("fp8_linear", "state", state, DType::f32, {2, kFp8StateN});
+    return state.view({2 * kFp8StateN}).slice(which * kFp8StateN + place, 1);
+}
+
 // x, which is inp (which = 0) or dout (1), quantised for its first use in this step. saved[which] becomes its amax.
 void quantise_first(const Fp8Matrix& to, const Tensor& x, int64_t which, Fp8Recipe recipe, const Tensor& saved,
-                    const Tensor& state, bool record, cudaStream_t stream) {
+                    const Tensor& state, bool record, AmaxFrom amax_from, cudaStream_t stream) {
     if (is_block(recipe)) return fp8_quantise(to, false, x, {}, {}, stream);
-    const Tensor amax = saved.slice(which, 1);
-    Tensor known, recorded;
-    if (recipe == Fp8Recipe::delayed) {
-        expect("fp8_linear", "state", state, DType::f32, {2, kFp8StateN});
-        const Tensor row = state.view({2 * kFp8StateN}).slice(which * kFp8StateN, kFp8StateN);
-        known = row.slice(0, 1);
-        if (record) recorded = row.slice(1, 1);
-    }
-    fp8_amax(amax, x, known, stream);
-    fp8_quantise(to, false, x, amax, recorded, stream);
+    if (amax_from == AmaxFrom::here) fp8_linear_amax(saved, which, x, recipe, state, stream);
+    fp8_quantise(to, false, x, saved.slice(which, 1), record ? of_state(recipe, state, which, 1) : Tensor{}, stream);
 }
 
 MatmulOptions product_of(const Fp8Matrix& a, const Fp8Matrix& b) {
@@ -462,7 +461,7 @@ Fp8Weight take_fp8_weight(Arena& arena, Fp8Recipe recipe, int64_t O, int64_t C) 
     return weight;
 }
 
-void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream) {
+void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream, AmaxFrom amax) {
     const char* name = "fp8_quantise_weight";
     expect(name, "forward.codes", to.forward.codes, DType::e4m3, {-1, -1});
     expect(name, "weight", weight, weight.dtype, {to.forward.codes.shape[0], to.forward.codes.shape[1]});
@@ -478,7 +477,7 @@ void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream
             cudaCheck(cudaMemsetAsync(scale.data, 0, scale.bytes(), stream));
         launch_quantise<__nv_fp8_e4m3, Shared::square, true, true>(target, weight, stream);
     } else {
-        fp8_amax(to.amax, weight, {}, stream);
+        if (amax == AmaxFrom::here) fp8_amax(to.amax, weight, {}, stream);
         target.amax = to.amax.ptr<float>();
         launch_quantise<__nv_fp8_e4m3, Shared::tensor, true, true>(target, weight, stream);
     }
@@ -492,8 +491,13 @@ void fp8_advance(Tensor states, cudaStream_t stream) {
     cudaCheckLaunch();
 }
 
+void fp8_linear_amax(Tensor saved, int64_t which, Tensor x, Fp8Recipe recipe, Tensor state, cudaStream_t stream) {
+    expect_saved("fp8_linear_amax", recipe, saved);
+    if (!is_block(recipe)) fp8_amax(saved.slice(which, 1), x, of_state(recipe, state, which, 0), stream);
+}
+
 void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& weight, Tensor bias, Tensor state,
-                        bool record, Tensor scratch, cudaStream_t stream) {
+                        bool record, Tensor scratch, cudaStream_t stream, AmaxFrom amax) {
     const char* name = "fp8_linear_forward";
     const Tensor& codes = weight.forward.codes;
     expect(name, "weight", codes, DType::e4m3, {-1, -1});
@@ -506,14 +510,14 @@ void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& w
     expect_saved(name, weight.recipe, saved);
     const Fp8Matrix inp8 =
         pieces_of(name, scratch, weight.recipe, N, C, O).take_matrix(weight.recipe, DType::e4m3, N, C);
-    quantise_first(inp8, inp, 0, weight.recipe, saved, state, record, stream);
+    quantise_first(inp8, inp, 0, weight.recipe, saved, state, record, amax, stream);
     MatmulOptions options = product_of(inp8, weight.forward);
     options.bias = bias;
     matmul(out, inp8.codes, codes, options, stream);
 }
 
 void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8Weight& weight, bool accumulate,
-                               Tensor state, Tensor scratch, cudaStream_t stream) {
+                               Tensor state, Tensor scratch, cudaStream_t stream, AmaxFrom amax) {
     const char* name = "fp8_linear_backward_input";
     const Tensor& codes = weight.backward.codes;
     expect(name, "weight", codes, DType::e4m3, {-1, -1});
@@ -525,7 +529,7 @@ void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8
     expect_saved(name, weight.recipe, saved);
     const Fp8Matrix dout8 = pieces_of(name, scratch, weight.recipe, N, C, O)
                                 .take_matrix(weight.recipe, gradient_dtype(weight.recipe), N, O);
-    quantise_first(dout8, dout, 1, weight.recipe, saved, state, true, stream);
+    quantise_first(dout8, dout, 1, weight.recipe, saved, state, true, amax, stream);
     MatmulOptions options = product_of(dout8, weight.backward);
     options.beta = accumulate ? 1.0f : 0.0f;
     matmul(dinp, dout8.codes, codes, options, stream);

@@ -149,7 +149,10 @@ struct Fp8Weight {
     Tensor amax;         // (1) f32
 };
 Fp8Weight take_fp8_weight(Arena& arena, Fp8Recipe recipe, int64_t O, int64_t C);
-void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream);  // weight (O, C) bf16 or f16
+// weight (O, C) bf16 or f16. AmaxFrom::caller, here and below: it is a part of a divided layer, and the caller has put
+// the amax of the whole into to.amax (fp8_amax), or into saved (fp8_linear_amax).
+enum class AmaxFrom : uint8_t { here, caller };
+void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream, AmaxFrom amax = AmaxFrom::here);
 
 // The amax histories of delayed scaling: two rows, for inp and dout, of (kFp8StateN) f32 for each linear layer. All
 // layers' states lie in one f32 tensor (2 layers, kFp8StateN): it starts as zeros, is saved with the model, and is
@@ -164,9 +167,12 @@ void fp8_advance(Tensor states, cudaStream_t stream);
 // record: this forward counts for the history; false in evaluation. A forward may be repeated (recomputation), and
 // gives the same bits.
 void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& weight, Tensor bias, Tensor state,
-                        bool record, Tensor scratch, cudaStream_t stream);
+                        bool record, Tensor scratch, cudaStream_t stream, AmaxFrom amax = AmaxFrom::here);
 void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8Weight& weight, bool accumulate,
-                               Tensor state, Tensor scratch, cudaStream_t stream);
+                               Tensor state, Tensor scratch, cudaStream_t stream, AmaxFrom amax = AmaxFrom::here);
+// saved[which] = the amax that inp (which = 0) or dout (1) is scaled by, if it is all there is of it; nothing with
+// block scaling. For callers that then find that of all parts.
+void fp8_linear_amax(Tensor saved, int64_t which, Tensor x, Fp8Recipe recipe, Tensor state, cudaStream_t stream);
 // After backward_input of the same micro-batch, now or later. dbias optional.
 void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor saved, Fp8Recipe recipe,
                                 Tensor scratch, cudaStream_t stream);

@@ -20,6 +20,17 @@ ColumnGeometry* geometry_of(const Model& model, const Linear& linear) {
     return model.tensor_parallel && crosses ? model.tensor_parallel->geometry() : nullptr;
 }
 
+// Scales are those of the whole tensor, of which a rank of tensor parallelism has a part: saved[which] = its amax. The
+// amax of what all ranks have is the same on each of them.
+AmaxFrom amax_of_all(const BlockContext& b, const Linear& linear, int64_t which, Tensor x) {
+    TensorParallel* const ranks = b.model.tensor_parallel;
+    if (!ranks || linear.fp8.recipe == Fp8Recipe::block) return AmaxFrom::here;
+    const Tensor saved = scaled_by(b, linear), amax = saved.slice(which, 1);
+    fp8_linear_amax(saved, which, x, linear.fp8.recipe, linear.fp8_state, b.stream);
+    ranks->max(amax, b.stream);
+    return AmaxFrom::caller;
+}
+
 // A row of a step of inference has the same bits whatever the other rows are, and however many. cuBLASLt chooses a
 // kernel by the number of rows, and with it an order of summation; on the CPU device there is one.
 void step_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
@@ -59,14 +70,16 @@ void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor ou
     const Tensor bias = linear.adds_bias ? linear.bias : Tensor{};
     if (linear.quantised.codes.exists()) return quantised_linear_forward(out, inp, linear.quantised, bias, b.stream);
     if (!b.saved.fp8) return product_forward(b.model, linear, out, inp, bias, has_cache(b), b.stream);
+    const AmaxFrom amax = amax_of_all(b, linear, 0, inp);
     fp8_linear_forward(out, scaled_by(b, linear), inp, linear.fp8, bias, linear.fp8_state, b.acts.training,
-                       b.workspace.scratch, b.stream);
+                       b.workspace.scratch, b.stream, amax);
 }
 
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout) {
     if (!b.saved.fp8) return product_backward_input(b.model, linear, dinp, dout, b.stream);
+    const AmaxFrom amax = amax_of_all(b, linear, 1, dout);
     fp8_linear_backward_input(dinp, scaled_by(b, linear), dout, linear.fp8, false, linear.fp8_state,
-                              b.workspace.scratch, b.stream);
+                              b.workspace.scratch, b.stream, amax);
 }
 
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {

@@ -293,7 +293,13 @@ Weights Model::all_weights(uint64_t seed) const {
 
 void quantise_block(const Model& model, int64_t l, cudaStream_t stream) {
     Block block = model.blocks[static_cast<size_t>(l)];
-    for (const Linear* linear : linears(block)) fp8_quantise_weight(linear->fp8, linear->weight, stream);
+    TensorParallel* const ranks = model.precision.fp8 == Fp8Recipe::block ? nullptr : model.tensor_parallel;
+    for (const Linear* linear : linears(block)) {
+        const Tensor amax = linear->fp8.amax;
+        if (ranks) fp8_amax(amax, linear->weight, {}, stream);
+        if (ranks) ranks->max(amax, stream);  // of the whole weight, of which this is a part
+        fp8_quantise_weight(linear->fp8, linear->weight, stream, ranks ? AmaxFrom::caller : AmaxFrom::here);
+    }
 }
 
 void quantise_weights(const Model& model, cudaStream_t stream) {
@@ -307,9 +313,10 @@ void quantise_weights(const Model& model, cudaStream_t stream) {
 
 void advance_fp8(const Model& model, cudaStream_t stream) {
     if (!model.fp8_states) return;
-    // Each rank has seen the largest values of its own sequences only.
+    // Each rank has seen the largest values of its own sequences and columns only.
     if (model.data_parallel)
         model.data_parallel->comm().all_reduce(model.fp8_states, model.fp8_states, ReduceOp::max, stream);
+    if (model.tensor_parallel) model.tensor_parallel->max(model.fp8_states, stream);
     fp8_advance(model.fp8_states, stream);
 }
 

@@ -19,6 +19,13 @@
 //   sizes     tile: sum of U^2
 //   lengths   matrix: alpha
 //   apply     tile
+//
+// Where ranks divide a matrix (Param::cut), factors writes a rank's sums to the places of its rows and columns in the
+// whole, and they are added up over the ranks: R + C + 1 numbers, and one more for U. Each rank then has the row and
+// the col of the whole matrix.
+//   part_sums          matrix: sum of W^2, of U^2
+//   divided_factors    row or column of the whole: new row_r, col_c
+//   factors_of_part    row or column of the part: a copy of its factor
 #include "optim/weights.cuh"
 
 #include <algorithm>
@@ -38,6 +45,14 @@ struct Matrix {
     int32_t R, C, first_tile, tiles_across, n_tiles;
     float decay;
     uint64_t key;  // of random numbers: hash_name
+    // The whole matrix, of which this is a part: its sides, the places of its factors, and those of its sums: of rows,
+    // of columns and of W^2 from sum_first on; of U^2. sum_first -1: it is not cut, and these are as above.
+    int64_t whole_row_first, whole_col_first, sum_first, u_at;
+    int32_t whole_R, whole_C;
+    bool counted;             // of ranks that have the same part one adds its sums
+    PlaceInWhole place;       // of the part's elements
+    PlaceInWhole rows, cols;  // of its rows and columns
+    __host__ __device__ double whole_n() const { return static_cast<double>(whole_R) * whole_C; }
 };
 struct Place {
     int32_t matrix, row, col;  // first row and column of a tile. Of a line: row >= 0 or col >= 0, the other is -1
@@ -47,13 +62,14 @@ struct MatrixScale {
 };
 struct Tables {
     const Matrix* matrices;
-    const Place *tiles, *lines;
+    const Place *tiles, *lines, *whole_lines;
 };
 // Scratch, all of it written in each step before it is read.
 struct Partials {
     float *row_sums, *col_sums;  // (n_tiles, 64): of G^2
     float *w_sums, *u_sums;      // (n_tiles): of W^2, of U^2
     MatrixScale* scales;         // (n_matrices)
+    float* divided;              // sums of matrices that are cut (Matrix)
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -115,9 +131,37 @@ __global__ void __launch_bounds__(kTile)
     const float* sums = is_row ? p.row_sums : p.col_sums;
     double sum = 0;
     for (int tile = first; tile < last; tile += step) sum += sums[(m.first_tile + tile) * int64_t{kTile} + k % kTile];
+    if (m.sum_first >= 0) {
+        const int64_t at = is_row ? m.rows.of(k) : m.whole_R + m.cols.of(k);
+        if (m.counted) p.divided[m.sum_first + at] = static_cast<float>(sum);
+        return;
+    }
     const float mean = static_cast<float>(sum / (is_row ? m.C : m.R));
     float& factor = is_row ? rows[m.row_first + k] : cols[m.col_first + k];
     factor = (1 - rest) * factor + rest * mean;
+}
+
+// Lines of whole matrices, of which this rank has a part: p.divided has the sums of all ranks.
+__global__ void __launch_bounds__(kTile)
+    divided_factors_kernel(float* rows, float* cols, Partials p, const float* norm_scale, Tables tables, float rest) {
+    const Place line = tables.whole_lines[blockIdx.x];
+    const Matrix m = tables.matrices[line.matrix];
+    const bool is_row = line.row >= 0;
+    const int k = (is_row ? line.row : line.col) + static_cast<int>(threadIdx.x);
+    const float scale = norm_scale[1];
+    if (scale != scale || k >= (is_row ? m.whole_R : m.whole_C)) return;  // NaN: no update
+    const float mean =
+        p.divided[m.sum_first + (is_row ? 0 : m.whole_R) + k] / static_cast<float>(is_row ? m.whole_C : m.whole_R);
+    float& factor = is_row ? rows[m.whole_row_first + k] : cols[m.whole_col_first + k];
+    factor = (1 - rest) * factor + rest * mean;
+}
+__global__ void __launch_bounds__(kTile) factors_of_part_kernel(float* rows, float* cols, Tables tables) {
+    const Place line = tables.lines[blockIdx.x];
+    const Matrix m = tables.matrices[line.matrix];
+    const int row = line.row + static_cast<int>(threadIdx.x), col = line.col + static_cast<int>(threadIdx.x);
+    if (m.sum_first < 0) return;
+    if (line.row >= 0 && row < m.R) rows[m.row_first + row] = rows[m.whole_row_first + m.rows.of(row)];
+    if (line.row < 0 && col < m.C) cols[m.col_first + col] = cols[m.whole_col_first + m.cols.of(col)];
 }
 
 // The sum of n numbers, by a block of kBlock threads, for thread 0 alone.
@@ -131,14 +175,25 @@ __device__ __forceinline__ double sum_of(const float* numbers, int64_t n, double
     return sum;
 }
 
+// Of a matrix that is cut, this rank's tiles: sums (n_tiles) of W^2, behind the sums of rows and columns, or of U^2.
+__global__ void __launch_bounds__(kBlock) part_sums_kernel(Partials p, const float* sums, Tables tables, bool of_u) {
+    __shared__ double shared[kBlock];
+    const Matrix m = tables.matrices[blockIdx.x];
+    if (m.sum_first < 0) return;
+    const double sum = sum_of(sums + m.first_tile, m.n_tiles, shared);
+    if (threadIdx.x == 0 && m.counted)
+        p.divided[of_u ? m.u_at : m.sum_first + m.whole_R + m.whole_C] = static_cast<float>(sum);
+}
+
 __global__ void __launch_bounds__(kBlock) scales_kernel(Partials p, const float* rows, Tables tables) {
     __shared__ double shared[kBlock];
     const Matrix m = tables.matrices[blockIdx.x];
-    const double row_sum = sum_of(rows + m.row_first, m.R, shared),
-                 w_sum = sum_of(p.w_sums + m.first_tile, m.n_tiles, shared);
+    const double row_sum = sum_of(rows + m.whole_row_first, m.whole_R, shared);
+    double w_sum = sum_of(p.w_sums + m.first_tile, m.n_tiles, shared);
     if (threadIdx.x > 0) return;
-    p.scales[blockIdx.x].row_mean = fmaxf(static_cast<float>(row_sum / m.R), 1e-37f);  // a divisor
-    p.scales[blockIdx.x].rms = static_cast<float>(sqrt(w_sum / (static_cast<double>(m.R) * m.C)));
+    if (m.sum_first >= 0) w_sum = p.divided[m.sum_first + m.whole_R + m.whole_C];
+    p.scales[blockIdx.x].row_mean = fmaxf(static_cast<float>(row_sum / m.whole_R), 1e-37f);  // a divisor
+    p.scales[blockIdx.x].rms = static_cast<float>(sqrt(w_sum / m.whole_n()));
 }
 
 // One element of U. The quotient of the rows comes first: it is at most R, where row * col could underflow. (The
@@ -177,10 +232,11 @@ __global__ void __launch_bounds__(kBlock)
     lengths_kernel(Partials p, Tables tables, float min_scale, float relative_lr, float clip_threshold) {
     __shared__ double shared[kBlock];
     const Matrix m = tables.matrices[blockIdx.x];
-    const double sum = sum_of(p.u_sums + m.first_tile, m.n_tiles, shared);
+    double sum = sum_of(p.u_sums + m.first_tile, m.n_tiles, shared);
     if (threadIdx.x > 0) return;
+    if (m.sum_first >= 0) sum = p.divided[m.u_at];
     MatrixScale& scale = p.scales[blockIdx.x];
-    const float rms = static_cast<float>(sqrt(sum / (static_cast<double>(m.R) * m.C)));
+    const float rms = static_cast<float>(sqrt(sum / m.whole_n()));
     scale.alpha = fmaxf(min_scale, scale.rms) * relative_lr / fmaxf(1.0f, rms / clip_threshold);
 }
 
@@ -207,7 +263,7 @@ __global__ void __launch_bounds__(kThreads)
             const float u = update_of(scale * g[k], row_factor, s.row_mean, col_factors[k], eps);
             w[k] -= s.alpha * u + decay_step * m.decay * w[k];
         }
-        format.store_chunk(values, copy, first, w, m.C - col, m.key, first - m.offset);
+        format.store_chunk(values, copy, first, w, m.C - col, m.key, first - m.offset, m.place);
     }
 }
 
@@ -221,47 +277,39 @@ class Adafactor final : public Optimizer {
     Adafactor(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
         : params_(params), n_(n), options_(options) {
         check_optimizer_input(kName, params, n, options);
-        int64_t n_rows = 0, n_cols = 0;
-        for (const Param& param : params_) {
-            // The vocabulary's padding is not included in any mean; it stays 0.
-            const bool is_vector = param.value.ndim < 2;
-            const int64_t R = is_vector ? 1 : param.value.rows() - param.padded_rows,
-                          C = is_vector ? param.value.n() : param.value.cols();
-            const int32_t index = static_cast<int32_t>(matrices_.size());
-            const int32_t first_tile = narrow(static_cast<int64_t>(tiles_.size()), "Adafactor: the number of tiles");
-            for (int64_t row = 0; row < R; row += kTile)
-                for (int64_t col = 0; col < C; col += kTile)
-                    tiles_.push_back({index, static_cast<int32_t>(row), static_cast<int32_t>(col)});
-            for (int64_t row = 0; row < R; row += kTile) lines_.push_back({index, static_cast<int32_t>(row), -1});
-            for (int64_t col = 0; col < C; col += kTile) lines_.push_back({index, -1, static_cast<int32_t>(col)});
-            matrices_.push_back({param.offset, n_rows, n_cols, narrow(R, "rows"), narrow(C, "columns"), first_tile,
-                                 static_cast<int32_t>(ceil_div(C, kTile)),
-                                 static_cast<int32_t>(tiles_.size()) - first_tile, param.decay ? 1.0f : 0.0f,
-                                 hash_name(param.name)});
-            n_rows += R;
-            n_cols += C;
-        }
+        for (const Param& param : params_) add_matrix(param);
         const auto count = [](const auto& table) { return static_cast<int64_t>(table.size()); };
-        rows_ = arena.take("optimizer row", DType::f32, {n_rows});
-        cols_ = arena.take("optimizer col", DType::f32, {n_cols});
+        rows_ = arena.take("optimizer row", DType::f32, {n_rows_});
+        cols_ = arena.take("optimizer col", DType::f32, {n_cols_});
         matrix_table_ = arena.take("optimizer tiles", DType::i32, {count(matrices_), sizeof(Matrix) / 4});
         tile_table_ = arena.take("optimizer tiles", DType::i32, {count(tiles_), sizeof(Place) / 4});
         line_table_ = arena.take("optimizer tiles", DType::i32, {count(lines_), sizeof(Place) / 4});
+        for (Matrix& m : matrices_)  // the sums of U^2 lie behind the others
+            if (m.sum_first >= 0) m.u_at = divided_n_ + n_cut_++;
+        if (n_cut_ == 0) return;
+        whole_line_table_ = arena.take("optimizer tiles", DType::i32, {count(whole_lines_), sizeof(Place) / 4});
     }
     int64_t scratch_n() const override {
         return static_cast<int64_t>(tiles_.size() * (2 * kTile + 2) +
-                                    matrices_.size() * sizeof(MatrixScale) / sizeof(float));
+                                    matrices_.size() * sizeof(MatrixScale) / sizeof(float)) +
+               divided_n_ + n_cut_;
     }
+    std::vector<int64_t> sums() const override {
+        if (n_cut_ == 0) return {};
+        return {divided_n_, n_cut_};
+    }
+    void use_sums(const SumOverRanks& sum) override { sum_ = sum; }
     void use_scratch(Tensor scratch) override { scratch_ = scratch; }
     void init(cudaStream_t stream) override {
-        if (tiles_.empty()) return;
-        check(tile_table_.data != nullptr, kName, ": init before the arena is reserved");
+        if (matrices_.empty()) return;
+        check(matrix_table_.data != nullptr, kName, ": init before the arena is reserved");
         const auto upload = [&](const Tensor& to, const void* from) {
             cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, stream));
         };
         upload(matrix_table_, matrices_.data());
         upload(tile_table_, tiles_.data());
         upload(line_table_, lines_.data());
+        if (n_cut_ > 0) upload(whole_line_table_, whole_lines_.data());
         for (const Tensor& state : {rows_, cols_}) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
     void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
@@ -269,64 +317,161 @@ class Adafactor final : public Optimizer {
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
         for (size_t k = 0; k < matrices_.size(); ++k) {
-            all.push_back({"row", params_[k].name, rows_.slice(matrices_[k].row_first, matrices_[k].R), 0});
-            all.push_back({"col", params_[k].name, cols_.slice(matrices_[k].col_first, matrices_[k].C), 0});
+            const Matrix& m = matrices_[k];
+            all.push_back({"row", params_[k].name, rows_.slice(m.whole_row_first, m.whole_R), 0});
+            all.push_back({"col", params_[k].name, cols_.slice(m.whole_col_first, m.whole_C), 0});
         }
         return all;
     }
 
   private:
+    void add_matrix(const Param& param);
+    // 64 rows or columns of matrix `index`, which is R x C, each.
+    static void add_lines(std::vector<Place>& lines, int32_t index, int64_t R, int64_t C);
+    // Sums of squares -> factors, mean(row) and rms(W); sums of U^2 -> alpha. They read no weights and no gradients.
+    void find_factors(const Partials& p, const Tables& tables, const float* norm, float rest, cudaStream_t stream);
+    void find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream);
+    Tensor divided(int64_t first, int64_t n) const {
+        return scratch_.slice(scratch_n() - divided_n_ - n_cut_ + first, n);
+    }
+
     std::vector<Param> params_;
     int64_t n_;
     OptimizerOptions options_;
     std::vector<Matrix> matrices_;
-    std::vector<Place> tiles_, lines_;
-    Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, scratch_;
+    std::vector<Place> tiles_, lines_, whole_lines_;
+    int64_t n_rows_ = 0, n_cols_ = 0;    // of all factors
+    int64_t divided_n_ = 0, n_cut_ = 0;  // sums of matrices that are cut, but for those of U^2; such matrices
+    Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, whole_line_table_, scratch_;
+    SumOverRanks sum_;
 };
+
+void Adafactor::add_lines(std::vector<Place>& lines, int32_t index, int64_t R, int64_t C) {
+    for (int64_t row = 0; row < R; row += kTile) lines.push_back({index, static_cast<int32_t>(row), -1});
+    for (int64_t col = 0; col < C; col += kTile) lines.push_back({index, -1, static_cast<int32_t>(col)});
+}
+
+void Adafactor::add_matrix(const Param& param) {
+    // The vocabulary's padding is not included in any mean; it stays 0.
+    const bool is_vector = param.value.ndim < 2;
+    const int64_t R = is_vector ? 1 : param.value.rows() - param.padded_rows,
+                  C = is_vector ? param.value.n() : param.value.cols();
+    const int32_t index = static_cast<int32_t>(matrices_.size());
+    const int32_t first_tile = narrow(static_cast<int64_t>(tiles_.size()), "Adafactor: the number of tiles");
+    for (int64_t row = 0; row < R; row += kTile)
+        for (int64_t col = 0; col < C; col += kTile)
+            tiles_.push_back({index, static_cast<int32_t>(row), static_cast<int32_t>(col)});
+    add_lines(lines_, index, R, C);
+    Matrix m{.offset = param.offset,
+             .row_first = n_rows_,
+             .col_first = n_cols_,
+             .R = narrow(R, "rows"),
+             .C = narrow(C, "columns"),
+             .first_tile = first_tile,
+             .tiles_across = static_cast<int32_t>(ceil_div(C, kTile)),
+             .n_tiles = static_cast<int32_t>(tiles_.size()) - first_tile,
+             .decay = param.decay ? 1.0f : 0.0f,
+             .key = hash_name(param.name),
+             .whole_row_first = n_rows_,
+             .whole_col_first = n_cols_,
+             .sum_first = -1,
+             .u_at = -1,
+             .whole_R = narrow(R, "rows"),
+             .whole_C = narrow(C, "columns"),
+             .counted = param.counted,
+             .place = {},
+             .rows = {},
+             .cols = {}};
+    n_rows_ += R, n_cols_ += C;
+    if (param.cut.exists()) {
+        const Cut& cut = param.cut;
+        m.place = place_in_whole(param);
+        m.whole_R = narrow(is_vector ? 1 : cut.rows, "rows"),
+        m.whole_C = narrow(is_vector ? cut.rows : cut.cols, "columns");
+        // A vector is one row: what is cut of it are columns.
+        PlaceInWhole& lines = is_vector ? m.cols : m.rows;
+        lines = m.place;
+        lines.first = cut.row_ranges[0].first, lines.run = 1, lines.skip = 0;
+        if (!is_vector) m.cols.first = cut.first_col;
+        m.whole_row_first = n_rows_, m.whole_col_first = n_cols_, m.sum_first = divided_n_;
+        n_rows_ += m.whole_R, n_cols_ += m.whole_C, divided_n_ += m.whole_R + m.whole_C + 1;
+        add_lines(whole_lines_, index, m.whole_R, m.whole_C);
+    }
+    matrices_.push_back(m);
+}
+
+// Each kernel needs results of the one before, from all tiles: so there are six launches. Kernels that read no weights
+// and gradients are launched by functions of their own, and so compiled once, and not for each of their types.
+void Adafactor::find_factors(const Partials& p, const Tables& tables, const float* norm, float rest,
+                             cudaStream_t stream) {
+    float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>();
+    const int n_lines = static_cast<int>(lines_.size()), n_matrices = static_cast<int>(matrices_.size());
+    if (n_cut_ > 0) cudaCheck(cudaMemsetAsync(p.divided, 0, divided(0, divided_n_ + n_cut_).bytes(), stream));
+    if (n_lines > 0) factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
+    cudaCheckLaunch();
+    if (n_cut_ > 0) {
+        part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.w_sums, tables, false);
+        cudaCheckLaunch();
+        sum_(divided(0, divided_n_), stream);
+        divided_factors_kernel<<<static_cast<unsigned>(whole_lines_.size()), kTile, 0, stream>>>(rows, cols, p, norm,
+                                                                                                 tables, rest);
+        cudaCheckLaunch();
+        if (n_lines > 0) factors_of_part_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, tables);
+        cudaCheckLaunch();
+    }
+    scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
+    cudaCheckLaunch();
+}
+
+void Adafactor::find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream) {
+    const int n_matrices = static_cast<int>(matrices_.size());
+    if (n_cut_ > 0) {
+        part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.u_sums, tables, true);
+        cudaCheckLaunch();
+        sum_(divided(divided_n_, n_cut_), stream);
+    }
+    lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
+                                                      options_.clip_threshold);
+    cudaCheckLaunch();
+}
 
 void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
                      cudaStream_t stream) {
-    if (tiles_.empty()) return;
+    if (matrices_.empty()) return;
     check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
+    check(n_cut_ == 0 || sum_ != nullptr, kName,
+          ": matrices are cut, and there is no sum over the ranks of their parts");
     const Tables tables = {static_cast<const Matrix*>(matrix_table_.data), static_cast<const Place*>(tile_table_.data),
-                           static_cast<const Place*>(line_table_.data)};
+                           static_cast<const Place*>(line_table_.data),
+                           static_cast<const Place*>(whole_line_table_.data)};
     float* const scratch = scratch_.ptr<float>();
     const size_t tile_n = tiles_.size(), rows_n = tile_n * kTile;
     // The parts of the scratch, in the order of Partials' members.
-    const Partials p = {scratch, scratch + rows_n, scratch + 2 * rows_n, scratch + 2 * rows_n + tile_n,
-                        reinterpret_cast<MatrixScale*>(scratch + 2 * rows_n + 2 * tile_n)};
+    const Partials p = {scratch,
+                        scratch + rows_n,
+                        scratch + 2 * rows_n,
+                        scratch + 2 * rows_n + tile_n,
+                        reinterpret_cast<MatrixScale*>(scratch + 2 * rows_n + 2 * tile_n),
+                        scratch + (scratch_n() - divided_n_ - n_cut_)};
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>(), *const norm = norm_scale.ptr<float>();
     const float rest = static_cast<float>(std::pow(static_cast<double>(t), -static_cast<double>(options_.decay_power)));
     const float relative_lr = static_cast<float>(std::min(lr, 1 / std::sqrt(static_cast<double>(t))));
     const float decay_step = static_cast<float>(lr * options_.weight_decay);
-    const int n_tiles = narrow(static_cast<int64_t>(tiles_.size()), "tiles"), n_lines = static_cast<int>(lines_.size()),
-              n_matrices = static_cast<int>(matrices_.size());
-    // Each kernel needs results of the one before, from all tiles: so there are six launches. Kernels that read no
-    // weights and gradients are launched here, and so compiled once, and not for each of their types.
-    const auto launch_scales = [&] {
-        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
-        cudaCheckLaunch();
-        scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
-        cudaCheckLaunch();
-    };
-    const auto launch_lengths = [&] {
-        lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
-                                                          options_.clip_threshold);
-        cudaCheckLaunch();
-    };
+    const int n_tiles = narrow(static_cast<int64_t>(tiles_.size()), "tiles");
     dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
         using F = decltype(format);
         using G = decltype(grad_zero);
         auto* const values = weights.values.ptr<typename F::Value>();
         const G* const g = grads.ptr<G>();
-        squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
+        if (n_tiles > 0) squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
         cudaCheckLaunch();
-        launch_scales();
-        sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
+        find_factors(p, tables, norm, rest, stream);
+        if (n_tiles > 0) sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
         cudaCheckLaunch();
-        launch_lengths();
-        apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
-                                                             tables, options_.eps, decay_step, format);
+        find_lengths(p, tables, relative_lr, stream);
+        if (n_tiles > 0)
+            apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
+                                                                 tables, options_.eps, decay_step, format);
         cudaCheckLaunch();
     });
 }

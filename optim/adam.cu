@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
     const Tile tile = tiles[blockIdx.x];
     const float scale = norm_scale[1];
     if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
-    const Philox draw = draw_of_thread(format, tile);
+    const TileDraws<F> draws(format, tile);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x;
         if (is_behind(tile, k)) return;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
         const float w = adam(to_float(values[i]), g, tile.decay, m, v);
         ms[j] = m;
         vs[j] = v;
-        format.store(values, copy, i, w, part_of(draw, part));
+        format.store(values, copy, i, w, draws.bits(part, k));
     }
 }
 

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
         if (e >= tile.n) continue;  // beyond the parameter's end, where m and v stay 0
         const int64_t i = tile.first + e;
         const float w = update(to_float(values[i]), scale * to_float(grads[i]), tile.decay, m[k], v[k]);
-        format.store(values, copy, i, w, format.random_bits(tile.key, tile.element + e));
+        format.store(values, copy, i, w, format.random_bits(tile.key, tile.place.of(tile.element + e)));
     }
     for (int k = 0; k < kLaneN; ++k)
         m_max = fabsf(m[k]) > m_max ? fabsf(m[k]) : m_max, v_max = v[k] > v_max ? v[k] : v_max;

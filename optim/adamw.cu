@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
     const Tile tile = tiles[blockIdx.x];
     const float scale = norm_scale[1];  // of gradient clipping and loss scaling
     if (scale != scale) return;         // NaN: some gradient is inf or NaN, and the update is skipped
-    const Philox draw = draw_of_thread(format, tile);
+    const TileDraws<F> draws(format, tile);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x;  // element of the tile
         if (is_behind(tile, k)) return;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
         const float w = adamw(to_float(values[i]), g, tile.decay, m, v);
         ms[j] = m;
         vs[j] = v;
-        format.store(values, copy, i, w, part_of(draw, part));
+        format.store(values, copy, i, w, draws.bits(part, k));
     }
 }
 

@@ -37,11 +37,28 @@ constexpr int kTileParts = F::stochastic ? kDrawParts : 1;
 __device__ __forceinline__ bool is_behind(const Tile& tile, unsigned k) {
     return tile.n < kTileN && static_cast<int>(k) >= tile.n;
 }
+// The random bits of a thread's elements. In a tile whose elements are a tile of the whole parameter, too, the thread
+// draws once; in a part that is cut elsewhere, an element's draw may be one that no other element here needs.
 template <class F>
-__device__ __forceinline__ Philox draw_of_thread(const F& format, const Tile& tile) {
-    if constexpr (!F::stochastic) return {};
-    return draw_of(format.seed, tile.key, format.t, tile.element / kDrawParts + threadIdx.x);
-}
+struct TileDraws {
+    const F& format;
+    const Tile& tile;
+    bool is_whole = true;
+    Philox draw = {};
+    __device__ __forceinline__ TileDraws(const F& its_format, const Tile& its_tile)
+        : format(its_format), tile(its_tile) {
+        if constexpr (F::stochastic) {
+            const int64_t first = tile.place.first + tile.element;
+            is_whole = tile.place.skip == 0 && tile.place.group_skip == 0 && first % kTileN == 0;
+            if (is_whole) draw = draw_of(format.seed, tile.key, format.t, first / kDrawParts + threadIdx.x);
+        }
+    }
+    __device__ __forceinline__ uint32_t bits(int part, unsigned k) const {
+        if constexpr (!F::stochastic) return 0;
+        if (is_whole) return part_of(draw, part);
+        return format.random_bits(tile.key, tile.place.of(tile.element + k));
+    }
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel of optimizers with one state or none
@@ -60,7 +77,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
     const Tile tile = tiles[blockIdx.x];
     const float scale = norm_scale[1];
     if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
-    const Philox draw = draw_of_thread(format, tile);
+    const TileDraws<F> draws(format, tile);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x;
         if (is_behind(tile, k)) return;
@@ -74,7 +91,7 @@ __global__ void __launch_bounds__(kTileThreads<F>)
             w = update(w, g, tile.decay, a);
             state[tile.state_first + k] = a;
         }
-        format.store(values, copy, i, w, part_of(draw, part));
+        format.store(values, copy, i, w, draws.bits(part, k));
     }
 }
 

@@ -20,6 +20,9 @@
 // k and v are three matrices, also where they are one parameter (GPT-2's c_attn, in which each has a third of the
 // rows). AdamW (adamw.cu), with lr * adamw_lr_ratio, updates all others: norms, biases, and the embeddings and the
 // head, whose rows are tokens and not directions.
+//
+// Where ranks divide a matrix (Param::cut), each has the momentum of its part, puts X of it into its place among zeros,
+// and the sum over the ranks is the whole X. Then all of them do the same iterations, and each updates its part.
 #include "layers/layers.h"
 #include "optim/weights.cuh"
 
@@ -52,16 +55,19 @@ std::vector<Param> select(const std::vector<Param>& params, bool hidden) {
 constexpr int kBlock = 256;
 int blocks_for(int64_t n) { return narrow(ceil_div(n, kBlock), "Muon: the number of blocks"); }
 
+// ms and grads are of this rank's part of a matrix, x is the whole matrix. Element i of the part is element place.of(i)
+// of the whole parameter, whose element `first` is the first one of x.
 template <class T, class G>
 __global__ void momentum_kernel(T* __restrict__ x, float* __restrict__ ms, const G* __restrict__ grads,
-                                const float* __restrict__ norm_scale, int64_t n, float momentum) {
+                                const float* __restrict__ norm_scale, int64_t n, float momentum, bool counted,
+                                PlaceInWhole place, int64_t first) {
     const int64_t i = global_thread();
     const float scale = norm_scale[1], rest = 1 - momentum;
     if (i >= n || scale != scale) return;  // NaN: no update
     const float g = scale * to_float(grads[i]);
     const float m = momentum * ms[i] + rest * g;
     ms[i] = m;
-    x[i] = from_float<T>(momentum * m + rest * g);
+    if (counted) x[place.of(i) - first] = from_float<T>(momentum * m + rest * g);
 }
 
 template <class T>
@@ -70,16 +76,17 @@ __global__ void normalise_kernel(T* __restrict__ x, const float* __restrict__ no
     if (i < n) x[i] = from_float<T>(to_float(x[i]) / fmaxf(norm[0], 1e-7f));  // a matrix without gradients stays 0
 }
 
-// The matrix is elements [first, first + n) of the parameter with this key.
+// values is this rank's part, and x the whole matrix, as above; the parameter has this key.
 template <class F, class T>
 __global__ void apply_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
                              const T* __restrict__ x, const float* __restrict__ norm_scale, int64_t n, float step,
-                             float decay_step, F format, uint64_t key, int64_t first) {
+                             float decay_step, F format, uint64_t key, PlaceInWhole place, int64_t first) {
     const int64_t i = global_thread();
     const float scale = norm_scale[1];
     if (i >= n || scale != scale) return;
     const float w = to_float(values[i]);
-    format.store(values, copy, i, w - (step * to_float(x[i]) + decay_step * w), format.random_bits(key, first + i));
+    const int64_t e = place.of(i);
+    format.store(values, copy, i, w - (step * to_float(x[e - first]) + decay_step * w), format.random_bits(key, e));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -87,12 +94,15 @@ __global__ void apply_kernel(typename F::Value* __restrict__ values, typename F:
 
 // What is orthogonalised by itself: a parameter, or a third of it.
 struct Matrix {
-    int64_t offset, R, C;  // place in the flat arrays
+    int64_t R, C;          // of the whole matrix
+    int64_t offset, n;     // of this rank's part of it in the flat arrays
     int64_t m_first;       // place in the state
     uint64_t key;          // of its parameter, and
     int64_t element;       // its first element there
+    PlaceInWhole place;    // of the part's elements there
+    bool is_cut, counted;  // counted: of the ranks that have the same part one puts it into the whole
     bool decay;
-    int64_t n() const { return R * C; }
+    int64_t whole_n() const { return R * C; }
 };
 
 class Muon final : public Optimizer {
@@ -105,11 +115,18 @@ class Muon final : public Optimizer {
         check_optimizer_input(kName, params, n, options);
         int64_t m_n = 0;
         for (const Param& param : params_) {
-            const int64_t n_parts = param.name.ends_with(".attn.c_attn.weight") ? 3 : 1, C = param.value.cols(),
-                          R = div_exact(param.value.rows(), n_parts, "rows of q, k and v");
-            for (int64_t part = 0; part < n_parts; ++part, m_n += R * C)
-                matrices_.push_back(
-                    {param.offset + part * R * C, R, C, m_n, hash_name(param.name), part * R * C, param.decay});
+            const bool is_cut = param.cut.exists();
+            const int64_t n_parts = param.name.ends_with(".attn.c_attn.weight") ? 3 : 1,
+                          C = is_cut ? param.cut.cols : param.value.cols(),
+                          R = div_exact(is_cut ? param.cut.rows : param.value.rows(), n_parts, "rows of q, k and v"),
+                          n_here = param.value.n() / n_parts;
+            for (int64_t part = 0; part < n_parts; ++part, m_n += n_here) {
+                PlaceInWhole place = place_in_whole(param);
+                place.first = place.of(part * n_here);
+                if (n_parts > 1) place.group = 1, place.group_skip = 0;  // a third is one group of rows
+                matrices_.push_back({R, C, param.offset + part * n_here, n_here, m_n, hash_name(param.name),
+                                     part * R * C, place, is_cut, param.counted || !is_cut, param.decay});
+            }
             max_n_ = std::max(max_n_, R * C);
             max_side_ = std::max(max_side_, std::min(R, C));
         }
@@ -135,6 +152,13 @@ class Muon final : public Optimizer {
         norm_ = take(DType::f32, 2, kAlignN);
         norm_scratch_ = take(DType::f32, grad_norm_scratch_n(max_n_), 0);
     }
+    std::vector<int64_t> sums() const override {
+        std::vector<int64_t> all;
+        for (const Matrix& matrix : matrices_)
+            if (matrix.is_cut) all.push_back(matrix.whole_n());
+        return all;
+    }
+    void use_sums(const SumOverRanks& sum) override { sum_ = sum; }
     void init(cudaStream_t stream) override {
         adamw_->init(stream);
         if (matrices_.empty()) return;
@@ -149,7 +173,7 @@ class Muon final : public Optimizer {
         dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
             for (const Matrix& matrix : matrices_) {
                 update_momentum(matrix, grads.ptr<decltype(grad_zero)>() + matrix.offset, norm_scale, stream);
-                normalise(matrix.n(), stream);
+                normalise(matrix.whole_n(), stream);
                 apply(matrix, newton_schulz(matrix.R, matrix.C, stream), weights, format, norm_scale, lr, stream);
             }
         });
@@ -170,16 +194,21 @@ class Muon final : public Optimizer {
         return round_up(ceil_div(n * static_cast<int64_t>(dtype_bytes(options_.ns_dtype)), 4), kAlignN);
     }
     // The three parts of an update. Each of them is compiled for the types that it knows, and not for all combinations.
-    // grads: the matrix's.
+    // grads: of this rank's part of the matrix. x_ is the whole one afterwards.
     template <class G>
     void update_momentum(const Matrix& matrix, const G* grads, const Tensor& norm_scale, cudaStream_t stream) {
+        const Tensor x = x_.slice(0, matrix.whole_n());
+        if (matrix.is_cut) cudaCheck(cudaMemsetAsync(x.data, 0, x.bytes(), stream));
         dispatch(options_.ns_dtype, [&](auto zero) {
             using T = decltype(zero);
-            momentum_kernel<T, G>
-                <<<blocks_for(matrix.n()), kBlock, 0, stream>>>(x_.ptr<T>(), m_.ptr<float>() + matrix.m_first, grads,
-                                                                norm_scale.ptr<float>(), matrix.n(), options_.momentum);
+            momentum_kernel<T, G><<<blocks_for(matrix.n), kBlock, 0, stream>>>(
+                x.ptr<T>(), m_.ptr<float>() + matrix.m_first, grads, norm_scale.ptr<float>(), matrix.n,
+                options_.momentum, matrix.counted, matrix.place, matrix.element);
             cudaCheckLaunch();
         });
+        if (!matrix.is_cut) return;
+        check(sum_ != nullptr, kName, ": a matrix is cut, and there is no sum over the ranks that have its parts");
+        sum_(x, stream);
     }
     void normalise(int64_t n, cudaStream_t stream) {
         grad_norm(norm_, x_.slice(0, n), 0, 1, norm_scratch_.slice(0, grad_norm_scratch_n(n)), stream);
@@ -199,9 +228,9 @@ class Muon final : public Optimizer {
         auto* const copy = copy_of<F>(weights) + (weights.copy ? matrix.offset : 0);
         dispatch(options_.ns_dtype, [&](auto zero) {
             using T = decltype(zero);
-            apply_kernel<F, T><<<blocks_for(matrix.n()), kBlock, 0, stream>>>(
-                values, copy, x.ptr<T>(), norm_scale.ptr<float>(), matrix.n(), step, decay_step, format, matrix.key,
-                matrix.element);
+            apply_kernel<F, T><<<blocks_for(matrix.n), kBlock, 0, stream>>>(
+                values, copy, x.ptr<T>(), norm_scale.ptr<float>(), matrix.n, step, decay_step, format, matrix.key,
+                matrix.place, matrix.element);
             cudaCheckLaunch();
         });
     }
@@ -233,6 +262,7 @@ class Muon final : public Optimizer {
     OptimizerOptions options_;
     std::unique_ptr<Optimizer> adamw_;  // updates the others
     Tensor m_, x_, y_, a_, b_, norm_, norm_scratch_;
+    SumOverRanks sum_;
 };
 
 }  // namespace

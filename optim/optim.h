@@ -6,6 +6,8 @@
 
 #include "core/core.h"
 
+#include <functional>
+
 // ---------------------------------------------------------------------------------------------------------------------
 // schedule.cu: the learning rate at each step. Steps count from 1; every schedule starts with a linear warmup
 //   lr(s) = peak * s / warmup                                 for s <= warmup
@@ -90,6 +92,20 @@ struct LossScaler {
 // tiles.cu: the table that lets one launch update all parameters. A tile is at most kTileN consecutive elements of one
 // parameter; a block updates one tile, a thread one element.
 
+// Where the elements of a rank's part of a parameter (Param::cut) are in the whole one. Row r of the part, of `run`
+// elements, is followed in the whole by `skip` that other ranks have; `group` rows, those of queries for example, by
+// group_skip whole rows. Without a cut element i is element i.
+struct PlaceInWhole {
+    int64_t first = 0;
+    int32_t run = 1, skip = 0, group = 1, group_skip = 0;
+    __host__ __device__ int64_t of(int64_t i) const {
+        if (skip == 0 && group_skip == 0) return first + i;
+        const int64_t row = i / run;
+        return first + i + row * skip + row / group * group_skip * (static_cast<int64_t>(run) + skip);
+    }
+};
+PlaceInWhole place_in_whole(const Param& param);  // Error for ranges of rows that are not equal and at equal distances
+
 constexpr int kTileN = 1024;
 struct Tile {
     int64_t first;        // offset of its first element in the flat values and gradients
@@ -97,8 +113,9 @@ struct Tile {
     int32_t n;
     float decay;  // 1 where weight decay applies, otherwise 0
     // The random numbers of stochastic rounding are addressed by the parameter and the element, not by where they lie:
-    uint64_t key;     // hash_name of the parameter's name
-    int64_t element;  // index of the tile's first element in the whole parameter, a multiple of tile_n
+    uint64_t key;        // hash_name of the parameter's name
+    int64_t element;     // index of the tile's first element in this rank's part of the parameter, a multiple of tile_n
+    PlaceInWhole place;  // of that part
 };
 constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
 // packed: the states of these parameters lie side by side, without the parameters that are not among them.
@@ -164,6 +181,8 @@ struct OptimizerState {
     int64_t per = 1;
 };
 
+using SumOverRanks = std::function<void(Tensor tensor, cudaStream_t stream)>;
+
 class Optimizer {
   public:
     virtual ~Optimizer() = default;
@@ -180,6 +199,11 @@ class Optimizer {
     // over before the first step. make_optimizer does, unless it is told otherwise.
     virtual int64_t scratch_n() const { return 0; }
     virtual void use_scratch(Tensor) {}
+    // Parameters that are cut (Param::cut), of an optimizer that looks at whole matrices: f32 elements that step() adds
+    // up over the ranks that have the other parts, in the order of its calls; and the function that does so, in place.
+    // The ranks' parts of one parameter must be updated at the same time.
+    virtual std::vector<int64_t> sums() const { return {}; }
+    virtual void use_sums(const SumOverRanks&) {}
 };
 
 // Takes states, tables and scratch from the arena, also from one that counts: construct it while the arena counts,

@@ -11,15 +11,32 @@
 
 #include <algorithm>
 
+PlaceInWhole place_in_whole(const Param& param) {
+    const Cut& cut = param.cut;
+    if (!cut.exists()) return {};
+    const auto& ranges = cut.row_ranges;
+    const auto [first, n] = ranges[0];
+    const int64_t distance = ranges.size() > 1 ? ranges[1].first - first : n;
+    for (size_t i = 0; i < ranges.size(); ++i)
+        check(ranges[i].second == n && ranges[i].first == first + static_cast<int64_t>(i) * distance, param.name,
+              ": this rank's rows of it are not equal groups at equal distances");
+    return {.first = first * cut.cols + cut.first_col,
+            .run = narrow(std::max<int64_t>(1, cut.n_cols), "columns"),
+            .skip = narrow(cut.cols - cut.n_cols, "columns"),
+            .group = narrow(std::max<int64_t>(1, n), "rows"),
+            .group_skip = narrow(distance - n, "rows")};
+}
+
 std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n, bool packed) {
     std::vector<Tile> tiles;
     int64_t n_packed = 0;
     for (const Param& param : params) {
         const int64_t n = param.value.n(), state_offset = packed ? n_packed : param.offset;
+        const PlaceInWhole place = place_in_whole(param);
         for (int64_t first = 0; first < n; first += tile_n)
             tiles.push_back({param.offset + first, state_offset + first,
                              static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f,
-                             hash_name(param.name), param.first + first});
+                             hash_name(param.name), param.first + first, place});
         n_packed += n;
     }
     return tiles;

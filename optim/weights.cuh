@@ -71,13 +71,14 @@ struct WeightFormat {
         }
         if constexpr (!std::is_same_v<C, NoCopy>) copy[i] = from_float<C>(w);
     }
-    // A chunk of a row (layers/chunk.cuh), whose first element is at i and is element e of its parameter.
+    // A chunk of a row (layers/chunk.cuh), whose first element is at i and is element e of this rank's part of its
+    // parameter.
     template <int n>
     __device__ __forceinline__ void store_chunk(V* values, C* copy, int64_t i, const float (&w)[n], int64_t n_left,
-                                                uint64_t key, int64_t e) const {
+                                                uint64_t key, int64_t e, const PlaceInWhole& place) const {
         if constexpr (stochastic) {
             for (int k = 0; k < n; ++k)
-                if (k < n_left) values[i + k] = round_stochastically(w[k], random_bits(key, e + k));
+                if (k < n_left) values[i + k] = round_stochastically(w[k], random_bits(key, place.of(e + k)));
         } else {
             ::store_chunk(values + i, w, n_left);
         }

@@ -40,15 +40,45 @@ int64_t fetched_n(const Trainer& t) {
     return n;
 }
 
+// Maxima of tensors, one number each, that a step of fp8 finds over the ranks that have parts of them: of the input and
+// of the output gradient of each layer (model/block_linear.cu), and of the weights (quantise_block).
+int64_t fp8_maxima(const Trainer& t) {
+    const Precision& p = t.model.precision;
+    if (p.fp8 == Fp8Recipe::none || p.fp8 == Fp8Recipe::block) return 0;
+    const int64_t n_linears = std::ssize(block_linear_shapes(t.config)), M = t.local_batch / t.micro_batch;
+    const bool with_visits = t.model.sharding.shards_weights();  // weights are quantised when they come
+    int64_t n = with_visits ? 0 : t.config.L * n_linears;
+    std::vector<Visit> visits = forward_visits(t.config);
+    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) visits.push_back(visit);
+    for (const Visit& visit : visits) {
+        if (visit.block < 0) continue;
+        if (with_visits) n += M * n_linears;
+        n += M * (n_linears - (visit.work == Work::recompute_block && visit.last ? 1 : 0));
+    }
+    return n;
+}
+
+// Numbers that the optimizers of all ranks with one share of the layers add up over the others (Optimizer::sums).
+std::vector<int64_t> optimizer_sums(const Trainer& t) {
+    if (t.model.sharding.host_updates()) return {};
+    Arena counting("optimizer");
+    const TrainOptions& o = t.options;
+    return make_optimizer(o.optimizer, counting, t.model.params, t.model.n, o.optimizer_options, false)->sums();
+}
+
 // Bytes that tensor parallelism sends in a step, all ranks together.
 int64_t tensor_bytes(const Trainer& t) {
     if (!t.tensor_parallel) return 0;
     const TensorTraffic traffic = tensor_traffic(t.model, t.micro_batch * t.options.rank_seq(), t.options.recompute);
     const int64_t M = t.local_batch / t.micro_batch, n = t.options.tp,
                   numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
+    int64_t sums = 0;  // that optimizers make of what they update, as shared gradients
+    for (const int64_t sum : optimizer_sums(t)) sums += 2 * (n - 1) * 4 * sum;
+    const int64_t fp8 = 4 * fp8_maxima(t) + static_cast<int64_t>(t.model.fp8_states ? t.model.fp8_states.bytes() : 0);
     // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.
     const Sharding& s = t.model.sharding;
-    return s.size * (M * traffic.micro_batch + numbers) + (s.shards_states() ? 1 : s.size) * traffic.shared_gradients;
+    return s.size * (M * traffic.micro_batch + numbers + 2 * (n - 1) * fp8) +
+           (s.shards_states() ? 1 : s.size) * (traffic.shared_gradients + sums);
 }
 
 // Bytes that context parallelism sends in a step, all ranks together: each attention is one call, forward or backward.

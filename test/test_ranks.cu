@@ -11,6 +11,7 @@
 #include "llm.h"
 #include "parallel/data/data.h"
 #include "program.h"
+#include "run_models.h"
 
 #include <cmath>
 
@@ -30,35 +31,11 @@ const std::string& text_file() {
     return path;
 }
 
-// A model whose vocabulary, width and parameter count no number of ranks divides.
-const std::string& odd_model(bool gpt2) {
-    static const TempFolder folder;
-    static const std::string paths[] = {folder / "llama.json", folder / "gpt2.json"};
-    static const bool written = [] {
-        spit(paths[0],
-             R"({"model_type":"llama","vocab_size":257,"hidden_size":40,"intermediate_size":52,"num_hidden_layers":3,
-            "num_attention_heads":5,"num_key_value_heads":1,"head_dim":8,"max_position_embeddings":64,
-            "rms_norm_eps":1e-5,"rope_theta":10000.0,"tie_word_embeddings":false,"hidden_act":"silu"})");
-        spit(paths[1], R"({"model_type":"gpt2","vocab_size":259,"n_positions":64,"n_embd":24,"n_layer":2,"n_head":3,
-            "activation_function":"gelu_new","layer_norm_epsilon":1e-5})");
-        return true;
-    }();
-    static_cast<void>(written);
-    return paths[gpt2];
-}
+// No number of ranks divides their sizes.
+std::string odd_model(bool gpt2) { return model_file(gpt2 ? "odd-gpt2" : "odd-llama"); }
 
-// `make test-ranks`: all of the matrix, as processes under mpirun. Otherwise a part of it, as threads of one process.
-bool is_full() { return std::getenv("LLM_TEST_RANKS") != nullptr; }
-
-Outcome run_ranks(std::string flags, const std::string& run, std::string before = "") {
-    const std::string flag = "--ranks ";
-    const size_t at = flags.find(flag);
-    if (is_full() && at != std::string::npos) {
-        const size_t end = flags.find_first_not_of("0123456789", at + flag.size());
-        before += mpirun_command(std::stoi(flags.substr(at + flag.size())));
-        flags.erase(at, end == std::string::npos ? end : end - at);
-    }
-    return run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + run, before);
+Outcome run_ranks(const std::string& flags, const std::string& run, const std::string& before = "") {
+    return run_on_ranks("--data " + text_file() + kRun + flags + " --out " + run, before);
 }
 std::vector<LogRow> train(const std::string& flags, const std::string& run, const std::string& before = "") {
     const Outcome outcome = run_ranks(flags, run, before);

@@ -7,6 +7,7 @@
 #include "parallel/tensor/tensor.h"
 #include "program.h"
 #include "reference.h"
+#include "run_models.h"
 #include "train_runs.h"
 
 #include <array>
@@ -20,50 +21,17 @@ const std::vector<std::string>& model_names() {
     static const std::vector<std::string> names = {"gpt2", "llama", "biases", "qwen3", "deepseek", "lite", "mfa"};
     return names;
 }
-std::string config_of(const std::string& name) {
-    const std::string sizes = R"("vocab_size":257,"hidden_size":40,"intermediate_size":48,"num_hidden_layers":2,
-        "max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu",)";
-    const auto heads = [](int H, int K) {
-        return concat("\"num_attention_heads\":", H, ",\"num_key_value_heads\":", K, ",\"head_dim\":8");
-    };
-    if (name == "gpt2")
-        return R"({"model_type":"gpt2","vocab_size":257,"n_positions":64,"n_embd":48,"n_inner":96,"n_layer":2,
-            "n_head":12,"activation_function":"gelu_new","layer_norm_epsilon":1e-5})";
-    if (name == "llama") return "{\"model_type\":\"llama\"," + sizes + heads(12, 12) + "}";
-    if (name == "biases")  // 4 key heads; tied
-        return "{\"model_type\":\"llama\",\"attention_bias\":true,\"mlp_bias\":true,\"tie_word_embeddings\":true," +
-               sizes + heads(12, 4) + "}";
-    if (name == "qwen3") return "{\"model_type\":\"qwen3\",\"attention_bias\":false," + sizes + heads(12, 2) + "}";
-    if (name == "mfa") return "{\"model_type\":\"mfa\",\"share_q_dim\":20," + sizes + heads(12, 1) + "}";
-    const std::string latents =
-        concat("\"q_lora_rank\":", name == "deepseek" ? "24" : "null",
-               R"(,"kv_lora_rank":16,"qk_nope_head_dim":8,"qk_rope_head_dim":4,"v_head_dim":6,)");
-    return concat("{\"model_type\":\"deepseek_v", name == "deepseek" ? 3 : 2, "\",", latents, sizes,
-                  "\"first_k_dense_replace\":2,\"num_attention_heads\":12,\"num_key_value_heads\":12}");
-}
-
 struct Runs {
     TempFolder folder;
     int number = 0;
-    std::string model(const std::string& name) {
-        const std::string path = folder / (name + ".json");
-        spit(path, config_of(name));
-        return path;
-    }
-    // As threads, or, with `make test-ranks`, as processes under mpirun.
-    Outcome outcome(const std::string& model_name, std::string flags, const std::string& run, std::string before = "") {
-        const size_t at = flags.find("--ranks ");
-        if (std::getenv("LLM_TEST_RANKS") != nullptr && at != std::string::npos) {
-            const size_t end = flags.find(' ', at + 8);
-            before += mpirun_command(std::stoi(flags.substr(at + 8)));
-            flags.erase(at, end - at);
-        }
-        return run_program("train_gpt",
-                           "--data " + text_file() + " --model " + model(model_name) +
-                               " --batch 12 --seq 16 --steps 10 --warmup 2 --val-every 5 --val-sequences 24 --sample 0 "
-                               "--optimizer momentum " +
-                               flags + " --out " + run,
-                           before);
+    Outcome outcome(const std::string& model_name, const std::string& flags, const std::string& run,
+                    const std::string& before = "") {
+        return run_on_ranks(
+            "--data " + text_file() + " --model " + model_file(model_name) +
+                " --batch 12 --seq 16 --steps 10 --warmup 2 --val-every 5 --val-sequences 24 --sample 0 "
+                "--optimizer momentum " +
+                flags + " --out " + run,
+            before);
     }
     std::string run(const std::string& model_name, const std::string& flags, const std::string& before = "") {
         const std::string path = folder / std::to_string(number++);
@@ -72,18 +40,6 @@ struct Runs {
         REQUIRE(its.status == 0);
         if (flags.find("--tp") != std::string::npos && before.empty()) check_account(its.out);
         return path;
-    }
-    // What is printed at the end: bytes sent are those of the formula, memory taken is that of the plan.
-    static void check_account(const std::string& out) {
-        long long formula = 0, sent = -1, taken = 0, planned = -1;
-        const size_t account = out.find("sent by all"), memory = out.find("taken on the device (");
-        REQUIRE(account != std::string::npos);
-        CHECK(std::sscanf(out.c_str() + account, "sent by all %lld %lld", &formula, &sent) == 2);
-        CHECK(sent == formula);
-        if (memory == std::string::npos) return;  // stopped before its last step
-        CHECK(std::sscanf(out.c_str() + memory, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) ==
-              2);
-        CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(planned)));
     }
 };
 
@@ -267,7 +223,7 @@ TEST_CASE("the embedding of a divided vocabulary adds up to the whole", "[tensor
 // Whole runs
 
 TEST_CASE("tensor parallelism has the curve and the weights of one process", "[program][ranks][tensor_parallel]") {
-    const bool full = std::getenv("LLM_TEST_RANKS") != nullptr;
+    const bool full = is_full();
     // Each model on one mesh at least; those with few key heads also on more ranks than that.
     const std::map<std::string, std::vector<std::string>> quick = {
         {"gpt2", {"--ranks 3 --tp 3 ", "--ranks 4 --tp 2 --sp --zero 1 "}},
@@ -366,20 +322,13 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
         {"gpt2", "--ranks 5 --tp 5", "the model's 12 heads cannot be divided among 5 ranks"},
         {"biases", "--ranks 3 --tp 3", "the model's 4 key/value heads cannot be given to 3 ranks evenly"},
         {"gpt2", "--ranks 4 --tp 2 --batch 3", "--batch 3 cannot be divided among 2 ranks"},
-        {"gpt2", "--ranks 2 --tp 2 --optimizer muon", "--tp 2 with --optimizer muon"},
-        {"gpt2", "--ranks 2 --tp 2 --optimizer adafactor", "--tp 2 with --optimizer adafactor"},
-        {"gpt2", "--ranks 2 --tp 2 --optimizer adam8bit", "--tp 2 with --optimizer adam8bit"},
-        {"llama", "--ranks 2 --tp 2 --dtype fp8", "--tp 2 with --dtype fp8"},
-        {"gpt2", "--ranks 2 --tp 2 --dtype bf16 --master none", "--tp 2 with --master none"},
-        {"gpt2", "--ranks 2 --tp 2 --optimizer adamw --offload optimizer", "--tp 2 with --offload"},
-        {"gpt2", "--ranks 4 --tp 2 --dp-mode naive", "--tp 2 with --dp-mode naive"},
-        {"gpt2", "--ranks 4 --tp 2 --compress bf16", "--tp 2 with --compress"},
+        {"gpt2", "--ranks 4 --tp 4 --dtype fp8", "output channels of a linear layer that are a multiple of 16, not 36"},
         {"gpt2", "--ranks 2 --sp", "--sp divides the tokens among the ranks of --tp: add --tp"},
         {"gpt2", "--ranks 12 --tp 12 --sp --batch 1 --seq 16", "the 16 tokens of a micro-batch"},
         {"gpt2", "--ranks 2 --tensor-parallel-size 2", "did you mean --tp?"}};
     for (const auto& [model, flags, words] : wrong) {
         const Outcome outcome =
-            run_program("train_gpt", "--data " + text_file() + " --seq 16 --sample 0 --model " + runs.model(model) +
+            run_program("train_gpt", "--data " + text_file() + " --seq 16 --sample 0 --model " + model_file(model) +
                                          " " + flags + " --out " + (runs.folder / "wrong"));
         INFO(flags);
         CHECK_THAT(line_of(outcome), ContainsSubstring(words));
@@ -420,6 +369,5 @@ TEST_CASE("the command that continues a run with --tp and --sp is whole", "[prog
     Runs runs;
     const std::string run = runs.folder / "run";
     const Outcome stopped = runs.outcome("llama", "--ranks 2 --tp 2 --sp --stop-after 3 ", run);
-    if (std::getenv("LLM_TEST_RANKS") == nullptr)
-        CHECK_THAT(stopped.out, ContainsSubstring("--resume --ranks 2 --tp 2 --sp\n"));
+    if (!is_full()) CHECK_THAT(stopped.out, ContainsSubstring("--resume --ranks 2 --tp 2 --sp\n"));
 }

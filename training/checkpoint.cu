@@ -6,7 +6,9 @@
 //     tokenizer.json, ...                     what transformers reads beside them (pretrained.cu)
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
 //     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces,
-//                                             "m.model.norm.weight@4096" from element 4096 on
+//                                             "m.model.norm.weight@4096" from element 4096 on; with --tp also
+//                                             "m_codes.model.norm.weight, part 2 of 4", for the same part alone:
+//                                             adam8bit's blocks lie in it
 //     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients
 //     state.json                              the rest (state.cu)
 //
@@ -31,6 +33,8 @@ struct PlacedState {
     bool whole;         // it is all of the parameter's
     bool writes;        // of the ranks that have the same, one writes it
 };
+const char* const kPart = ", part ";
+
 std::vector<PlacedState> placed_states(const Trainer& t) {
     std::vector<PlacedState> states;
     std::map<std::string, const Param*> params;
@@ -41,14 +45,27 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
         for (const OptimizerState& state : t.optimizers[u]->states()) {
             const Param& piece = pieces.at(state.param);
             const int64_t n = state.tensor.n(), first = piece.first / std::max<int64_t>(1, state.per);
-            const bool is_cut = piece.cut.exists();
             const Param& param = *params.at(state.param);
             const int64_t used_n = param.value.n() - param.padded_rows * (param.value.n() / param.value.shape[0]);
-            const int64_t padding_n = state.per == 1 ? std::clamp<int64_t>(piece.first + n - used_n, 0, n) : 0;
-            states.push_back(
-                {state.kind + "." + state.param, state.tensor, state.per,
-                 is_cut ? cut_pieces(piece.cut, piece.first, n) : std::vector<CutPiece>{{0, n, first, n, n}}, padding_n,
-                 !is_cut && piece.value.n() == param.value.n(), piece.counted || !t.tensor_parallel});
+            const bool is_cut = piece.cut.exists(), is_whole = piece.value.n() == param.value.n();
+            PlacedState placed{.name = state.kind + "." + state.param,
+                               .tensor = state.tensor,
+                               .per = state.per,
+                               .pieces = {{0, n, first, n, n}},
+                               .padding_n = 0,
+                               .whole = is_whole,
+                               .writes = piece.counted || !t.tensor_parallel};
+            if (state.per == 1) placed.padding_n = std::clamp<int64_t>(piece.first + n - used_n, 0, n);
+            if (is_cut && state.per == 1) {
+                placed.pieces = cut_pieces(piece.cut, piece.first, n);
+                placed.whole = false;
+            } else if (is_cut && state.per == 0) {  // of the whole parameter, on all ranks
+                placed.writes = t.tensor_parallel->layout().rank == 0;
+            } else if (is_cut) {  // blocks of this rank's part
+                placed.name += concat(kPart, t.tensor_parallel->layout().rank + 1, " of ", t.tensor_parallel->size());
+                placed.writes = true;
+            }
+            states.push_back(std::move(placed));
         }
     }
     return states;
@@ -61,7 +78,7 @@ int n_state_files(const Trainer& t) {
     return t.model.sharding.zero >= 1 ? t.world.size : static_cast<int>(t.options.tp);
 }
 std::string numbered_file(const char* what, int i, int n) {
-    char name[64];
+    char name[80];
     std::snprintf(name, sizeof name, "%s-%05d-of-%05d.safetensors", what, i + 1, n);
     return name;
 }
@@ -110,6 +127,14 @@ class SavedStates {
     void read(const std::string& name, const Tensor& tensor, int64_t per, const std::vector<CutPiece>& wanted,
               int64_t padding_n) const {
         const auto found = pieces_.find(name);
+        const std::string whole_name = name.substr(0, name.find(kPart));
+        const auto part = pieces_.lower_bound(whole_name + kPart);
+        const bool has_parts = part != pieces_.end() && part->first.starts_with(whole_name + kPart);
+        check(
+            found != pieces_.end() || (!has_parts && whole_name == name), folder_, ": the run had ",
+            has_parts ? concat("--tp", part->first.substr(part->first.rfind(' '))) : "another --tp",
+            ", and the blocks of --optimizer adam8bit belong to the ranks' parts: go on with that --tp, or begin anew "
+            "with --init and this folder");
         check(found != pieces_.end(), folder_, ": no file with the optimizer's states has '", name, "'");
         std::vector<char> bytes(tensor.bytes());
         const int64_t used_n = tensor.n() - padding_n;
@@ -178,25 +203,30 @@ void write_states(const Trainer& t, const std::string& path) {
     write_safetensors(path, tensors, {}, true);
 }
 
+// The errors are those of a rank's part of the gradients, of its sequences.
+std::string compression_file(const Trainer& t) {
+    return numbered_file(t.options.tp > 1 ? concat("compression-tp", t.options.tp).c_str() : "compression",
+                         t.world.rank, t.world.size);
+}
 void write_compression(const Trainer& t, const std::string& folder) {
     std::vector<TensorToStore> tensors;
     for (const auto& [name, tensor] : t.data_parallel.compression_states())
         tensors.push_back({name, stored_dtype(tensor.dtype), {tensor.n()}, [from = tensor](void* bytes) {
                                copy_to_host(bytes, from);
                            }});
-    if (!tensors.empty())
-        write_safetensors(folder + "/" + numbered_file("compression", t.world.rank, t.world.size), tensors, {}, true);
+    if (!tensors.empty()) write_safetensors(folder + "/" + compression_file(t), tensors, {}, true);
 }
 void read_compression(const Trainer& t, const std::string& folder) {
     const auto states = t.data_parallel.compression_states();
-    const std::string path = folder + "/" + numbered_file("compression", t.world.rank, t.world.size);
+    const std::string path = folder + "/" + compression_file(t);
     if (states.empty()) return;
     // All ranks or none: one that began anew beside one that did not would have another Q.
     bool all = true;
     for (const auto& row : gather_numbers(t.world, {std::filesystem::exists(path)})) all = all && row[0];
     if (!all) {
         if (t.world.rank == 0)
-            std::printf("--compress: the checkpoint has no errors of %d ranks: they begin as 0\n", t.world.size);
+            std::printf("--compress: the checkpoint has no errors of %d ranks%s: they begin as 0\n", t.world.size,
+                        t.options.tp > 1 ? concat(" with --tp ", t.options.tp).c_str() : "");
         return;
     }
     const SafetensorsReader saved(path);

@@ -58,9 +58,11 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
                                                  make_zigzag(options.seq, static_cast<int>(options.cp)));
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
-    data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) {
-        offload->grads_are_final(unit, stream);
-    };
+    // With --tp they are final when the ranks' parts have been added (accumulate_gradients).
+    if (!tensor_parallel)
+        data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) {
+            offload->grads_are_final(unit, stream);
+        };
 }
 
 void Trainer::take_memory() {
@@ -90,6 +92,10 @@ void Trainer::take_memory() {
         const Tensor scratch = memory.optimizer.take("optimizer scratch", DType::f32, {scratch_n});
         for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
     }
+    for (const auto& optimizer : optimizers)
+        if (tensor_parallel)
+            optimizer->use_sums(
+                [ranks = tensor_parallel.get()](Tensor tensor, cudaStream_t stream) { ranks->sum(tensor, stream); });
     if (offload) offload->take_memory(memory.transit);
     acts = take_activations(model, micro_batch, o.rank_seq(), o.recompute, memory.activations);
     workspace = take_workspace(model, micro_batch, o.rank_seq(), true, memory.activations);
@@ -123,6 +129,9 @@ void Trainer::take_tensor_parallel_memory() {
     if (sampler) sizes.logits_n = sampler->largest_step().logits * vocabulary_rows(config, model.layout);
     if (model.layout.divides_columns()) sizes.geometry = geometry_sizes(model, acts);
     if (sampler) sizes.geometry.whole_rows = sampler->largest_step().tokens;
+    sizes.largest_sum = model.fp8_states.n();
+    for (const auto& optimizer : optimizers)
+        for (const int64_t n : optimizer->sums()) sizes.largest_sum = std::max(sizes.largest_sum, n);
     tensor_parallel->take_memory(sizes, memory.communication);
 }
 

@@ -73,6 +73,10 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
     expect_flash_tier(o.attention, p.dtype);
 }
 
+std::string data_parallel_mode(const TrainOptions& o) {
+    return o.data_parallel.naive ? "--dp-mode naive" : concat("--zero ", o.data_parallel.zero);
+}
+
 // Gradient compression changes the loss curve, so it is part of the run; but one rank sends nothing,
 // and has nothing to compress.
 void choose_compression(TrainOptions& o, const std::string& name) {
@@ -80,8 +84,7 @@ void choose_compression(TrainOptions& o, const std::string& name) {
     c.kind = compression_from_name(name);
     check(c.rank >= 1 && c.rank <= 16, "--compress-rank ", c.rank, ": use 1 to 16");
     if (c.kind == Compression::none) return;
-    const std::string mode = o.data_parallel.naive ? "--dp-mode naive" : concat("--zero ", o.data_parallel.zero);
-    check(o.data_parallel.zero == 0 && !o.data_parallel.naive, "--compress ", name, " with ", mode,
+    check(o.data_parallel.zero == 0 && !o.data_parallel.naive, "--compress ", name, " with ", data_parallel_mode(o),
           ": compressors make the whole "
           "sum for every rank, which only --dp-mode ddp without --zero asks for: leave one of the two away");
     check(o.precision.grad_dtype == DType::f32, "--compress ", name,
@@ -140,36 +143,26 @@ void check_options(const TrainOptions& o) {
 void check_offload(const TrainOptions& o) {
     if (o.offload != Offload::optimizer && o.offload != Offload::params) return;
     const char* name = o.offload == Offload::params ? "params" : "optimizer";
-    check(o.offload != Offload::params || o.data_parallel.zero == 3,
-          "--offload params needs --zero 3, which fetches a unit's weights "
-          "before each use, also on one rank; with --zero ",
-          o.data_parallel.zero, " use --offload optimizer");
+    check(o.offload != Offload::params || o.data_parallel.compress.kind == Compression::none,
+          "--offload params with --compress: weights that are fetched need --zero 3, and compressors make whole sums: "
+          "leave one of the two away");
     check(has_host_optimizer(o.optimizer), "--offload ", name, " with --optimizer ", o.optimizer,
           ": the host updates by adamw and adam; use one of them, or --offload unified");
     check(o.precision.master || o.precision.dtype == DType::f32, "--offload ", name,
           " with --master none: the host updates float32 weights; leave --master away, or use --offload unified");
+    check(o.offload != Offload::params || o.data_parallel.zero == 3,
+          "--offload params needs --zero 3, which fetches a unit's weights "
+          "before each use, also on one rank; with ",
+          data_parallel_mode(o), " use --offload optimizer");
 }
 
-// What does not go together with --tp yet, by name.
+// --tp goes together with all other flags, and --sp belongs to it.
 void check_tensor_parallel(const TrainOptions& o) {
     check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it away");
     check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
           "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it away");
-    if (o.tp == 1) return;
-    const auto refuse = [&](bool given, const std::string& what, const char* instead) {
-        check(!given, "--tp ", o.tp, " with ", what, ": ", instead);
-    };
-    const std::string& opt = o.optimizer;
-    refuse(opt == "muon" || opt == "adafactor" || opt == "adam8bit", "--optimizer " + opt,
-           "it looks at whole matrices or at blocks of them, which are divided; use an optimizer that looks at each "
-           "number by itself, as adamw");
-    refuse(o.precision.fp8 != Fp8Recipe::none, "--dtype fp8",
-           "scales belong to whole tensors, which are divided; use --dtype bf16");
-    refuse(o.precision.dtype != DType::f32 && !o.precision.master, "--master none",
-           "stochastic rounding is addressed by rows, of which a rank may have some columns; leave --master away");
-    refuse(o.offload != Offload::none, "--offload", "leave one of the two away");
-    refuse(o.data_parallel.naive, "--dp-mode naive", "leave one of the two away");
-    refuse(o.data_parallel.compress.kind != Compression::none, "--compress", "leave one of the two away");
+    check(o.precision.fp8 == Fp8Recipe::none || o.tp_mode == TensorMode::one_d, "--dtype fp8 with --tp-mode ",
+          tensor_mode_name(o.tp_mode), ": its products of blocks are in 16 or 32 bits; use --dtype bf16 or --tp-mode 1d");
 }
 
 // The hyperparameters that the optimizers read, beside --lr and --weight-decay (optim.h).

@@ -164,7 +164,8 @@ void check_limits(const TrainOptions& o, const Config& config) {
     if (o.precision.fp8 == Fp8Recipe::none) return;
     const int64_t local_batch = o.batch / o.data_ranks();
     const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch;
-    for (const auto& [inputs, outputs] : block_linear_shapes(config))
+    const Config of_rank = config_of_rank(config, tensor_layout(TensorMode::one_d, 0, static_cast<int>(o.tp)));
+    for (const auto& [inputs, outputs] : block_linear_shapes(of_rank))
         expect_fp8_sizes(o.precision.fp8, micro_batch * o.rank_seq(), inputs, outputs);
 }
 

@@ -113,8 +113,10 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         backward(t.model, t.acts, t.workspace, stream);
     }
     t.data_parallel.finish_grads(stream);
-    if (t.tensor_parallel)  // ranks have parts of the same parameters' gradients (Param::sharers)
+    if (t.tensor_parallel) {  // ranks have parts of the same parameters' gradients (Param::sharers)
         for (const auto& [axes, parts] : t.model.shared_grads()) t.tensor_parallel->sum_shared(axes, parts, stream);
+        for (size_t u = t.model.units.size(); t.offload && u-- > 0;) t.offload->grads_are_final(u, stream);
+    }
     if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);
 }
 
@@ -123,7 +125,7 @@ void Trainer::add_losses_once(const Activations& its, cudaStream_t stream) {
 }
 void Trainer::sum_over_ranks(cudaStream_t stream) {
     data_parallel.all_reduce(step_sums(), stream);
-    if (tensor_parallel) tensor_parallel->sum_numbers(step_sums(), stream);
+    if (tensor_parallel) tensor_parallel->sum(step_sums(), stream);
 }
 
 void clip_gradients(Trainer& t, bool stop) {

@@ -17,40 +17,6 @@ int64_t cut_rows(const Cut& cut) {
     return rows;
 }
 
-namespace {
-
-// Calls f(place in the whole parameter, place in this rank's part, how many) for each run of neighbouring elements.
-template <class F>
-void for_each_run(const Cut& cut, F&& f) {
-    const int64_t cols = cut.n_cols;
-    int64_t local = 0;
-    for (const auto& [first, n] : cut.row_ranges) {
-        if (cols == cut.cols) {
-            f(first * cut.cols, local, n * cols);
-            local += n * cols;
-            continue;
-        }
-        for (int64_t row = first; row < first + n; ++row, local += cols) f(row * cut.cols + cut.first_col, local, cols);
-    }
-}
-
-}  // namespace
-
-std::vector<float> cut_from(const Param& param, const std::vector<float>& whole) {
-    const Cut& cut = param.cut;
-    check(std::ssize(whole) == cut.rows * cut.cols, param.name, ": ", whole.size(), " numbers, and the whole has ",
-          cut.rows, " x ", cut.cols);
-    std::vector<float> part(static_cast<size_t>(cut_rows(cut) * cut.n_cols));
-    for_each_run(cut,
-                 [&](int64_t from, int64_t to, int64_t n) { std::copy_n(whole.begin() + from, n, part.begin() + to); });
-    return part;
-}
-
-void put_into(std::vector<float>& whole, const Cut& cut, const std::vector<float>& its) {
-    for_each_run(cut,
-                 [&](int64_t to, int64_t from, int64_t n) { std::copy_n(its.begin() + from, n, whole.begin() + to); });
-}
-
 std::vector<CutPiece> cut_pieces(const Cut& cut, int64_t first, int64_t n) {
     std::vector<CutPiece> pieces;
     const int64_t end = first + n, cols = cut.n_cols;
@@ -73,4 +39,31 @@ std::vector<CutPiece> cut_pieces(const Cut& cut, int64_t first, int64_t n) {
         range_first = range_end;
     }
     return pieces;
+}
+
+namespace {
+
+// Calls f(place in the whole parameter, place in this rank's part, how many) for each run of neighbouring elements.
+template <class F>
+void for_each_run(const Cut& cut, F&& f) {
+    for (const CutPiece& piece : cut_pieces(cut, 0, cut_rows(cut) * cut.n_cols))
+        for (int64_t i = 0; i < piece.n; i += piece.run)
+            f(piece.first + i / piece.run * piece.stride, piece.local_first + i, std::min(piece.run, piece.n - i));
+}
+
+}  // namespace
+
+std::vector<float> cut_from(const Param& param, const std::vector<float>& whole) {
+    const Cut& cut = param.cut;
+    check(std::ssize(whole) == cut.rows * cut.cols, param.name, ": ", whole.size(), " numbers, and the whole has ",
+          cut.rows, " x ", cut.cols);
+    std::vector<float> part(static_cast<size_t>(cut_rows(cut) * cut.n_cols));
+    for_each_run(cut,
+                 [&](int64_t from, int64_t to, int64_t n) { std::copy_n(whole.begin() + from, n, part.begin() + to); });
+    return part;
+}
+
+void put_into(std::vector<float>& whole, const Cut& cut, const std::vector<float>& its) {
+    for_each_run(cut,
+                 [&](int64_t to, int64_t from, int64_t n) { std::copy_n(its.begin() + from, n, whole.begin() + to); });
 }

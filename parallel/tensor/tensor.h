@@ -193,11 +193,13 @@ class TensorParallel {
         Tensor numbers = {};                     // that a step adds up
         int64_t logits_n = 0;                    // numbers of the logits that gather_columns collects; 0: never
         ColumnGeometry::Sizes geometry = {};
+        int64_t largest_sum = 0;  // f32 numbers that are summed at a time beside those: an optimizer's, fp8's histories
     };
     void take_memory(const Sizes& sizes, Arena& arena);
 
-    // 1D: tensor = the sum over the ranks.
+    // tensor = the sum, or the maximum, over all ranks.
     void sum(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, stream); }
+    void max(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, tensor, ReduceOp::max, stream); }
     // Sequence parallelism: rank r has rows [r N / n, (r + 1) N / n) of a tensor. gather_rows: all = the rows of all
     // ranks. sum_rows: rows = this rank's rows of the sum over the ranks.
     void gather_rows(Tensor all, Tensor rows, cudaStream_t stream) { comm_.all_gather(all, rows, stream); }
@@ -209,8 +211,6 @@ class TensorParallel {
         vocabulary_->all_reduce(out, inp, ReduceOp::max, stream);
     }
     void sum_over_vocabulary(Tensor tensor, cudaStream_t stream) { vocabulary_->all_reduce(tensor, stream); }
-    // The numbers of a step, over all ranks.
-    void sum_numbers(Tensor numbers, cudaStream_t stream) { comm_.all_reduce(numbers, stream); }
     // Adds the parts of gradients that have sharers: FlatParameters::shared_grads of these axes; the same order on all
     // ranks.
     void sum_shared(AxisSet sharers, const std::vector<Tensor>& parts, cudaStream_t stream);

@@ -33,6 +33,7 @@ void TensorParallel::take_memory(const Sizes& s, Arena& arena) {
             gather_rows(none(s.dtype, s.N * s.C), none(s.dtype, s.N * s.C / size()), nullptr);
             sum_rows(none(s.dtype, s.N * s.C / size()), none(s.dtype, s.N * s.C), nullptr);
         }
+        if (s.largest_sum > 0) comm_.all_reduce(none(DType::f32, s.largest_sum), nullptr);
         if (s.numbers.exists()) comm_.all_reduce(s.numbers, nullptr);
     });
     vocabulary_->count_memory([&] {

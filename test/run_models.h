@@ -1,0 +1,80 @@
+// test/run_models.h: the small models that whole runs on many ranks train, by name, as config.json.
+#pragma once
+
+#include "program.h"
+
+// odd-llama, odd-gpt2   no number of ranks divides the vocabulary, the width or the number of parameters
+// the others            2, 3, 4, 6 and 12 ranks can divide heads and columns, and none the vocabulary
+// even-...              2 or 4 ranks have multiples of 16 inputs and outputs of each layer, as fp8 needs them
+inline std::string model_json(const std::string& name) {
+    const auto gpt2 = [](int V, int C, int F, int H) {
+        return concat(R"({"model_type":"gpt2","n_positions":64,"n_layer":2,"activation_function":"gelu_new",)",
+                      "\"layer_norm_epsilon\":1e-5,\"vocab_size\":", V, ",\"n_embd\":", C, ",\"n_inner\":", F,
+                      ",\"n_head\":", H, "}");
+    };
+    // H query and K key heads of D columns, and what else the attention has.
+    const auto llama = [](const std::string& type, int C, int F, int H, int K, int D, const std::string& more = "",
+                          int L = 2) {
+        return concat("{\"model_type\":\"", type, "\",\"vocab_size\":257,\"hidden_size\":", C,
+                      ",\"intermediate_size\":", F, ",\"num_hidden_layers\":", L, ",\"num_attention_heads\":", H,
+                      ",\"num_key_value_heads\":", K, ",\"head_dim\":", D, ",", more,
+                      R"("max_position_embeddings":64,"rms_norm_eps":1e-5,"rope_theta":10000.0,"hidden_act":"silu"})");
+    };
+    const auto latents = [](const std::string& q, int kv, int D, int D_rope, int D_v) {
+        return concat("\"q_lora_rank\":", q, ",\"kv_lora_rank\":", kv, ",\"qk_nope_head_dim\":", D,
+                      ",\"qk_rope_head_dim\":", D_rope, ",\"v_head_dim\":", D_v, ",\"first_k_dense_replace\":2,");
+    };
+    const std::map<std::string, std::string> models = {
+        {"odd-llama", llama("llama", 40, 52, 5, 1, 8, "", 3)},
+        {"odd-gpt2", gpt2(259, 24, 96, 3)},
+        {"gpt2", gpt2(257, 48, 96, 12)},
+        {"llama", llama("llama", 40, 48, 12, 12, 8)},
+        {"biases",
+         llama("llama", 40, 48, 12, 4, 8, R"("attention_bias":true,"mlp_bias":true,"tie_word_embeddings":true,)")},
+        {"qwen3", llama("qwen3", 40, 48, 12, 2, 8, "\"attention_bias\":false,")},
+        {"mfa", llama("mfa", 40, 48, 12, 1, 8, "\"share_q_dim\":20,")},
+        {"deepseek", llama("deepseek_v3", 40, 48, 12, 12, 8, latents("24", 16, 8, 4, 6))},
+        {"lite", llama("deepseek_v2", 40, 48, 12, 12, 8, latents("null", 16, 8, 4, 6))},
+        {"even-gpt2", gpt2(257, 64, 128, 4)},
+        {"even-gqa", llama("llama", 48, 128, 4, 2, 16)},
+        {"even-mla", llama("deepseek_v3", 48, 128, 4, 4, 16, latents("32", 16, 16, 16, 16))},
+        {"even-mfa", llama("mfa", 48, 128, 4, 1, 16, "\"share_q_dim\":32,")},
+    };
+    return models.at(name);
+}
+
+// Its file.
+inline std::string model_file(const std::string& name) {
+    static const TempFolder folder;
+    const std::string path = folder / (name + ".json");
+    if (!std::filesystem::exists(path)) spit(path, model_json(name));
+    return path;
+}
+
+// What is printed at the end of a run: bytes sent are those of the formula, memory taken is that of the plan.
+inline void check_account(const std::string& out) {
+    long long formula = 0, sent = -1, taken = 0, planned = -1;
+    const size_t account = out.find("sent by all"), memory = out.find("taken on the device (");
+    REQUIRE(account != std::string::npos);
+    // One number alone: there is no formula for this run.
+    if (std::sscanf(out.c_str() + account, "sent by all %lld %lld", &formula, &sent) == 2) CHECK(sent == formula);
+    if (memory == std::string::npos) return;  // stopped before its last step
+    CHECK(std::sscanf(out.c_str() + memory, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) == 2);
+    CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(planned)));
+}
+
+// `make test-ranks`: all of what is tested on many ranks, as processes under mpirun. Otherwise a part of it, as threads
+// of one process.
+inline bool is_full() { return std::getenv("LLM_TEST_RANKS") != nullptr; }
+
+// train_gpt with these flags: where they have --ranks N and all is tested, mpirun starts the ranks instead.
+inline Outcome run_on_ranks(std::string flags, std::string before = "") {
+    const std::string flag = "--ranks ";
+    const size_t at = flags.find(flag);
+    if (is_full() && at != std::string::npos) {
+        const size_t end = flags.find_first_not_of("0123456789", at + flag.size());
+        before += mpirun_command(std::stoi(flags.substr(at + flag.size())));
+        flags.erase(at, end == std::string::npos ? end : end - at);
+    }
+    return run_program("train_gpt", flags, before);
+}
