@@ -5,7 +5,8 @@
 
 // odd-llama, odd-gpt2   no number of ranks divides the vocabulary, the width or the number of parameters
 // the others            2, 3, 4, 6 and 12 ranks can divide heads and columns, and none the vocabulary
-// even-...              2 or 4 ranks have multiples of 16 inputs and outputs of each layer, as fp8 needs them
+// even-...              2 or 4 ranks of --tp, beside 2 of --cp; each then has multiples of 16 inputs and outputs of a
+//                       layer, as fp8 needs them
 inline std::string model_json(const std::string& name) {
     const auto gpt2 = [](int V, int C, int F, int H) {
         return concat(R"({"model_type":"gpt2","n_positions":64,"n_layer":2,"activation_function":"gelu_new",)",
@@ -35,10 +36,10 @@ inline std::string model_json(const std::string& name) {
         {"mfa", llama("mfa", 40, 48, 12, 1, 8, "\"share_q_dim\":20,")},
         {"deepseek", llama("deepseek_v3", 40, 48, 12, 12, 8, latents("24", 16, 8, 4, 6))},
         {"lite", llama("deepseek_v2", 40, 48, 12, 12, 8, latents("null", 16, 8, 4, 6))},
-        {"even-gpt2", gpt2(257, 64, 128, 4)},
-        {"even-gqa", llama("llama", 48, 128, 4, 2, 16)},
-        {"even-mla", llama("deepseek_v3", 48, 128, 4, 4, 16, latents("32", 16, 16, 16, 16))},
-        {"even-mfa", llama("mfa", 48, 128, 4, 1, 16, "\"share_q_dim\":32,")},
+        {"even-gpt2", gpt2(257, 64, 128, 8)},
+        {"even-gqa", llama("llama", 48, 128, 8, 2, 8)},
+        {"even-mla", llama("deepseek_v3", 48, 128, 8, 8, 8, latents("32", 16, 8, 16, 8))},
+        {"even-mfa", llama("mfa", 48, 128, 8, 1, 8, "\"share_q_dim\":32,")},
     };
     return models.at(name);
 }

@@ -70,6 +70,7 @@ const std::vector<Axis>& axes() {
          {{"--recompute none"}, {"--recompute selective"}, {"--recompute full"}, {"--recompute 2"}}},
         {"attention", true, {{"--model even-gqa"}, {"--model even-gpt2"}, {"--model even-mla"}, {"--model even-mfa"}}},
         {"tensor", false, {{"--tp 1"}, {"--tp 2"}, {"--tp 4"}}},
+        {"context", false, {{""}, {"--cp 2 --cp-mode ring"}, {"--cp 2 --cp-mode ulysses"}}},
         {"sequence", false, {{""}, {"--sp"}}},
         {"accumulation", true, {{""}, {"--micro-batch 2"}}},
         {"documents", true, {{""}, {"--mask-documents"}}},
@@ -208,7 +209,7 @@ std::string flags_of(const Row& row, bool on_ranks) {
         if (!on_ranks && !axes()[a].on_one_rank) continue;
         std::string value = axes()[a].values[row[a]].flags;
         if (value.starts_with("--model ")) value = "--model " + model_file(value.substr(8));
-        if (value.starts_with("--tp ")) ranks *= std::stoul(value.substr(5));
+        if (value.starts_with("--tp ") || value.starts_with("--cp ")) ranks *= std::stoul(value.substr(5));
         flags += " " + value;
     }
     return flags + (on_ranks ? concat(" --ranks ", ranks) : "");
@@ -220,7 +221,7 @@ double tolerance_of(const Row& row) {
 }
 Outcome run(const std::string& flags, const std::string& out) {
     return run_on_ranks("--data " + data_folder() +
-                        " --batch 8 --seq 16 --steps 6 --warmup 3 --val-every 0 --save-every 0 --sample 0" + flags +
+                        " --batch 8 --seq 32 --steps 6 --warmup 3 --val-every 0 --save-every 0 --sample 0" + flags +
                         " --out " + out);
 }
 std::vector<LogRow> losses_of(const std::string& flags, const std::string& out) {

@@ -404,30 +404,40 @@ TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program
 TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[program][ranks]") {
     if (!have_mpirun()) SKIP_TEST("no mpirun");
     const TempFolder folder;
-    const std::string flags =
-        " --batch 6 --steps 600 --save-every 50 --zero 2 --val-every 200 --model " + odd_model(false);
-    const std::vector<LogRow> whole = train(flags + " --ranks 3 ", folder / "whole");
+    struct Case {
+        int ranks, steps, save_every;
+        std::string flags;
+    };
+    const Case cases[] = {{3, 600, 50, "--zero 2 --batch 6 --model " + odd_model(false)},
+                          {4, 100, 10, "--tp 2 --sp --zero 1 --batch 4 --model " + model_file("llama")}};
     const int n_kills = is_full() ? 20 : 1;
-    for (int i = 0; i < n_kills; ++i) {
-        const std::string run = folder / concat("run", i);
-        // The victim is found by its --out; ranks are started in order, so the last process is rank 2. It is killed up
-        // to 0.6 s after the first checkpoint is there, of a run that takes some seconds.
-        const std::string killer = concat(
-            "( while [ ! -e ", run, "/checkpoints/step-00000050 ]; do sleep 0.02; done; sleep 0.", i * 37 % 60 / 10,
-            i * 37 % 10, "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*", run, "' | tail -n 1) ) & ");
-        const double start = seconds_now();
-        const Outcome killed =
-            run_shell(concat(killer, "OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"), " --data ",
-                             text_file(), kRun, flags, " --out ", run, "; status=$?; wait; exit $status"));
-        const double seconds = seconds_now() - start;
-        INFO(i << ": " << killed.out << killed.err);
-        CHECK(seconds < 45);  // of which the steps before the kill are a few
-        CHECK(killed.status != 0);
-        CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
-        const Outcome resumed = run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(3), program_path("train_gpt"),
-                                                 " --data ", text_file(), kRun, flags, " --out ", run, " --resume"));
-        INFO(resumed.err);
-        REQUIRE(resumed.status == 0);
-        CHECK(same_bits(read_csv_log(run + "/log.csv"), whole));
+    for (const Case& c : cases) {
+        const std::string id = std::to_string(c.ranks), flags = concat(c.flags, " --steps ", c.steps, " --save-every ",
+                                                                       c.save_every, " --val-every ", c.steps / 3, " ");
+        const std::vector<LogRow> whole = train(flags + concat(" --ranks ", c.ranks, " "), folder / ("whole" + id));
+        for (int i = 0; i < n_kills; ++i) {
+            const std::string run = folder / concat("run", id, "-", i);
+            // The victim is found by its --out; ranks are started in order, so the last process is the last rank. It is
+            // killed up to 0.6 s after the first checkpoint is there, of a run that takes some seconds.
+            char first_checkpoint[32];
+            std::snprintf(first_checkpoint, sizeof first_checkpoint, "step-%08d", c.save_every);
+            const std::string killer =
+                concat("( while [ ! -e ", run, "/checkpoints/", first_checkpoint, " ]; do sleep 0.02; done; sleep 0.",
+                       i * 37 % 60 / 10, i * 37 % 10, "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*",
+                       run, "' | tail -n 1) ) & ");
+            const std::string command = concat("OMP_NUM_THREADS=1 ", mpirun_command(c.ranks), program_path("train_gpt"),
+                                               " --data ", text_file(), kRun, flags, " --out ", run);
+            const double start = seconds_now();
+            const Outcome killed = run_shell(killer + command + "; status=$?; wait; exit $status");
+            const double seconds = seconds_now() - start;
+            INFO(flags << i << ": " << killed.out << killed.err);
+            CHECK(seconds < 45);  // of which the steps before the kill are a few
+            CHECK(killed.status != 0);
+            CHECK_THAT(killed.err, ContainsSubstring("signal 9"));
+            const Outcome resumed = run_shell(command + " --resume");
+            INFO(resumed.err);
+            REQUIRE(resumed.status == 0);
+            CHECK(same_bits(read_csv_log(run + "/log.csv"), whole));
+        }
     }
 }

@@ -296,6 +296,79 @@ TEST_CASE("a checkpoint goes on with another --tp", "[program][ranks][tensor_par
     }
 }
 
+TEST_CASE("states of optimizers that see whole matrices go on with another mesh", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    // The gradients of key biases are 0 but for rounding: eps is above their squares.
+    const std::array<std::string, 4> cases[] = {
+        {"gpt2", "--optimizer adafactor --lr 1e-2 --eps 1e-12 ", "--ranks 4 --tp 2 --zero 1 ",
+         "--ranks 4 --tp 4 --sp "},
+        {"qwen3", "--optimizer adafactor --lr 1e-2 ", "--ranks 4 --tp 4 ", "--ranks 2 "},
+        {"qwen3", "--optimizer muon --lr 1e-2 ", "--ranks 4 --tp 2 --zero 3 ", "--ranks 4 --tp 4 "},
+        {"gpt2", "--optimizer muon --lr 1e-2 ", "", "--ranks 4 --tp 2 --zero 1 "}};
+    for (const auto& [model, optimizer, before, after] : cases) {
+        INFO(model << " " << optimizer << ": " << before << "-> " << after);
+        const std::string whole = runs.run(model, optimizer),
+                          run = runs.run(model, optimizer + before + "--stop-after 5 ");
+        const Outcome resumed = runs.outcome(model, optimizer + after + "--resume ", run);
+        INFO(resumed.err);
+        REQUIRE(resumed.status == 0);
+        check_same_run(run, whole, 2e-6);
+    }
+}
+
+TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    const std::string adam = "--optimizer adam8bit --lr 1e-3 ", two = adam + "--ranks 4 --tp 2 ";
+    const std::string whole = runs.run("gpt2", two), run = runs.run("gpt2", two + "--stop-after 5 ");
+    for (const std::string other : {adam + "--ranks 4 --tp 4 ", adam}) {
+        const Outcome resumed = runs.outcome("gpt2", other + "--resume ", run);
+        CHECK(resumed.status == 2);
+        CHECK_THAT(resumed.err, ContainsSubstring("the run had --tp 2") && ContainsSubstring("--optimizer adam8bit"));
+    }
+    const Outcome resumed = runs.outcome("gpt2", two + "--zero 3 --resume ", run);
+    INFO(resumed.err);
+    REQUIRE(resumed.status == 0);
+    CHECK(log_without_times(run) == log_without_times(whole));
+    CHECK((slurp(newest_checkpoint(run) + "/model.safetensors") ==
+           slurp(newest_checkpoint(whole) + "/model.safetensors")));
+}
+
+TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[program][ranks][tensor_parallel][fp8]") {
+    Runs runs;
+    const std::string flags = "--steps 2 --lr 1e-3 --dtype fp8 ";
+    const auto histories = [&](const std::string& mesh) {
+        return SafetensorsReader(newest_checkpoint(runs.run("even-gqa", flags + mesh)) + "/optimizer" +
+                                 (mesh.empty() ? "" : "-00001-of-00002") + ".safetensors")
+            .at("fp8.histories")
+            .floats();
+    };
+    const std::vector<float> one = histories(""), two = histories("--ranks 2 --tp 2 ");
+    REQUIRE(one.size() == two.size());
+    // The two last steps' largest values: in bf16 and 8 bits, through two blocks.
+    for (size_t i = 0; i < one.size(); ++i) CHECK(two[i] == Approx(one[i]).epsilon(0.05));
+}
+
+TEST_CASE("--tp has the same bits under mpirun and as threads", "[program][ranks][tensor_parallel]") {
+    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    Runs runs;
+    const auto train_with = [&](const std::string& ranks, const std::string& before) {
+        const std::string run = runs.folder / std::to_string(runs.number++);
+        const Outcome outcome = run_program("train_gpt",
+                                            "--data " + text_file() + " --model " + model_file("qwen3") +
+                                                " --batch 4 --seq 16 --steps 4 --warmup 2 --val-every 2 --sample 0 "
+                                                "--tp 2 --sp --zero 1 --optimizer adafactor " +
+                                                ranks + " --out " + run,
+                                            before);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        return run;
+    };
+    const std::string threads = train_with("--ranks 4", ""), processes = train_with("", mpirun_command(4));
+    CHECK(log_without_times(threads) == log_without_times(processes));
+    CHECK((slurp(newest_checkpoint(threads) + "/model.safetensors") ==
+           slurp(newest_checkpoint(processes) + "/model.safetensors")));
+}
+
 TEST_CASE("the sample of a divided model is that of one process", "[program][ranks][tensor_parallel]") {
     Runs runs;
     std::vector<std::string> samples;
