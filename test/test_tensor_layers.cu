@@ -6,7 +6,7 @@
 // Losses are compared token by token. The gradient of each parameter, put together from the ranks' parts, is compared
 // with differences of the loss in float64: along directions in which this parameter alone changes.
 //
-// A geometry is a line in kGeometries.
+// A geometry is a line in geometries().
 #include "llm.h"
 #include "models.h"
 #include "ranks.h"
@@ -20,11 +20,18 @@ namespace {
 
 struct Geometry {
     const char* name;
+    TensorMode mode;
     bool sequence;
-    bool (*fits)(int n);  // can so many ranks have it?
+    std::vector<int> ranks;  // numbers of them that can have it
 };
-const Geometry kGeometries[] = {{"1d", false, [](int) { return true; }},
-                                {"1d, --sp", true, [](int n) { return n > 1; }}};
+const std::vector<Geometry>& geometries() {
+    static const std::vector<Geometry> all = {{"1d", TensorMode::one_d, false, {1, 2, 3, 4, 5, 6, 7, 8, 9}},
+                                              {"1d, --sp", TensorMode::one_d, true, {2, 3, 4, 5, 6, 7, 8, 9}},
+                                              {"2d", TensorMode::two_d, false, {4, 9}},
+                                              {"2.5d", TensorMode::two_half_d, false, {8}},
+                                              {"3d", TensorMode::three_d, false, {8}}};
+    return all;
+}
 
 using Values = std::map<std::string, std::vector<double>>;  // of whole parameters, rows as the layers use them
 
@@ -182,17 +189,26 @@ struct Computed {
 };
 
 // What one rank gives to the whole. Error where ranks that should have the same have other bits.
-void collect(Computed& all, const Model& model, const Activations& acts, std::mutex& mutex) {
+void collect(Computed& all, const Model& model, const Activations& acts, int64_t N, std::mutex& mutex) {
     const std::lock_guard lock(mutex);
+    // Losses of the sequences that this rank has inside of its sub-layers.
     const std::vector<float> losses = to_floats(acts.losses);
-    check(all.losses.empty() || all.losses == losses, "the ranks have different losses");
-    all.losses = losses;
+    all.losses.resize(static_cast<size_t>(N), NAN);
+    const int64_t first = model.layout.part(model.layout.inner_rows).index * std::ssize(losses);
+    for (size_t i = 0; i < losses.size(); ++i) {
+        float& loss = all.losses[static_cast<size_t>(first) + i];
+        check(std::isnan(loss) || loss == losses[i], "the ranks have different losses");
+        loss = losses[i];
+    }
     for (const Param& param : model.params) {
         const int64_t rows = param.value.shape[0] - param.padded_rows;
         const std::vector<float> its = to_floats(param.grad.slice(0, rows));
         std::vector<float>& whole = all.grads[param.name];
         if (param.cut.exists()) {
             whole.resize(static_cast<size_t>(param.cut.rows * param.cut.cols), NAN);
+            const std::vector<float> before = cut_from(param, whole);
+            for (size_t i = 0; i < its.size(); ++i)
+                check(std::isnan(before[i]) || before[i] == its[i], param.name, ": the ranks have different gradients");
             put_into(whole, param.cut, its);
         } else {
             check(whole.empty() || whole == its, param.name, ": the ranks have different gradients");
@@ -209,20 +225,22 @@ Computed compute(const Reference& r, const Values& values, const Geometry& geome
         Arena weights("weights"), grads("gradients"), masters("masters"), activations("activations"),
             messages("messages");
         std::unique_ptr<TensorParallel> ranks;
-        if (n > 1) ranks = std::make_unique<TensorParallel>(world, r.c.K);
+        const TensorLayout layout = tensor_layout(geometry.mode, world.rank, n, geometry.sequence);
+        if (n > 1) ranks = std::make_unique<TensorParallel>(world, layout, r.c.K);
         Model model;
         Activations acts;
         Workspace workspace;
         for (int pass = 0; pass < 2; ++pass) {
-            const TensorShare share{world.rank, n, geometry.sequence};
-            model = build_model(r.c, {.dtype = dtype}, r.T, weights, grads, masters, {}, share);
+            model =
+                build_model(r.c, {.dtype = dtype}, r.T, weights, grads, masters, {}, n > 1 ? layout : TensorLayout{});
             model.tensor_parallel = ranks.get();
             acts = take_activations(model, r.B, r.T, {}, activations);
             workspace = take_workspace(model, r.B, r.T, true, activations);
             TensorParallel::Sizes sizes{
-                .N = r.B * r.T, .C = r.c.C, .dtype = dtype, .grad_dtype = DType::f32, .sequence = geometry.sequence};
-            for (const Tensor& part : model.shared_grads(GradSharers::all)) sizes.shared_by_all += part.n();
-            for (const Tensor& part : model.shared_grads(GradSharers::same_keys)) sizes.shared_by_same_keys += part.n();
+                .N = acts.B * acts.T, .C = model.local.C, .dtype = dtype, .grad_dtype = DType::f32};
+            for (const auto& [axes, parts] : model.shared_grads())
+                for (const Tensor& part : parts) sizes.shared[axes] += part.n();
+            if (model.layout.divides_columns()) sizes.geometry = geometry_sizes(model, acts);
             if (ranks) ranks->take_memory(sizes, messages);
             if (pass == 0)
                 for (Arena* arena : {&weights, &grads, &masters, &activations, &messages}) arena->reserve();
@@ -232,15 +250,16 @@ Computed compute(const Reference& r, const Values& values, const Geometry& geome
             model.write(param, {whole.begin(), whole.end()});
         }
         copy_to_device(acts.tokens, r.tokens.data());
-        copy_to_device(acts.targets, r.targets.data());
+        copy_to_device(acts.targets,
+                       r.targets.data() + model.layout.part(model.layout.inner_rows).index * acts.targets.n());
         cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
         forward(model, acts, workspace, stream);
         loss_backward(model, acts, 1.0f / static_cast<float>(r.B * r.T), stream);
         backward(model, acts, workspace, stream);
-        if (ranks)
-            ranks->sum_shared(model.shared_grads(GradSharers::all), model.shared_grads(GradSharers::same_keys), stream);
+        for (const auto& [axes, parts] : model.shared_grads())
+            if (ranks) ranks->sum_shared(axes, parts, stream);
         cudaCheck(cudaStreamSynchronize(stream));
-        collect(all, model, acts, mutex);
+        collect(all, model, acts, r.B * r.T, mutex);
         world.barrier(stream);
         cudaCheck(cudaStreamSynchronize(stream));
     });
@@ -249,12 +268,13 @@ Computed compute(const Reference& r, const Values& values, const Geometry& geome
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Heads, columns and tokens that n ranks can divide: of key heads there are fewer than ranks, where that can be.
-Config config_for(bool gpt2, int n) {
+// Heads, columns and sequences that n ranks can divide: of key heads there are fewer than ranks, where that can be.
+Config config_for(bool gpt2, int n, const Geometry& geometry) {
     Config c = gpt2 ? small_gpt2() : small_llama();
-    c.L = 1, c.V = 37, c.D = 8, c.H = n < 5 ? 2 * n : n, c.F = 5 * n;
-    c.K = gpt2 ? c.H : n % 2 == 0 ? n / 2 : n;
-    c.C = gpt2 ? c.H * c.D : 20;
+    const bool in_columns = geometry.mode != TensorMode::one_d;  // then H, F and C are divided by 2, 3, 4 or 6
+    c.L = 1, c.V = 37, c.D = 8, c.H = in_columns ? 12 : n < 5 ? 2 * n : n, c.F = in_columns ? 36 : 5 * n;
+    c.K = gpt2 || in_columns ? c.H : n % 2 == 0 ? n / 2 : n;
+    c.C = gpt2 ? c.H * c.D : in_columns ? 24 : 20;
     return c;
 }
 
@@ -278,8 +298,9 @@ Values random_parameters(const Config& c, DType dtype, const std::string& part) 
 }
 
 void check_layers(bool gpt2, int n, const Geometry& geometry, DType dtype, const std::string& part) {
-    const Config c = config_for(gpt2, n);
-    const int64_t B = 2, T = geometry.sequence ? 2 * n : 7;  // rows that the ranks can divide; otherwise any
+    const Config c = config_for(gpt2, n, geometry);
+    // Sequences, or with --sp rows, that the ranks can divide; otherwise any.
+    const int64_t B = geometry.mode == TensorMode::one_d ? 2 : n == 9 ? 3 : 4, T = geometry.sequence ? 2 * n : 7;
     const Reference r{c, B, T, random_tokens(B * T, c.V, 1), random_tokens(B * T, c.V, 2)};
     const Values values = random_parameters(c, dtype, part);
     const Computed computed = compute(r, values, geometry, n, dtype);
@@ -312,12 +333,12 @@ void check_layers(bool gpt2, int n, const Geometry& geometry, DType dtype, const
 
 TEST_CASE("divided layers give the losses and gradients of the whole, against float64", "[tensor_parallel][llm]") {
     int number = 0;
-    for (const Geometry& geometry : kGeometries)
-        for (int n = 1; n <= 9; ++n)
+    for (const Geometry& geometry : geometries())
+        for (const int n : geometry.ranks)
             for (const bool gpt2 : {false, true})
                 for (const DType dtype : kFloatDTypes)
                     for (const std::string part : {"neither", "attention", "feed-forward"}) {
-                        if (!geometry.fits(n) || (!is_full() && ++number % 5 != 1)) continue;
+                        if (!is_full() && ++number % 5 != 1) continue;
                         INFO(geometry.name << ", " << n << " ranks, " << (gpt2 ? "gpt2, " : "llama, ")
                                            << dtype_name(dtype) << ", " << part);
                         check_layers(gpt2, n, geometry, dtype, part);

@@ -162,7 +162,8 @@ void check_tensor_parallel(const TrainOptions& o) {
     check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
           "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it away");
     check(o.precision.fp8 == Fp8Recipe::none || o.tp_mode == TensorMode::one_d, "--dtype fp8 with --tp-mode ",
-          tensor_mode_name(o.tp_mode), ": its products of blocks are in 16 or 32 bits; use --dtype bf16 or --tp-mode 1d");
+          tensor_mode_name(o.tp_mode),
+          ": its products of blocks are in 16 or 32 bits; use --dtype bf16 or --tp-mode 1d");
 }
 
 // The hyperparameters that the optimizers read, beside --lr and --weight-decay (optim.h).
