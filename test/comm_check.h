@@ -202,6 +202,11 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
         }
     }
 
+    Buffer shifted(dtype, n), own(dtype, n);
+    fill(own, inputs(values, rank, n, dtype), stream);
+    comm.shift(shifted, own, stream);
+    compare("shift" + where, read(shifted, stream), inputs(values, (rank + size - 1) % size, n, dtype));
+
     // Messages once around the ring; of the two messages, the second one has a number of its own.
     if (size > 1 && n > 0) {
         Buffer first(dtype, n), second(dtype, n), from_left(dtype, n), from_left_too(dtype, n);

@@ -344,6 +344,7 @@ void Comm::all_to_all(Tensor out, Tensor inp, cudaStream_t stream) {
 
 void Comm::shift(Tensor out, Tensor inp, cudaStream_t stream) {
     check_pair("shift", out, inp, 1, 1);
+    check(counting_ || inp.n() == 0 || out.data != inp.data, "shift: out is inp, which is being sent");
     if (size == 1) return copy_own(out, inp, stream);
     collective("shift", inp.bytes(), stream, [&] {
         if (counting_) return;
