@@ -318,14 +318,14 @@ TEST_CASE("states of optimizers that see whole matrices go on with another mesh"
 
 TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same", "[program][ranks][tensor_parallel]") {
     Runs runs;
-    const std::string adam = "--optimizer adam8bit --lr 1e-3 ", two = adam + "--ranks 4 --tp 2 ";
-    const std::string whole = runs.run("gpt2", two), run = runs.run("gpt2", two + "--stop-after 5 ");
-    for (const std::string other : {adam + "--ranks 4 --tp 4 ", adam}) {
+    const std::string adam = "--optimizer adam8bit --lr 1e-3 ", four = adam + "--ranks 8 --tp 4 ";
+    const std::string whole = runs.run("gpt2", four), run = runs.run("gpt2", four + "--stop-after 5 ");
+    for (const std::string other : {adam + "--ranks 4 --tp 2 ", adam + "--ranks 4 --tp 4 --tp-mode 2d ", adam}) {
         const Outcome resumed = runs.outcome("gpt2", other + "--resume ", run);
         CHECK(resumed.status == 2);
-        CHECK_THAT(resumed.err, ContainsSubstring("the run had --tp 2") && ContainsSubstring("--optimizer adam8bit"));
+        CHECK_THAT(resumed.err, ContainsSubstring("the run had --tp 4") && ContainsSubstring("--optimizer adam8bit"));
     }
-    const Outcome resumed = runs.outcome("gpt2", two + "--zero 3 --resume ", run);
+    const Outcome resumed = runs.outcome("gpt2", four + "--zero 3 --resume ", run);
     INFO(resumed.err);
     REQUIRE(resumed.status == 0);
     CHECK(log_without_times(run) == log_without_times(whole));

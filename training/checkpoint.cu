@@ -7,7 +7,7 @@
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
 //     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces,
 //                                             "m.model.norm.weight@4096" from element 4096 on; with --tp also
-//                                             "m_codes.model.norm.weight, part 2 of 4", for the same part alone:
+//                                             "m_codes.model.norm.weight, part 2 of tp 4", for it alone:
 //                                             adam8bit's blocks lie in it
 //     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients
 //     state.json                              the rest (state.cu)
@@ -34,6 +34,13 @@ struct PlacedState {
     bool writes;        // of the ranks that have the same, one writes it
 };
 const char* const kPart = ", part ";
+// How the layers are divided, where they are: "tp 4", "tp 8 2.5d depth 2".
+std::string division(const Trainer& t) {
+    const TensorLayout& layout = t.model.layout;
+    const std::string words = concat("tp ", layout.size);
+    if (layout.mode == TensorMode::one_d) return words;
+    return concat(words, " ", tensor_mode_name(layout.mode), " depth ", layout.sizes[0]);
+}
 
 std::vector<PlacedState> placed_states(const Trainer& t) {
     std::vector<PlacedState> states;
@@ -60,9 +67,9 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
                 placed.pieces = cut_pieces(piece.cut, piece.first, n);
                 placed.whole = false;
             } else if (is_cut && state.per == 0) {  // of the whole parameter, on all ranks
-                placed.writes = t.tensor_parallel->layout().rank == 0;
+                placed.writes = t.model.layout.rank == 0;
             } else if (is_cut) {  // blocks of this rank's part
-                placed.name += concat(kPart, t.tensor_parallel->layout().rank + 1, " of ", t.tensor_parallel->size());
+                placed.name += concat(kPart, t.model.layout.rank + 1, " of ", division(t));
                 placed.writes = true;
             }
             states.push_back(std::move(placed));
@@ -132,7 +139,7 @@ class SavedStates {
         const bool has_parts = part != pieces_.end() && part->first.starts_with(whole_name + kPart);
         check(
             found != pieces_.end() || (!has_parts && whole_name == name), folder_, ": the run had ",
-            has_parts ? concat("--tp", part->first.substr(part->first.rfind(' '))) : "another --tp",
+            has_parts ? concat("--", part->first.substr(part->first.rfind("tp "))) : "another --tp",
             ", and the blocks of --optimizer adam8bit belong to the ranks' parts: go on with that --tp, or begin anew "
             "with --init and this folder");
         check(found != pieces_.end(), folder_, ": no file with the optimizer's states has '", name, "'");
@@ -205,8 +212,9 @@ void write_states(const Trainer& t, const std::string& path) {
 
 // The errors are those of a rank's part of the gradients, of its sequences.
 std::string compression_file(const Trainer& t) {
-    return numbered_file(t.options.tp > 1 ? concat("compression-tp", t.options.tp).c_str() : "compression",
-                         t.world.rank, t.world.size);
+    std::string name = t.options.tp > 1 ? "compression " + division(t) : "compression";
+    std::ranges::replace(name, ' ', '-');
+    return numbered_file(name.c_str(), t.world.rank, t.world.size);
 }
 void write_compression(const Trainer& t, const std::string& folder) {
     std::vector<TensorToStore> tensors;
