@@ -13,11 +13,9 @@
 // The sums x + branch are formed by the norm that comes next, because it reads them anyway (model/norm.cu): so x is a
 // pair {sum, branch} from one operation to the next (Residual).
 //
-// With tensor parallelism (parallel/tensor) a rank has some of the heads and of the feed-forward's columns. In 1D what its
-// sub-layers give is then a part of a sum over the ranks: sum_over_ranks forms it, forward behind each branch, backward
-// before the norm. With sequence parallelism each rank then has some rows of x, and all_rows gathers them for a
-// sub-layer. In 2D, 2.5D and 3D it has some rows and columns of x, and the products that read or write x talk to other
-// ranks (model/block_linear.cu), as the norms do (model/norm.cu). On one rank nothing of this happens.
+// With tensor parallelism (parallel/tensor) a rank has some of the heads and of the feed-forward's columns, and of x
+// everything, or some rows, or some rows and columns: the products that read or write x talk to the other ranks
+// (model/block_linear.cu), as do norms of divided rows (model/norm.cu), the embedding and the loss.
 //
 // Where there are many ranks, begin_visit gathers the weights that the work of a visit reads and end_visit reduces the
 // gradients that it has completed (model/visits.cu). On one rank they do nothing.
@@ -29,37 +27,20 @@
 
 namespace {
 
-// What a sub-layer reads: the rows of all ranks, where each has some of them (sequence parallelism).
-Tensor all_rows(const Model& model, const Activations& acts, Tensor all, Tensor rows, cudaStream_t stream) {
-    if (!acts.divided_rows) return rows;
-    model.tensor_parallel->gather_rows(all, rows, stream);
-    return all;
-}
-// rows = the sum over the ranks of `all`, which is `rows` itself unless each rank has some of them.
-void sum_over_ranks(const Model& model, const Activations& acts, Tensor rows, Tensor all, cudaStream_t stream) {
-    if (acts.divided_rows) model.tensor_parallel->sum_rows(rows, all, stream);
-    else if (model.tensor_parallel && !model.layout.divides_columns()) model.tensor_parallel->sum(rows, stream);
-}
-Tensor all_in(const BlockContext& b, Tensor rows) {
-    return all_rows(b.model, b.acts, b.workspace.all_in, rows, b.stream);
-}
-
 // x = x + attention(norm1(x)), x = x + feed_forward(norm2(x)). `last_product` is false where a forward is run again for
 // what it saves: then nobody needs the output of the last linear layer.
 Residual block_forward(const BlockContext& b, const Block& block, Residual x, bool last_product = true) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;
-    const Tensor branch = b.workspace.branch, out = b.acts.divided_rows ? b.workspace.all_out : branch;
+    const Tensor branch = b.workspace.branch;
 
     norm_forward(model, block.norm1, saved.norm1, x, b.workspace, b.stream);
-    model.attention->forward(b, block.attention, saved.attention, out, all_in(b, saved.norm1.out));
-    sum_over_ranks(model, b.acts, branch, out, b.stream);
+    model.attention->forward(b, block.attention, saved.attention, branch, saved.norm1.out);
     x = {saved.norm1.sum, branch};
 
     norm_forward(model, block.norm2, saved.norm2, x, b.workspace, b.stream);
-    model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? out : Tensor{},
-                                all_in(b, saved.norm2.out));
-    if (last_product) sum_over_ranks(model, b.acts, branch, out, b.stream);
+    model.feed_forward->forward(b, block.feed_forward, saved.feed_forward, last_product ? branch : Tensor{},
+                                saved.norm2.out);
     return {saved.norm2.sum, branch};
 }
 
@@ -69,18 +50,16 @@ void block_backward(const BlockContext& b, const Block& block, Tensor dx) {
     const Model& model = b.model;
     const BlockSaved& saved = b.saved;
     const Workspace& ws = b.workspace;
-    const Tensor dnorm = ws.dnorm, din = b.acts.divided_rows ? ws.all_out : dnorm;
+    const Tensor dnorm = ws.dnorm;
 
     // x = x + feed_forward(norm2(x))
-    Tensor dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
-    model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, din, dout, all_in(b, saved.norm2.out));
-    sum_over_ranks(model, b.acts, dnorm, din, b.stream);
+    prefetch_rows(b, saved.norm2.out);
+    model.feed_forward->backward(b, block.feed_forward, saved.feed_forward, dnorm, dx, saved.norm2.out);
     norm_backward(model, block.norm2, saved.norm2, dx, dnorm, dx, ws, b.stream);
 
     // x = x + attention(norm1(x))
-    dout = all_rows(model, b.acts, ws.all_dout, dx, b.stream);
-    model.attention->backward(b, block.attention, saved.attention, din, dout, all_in(b, saved.norm1.out));
-    sum_over_ranks(model, b.acts, dnorm, din, b.stream);
+    prefetch_rows(b, saved.norm1.out);
+    model.attention->backward(b, block.attention, saved.attention, dnorm, dx, saved.norm1.out);
     norm_backward(model, block.norm1, saved.norm1, dx, dnorm, dx, ws, b.stream);
 }
 
@@ -138,27 +117,34 @@ void embed_in_columns_backward(const Pass& p, Tensor dout) {
 
 void embed_tokens(const Pass& p, Tensor out) {
     const Model& model = p.model;
-    const Tensor all = p.acts.divided_rows ? p.workspace.all_out : out, tokens = tokens_here(p.acts);
+    const Tensor tokens = tokens_here(p.acts);
     if (model.layout.size > 1)
         ids_from(tokens, p.acts.tokens, first_token(model.config, model.layout), n_tokens(model.config, model.layout),
                  p.stream);
     if (model.layout.divides_columns()) return embed_in_columns(p, out);
-    embedding_forward(all.view({p.acts.B, p.acts.T, model.config.C}), tokens, p.acts.positions, model.wte,
-                      model.layout.rank == 0 ? model.wpe : Tensor{}, p.stream);
-    sum_over_ranks(model, p.acts, out, all, p.stream);  // of each row one rank has the token's, rank 0 the position's
+    // Of each row one rank has the token's, and rank 0 the position's.
+    const auto lookup = [&](Tensor rows) {
+        embedding_forward(rows.view({p.acts.B, p.acts.T, rows.cols()}), tokens, p.acts.positions, model.wte,
+                          model.layout.rank == 0 ? model.wpe : Tensor{}, p.stream);
+    };
+    if (model.tensor_parallel) model.tensor_parallel->one_d().embed(out, p.acts.divided_rows, lookup, p.stream);
+    else lookup(out);
 }
 void embed_tokens_backward(const Pass& p, Tensor dout) {
     if (p.model.layout.divides_columns()) return embed_in_columns_backward(p, dout);
-    const Tensor all = all_rows(p.model, p.acts, p.workspace.all_dout, dout, p.stream);
-    embedding_backward(p.model.dwte, p.model.dwpe, all.view({p.acts.B, p.acts.T, p.model.config.C}),
-                       tokens_here(p.acts), p.acts.positions, p.workspace.embedding_scratch, p.stream);
+    const auto use = [&](Tensor rows) {
+        embedding_backward(p.model.dwte, p.model.dwpe, rows.view({p.acts.B, p.acts.T, rows.cols()}),
+                           tokens_here(p.acts), p.acts.positions, p.workspace.embedding_scratch, p.stream);
+    };
+    TensorParallel* const ranks = p.model.tensor_parallel;
+    if (ranks) ranks->one_d().embed_backward(dout, p.acts.divided_rows, use, p.stream);
+    else use(dout);
 }
 
 // logits = head(norm(x))
 void apply_head(const Pass& p, const Residual& x) {
     norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.workspace, p.stream);
-    head_linear_forward(p.model, p.acts, all_rows(p.model, p.acts, p.workspace.all_in, p.acts.final_norm.out, p.stream),
-                        p.stream);
+    head_linear_forward(p.model, p.acts, p.acts.final_norm.out, p.stream);
 }
 // Inference: the head is for the rows that a wanted token follows. The stream's rows are looked up as an embedding's.
 Residual wanted_rows(const Pass& p, const Residual& x) {
@@ -169,12 +155,8 @@ Residual wanted_rows(const Pass& p, const Residual& x) {
 }
 void apply_head_backward(const Pass& p, Tensor dx) {
     const Workspace& ws = p.workspace;
-    const Tensor din = p.acts.divided_rows ? ws.all_out : ws.dnorm;
-    head_linear_backward_input(p.model, din, p.acts.logits, p.stream);
-    sum_over_ranks(p.model, p.acts, ws.dnorm, din, p.stream);
-    head_linear_backward_weight(p.model, p.acts.logits,
-                                all_rows(p.model, p.acts, ws.all_in, p.acts.final_norm.out, p.stream), ws.scratch,
-                                p.stream);
+    head_linear_backward_input(p.model, p.acts, ws.dnorm, p.stream);
+    head_linear_backward_weight(p.model, p.acts, p.acts.final_norm.out, ws.scratch, p.stream);
     norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws, p.stream);
 }
 

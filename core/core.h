@@ -246,8 +246,8 @@ struct Cut {
     int64_t first_col = 0, n_cols = 0;                         // columns of these rows
     bool exists() const { return rows > 0; }
 };
-// A set of axes of the ranks that divide the layers (parallel/tensor/layout.cu): bit a is axis a. With kSameKeys the axis
-// of the heads counts only as far as ranks have the same key heads.
+// A set of axes of the ranks that divide the layers (parallel/tensor/layout.cu): bit a is axis a. With kSameKeys the
+// axis of the heads counts only as far as ranks have the same key heads.
 using AxisSet = uint8_t;
 constexpr AxisSet kSameKeys = 0x80;
 

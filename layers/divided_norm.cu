@@ -1,13 +1,13 @@
-// Norms of rows whose columns are divided among n ranks, each with C of the n C columns (parallel/tensor: 2D, 2.5D, 3D).
-// LayerNorm, and, without mean and bias, RMSNorm: layernorm.cu and rmsnorm.cu say what is computed. Here it takes two
-// steps, between which the ranks exchange two numbers a row.
+// Norms of rows whose columns are divided among n ranks, each with C of the n C columns (parallel/tensor: 2D, 2.5D,
+// 3D). LayerNorm, and, without mean and bias, RMSNorm: layernorm.cu and rmsnorm.cu say what is computed. Here it takes
+// two steps, between which the ranks exchange two numbers a row.
 //
 //   forward     parts    x = inp  or  inp + branch            m_k = mean(x)   s_k = sum((x - m_k)^2)      of rank k
 //                        all ranks gather (m_k, s_k)
 //               finish   m = mean of all m_k                  s = sum of s_k + C sum of (m_k - m)^2
 //                        r = 1 / sqrt(s / (n C) + eps)        y = (x - m) r g + b
 //
-//   backward    parts    dn = dy g, nx = (x - m) r            a_k = sum(dn)   b_k = sum(dn nx)    db, dg: as without ranks
+//   backward    parts    dn = dy g, nx = (x - m) r            a_k = sum(dn)   b_k = sum(dn nx)      db, dg as ever
 //                        a, b = sums over all ranks
 //               finish   dx = r (dn - a / (n C) - nx b / (n C)) + dsum
 //

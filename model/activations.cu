@@ -155,9 +155,6 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
     const int64_t rows = training ? rows_of_rank(model, N) : N;
     SavedTaker take(arena, model.precision.dtype, B, T, rows, false);
     Workspace workspace;
-    if (rows < N)
-        for (Tensor* all : {&workspace.all_in, &workspace.all_out, &workspace.all_dout})
-            *all = take.keep("all ranks' rows", c.C);
     workspace.branch = take.keep_rows("shared by layers", c.C);
     if (model.layout.divides_columns()) {
         const int64_t parts = model.layout.part(model.layout.stream_columns).of;

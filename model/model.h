@@ -302,9 +302,6 @@ ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts
 
 class WeightGradients;  // block_linear.cu
 struct Workspace {
-    // Sequence parallelism: all rows of what the ranks have rows of: input and output of a sub-layer, and, for the
-    // backward, the gradient of its output.
-    Tensor all_in, all_out, all_dout;
     Tensor branch;  // (N, C): output of an attention or feed-forward, until the next norm adds it to the stream
     Tensor dresidual, dnorm;          // (N, C): gradients of the residual stream, and of a norm's output
     Slots dattention, dfeed_forward;  // gradients of what the sub-layers keep, in the same places
@@ -330,14 +327,13 @@ class WeightGradients {
   public:
     // Memory for `micro_batches` that are in flight at once.
     void take_memory(const Model& model, int64_t B, int64_t T, int64_t micro_batches, Arena& arena);
-    void push(const Model& model, const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
+    void push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
     // Computes what was queued, in the order of push: for each weight the order of the micro-batches, as without a
     // queue.
     void run(Tensor scratch, cudaStream_t stream);
 
   private:
     struct Entry {
-        const Model* model;
         const Linear* linear;
         Tensor dout, inp, scaled_by;
     };

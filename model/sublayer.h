@@ -50,8 +50,8 @@ class Placer {
                 bool transposed = false, int64_t padded_rows = 0);
     // inside: of a sub-layer, where each rank has a part of its gradient.
     Norm norm(const std::string& prefix, int64_t C, bool bias, bool inside = false);
-    // A linear layer (O, C) of one or more parts, each with its name. transposed: files hold (C, O). crossing: whether it
-    // reads the residual stream, writes it, or stands between such layers.
+    // A linear layer (O, C) of one or more parts, each with its name. transposed: files hold (C, O). crossing: whether
+    // it reads the residual stream, writes it, or stands between such layers.
     Linear linear(Crossing crossing, const std::vector<Part>& parts, int64_t C, bool bias, bool transposed = false);
     // Rows of the embedding or the head: the tokens of this rank, and padding.
     Place tokens(const std::string& name);
@@ -64,8 +64,8 @@ class Placer {
     // Of elements that are divided along these axes: the axes along which ranks have the same.
     AxisSet copies(AxisSet along) const;
     bool is_first(AxisSet axes) const;  // of the ranks along these axes
-    // Which elements of the whole a parameter is, and which ranks have parts of its gradient: copies, as far as the rows
-    // that the gradient is a sum over are divided along these axes.
+    // Which elements of the whole a parameter is, and which ranks have parts of its gradient: copies, as far as the
+    // rows that the gradient is a sum over are divided along these axes.
     void settle(Param& param, const Cut& cut, AxisSet along, AxisSet parts_along) const;
     static constexpr AxisSet kAllAxes = 0xff;
     Tensor next_elements(const Tensor& unit, std::initializer_list<int64_t> dims) const;
@@ -161,8 +161,11 @@ void block_linear_backward_input(const BlockContext& b, const Linear& linear, Te
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp);
 // The three products of the head, which reads the residual stream as the first layer of a block does.
 void head_linear_forward(const Model& model, const Activations& acts, Tensor inp, cudaStream_t stream);
-void head_linear_backward_input(const Model& model, Tensor dinp, Tensor dlogits, cudaStream_t stream);
-void head_linear_backward_weight(const Model& model, Tensor dlogits, Tensor inp, Tensor scratch, cudaStream_t stream);
+void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, cudaStream_t stream);
+void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, Tensor scratch,
+                                 cudaStream_t stream);
+// Before a sub-layer's backward: with sequence parallelism the other ranks' rows of its input travel meanwhile.
+void prefetch_rows(const BlockContext& b, Tensor inp);
 
 // The linear layers that a block has, in the order of Linear::index.
 std::vector<Linear*> linears(Block& block);

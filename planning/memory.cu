@@ -203,6 +203,7 @@ void print_plan(Trainer& t) {
                     size_text(static_cast<double>(expected_traffic(t)) / rank_count(o.ranks)).c_str());
     if (any_model) return;  // the rest depends on the shape of the model
 
+    if (t.tensor_parallel) print_tensor_bills(t);
     print_activations(t);
     print_total(t);
     print_time(t);

@@ -31,6 +31,9 @@ struct TensorTraffic {
     int64_t micro_batch, shared_gradients;
 };
 TensorTraffic tensor_traffic(const Model& model, int64_t N, const Recompute& recompute);
+// --plan: what a rank has and sends in each geometry that so many ranks can have, with the time on NVLink and
+// InfiniBand.
+void print_tensor_bills(const Trainer& trainer);
 
 // account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed
 // another. Collective; rank 0 prints.

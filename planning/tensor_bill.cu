@@ -1,12 +1,19 @@
 // planning/tensor_bill.cu: what tensor parallelism sends, in every geometry: the formulas that stand at the top of
 // parallel/tensor/tensor.h, summa.cu and cube.cu, added up over the work of a step. The account of a run holds what was
-// sent against them, to the byte; --plan prints them side by side.
+// sent against them, to the byte; --plan prints them side by side, with the time that they take on links:
+//
+//     seconds = bytes that a rank sends / bandwidth + messages one after the other * latency
+//
+// which is what a step waits for if nothing of it is hidden behind computing.
 #include "model/sublayer.h"
 #include "planning/planning.h"
 
+#include <bit>
+#include <cstdio>
+
 namespace {
 
-// All numbers are of all ranks of a group together, for one micro-batch of N tokens.
+// Bytes are of all ranks of a group together, for one micro-batch of N tokens.
 struct Bill {
     const Model& model;
     const TensorLayout& layout;
@@ -91,6 +98,21 @@ struct Bill {
         for (const Visit& each : backward_visits(model.config, recompute)) bytes += visit(each, recompute.selective);
         return bytes;
     }
+    // Messages one after the other in a forward and a backward, all products of all blocks: an all-gather or
+    // reduce-scatter on a ring of n has n - 1, a broadcast log2 n.
+    int64_t messages() const {
+        Block block = model.blocks[0];
+        int64_t products = 0, leaving = 0;
+        for (const Linear* linear : linears(block)) {
+            products += linear->crossing != Crossing::inside;
+            leaving += linear->crossing == Crossing::leaves;
+        }
+        const int64_t L = model.config.L;
+        if (!layout.divides_columns()) return (layout.size - 1) * L * leaving * (layout.sequence ? 5 : 4);
+        if (is_cube()) return (side(0) - 1) * (3 + 3 + 3) * L * products;
+        const int64_t q = side(1), broadcast = std::bit_width(static_cast<uint64_t>(q - 1));
+        return q * (4 * broadcast + 2) * L * products;
+    }
     // Once a step: gradients that ranks have parts of.
     int64_t shared_gradients() const {
         int64_t bytes = 0;
@@ -105,10 +127,74 @@ struct Bill {
     }
 };
 
+Bill bill_of(const Model& model, int64_t N) {
+    return {model, model.layout, N, static_cast<int64_t>(dtype_bytes(model.precision.dtype)),
+            static_cast<int64_t>(dtype_bytes(model.precision.grad_dtype))};
+}
+
 }  // namespace
 
 TensorTraffic tensor_traffic(const Model& model, int64_t N, const Recompute& recompute) {
-    const Bill bill{model, model.layout, N, static_cast<int64_t>(dtype_bytes(model.precision.dtype)),
-                    static_cast<int64_t>(dtype_bytes(model.precision.grad_dtype))};
+    const Bill bill = bill_of(model, N);
     return {bill.micro_batch(recompute), bill.shared_gradients()};
+}
+
+namespace {
+
+struct Link {
+    const char* name;
+    double bytes_per_s, latency_s;
+};
+// What a GPU sends in one direction, as NVIDIA states it for H100 (NVLink 4: 900 GB/s both ways) and for a 400 Gb/s
+// adapter a GPU (NDR). Latencies are orders of magnitude, of a message of a collective.
+constexpr Link kLinks[] = {{"NVLink", 450e9, 3e-6}, {"InfiniBand", 50e9, 6e-6}};
+
+void print_row(const Trainer& t, const TensorLayout& layout, const char* name, int64_t depth) {
+    const TrainOptions& o = t.options;
+    Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
+    const Model model = build_model(t.config, o.precision, o.seq, weights, grads, masters, {}, layout);
+    take_activations(model, t.micro_batch, o.rank_seq(), o.recompute, activations);
+    const TensorTraffic traffic = tensor_traffic(model, t.micro_batch * o.rank_seq(), o.recompute);
+    const int64_t M = t.local_batch / t.micro_batch;
+    const double bytes = static_cast<double>(M * traffic.micro_batch + traffic.shared_gradients) / layout.size;
+    char grid[32] = "";
+    if (layout.mode == TensorMode::two_d) std::snprintf(grid, sizeof grid, "%d x %d", layout.sizes[1], layout.sizes[2]);
+    if (depth > 0 || layout.mode == TensorMode::three_d)
+        std::snprintf(grid, sizeof grid, "%d x %d x %d", layout.sizes[0], layout.sizes[1], layout.sizes[2]);
+    std::printf("  %-8s %-12s %10s %12s %12s", name, grid, human_count(static_cast<double>(model.n)).c_str(),
+                human_bytes(static_cast<double>(activations.bytes())).c_str(), human_bytes(bytes).c_str());
+    for (const Link& link : kLinks)
+        std::printf(" %11s", human_seconds(bytes / link.bytes_per_s +
+                                           static_cast<double>(M * bill_of(model, 0).messages()) * link.latency_s)
+                                 .c_str());
+    std::printf("\n");
+}
+
+}  // namespace
+
+void print_tensor_bills(const Trainer& t) {
+    const int n = static_cast<int>(t.options.tp);
+    std::printf(
+        "geometry of %d ranks that divide each layer: what one of them has and sends; times if nothing is hidden\n", n);
+    std::printf("  %-21s %10s %12s %12s", "", "parameters", "activations", "sent a step");
+    for (const Link& link : kLinks) std::printf(" %11s", link.name);
+    std::printf("\n");
+    struct Kind {
+        TensorMode mode;
+        bool sequence;
+        const char* name;
+    };
+    for (const Kind& kind : {Kind{TensorMode::one_d, false, "1d"},
+                             {TensorMode::one_d, true, "1d --sp"},
+                             {TensorMode::two_d, false, "2d"},
+                             {TensorMode::two_half_d, false, "2.5d"},
+                             {TensorMode::three_d, false, "3d"}}) {
+        try {
+            const bool deep = kind.mode == TensorMode::two_half_d;
+            print_row(t, tensor_layout(kind.mode, 0, n, kind.sequence, deep ? static_cast<int>(t.options.tp_depth) : 0),
+                      kind.name, deep);
+        } catch (const Error& error) {
+            std::printf("  %-8s not possible: %s\n", kind.name, error.what());
+        }
+    }
 }

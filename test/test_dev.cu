@@ -396,6 +396,34 @@ TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[progr
     check_refused("all_reduce", "--rank 2", "unknown option --rank");
 }
 
+TEST_CASE("tensor_layouts draws the blocks, and says who sends", "[program][dev]") {
+    const TempFolder folder;
+    const Outcome all = run_program("dev/tensor_layouts", folder / "all.png");
+    REQUIRE(all.status == 0);
+    CHECK_THAT(all.out, ContainsSubstring("2d    step k: column k of the stream broadcast in {0 1} {2 3}\n"));
+    CHECK_THAT(all.out, ContainsSubstring("3d    weight gathered in {0 4} {1 5} {2 6} {3 7}\n"));
+    const Outcome one = run_program("dev/tensor_layouts", folder / "one.png --mode 2d --ranks 9");
+    REQUIRE(one.status == 0);
+    CHECK_THAT(one.out, ContainsSubstring("broadcast in {0 3 6} {1 4 7} {2 5 8}\n"));
+    CHECK(4 * png_size(folder / "one.png").second == png_size(folder / "all.png").second);
+    check_refused("tensor_layouts", "", "give a picture");
+    check_refused("tensor_layouts", "x.png --mode 2d --ranks 6", "a square of ranks");
+    check_refused("tensor_layouts", "x.png --mode 2d", "belong together");
+    check_refused("tensor_layouts", "x.png --size 2", "--size");
+}
+
+TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]") {
+    const Outcome outcome = run_program("dev/tensor_overlap", "--ranks 3 --rows 33 --width 20 --hidden 42 --rounds 1");
+    INFO(outcome.out << outcome.err);
+    REQUIRE(outcome.status == 0);
+    for (const std::string step : {"| 1 |", "| 2 |", "| 3 |"})
+        // (n - 1) / n of the rows twice: 2 x 22 x 20 x 4 bytes.
+        CHECK_THAT(line_of(outcome.out, "", step), ContainsSubstring(" 3.44 KiB |"));
+    check_refused("tensor_overlap", "--ranks 1", "at least 2");
+    check_refused("tensor_overlap", "--rows 7", "cannot be divided among 4 ranks");
+    check_refused("tensor_overlap", "--deep 2", "--deep");
+}
+
 TEST_CASE("tokenizers give the ids of Hugging Face's on mixed text", "[program][tokenizer]") {
     const char* set = std::getenv("LLM_PYTHON");
     const Outcome outcome = run_shell(concat(set ? set : "python3", " dev/compare_tokenizers.py ",

@@ -1,17 +1,9 @@
 // test/test_tensor_parallel.cu: layers that are divided among ranks, by themselves and in whole runs.
-//
-// A run with --tp computes what one process does, but for the order in which the ranks' parts of a sum are added. With
-// momentum, which is linear in the gradients, losses of 10 steps then differ by some 1e-7 and the weights by 1e-6 at
-// most; AdamW would make much of the gradients that are 0 but for rounding (of GPT-2's key biases, for example).
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
-#include "program.h"
 #include "reference.h"
-#include "run_models.h"
-#include "train_runs.h"
+#include "tensor_runs.h"
 
-#include <array>
-#include <cmath>
 #include <deque>
 
 namespace {
@@ -20,51 +12,6 @@ namespace {
 const std::vector<std::string>& model_names() {
     static const std::vector<std::string> names = {"gpt2", "llama", "biases", "qwen3", "deepseek", "lite", "mfa"};
     return names;
-}
-struct Runs {
-    TempFolder folder;
-    int number = 0;
-    Outcome outcome(const std::string& model_name, const std::string& flags, const std::string& run,
-                    const std::string& before = "") {
-        return run_on_ranks(
-            "--data " + text_file() + " --model " + model_file(model_name) +
-                " --batch 12 --seq 16 --steps 10 --warmup 2 --val-every 5 --val-sequences 24 --sample 0 "
-                "--optimizer momentum " +
-                flags + " --out " + run,
-            before);
-    }
-    std::string run(const std::string& model_name, const std::string& flags, const std::string& before = "") {
-        const std::string path = folder / std::to_string(number++);
-        const Outcome its = outcome(model_name, flags, path, before);
-        INFO(model_name << " " << flags << "\n" << its.err);
-        REQUIRE(its.status == 0);
-        if (flags.find("--tp") != std::string::npos && before.empty()) check_account(its.out);
-        return path;
-    }
-};
-
-// Losses and norms to `tolerance`, the final weights to 10 times that.
-void check_same_run(const std::string& a, const std::string& b, double tolerance) {
-    const std::vector<LogRow> rows = read_csv_log(a + "/log.csv"), others = read_csv_log(b + "/log.csv");
-    REQUIRE(rows.size() == others.size());
-    for (size_t i = 0; i < rows.size(); ++i) {
-        INFO("step " << rows[i].step);
-        CHECK(*rows[i].loss == Approx(*others[i].loss).epsilon(tolerance));
-        CHECK(*rows[i].grad_norm == Approx(*others[i].grad_norm).epsilon(tolerance));
-        REQUIRE(rows[i].val_loss.has_value() == others[i].val_loss.has_value());
-        if (rows[i].val_loss) CHECK(*rows[i].val_loss == Approx(*others[i].val_loss).epsilon(tolerance));
-    }
-    const SafetensorsReader weights(newest_checkpoint(a) + "/model.safetensors"),
-        expected(newest_checkpoint(b) + "/model.safetensors");
-    REQUIRE(weights.tensors().size() == expected.tensors().size());
-    for (const auto& [name, stored] : expected.tensors()) {
-        REQUIRE(weights.at(name).shape == stored.shape);
-        const std::vector<float> x = weights.at(name).floats(), y = stored.floats();
-        double difference = 0, size = 0;
-        for (size_t i = 0; i < x.size(); ++i) difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
-        INFO(name);
-        CHECK(std::sqrt(difference) <= 10 * tolerance * std::sqrt(size) + 1e-9);
-    }
 }
 
 }  // namespace
@@ -232,9 +179,11 @@ TEST_CASE("tensor parallelism has the curve and the weights of one process", "[p
         {"qwen3", {"--ranks 4 --tp 4 --sp --micro-batch 3 "}},
         {"deepseek", {"--ranks 6 --tp 3 --zero 1 ", "--ranks 2 --tp 2 --sp --recompute selective "}},
         {"lite", {"--ranks 2 --tp 2 "}},
-        {"mfa", {"--ranks 4 --tp 4 --recompute full ", "--ranks 4 --tp 2 --sp --zero 3 --recompute full "}}};
+        {"mfa",
+         {"--ranks 3 --tp 3 --sp --tp-overlap ", "--ranks 4 --tp 4 --recompute full ",
+          "--ranks 4 --tp 2 --sp --zero 3 --recompute full "}}};
     std::vector<std::string> all;
-    for (const std::string sp : {"", "--sp "}) {
+    for (const std::string sp : {"", "--sp ", "--sp --tp-overlap "}) {
         for (const int tp : {2, 4, 6, 12}) all.push_back(concat("--ranks ", tp, " --tp ", tp, " ", sp));
         for (const int zero : {0, 1, 2, 3})
             all.push_back(concat("--ranks 4 --tp 2 --zero ", zero, " --micro-batch 2 ", sp));
@@ -261,16 +210,18 @@ TEST_CASE("tensor parallelism in 16 bits", "[program][ranks][tensor_parallel]") 
 
 TEST_CASE("a run with --tp repeats bit for bit, also under strict mode", "[program][ranks][tensor_parallel]") {
     Runs runs;
-    const std::string flags = "--ranks 4 --tp 2 --sp --zero 2 --micro-batch 2 ";
+    const std::string flags = "--ranks 4 --tp 4 --sp --tp-overlap --zero 2 --micro-batch 2 ";
     const std::string once = runs.run("qwen3", flags), again = runs.run("qwen3", flags);
     CHECK(log_without_times(once) == log_without_times(again));
     CHECK(slurp(newest_checkpoint(once) + "/model.safetensors") ==
           slurp(newest_checkpoint(again) + "/model.safetensors"));
     if (!device().is_cpu) return;
-    for (const int seed : {1, 2, 3}) {
-        INFO("seed " << seed);
-        const std::string strict = runs.run("qwen3", flags, concat("CUDA_CPU_STRICT=", seed, " "));
-        CHECK(log_without_times(strict) == log_without_times(once));
+    const std::string few = "--ranks 2 --tp 2 --sp --steps 2 --warmup 1 --val-every 0 ";
+    int seed = 0;
+    for (const std::string more : {"--zero 2 --micro-batch 6 ", "--tp-overlap ", "--recompute full "}) {
+        INFO(more << "seed " << ++seed);
+        const std::string strict = runs.run("qwen3", few + more, concat("CUDA_CPU_STRICT=", seed, " "));
+        CHECK(log_without_times(strict) == log_without_times(runs.run("qwen3", few + more)));
     }
 }
 
@@ -320,7 +271,7 @@ TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same",
     Runs runs;
     const std::string adam = "--optimizer adam8bit --lr 1e-3 ", four = adam + "--ranks 8 --tp 4 ";
     const std::string whole = runs.run("gpt2", four), run = runs.run("gpt2", four + "--stop-after 5 ");
-    for (const std::string other : {adam + "--ranks 4 --tp 2 ", adam + "--ranks 4 --tp 4 --tp-mode 2d ", adam}) {
+    for (const std::string& other : {adam + "--ranks 4 --tp 2 ", adam + "--ranks 4 --tp 4 --tp-mode 2d ", adam}) {
         const Outcome resumed = runs.outcome("gpt2", other + "--resume ", run);
         CHECK(resumed.status == 2);
         CHECK_THAT(resumed.err, ContainsSubstring("the run had --tp 4") && ContainsSubstring("--optimizer adam8bit"));
@@ -396,6 +347,8 @@ TEST_CASE("--tp refuses in one line what it cannot divide", "[program][ranks][te
         {"biases", "--ranks 3 --tp 3", "the model's 4 key/value heads cannot be given to 3 ranks evenly"},
         {"gpt2", "--ranks 4 --tp 2 --batch 3", "--batch 3 cannot be divided among 2 ranks"},
         {"gpt2", "--ranks 4 --tp 4 --dtype fp8", "output channels of a linear layer that are a multiple of 16, not 36"},
+        {"gpt2", "--ranks 2 --tp 2 --tp-overlap", "--tp-overlap is about the rows that travel with --sp"},
+        {"llama", "--ranks 2 --tp 2 --sp --tp-overlap --dtype fp8", "--tp-overlap with --dtype fp8"},
         {"gpt2", "--ranks 2 --sp", "--sp divides the tokens among the ranks of --tp: add --tp"},
         {"gpt2", "--ranks 12 --tp 12 --sp --batch 1 --seq 16", "the 16 tokens of a micro-batch"},
         {"gpt2", "--ranks 2 --tensor-parallel-size 2", "did you mean --tp?"}};

@@ -129,6 +129,7 @@ void Trainer::take_tensor_parallel_memory() {
     if (sampler) sizes.logits_n = sampler->largest_step().logits * vocabulary_rows(config, model.layout);
     if (model.layout.divides_columns()) sizes.geometry = geometry_sizes(model, acts);
     if (sampler) sizes.geometry.whole_rows = sampler->largest_step().tokens;
+    sizes.overlap = options.tp_overlap;
     sizes.largest_sum = model.fp8_states.n();
     for (const auto& optimizer : optimizers)
         for (const int64_t n : optimizer->sums()) sizes.largest_sum = std::max(sizes.largest_sum, n);

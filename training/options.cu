@@ -15,8 +15,8 @@ const std::set<std::string> kNotSaved = {
     "--log-every", "--plan",    "--device-spec", "--params",       "--inject-overflow",
     "--ranks",     "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",
     "--trace",     "--dp-mode", "--zero",        "--bucket-mib",   "--offload",
-    "--tp",        "--sp",      "--tp-mode",     "--tp-depth",     "--cp",
-    "--cp-mode"};
+    "--tp",        "--sp",      "--tp-mode",     "--tp-depth",     "--tp-overlap",
+    "--cp",        "--cp-mode"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -25,10 +25,10 @@ const std::set<std::string> kMayChange = {
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
 // Those of kNotSaved that the command which continues the run should have, too.
-const std::set<std::string> kRepeated = {"--ranks",          "--comm",      "--all-reduce", "--comm-timeout",
-                                         "--ranks-per-node", "--dp-mode",   "--zero",       "--bucket-mib",
-                                         "--offload",        "--log-every", "--tp",         "--sp",
-                                         "--tp-mode",        "--tp-depth",  "--cp",         "--cp-mode"};
+const std::set<std::string> kRepeated = {"--ranks",   "--comm",   "--all-reduce", "--comm-timeout", "--ranks-per-node",
+                                         "--dp-mode", "--zero",   "--bucket-mib", "--offload",      "--log-every",
+                                         "--tp",      "--sp",     "--tp-mode",    "--tp-depth",     "--tp-overlap",
+                                         "--cp",      "--cp-mode"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -161,6 +161,8 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--tp-depth", o.tp_depth, "2.5d: copies of the grid of ranks; 0: as many as fit");
     ranks.flag("--sp", o.sp,
                "sequence parallelism: the ranks of --tp also divide what lies between the layers, by tokens");
+    ranks.flag("--tp-overlap", o.tp_overlap,
+               "with --sp: products of rows that travel between the ranks take turns with messages, piece by piece");
     ranks.option("--cp", o.cp,
                  "context parallelism: so many ranks divide each sequence, two chunks of its tokens each");
     ranks.option("--cp-mode", typed.cp_mode,

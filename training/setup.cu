@@ -69,6 +69,7 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     things.push_back({"--tp-mode", tensor_mode_name(t.options.tp_mode)});
     things.push_back({"--tp-depth", std::to_string(t.options.tp_depth)});
     things.push_back({"--cp", concat(t.options.cp, " ", context_mode_name(t.options.cp_mode))});
+    things.push_back({"--tp-overlap", t.options.tp_overlap ? "given" : "absent"});
     things.push_back({"--sp", t.options.sp ? "given" : "absent"});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
     things.push_back({"--offload", concat(static_cast<int>(t.options.offload))});

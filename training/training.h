@@ -52,7 +52,8 @@ struct TrainOptions {
     TensorMode tp_mode = TensorMode::one_d;
     int64_t tp_depth = 0;  // of 2.5D; 0: chosen
     bool sp = false;       // 1D: they divide the tokens between the layers, too
-    int64_t cp = 1;        // ranks that divide each sequence
+    bool tp_overlap = false;
+    int64_t cp = 1;  // ranks that divide each sequence
     ContextMode cp_mode = ContextMode::ring;
     int64_t data_ranks() const { return rank_count(ranks) / (tp * cp); }  // that divide the batch
     int64_t sharding_ranks() const { return cp * data_ranks(); }     // that have the same weights, and other tokens

@@ -1,22 +1,23 @@
 // parallel/context/ring_attention.cu: keys and values travel around the ring of ranks, and queries stay.
 //                                                                              (Liu et al. 2023, arXiv:2310.01889)
 //
-//     step      rank 0            rank 1            rank 2                  K_j, V_j: keys and values of rank j's tokens
+//     step      rank 0            rank 1            rank 2                  K_j, V_j: keys and values of rank j
 //      0     Q_0 with K_0 --.  Q_1 with K_1 --.  Q_2 with K_2 --> rank 0
 //      1     Q_0 with K_2 <-'->Q_1 with K_0 <-'->Q_2 with K_1 --> rank 0    while a rank computes with what it has,
 //      2     Q_0 with K_1      Q_1 with K_2      Q_2 with K_0               the next keys and values arrive
 //
-// FORWARD. Each step is flash attention over some of the keys, and gives out and lse of these keys alone. Two such parts
-// are merged by their lse (layers/flash_attention/merge.cu), in the order of the steps:
+// FORWARD. Each step is flash attention over some of the keys, and gives out and lse of these keys alone. Two such
+// parts are merged by their lse (layers/flash_attention/merge.cu), in the order of the steps:
 //
 //     (out, lse) = attention(Q_r, K_r, V_r)
-//     (o, l)     = attention(Q_r, K_r-1, V_r-1);  for s = 2 ... n - 1:  (o, l) = merge((o, l), attention(Q_r, K_r-s, V_r-s))
+//     (o, l)     = attention(Q_r, K_r-1, V_r-1)
+//     (o, l)     = merge((o, l), attention(Q_r, K_r-s, V_r-s))    for s = 2 ... n - 1
 //     (out, lse) = merge((out, lse), (o, l))                                                     o and l in float32
 //
-// BACKWARD. With lse of all keys, the probabilities of any part are exp(S - lse), and delta is a sum over columns: so the
-// parts need nothing of each other. dQ_r is a sum over the steps on rank r. dK_j and dV_j are sums over the ranks, which
-// travel with K_j and V_j: rank j + 1 begins them, each following rank adds its part, and at the end rank j + n - 1 sends
-// them home, where rank j adds its own. Parts are in the model's dtype, sums in float32.
+// BACKWARD. With lse of all keys, the probabilities of any part are exp(S - lse), and delta is a sum over columns: so
+// the parts need nothing of each other. dQ_r is a sum over the steps on rank r. dK_j and dV_j are sums over the ranks,
+// which travel with K_j and V_j: rank j + 1 begins them, each following rank adds its part, and at the end rank j + n -
+// 1 sends them home, where rank j adds its own. Parts are in the model's dtype, sums in float32.
 //
 //     stream of the ring   [ K_r-1 arrives ][ K_r-2 arrives ][ K_r-3, and dK_r-2 arrive ]
 //     computing stream     [ pairs with K_r ][ pairs with K_r-1 ][ pairs with K_r-2 ] + dK_r-2 ...

@@ -16,9 +16,10 @@
 // The backward sends q, k, v and out once more, because nobody keeps them by heads: what a rank keeps between forward
 // and backward is what it keeps of its tokens, and lse by heads, which are as many numbers.
 //
-// A message holds for each token the heads of its receiver, [query heads | key heads | value heads | ...]. Tokens arrive
-// in the order of the ranks, and are put in the order of the sequence (zigzag.cu). Where there are more ranks than key
-// heads, several ranks get the same one, and the gradients that come back are added, in float32, in the order of ranks.
+// A message holds for each token the heads of its receiver, [query heads | key heads | value heads | ...]. Tokens
+// arrive in the order of the ranks, and are put in the order of the sequence (zigzag.cu). Where there are more ranks
+// than key heads, several ranks get the same one, and the gradients that come back are added, in float32, in the order
+// of ranks.
 //
 // The bill of a rank of n, for B sequences of T tokens, H query heads of D columns, K key heads (or n, where that is
 // more), values of Dv columns, e bytes a number:

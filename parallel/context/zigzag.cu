@@ -1,9 +1,10 @@
 // parallel/context/zigzag.cu: which tokens a rank has.
 //
-// A causal mask leaves query t the keys 0 ... t, so that late tokens have more work than early ones. n equal pieces of a
-// sequence would give the last rank 2 n - 1 times the first one's. Of 2 n chunks rank r therefore has one early and one
-// late one, r and 2 n - 1 - r (as in the training of Llama 3, arXiv:2407.21783; Brandon et al. 2023, arXiv:2311.09431,
-// balance it with stripes of single tokens). With n = 3, T = 12, where # are the pairs that the mask leaves:
+// A causal mask leaves query t the keys 0 ... t, so that late tokens have more work than early ones. n equal pieces of
+// a sequence would give the last rank 2 n - 1 times the first one's. Of 2 n chunks rank r therefore has one early and
+// one late one, r and 2 n - 1 - r (as in the training of Llama 3, arXiv:2407.21783; Brandon et al. 2023,
+// arXiv:2311.09431, balance it with stripes of single tokens). With n = 3, T = 12, where # are the pairs that the mask
+// leaves:
 //
 //         keys    0  0  1  1  2  2  3  3  4  4  5  5                pairs
 //      chunk 0    #                                       rank 0     3
@@ -19,10 +20,10 @@
 //      chunk 5    #  #  #  #  #  #  #  #  #  #  #         rank 0    23     26
 //                 #  #  #  #  #  #  #  #  #  #  #  #
 //
-// With chunks of c tokens, chunk i has i c^2 + c (c + 1) / 2 pairs, and i + (2 n - 1 - i) does not depend on i: all ranks
-// have the same, to the pair. This also holds for each step of a ring by itself: of the keys of rank j < r all queries
-// of rank r see the first chunk, and none of them the second; of the keys of rank j > r only the later half of the
-// queries see something, but both chunks. Either way 2 c^2 pairs.
+// With chunks of c tokens, chunk i has i c^2 + c (c + 1) / 2 pairs, and i + (2 n - 1 - i) does not depend on i: all
+// ranks have the same, to the pair. This also holds for each step of a ring by itself: of the keys of rank j < r all
+// queries of rank r see the first chunk, and none of them the second; of the keys of rank j > r only the later half of
+// the queries see something, but both chunks. Either way 2 c^2 pairs.
 #include "parallel/context/context.h"
 
 #include <utility>

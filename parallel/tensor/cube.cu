@@ -15,9 +15,9 @@
 //     x    +-------------+
 //           columns z
 //
-// X has rows (x, y) and columns z; Y has rows (x, z) and columns y. So y and z change places with every product, and the
-// next one takes Y as it is: with outputs z, inputs y. What enters a sub-layer has columns z, and inside of it a rank has
-// heads y, and all tokens of the sequences (x, z).
+// X has rows (x, y) and columns z; Y has rows (x, z) and columns y. So y and z change places with every product, and
+// the next one takes Y as it is: with outputs z, inputs y. What enters a sub-layer has columns z, and inside of it a
+// rank has heads y, and all tokens of the sequences (x, z).
 //
 // The backward: dX_xz = dY_xy W_yz, gathered along z and x, added along y;  dW_yz = dY_xy^T X_xz, added along x.
 //
@@ -29,7 +29,7 @@
 //     forward, backward by input     (p - 1) (N C + O C + N O) e
 //     backward by weight             (p - 1) ((N C + N O) e + O C g)
 //     embedding, forward             (p - 1) (V C + N C) e        backward    (p - 1) (N C e + V C g)
-//     norms, forward                 (p - 1) 2 N 4                backward    2 (p - 1) 2 N 4
+//     norms, forward                 p (p - 1) 2 N 4              backward    2 (p - 1) 2 N 4
 //     memory of a rank               1/p^3 of everything; N C/p^2, O C/p^2 and N O/p^2 while a product is computed
 //
 // Each rank sends (p - 1)/p^3 of the matrices: with P = p^3 ranks P^(-2/3), where 2D sends P^(-1/2) and 1D all of N C.

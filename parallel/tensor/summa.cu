@@ -3,7 +3,8 @@
 //                              Tesseract, 2.5D: Wang et al. 2021, arXiv:2105.14500)
 //
 // q x q ranks, (i, j) in row i and column j of a grid. A matrix is cut into q x q blocks, and rank (i, j) has one of
-// each: of activations X (N, C) rows i, columns j; of a weight W (O, C), which multiplies as X W^T, outputs j, inputs i.
+// each: of activations X (N, C) rows i, columns j; of a weight W (O, C), which multiplies as X W^T, outputs j, inputs
+// i.
 //
 //     X  rows i              W^T  inputs i                    Y = X W^T
 //        columns j                outputs j
@@ -26,20 +27,20 @@
 // 2.5D: d such grids, k = 0, 1, ... d - 1. Each has all weights, and other sequences. The gradients of the weights are
 // added over the grids at the end of a step (Param::sharers).
 //
-// The embedding (V, C) is cut as every weight: rank (i, j) has tokens j, columns i. Rows m of the stream, columns i: the
-// ranks of row i of the grid each look up the tokens they have, and (i, m) adds that. It then has the block that (m, i)
-// wants: the two exchange theirs.
+// The embedding (V, C) is cut as every weight: rank (i, j) has tokens j, columns i. Rows m of the stream, columns i:
+// the ranks of row i of the grid each look up the tokens they have, and (i, m) adds that. It then has the block that
+// (m, i) wants: the two exchange theirs.
 //
 // The bill, of all ranks together, for N tokens, e bytes a number of activations and weights, g of gradients:
 //
 //     forward, backward by input     (q - 1) (N C' + d O C) e           C' = C, the inputs
 //     backward by weight             (q - 1) (N C e + d O C g)
 //     embedding, each way            (q - 1) N C e + N C e (q - 1) / q
-//     norms, forward                 (q - 1) 2 N 4            backward     2 (q - 1) 2 N 4
+//     norms, forward                 q (q - 1) 2 N 4          backward     2 (q - 1) 2 N 4
 //     memory of a rank               O C / q^2 of a weight, N C / (d q^2) of an activation; two of each on their way
 //
-// In 1D two products together send 2 (n - 1) N C each way, whatever the width: 2D sends less where N C (q^2 - 1) is more
-// than (q - 1) (N F + d C F).
+// In 1D the two products of a feed-forward of width F send 2 (q^2 - 1) N C e in the forward; here it is less where
+// 2 (q + 1) N C is more than N (C + F) + 2 d C F: where there are many tokens for the weights, and many ranks.
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
 

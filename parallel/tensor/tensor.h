@@ -1,7 +1,7 @@
 // parallel/tensor/tensor.h: tensor parallelism: the ranks of a group divide each layer, not the batch.
 //
-// What a rank has of activations and weights is a geometry. All of them stand behind one interface, and the layers of the
-// model do not know which it is:
+// What a rank has of activations and weights is a geometry. All of them stand behind one interface, and the layers of
+// the model do not know which it is:
 //
 //     --tp-mode   ranks        the residual stream        weights                     who talks
 //     1d          n            whole on each rank, or     rows, then columns          all, behind each sub-layer
@@ -16,8 +16,9 @@
 // Files, in reading order:
 //     layout.cu            what a rank has in each geometry
 //     cut.cu               which elements of a whole parameter those are, and back
+//     one_d.cu             1D: columns, then rows
 //     summa.cu, cube.cu    2D and 2.5D; 3D
-//     tensor_parallel.cu   1D: columns, then rows; what all geometries add up, and when
+//     tensor_parallel.cu   what all geometries add up, and when
 #pragma once
 
 #include "core/core.h"
@@ -50,8 +51,8 @@ struct TensorLayout {
     // The residual stream: sequences and columns. Inside of a sub-layer, and of the logits: sequences; and heads,
     // columns of the feed-forward, tokens of the vocabulary.
     Axes stream_rows, stream_columns, inner_rows, heads;
-    // Columns (inputs) of the weights that read the stream, and of those that write it; their rows (outputs) are divided
-    // as the heads, and as the stream's columns.
+    // Columns (inputs) of the weights that read the stream, and of those that write it; their rows (outputs) are
+    // divided as the heads, and as the stream's columns.
     Axes enter_columns, leave_columns;
 
     int coordinate(int axis) const;
@@ -138,42 +139,57 @@ std::unique_ptr<ColumnGeometry> make_summa(const TensorLayout& layout, const std
 std::unique_ptr<ColumnGeometry> make_cube(const TensorLayout& layout, const std::function<Comm*(AxisSet)>& along);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tensor_parallel.cu: 1D tensor parallelism                    (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053)
-//
-// A sub-layer y = B f(A x), an attention or a feed-forward, is two products with something between them that looks at
-// each head, or at each column, by itself. Rank r of n has some rows of A, and the columns of B that belong to them:
-//
-//         A (F, C)                 B (C, F)
-//      +-----------+            +----+----+----+
-//      |  rank 0   |            |    |    |    |        h_r = f(A_r x)      each rank its own columns of h
-//      +-----------+            | r0 | r1 | r2 |        y   = sum over r of B_r h_r         one all-reduce
-//      |  rank 1   |            |    |    |    |
-//      +-----------+            +----+----+----+        backward:
-//      |  rank 2   |                                    dh_r = B_r^T dy,  dA_r, dB_r        without communication
-//      +-----------+                                    dx   = sum over r of A_r^T dh_r     one all-reduce
-//
-// The residual stream, the norms and their gradients are the same on all ranks, to the bit. The embedding and the head
-// are divided by tokens; a lookup gives zeros for other ranks' tokens, and one all-reduce adds the rows. The loss needs
-// of all logits 3 numbers a row (cross_entropy.cu), so that no rank ever has all logits.
-//
-// Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) divides what lies between the sub-layers, too, by
-// rows: the residual stream, the norms, and what the backward needs of them. In place of an all-reduce stand a
-// reduce-scatter behind a sub-layer and an all-gather of the norm's rows before the next, which send as many bytes
-// together. In the backward the rows are gathered once more, because nobody keeps them: half as much again.
-//
-// Whatever lies inside of a sub-layer and is not divided (a norm of queries and keys, MLA's latents, key heads of which
-// there are fewer than ranks) gets a part of its gradient on each rank: Param::sharers. These parts are added once a
-// step, not for each micro-batch.
-//
-// The bill, for N tokens a micro-batch, width C, L blocks, n ranks, e bytes a number of an activation, with everything
-// of a rank sent to others counted ((n - 1) / n of 2 x the bytes of an all-reduce):
-//
-//     forward     all-reduce of N C: the embedding, and twice a block            (2 L + 1) N C e
-//     loss        maxima and sums                                                3 N 4
-//     backward    all-reduce of N C: twice a block, and the head                 (2 L + 1) N C e
-//
-// With sequence parallelism, in all-gathers and reduce-scatters of N C, which are half an all-reduce each: forward
-// 4 L + 2, backward 6 L + 3.
+// one_d.cu: 1D: the products are those of a rank alone, and what stands around them is a sum over the ranks. The stream
+// is whole on each rank; or `divided`, with sequence parallelism, in a training step: rank r has rows [r N/n, (r + 1)
+// N/n).
+
+class OneD {
+  public:
+    explicit OneD(Comm& comm);
+    ~OneD();
+    OneD(const OneD&) = delete;
+    OneD& operator=(const OneD&) = delete;
+
+    // Computes out from inp on this rank, for any rows of them.
+    using Product = std::function<void(Tensor out, Tensor inp)>;
+    // A layer that reads the stream, and one that writes it.
+    void enter(Tensor out, Tensor stream_rows, bool divided, const Product& product, cudaStream_t stream);
+    void leave(Tensor stream_rows, Tensor inp, bool divided, const Product& product, cudaStream_t stream);
+    // Their backward, the one that writes first. By input (product: dinp from dout); then, by weight, `use` is given
+    // all rows of the stream, or of its gradient. What a reading layer gives to the stream is there after its second
+    // call.
+    void leave_backward_input(Tensor dinp, Tensor dstream, bool divided, const Product& product, cudaStream_t stream);
+    void leave_backward_weight(Tensor dstream, bool divided, const std::function<void(Tensor)>& use);
+    void enter_backward_input(Tensor dstream, Tensor dout, bool divided, const Product& product, cudaStream_t stream);
+    void enter_backward_weight(Tensor stream_rows, bool divided, const std::function<void(Tensor)>& use,
+                               cudaStream_t stream);
+    // Before a sub-layer's backward: what its reading layer's enter_backward_weight will be given travels meanwhile.
+    void prefetch(Tensor stream_rows, bool divided, cudaStream_t stream);
+    // The embedding: lookup writes all rows of what this rank has; use is given all rows of the gradient.
+    void embed(Tensor stream_rows, bool divided, const std::function<void(Tensor)>& lookup, cudaStream_t stream);
+    void embed_backward(Tensor dstream, bool divided, const std::function<void(Tensor)>& use, cudaStream_t stream);
+
+    // N x C: the whole stream. overlap: divided products and messages take turns in n pieces (--tp-overlap).
+    void take_memory(int64_t N, int64_t C, DType dtype, bool sequence, bool overlap, Arena& arena);
+
+  private:
+    Tensor all(const Tensor& buffer, const Tensor& rows) const;
+    void ring_gather(Tensor all, Tensor rows, const std::function<void(Tensor rows, int64_t first)>& use,
+                     cudaStream_t stream);
+    void ring_sum(Tensor rows, Tensor all, const std::function<void(Tensor part, int64_t first)>& compute,
+                  cudaStream_t stream);
+    void beside(cudaStream_t stream, cudaEvent_t done, const std::function<void()>& call);
+    Comm& comm_;
+    cudaStream_t comm_stream_;
+    cudaEvent_t reached_, gathered_, summed_, arrived_;
+    Tensor all_in_, all_out_, all_dout_;
+    std::array<Tensor, 2> travelling_;
+    const void* prefetched_ = nullptr;  // the rows that are on their way to all_in_
+    bool overlap_ = false;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tensor_parallel.cu: what all geometries add up, and when
 class TensorParallel {
   public:
     // key_heads: K of the model, before it is divided; where it is less than the ranks, some of them have the same. A
@@ -182,8 +198,9 @@ class TensorParallel {
     ~TensorParallel();
     const TensorLayout& layout() const { return layout_; }
     int size() const { return comm_.size; }
-    // 2D, 2.5D, 3D: the products that read or write the stream. 1D: none, they are products of one rank.
+    // The products that read or write the stream: in 2D, 2.5D and 3D geometry(), which 1D has not.
     ColumnGeometry* geometry() const { return geometry_.get(); }
+    OneD& one_d() { return one_d_; }
 
     // Counts what the calls below need, with activations of N x C numbers of that type on this rank; takes it.
     struct Sizes {
@@ -193,6 +210,7 @@ class TensorParallel {
         Tensor numbers = {};                     // that a step adds up
         int64_t logits_n = 0;                    // numbers of the logits that gather_columns collects; 0: never
         ColumnGeometry::Sizes geometry = {};
+        bool overlap = false;     // --tp-overlap
         int64_t largest_sum = 0;  // f32 numbers that are summed at a time beside those: an optimizer's, fp8's histories
     };
     void take_memory(const Sizes& sizes, Arena& arena);
@@ -200,12 +218,7 @@ class TensorParallel {
     // tensor = the sum, or the maximum, over all ranks.
     void sum(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, stream); }
     void max(Tensor tensor, cudaStream_t stream) { comm_.all_reduce(tensor, tensor, ReduceOp::max, stream); }
-    // Sequence parallelism: rank r has rows [r N / n, (r + 1) N / n) of a tensor. gather_rows: all = the rows of all
-    // ranks. sum_rows: rows = this rank's rows of the sum over the ranks.
-    void gather_rows(Tensor all, Tensor rows, cudaStream_t stream) { comm_.all_gather(all, rows, stream); }
-    void sum_rows(Tensor rows, Tensor all, cudaStream_t stream) {
-        comm_.reduce_scatter(rows, all, ReduceOp::sum, stream);
-    }
+
     // Over the ranks that have the other tokens of the vocabulary, for the same rows: what a loss needs of all logits.
     void max_over_vocabulary(Tensor out, Tensor inp, cudaStream_t stream) {
         vocabulary_->all_reduce(out, inp, ReduceOp::max, stream);
@@ -227,5 +240,6 @@ class TensorParallel {
     std::map<AxisSet, std::unique_ptr<Comm>> comms_;
     Comm* vocabulary_ = nullptr;
     std::unique_ptr<ColumnGeometry> geometry_;
+    OneD one_d_;
     Tensor packed_, staging_, gathered_, columns_;
 };

@@ -1,11 +1,11 @@
-// parallel/tensor/tensor_parallel.cu: the sums of 1D tensor parallelism.
+// parallel/tensor/tensor_parallel.cu: what the ranks add up in all geometries.
 #include "parallel/tensor/tensor.h"
 
 #include <algorithm>
 
 TensorParallel::TensorParallel(Comm& comm, const TensorLayout& layout, int64_t key_heads)
     : comm_(comm), layout_(layout),
-      same_keys_(static_cast<int>(std::max<int64_t>(1, layout.part(layout.heads).of / key_heads))) {
+      same_keys_(static_cast<int>(std::max<int64_t>(1, layout.part(layout.heads).of / key_heads))), one_d_(comm) {
     vocabulary_ = along(TensorLayout::set_of(layout.heads));
     const auto comm_of = [this](AxisSet axes) { return along(axes); };
     if (layout.mode == TensorMode::three_d) geometry_ = make_cube(layout, comm_of);
@@ -27,12 +27,6 @@ void TensorParallel::take_memory(const Sizes& s, Arena& arena) {
     staging_ = arena.take("staging", DType::f32, {1 << 18});
     const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
     comm_.count_memory([&] {
-        if (!layout_.divides_columns())  // samples need it with sequence parallelism, too
-            comm_.all_reduce(none(s.dtype, s.N * s.C), nullptr);
-        if (layout_.sequence) {
-            gather_rows(none(s.dtype, s.N * s.C), none(s.dtype, s.N * s.C / size()), nullptr);
-            sum_rows(none(s.dtype, s.N * s.C / size()), none(s.dtype, s.N * s.C), nullptr);
-        }
         if (s.largest_sum > 0) comm_.all_reduce(none(DType::f32, s.largest_sum), nullptr);
         if (s.numbers.exists()) comm_.all_reduce(s.numbers, nullptr);
     });
@@ -49,6 +43,7 @@ void TensorParallel::take_memory(const Sizes& s, Arena& arena) {
         columns_ = arena.take("logits of samples", s.dtype, {s.logits_n * vocabulary_->size});
     }
     if (geometry_) geometry_->take_memory(s.geometry, arena);
+    else one_d_.take_memory(s.N, s.C, s.dtype, layout_.sequence, s.overlap, arena);
     comm_.take_memory(arena);
     for (const auto& [axes, comm] : comms_) comm->take_memory(arena);
 }
