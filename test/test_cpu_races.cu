@@ -38,9 +38,10 @@ const std::vector<Mode> kModes = {
     {"offload params", "--ranks 2 --zero 3 --offload params"},
     {"offload params, no clipping", "--ranks 2 --zero 3 --offload params --clip 0"},
     {"offload unified", "--ranks 2 --zero 1 --offload unified"},
-    {"tp, sp", "--ranks 2 --tp 2 --sp"},
-    {"tp, overlap", "--ranks 2 --tp 2 --sp --tp-overlap"},
-    {"tp 2d", "--ranks 4 --tp 4 --tp-mode 2d --batch 4"},
+    {"tp", "--ranks 4 --tp 2"},
+    {"tp, sp", "--ranks 4 --tp 2 --sp"},
+    {"tp, overlap", "--ranks 4 --tp 2 --sp --tp-overlap"},
+    {"tp 2d", "--ranks 8 --tp 4 --tp-mode 2d"},
     {"two streams", nullptr},  // comm_check two-streams
 };
 

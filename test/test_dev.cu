@@ -413,14 +413,15 @@ TEST_CASE("tensor_layouts draws the blocks, and says who sends", "[program][dev]
 }
 
 TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]") {
-    const Outcome outcome = run_program("dev/tensor_overlap", "--ranks 3 --rows 33 --width 20 --hidden 42 --rounds 1");
+    const Outcome outcome = run_program("dev/tensor_overlap", "--ranks 3 --rows 48 --width 20 --hidden 42 --rounds 1");
     INFO(outcome.out << outcome.err);
     REQUIRE(outcome.status == 0);
     for (const std::string step : {"| 1 |", "| 2 |", "| 3 |"})
-        // (n - 1) / n of the rows twice: 2 x 22 x 20 x 4 bytes.
-        CHECK_THAT(line_of(outcome.out, "", step), ContainsSubstring(" 3.44 KiB |"));
+        // (n - 1) / n of the rows twice: 2 x 32 x 20 x 4 bytes.
+        CHECK_THAT(line_of(outcome.out, "", step), ContainsSubstring(" 5.00 KiB |"));
     check_refused("tensor_overlap", "--ranks 1", "at least 2");
     check_refused("tensor_overlap", "--rows 7", "cannot be divided among 4 ranks");
+    check_refused("tensor_overlap", "--rows 44", "use a multiple of 32");
     check_refused("tensor_overlap", "--deep 2", "--deep");
 }
 

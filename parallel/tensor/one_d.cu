@@ -59,6 +59,9 @@ OneD::~OneD() {
 
 void OneD::take_memory(int64_t N, int64_t C, DType dtype, bool sequence, bool overlap, Arena& arena) {
     overlap_ = overlap && sequence;
+    const int64_t R = N / comm_.size;
+    check(!overlap_ || R % 8 == 0, "--tp-overlap: of the ", N, " tokens of a micro-batch (--micro-batch times --seq) ",
+          "a piece has ", R, ", and products want multiples of 8: use a multiple of ", 8 * comm_.size);
     const auto none = [&](int64_t n) { return make_tensor(nullptr, dtype, {n}); };
     comm_.count_memory([&] {
         comm_.all_reduce(none(N * C), nullptr);  // samples need it with sequence parallelism, too
@@ -180,7 +183,7 @@ void OneD::enter_backward_input(Tensor dstream, Tensor dout, bool divided, const
     if (overlap_) {
         ring_sum(
             dstream, part, [&](Tensor rows, int64_t first) { product(rows, dout.slice(first, rows.rows())); }, stream);
-        return cudaCheck(cudaEventRecord(summed_, stream));
+        return;  // the sum has been made on the stream itself
     }
     product(part, dout);
     beside(stream, summed_, [&] { comm_.reduce_scatter(dstream, part, ReduceOp::sum, comm_stream_); });
@@ -200,7 +203,7 @@ void OneD::enter_backward_weight(Tensor stream_rows, bool divided, const std::fu
         cudaCheck(cudaStreamWaitEvent(stream, gathered_, 0));
     }
     use(divided ? all(all_in_, stream_rows) : stream_rows);
-    cudaCheck(cudaStreamWaitEvent(stream, summed_, 0));
+    if (!divided || !overlap_) cudaCheck(cudaStreamWaitEvent(stream, summed_, 0));
 }
 
 void OneD::embed(Tensor stream_rows, bool divided, const std::function<void(Tensor)>& lookup, cudaStream_t stream) {
