@@ -11,6 +11,9 @@
 #include <array>
 #include <cmath>
 
+// Long enough that errors would grow, and so slow that rounding does not.
+inline const std::string kTwentySteps = "--steps 20 --lr 0.01 ";
+
 struct Runs {
     TempFolder folder;
     int number = 0;

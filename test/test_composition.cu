@@ -78,7 +78,7 @@ const std::vector<Axis>& axes() {
           {"--tp 8 --tp-mode 2.5d"},
           {"--tp 8 --tp-mode 3d"}}},
         {"context", false, {{""}, {"--cp 2 --cp-mode ring"}, {"--cp 2 --cp-mode ulysses"}}},
-        {"sequence", false, {{""}, {"--sp"}}},
+        {"sequence", false, {{""}, {"--sp"}, {"--sp --tp-overlap"}}},
         {"accumulation", true, {{""}, {"--micro-batch 4"}}},
         {"documents", true, {{""}, {"--mask-documents"}}},
     };

@@ -80,12 +80,12 @@ TEST_CASE("2D, 2.5D and 3D have the curve and the weights of one process", "[pro
         for (const std::string more : {"", "--recompute 1 "}) all.push_back(mesh + more);
     Runs runs;
     for (const std::string model : {"gpt2", "llama", "biases", "qwen3", "deepseek", "lite", "mfa"}) {
-        const std::string one = runs.run(model, "");
+        const std::string one = runs.run(model, kTwentySteps);
         for (const std::string& mesh : is_full() ? all : quick.at(model)) {
             const bool threes = mesh.find("--tp 9") != std::string::npos || mesh.find("--tp 18") != std::string::npos;
             if (threes && (model == "biases" || model == "qwen3")) continue;  // 4 and 2 key heads
             INFO(model << " " << mesh);
-            check_same_run(runs.run(model, mesh), one, 1e-6);
+            check_same_run(runs.run(model, kTwentySteps + mesh), one, 1e-6);
         }
     }
 }

@@ -156,14 +156,14 @@ void check_offload(const TrainOptions& o) {
           data_parallel_mode(o), " use --offload optimizer");
 }
 
-// --tp goes together with all other flags, and --sp belongs to it.
+// What does not go together with --tp; --sp and --tp-overlap belong to it.
 void check_tensor_parallel(const TrainOptions& o) {
+    check(!o.tp_overlap || o.precision.fp8 == Fp8Recipe::none,
+          "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there at once; leave it away");
     check(!o.sp || o.tp > 1, "--sp divides the tokens among the ranks of --tp: add --tp, or leave it away");
     check(o.tp > 1 || (o.tp_mode == TensorMode::one_d && o.tp_depth == 0),
           "--tp-mode says how the ranks of --tp divide the layers: add --tp, or leave it away");
     check(!o.tp_overlap || o.sp, "--tp-overlap is about the rows that travel with --sp: add --sp, or leave it away");
-    check(!o.tp_overlap || o.precision.fp8 == Fp8Recipe::none,
-          "--tp-overlap with --dtype fp8: scales are those of all rows, which are never there at once; leave it away");
     check(o.precision.fp8 == Fp8Recipe::none || o.tp_mode == TensorMode::one_d, "--dtype fp8 with --tp-mode ",
           tensor_mode_name(o.tp_mode),
           ": its products of blocks are in 16 or 32 bits; use --dtype bf16 or --tp-mode 1d");

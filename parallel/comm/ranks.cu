@@ -246,7 +246,9 @@ void run_ranks(const RankOptions& options, const std::function<void(Comm& world)
     const std::string& comm = options.comm;
     check(comm == "auto" || comm == "threads" || comm == "mpi" || comm == "nccl", "--comm ", comm,
           ": use auto, threads, mpi or nccl");
-    check(options.ranks >= 0 && options.ranks <= 1024, "--ranks ", options.ranks, ": a number of ranks from 1 to 1024");
+    const int most = options.planning ? 1 << 16 : 1024;
+    check(options.ranks >= 0 && options.ranks <= most, "--ranks ", options.ranks, ": a number of ranks from 1 to ",
+          most);
     check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
     all_reduce_from_name(options.all_reduce);
     traced_steps(options.trace);
