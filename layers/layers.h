@@ -92,8 +92,9 @@ int64_t linear_backward_scratch_n(int64_t N, int64_t O);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // few_rows.cu: the linear layer's forward in inference, where inp has few rows, and the time is that of reading the
-// weight from memory. It is read once for up to 16 rows; more rows are computed in groups of 16. An element is summed
-// in an order that depends on C alone: the bits of a row are the same whatever N is, and whatever the other rows hold.
+// weight from memory. It is read once for up to 16 rows; more rows are computed in groups of 16, or, in 16 bits, in
+// larger tiles on tensor cores (few_rows_mma.cu). An element is summed in an order that depends on C alone: the bits of
+// a row are the same whatever N is, and whatever the other rows hold.
 //   out[n,o] = sum over c of inp[n,c] weight[o,c] + bias[o]   out (N, O), inp (N, C), weight (O, C), bias (O) optional
 // (linear_forward, through cuBLASLt, promises this on the CPU device only, where it is also the faster of the two.)
 
