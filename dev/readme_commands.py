@@ -170,7 +170,7 @@ RULES = [
     train("--ranks 4 --tp 4 --tp-mode 2d", quick=True),
     train("--ranks 8 --tp 8 --tp-mode"),
     Rule(r"build/cpu/dev/tensor_overlap", quick=True),
-    Rule(r"build/cpu/dev/tensor_layouts layouts\.png", quick=True),
+    Rule(r"build/cpu/dev/tensor_layouts tensor_layouts\.png", quick=True),
     train("--ranks 4 --cp 4$", quick=True),
     train("--ranks 4 --cp 4 --cp-mode ulysses"),
     train("--ranks 8 --cp 2 --tp 2 --zero 1"),

@@ -126,7 +126,6 @@ ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts
     ColumnGeometry::Sizes sizes;
     sizes.dtype = model.precision.dtype, sizes.grad_dtype = model.precision.grad_dtype;
     sizes.rows = acts.B * acts.T, sizes.columns = model.local.C;
-    sizes.vocabulary = vocabulary_rows(model.config, model.layout);
     const auto add = [&](const Linear& linear) {
         if (linear.crossing == Crossing::inside) return;
         sizes.products.push_back({linear.weight.rows(), linear.weight.cols()});

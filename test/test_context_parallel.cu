@@ -278,6 +278,8 @@ TEST_CASE("ring and ulysses attention against float64 loops over whole sequences
             }
 }
 
+static bool can_use_hopper(const Case& c) { return has_wgmma() && c.D % 8 == 0 && c.Dv % 8 == 0; }
+
 TEST_CASE("ring and ulysses attention in 16 bits, on each tier", "[context_parallel][flash][hopper]") {
     uint64_t seed = 5000;
     size_t i = 0;
@@ -288,12 +290,19 @@ TEST_CASE("ring and ulysses attention in 16 bits, on each tier", "[context_paral
             std::vector<FlashTier> tiers = {FlashTier::automatic};
             if ((n == 3 && c.T < 100) || is_full()) {  // tensor cores are emulated on the CPU device
                 tiers.push_back(FlashTier::mma);
-                // Strict mode takes all that a kernel has a tensor map of as written, also keys that are being sent.
-                const bool false_alarm = mode == ContextMode::ring && std::getenv("CUDA_CPU_STRICT") != nullptr;
-                if (has_wgmma() && c.D % 8 == 0 && c.Dv % 8 == 0 && !false_alarm) tiers.push_back(FlashTier::hopper);
+                if (mode == ContextMode::ulysses && can_use_hopper(c)) tiers.push_back(FlashTier::hopper);
             }
             for (const FlashTier tier : tiers) check_context(c, dtype, {n, mode, tier}, seed += 10);
         }
+}
+
+TEST_CASE("ring attention on Hopper's tensor cores", "[context_parallel][flash][hopper]") {
+    if (std::getenv("CUDA_CPU_STRICT") != nullptr)
+        SKIP_TEST("strict mode takes all that a kernel has a tensor map of as written, also keys that are being sent");
+    uint64_t seed = 9000;
+    for (const Case& c : cases_for(3))
+        if (can_use_hopper(c) && (c.T < 100 || is_full()))
+            check_context(c, DType::bf16, {3, ContextMode::ring, FlashTier::hopper}, seed += 10);
 }
 
 TEST_CASE("the gradients of ring and ulysses attention are those of finite differences", "[context_parallel][flash]") {

@@ -122,7 +122,6 @@ class ColumnGeometry {
     struct Sizes {
         DType dtype = DType::f32, grad_dtype = DType::f32;
         int64_t rows = 0, columns = 0;  // of the stream on this rank
-        int64_t vocabulary = 0;         // rows of wte on this rank
         std::vector<Product> products = {};
         int64_t whole_rows = 0;  // of the largest step of inference; 0: none
     };
