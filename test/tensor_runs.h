@@ -9,7 +9,6 @@
 #include "train_runs.h"
 
 #include <array>
-#include <cmath>
 
 // Long enough that errors would grow, and so slow that rounding does not.
 inline const std::string kTwentySteps = "--steps 20 --lr 0.01 ";
@@ -36,26 +35,13 @@ struct Runs {
     }
 };
 
-// Losses and norms to `tolerance`, the final weights to 10 times that.
-inline void check_same_run(const std::string& a, const std::string& b, double tolerance) {
-    const std::vector<LogRow> rows = read_csv_log(a + "/log.csv"), others = read_csv_log(b + "/log.csv");
-    REQUIRE(rows.size() == others.size());
-    for (size_t i = 0; i < rows.size(); ++i) {
-        INFO("step " << rows[i].step);
-        CHECK(*rows[i].loss == Approx(*others[i].loss).epsilon(tolerance));
-        CHECK(*rows[i].grad_norm == Approx(*others[i].grad_norm).epsilon(tolerance));
-        REQUIRE(rows[i].val_loss.has_value() == others[i].val_loss.has_value());
-        if (rows[i].val_loss) CHECK(*rows[i].val_loss == Approx(*others[i].val_loss).epsilon(tolerance));
-    }
-    const SafetensorsReader weights(newest_checkpoint(a) + "/model.safetensors"),
-        expected(newest_checkpoint(b) + "/model.safetensors");
-    REQUIRE(weights.tensors().size() == expected.tensors().size());
-    for (const auto& [name, stored] : expected.tensors()) {
-        REQUIRE(weights.at(name).shape == stored.shape);
-        const std::vector<float> x = weights.at(name).floats(), y = stored.floats();
-        double difference = 0, size = 0;
-        for (size_t i = 0; i < x.size(); ++i) difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
-        INFO(name);
-        CHECK(std::sqrt(difference) <= 10 * tolerance * std::sqrt(size) + 1e-9);
-    }
+// A model, flags, and words of the one line that refuses them.
+inline void check_refused(Runs& runs, const std::array<std::string, 3>& wrong) {
+    const auto& [model, flags, words] = wrong;
+    const Outcome outcome =
+        run_program("train_gpt", "--data " + text_file() + " --seq 16 --sample 0 --model " + model_file(model) + " " +
+                                     flags + " --out " + (runs.folder / "wrong"));
+    INFO(flags);
+    CHECK_THAT(line_of(outcome), ContainsSubstring(words));
+    CHECK(!std::filesystem::exists(runs.folder / "wrong"));
 }

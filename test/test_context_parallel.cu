@@ -1,8 +1,8 @@
 // test/test_context_parallel.cu: sequences that are divided among ranks, by operation and in whole runs.
 #include "attention.h"
 #include "parallel/context/context.h"
-#include "program.h"
 #include "ranks.h"
+#include "run_models.h"
 #include "train_runs.h"
 
 #include <mutex>
@@ -133,8 +133,6 @@ std::vector<Case> cases_for(int n) {
 }
 
 bool can_divide_heads(const Case& c, int n) { return c.H % n == 0 && (c.K % n == 0 || n % c.K == 0); }
-
-bool is_full() { return std::getenv("LLM_TEST_RANKS") != nullptr; }
 
 }  // namespace
 
@@ -383,22 +381,15 @@ struct Runs {
             spit(path + "/" + std::to_string(100 + i), made_text(4 + i % 5).substr(0, static_cast<size_t>(11 + 7 * i)));
         return path;
     }
-    // As threads, or, with `make test-ranks`, as processes under mpirun.
-    Outcome outcome(const std::string& model_name, std::string flags, const std::string& run, std::string before = "") {
-        const size_t at = flags.find("--ranks ");
-        if (is_full() && at != std::string::npos) {
-            const size_t end = flags.find(' ', at + 8);
-            before += mpirun_command(std::stoi(flags.substr(at + 8)));
-            flags.erase(at, end - at);
-        }
+    Outcome outcome(const std::string& model_name, const std::string& flags, const std::string& run,
+                    const std::string& before = "") {
         const bool masks = flags.find("--mask-documents") != std::string::npos;
         const std::string flags_of_all =
             " --batch 4 --seq 24 --steps 20 --warmup 2 --val-every 10 --val-sequences 8 "
             "--sample 0 --optimizer momentum ";
-        return run_program("train_gpt",
-                           "--data " + (masks ? documents() : text_file()) + " --model " + model(model_name) +
-                               flags_of_all + flags + " --out " + run,
-                           before);
+        return run_on_ranks("--data " + (masks ? documents() : text_file()) + " --model " + model(model_name) +
+                                flags_of_all + flags + " --out " + run,
+                            before);
     }
     std::string run(const std::string& model_name, const std::string& flags, const std::string& before = "") {
         const std::string path = new_run();
@@ -408,41 +399,10 @@ struct Runs {
         if (flags.find("--cp") != std::string::npos && before.empty()) check_account(its.out);
         return path;
     }
-    // What is printed at the end: bytes sent are those of the formula, memory taken is that of the plan.
-    static void check_account(const std::string& out) {
-        long long formula = 0, sent = -1, taken = 0, planned = -1;
-        const size_t account = out.find("sent by all"), memory = out.find("taken on the device (");
-        REQUIRE(account != std::string::npos);
-        if (std::sscanf(out.c_str() + account, "sent by all %lld %lld", &formula, &sent) == 2) CHECK(sent == formula);
-        if (memory == std::string::npos) return;  // stopped before its last step
-        CHECK(std::sscanf(out.c_str() + memory, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) ==
-              2);
-        CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(planned)));
-    }
 };
 
-// Losses, norms and validation losses to `tolerance`, the final weights too, each parameter in its own length.
-void check_same_run(const std::string& a, const std::string& b, double tolerance = 1e-5) {
-    const std::vector<LogRow> rows = read_csv_log(a + "/log.csv"), others = read_csv_log(b + "/log.csv");
-    REQUIRE(rows.size() == others.size());
-    for (size_t i = 0; i < rows.size(); ++i) {
-        INFO("step " << rows[i].step);
-        CHECK(*rows[i].loss == Approx(*others[i].loss).epsilon(tolerance));
-        CHECK(*rows[i].grad_norm == Approx(*others[i].grad_norm).epsilon(tolerance));
-        REQUIRE(rows[i].val_loss.has_value() == others[i].val_loss.has_value());
-        if (rows[i].val_loss) CHECK(*rows[i].val_loss == Approx(*others[i].val_loss).epsilon(tolerance));
-    }
-    const SafetensorsReader weights(newest_checkpoint(a) + "/model.safetensors"),
-        expected(newest_checkpoint(b) + "/model.safetensors");
-    REQUIRE(weights.tensors().size() == expected.tensors().size());
-    for (const auto& [name, stored] : expected.tensors()) {
-        const std::vector<float> x = weights.at(name).floats(), y = stored.floats();
-        REQUIRE(x.size() == y.size());
-        double difference = 0, size = 0;
-        for (size_t i = 0; i < x.size(); ++i) difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
-        INFO(name);
-        CHECK(std::sqrt(difference) <= tolerance * std::sqrt(size) + 1e-9);
-    }
+void check_same(const std::string& a, const std::string& b, double tolerance = 1e-5) {
+    check_same_run(a, b, tolerance, 1);
 }
 
 const std::string kUlysses = "--cp-mode ulysses ";
@@ -476,7 +436,7 @@ TEST_CASE("20 steps on 2, 3 and 4 ranks of --cp are those of one", "[program][ra
                 mesh.find(kUlysses) != std::string::npos)
                 continue;  // 6 key heads
             INFO(model << " " << mesh);
-            check_same_run(runs.run(model, mesh), one);
+            check_same(runs.run(model, mesh), one);
         }
     }
 }
@@ -487,8 +447,8 @@ TEST_CASE("documents are masked across the ranks of --cp", "[program][ranks][con
     for (const std::string model : {"gpt2", "llama"}) {
         const std::string one = runs.run(model, flags), unmasked = runs.run(model, "--data " + runs.documents() + " ");
         CHECK(log_without_times(one) != log_without_times(unmasked));
-        check_same_run(runs.run(model, flags + "--ranks 3 --cp 3 "), one);
-        check_same_run(runs.run(model, flags + "--ranks 4 --cp 2 --micro-batch 1 " + kUlysses), one);
+        check_same(runs.run(model, flags + "--ranks 3 --cp 3 "), one);
+        check_same(runs.run(model, flags + "--ranks 4 --cp 2 --micro-batch 1 " + kUlysses), one);
     }
 }
 
@@ -500,8 +460,8 @@ TEST_CASE("--cp in 16 and 8 bits", "[program][ranks][context_parallel]") {
         const std::string flags = "--dtype " + dtype + " --seq 64 --lr 1e-3 --steps 5 ";
         const std::string one = runs.run("llama", flags);
         const double tolerance = dtype == "fp16" ? 1e-3 : dtype == "bf16" ? 4e-3 : 2e-2;
-        check_same_run(runs.run("llama", flags + "--ranks 4 --cp 4 "), one, tolerance);
-        check_same_run(runs.run("llama", flags + "--ranks 4 --cp 2 --zero 3 " + kUlysses), one, tolerance);
+        check_same(runs.run("llama", flags + "--ranks 4 --cp 4 "), one, tolerance);
+        check_same(runs.run("llama", flags + "--ranks 4 --cp 2 --zero 3 " + kUlysses), one, tolerance);
     }
 }
 
@@ -520,7 +480,7 @@ TEST_CASE("optimizers of whole matrices, offloading and compression with --cp", 
                        {"--steps 8 ", "--compress bf16 ", 4e-3}};
     for (const auto& [flags, ranks, tolerance] : cases) {
         INFO(flags << ranks);
-        check_same_run(runs.run("llama", flags + ranks + "--ranks 4 --cp 2 "), runs.run("llama", flags), tolerance);
+        check_same(runs.run("llama", flags + ranks + "--ranks 4 --cp 2 "), runs.run("llama", flags), tolerance);
     }
 }
 
@@ -554,7 +514,7 @@ TEST_CASE("a checkpoint goes on with another --cp", "[program][ranks][context_pa
         const Outcome resumed = runs.outcome("llama", adamw + after + "--resume ", run);
         INFO(resumed.err);
         REQUIRE(resumed.status == 0);
-        check_same_run(run, whole);
+        check_same(run, whole);
     }
     const Outcome stopped = runs.outcome("llama", "--ranks 2 --cp 2 --cp-mode ulysses --stop-after 3 ", runs.new_run());
     if (!is_full()) CHECK_THAT(stopped.out, ContainsSubstring("--resume --ranks 2 --cp 2 --cp-mode ulysses\n"));

@@ -4,6 +4,8 @@
 #include "io/io.h"
 #include "program.h"
 
+#include <cmath>
+
 // A run of a few seconds at most: 2 sequences of 16 bytes a step.
 inline const std::string kSmall =
     " --batch 2 --seq 16 --steps 20 --val-every 10 --val-sequences 4 --sample 0 --warmup 2 ";
@@ -62,4 +64,29 @@ inline void check_same_end(const std::string& a, const std::string& b) {
         CHECK(slurp(newest_checkpoint(a) + file) == slurp(newest_checkpoint(b) + file));
     }
     CHECK(log_without_times(a) == log_without_times(b));
+}
+
+// Two runs of as many steps: losses and norms to `tolerance`, the final weights, each parameter in its own length, to
+// `of_weights` times that.
+inline void check_same_run(const std::string& a, const std::string& b, double tolerance, double of_weights = 10) {
+    const std::vector<LogRow> rows = read_csv_log(a + "/log.csv"), others = read_csv_log(b + "/log.csv");
+    REQUIRE(rows.size() == others.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+        INFO("step " << rows[i].step);
+        CHECK(*rows[i].loss == Approx(*others[i].loss).epsilon(tolerance));
+        CHECK(*rows[i].grad_norm == Approx(*others[i].grad_norm).epsilon(tolerance));
+        REQUIRE(rows[i].val_loss.has_value() == others[i].val_loss.has_value());
+        if (rows[i].val_loss) CHECK(*rows[i].val_loss == Approx(*others[i].val_loss).epsilon(tolerance));
+    }
+    const SafetensorsReader weights(newest_checkpoint(a) + "/model.safetensors"),
+        expected(newest_checkpoint(b) + "/model.safetensors");
+    REQUIRE(weights.tensors().size() == expected.tensors().size());
+    for (const auto& [name, stored] : expected.tensors()) {
+        REQUIRE(weights.at(name).shape == stored.shape);
+        const std::vector<float> x = weights.at(name).floats(), y = stored.floats();
+        double difference = 0, size = 0;
+        for (size_t i = 0; i < x.size(); ++i) difference += std::pow(x[i] - y[i], 2), size += std::pow(y[i], 2);
+        INFO(name);
+        CHECK(std::sqrt(difference) <= of_weights * tolerance * std::sqrt(size) + 1e-9);
+    }
 }

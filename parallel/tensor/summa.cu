@@ -33,7 +33,7 @@
 //
 // The bill, of all ranks together, for N tokens, e bytes a number of activations and weights, g of gradients:
 //
-//     forward, backward by input     (q - 1) (N C' + d O C) e           C' = C, the inputs
+//     forward, backward by input     (q - 1) (N C + d O C) e
 //     backward by weight             (q - 1) (N C e + d O C g)
 //     embedding, each way            (q - 1) N C e + N C e (q - 1) / q
 //     norms, forward                 q (q - 1) 2 N 4          backward     2 (q - 1) 2 N 4
