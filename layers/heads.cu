@@ -1,4 +1,5 @@
-// Heads from rows to other rows: what context parallelism packs, sends and unpacks.
+// Heads from rows to other rows: what context parallelism packs, sends and unpacks, and 3D tensor parallelism puts side
+// by side.
 //
 //   for each row t, head h and column d:
 //       copy_heads       to[t][h][d]          = from[t][h][d]

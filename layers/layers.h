@@ -261,12 +261,6 @@ void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor 
                                   Tensor rstd, Tensor parts, int64_t columns, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// copy_columns.cu: out[r, out_column + c] = inp[r, inp_column + c] for c < n, of every row: a block of a matrix to its
-// place in another one with as many rows.
-
-void copy_columns(Tensor out, int64_t out_column, Tensor inp, int64_t inp_column, int64_t n, cudaStream_t stream);
-
-// ---------------------------------------------------------------------------------------------------------------------
 // residual.cu:  out = inp + branch, (N, C) each, in float32 and rounded once; out may be either of them.
 
 void residual_add(Tensor out, Tensor inp, Tensor branch, cudaStream_t stream);

@@ -37,6 +37,7 @@
 #include "parallel/tensor/tensor.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace {
 
@@ -137,13 +138,19 @@ class Cube : public ColumnGeometry {
         comm.all_gather(all, rows, stream);
         return all;
     }
+    // Columns [first, first + n) of a matrix, in groups of some that one block of copy_heads copies.
+    static HeadColumns columns(const Tensor& matrix, int64_t first, int64_t n) {
+        const int64_t width = std::gcd(n, int64_t{256});
+        return {matrix.view({1, matrix.rows(), matrix.cols()}), n / width, width, first};
+    }
     // The pieces arrive one after the other; a product wants their columns side by side.
     Tensor gather_weight(Tensor weight, cudaStream_t stream) {
         const int64_t O = weight.rows(), C = weight.cols();
         const Tensor pieces = make_tensor(weight_pieces_.data, weight.dtype, {p_, O, C}),
                      whole = make_tensor(weight_.data, weight.dtype, {O, p_ * C});
         x_.all_gather(pieces, weight, stream);
-        for (int64_t s = 0; s < p_; ++s) copy_columns(whole, s * C, pieces.slice(s, 1).view({O, C}), 0, C, stream);
+        for (int64_t s = 0; s < p_; ++s)
+            copy_heads(columns(whole, s * C, C), columns(pieces.slice(s, 1).view({O, C}), 0, C), stream);
         return whole;
     }
     Tensor whole_gradient(const Tensor& dweight) const {
@@ -154,7 +161,8 @@ class Cube : public ColumnGeometry {
         const int64_t O = dweight.rows(), C = dweight.cols();
         const Tensor pieces = make_tensor(gradient_pieces_.data, dweight.dtype, {p_, O, C}),
                      sum = make_tensor(gradient_.data, dweight.dtype, {O, C});
-        for (int64_t s = 0; s < p_; ++s) copy_columns(pieces.slice(s, 1).view({O, C}), 0, whole, s * C, C, stream);
+        for (int64_t s = 0; s < p_; ++s)
+            copy_heads(columns(pieces.slice(s, 1).view({O, C}), 0, C), columns(whole, s * C, C), stream);
         x_.reduce_scatter(sum, pieces, ReduceOp::sum, stream);
         residual_add(dweight, dweight, sum, stream);
     }
