@@ -188,7 +188,7 @@ endif
 PROGRAMS := $(basename $(wildcard train_gpt.cu generate.cu))
 # The floors, from the ground up, "|" between two of them: a file includes headers of its own folder and of lower floors only.
 # io stands beside two of them: it includes core alone, and what lies above both may include it. dev/floors.py checks this.
-FLOORS   := core | io layers | io layers/flash_attention optim | parallel/comm | parallel/tensor parallel/context | parallel/data | model | . | inference | training | planning
+FLOORS   := core | io layers | io layers/flash_attention optim | parallel/comm | parallel/tensor parallel/context parallel/pipeline | parallel/data | model | . | inference | training | planning
 FOLDERS  := $(sort $(filter-out |,$(FLOORS)))
 # The slowest to compile first: a build on two cores must not end with one that works alone.
 SLOWEST  := $(wildcard layers/flash_attention/*.cu io/command_line.cu training/checkpoint.cu io/tokenizer_json.cu optim/adafactor.cu model/*.cu)

@@ -1,0 +1,165 @@
+// parallel/pipeline/pipeline.h: pipeline parallelism: each rank has some of the layers, and micro-batches go from rank to
+// rank. Which rank does what, in which order, is a table: a schedule. One runner executes any table, one simulator times
+// it, and one printer draws it (planning/).
+//
+// The layers are cut into S stages. The forward of a micro-batch goes through stages 0 to S - 1 and its backward through
+// S - 1 to 0. Which rank has a stage is the schedule's placement:
+//
+//     loop        stage s on rank s mod p; S = v p, with v stages ("chunks") a rank
+//     vee         S = 2 p: stages 0 to p - 1 go down the ranks, p to 2 p - 1 come back: the last rank has the turn, rank
+//                 0 the embedding and the head
+//     both_ways   S = p, and each stage is on two ranks: the first half of the micro-batches goes down the ranks, the
+//                 second half goes up (DualPipe)
+//
+// Files, in reading order:
+//     table.cu       what a table says: names, messages, what is alive when; and what makes a table invalid
+//     schedules.cu   naive, GPipe, 1F1B, interleaved
+//     zero_bubble.cu ZB-H1, ZB-H2, ZB-V, and the search for the best ("auto")
+//     dual_pipe.cu   DualPipe and DualPipeV
+//     stashing.cu    PipeDream and PipeDream-2BW, which update without waiting for the pipeline to be empty
+//     simulator.cu   when everything happens, for given durations
+//     runner.cu      a table on the communicators
+#pragma once
+
+#include "parallel/comm/comm.h"
+
+#include <functional>
+#include <map>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// table.cu
+
+enum class Do : uint8_t {
+    forward,             // F
+    backward,            // the gradients by input and by weight at once
+    backward_input,      // B
+    backward_weight,     // W
+    send_activation,     // the output of this stage's forward, to the next stage's rank
+    receive_activation,  // the input of this stage's forward
+    send_gradient,       // the gradient of this stage's input, to the rank of the stage before
+    receive_gradient,    // the gradient of this stage's output
+    update,              // asynchronous schedules: a new version of the rank's weights
+};
+
+struct Action {
+    Do what;
+    int micro = 0, stage = 0;
+    // Asynchronous schedules. Of computing: with which weights, counted in the updates that made them. Of an update: the
+    // version that it makes (and micro is the last micro-batch whose gradient is in it).
+    int version = 0;
+    int peer = -1;  // of messages: the rank at the other end
+    bool operator==(const Action&) const = default;
+};
+inline bool computes(Do what) { return what <= Do::backward_weight; }
+inline bool sends(Do what) { return what == Do::send_activation || what == Do::send_gradient; }
+inline bool receives(Do what) { return what == Do::receive_activation || what == Do::receive_gradient; }
+
+enum class Placement : uint8_t { loop, vee, both_ways };
+
+struct Schedule {
+    std::string name;
+    int p = 1, m = 1;   // ranks, micro-batches
+    int n_stages = 1;   // S
+    Placement placement = Placement::loop;
+    bool splits_backward = false;  // into backward_input and backward_weight
+    bool asynchronous = false;     // has updates; micro-batches belong to m / per_update steps
+    int per_update = 0;            // asynchronous: micro-batches whose gradients an update adds up
+    std::vector<int> versions;     // by rank: versions of the weights that it keeps at most; synchronous: 1
+    std::vector<std::vector<Action>> ranks;
+
+    int rank_of(int stage, int micro) const;
+    std::vector<int> stages_of(int rank) const;  // ascending
+};
+
+std::string action_text(const Action& action);  // "F3", "B3", "W3", "BW3" with the stage: for errors and traces
+
+// Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose result
+// it takes, each receive as early as one computing action before the one that needs it, so that the message travels
+// behind that computing; on each link (from rank a to rank b) receives are in the order of the sends.
+void add_messages(Schedule& schedule);
+
+// Error, with the rank, the action and the reason, for a table that cannot be executed: a rank or stage that does not
+// exist; an action twice, or missing; a backward before its forward, a weight's gradient before its backward; a message
+// without its other end, or in another order there; a deadlock (all ranks wait); a version of the weights that is not
+// there yet, or is gone; gradients of micro-batches that an update should have and has not; weights' gradients of a stage
+// not in the order of the micro-batches (the order in which their sums are formed, the same in all schedules).
+void check_schedule(const Schedule& schedule);
+
+// What is alive on a rank at once, at most. Computing action by computing action, in the order of the table: what a
+// forward saves is there from its beginning until the end of the stage's backward (of backward_weight where that comes
+// later).
+struct Alive {
+    std::vector<int> micro_batches;  // by stage of stages_of(rank): forwards whose backward has not been done
+    int in_all = 0;                  // the same of all stages of the rank together: the largest sum
+    int weight_gradients = 0;        // pairs (micro-batch, stage) between backward_input and backward_weight
+    int rows = 0;                    // tensors (N, C) at the stages' borders: see runner.cu
+};
+Alive alive(const Schedule& schedule, int rank);
+// The largest sum of weight_of(stage) over the (micro-batch, stage) pairs that are alive at once on this rank.
+int64_t peak_alive(const Schedule& schedule, int rank, const std::function<int64_t(int stage)>& weight_of);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// simulator.cu
+
+// Durations of a stage, in any unit.
+struct StageTimes {
+    double forward = 1, backward_input = 1, backward_weight = 1;
+};
+struct Times {
+    std::vector<StageTimes> stages = {{}};  // one for all, or one a stage
+    double message = 0;                     // from the end of the action that makes it to when it can be used
+    double update = 0;
+    const StageTimes& of(int stage) const { return stages[stages.size() == 1 ? 0 : static_cast<size_t>(stage)]; }
+    double of(const Action& action) const;  // of computing and updates
+};
+struct Span {
+    Action action;  // computing or update
+    double start = 0, end = 0;
+};
+struct Simulation {
+    std::vector<std::vector<Span>> ranks;  // in the order of the table
+    double end = 0;                        // the last action's
+    // Share of the time in which a rank does nothing. The time is that from its first to its last action, of the rank
+    // where that is longest (Qi et al. 2023): a rank that is ready begins the next step.
+    double bubble = 0;
+    std::vector<std::pair<int, size_t>> critical_path;  // (rank, place in ranks[rank]) of the actions that the end waits for
+};
+Simulation simulate(const Schedule& schedule, const Times& times);
+// The bubble of spans, simulated or measured.
+double bubble_of(const std::vector<std::vector<Span>>& ranks);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The schedules, by name. All of them give each stage's weights' gradients in the order of the micro-batches.
+
+struct ScheduleOptions {
+    std::string name = "1f1b";
+    int p = 1, m = 1;
+    int chunks = 2;              // interleaved: stages a rank
+    bool vertical_sync = false;  // pipedream
+    int per_update = 0;          // 2bw: micro-batches of a step
+    Times times;                 // auto: what is measured
+    int max_alive = 0;           // auto: micro-batches alive on a rank at once, at most; 0: as 1f1b has them
+};
+// With messages, and checked. Error for a name that does not exist (lists those that do), and for numbers that the
+// schedule cannot have, with those that it can.
+Schedule make_schedule(const ScheduleOptions& options);
+const std::vector<std::string>& schedule_names_of_pipelines();
+// For an evaluation: forwards alone, of m micro-batches, with the same stages and placement.
+Schedule forward_schedule(const Schedule& like, int m);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// runner.cu: executes a table on one rank: the computing on one stream, each link's messages on a stream and a
+// communicator of their own.
+
+// What the stages of a rank do. Tensors at the borders of stages are of one shape (rows, columns).
+class StageWork {
+  public:
+    virtual ~StageWork() = default;
+    // in: what the stage before gave; of stage 0 memory of the same shape to be filled. It stays until the end of this
+    // (micro-batch, stage)'s backward. out: for the next stage; none at the last one.
+    virtual void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) = 0;
+    // backward, or backward_input: dout (none at the last stage) -> din (none at stage 0), which may be dout.
+    virtual void backward(const Action& action, Tensor din, Tensor dout, cudaStream_t stream) = 0;
+    virtual void backward_weight(const Action& action, cudaStream_t stream) = 0;
+    virtual void update(const Action& action, cudaStream_t stream) = 0;
+};
