@@ -56,7 +56,7 @@ inline bool receives(Do what) { return what == Do::receive_activation || what ==
 
 enum class Placement : uint8_t { loop, vee, both_ways };
 
-struct Schedule {
+struct PipelineSchedule {
     std::string name;
     int p = 1, m = 1;   // ranks, micro-batches
     int n_stages = 1;   // S
@@ -76,14 +76,14 @@ std::string action_text(const Action& action);  // "F3", "B3", "W3", "BW3" with 
 // Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose result
 // it takes, each receive as early as one computing action before the one that needs it, so that the message travels
 // behind that computing; on each link (from rank a to rank b) receives are in the order of the sends.
-void add_messages(Schedule& schedule);
+void add_messages(PipelineSchedule& schedule);
 
 // Error, with the rank, the action and the reason, for a table that cannot be executed: a rank or stage that does not
 // exist; an action twice, or missing; a backward before its forward, a weight's gradient before its backward; a message
 // without its other end, or in another order there; a deadlock (all ranks wait); a version of the weights that is not
 // there yet, or is gone; gradients of micro-batches that an update should have and has not; weights' gradients of a stage
 // not in the order of the micro-batches (the order in which their sums are formed, the same in all schedules).
-void check_schedule(const Schedule& schedule);
+void check_schedule(const PipelineSchedule& schedule);
 
 // What is alive on a rank at once, at most. Computing action by computing action, in the order of the table: what a
 // forward saves is there from its beginning until the end of the stage's backward (of backward_weight where that comes
@@ -94,9 +94,9 @@ struct Alive {
     int weight_gradients = 0;        // pairs (micro-batch, stage) between backward_input and backward_weight
     int rows = 0;                    // tensors (N, C) at the stages' borders: see runner.cu
 };
-Alive alive(const Schedule& schedule, int rank);
+Alive alive(const PipelineSchedule& schedule, int rank);
 // The largest sum of weight_of(stage) over the (micro-batch, stage) pairs that are alive at once on this rank.
-int64_t peak_alive(const Schedule& schedule, int rank, const std::function<int64_t(int stage)>& weight_of);
+int64_t peak_alive(const PipelineSchedule& schedule, int rank, const std::function<int64_t(int stage)>& weight_of);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // simulator.cu
@@ -124,7 +124,7 @@ struct Simulation {
     double bubble = 0;
     std::vector<std::pair<int, size_t>> critical_path;  // (rank, place in ranks[rank]) of the actions that the end waits for
 };
-Simulation simulate(const Schedule& schedule, const Times& times);
+Simulation simulate(const PipelineSchedule& schedule, const Times& times);
 // The bubble of spans, simulated or measured.
 double bubble_of(const std::vector<std::vector<Span>>& ranks);
 
@@ -142,10 +142,10 @@ struct ScheduleOptions {
 };
 // With messages, and checked. Error for a name that does not exist (lists those that do), and for numbers that the
 // schedule cannot have, with those that it can.
-Schedule make_schedule(const ScheduleOptions& options);
+PipelineSchedule make_schedule(const ScheduleOptions& options);
 const std::vector<std::string>& schedule_names_of_pipelines();
 // For an evaluation: forwards alone, of m micro-batches, with the same stages and placement.
-Schedule forward_schedule(const Schedule& like, int m);
+PipelineSchedule forward_schedule(const PipelineSchedule& like, int m);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // runner.cu: executes a table on one rank: the computing on one stream, each link's messages on a stream and a
