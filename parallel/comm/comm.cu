@@ -404,6 +404,7 @@ void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
         if (!counting_) recv_tensor(*this, tensor, from, stream);
     });
 }
+bool Comm::recv_waits_on_host(cudaStream_t stream) const { return transport_->recv_waits_on_host(stream); }
 void Comm::group_start() { transport_->group_start(); }
 void Comm::group_end() { transport_->group_end(); }
 

@@ -106,6 +106,8 @@ class Comm {
     // where messages that cross (I send to you, you send to me) go between group_start() and group_end().
     void send(Tensor tensor, int to, cudaStream_t stream);
     void recv(Tensor tensor, int from, cudaStream_t stream);
+    // Does recv() return only when its message is there? Where bytes pass through the host, and streams run at once.
+    bool recv_waits_on_host(cudaStream_t stream) const;
     void group_start();
     void group_end();
     // Work that is put on the stream after it begins when every rank's stream has come here.

@@ -108,7 +108,7 @@ void HostTransport::host_step(cudaStream_t stream, std::function<bool()> may_run
                               [[maybe_unused]] bool writes) {
     const std::shared_ptr<Job> job = state_->job;
 #ifdef CUDA_ON_CPU
-    if (!cuda_cpu::runs_at_once(stream)) {  // strict mode
+    if (!recv_waits_on_host(stream)) {  // strict mode
         // An exception must not pass through the runtime. What goes wrong is noted in the job instead.
         auto guarded = [job, work = std::move(work), rank = state_->rank] {
             if (job->failed()) return;
@@ -229,6 +229,14 @@ void HostTransport::recv(void* data, size_t bytes, int from, cudaStream_t stream
     };
     host_step(stream, watched(ready, from, tag), work, host, bytes, true);
     if (!on_cpu) cudaCheck(cudaMemcpyAsync(data, host, bytes, cudaMemcpyHostToDevice, stream));
+}
+
+bool HostTransport::recv_waits_on_host([[maybe_unused]] cudaStream_t stream) const {
+#ifdef CUDA_ON_CPU
+    return cuda_cpu::runs_at_once(stream);
+#else
+    return true;
+#endif
 }
 
 void HostTransport::take_checked(void* data, size_t bytes, int from, int64_t number, const CallTag& call) {

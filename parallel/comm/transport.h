@@ -142,6 +142,7 @@ class Transport {
     // group NCCL does sends and receives at once, and the others in order: so inside a group all sends come first.
     virtual void send(const void* data, size_t bytes, int to, cudaStream_t stream) = 0;
     virtual void recv(void* data, size_t bytes, int from, cudaStream_t stream) = 0;
+    virtual bool recv_waits_on_host(cudaStream_t) const { return false; }
     virtual void group_start() {}
     virtual void group_end() {}
     virtual void begin(cudaStream_t stream) = 0;  // around each call: for the slots and the trace
@@ -183,6 +184,7 @@ class HostTransport : public Transport {
     ~HostTransport() override;
     void send(const void* data, size_t bytes, int to, cudaStream_t stream) override;
     void recv(void* data, size_t bytes, int from, cudaStream_t stream) override;
+    bool recv_waits_on_host(cudaStream_t stream) const override;
     void begin(cudaStream_t stream) override;
     void end(cudaStream_t stream, size_t bytes) override;
 

@@ -58,8 +58,8 @@ enum class Placement : uint8_t { loop, vee, both_ways };
 
 struct PipelineSchedule {
     std::string name;
-    int p = 1, m = 1;   // ranks, micro-batches
-    int n_stages = 1;   // S
+    int p = 1, m = 1;  // ranks, micro-batches
+    int n_stages = 1;  // S
     Placement placement = Placement::loop;
     bool splits_backward = false;  // into backward_input and backward_weight
     bool asynchronous = false;     // has updates; micro-batches belong to m / per_update steps
@@ -92,7 +92,6 @@ struct Alive {
     std::vector<int> micro_batches;  // by stage of stages_of(rank): forwards whose backward has not been done
     int in_all = 0;                  // the same of all stages of the rank together: the largest sum
     int weight_gradients = 0;        // pairs (micro-batch, stage) between backward_input and backward_weight
-    int rows = 0;                    // tensors (N, C) at the stages' borders: see runner.cu
 };
 Alive alive(const PipelineSchedule& schedule, int rank);
 // The largest sum of weight_of(stage) over the (micro-batch, stage) pairs that are alive at once on this rank.
@@ -122,7 +121,8 @@ struct Simulation {
     // Share of the time in which a rank does nothing. The time is that from its first to its last action, of the rank
     // where that is longest (Qi et al. 2023): a rank that is ready begins the next step.
     double bubble = 0;
-    std::vector<std::pair<int, size_t>> critical_path;  // (rank, place in ranks[rank]) of the actions that the end waits for
+    std::vector<std::pair<int, size_t>>
+        critical_path;  // (rank, place in ranks[rank]) of the actions that the end waits for
 };
 Simulation simulate(const PipelineSchedule& schedule, const Times& times);
 // The bubble of spans, simulated or measured.
@@ -148,18 +148,55 @@ const std::vector<std::string>& schedule_names_of_pipelines();
 PipelineSchedule forward_schedule(const PipelineSchedule& like, int m);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// runner.cu: executes a table on one rank: the computing on one stream, each link's messages on a stream and a
-// communicator of their own.
+// runner.cu: executes a table on one rank.
 
 // What the stages of a rank do. Tensors at the borders of stages are of one shape (rows, columns).
 class StageWork {
   public:
     virtual ~StageWork() = default;
-    // in: what the stage before gave; of stage 0 memory of the same shape to be filled. It stays until the end of this
+    // in: what the stage before gave; of stage 0 memory of the same shape, to be filled. It stays until the end of this
     // (micro-batch, stage)'s backward. out: for the next stage; none at the last one.
     virtual void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) = 0;
-    // backward, or backward_input: dout (none at the last stage) -> din (none at stage 0), which may be dout.
-    virtual void backward(const Action& action, Tensor din, Tensor dout, cudaStream_t stream) = 0;
+    // backward, or backward_input: dout -> din, in place: dx is both. At the last stage it holds nothing before. At stage
+    // 0 it stays until the end of the backward (backward_weight where that comes later).
+    virtual void backward(const Action& action, Tensor dx, cudaStream_t stream) = 0;
     virtual void backward_weight(const Action& action, cudaStream_t stream) = 0;
     virtual void update(const Action& action, cudaStream_t stream) = 0;
+};
+
+// "F3 of stage 2": what a trace calls an action.
+std::string pipeline_label(const Action& action);
+// Tensors at the stages' borders that a rank needs at once.
+int border_tensors(const PipelineSchedule& schedule, int rank);
+// Messages that a rank sends in a table.
+int64_t messages_sent(const PipelineSchedule& schedule, int rank);
+
+class PipelineRunner {
+  public:
+    // For tables with these links. Collective over pp.
+    PipelineRunner(Comm& pp, const PipelineSchedule& schedule);
+    ~PipelineRunner();
+    PipelineRunner(const PipelineRunner&) = delete;
+    PipelineRunner& operator=(const PipelineRunner&) = delete;
+    // n: the most that border_tensors() says of the tables to come.
+    void take_memory(int n, int64_t rows, int64_t columns, DType dtype, Arena& arena);
+    // Puts all of this rank's actions on their streams. Computing is on `stream`, which has done it all afterwards;
+    // messages of each link (from one rank to another) are on a stream and a communicator of their own.
+    void run(const PipelineSchedule& schedule, StageWork& work, cudaStream_t stream);
+
+  private:
+    struct Link;
+    Link& link(int from, int to);
+    Tensor row(int index) const { return rows_.slice(index, 1).view({rows_.shape[1], rows_.shape[2]}); }
+    void begin_use(int row, cudaStream_t stream);
+    void end_use(int row, cudaStream_t stream);
+    void send(const Action& action, int row);
+    void receive(const Action& action, int row);
+    void await(int row);
+
+    Comm& pp_;
+    std::map<std::pair<int, int>, std::unique_ptr<Link>> links_;  // that this rank is an end of
+    Tensor rows_;                                                 // (n, rows, columns)
+    std::vector<cudaEvent_t> used_;                               // by row: the end of its last use
+    std::vector<Link*> awaited_;                                  // by row: where its message is still to be received
 };
