@@ -67,6 +67,8 @@ struct PipelineSchedule {
     std::vector<int> versions;     // by rank: versions of the weights that it keeps at most; synchronous: 1
     std::vector<std::vector<Action>> ranks;
 
+    bool forward_only = false;     // an evaluation: no backwards
+
     int rank_of(int stage, int micro) const;
     std::vector<int> stages_of(int rank) const;  // ascending
 };
