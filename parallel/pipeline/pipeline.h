@@ -25,6 +25,10 @@
 
 #include <functional>
 #include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // table.cu
@@ -44,8 +48,9 @@ enum class Do : uint8_t {
 struct Action {
     Do what;
     int micro = 0, stage = 0;
-    // Asynchronous schedules. Of computing: with which weights, counted in the updates that made them. Of an update: the
-    // version that it makes (and micro is the last micro-batch whose gradient is in it).
+    // Asynchronous schedules. Of computing: with which weights, counted in the updates that made them since the table
+    // began (version 0 is there at its beginning). Of an update: the version that it makes, out of the one before (and
+    // micro is the last micro-batch whose gradient is in it). Otherwise, and of messages: 0.
     int version = 0;
     int peer = -1;  // of messages: the rank at the other end
     bool operator==(const Action&) const = default;
@@ -62,18 +67,18 @@ struct PipelineSchedule {
     int n_stages = 1;  // S
     Placement placement = Placement::loop;
     bool splits_backward = false;  // into backward_input and backward_weight
-    bool asynchronous = false;     // has updates; micro-batches belong to m / per_update steps
-    int per_update = 0;            // asynchronous: micro-batches whose gradients an update adds up
-    std::vector<int> versions;     // by rank: versions of the weights that it keeps at most; synchronous: 1
-    std::vector<std::vector<Action>> ranks;
-
     bool forward_only = false;     // an evaluation: no backwards
+    bool asynchronous = false;     // has updates: one of the gradients of every per_update micro-batches
+    int per_update = 0;
+    std::vector<int> versions;  // by rank: versions of the weights that it keeps: always the newest ones
+    std::vector<std::vector<Action>> ranks;
 
     int rank_of(int stage, int micro) const;
     std::vector<int> stages_of(int rank) const;  // ascending
 };
 
-std::string action_text(const Action& action);  // "F3", "B3", "W3", "BW3" with the stage: for errors and traces
+// For errors and traces: "F3 of stage 1" (F, B, W, BW), "send B3 of stage 1 to rank 0", "update 4 of stage 1".
+std::string action_text(const Action& action);
 
 // Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose result
 // it takes, each receive as early as one computing action before the one that needs it, so that the message travels
@@ -131,7 +136,7 @@ Simulation simulate(const PipelineSchedule& schedule, const Times& times);
 double bubble_of(const std::vector<std::vector<Span>>& ranks);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The schedules, by name. All of them give each stage's weights' gradients in the order of the micro-batches.
+// The schedules. All of them give each stage's weights' gradients in the order of the micro-batches.
 
 struct ScheduleOptions {
     std::string name = "1f1b";
@@ -140,8 +145,17 @@ struct ScheduleOptions {
     bool vertical_sync = false;  // pipedream
     int per_update = 0;          // 2bw: micro-batches of a step
     Times times;                 // auto: what is measured
-    int max_alive = 0;           // auto: micro-batches alive on a rank at once, at most; 0: as 1f1b has them
+    int max_alive = 0;           // auto: micro-batches alive on a rank at once, at most; 0: min(p, m), as 1f1b has them
 };
+
+// Each gives computing and updates alone: make_schedule() adds the messages.
+// schedules.cu
+PipelineSchedule naive(const ScheduleOptions& options);  // one micro-batch after the other: one stage is busy
+PipelineSchedule gpipe(const ScheduleOptions& options);  // all forwards, then all backwards
+PipelineSchedule one_f_one_b(const ScheduleOptions& options);
+// A table without actions for these options, for the functions above to fill.
+PipelineSchedule empty_schedule(const ScheduleOptions& options, Placement placement, int n_stages);
+
 // With messages, and checked. Error for a name that does not exist (lists those that do), and for numbers that the
 // schedule cannot have, with those that it can.
 PipelineSchedule make_schedule(const ScheduleOptions& options);

@@ -1,0 +1,118 @@
+// schedules.cu: the schedules by name, and those that compute the whole backward at once: naive, GPipe, 1F1B and
+// interleaved 1F1B.
+//
+// p ranks, m micro-batches; a backward takes twice the time of a forward; a letter is a forward, two are a backward.
+//
+//     gpipe, p = 3, m = 4                                   1f1b, p = 3, m = 4
+//     0123            00 11 22 33                           012      00 3  11     22     33
+//      0123         00 11 22 33                              01    00 2  11  3  22     33
+//       0123 00 11 22 33                                      0 00 1 11 2 22 3 33
+//
+// Both wait for (p - 1) (F + B) in m (F + B) + that: a bubble of (p - 1) / (m + p - 1). But what a forward saves is kept
+// for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes a backward as soon as there is one.
+#include "parallel/pipeline/pipeline.h"
+
+#include <algorithm>
+
+PipelineSchedule empty_schedule(const ScheduleOptions& o, Placement placement, int n_stages) {
+    PipelineSchedule s;
+    s.name = o.name, s.p = o.p, s.m = o.m, s.placement = placement, s.n_stages = n_stages;
+    s.versions.assign(static_cast<size_t>(o.p), 1);
+    s.ranks.resize(static_cast<size_t>(o.p));
+    return s;
+}
+
+PipelineSchedule naive(const ScheduleOptions& o) {
+    PipelineSchedule s = empty_schedule(o, Placement::loop, o.p);
+    for (int stage = 0; stage < o.p; ++stage)
+        for (int micro = 0; micro < o.m; ++micro)
+            for (const Do what : {Do::forward, Do::backward})
+                s.ranks[static_cast<size_t>(stage)].push_back({what, micro, stage});
+    return s;
+}
+
+PipelineSchedule gpipe(const ScheduleOptions& o) {
+    PipelineSchedule s = empty_schedule(o, Placement::loop, o.p);
+    for (int stage = 0; stage < o.p; ++stage)
+        for (const Do what : {Do::forward, Do::backward})
+            for (int micro = 0; micro < o.m; ++micro)
+                s.ranks[static_cast<size_t>(stage)].push_back({what, micro, stage});
+    return s;
+}
+
+// Stage s begins with p - s forwards: while the first micro-batch goes down to the last stage and its gradient comes back.
+// Then a backward makes room for the next forward.
+PipelineSchedule one_f_one_b(const ScheduleOptions& o) {
+    PipelineSchedule s = empty_schedule(o, Placement::loop, o.p);
+    for (int stage = 0; stage < o.p; ++stage) {
+        std::vector<Action>& actions = s.ranks[static_cast<size_t>(stage)];
+        const int warmup = std::min(o.p - stage, o.m);
+        for (int micro = 0; micro < warmup; ++micro) actions.push_back({Do::forward, micro, stage});
+        for (int micro = 0; micro < o.m; ++micro) {
+            actions.push_back({Do::backward, micro, stage});
+            if (micro + warmup < o.m) actions.push_back({Do::forward, micro + warmup, stage});
+        }
+    }
+    return s;
+}
+
+// Forwards in the order of the times at which they could start if each took 1 and all ranks were free. On the two stages
+// that a rank has with vee and both_ways these times differ by an odd number, so every second one is left to each.
+PipelineSchedule forward_schedule(const PipelineSchedule& like, int m) {
+    check(m >= 1, "forwards of ", m, " micro-batches: 1 or more");
+    ScheduleOptions o;
+    o.name = like.name, o.p = like.p, o.m = m;
+    PipelineSchedule s = empty_schedule(o, like.placement, like.n_stages);
+    s.forward_only = true;
+    const auto start = [&](int micro, int stage) {
+        if (s.placement == Placement::loop) return micro / s.p * s.n_stages + micro % s.p + stage;
+        const int first = s.placement == Placement::both_ways && s.rank_of(0, micro) != 0 ? (m + 1) / 2 : 0;
+        return 2 * (micro - first) + stage;
+    };
+    for (int rank = 0; rank < s.p; ++rank) {
+        std::vector<Action>& actions = s.ranks[static_cast<size_t>(rank)];
+        for (int stage = 0; stage < s.n_stages; ++stage)
+            for (int micro = 0; micro < m; ++micro)
+                if (s.rank_of(stage, micro) == rank) actions.push_back({Do::forward, micro, stage});
+        std::ranges::stable_sort(actions, {}, [&](const Action& a) { return start(a.micro, a.stage); });
+    }
+    add_messages(s);
+    check_schedule(s);
+    return s;
+}
+
+// ---- by name ---------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Entry {
+    const char* name;
+    PipelineSchedule (*make)(const ScheduleOptions& options);
+};
+constexpr Entry kSchedules[] = {{"naive", naive}, {"gpipe", gpipe}, {"1f1b", one_f_one_b}};
+
+}  // namespace
+
+const std::vector<std::string>& schedule_names_of_pipelines() {
+    static const std::vector<std::string> names = [] {
+        std::vector<std::string> all;
+        for (const Entry& e : kSchedules) all.emplace_back(e.name);
+        return all;
+    }();
+    return names;
+}
+
+PipelineSchedule make_schedule(const ScheduleOptions& o) {
+    std::string names;
+    for (const Entry& e : kSchedules) {
+        names += concat(names.empty() ? "" : ", ", e.name);
+        if (o.name != e.name) continue;
+        check(o.p >= 1, "a pipeline of ", o.p, " ranks: 1 or more");
+        check(o.m >= 1, "a pipeline with ", o.m, " micro-batches: 1 or more");
+        PipelineSchedule schedule = e.make(o);
+        add_messages(schedule);
+        check_schedule(schedule);
+        return schedule;
+    }
+    fail("unknown pipeline schedule '", o.name, "': use one of ", names);
+}
