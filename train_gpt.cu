@@ -146,6 +146,7 @@ void finish(Run& run) {
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
               std::string& trace_folder) {
     std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
+    if (options.pp > 1) axes.push_back({"pp", static_cast<int>(options.pp)});
     if (options.cp > 1) axes.push_back({"cp", static_cast<int>(options.cp)});
     if (options.tp > 1) axes.push_back({"tp", static_cast<int>(options.tp)});
     Mesh mesh(world, axes);
@@ -182,6 +183,7 @@ int main(int argc, char** argv) {
             if (!started_by_mpirun()) throw;
             fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
         }
+        check(!options.draw, "--draw: the printer of schedules comes soon");
         RankOptions ranks = options.ranks;
         ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;

@@ -11,12 +11,17 @@ namespace {
 
 // Options that belong to one call of the program and not to the run.
 const std::set<std::string> kNotSaved = {
-    "--help",      "--out",     "--resume",      "--new-data",     "--stop-after",
-    "--log-every", "--plan",    "--device-spec", "--params",       "--inject-overflow",
-    "--ranks",     "--comm",    "--all-reduce",  "--comm-timeout", "--ranks-per-node",
-    "--trace",     "--dp-mode", "--zero",        "--bucket-mib",   "--offload",
-    "--tp",        "--sp",      "--tp-mode",     "--tp-depth",     "--tp-overlap",
-    "--cp",        "--cp-mode"};
+    "--help",      "--out",     "--resume",        "--new-data",     "--stop-after",
+    "--log-every", "--plan",    "--device-spec",   "--params",       "--inject-overflow",
+    "--ranks",     "--comm",    "--all-reduce",    "--comm-timeout", "--ranks-per-node",
+    "--trace",     "--dp-mode", "--zero",          "--bucket-mib",   "--offload",
+    "--tp",        "--sp",      "--tp-mode",       "--tp-depth",     "--tp-overlap",
+    "--cp",        "--cp-mode", "--micro-batches", "--draw"};
+// Nor are these saved, except for the second list where --pipeline is asynchronous: gradients are then those of weights
+// some updates ago, of how many is decided by it.
+const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
+                                              "--times", "--memory-limit", "--vertical-sync", "--flush-every"};
+const std::set<std::string> kAsynchronousFlags = {"--pp", "--pipeline", "--vertical-sync", "--flush-every"};
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
@@ -24,7 +29,7 @@ const std::set<std::string> kMayChange = {
     "--attention", "--keep-best", "--data", "--val",        "--tokenizer",   "--steps"};
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
-// Those of kNotSaved that the command which continues the run should have, too.
+// Those of kNotSaved that the command which continues the run should have, too, beside kPipelineFlags.
 const std::set<std::string> kRepeated = {"--ranks",   "--comm",   "--all-reduce", "--comm-timeout", "--ranks-per-node",
                                          "--dp-mode", "--zero",   "--bucket-mib", "--offload",      "--log-every",
                                          "--tp",      "--sp",     "--tp-mode",    "--tp-depth",     "--tp-overlap",
@@ -35,8 +40,11 @@ const std::vector<Synonym> kSynonyms = {
     {"learning-rate", "--lr"},
     {"batch-size", "--batch"},
     {"micro-batch-size", "--micro-batch"},
-    {"grad-accum", "--micro-batch"},
-    {"gradient-accumulation-steps", "--micro-batch"},
+    {"grad-accum", "--micro-batches"},
+    {"accumulation-steps", "--micro-batches"},
+    {"num-micro-batches", "--micro-batches"},
+    {"num-microbatches", "--micro-batches"},
+    {"gradient-accumulation-steps", "--micro-batches"},
     {"epochs", "--steps"},
     {"iters", "--steps"},
     {"iterations", "--steps"},
@@ -63,6 +71,16 @@ const std::vector<Synonym> kSynonyms = {
     {"fsdp", "--zero 3"},
     {"tensor-parallel-size", "--tp"},
     {"context-parallel-size", "--cp"},
+    {"pipeline-parallel-size", "--pp"},
+    {"pipeline-model-parallel-size", "--pp"},
+    {"pipeline-schedule", "--pipeline"},
+    {"pp-schedule", "--pipeline"},
+    {"virtual-stages", "--chunks"},
+    {"virtual-pipeline-model-parallel-size", "--chunks"},
+    {"num-layers-per-virtual-pipeline-stage", "--chunks"},
+    {"pp-layers", "--stages"},
+    {"pipeline-layers", "--stages"},
+    {"weight-stashing", "--pipeline pipedream"},
     {"sequence-parallel", "--sp"},
     {"tensor-model-parallel-size", "--tp"},
     {"gradient-checkpointing", "--recompute"},
@@ -167,6 +185,8 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
                  "context parallelism: so many ranks divide each sequence, two chunks of its tokens each");
     ranks.option("--cp-mode", typed.cp_mode,
                  "attention of --cp: ring (keys and values travel), or ulysses (tokens are exchanged for heads)");
+    ranks.option("--pp", o.pp,
+                 "pipeline parallelism: so many ranks divide the layers, and micro-batches go through them");
     ranks.option("--zero", o.data_parallel.zero,
                  "shard over the ranks: 1 optimizer states, 2 also gradients, 3 also weights (FSDP)");
     ranks.option("--dp-mode", typed.dp_mode,
@@ -184,6 +204,28 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--trace", o.ranks.trace,
                  "steps to record, as 3 or 3,4: who computes what and sends what to whom when, as text,\n"
                  "and in the folder of the run as trace.json (for ui.perfetto.dev) and trace.png");
+}
+
+void add_pipeline_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
+    Heading pipeline{line, "Pipelines (--pp)"};
+    pipeline.option("--pipeline", o.pipeline,
+                    "which rank does what when: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe,\n"
+                    "dualpipe-v, auto (a search), pipedream and 2bw (asynchronous: gradients of older weights)");
+    pipeline.option("--micro-batches", o.micro_batches,
+                    "micro-batches of a step on a rank, instead of the sequences of one, --micro-batch");
+    pipeline.option("--stages", typed.stages, "blocks of each stage, as 5,7,7,5; default: stages of equal cost");
+    pipeline.option("--chunks", o.chunks, "interleaved: stages that each rank has");
+    pipeline.flag("--vertical-sync", o.vertical_sync,
+                  "pipedream: a micro-batch meets weights of one version in all stages");
+    pipeline.option("--flush-every", o.flush_every,
+                    "pipedream, 2bw: steps between two moments at which the pipeline is empty, as saving needs it");
+    pipeline.option("--times", typed.times,
+                    "auto and --draw: forward, backward by input, by weight, and a message between ranks");
+    pipeline.option("--memory-limit", o.memory_limit,
+                    "auto: micro-batches whose activations a rank keeps at most; 0: as many as 1f1b");
+    pipeline.flag("--draw", o.draw,
+                  "print the schedule of --pp ranks and --micro-batches, and end; with --out also as picture and\n"
+                  "trace; --pipeline all compares them");
 }
 
 void add_data_options(CommandLine& line, TrainOptions& o) {
@@ -260,6 +302,11 @@ void adopt_saved_options(CommandLine& line, TrainOptions& o) {
           " is at step ", saved.step, " already: give a later step, or leave the flag away");
     check(!line.given("--steps") || o.steps >= saved.step, "--steps ", o.steps, ": the run in ", o.out, " is at step ",
           saved.step, " already: --steps counts the steps of the whole run, those before --resume too");
+    const bool was_asynchronous = saved.options.count("--pipeline") > 0;
+    check(was_asynchronous || !is_asynchronous_pipeline(o.pipeline), "--pipeline ", o.pipeline,
+          " would change the loss curve of the run in ", o.out,
+          ", whose gradients are those of its newest weights: use another schedule, or start a new run with another "
+          "--out");
     for (const auto& [flag, value] : saved.options) {
         check(line.knows(flag), o.checkpoint, "/state.json: unknown option ", flag,
               "; was it written by another version?");
@@ -271,7 +318,8 @@ void adopt_saved_options(CommandLine& line, TrainOptions& o) {
               kScheduleFlags.count(flag) ? "leave the flag away, give a new --schedule with more --steps"
                                          : "leave the flag away",
               ", or start a new run with another --out");
-        if (!line.given(flag) && !value.empty()) line.give(flag, value);
+        const bool replaced = flag == "--micro-batch" && line.given("--micro-batches");
+        if (!line.given(flag) && !value.empty() && !replaced) line.give(flag, value);
     }
 }
 
@@ -285,7 +333,12 @@ std::string number_text(T value) {
 // What a checkpoint says of the run. Defaults that depend on the optimizer are saved as the numbers they are.
 void set_identity(TrainOptions& options, const CommandLine& line) {
     for (const std::string& flag : line.flags())
-        if (!kNotSaved.count(flag)) options.identity[flag] = line.value_of(flag);
+        if (!kNotSaved.count(flag) && !kPipelineFlags.count(flag)) options.identity[flag] = line.value_of(flag);
+    if (options.asynchronous) {  // with 2bw gradients are those of the step before, on any number of ranks
+        for (const std::string& flag : kAsynchronousFlags) options.identity[flag] = line.value_of(flag);
+        if (options.pipeline == "2bw") options.identity.erase("--pp");
+    }
+    options.identity["--micro-batch"] = std::to_string(options.micro_batch);
     const OptimizerOptions& h = options.optimizer_options;
     options.identity["--lr"] = number_text(options.schedule.peak);
     options.identity["--weight-decay"] = number_text(h.weight_decay);
@@ -309,19 +362,20 @@ TrainOptions parse_train_options(int argc, char** argv) {
     add_precision_options(line, options, typed);
     add_memory_options(line, options, typed);
     add_rank_options(line, options, typed);
+    add_pipeline_options(line, options, typed);
     add_data_options(line, options);
     add_optimizer_options(line, options, typed);
     add_output_options(line, options);
     line.parse({"train_gpt", kSynonyms, "--data \"shards/*.bin\""}, argc, argv, [&] {
         for (const std::string& flag : line.flags())
             if (line.given(flag)) typed.given.insert(flag);
-        if (options.resume && !options.out.empty()) adopt_saved_options(line, options);
+        if (options.resume && !options.out.empty() && !options.draw) adopt_saved_options(line, options);
     });
     settle_options(options, typed);
     set_identity(options, line);
     options.program = argv[0];
     for (const std::string& flag : line.flags()) {
-        if (!kRepeated.count(flag) || !line.given(flag)) continue;
+        if (!line.given(flag) || !(kRepeated.count(flag) || kPipelineFlags.count(flag))) continue;
         options.repeated.push_back(flag);
         if (line.value_of(flag) != "true") options.repeated.push_back(line.value_of(flag));  // --sp has no value
     }

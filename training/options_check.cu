@@ -101,9 +101,11 @@ void check_options(const TrainOptions& o) {
     check(o.ranks.ranks >= 0, "--ranks must not be negative");
     check(o.tp >= 1, "--tp must be at least 1");
     check(o.cp >= 1, "--cp must be at least 1");
-    const int64_t group = o.tp * o.cp;
-    const std::string flags = concat(o.tp > 1 || o.cp == 1 ? concat("--tp ", o.tp) : "",
-                                     o.tp > 1 && o.cp > 1 ? " " : "", o.cp > 1 ? concat("--cp ", o.cp) : "");
+    check(o.pp >= 1, "--pp must be at least 1");
+    const int64_t group = o.tp * o.cp * o.pp;
+    std::string flags;
+    for (const auto& [flag, size] : {std::pair("--tp", o.tp), {"--cp", o.cp}, {"--pp", o.pp}})
+        if (size > 1) flags += concat(flags.empty() ? "" : " ", flag, " ", size);
     check(rank_count(o.ranks) % group == 0, flags, ": the ", rank_count(o.ranks),
           " ranks cannot be divided into groups of ", group, ": start a multiple of them (--ranks ", group, ")");
     make_zigzag(o.seq, narrow(o.cp, "--cp"));  // Error where the sequence cannot be divided
@@ -222,7 +224,8 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
 
 void settle_options(TrainOptions& o, const TypedFlags& typed) {
     // A plan of states alone does not depend on the batch: any batch that the ranks can share will do.
-    if (const int64_t n = o.tp >= 1 && o.cp >= 1 ? std::max<int64_t>(1, o.data_ranks()) : 1;
+    if (o.draw) return settle_drawing(o, typed);
+    if (const int64_t n = o.tp >= 1 && o.cp >= 1 && o.pp >= 1 ? std::max<int64_t>(1, o.data_ranks()) : 1;
         o.plan_parameters > 0 && o.batch % n != 0)
         o.batch = n, o.micro_batch = 0;
     if (!o.init.empty() && !o.resume) o.init = find_model_folder("--init", o.init);
@@ -233,6 +236,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     o.cp_mode = context_mode_from_name(typed.cp_mode);
     o.offload = offload_from_name(typed.offload);
     check_options(o);
+    settle_pipeline(o, typed);
     choose_precision(o, typed);
     choose_compression(o, typed.compress);
     check_offload(o);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <numeric>
 
 namespace {
 
@@ -69,6 +70,11 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     things.push_back({"--tp-mode", tensor_mode_name(t.options.tp_mode)});
     things.push_back({"--tp-depth", std::to_string(t.options.tp_depth)});
     things.push_back({"--cp", concat(t.options.cp, " ", context_mode_name(t.options.cp_mode))});
+    const TrainOptions& o = t.options;
+    things.push_back({"--pp", concat(o.pp, " ", o.pipeline, o.vertical_sync ? " vertical-sync" : "")});
+    std::string stages = concat("chunks ", o.chunks, ", blocks");
+    for (const int64_t blocks : o.stages) stages += concat(" ", blocks);
+    things.push_back({"--stages", stages});
     things.push_back({"--tp-overlap", t.options.tp_overlap ? "given" : "absent"});
     things.push_back({"--sp", t.options.sp ? "given" : "absent"});
     things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
@@ -157,8 +163,19 @@ RunData open_data(const TrainOptions& o, const Config& config, const RunTokenize
             .identity = identity};
 }
 
+// Each stage has at least one block; without --stages as many as the balance of their costs gives it.
+void check_stages(const TrainOptions& o, const Config& config) {
+    if (o.pp == 1) return;
+    const int64_t n_stages = n_pipeline_stages(o), n_blocks = std::accumulate(o.stages.begin(), o.stages.end(), 0L);
+    check(n_stages <= config.L, "--pp ", o.pp, " --pipeline ", o.pipeline, ": it has ", n_stages,
+          " stages, and the model only ", config.L, " blocks: use fewer ranks, or a model with more blocks");
+    check(o.stages.empty() || n_blocks == config.L, "--stages: ", n_blocks, " blocks in all, and the model has ",
+          config.L, ": they must be as many");
+}
+
 // Error, with what to do, for sizes of the model that a kernel cannot have with these options.
 void check_limits(const TrainOptions& o, const Config& config) {
+    check_stages(o, config);
     check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
           " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());

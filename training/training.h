@@ -3,6 +3,7 @@
 // Files, in reading order (train_gpt.cu, above this folder, calls them in the order of the algorithm):
 //     options.cu         the command line
 //     options_check.cu   what flags mean together, and what is refused
+//     options_pipeline.cu   the same of --pp and the flags of its schedules
 //     setup.cu           the model's configuration, the data, the folder of the run
 //     pretrained.cu      what lies beside the weights in a Hugging Face folder: found, and carried on by checkpoints
 //     run_folder.cu      the folder of the run: one writer, and room on the disk
@@ -22,6 +23,7 @@
 #include "llm.h"
 #include "optim/optim.h"
 #include "parallel/data/data.h"
+#include "parallel/pipeline/pipeline.h"
 
 #include <atomic>
 #include <deque>
@@ -55,7 +57,18 @@ struct TrainOptions {
     bool tp_overlap = false;
     int64_t cp = 1;  // ranks that divide each sequence
     ContextMode cp_mode = ContextMode::ring;
-    int64_t data_ranks() const { return rank_count(ranks) / (tp * cp); }  // that divide the batch
+    int64_t pp = 1;                 // ranks that divide the layers
+    std::string pipeline = "1f1b";  // their schedule
+    int64_t chunks = 2;             // interleaved: stages a rank
+    std::vector<int64_t> stages;    // blocks of each stage; empty: as many as make the stages' costs equal
+    bool asynchronous = false;      // that schedule updates without waiting for the pipeline to be empty:
+    bool vertical_sync = false;     //   pipedream: with the weights that the micro-batch met at stage 0
+    int64_t flush_every = 50;       //   steps between two moments at which the pipeline is empty
+    Times pipeline_times;           // auto: what its search takes for the durations; --draw: of what is drawn
+    int64_t memory_limit = 0;       // auto: micro-batches alive on a rank at once, at most; 0: as 1f1b has them
+    int64_t micro_batches = 0;  // --micro-batches: of a step on a rank, from which micro_batch follows; 0: not given
+    bool draw = false;          // print the schedule, and end
+    int64_t data_ranks() const { return rank_count(ranks) / (pp * tp * cp); }  // that divide the batch
     int64_t sharding_ranks() const { return cp * data_ranks(); }     // that have the same weights, and other tokens
     int64_t rank_seq() const { return seq / cp; }                    // tokens of a sequence on a rank
     bool has_positions() const { return mask_documents || cp > 1; }  // where a token is does not follow from its row
@@ -93,7 +106,7 @@ struct TypedFlags {
     std::optional<float> weight_decay, beta1, beta2, eps, momentum;
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
                 dp_mode = "ddp", tp_mode = "1d", cp_mode = "ring", attention = "auto", compress = "none",
-                offload = "none";
+                offload = "none", stages, times = "1,1,1,0";
     std::set<std::string> given;  // the flags of the command line, without those that a checkpoint brings
 };
 
@@ -102,6 +115,13 @@ struct TypedFlags {
 TrainOptions parse_train_options(int argc, char** argv);
 // options_check.cu: settles what depends on several flags; Error, in one line, for what cannot be combined.
 void settle_options(TrainOptions& options, const TypedFlags& typed);
+// options_pipeline.cu: of pipelines, once it is known that --pp divides the ranks; and for --draw, which needs no other
+// flags and refuses them.
+void settle_pipeline(TrainOptions& options, const TypedFlags& typed);
+void settle_drawing(TrainOptions& options, const TypedFlags& typed);
+int64_t n_pipeline_stages(const TrainOptions& options);  // of all ranks of --pp
+// Does this schedule update without waiting for the pipeline to be empty? False for a name that does not exist.
+bool is_asynchronous_pipeline(const std::string& name);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // state.cu: state.json of a checkpoint, and which checkpoint is whole

@@ -1,0 +1,149 @@
+// training/options_pipeline.cu: what --pp, --pipeline and the flags beside them mean together, and what cannot be
+// combined with them.
+#include "training/training.h"
+
+#include <algorithm>
+
+namespace {
+
+const std::vector<std::string> kNames = {"naive", "gpipe",    "1f1b",       "interleaved", "zb-h1",     "zb-h2",
+                                         "zb-v",  "dualpipe", "dualpipe-v", "auto",        "pipedream", "2bw"};
+
+bool splits_backward(const std::string& name) {
+    return name.rfind("zb-", 0) == 0 || name.rfind("dualpipe", 0) == 0 || name == "auto";
+}
+
+// "5,7,7,5"
+std::vector<std::string> split_list(const std::string& list) {
+    std::vector<std::string> parts;
+    std::istringstream text(list + ",");
+    for (std::string part; std::getline(text, part, ',');) parts.push_back(part);
+    return parts;
+}
+
+void read_stages(TrainOptions& o, const std::string& list) {
+    o.stages.clear();
+    if (list.empty()) return;
+    for (const std::string& number : split_list(list)) {
+        o.stages.push_back(parse_whole_number("--stages", number, 1 << 20));
+        check(o.stages.back() >= 1, "--stages ", list, ": each stage has at least one block");
+    }
+    const int64_t n = n_pipeline_stages(o), n_given = std::ssize(o.stages);
+    check(n_given == n, "--stages ", list, ": it has ", n_given, n_given == 1 ? " number" : " numbers", ", and --pp ",
+          o.pp, " --pipeline ", o.pipeline, " has ", n, " stages: give one for each");
+}
+
+void read_times(TrainOptions& o, const std::string& list) {
+    const std::vector<std::string> parts = split_list(list);
+    check(parts.size() == 4, "--times ", list,
+          ": give four numbers, of a forward, a backward by input, a backward by weight and a message: --times "
+          "1,1,1,0.1");
+    double numbers[4];
+    for (size_t i = 0; i < 4; ++i) {
+        expect_number("--times", parts[i]);
+        numbers[i] = std::stod(parts[i]);
+        check(numbers[i] >= 0 && (i == 3 || numbers[i] > 0), "--times ", list,
+              ": computing takes more than no time, and a message not less");
+    }
+    o.pipeline_times = {.stages = {{numbers[0], numbers[1], numbers[2]}}, .message = numbers[3]};
+}
+
+// The numbers of the schedule, whether it is drawn or run.
+void check_schedule_flags(TrainOptions& o, const TypedFlags& typed) {
+    check(o.pp >= 1, "--pp must be at least 1");
+    check(o.micro_batches >= 0, "--micro-batches must not be negative");
+    check(o.chunks >= 1, "--chunks must be at least 1");
+    check(o.memory_limit >= 0, "--memory-limit must not be negative");
+    const bool all = o.draw && o.pipeline == "all";
+    if (!all && std::find(kNames.begin(), kNames.end(), o.pipeline) == kNames.end()) {
+        std::string names;
+        for (const std::string& name : kNames) names += (names.empty() ? "" : ", ") + name;
+        fail("--pipeline ", o.pipeline, ": use ", names, o.draw ? ", or all" : "");
+    }
+    o.asynchronous = is_asynchronous_pipeline(o.pipeline);
+    read_times(o, typed.times);
+    const auto check_belongs = [&](const char* flag, bool belongs, const char* to) {
+        check(belongs || all || typed.given.count(flag) == 0, flag, " has no effect with --pipeline ", o.pipeline,
+              ": use ", to, ", or leave ", flag, " away");
+    };
+    check_belongs("--chunks", o.pipeline == "interleaved", "--pipeline interleaved");
+    check_belongs("--vertical-sync", o.pipeline == "pipedream", "--pipeline pipedream");
+    check_belongs("--memory-limit", o.pipeline == "auto", "--pipeline auto");
+    check_belongs("--times", o.draw || o.pipeline == "auto", "--pipeline auto, or --draw");
+    check_belongs("--flush-every", o.asynchronous, "--pipeline pipedream or 2bw");
+}
+
+// How many micro-batches a step has on this rank: --micro-batches, or as many as --micro-batch makes.
+void choose_micro_batch(TrainOptions& o, const TypedFlags& typed) {
+    if (o.micro_batches == 0) return;
+    const int64_t local = o.batch / o.data_ranks();
+    check(typed.given.count("--micro-batch") == 0,
+          "--micro-batches and --micro-batch say the same in two ways: leave one of the two away");
+    check(local % o.micro_batches == 0, "--micro-batches ", o.micro_batches, ": ",
+          o.data_ranks() > 1 ? "a rank's share of --batch" : "the --batch", ", ", local,
+          " sequences, cannot be divided by it: choose one that divides it");
+    o.micro_batch = local / o.micro_batches;
+}
+
+// An update that does not wait: its gradients are those of one micro-batch, or of one step before, and evaluation and
+// checkpoints need moments at which the pipeline is empty.
+void check_asynchronous(const TrainOptions& o) {
+    const std::string name = "--pipeline " + o.pipeline;
+    const int64_t local = o.batch / o.data_ranks(), m = o.micro_batch == 0 ? 1 : local / o.micro_batch;
+    check(o.pipeline != "pipedream" || m == 1, name, " updates after each micro-batch: a step has one, and not ", m,
+          ": leave --micro-batch and --micro-batches away");
+    check(o.pipeline != "2bw" || m >= o.pp, name, " needs at least as many micro-batches a step as ranks: --pp ", o.pp,
+          " and not ", m, ": use --micro-batches ", o.pp);
+    check(o.flush_every > 0, "--flush-every must be positive: evaluations and checkpoints need an empty pipeline");
+    for (const auto& [flag, value] :
+         {std::pair("--val-every", o.val_every), {"--save-every", o.save_every}, {"--stop-after", o.stop_after}})
+        check(value % o.flush_every == 0, flag, " ", value, " with ", name, ": it must be a multiple of --flush-every ",
+              o.flush_every, ", when the pipeline is empty");
+    check(o.clip == 0, name, " with --clip ", o.clip,
+          ": the norm of all gradients is never known at once; add --clip 0");
+    check(o.dtype != "fp16" && o.dtype != "float16" && o.dtype != "fp8", name, " with --dtype ", o.dtype,
+          ": its scales are those of a step that all ranks end together; use --dtype bf16 or fp32");
+}
+
+}  // namespace
+
+bool is_asynchronous_pipeline(const std::string& name) { return name == "pipedream" || name == "2bw"; }
+
+int64_t n_pipeline_stages(const TrainOptions& o) {
+    if (o.pipeline == "interleaved") return o.chunks * o.pp;
+    return o.pipeline == "zb-v" || o.pipeline == "dualpipe-v" ? 2 * o.pp : o.pp;
+}
+
+void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
+    for (const char* flag : {"--pipeline", "--stages"})
+        check(o.pp > 1 || typed.given.count(flag) == 0, flag, " has no effect without --pp: add --pp 2, or leave ",
+              flag, " away");
+    check_schedule_flags(o, typed);
+    choose_micro_batch(o, typed);
+    check(o.pp > 1 || !o.asynchronous, "--pipeline ", o.pipeline, ", which this run has, needs --pp: add --pp 2");
+    if (o.pp == 1) return;
+    read_stages(o, typed.stages);
+    check(o.data_parallel.zero < 2, "--zero ", o.data_parallel.zero,
+          " with --pp: each micro-batch would send all gradients, or gather all weights, again: use --zero 1");
+    check(o.offload == Offload::none, "--offload with --pp: leave one of the two away");
+    check(typed.recompute == "none" || !splits_backward(o.pipeline), "--recompute ", typed.recompute,
+          " with --pipeline ", o.pipeline,
+          ": the gradients by weight are computed later than what is computed again is there; use --pipeline 1f1b");
+    if (o.asynchronous) check_asynchronous(o);
+    fail("--pp ", o.pp, ": pipelines are drawn and not yet run: add --draw");
+}
+
+void settle_drawing(TrainOptions& o, const TypedFlags& typed) {
+    static const std::set<std::string> kOfDrawings = {"--draw",          "--pp",           "--pipeline",
+                                                      "--micro-batches", "--chunks",       "--vertical-sync",
+                                                      "--times",         "--memory-limit", "--out"};
+    for (const std::string& flag : typed.given)
+        check(kOfDrawings.count(flag) > 0, flag, " has no effect with --draw, which prints a schedule and ends: leave ",
+              "one of the two away");
+    for (const char* flag : {"--pp", "--micro-batches"})
+        check(typed.given.count(flag) > 0, "--draw needs ", flag, ", as in --pipeline ", o.pipeline,
+              " --pp 4 --micro-batches 8 --draw");
+    check_schedule_flags(o, typed);
+    check(o.micro_batches >= 1, "--micro-batches must be at least 1");
+    for (const int64_t n : {o.pp, o.micro_batches}) check(n <= 1024, "--draw of ", n, ": at most 1024");
+}
