@@ -171,7 +171,7 @@ class StageWork {
   public:
     virtual ~StageWork() = default;
     // in: what the stage before gave; of stage 0 memory of the same shape, to be filled. It stays until the end of this
-    // (micro-batch, stage)'s backward. out: for the next stage; none at the last one.
+    // (micro-batch, stage)'s backward. out: for the next stage; at the last one it stays until the backward.
     virtual void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) = 0;
     // backward, or backward_input: dout -> din, in place: dx is both. At the last stage it holds nothing before. At stage
     // 0 it stays until the end of the backward (backward_weight where that comes later).
@@ -180,13 +180,12 @@ class StageWork {
     virtual void update(const Action& action, cudaStream_t stream) = 0;
 };
 
-// "F3 of stage 2": what a trace calls an action.
-std::string pipeline_label(const Action& action);
 // Tensors at the stages' borders that a rank needs at once.
 int border_tensors(const PipelineSchedule& schedule, int rank);
 // Messages that a rank sends in a table.
 int64_t messages_sent(const PipelineSchedule& schedule, int rank);
 
+class Borders;  // which tensors at the borders the actions use
 class PipelineRunner {
   public:
     // For tables with these links. Collective over pp.
@@ -199,6 +198,12 @@ class PipelineRunner {
     // Puts all of this rank's actions on their streams. Computing is on `stream`, which has done it all afterwards;
     // messages of each link (from one rank to another) are on a stream and a communicator of their own.
     void run(const PipelineSchedule& schedule, StageWork& work, cudaStream_t stream);
+    // The same in parts: the actions before place `until` of this rank's list; and what is left.
+    void begin(const PipelineSchedule& schedule);
+    void advance(size_t until, StageWork& work, cudaStream_t stream);
+    // Instead of going on: from the first action again. All ranks have advanced to the places `until` of their lists;
+    // messages of what was done for nothing are received and forgotten.
+    void begin_again(const std::vector<size_t>& until, cudaStream_t stream);
 
   private:
     struct Link;
@@ -209,10 +214,14 @@ class PipelineRunner {
     void send(const Action& action, int row);
     void receive(const Action& action, int row);
     void await(int row);
+    void execute(const Action& action, StageWork& work, cudaStream_t stream);
 
     Comm& pp_;
     std::map<std::pair<int, int>, std::unique_ptr<Link>> links_;  // that this rank is an end of
     Tensor rows_;                                                 // (n, rows, columns)
     std::vector<cudaEvent_t> used_;                               // by row: the end of its last use
     std::vector<Link*> awaited_;                                  // by row: where its message is still to be received
+    const PipelineSchedule* schedule_ = nullptr;                  // what is executed
+    size_t done_ = 0;                                             // so many of its actions
+    std::unique_ptr<Borders> borders_;
 };

@@ -18,7 +18,7 @@
 //
 //     input of a stage                     from its receive (or the forward of the stage before, on the same rank; of stage
 //                                          0 its own) to the end of its backward
-//     output of a stage                    from its forward to its send
+//     output of a stage                    from its forward to its send; of the last stage to its backward, where the head is
 //     gradient of the output, in place     from its receive (or the backward of the stage behind; of the last stage its
 //     that of the input                    own) to the send of the gradient of the input; of stage 0 to the end of its
 //                                          backward
@@ -38,6 +38,8 @@ struct Rows {
     int in = -1, out = -1, dx = -1;
 };
 
+}  // namespace
+
 // Which rows the actions of a rank use, one action after the other.
 class Borders {
   public:
@@ -54,14 +56,13 @@ class Borders {
             case Do::receive_gradient: return {.dx = dx_[key] = acquire()};
             case Do::forward: {
                 if (first) in_[key] = acquire();
-                if (!last) out_[key] = acquire();
-                return {.in = in_.at(key), .out = last ? -1 : out_.at(key)};
+                return {.in = in_.at(key), .out = out_[key] = acquire()};
             }
             case Do::send_activation: return {.out = out_.at(key)};
             case Do::backward:
             case Do::backward_input:
                 if (last) dx_[key] = acquire();
-                return {.in = in_.at(key), .dx = dx_.at(key)};
+                return {.in = in_.at(key), .out = last ? out_.at(key) : -1, .dx = dx_.at(key)};
             case Do::send_gradient: return {.dx = dx_.at(key)};
             case Do::backward_weight: return {.in = in_.at(key), .dx = first ? dx_.at(key) : -1};
             case Do::update: return {};
@@ -76,7 +77,10 @@ class Borders {
         if (a.what == Do::forward) {
             if (!last && schedule_.rank_of(a.stage + 1, a.micro) == rank_)
                 in_[{a.micro, a.stage + 1}] = out_.extract(key).mapped();
-            if (has_backward_.count(key) == 0) release(in_, key);
+            if (has_backward_.count(key) == 0) {
+                release(in_, key);
+                if (last) release(out_, key);
+            }
         }
         if (a.what == Do::send_activation) release(out_, key);
         if (a.what == Do::send_gradient) release(dx_, key);
@@ -84,6 +88,7 @@ class Borders {
                    over = a.what == Do::backward || a.what == Do::backward_weight;
         if (by_input && !first && schedule_.rank_of(a.stage - 1, a.micro) == rank_)
             dx_[{a.micro, a.stage - 1}] = dx_.extract(key).mapped();
+        if (by_input && last) release(out_, key);
         if (over) release(in_, key);
         if (over && first) release(dx_, key);
     }
@@ -106,17 +111,6 @@ class Borders {
     std::deque<int> free_;
     int n_ = 0;
 };
-
-}  // namespace
-
-std::string pipeline_label(const Action& a) {
-    if (a.what == Do::update) return concat("update ", a.version);
-    const char* name = a.what == Do::forward          ? "F"
-                       : a.what == Do::backward       ? "BW"
-                       : a.what == Do::backward_input ? "B"
-                                                      : "W";
-    return concat(name, a.micro, " of stage ", a.stage);
-}
 
 int border_tensors(const PipelineSchedule& schedule, int rank) {
     Borders borders(schedule, rank);
@@ -209,29 +203,67 @@ void PipelineRunner::await(int index) {
     }
 }
 
-void PipelineRunner::run(const PipelineSchedule& schedule, StageWork& work, cudaStream_t stream) {
-    Borders borders(schedule, pp_.rank);
-    for (const Action& action : schedule.ranks[static_cast<size_t>(pp_.rank)]) {
-        const Rows rows = borders.take(action);
-        if (sends(action.what)) send(action, std::max(rows.out, rows.dx));
-        if (receives(action.what)) receive(action, std::max(rows.in, rows.dx));
-        if (computes(action.what) || action.what == Do::update) {
-            const auto tensor = [&](int index) { return index < 0 ? Tensor{} : row(index); };
-            for (const int index : {rows.in, rows.out, rows.dx}) {
-                if (index < 0) continue;
-                await(index);
-                begin_use(index, stream);
-            }
-            pp_.trace_computing(pipeline_label(action), stream);
-            if (action.what == Do::forward) work.forward(action, tensor(rows.in), tensor(rows.out), stream);
-            if (action.what == Do::backward || action.what == Do::backward_input)
-                work.backward(action, tensor(rows.dx), stream);
-            if (action.what == Do::backward_weight) work.backward_weight(action, stream);
-            if (action.what == Do::update) work.update(action, stream);
-            pp_.trace_computing("", stream);
-            for (const int index : {rows.in, rows.out, rows.dx})
-                if (index >= 0) end_use(index, stream);
+void PipelineRunner::execute(const Action& action, StageWork& work, cudaStream_t stream) {
+    const Rows rows = borders_->take(action);
+    const auto tensor = [&](int index) { return index < 0 ? Tensor{} : row(index); };
+    if (sends(action.what)) send(action, std::max(rows.out, rows.dx));
+    if (receives(action.what)) receive(action, std::max(rows.in, rows.dx));
+    if (computes(action.what) || action.what == Do::update) {
+        for (const int index : {rows.in, rows.out, rows.dx}) {
+            if (index < 0) continue;
+            await(index);
+            begin_use(index, stream);
         }
-        borders.give_back(action);
+        pp_.trace_computing(action_text(action), stream);
+        if (action.what == Do::forward) work.forward(action, tensor(rows.in), tensor(rows.out), stream);
+        if (action.what == Do::backward || action.what == Do::backward_input)
+            work.backward(action, tensor(rows.dx), stream);
+        if (action.what == Do::backward_weight) work.backward_weight(action, stream);
+        if (action.what == Do::update) work.update(action, stream);
+        pp_.trace_computing("", stream);
+        for (const int index : {rows.in, rows.out, rows.dx})
+            if (index >= 0) end_use(index, stream);
     }
+    borders_->give_back(action);
+}
+
+void PipelineRunner::begin(const PipelineSchedule& schedule) {
+    schedule_ = &schedule;
+    done_ = 0;
+    borders_ = std::make_unique<Borders>(schedule, pp_.rank);
+}
+
+void PipelineRunner::advance(size_t until, StageWork& work, cudaStream_t stream) {
+    const std::vector<Action>& actions = schedule_->ranks[static_cast<size_t>(pp_.rank)];
+    for (until = std::min(until, actions.size()); done_ < until; ++done_) execute(actions[done_], work, stream);
+}
+
+void PipelineRunner::run(const PipelineSchedule& schedule, StageWork& work, cudaStream_t stream) {
+    begin(schedule);
+    advance(schedule.ranks[static_cast<size_t>(pp_.rank)].size(), work, stream);
+}
+
+void PipelineRunner::begin_again(const std::vector<size_t>& until, cudaStream_t stream) {
+    // Of each link to this rank: what the other end has sent, less what has been received here.
+    std::map<int, int64_t> left;
+    const auto count = [&](int rank, bool (*is_one)(Do), int64_t by) {
+        const std::vector<Action>& actions = schedule_->ranks[static_cast<size_t>(rank)];
+        for (size_t i = 0; i < until[static_cast<size_t>(rank)]; ++i)
+            if (is_one(actions[i].what) && (rank == pp_.rank || actions[i].peer == pp_.rank))
+                left[rank == pp_.rank ? actions[i].peer : rank] += by;
+    };
+    for (int rank = 0; rank < schedule_->p; ++rank)
+        if (rank != pp_.rank) count(rank, sends, 1);
+    count(pp_.rank, receives, -1);
+    for (int index = 0; index < std::ssize(awaited_); ++index) await(index);
+    for (const auto& [from, n] : left) {
+        if (n == 0) continue;
+        Link& its = link(from, pp_.rank);
+        begin_use(0, its.stream);  // any row: nothing in them is needed any more
+        cudaCheck(cudaEventRecord(used_[0], stream));
+        begin_use(0, its.stream);
+        for (int64_t i = 0; i < n; ++i) its.comm->recv(row(0), 0, its.stream);
+        end_use(0, its.stream);
+    }
+    begin(*schedule_);
 }
