@@ -201,7 +201,7 @@ void forward(const Model& model, Activations& acts, const Workspace& workspace, 
     acts.training = training;
     const Pass pass{model, acts, workspace, stream};
     Residual x;
-    for (const Visit& visit : forward_visits(model.config)) visit_forward(pass, visit, x);
+    for (const Visit& visit : forward_visits(model)) visit_forward(pass, visit, x);
 }
 
 // dloss: NaN for the losses alone.
@@ -227,7 +227,7 @@ void loss_backward(const Model& model, Activations& acts, float dloss, cudaStrea
 void backward(const Model& model, Activations& acts, const Workspace& workspace, cudaStream_t stream) {
     const Pass pass{model, acts, workspace, stream};
     Residual x;
-    for (const Visit& visit : backward_visits(model.config, acts.recompute))
+    for (const Visit& visit : backward_visits(model, acts.recompute))
         visit_backward(pass, visit, workspace.dresidual, x);
 }
 
@@ -246,7 +246,7 @@ void forward_blocks(const Model& model, Activations& acts, const Workspace& work
                     Tensor in, Tensor out, cudaStream_t stream) {
     const Pass pass{model, acts, workspace, stream};
     Residual x{in, {}};
-    for (const Visit& visit : forward_visits(model.config))
+    for (const Visit& visit : forward_visits(model))
         if (is_block_in(visit, first, last)) visit_forward(pass, visit, x);
     if (x.branch) residual_add(out, x.sum, x.branch, stream);
     else copy_tensor(out, in, stream);
@@ -257,7 +257,7 @@ void backward_blocks(const Model& model, Activations& acts, const Workspace& wor
     const Pass pass{model, acts, workspace, stream};
     copy_tensor(din, dout, stream);
     Residual x;
-    for (const Visit& visit : backward_visits(model.config, acts.recompute))
+    for (const Visit& visit : backward_visits(model, acts.recompute))
         if (is_block_in(visit, first, last)) visit_backward(pass, visit, din, x);
 }
 

@@ -264,7 +264,11 @@ struct Param {
     Cut cut = {};
     AxisSet sharers = 0;  // along these axes ranks have the same elements, each a part of the gradient: it is their sum
     bool counted = true;  // of the ranks that have the same elements one counts them, in the norm of all gradients
+    // Pipelines: a second copy of this parameter, in another unit. Files have it once, and the norm counts it once.
+    std::string copy_of = {};
 
+    // In files. Random numbers are a function of it, too, so that copies stay equal.
+    const std::string& file_name() const { return copy_of.empty() ? name : copy_of; }
     // The most precise version there is: what checkpoints keep.
     Tensor exact() const { return master ? master : value; }
 };

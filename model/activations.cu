@@ -36,7 +36,7 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
 // blocks, from which their forward can be run again (recompute.cu). n = 1 without inputs is what a forward without a
 // backward needs: block 0's input is the embedding, which is no longer read when block 1 writes its own input there.
 void take_blocks(const Model& model, Activations& acts, int64_t n, bool keep_inputs, Arena& arena) {
-    const int64_t C = model.local.C, L = model.config.L;
+    const int64_t C = model.local.C, L = model.n_blocks();
     const int64_t rows = acts.embedded.shape[0];
     SavedTaker take(arena, model.precision.dtype, acts.B, acts.T, rows, acts.recompute.selective);
     const int64_t n_linears = static_cast<int64_t>(block_linear_shapes(model.config).size());
@@ -113,7 +113,7 @@ int64_t sequences_of_rank(const Model& model, int64_t B) {
 }  // namespace
 
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena) {
-    const int64_t L = model.config.L, its_B = sequences_of_rank(model, B);
+    const int64_t L = model.n_blocks(), its_B = sequences_of_rank(model, B);
     return take(model, its_B, T, rows_of_rank(model, its_B * T), its_B * T, B * T, recompute,
                 recompute.every > 0 ? std::min(recompute.every, L) : L, true, arena);
 }
@@ -132,7 +132,7 @@ ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts
     };
     Block block = model.blocks[0];
     for (const Linear* linear : linears(block)) add(*linear);
-    add(model.head);
+    if (model.part.head) add(model.head);
     return sizes;
 }
 

@@ -141,7 +141,7 @@ void WeightGradients::take_memory(const Model& model, int64_t B, int64_t T, int6
     int64_t bytes = 0;  // every output gradient begins on 256 bytes, as vector loads and the products want it
     for (const auto& [inputs, outputs] : block_linear_shapes(model.config))
         bytes += round_up(B * T * outputs * static_cast<int64_t>(dtype_bytes(model.precision.dtype)), 256);
-    memory_ = arena.take("output gradients for later", DType::i32, {micro_batches * model.config.L * bytes / 4});
+    memory_ = arena.take("output gradients for later", DType::i32, {micro_batches * model.n_blocks() * bytes / 4});
 }
 
 void WeightGradients::push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream) {

@@ -12,7 +12,7 @@ CachePools take_cache_pools(const Model& model, int64_t n_pages, int64_t page_si
           dtype_name(model.precision.dtype), ", or e4m3, not ", dtype_name(dtype));
     const SubLayer& attention = *model.attention;
     CachePools pools;
-    for (int64_t l = 0; l < model.config.L; ++l) {
+    for (int64_t l = 0; l < model.n_blocks(); ++l) {
         pools.layers.push_back(arena.take("cache", dtype, {n_pages, page_size, attention.cache_width(model.local)}));
         if (dtype == DType::e4m3)
             pools.scales.push_back(

@@ -158,7 +158,7 @@ int64_t n_tokens(const Config& c, const TensorLayout& layout) {
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
     Model model;
     Placer placer(model, true);
-    placer.begin_unit("block");
+    placer.begin_unit("block", 1);
     Block block = place_block(placer, c, 0);
     std::vector<std::pair<int64_t, int64_t>> shapes;
     for (const Linear* linear : linears(block)) shapes.push_back({linear->weight.shape[1], linear->weight.shape[0]});

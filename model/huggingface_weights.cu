@@ -52,10 +52,11 @@ void load_weights(Model& model, const std::string& folder) {
     const std::string prefix = "transformer.";
     const bool short_names =
         model.config.family == Family::gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
-    std::set<std::string> used;
+    const auto in_file = [&](const std::string& name) {
+        return short_names && name.starts_with(prefix) ? name.substr(prefix.size()) : name;
+    };
     for (const Param& param : model.params) {
-        const std::string name =
-            short_names && param.name.rfind(prefix, 0) == 0 ? param.name.substr(prefix.size()) : param.name;
+        const std::string name = in_file(param.file_name());
         const StoredTensor& stored = file.at(name);
         const std::vector<int64_t> wanted = stored_shape(param);
         check(stored.shape == wanted, folder, ": tensor '", name, "' has shape ", shape_text(stored.shape),
@@ -65,11 +66,12 @@ void load_weights(Model& model, const std::string& folder) {
         std::vector<float> values = stored.floats();
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
         model.write(param, values);
-        used.insert(name);
     }
+    std::set<std::string> known;  // also parameters that other ranks have
+    for (const std::string& name : parameter_names(model.config)) known.insert(in_file(name));
     for (const auto& [name, tensor] : file.tensors()) {
         const bool tied_head = model.config.tied && name == "lm_head.weight";
-        check(used.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
+        check(known.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
               "' belongs to no parameter of this ",
               model.config.family == Family::gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
               " configuration; is config.json the right one?");

@@ -27,6 +27,8 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
+#include <set>
 
 struct SubLayer;  // sublayer.h: an attention or a feed-forward
 struct Model;
@@ -103,7 +105,8 @@ std::string config_to_json(const Config& config, const TokenIds& token_ids = {})
 // Its model_type, and the name of the class in transformers.
 std::pair<std::string, std::string> hugging_face_type(const Config& config);
 
-int64_t parameter_count(const Config& config);  // without the padding of the vocabulary
+int64_t parameter_count(const Config& config);                // without the padding of the vocabulary
+std::set<std::string> parameter_names(const Config& config);  // of the whole model, in files
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
 // tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half
 // counted.
@@ -153,10 +156,23 @@ struct Precision {
     Fp8Recipe fp8 = Fp8Recipe::none;  // products of the blocks' linear layers on 8-bit floats; the rest stays in dtype
 };
 
+// What a rank of a pipeline has of a model: the blocks of its stages, and with the first or the last of all stages the
+// embedding or the head.
+struct ModelPart {
+    std::vector<int64_t> blocks = {};  // their numbers in the whole model, ascending; at least one
+    bool embedding = true, head = true;
+    // A tied head that is a matrix of its own, in the head's unit, with a gradient of its own: the same weights as the
+    // embedding's, as long as both are updated with the sum of their gradients. Files have it once.
+    bool head_copy = false;
+};
+ModelPart whole_model(const Config& config);
+
 // The parameters' memory is FlatParameters' (parallel/data/data.h): flat arrays of units, which are the embedding, the
-// blocks and the head. Every parameter below is a view into its unit.
+// blocks and the head. Every parameter below is a view into its unit. Of a part of a model there are all the same the
+// unit of the embedding, without parameters where it is elsewhere, those of its blocks, and that of the head, likewise.
 struct Model : FlatParameters {
-    Config config;
+    Config config;   // of the whole model
+    ModelPart part;  // and what of it is here
     // Tensor parallelism: the sub-layers here are those of this configuration; without, it is config.
     Config local;
     TensorLayout layout;
@@ -168,22 +184,27 @@ struct Model : FlatParameters {
     DataParallel* data_parallel = nullptr;  // many ranks: gathers weights before they are read, and reduces gradients
     FlashTier flash_tier = FlashTier::automatic;
 
-    Tensor wte, dwte;  // (V_padded, C) token embedding; with tensor parallelism the rows of this rank
-    Tensor wpe, dwpe;  // (T_max, C) position embedding, GPT-2
-    std::vector<Block> blocks;
+    Tensor wte, dwte;           // (V_padded, C) token embedding; with tensor parallelism the rows of this rank
+    Tensor wpe, dwpe;           // (T_max, C) position embedding, GPT-2
+    std::vector<Block> blocks;  // those of this part: blocks[i] is block part.blocks[i] of the whole model
     Norm final_norm;
     Linear head;        // (V_padded, C); its weight is wte where tied
     Tensor rope_table;  // (T, rope_D) f32, LLaMA
     Tensor fp8_states;  // (2 x linear layers, kFp8StateN) f32, delayed scaling
+
+    int64_t n_blocks() const { return std::ssize(blocks); }
+    bool ties_head() const { return config.tied && !part.head_copy; }  // one matrix is the embedding and the head
 
     // What an optimizer of all parameters updates: the masters, and the weights as their copy; or the weights alone,
     // where 16 bits are rounded stochastically.
     Weights all_weights(uint64_t seed) const;
 };
 
-// Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again.
+// Takes the model's memory from the arenas. Call it while they count, reserve() them, and call it again. part: none is
+// the whole model.
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
-                  Arena& masters, const Sharding& sharding = {}, const TensorLayout& layout = {});
+                  Arena& masters, const Sharding& sharding = {}, const TensorLayout& layout = {},
+                  const std::optional<ModelPart>& part = {});
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
@@ -208,18 +229,18 @@ enum class Work : uint8_t {
 };
 struct Visit {
     Work work;
-    int64_t block = -1;                // of the three kinds of work on a block
+    int64_t block = -1;                // of the three kinds of work on a block: its place in Model::blocks
     std::vector<size_t> weights = {};  // units whose weights are read
     std::vector<size_t> begin = {},
                         end = {};      // units whose gradients are added to for the first time, and for the last
     int64_t next = -1;                 // the unit whose weights the visit after this one reads
     bool first = false, last = false;  // recompute_block: of the blocks between two kept inputs
 };
-std::vector<Visit> forward_visits(const Config& config);
+std::vector<Visit> forward_visits(const Model& model);  // of a part: without the embedding and the head that it lacks
 
-// Units by their place in Model::units: 0 the embedding, 1 + l block l, L + 1 the head.
+// Units by their place in Model::units: 0 the embedding, 1 + i blocks[i], and the last one the head.
 inline size_t block_unit(int64_t block) { return static_cast<size_t>(1 + block); }
-inline size_t head_unit(const Config& config) { return static_cast<size_t>(config.L + 1); }
+inline size_t head_unit(const Model& model) { return model.blocks.size() + 1; }
 // Around the work of a visit: the stream has its weights, and may add to its gradients; its gradients are complete.
 // With one rank there is nothing to do.
 void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream);
@@ -244,7 +265,7 @@ struct Recompute {
 };
 Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number
 
-std::vector<Visit> backward_visits(const Config& config, const Recompute& recompute);
+std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // activations.cu: what a micro-batch keeps from its forward to its backward (Activations), and scratch that all

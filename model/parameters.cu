@@ -2,11 +2,12 @@
 #include "model/sublayer.h"
 
 #include <cmath>
+#include <set>
 
-void Placer::begin_unit(const std::string& name) {
+void Placer::begin_unit(const std::string& name, int64_t number) {
     end_unit();
     // Parameters are placed twice: first to count elements, then, when the memory is there, to point into it.
-    if (counting_) model_.units.push_back({.name = name, .offset = n_});
+    if (counting_) model_.units.push_back({.name = name, .offset = n_, .number = static_cast<size_t>(number)});
     unit_ = unit_ == kNone ? 0 : unit_ + 1;
     unit_offset_ = n_;
     if (counting_) {  // no memory yet
@@ -144,15 +145,16 @@ Linear Placer::linear(Crossing crossing, const std::vector<Part>& parts, int64_t
     return linear;
 }
 
-Placer::Place Placer::tokens(const std::string& its_name) {
+Placer::Place Placer::tokens(const std::string& its_name, const std::string& copy_of) {
     const Config& c = model_.config;
     const TensorLayout& layout = model_.layout;
     const int64_t rows = vocabulary_rows(c, layout), n = n_tokens(c, layout);
     const ::Part columns = layout.part(layout.enter_columns);
     const auto [first_col, C_here] = columns.range(c.C, "columns of the embedding");
     const Place place = take({rows, C_here});
-    settle(name(its_name, place, 0, rows, true, false, rows - n),
-           layout.all() != 0 ? Cut{c.V, c.C, {{first_token(c, layout), n}}, first_col, C_here} : Cut{},
+    Param& param = name(its_name, place, 0, rows, true, false, rows - n);
+    param.copy_of = copy_of;
+    settle(param, layout.all() != 0 ? Cut{c.V, c.C, {{first_token(c, layout), n}}, first_col, C_here} : Cut{},
            heads_axes() | TensorLayout::set_of(layout.enter_columns), kAllAxes);
     return place;
 }
@@ -193,38 +195,74 @@ Block place_block(Placer& placer, const Config& c, int64_t l) {
     return block;
 }
 
+ModelPart whole_model(const Config& config) {
+    ModelPart part;
+    for (int64_t l = 0; l < config.L; ++l) part.blocks.push_back(l);
+    return part;
+}
+
 namespace {
+
+void check_part(const Config& config, const ModelPart& part) {
+    check(!part.blocks.empty(), "a part of a model: without a block");
+    for (size_t i = 0; i < part.blocks.size(); ++i)
+        check(part.blocks[i] > (i == 0 ? -1 : part.blocks[i - 1]) && part.blocks[i] < config.L,
+              "a part of a model: its blocks are not ascending numbers below ", config.L);
+    check(!part.head_copy || config.tied, "a part of a model: a copy of a head that is not tied");
+    check(!config.tied || part.head_copy || part.embedding == part.head,
+          "a part of a model: the head is the embedding, which is elsewhere: it needs a copy");
+}
+
+void place_head(Placer& placer, Model& model, const std::string& embedding) {
+    const bool gpt2 = model.config.family == Family::gpt2;
+    model.final_norm = placer.norm(gpt2 ? "transformer.ln_f" : "model.norm", model.config.C, gpt2);
+    if (model.ties_head()) {  // one matrix: both uses add to the same gradient
+        model.head.weight = model.wte, model.head.dweight = model.dwte;
+    } else {
+        const Placer::Place head = placer.tokens("lm_head.weight", model.part.head_copy ? embedding : std::string());
+        model.head.weight = head.value, model.head.dweight = head.grad;
+    }
+    model.head.crossing = Crossing::enters;
+}
 
 // Returns how many elements there are.
 int64_t place_parameters(Model& model, bool counting) {
     const Config& c = model.config;
     const bool gpt2 = c.family == Family::gpt2;
+    const ModelPart& part = model.part;
+    const std::string embedding = gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight";
     Placer placer(model, counting);
     model.params.clear();
     model.blocks.clear();
 
-    placer.begin_unit("embedding");
-    const Placer::Place wte = placer.tokens(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight");
-    model.wte = wte.value, model.dwte = wte.grad;
-    if (gpt2) {
+    placer.begin_unit("embedding", 0);
+    if (part.embedding) {
+        const Placer::Place wte = placer.tokens(embedding);
+        model.wte = wte.value, model.dwte = wte.grad;
+    }
+    if (part.embedding && gpt2) {
         const Placer::Place wpe = placer.positions("transformer.wpe.weight");
         model.wpe = wpe.value, model.dwpe = wpe.grad;
     }
-    for (int64_t l = 0; l < c.L; ++l) {
-        placer.begin_unit(concat("block ", l));
+    for (const int64_t l : part.blocks) {
+        placer.begin_unit(concat("block ", l), 1 + l);
         model.blocks.push_back(place_block(placer, c, l));
     }
-    placer.begin_unit("head");
-    model.final_norm = placer.norm(gpt2 ? "transformer.ln_f" : "model.norm", c.C, gpt2);
-    if (c.tied) {  // one matrix: both uses add to the same gradient
-        model.head.weight = model.wte, model.head.dweight = model.dwte;
-    } else {
-        const Placer::Place head = placer.tokens("lm_head.weight");
-        model.head.weight = head.value, model.head.dweight = head.grad;
-    }
-    model.head.crossing = Crossing::enters;
+    placer.begin_unit("head", c.L + 1);
+    if (part.head) place_head(placer, model, embedding);
     placer.end_unit();
     return placer.n();
+}
+
+// The whole model's parameters, without memory.
+Model place_whole(const Config& config, const TensorLayout& layout, bool head_copy) {
+    Model whole;
+    whole.config = config;
+    whole.layout = layout;
+    whole.part = whole_model(config);
+    whole.part.head_copy = head_copy;
+    whole.n = place_parameters(whole, true);
+    return whole;
 }
 
 void take_fp8(Model& model, Arena& arena) {
@@ -232,7 +270,7 @@ void take_fp8(Model& model, Arena& arena) {
     if (p.fp8 == Fp8Recipe::none) return;
     expect_fp8_device(p.fp8);
     const bool delayed = p.fp8 == Fp8Recipe::delayed;
-    const int64_t n_linears = model.config.L * static_cast<int64_t>(linears(model.blocks[0]).size());
+    const int64_t n_linears = model.n_blocks() * std::ssize(linears(model.blocks[0]));
     if (delayed) model.fp8_states = arena.take("fp8 histories", DType::f32, {2 * n_linears, kFp8StateN});
     int64_t row = 0;
     for (size_t l = 0; l < model.blocks.size(); ++l) {
@@ -250,8 +288,10 @@ void take_fp8(Model& model, Arena& arena) {
 }  // namespace
 
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
-                  Arena& masters, const Sharding& sharding, const TensorLayout& layout) {
+                  Arena& masters, const Sharding& sharding, const TensorLayout& layout,
+                  const std::optional<ModelPart>& part) {
     check_config(config);
+    if (part) check_part(config, *part);
     check(config.family != Family::gpt2 || T <= config.T_max, "a sequence of ", T, " tokens is longer than the ",
           config.T_max, " positions this model has: use --seq ", config.T_max, " or less");
     check(precision.grad_dtype == DType::f32 || precision.grad_dtype == precision.dtype, "gradients in ",
@@ -262,13 +302,15 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     model.config = config;
     model.local = config_of_rank(config, layout);
     model.layout = layout;
+    model.part = part ? *part : whole_model(config);
     model.precision = precision;
     model.attention = &find_attention(config.attention);
     model.feed_forward = &find_feed_forward(config.feed_forward);
     model.weights.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
     // Count, divide among the ranks, take the memory, and place again.
     model.n = place_parameters(model, true);
-    model.shard_units(sharding, config.tied);
+    if (part) model.shard_units(sharding, model.ties_head(), place_whole(config, layout, part->head_copy));
+    else model.shard_units(sharding, model.ties_head(), model);
     model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer,
                weights, grads, masters);
     place_parameters(model, false);
@@ -304,7 +346,7 @@ void quantise_block(const Model& model, int64_t l, cudaStream_t stream) {
 
 void quantise_weights(const Model& model, cudaStream_t stream) {
     if (model.precision.fp8 == Fp8Recipe::none || model.sharding.shards_weights()) return;
-    for (int64_t l = 0; l < model.config.L; ++l) {
+    for (int64_t l = 0; l < model.n_blocks(); ++l) {
         // On many ranks the weights may still be on their way from the rank that updated them.
         if (model.data_parallel) model.data_parallel->gather(model, block_unit(l), -1, stream);
         quantise_block(model, l, stream);
@@ -326,25 +368,27 @@ void init_weights(Model& model, uint64_t seed) {
         return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
     };
     for (const Param& param : model.params) {
-        const bool residual = ends_with(param.name, "c_proj.weight") || ends_with(param.name, "o_proj.weight") ||
-                              ends_with(param.name, "down_proj.weight");
+        const std::string& name = param.file_name();
+        const bool residual =
+            ends_with(name, "c_proj.weight") || ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight");
         const int64_t here_n = (param.value.shape[0] - param.padded_rows) * (param.value.n() / param.value.shape[0]);
         const int64_t n = param.cut.exists() ? param.cut.rows * param.cut.cols : here_n;
         if (param.decay)
             model.write(param,
-                        normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(param.name)));
-        else
-            model.write(param,
-                        std::vector<float>(static_cast<size_t>(n), ends_with(param.name, ".weight") ? 1.0f : 0.0f));
+                        normal_values(n, residual ? residual_std : model.config.init_std, seed, hash_name(name)));
+        else model.write(param, std::vector<float>(static_cast<size_t>(n), ends_with(name, ".weight") ? 1.0f : 0.0f));
     }
 }
 
+std::set<std::string> parameter_names(const Config& config) {
+    std::set<std::string> names;
+    for (const Param& param : place_whole(config, {}, false).params) names.insert(param.name);
+    return names;
+}
+
 int64_t parameter_count(const Config& config) {
-    Model model;
-    model.config = config;
-    place_parameters(model, true);
     int64_t n = 0;
-    for (const Param& param : model.params) {
+    for (const Param& param : place_whole(config, {}, false).params) {
         const int64_t row_n = param.value.n() / param.value.shape[0];
         n += (param.value.shape[0] - param.padded_rows) * row_n;
     }

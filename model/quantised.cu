@@ -64,7 +64,7 @@ Model quantised_copy(const Model& model, WeightFormat format, Arena& arena) {
         }
     }
     copy_norm(copy.final_norm);
-    copy.head.weight = model.config.tied ? copy.wte : copy_of(model.head.weight, "head", arena);
+    copy.head.weight = model.ties_head() ? copy.wte : copy_of(model.head.weight, "head", arena);
     cudaCheck(cudaStreamSynchronize(stream));  // before the model's own memory, or the staging, goes
     return copy;
 }

@@ -33,13 +33,15 @@ Recompute parse_recompute(const std::string& text) {
     return {.every = every};
 }
 
-std::vector<Visit> backward_visits(const Config& config, const Recompute& recompute) {
-    const int64_t L = config.L, every = recompute.every > 0 ? std::min(recompute.every, L) : L;
-    const size_t head = head_unit(config);
+std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute) {
+    const int64_t L = model.n_blocks(), every = recompute.every > 0 ? std::min(recompute.every, L) : L;
+    const size_t head = head_unit(model);
+    const bool ties = model.ties_head();
     std::vector<Visit> visits;
-    if (config.tied)
+    if (model.part.head && ties)
         visits.push_back({.work = Work::backward_head, .weights = {head, 0}, .begin = {head, 0}, .end = {head}});
-    else visits.push_back({.work = Work::backward_head, .weights = {head}, .begin = {head}, .end = {head}});
+    else if (model.part.head)
+        visits.push_back({.work = Work::backward_head, .weights = {head}, .begin = {head}, .end = {head}});
     for (int64_t l = L - 1; l >= 0; --l) {
         // The last N blocks still have their activations from the forward; those before were overwritten.
         if ((l + 1) % every == 0 && l + 1 < L)
@@ -53,8 +55,8 @@ std::vector<Visit> backward_visits(const Config& config, const Recompute& recomp
         visits.push_back({.work = Work::backward_block, .block = l, .weights = {unit}, .begin = {unit}, .end = {unit}});
     }
     Visit embedding{.work = Work::backward_embedding, .end = {0}};
-    if (!config.tied) embedding.begin = {0};
-    visits.push_back(embedding);
+    if (!ties) embedding.begin = {0};
+    if (model.part.embedding) visits.push_back(embedding);
     set_next(visits);
     return visits;
 }

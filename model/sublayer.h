@@ -41,8 +41,8 @@ class Placer {
         Tensor value, grad, master;
         int64_t offset = 0;
     };
-    // What is taken from here on belongs to this unit.
-    void begin_unit(const std::string& name);
+    // What is taken from here on belongs to this unit, which has this number in the whole model.
+    void begin_unit(const std::string& name, int64_t number);
     void end_unit();
     Place take(std::initializer_list<int64_t> dims);
     // Rows [first, first + rows) of a place as the parameter `name`.
@@ -54,7 +54,8 @@ class Placer {
     // it reads the residual stream, writes it, or stands between such layers.
     Linear linear(Crossing crossing, const std::vector<Part>& parts, int64_t C, bool bias, bool transposed = false);
     // Rows of the embedding or the head: the tokens of this rank, and padding.
-    Place tokens(const std::string& name);
+    // copy_of: as in Param.
+    Place tokens(const std::string& name, const std::string& copy_of = {});
     Place positions(const std::string& name);  // a row for each position
     int64_t n() const { return n_; }
 
@@ -169,11 +170,11 @@ void prefetch_rows(const BlockContext& b, Tensor inp);
 
 // The linear layers that a block has, in the order of Linear::index.
 std::vector<Linear*> linears(Block& block);
-// The parameters of block l. (parameters.cu)
+// The parameters of block l of the whole model. (parameters.cu)
 Block place_block(Placer& placer, const Config& config, int64_t l);
 // Fills in Visit::next. (visits.cu)
 void set_next(std::vector<Visit>& visits);
-// With fp8: the 8-bit weights of block l, from its 16-bit ones.
+// With fp8: the 8-bit weights of Model::blocks[l], from its 16-bit ones.
 void quantise_block(const Model& model, int64_t l, cudaStream_t stream);
 
 // The norm before a sub-layer, and the addition before it (Residual): saved.sum = x, saved.out = norm(x). LayerNorm in

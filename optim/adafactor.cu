@@ -371,7 +371,7 @@ void Adafactor::add_matrix(const Param& param) {
              .tiles_across = static_cast<int32_t>(ceil_div(C, kTile)),
              .n_tiles = static_cast<int32_t>(tiles_.size()) - first_tile,
              .decay = param.decay ? 1.0f : 0.0f,
-             .key = hash_name(param.name),
+             .key = hash_name(param.file_name()),
              .whole_row_first = n_rows_,
              .whole_col_first = n_cols_,
              .sum_first = -1,

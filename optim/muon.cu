@@ -33,7 +33,7 @@ namespace {
 
 // ".<digits>." in the name of something with two dimensions.
 bool is_hidden_matrix(const Param& param) {
-    const std::string& name = param.name;
+    const std::string& name = param.file_name();
     for (size_t i = 0; i < name.size(); ++i) {
         size_t end = i + 1;
         while (name[i] == '.' && end < name.size() && std::isdigit(static_cast<unsigned char>(name[end]))) ++end;
@@ -124,7 +124,7 @@ class Muon final : public Optimizer {
                 PlaceInWhole place = place_in_whole(param);
                 place.first = place.of(part * n_here);
                 if (n_parts > 1) place.group = 1, place.group_skip = 0;  // a third is one group of rows
-                matrices_.push_back({R, C, param.offset + part * n_here, n_here, m_n, hash_name(param.name),
+                matrices_.push_back({R, C, param.offset + part * n_here, n_here, m_n, hash_name(param.file_name()),
                                      part * R * C, place, is_cut, param.counted || !is_cut, param.decay});
             }
             max_n_ = std::max(max_n_, R * C);

@@ -113,7 +113,7 @@ struct Tile {
     int32_t n;
     float decay;  // 1 where weight decay applies, otherwise 0
     // The random numbers of stochastic rounding are addressed by the parameter and the element, not by where they lie:
-    uint64_t key;        // hash_name of the parameter's name
+    uint64_t key;        // hash_name of the parameter's name in files
     int64_t element;     // index of the tile's first element in this rank's part of the parameter, a multiple of tile_n
     PlaceInWhole place;  // of that part
 };

@@ -36,7 +36,7 @@ std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n, b
         for (int64_t first = 0; first < n; first += tile_n)
             tiles.push_back({param.offset + first, state_offset + first,
                              static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f,
-                             hash_name(param.name), param.first + first, place});
+                             hash_name(param.file_name()), param.first + first, place});
         n_packed += n;
     }
     return tiles;

@@ -23,8 +23,8 @@ namespace {
 // Elements that a step with ZeRO 3 fetches: of each unit on the way of a step (model/visits.cu), unless its buffer
 // still holds it.
 int64_t fetched_n(const Trainer& t) {
-    std::vector<Visit> visits = forward_visits(t.config);
-    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) visits.push_back(visit);
+    std::vector<Visit> visits = forward_visits(t.model);
+    for (const Visit& visit : backward_visits(t.model, t.options.recompute)) visits.push_back(visit);
     std::map<int, size_t> in_buffer;
     int64_t n = 0;
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
@@ -47,9 +47,9 @@ int64_t fp8_maxima(const Trainer& t) {
     if (p.fp8 == Fp8Recipe::none || p.fp8 == Fp8Recipe::block) return 0;
     const int64_t n_linears = std::ssize(block_linear_shapes(t.config)), M = t.local_batch / t.micro_batch;
     const bool with_visits = t.model.sharding.shards_weights();  // weights are quantised when they come
-    int64_t n = with_visits ? 0 : t.config.L * n_linears;
-    std::vector<Visit> visits = forward_visits(t.config);
-    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) visits.push_back(visit);
+    int64_t n = with_visits ? 0 : t.model.n_blocks() * n_linears;
+    std::vector<Visit> visits = forward_visits(t.model);
+    for (const Visit& visit : backward_visits(t.model, t.options.recompute)) visits.push_back(visit);
     for (const Visit& visit : visits) {
         if (visit.block < 0) continue;
         if (with_visits) n += M * n_linears;
@@ -91,8 +91,8 @@ int64_t context_traffic(const Trainer& t) {
             bytes += t.context_parallel->forward_bytes(sizes);
         if (visit.work == Work::backward_block) bytes += t.context_parallel->backward_bytes(sizes);
     };
-    for (const Visit& visit : forward_visits(t.config)) add(visit);
-    for (const Visit& visit : backward_visits(t.config, t.options.recompute)) add(visit);
+    for (const Visit& visit : forward_visits(t.model)) add(visit);
+    for (const Visit& visit : backward_visits(t.model, t.options.recompute)) add(visit);
     return t.world.size * (t.local_batch / t.micro_batch) * bytes;
 }
 

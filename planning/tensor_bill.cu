@@ -94,8 +94,8 @@ struct Bill {
     }
     int64_t micro_batch(const Recompute& recompute) const {
         int64_t bytes = loss();
-        for (const Visit& each : forward_visits(model.config)) bytes += visit(each, false);
-        for (const Visit& each : backward_visits(model.config, recompute)) bytes += visit(each, recompute.selective);
+        for (const Visit& each : forward_visits(model)) bytes += visit(each, false);
+        for (const Visit& each : backward_visits(model, recompute)) bytes += visit(each, recompute.selective);
         return bytes;
     }
     // Messages one after the other in a forward and a backward, all products of all blocks: an all-gather or
@@ -107,7 +107,7 @@ struct Bill {
             products += linear->crossing != Crossing::inside;
             leaving += linear->crossing == Crossing::leaves;
         }
-        const int64_t L = model.config.L;
+        const int64_t L = model.n_blocks();
         if (!layout.divides_columns()) return (layout.size - 1) * L * leaving * (layout.sequence ? 5 : 4);
         if (is_cube()) return (side(0) - 1) * (3 + 3 + 3) * L * products;
         const int64_t q = side(1), broadcast = std::bit_width(static_cast<uint64_t>(q - 1));

@@ -25,7 +25,7 @@ const std::vector<std::pair<std::vector<int64_t>, int64_t>> kShapes[] = {
 FlatParameters toy_parameters(int rank, int size, std::vector<std::vector<Piece>>* pieces = nullptr) {
     FlatParameters p;
     for (const auto& shapes : kShapes) {
-        Unit unit{.name = concat("unit ", p.units.size()), .offset = p.n};
+        Unit unit{.name = concat("unit ", p.units.size()), .offset = p.n, .number = p.units.size()};
         if (pieces) pieces->emplace_back();
         for (const auto& [dims, padded] : shapes) {
             Param param;
@@ -41,7 +41,7 @@ FlatParameters toy_parameters(int rank, int size, std::vector<std::vector<Piece>
         unit.n = p.n - unit.offset;
         p.units.push_back(unit);
     }
-    p.shard_units({.rank = rank, .size = size}, false);
+    p.shard_units({.rank = rank, .size = size}, false, p);
     return p;
 }
 std::vector<std::vector<Piece>> toy_pieces() {

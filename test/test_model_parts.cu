@@ -128,12 +128,14 @@ TEST_CASE("a model that is cut between two blocks has the bits of the whole", "[
 TEST_CASE("the visits of a step: every block forward, and backward once, in the mirrored order", "[model]") {
     Config config = small_llama();
     config.L = 5;
+    Arena weights("weights"), grads("gradients"), masters("master weights");
+    const Model model = build_model(config, {}, kT, weights, grads, masters);
     for (const int64_t every : {0, 1, 2, 5, 9}) {
         std::vector<int64_t> forward_blocks, again, backward_blocks;
-        for (const Visit& visit : forward_visits(config))
+        for (const Visit& visit : forward_visits(model))
             if (visit.work == Work::forward_block) forward_blocks.push_back(visit.block);
         std::vector<size_t> begun, ended;
-        for (const Visit& visit : backward_visits(config, {.every = every})) {
+        for (const Visit& visit : backward_visits(model, {.every = every})) {
             if (visit.work == Work::recompute_block) again.push_back(visit.block);
             if (visit.work == Work::backward_block) backward_blocks.push_back(visit.block);
             begun.insert(begun.end(), visit.begin.begin(), visit.begin.end());
@@ -149,4 +151,111 @@ TEST_CASE("the visits of a step: every block forward, and backward once, in the 
                                                            : std::vector<int64_t>{};
         CHECK(again == expected);
     }
+}
+
+namespace {
+
+// A rank's part of a model, with its memory and its initial weights.
+struct PartWithMemory {
+    Arena weights{"weights"}, grads{"gradients"}, masters{"master weights"}, states{"states"};
+    Model model;
+    std::unique_ptr<Optimizer> optimizer;
+
+    PartWithMemory(const Config& config, const std::optional<ModelPart>& part, const Precision& precision = {},
+                   const std::string& optimizer_name = "adamw", const Sharding& sharding = {}) {
+        for (int pass = 0; pass < 2; ++pass) {
+            model = build_model(config, precision, kT, weights, grads, masters, sharding, {}, part);
+            optimizer = make_optimizer(optimizer_name, states, model.params, model.n, {});
+            if (pass == 0)
+                for (Arena* arena : {&weights, &grads, &masters, &states}) arena->reserve();
+        }
+        optimizer->init(device().stream);
+        init_weights(model, 3);
+        quantise_weights(model, device().stream);
+    }
+    const Param& param(const std::string& name) const { return *std::ranges::find(model.params, name, &Param::name); }
+};
+
+// Cuts of four blocks: stages one after the other, and the two chunks of a V.
+std::vector<std::vector<ModelPart>> cuts_of_four_blocks(bool tied) {
+    return {{{.blocks = {0}, .head = false, .head_copy = tied},
+             {.blocks = {1, 2}, .embedding = false, .head = false, .head_copy = tied},
+             {.blocks = {3}, .embedding = false, .head_copy = tied}},
+            {{.blocks = {0, 3}, .head_copy = tied},
+             {.blocks = {1, 2}, .embedding = false, .head = false, .head_copy = tied}}};
+}
+
+}  // namespace
+
+TEST_CASE("parts of a model have together what the whole has: units, shards, initial values", "[model]") {
+    for (Config config : small_models()) {
+        config.L = 4;
+        const Sharding sharding{.rank = 1, .size = 3, .zero = 1};
+        const PartWithMemory whole(config, {}, {}, "adamw", sharding);
+        for (const auto& parts : cuts_of_four_blocks(config.tied)) {
+            std::map<std::string, int> seen;
+            std::set<size_t> numbers;
+            for (const ModelPart& part : parts) {
+                const PartWithMemory its(config, part, {}, "adamw", sharding);
+                const Model& model = its.model;
+                REQUIRE(model.units.size() == part.blocks.size() + 2);
+                for (size_t u = 0; u < model.units.size(); ++u) {
+                    const Unit &unit = model.units[u], &same = whole.model.units[unit.number];
+                    CHECK(unit.name == same.name);
+                    if (unit.n == 0) {
+                        CHECK(model.shard(u).n == 0);
+                        CHECK(model.counted(u).empty());
+                        continue;
+                    }
+                    numbers.insert(unit.number);
+                    // A copy of the embedding makes the head's unit larger, and moves its boundaries.
+                    if (!config.tied) CHECK(unit.bounds == same.bounds);
+                }
+                for (const Param& param : model.params) {
+                    ++seen[param.file_name()];
+                    const Param& same = whole.param(param.file_name());
+                    CHECK(to_floats(param.value) == to_floats(same.value));
+                    CHECK(hash_name(param.file_name()) == hash_name(same.name));
+                    CHECK(param.copy_of.empty() == (param.name == param.file_name()));
+                }
+            }
+            CHECK(numbers.size() == whole.model.units.size());
+            CHECK(seen.size() == whole.model.params.size());
+            for (const auto& [name, times] : seen)
+                CHECK(times == 1 + (config.tied && name == whole.model.params[0].name));
+        }
+    }
+    Arena a("weights"), b("gradients"), c("master weights");
+    const auto build = [&](const Config& config, const ModelPart& part) {
+        build_model(config, {}, kT, a, b, c, {}, {}, part);
+    };
+    CHECK_THROWS_WITH(build(small_llama(), {.blocks = {}}), ContainsSubstring("without a block"));
+    CHECK_THROWS_WITH(build(small_llama(), {.blocks = {1, 0}}), ContainsSubstring("not ascending numbers below 2"));
+    CHECK_THROWS_WITH(build(small_llama(), {.blocks = {0, 2}}), ContainsSubstring("not ascending numbers below 2"));
+    CHECK_THROWS_WITH(build(small_llama(), {.blocks = {0}, .head_copy = true}), ContainsSubstring("not tied"));
+    CHECK_THROWS_WITH(build(small_gpt2(), {.blocks = {0}, .embedding = false}), ContainsSubstring("needs a copy"));
+}
+
+TEST_CASE("the embedding and its copy in the head stay equal through every optimizer", "[model]") {
+    Config config = small_gpt2();
+    config.L = 1;
+    const Precision f32, rounded{.dtype = DType::bf16, .grad_dtype = DType::bf16};
+    for (const std::string& name : optimizer_names())
+        for (const Precision& precision : {f32, rounded}) {
+            PartWithMemory its(config, ModelPart{.blocks = {0}, .head_copy = true}, precision, name);
+            const Param &embedding = its.model.params.front(), &copy = its.param("lm_head.weight");
+            Buffer norm_scale(DType::f32, {2});
+            const float numbers[2] = {1, 0.5f};
+            copy_to_device(norm_scale, numbers);
+            const std::vector<float> before = to_floats(embedding.value);
+            for (int64_t t = 1; t <= 3; ++t) {
+                const std::vector<float> grads = normal_values(embedding.value.n() - embedding.padded_rows * config.C,
+                                                               1, static_cast<uint64_t>(t), 1);
+                for (const Param* param : {&embedding, &copy}) from_floats(param->grad.slice(0, config.V), grads);
+                its.optimizer->step(its.model.all_weights(7), its.model.grads, norm_scale, 1e-2, t, device().stream);
+            }
+            INFO(name << " " << dtype_name(precision.dtype));
+            CHECK(to_floats(embedding.value) == to_floats(copy.value));
+            CHECK(to_floats(embedding.value) != before);
+        }
 }

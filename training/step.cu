@@ -132,11 +132,11 @@ void clip_gradients(Trainer& t, bool stop) {
     const cudaStream_t stream = device().stream;
     // Each rank squares its shard, also where it holds all gradients:
     // so the norm has the same bits with and without ZeRO.
-    for (int64_t u = 0; u < t.n_units(); ++u) {
+    for (size_t u = 0; u < t.model.units.size(); ++u) {
         bool add = false;  // to the 0 or to the ranges before
-        for (const Range& range : t.model.counted(static_cast<size_t>(u))) {
-            const Tensor grads = t.model.grad_shard(static_cast<size_t>(u)).slice(range.first, range.n);
-            sum_squares(t.squares(u), grads, t.norm_scratch, stream, add);
+        for (const Range& range : t.model.counted(u)) {
+            const Tensor grads = t.model.grad_shard(u).slice(range.first, range.n);
+            sum_squares(t.squares(t.model.units[u]), grads, t.norm_scratch, stream, add);
             add = true;
         }
     }

@@ -229,7 +229,8 @@ struct Trainer {
     ModelFiles model_files;  // likewise; rank 0's
     std::optional<BestStep> best;
     int64_t updates = 0;  // steps of the optimizer; steps of the run that overflowed are not among them
-    // f32 (units + kStepNumberRows, 2): the sum of squares of each unit's gradients, then StepNumbers.
+    // f32 (units of the whole model + kStepNumberRows, 2): the sum of squares of each unit's gradients, then
+    // StepNumbers. Rows of units that are not here are 0.
     Tensor totals;
     Tensor norm_scratch;                                           // sum_squares'
     int32_t *host_tokens = nullptr, *host_targets = nullptr;       // pinned, one step's batch of this rank
@@ -237,14 +238,14 @@ struct Trainer {
     StepNumbers* host_numbers = nullptr;                           // pinned
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
-    int64_t n_units() const { return static_cast<int64_t>(model.units.size()); }
+    int64_t n_units() const { return config.L + 2; }  // of the whole model
     ContextParallel::Sizes attention_sizes() const;
     // What is summed over all ranks: all but the norm, which follows from it.
     Tensor step_sums() const { return totals.slice(0, n_units() + 2); }
     void sum_over_ranks(cudaStream_t stream);
     // Adds the losses of a micro-batch to loss_sum(): of the ranks with the same tokens, one does.
     void add_losses_once(const Activations& acts, cudaStream_t stream);
-    Tensor squares(int64_t unit) const { return totals.slice(unit, 1).view({2}); }
+    Tensor squares(const Unit& unit) const { return totals.slice(static_cast<int64_t>(unit.number), 1).view({2}); }
     Tensor stop_count() const { return totals.slice(n_units(), 1).view({2}); }
     Tensor loss_sum() const { return totals.slice(n_units() + 1, 1).view({2}); }
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }

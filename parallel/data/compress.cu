@@ -285,7 +285,7 @@ class CompressedDdp final : public Scheme {
     }
     void end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         if (!in_last_micro_batch()) return;
-        comm_stream_.communicate(stream, [&] { compressor_->reduce(p, u, comm_stream_); });
+        if (p.units[u].n > 0) comm_stream_.communicate(stream, [&] { compressor_->reduce(p, u, comm_stream_); });
         grads_are_final(u, comm_stream_);
     }
     std::vector<std::pair<std::string, Tensor>> states() const override { return compressor_->states(); }

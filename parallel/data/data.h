@@ -39,7 +39,8 @@
 
 struct Unit {
     std::string name;
-    int64_t offset = 0, n = 0;  // in the flat arrays
+    int64_t offset = 0, n = 0;  // in the flat arrays; n may be 0
+    size_t number = 0;          // among the units of the whole model, of which a rank of a pipeline has some
     // Rank r's shard is elements [bounds[r], bounds[r + 1]) of the unit.
     std::vector<int64_t> bounds = {};
     int64_t packed = 0;  // where this rank's shard begins in an array of its shards only
@@ -78,7 +79,9 @@ struct FlatParameters {
     std::vector<Tensor> weight_buffers, grad_buffers;
 
     // Decides the boundaries and the buffers, from params and units. tied: the embedding is in use as long as the head.
-    void shard_units(const Sharding& sharding, bool tied);
+    // whole: the parameters of which these are some units (or all). A unit's boundaries are those that it has there: so
+    // they, and with them the norm's bits, do not depend on which units a rank has.
+    void shard_units(const Sharding& sharding, bool tied, const FlatParameters& whole);
     // Takes the memory. The masters' arena is that of what lies on the host, if something does.
     void take(DType dtype, DType grad_dtype, bool with_masters, Arena& weights, Arena& grads, Arena& masters);
 

@@ -57,14 +57,16 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
 
 }  // namespace
 
-void FlatParameters::shard_units(const Sharding& wanted, bool tied) {
+void FlatParameters::shard_units(const Sharding& wanted, bool tied, const FlatParameters& whole) {
     sharding = wanted;
     shard_n = 0;
     std::vector<int64_t> loads(static_cast<size_t>(sharding.size), 0);
+    std::vector<std::vector<int64_t>> bounds;
+    for (const Unit& unit : whole.units) bounds.push_back(shard_boundaries(unit, whole.params, sharding, loads));
     const size_t r = static_cast<size_t>(sharding.rank), last = units.size() - 1;
     for (size_t u = 0; u <= last; ++u) {
         Unit& unit = units[u];
-        unit.bounds = shard_boundaries(unit, params, sharding, loads);
+        unit.bounds = unit.n > 0 ? bounds[unit.number] : std::vector<int64_t>(bounds[0].size(), 0);
         unit.packed = shard_n;
         shard_n += round_up(unit.bounds[r + 1] - unit.bounds[r], kAlignN);
         // Blocks take turns. Embedding and head, too, unless the head uses the embedding's weights.
@@ -152,7 +154,7 @@ std::vector<Range> FlatParameters::counted(size_t u) const {
     const Range its = shard(u);
     std::vector<Range> left_out;  // in the shard
     for (const Param& param : params) {
-        if (param.counted || unit_of(param) != u) continue;
+        if ((param.counted && param.copy_of.empty()) || unit_of(param) != u) continue;
         const int64_t begin = param.offset - units[u].offset - its.first;
         const int64_t low = std::max<int64_t>(0, begin), high = std::min(its.n, begin + param.value.n());
         if (low < high) left_out.push_back({low, high - low});
