@@ -51,6 +51,94 @@ TEST_CASE("whole backwards: the bubble and what is alive are those of the papers
         }
 }
 
+TEST_CASE("interleaved: a bubble of (p - 1) / (v m + p - 1), for any number of micro-batches", "[pipeline]") {
+    for (int p = 1; p <= 16; ++p)
+        for (int m = 1; m <= 64; ++m)
+            for (int v = 1; v <= 4; ++v) {
+                ScheduleOptions o = options_of("interleaved", p, m);
+                o.chunks = v;
+                const auto s = make_schedule(o);
+                INFO("p " << p << ", m " << m << ", v " << v);
+                // With fewer micro-batches than ranks each chunk waits for the one before: v p + m - 1 forwards and
+                // backwards of a chunk in all.
+                const double length = m >= p ? v * m + p - 1 : v * p + m - 1;
+                REQUIRE(near(bubble_at(s), 1 - v * m / length));
+                // A group has p micro-batches, or where p does not divide m a few more.
+                const int groups = std::max(1, m / p), largest = (m + groups - 1) / groups;
+                for (int rank = 0; rank < p; ++rank)
+                    REQUIRE(alive(s, rank).in_all == std::min(v * m, (v - 1) * largest + 2 * (p - rank) - 1));
+            }
+}
+
+TEST_CASE("zero bubbles: bubbles and memory of the papers, for F = B = W", "[pipeline]") {
+    for (int p = 1; p <= 16; ++p)
+        for (int m = 1; m <= 64; ++m) {
+            INFO("p " << p << ", m " << m);
+            const auto h1 = make_schedule(options_of("zb-h1", p, m)), h2 = make_schedule(options_of("zb-h2", p, m)),
+                       v = make_schedule(options_of("zb-v", p, m));
+            if (m >= p) REQUIRE(near(bubble_at(h1), (p - 1) / (3.0 * m + p - 1)));
+            if (m >= 2 * p - 1) {
+                REQUIRE(near(bubble_at(h2), 0));
+                REQUIRE(near(bubble_at(v), 0));
+            }
+            for (int rank = 0; rank < p; ++rank) {
+                REQUIRE(alive(h1, rank).in_all == std::min(p, m));
+                REQUIRE(alive(h2, rank).in_all == std::min(2 * p - 1, m));
+                // Half stages: as much as p micro-batches of 1f1b.
+                const int peak = alive(v, rank).in_all;
+                REQUIRE((m >= 2 * p - 1 ? peak == 2 * p : peak <= 2 * p));
+            }
+        }
+}
+
+namespace {
+
+// Where a forward is directly before a backward, its result is sent behind both: as if they were computed as one.
+void compute_pairs_as_one(PipelineSchedule& schedule) {
+    for (auto& actions : schedule.ranks)
+        for (auto forward = actions.begin(); forward != actions.end(); ++forward) {
+            if (forward->what != Do::forward) continue;
+            const auto next =
+                std::find_if(forward + 1, actions.end(), [](const Action& a) { return computes(a.what); });
+            const auto send = std::find_if(forward + 1, next, [](const Action& a) { return sends(a.what); });
+            if (next != actions.end() && next->what == Do::backward && send != next)
+                std::rotate(send, send + 1, next + 1);
+        }
+}
+
+}  // namespace
+
+TEST_CASE("DualPipe: the bubble of its description, and what is alive", "[pipeline]") {
+    for (int H = 1; H <= 8; ++H)
+        for (int C = 2 * H; C <= 32; ++C)
+            for (const bool both_ways : {true, false}) {
+                INFO("H " << H << ", C " << C << ", both ways " << both_ways);
+                auto s =
+                    make_schedule(both_ways ? options_of("dualpipe", 2 * H, 2 * C) : options_of("dualpipe-v", H, C));
+                // (S / 2 - 1) ((F and B) + B - 3 W) for S stages, F = B = W = 1, B of both gradients, and F and B as one
+                // action; where a forward's result is sent at its end it is half of that.
+                const double work = 2.0 * C * 3, waiting = (H - 1) * (3.0 + 2 - 3);
+                REQUIRE(near(bubble_at(s), 1 - work / (work + waiting / 2)));
+                for (int rank = 0; rank < s.p; ++rank) REQUIRE(alive(s, rank).in_all == s.n_stages + 1);
+                compute_pairs_as_one(s);
+                check_schedule(s);
+                REQUIRE(near(bubble_at(s), 1 - work / (work + waiting)));
+            }
+}
+
+TEST_CASE("any number of micro-batches", "[pipeline]") {
+    for (const std::string& name : schedule_names_of_pipelines())
+        for (int p = 1; p <= 9; ++p)
+            for (int m = 1; m <= 20; ++m) {
+                if (name == "dualpipe" && (p % 2 == 1 || m % 2 == 1)) continue;
+                ScheduleOptions o = options_of(name, p, m);
+                o.per_update = m;
+                if (name == "2bw" && m < p) continue;
+                INFO(name << ", p " << p << ", m " << m);
+                CHECK_NOTHROW(make_schedule(o));
+            }
+}
+
 TEST_CASE("forwards alone are without a bubble behind the first stages'", "[pipeline]") {
     for (const std::string& name : schedule_names_of_pipelines())
         for (int p = 2; p <= 8; p += 2)

@@ -153,6 +153,14 @@ struct ScheduleOptions {
 PipelineSchedule naive(const ScheduleOptions& options);  // one micro-batch after the other: one stage is busy
 PipelineSchedule gpipe(const ScheduleOptions& options);  // all forwards, then all backwards
 PipelineSchedule one_f_one_b(const ScheduleOptions& options);
+PipelineSchedule interleaved(const ScheduleOptions& options);
+// zero_bubble.cu
+PipelineSchedule zero_bubble_h1(const ScheduleOptions& options);
+PipelineSchedule zero_bubble_h2(const ScheduleOptions& options);
+PipelineSchedule zero_bubble_v(const ScheduleOptions& options);
+// dual_pipe.cu
+PipelineSchedule dual_pipe(const ScheduleOptions& options);
+PipelineSchedule dual_pipe_v(const ScheduleOptions& options);
 // A table without actions for these options, for the functions above to fill.
 PipelineSchedule empty_schedule(const ScheduleOptions& options, Placement placement, int n_stages);
 

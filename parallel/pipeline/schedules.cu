@@ -56,6 +56,36 @@ PipelineSchedule one_f_one_b(const ScheduleOptions& o) {
     return s;
 }
 
+// v stages a rank. The micro-batches go in groups of p or a few more: a group's forwards through all stages of a rank, then
+// the next group's; its backwards through the stages in the other order. A forward has 1 / v of the layers, so the ranks
+// wait for (p - 1) (F + B) / v: a bubble of (p - 1) / (v m + p - 1). Rank r begins with as many forwards as a group's v - 1
+// first stages have, and two for each rank behind it: one goes down while another comes back.
+PipelineSchedule interleaved(const ScheduleOptions& o) {
+    check(o.chunks >= 1, "pipeline schedule interleaved: ", o.chunks, " chunks; 1 or more");
+    PipelineSchedule s = empty_schedule(o, Placement::loop, o.chunks * o.p);
+    const int groups = std::max(1, o.m / o.p), largest = (o.m + groups - 1) / groups;
+    for (int rank = 0; rank < o.p; ++rank) {
+        std::vector<Action> forwards, backwards, &actions = s.ranks[static_cast<size_t>(rank)];
+        for (int group = 0, first = 0; group < groups; ++group) {
+            const int n = o.m / groups + (group < o.m % groups ? 1 : 0);  // the larger groups first
+            for (int chunk = 0; chunk < o.chunks; ++chunk)
+                for (int micro = first; micro < first + n; ++micro) {
+                    forwards.push_back({Do::forward, micro, chunk * o.p + rank});
+                    backwards.push_back({Do::backward, micro, (o.chunks - 1 - chunk) * o.p + rank});
+                }
+            first += n;
+        }
+        const auto warmup =
+            std::min(forwards.size(), static_cast<size_t>((o.chunks - 1) * largest + 2 * (o.p - rank) - 1));
+        actions.assign(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(warmup));
+        for (size_t i = 0; i < backwards.size(); ++i) {
+            actions.push_back(backwards[i]);
+            if (i + warmup < forwards.size()) actions.push_back(forwards[i + warmup]);
+        }
+    }
+    return s;
+}
+
 // Forwards in the order of the times at which they could start if each took 1 and all ranks were free. On the two stages
 // that a rank has with vee and both_ways these times differ by an odd number, so every second one is left to each.
 PipelineSchedule forward_schedule(const PipelineSchedule& like, int m) {
@@ -89,7 +119,10 @@ struct Entry {
     const char* name;
     PipelineSchedule (*make)(const ScheduleOptions& options);
 };
-constexpr Entry kSchedules[] = {{"naive", naive}, {"gpipe", gpipe}, {"1f1b", one_f_one_b}};
+constexpr Entry kSchedules[] = {
+    {"naive", naive},           {"gpipe", gpipe},          {"1f1b", one_f_one_b},   {"interleaved", interleaved},
+    {"zb-h1", zero_bubble_h1},  {"zb-h2", zero_bubble_h2}, {"zb-v", zero_bubble_v}, {"dualpipe", dual_pipe},
+    {"dualpipe-v", dual_pipe_v}};
 
 }  // namespace
 

@@ -1,10 +1,11 @@
 // simulator.cu: when everything in a table happens, for given durations.
 //
 //     start = max(end of the action before it on its rank,
-//                 end of what it waits for on another rank + time of a message)
+//                 when what it waits for on another rank was sent + time of a message)
 //     end   = start + duration
 //
-// Messages take no time of a rank: they travel behind the computing.
+// A result is sent when the actions before its send have been done; in a table without messages, when it has been
+// computed. Messages take no time of a rank: they travel behind the computing.
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>
@@ -32,7 +33,10 @@ class Simulator {
     Simulator(const PipelineSchedule& schedule, const Times& times) : s_(schedule), times_(times) {
         const auto n = static_cast<size_t>(s_.p);
         result_.ranks.resize(n), waited_for_.resize(n);
-        for (auto& of_kind : done_) of_kind.assign(static_cast<size_t>(s_.n_stages * s_.m), kNowhere);
+        for (auto* lists : {&done_, &sent_})
+            for (auto& of_kind : *lists) of_kind.assign(static_cast<size_t>(s_.n_stages * s_.m), kNowhere);
+        has_messages_ = std::ranges::any_of(
+            s_.ranks, [](const auto& actions) { return std::ranges::any_of(actions, sends, &Action::what); });
     }
 
     Simulation run() {
@@ -54,28 +58,31 @@ class Simulator {
     }
 
   private:
-    Place& done(bool forward, int stage, int micro) {
-        return done_[forward ? 0 : 1][static_cast<size_t>(stage * s_.m + micro)];
+    using Places = std::array<std::vector<Place>, 2>;  // of forwards, of backwards, by (stage, micro-batch)
+    Place& place(Places& places, bool forward, int stage, int micro) {
+        return places[forward ? 0 : 1][static_cast<size_t>(stage * s_.m + micro)];
     }
     const Span& span(const Place& at) const { return result_.ranks[static_cast<size_t>(at.first)][at.second]; }
 
     // False where what the action waits for has not been done.
     bool add(int rank, const Action& a) {
-        if (!computes(a.what) && a.what != Do::update) return true;
         std::vector<Span>& spans = result_.ranks[static_cast<size_t>(rank)];
+        if (sends(a.what)) place(sent_, a.what == Do::send_activation, a.stage, a.micro) = {rank, spans.size() - 1};
+        if (sends(a.what) || receives(a.what)) return true;
         Place cause = spans.empty() ? kNowhere : Place{rank, spans.size() - 1};
         double start = spans.empty() ? 0 : spans.back().end;
         const bool forward = a.what == Do::forward, by_input = a.what == Do::backward || a.what == Do::backward_input;
         const int before = forward ? a.stage - 1 : a.stage + 1;
         if ((forward || by_input) && before >= 0 && before < s_.n_stages) {
-            const Place at = done(forward, before, a.micro);
+            const bool here = s_.rank_of(before, a.micro) == rank;
+            const Place at = place(here || !has_messages_ ? done_ : sent_, forward, before, a.micro);
             if (at == kNowhere) return false;
-            const double there = span(at).end + (at.first == rank ? 0 : times_.message);
+            const double there = span(at).end + (here ? 0 : times_.message);
             if (there > start) start = there, cause = at;
         }
         spans.push_back({a, start, start + times_.of(a)});
         waited_for_[static_cast<size_t>(rank)].push_back(cause);
-        if (forward || by_input) done(forward, a.stage, a.micro) = {rank, spans.size() - 1};
+        if (forward || by_input) place(done_, forward, a.stage, a.micro) = {rank, spans.size() - 1};
         return true;
     }
 
@@ -96,7 +103,8 @@ class Simulator {
     const Times& times_;
     Simulation result_;
     std::vector<std::vector<Place>> waited_for_;  // as result_.ranks: whose end a span's start is
-    std::array<std::vector<Place>, 2> done_;      // forwards, backwards, by (stage, micro-batch)
+    Places done_, sent_;                          // the last action before that moment
+    bool has_messages_ = false;
 };
 
 }  // namespace

@@ -119,8 +119,9 @@ void add_messages(PipelineSchedule& s) {
             const Action receive = receive_for(s, a);
             std::deque<Action>& link = on_link[{receive.peer, rank}];
             while (!is_here(receive)) {
-                check(!link.empty(), s.name, ": rank ", rank, ", ", action_text(a), " needs a result that rank ",
-                      receive.peer, " does not compute");
+                if (link.empty())
+                    fail(s.name, ": rank ", rank, ", ", action_text(a), " needs a result that rank ", receive.peer,
+                         " does not compute");
                 is_here(link.front()) = true;
                 out.push_back(link.front());
                 link.pop_front();
@@ -329,10 +330,12 @@ class TableCheck {
                 const std::vector<Action>& there = actions(rank_);
                 while (place < there.size() && !(receives(there[place].what) && there[place].peer == from)) ++place;
                 index_ = place;
-                check(place < there.size(), "schedule ", s_.name, ": rank ", from, ", action ", i, " (",
-                      action_text(send), "): rank ", rank_, " does not receive it");
-                require(there[place] == receive_of(send, from), "rank ", from,
-                        " sends another message first on this link: its action ", i, " (", action_text(send), ")");
+                if (place == there.size())
+                    fail("schedule ", s_.name, ": rank ", from, ", action ", i, " (", action_text(send), "): rank ",
+                         rank_, " does not receive it");
+                if (there[place] != receive_of(send, from))
+                    require(false, "rank ", from, " sends another message first on this link: its action ", i, " (",
+                            action_text(send), ")");
                 ++place;
             }
     }
