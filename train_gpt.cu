@@ -183,7 +183,7 @@ int main(int argc, char** argv) {
             if (!started_by_mpirun()) throw;
             fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
         }
-        check(!options.draw, "--draw: the printer of schedules comes soon");
+        if (options.draw) return draw_pipelines(options), 0;
         RankOptions ranks = options.ranks;
         ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;

@@ -7,6 +7,9 @@
 //     rates.cu     the device's rates, measured
 //     tensor_bill.cu   what tensor parallelism sends
 //     account.cu   a run on many ranks: measured bytes beside the formulas
+//     pipeline_text.cu      --draw: schedules of pipelines in the terminal
+//     pipeline_picture.cu   the same as PNG, and a run beside what was predicted
+//     pipeline_trace.cu     the same for Perfetto; and what a trace says of a run
 #pragma once
 
 #include "training/training.h"
@@ -39,3 +42,45 @@ void print_tensor_bills(const Trainer& trainer);
 // another. Collective; rank 0 prints.
 void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
 int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
+
+// ---------------------------------------------------------------------------------------------------------------------
+// pipeline_text.cu
+
+struct DrawnPipeline {
+    PipelineSchedule schedule;
+    Times times;
+    Simulation simulation;
+};
+// --draw: in the terminal, and with --out as schedule.png and schedule.json. The last line is pipeline_summary().
+void draw_pipelines(const TrainOptions& options);
+// --pipeline with --micro-batches, timed by --times. Error for numbers that the schedule cannot have.
+DrawnPipeline simulated_pipeline(const TrainOptions& options);
+// A row a rank, of `width` characters at most: longer ones go on below. Times begin at 0. colored: for terminals.
+std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& ranks,
+                             size_t width, bool colored);
+// "1f1b p 4 m 8: bubble 0.2727, peak activations 4 3 2 1, weight versions 1 1 1 1": the last line of --draw, which
+// scripts read.
+std::string pipeline_summary(const PipelineSchedule& schedule, double bubble);
+// By rank: activations that it keeps at most, in units of what a micro-batch leaves on a rank.
+std::vector<double> peak_activations(const PipelineSchedule& schedule);
+// By stage and micro-batch: updates between the weights that its gradient is of and those that it changes; 0 where
+// the schedule is synchronous.
+std::vector<std::vector<int>> staleness(const PipelineSchedule& schedule);
+std::string staleness_table(const PipelineSchedule& schedule, size_t width);
+// Which of a rank's stages an action belongs to: 0, 1, ...; with DualPipe: which way the micro-batch goes.
+int pipeline_chunk(const PipelineSchedule& schedule, int rank, const Action& action);
+
+// pipeline_picture.cu: a panel each, one below the other, with the same time a pixel. Times begin at 0.
+struct PipelinePanel {
+    std::string title, subtitle;
+    const PipelineSchedule* schedule;
+    const std::vector<std::vector<Span>>* ranks;
+    std::vector<std::pair<int, size_t>> critical_path = {};  // outlined; of a run it is not known
+    bool seconds = false;                                    // what the times are; otherwise they have no unit
+};
+void write_pipeline_panels(const std::string& path, const std::vector<PipelinePanel>& panels);
+std::string panel_subtitle(const PipelineSchedule& schedule, double bubble);
+void write_schedule_picture(const std::string& path, const std::vector<DrawnPipeline>& drawn);
+
+// pipeline_trace.cu: Chrome's trace format: a process for each, with a row a rank.
+void write_schedule_trace(const std::string& path, const std::vector<DrawnPipeline>& drawn);

@@ -109,6 +109,14 @@ void check_asynchronous(const TrainOptions& o) {
 
 bool is_asynchronous_pipeline(const std::string& name) { return name == "pipedream" || name == "2bw"; }
 
+ScheduleOptions schedule_options(const TrainOptions& o, int64_t micro_batches) {
+    ScheduleOptions s;
+    s.name = o.pipeline, s.p = narrow(o.pp, "--pp"), s.m = narrow(micro_batches, "--micro-batches");
+    s.chunks = narrow(o.chunks, "--chunks"), s.vertical_sync = o.vertical_sync;
+    s.times = o.pipeline_times, s.max_alive = narrow(o.memory_limit, "--memory-limit");
+    return s;
+}
+
 int64_t n_pipeline_stages(const TrainOptions& o) {
     if (o.pipeline == "interleaved") return o.chunks * o.pp;
     return o.pipeline == "zb-v" || o.pipeline == "dualpipe-v" ? 2 * o.pp : o.pp;

@@ -119,6 +119,7 @@ void settle_options(TrainOptions& options, const TypedFlags& typed);
 // flags and refuses them.
 void settle_pipeline(TrainOptions& options, const TypedFlags& typed);
 void settle_drawing(TrainOptions& options, const TypedFlags& typed);
+ScheduleOptions schedule_options(const TrainOptions& options, int64_t micro_batches);
 int64_t n_pipeline_stages(const TrainOptions& options);  // of all ranks of --pp
 // Does this schedule update without waiting for the pipeline to be empty? False for a name that does not exist.
 bool is_asynchronous_pipeline(const std::string& name);
