@@ -126,6 +126,42 @@ TEST_CASE("DualPipe: the bubble of its description, and what is alive", "[pipeli
             }
 }
 
+TEST_CASE("PipeDream: versions kept, and how old each gradient is", "[pipeline]") {
+    for (int p = 1; p <= 16; ++p)
+        for (int m = 1; m <= 64; ++m)
+            for (const bool vertical : {false, true}) {
+                ScheduleOptions o = options_of("pipedream", p, m);
+                o.vertical_sync = vertical;
+                const auto s = make_schedule(o);
+                INFO("p " << p << ", m " << m << ", vertical sync " << vertical);
+                REQUIRE(near(bubble_at(s), static_cast<double>(p - 1) / (m + p - 1)));  // of 1f1b
+                const auto stale = staleness(s);
+                for (int stage = 0; stage < p; ++stage) {
+                    const int behind =
+                        vertical ? p : p - stage;  // stages that a gradient has to come from, and this one
+                    REQUIRE(s.versions[static_cast<size_t>(stage)] == std::min(behind, m));
+                    // W(t + 1) = W(t) - lr grad(W(t - behind + 1)), and before the first version the first.
+                    for (int t = 0; t < m; ++t)
+                        REQUIRE(stale[static_cast<size_t>(stage)][static_cast<size_t>(t)] == std::min(t, behind - 1));
+                }
+            }
+}
+
+TEST_CASE("PipeDream-2BW: two versions, and gradients that are one step old", "[pipeline]") {
+    for (int p = 1; p <= 16; ++p)
+        for (int n = p; n <= 20; ++n)
+            for (int steps = 1; steps <= 5; ++steps) {
+                ScheduleOptions o = options_of("2bw", p, n * steps);
+                o.per_update = n;
+                const auto s = make_schedule(o);
+                INFO("p " << p << ", n " << n << ", steps " << steps);
+                REQUIRE(near(bubble_at(s), static_cast<double>(p - 1) / (n * steps + p - 1)));
+                REQUIRE(s.versions == std::vector<int>(static_cast<size_t>(p), std::min(2, steps)));
+                for (const std::vector<int>& of_stage : staleness(s))
+                    for (int i = 0; i < o.m; ++i) REQUIRE(of_stage[static_cast<size_t>(i)] == (i < n ? 0 : 1));
+            }
+}
+
 TEST_CASE("any number of micro-batches", "[pipeline]") {
     for (const std::string& name : schedule_names_of_pipelines())
         for (int p = 1; p <= 9; ++p)

@@ -161,6 +161,12 @@ PipelineSchedule zero_bubble_v(const ScheduleOptions& options);
 // dual_pipe.cu
 PipelineSchedule dual_pipe(const ScheduleOptions& options);
 PipelineSchedule dual_pipe_v(const ScheduleOptions& options);
+// stashing.cu: with updates; one table is several steps.
+PipelineSchedule pipedream(const ScheduleOptions& options);      // a step is one micro-batch
+PipelineSchedule pipedream_2bw(const ScheduleOptions& options);  // a step is per_update micro-batches
+// How old each gradient is, by stage and micro-batch: the updates between the weights with which it was computed and those
+// from which it is subtracted. 0: not stale; everywhere 0 where the table has no updates.
+std::vector<std::vector<int>> staleness(const PipelineSchedule& schedule);
 // A table without actions for these options, for the functions above to fill.
 PipelineSchedule empty_schedule(const ScheduleOptions& options, Placement placement, int n_stages);
 

@@ -119,10 +119,17 @@ struct Entry {
     const char* name;
     PipelineSchedule (*make)(const ScheduleOptions& options);
 };
-constexpr Entry kSchedules[] = {
-    {"naive", naive},           {"gpipe", gpipe},          {"1f1b", one_f_one_b},   {"interleaved", interleaved},
-    {"zb-h1", zero_bubble_h1},  {"zb-h2", zero_bubble_h2}, {"zb-v", zero_bubble_v}, {"dualpipe", dual_pipe},
-    {"dualpipe-v", dual_pipe_v}};
+constexpr Entry kSchedules[] = {{"naive", naive},
+                                {"gpipe", gpipe},
+                                {"1f1b", one_f_one_b},
+                                {"interleaved", interleaved},
+                                {"zb-h1", zero_bubble_h1},
+                                {"zb-h2", zero_bubble_h2},
+                                {"zb-v", zero_bubble_v},
+                                {"dualpipe", dual_pipe},
+                                {"dualpipe-v", dual_pipe_v},
+                                {"pipedream", pipedream},
+                                {"2bw", pipedream_2bw}};
 
 }  // namespace
 
