@@ -192,22 +192,6 @@ std::string pipeline_summary(const PipelineSchedule& s, double bubble) {
                   joined(peak_activations(s)), ", weight versions ", joined(s.versions));
 }
 
-std::vector<std::vector<int>> staleness(const PipelineSchedule& s) {
-    std::vector<std::vector<int>> late(static_cast<size_t>(s.n_stages), std::vector<int>(static_cast<size_t>(s.m), 0));
-    for (const std::vector<Action>& actions : s.ranks) {
-        std::map<int, std::vector<Action>> waiting;  // stage -> gradients that its next update adds
-        for (const Action& a : actions) {
-            if (a.what == Do::backward || a.what == Do::backward_weight) waiting[a.stage].push_back(a);
-            if (a.what != Do::update) continue;
-            for (const Action& gradient : waiting[a.stage])
-                late[static_cast<size_t>(a.stage)][static_cast<size_t>(gradient.micro)] =
-                    a.version - 1 - gradient.version;
-            waiting[a.stage].clear();
-        }
-    }
-    return late;
-}
-
 std::string staleness_table(const PipelineSchedule& s, size_t width) {
     const size_t cell = std::max<size_t>(2, concat(s.m - 1).size()) + 1, label = 14;
     const size_t shown = std::min(static_cast<size_t>(s.m), (std::max<size_t>(width, 60) - label - 4) / cell);

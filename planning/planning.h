@@ -63,9 +63,7 @@ std::string pipeline_drawing(const PipelineSchedule& schedule, const std::vector
 std::string pipeline_summary(const PipelineSchedule& schedule, double bubble);
 // By rank: activations that it keeps at most, in units of what a micro-batch leaves on a rank.
 std::vector<double> peak_activations(const PipelineSchedule& schedule);
-// By stage and micro-batch: updates between the weights that its gradient is of and those that it changes; 0 where
-// the schedule is synchronous.
-std::vector<std::vector<int>> staleness(const PipelineSchedule& schedule);
+// staleness() as a table, of micro-batches that fit into width characters.
 std::string staleness_table(const PipelineSchedule& schedule, size_t width);
 // Which of a rank's stages an action belongs to: 0, 1, ...; with DualPipe: which way the micro-batch goes.
 int pipeline_chunk(const PipelineSchedule& schedule, int rank, const Action& action);
