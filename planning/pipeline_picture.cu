@@ -205,7 +205,7 @@ std::string panel_subtitle(const PipelineSchedule& schedule, double bubble) {
     return text;
 }
 
-void write_schedule_picture(const std::string& path, const std::vector<DrawnPipeline>& drawn) {
+std::vector<PipelinePanel> schedule_panels(const std::vector<DrawnPipeline>& drawn) {
     std::vector<PipelinePanel> panels;
     for (const DrawnPipeline& d : drawn)
         panels.push_back({.title = concat(d.schedule.name, ": ", d.schedule.p, " ranks, ", d.schedule.m,
@@ -214,5 +214,5 @@ void write_schedule_picture(const std::string& path, const std::vector<DrawnPipe
                           .schedule = &d.schedule,
                           .ranks = &d.simulation.ranks,
                           .critical_path = d.simulation.critical_path});
-    write_pipeline_panels(path, panels);
+    return panels;
 }

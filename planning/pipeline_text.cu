@@ -16,6 +16,16 @@
 
 namespace {
 
+// "3.5", "4"
+std::string short_number(double value) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.2f", value);
+    std::string number = text;
+    number.erase(number.find_last_not_of('0') + 1);
+    if (number.back() == '.') number.pop_back();
+    return number;
+}
+
 // Text and colour of each column of a row.
 struct Row {
     std::string text;
@@ -29,6 +39,7 @@ struct Row {
 // Backgrounds of the terminal's 256 colours: forward, backward, backward_input, backward_weight; of two stages.
 constexpr uint8_t kColors[2][4] = {{75, 216, 221, 79}, {32, 167, 172, 29}};
 constexpr uint8_t kUpdateColor = 250;
+bool is_dark(uint8_t color) { return std::ranges::find(kColors[1], color) != std::end(kColors[1]); }
 
 // What is drawn of an action: "F3", "bw12".
 std::string letters_of(const Action& a, int chunk) {
@@ -54,21 +65,21 @@ class Drawing {
         const size_t unit = digits + (blank_ ? 2 : 1);
         columns_per_time_ = static_cast<double>(unit) / shortest;
         n_columns_ = column(end);
-        panel_ = n_columns_ <= room ? n_columns_ : room / unit * unit;
+        set_breaks(room);
     }
 
     std::string text(bool colored) const {
         std::vector<Row> rows;
         for (int rank = 0; rank < s_.p; ++rank) rows.push_back(row(rank));
         std::string out;
-        for (size_t first = 0; first < n_columns_; first += panel_) {
-            if (panel_ < n_columns_)
-                out +=
-                    concat(first == 0 ? "" : "\n", "from time ", static_cast<double>(first) / columns_per_time_, ":\n");
+        for (size_t part = 0; part + 1 < breaks_.size(); ++part) {
+            if (breaks_.size() > 2)
+                out += concat(part == 0 ? "" : "\n", "from time ",
+                              short_number(static_cast<double>(breaks_[part]) / columns_per_time_), ":\n");
             for (size_t rank = 0; rank < rows.size(); ++rank) {
                 std::string name = concat("rank ", rank);
                 name.resize(label_, ' ');
-                out += name + cut(rows[rank], first, std::min(first + panel_, n_columns_), colored) + "\n";
+                out += name + cut(rows[rank], breaks_[part], breaks_[part + 1], colored) + "\n";
             }
         }
         return out;
@@ -76,6 +87,26 @@ class Drawing {
 
   private:
     size_t column(double time) const { return static_cast<size_t>(std::lround(time * columns_per_time_)); }
+
+    // Parts of about the same width, which cut no name.
+    void set_breaks(size_t room) {
+        std::vector<bool> cuts(n_columns_ + room + 1, false);  // a name goes on over the beginning of this column
+        for (int rank = 0; rank < s_.p; ++rank)
+            for (const Span& span : ranks_[static_cast<size_t>(rank)]) {
+                if (!computes(span.action.what)) continue;
+                const size_t begin = column(span.start), n = letters_of(span.action, 0).size();
+                for (size_t i = 1; i < n; ++i) cuts[std::min(begin + i, n_columns_)] = true;
+            }
+        const size_t n_parts = ceil_div(n_columns_, room), wanted = ceil_div(n_columns_, n_parts);
+        breaks_ = {0};
+        while (breaks_.back() + room < n_columns_) {
+            size_t at = breaks_.back() + wanted;
+            while (at < breaks_.back() + room && cuts[at]) ++at;
+            while (at > breaks_.back() + wanted / 2 && cuts[at]) --at;
+            breaks_.push_back(at);
+        }
+        breaks_.push_back(n_columns_);
+    }
 
     Row row(int rank) const {
         Row row{std::string(n_columns_, ' '), std::vector<uint8_t>(n_columns_, 0)};
@@ -91,9 +122,7 @@ class Drawing {
             const uint8_t color = kColors[chunk % 2][static_cast<size_t>(span.action.what)];
             const std::string name = letters_of(span.action, chunk);
             row.put(begin, std::string(end - begin, '-'), color);
-            const size_t next_panel = (begin / panel_ + 1) * panel_;  // a name is not cut
-            const bool behind = begin + name.size() > next_panel && next_panel + name.size() <= end;
-            row.put(behind ? next_panel : begin, name, color);
+            row.put(begin, name, color);
         }
         return row;
     }
@@ -105,7 +134,9 @@ class Drawing {
         for (size_t i = first; i < last; ++i) {
             if (colored && row.colors[i] != color) {
                 color = row.colors[i];
-                out += color == 0 ? "\033[0m" : concat("\033[30;48;5;", static_cast<int>(color), "m");
+                out += color == 0
+                           ? "\033[0m"
+                           : concat("\033[38;5;", is_dark(color) ? 231 : 16, ";48;5;", static_cast<int>(color), "m");
             }
             out += row.text[i];
         }
@@ -117,7 +148,8 @@ class Drawing {
     const size_t label_;
     bool blank_ = true;
     double columns_per_time_ = 1;
-    size_t n_columns_ = 0, panel_ = 0;
+    size_t n_columns_ = 0;
+    std::vector<size_t> breaks_;  // columns where the parts begin, and the end
 };
 
 // The terminal's, or what fits on most pages.
@@ -125,16 +157,6 @@ size_t text_width() {
     winsize size{};
     const bool known = isatty(STDOUT_FILENO) && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
     return known ? size.ws_col : 120;
-}
-
-// "3.5", "4"
-std::string short_number(double value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.2f", value);
-    std::string number = text;
-    number.erase(number.find_last_not_of('0') + 1);
-    if (number.back() == '.') number.pop_back();
-    return number;
 }
 
 template <class T>
@@ -159,7 +181,7 @@ void print_legend(const PipelineSchedule& s, const Times& times) {
                     s.placement == Placement::both_ways ? "the micro-batches that go up the ranks"
                     : n_here == 2                       ? "the second"
                                                         : "the second, the fourth, ...");
-    std::printf("\nF forward %s", short_number(t.forward).c_str());
+    std::printf("\n%sF forward %s", n_here > 1 ? "of a stage: " : "", short_number(t.forward).c_str());
     if (s.splits_backward)
         std::printf(", B backward by input %s, W by weight %s", short_number(t.backward_input).c_str(),
                     short_number(t.backward_weight).c_str());
@@ -241,6 +263,10 @@ DrawnPipeline simulated_pipeline(const TrainOptions& o) {
     for (options.per_update = std::min(options.p, options.m); options.m % options.per_update != 0;)
         ++options.per_update;
     DrawnPipeline drawn{make_schedule(options), o.pipeline_times, {}};
+    const double part = static_cast<double>(drawn.schedule.p) / drawn.schedule.n_stages;  // that a stage is of a rank
+    for (double* time : {&drawn.times.stages[0].forward, &drawn.times.stages[0].backward_input,
+                         &drawn.times.stages[0].backward_weight})
+        *time *= part;
     drawn.simulation = simulate(drawn.schedule, drawn.times);
     return drawn;
 }
@@ -260,8 +286,8 @@ void draw_pipelines(const TrainOptions& o) {
     }
     if (!o.out.empty()) {
         make_folder(o.out);
-        write_schedule_picture(o.out + "/schedule.png", drawn);
-        write_schedule_trace(o.out + "/schedule.json", drawn);
+        write_pipeline_panels(o.out + "/schedule.png", schedule_panels(drawn));
+        write_pipeline_trace(o.out + "/schedule.json", schedule_panels(drawn));
         std::printf("written: %s/schedule.png, and %s/schedule.json for ui.perfetto.dev\n", o.out.c_str(),
                     o.out.c_str());
     }

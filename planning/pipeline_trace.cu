@@ -1,8 +1,6 @@
-// pipeline_trace.cu: spans of pipelines for Perfetto (ui.perfetto.dev), and spans out of the trace of a run.
+// pipeline_trace.cu: pipelines for Perfetto (ui.perfetto.dev).
 #include "io/json.h"
 #include "planning/planning.h"
-
-#include <algorithm>
 
 namespace {
 
@@ -23,21 +21,21 @@ JsonText name_row(const char* what, size_t process, int rank, const std::string&
 }  // namespace
 
 // Chrome's format counts in microseconds: a unit of --times is shown as a millisecond.
-void write_schedule_trace(const std::string& path, const std::vector<DrawnPipeline>& drawn) {
+void write_pipeline_trace(const std::string& path, const std::vector<PipelinePanel>& panels) {
     JsonText all = JsonText::array();
-    for (size_t i = 0; i < drawn.size(); ++i) {
-        const PipelineSchedule& s = drawn[i].schedule;
-        all.push_back(name_row("process_name", i, 0, concat(s.name, ", p ", s.p, ", m ", s.m)));
-        for (int rank = 0; rank < s.p; ++rank) {
+    for (size_t i = 0; i < panels.size(); ++i) {
+        const double scale = panels[i].seconds ? 1e6 : 1e3;
+        all.push_back(name_row("process_name", i, 0, panels[i].title));
+        for (int rank = 0; rank < panels[i].schedule->p; ++rank) {
             all.push_back(name_row("thread_name", i, rank, concat("rank ", rank)));
-            for (const Span& span : drawn[i].simulation.ranks[static_cast<size_t>(rank)])
+            for (const Span& span : (*panels[i].ranks)[static_cast<size_t>(rank)])
                 all.push_back({{"ph", "X"},
                                {"name", action_text(span.action)},
                                {"cat", category(span.action.what)},
                                {"pid", i},
                                {"tid", rank},
-                               {"ts", 1000 * span.start},
-                               {"dur", 1000 * (span.end - span.start)},
+                               {"ts", scale * span.start},
+                               {"dur", scale * (span.end - span.start)},
                                {"args", {{"stage", span.action.stage}, {"version", span.action.version}}}});
         }
     }

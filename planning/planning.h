@@ -8,10 +8,12 @@
 //     tensor_bill.cu   what tensor parallelism sends
 //     account.cu   a run on many ranks: measured bytes beside the formulas
 //     pipeline_text.cu      --draw: schedules of pipelines in the terminal
-//     pipeline_picture.cu   the same as PNG, and a run beside what was predicted
-//     pipeline_trace.cu     the same for Perfetto; and what a trace says of a run
+//     pipeline_picture.cu   as PNG
+//     pipeline_trace.cu     for Perfetto
+//     pipeline_run.cu       a run of a pipeline beside what was predicted
 #pragma once
 
+#include "parallel/comm/transport.h"
 #include "training/training.h"
 
 // memory.cu
@@ -68,7 +70,7 @@ std::string staleness_table(const PipelineSchedule& schedule, size_t width);
 // Which of a rank's stages an action belongs to: 0, 1, ...; with DualPipe: which way the micro-batch goes.
 int pipeline_chunk(const PipelineSchedule& schedule, int rank, const Action& action);
 
-// pipeline_picture.cu: a panel each, one below the other, with the same time a pixel. Times begin at 0.
+// pipeline_picture.cu: panels one below the other, with the same time a pixel. Times begin at 0.
 struct PipelinePanel {
     std::string title, subtitle;
     const PipelineSchedule* schedule;
@@ -77,8 +79,31 @@ struct PipelinePanel {
     bool seconds = false;                                    // what the times are; otherwise they have no unit
 };
 void write_pipeline_panels(const std::string& path, const std::vector<PipelinePanel>& panels);
+// Their bubble, activations and versions.
 std::string panel_subtitle(const PipelineSchedule& schedule, double bubble);
-void write_schedule_picture(const std::string& path, const std::vector<DrawnPipeline>& drawn);
+std::vector<PipelinePanel> schedule_panels(const std::vector<DrawnPipeline>& drawn);
 
-// pipeline_trace.cu: Chrome's trace format: a process for each, with a row a rank.
-void write_schedule_trace(const std::string& path, const std::vector<DrawnPipeline>& drawn);
+// pipeline_trace.cu: Chrome's trace format: a process for each panel, with a row a rank.
+void write_pipeline_trace(const std::string& path, const std::vector<PipelinePanel>& panels);
+
+// pipeline_run.cu: --trace with --pp.
+// By rank of the pipeline, whose ranks of the world are given: its actions in these events, which are those of one
+// table, or of a part of it. In seconds; the first begins at 0.
+std::vector<std::vector<Span>> traced_spans(const std::vector<TraceEvent>& events, const PipelineSchedule& schedule,
+                                            const std::vector<int>& world_ranks);
+// The mean durations of the stages' actions, and the median of the messages that a rank has waited for.
+Times measured_times(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& measured);
+struct ComparedPipeline {
+    PipelineSchedule schedule;
+    Times times;                                         // measured
+    std::vector<std::vector<Span>> predicted, measured;  // the same actions: simulated with these times, and traced
+};
+ComparedPipeline compare_pipeline(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& measured);
+// FOLDER/pipeline.png and pipeline.json: predicted above measured, on one axis of time.
+void write_pipeline_picture(const std::string& folder, const ComparedPipeline& both);
+struct PipelineTraffic {              // of a rank, in a step
+    int64_t activations = 0;          // bytes kept at most
+    int64_t messages = 0, bytes = 0;  // sent between stages
+};
+void print_pipeline_account(const ComparedPipeline& both, const std::vector<PipelineTraffic>& planned,
+                            const std::vector<PipelineTraffic>& measured);  // a line a rank

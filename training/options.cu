@@ -219,8 +219,9 @@ void add_pipeline_options(CommandLine& line, TrainOptions& o, TypedFlags& typed)
                   "pipedream: a micro-batch meets weights of one version in all stages");
     pipeline.option("--flush-every", o.flush_every,
                     "pipedream, 2bw: steps between two moments at which the pipeline is empty, as saving needs it");
-    pipeline.option("--times", typed.times,
-                    "auto and --draw: forward, backward by input, by weight, and a message between ranks");
+    pipeline.option(
+        "--times", typed.times,
+        "auto and --draw: of a micro-batch on a rank: forward, backward by input, by weight; and of a message");
     pipeline.option("--memory-limit", o.memory_limit,
                     "auto: micro-batches whose activations a rank keeps at most; 0: as many as 1f1b");
     pipeline.flag("--draw", o.draw,

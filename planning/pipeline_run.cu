@@ -1,0 +1,165 @@
+// pipeline_run.cu: what a run did beside what its schedule says: the spans of its actions out of a trace, the simulation
+// with the times that they took, and the account.
+#include "planning/planning.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+
+namespace {
+
+double mean(const std::vector<double>& numbers) {
+    return numbers.empty() ? 0
+                           : std::accumulate(numbers.begin(), numbers.end(), 0.0) / static_cast<double>(numbers.size());
+}
+
+double first_start(const std::vector<std::vector<Span>>& ranks) {
+    double first = 0;
+    bool any = false;
+    for (const std::vector<Span>& spans : ranks)
+        for (const Span& span : spans) first = any ? std::min(first, span.start) : span.start, any = true;
+    return first;
+}
+
+void begin_at_zero(std::vector<std::vector<Span>>& ranks) {
+    const double first = first_start(ranks);
+    for (std::vector<Span>& spans : ranks)
+        for (Span& span : spans) span.start -= first, span.end -= first;
+}
+
+// How long a message takes, where its receiver has waited for it: the median.
+double message_time(const PipelineSchedule& s, const std::vector<std::vector<Span>>& ranks) {
+    std::map<std::string, std::pair<int, double>> ends;  // action -> rank, end
+    for (int rank = 0; rank < s.p; ++rank)
+        for (const Span& span : ranks[static_cast<size_t>(rank)]) ends[action_text(span.action)] = {rank, span.end};
+    std::vector<double> times;
+    for (int rank = 0; rank < s.p; ++rank) {
+        double free = 0;  // since when the rank waits
+        for (const Span& span : ranks[static_cast<size_t>(rank)]) {
+            const Action& a = span.action;
+            const bool waits = a.what == Do::forward || a.what == Do::backward || a.what == Do::backward_input;
+            const int before = a.what == Do::forward ? a.stage - 1 : a.stage + 1;
+            const auto from = ends.find(action_text({a.what, a.micro, before}));
+            if (waits && from != ends.end() && from->second.first != rank && from->second.second > free)
+                times.push_back(span.start - from->second.second);
+            free = span.end;
+        }
+    }
+    std::ranges::sort(times);
+    return times.empty() ? 0 : std::max(0.0, times[times.size() / 2]);
+}
+
+// Of the simulation, the actions that were measured.
+std::vector<std::vector<Span>> those_measured(const Simulation& simulation,
+                                              const std::vector<std::vector<Span>>& measured) {
+    std::vector<std::vector<Span>> predicted(measured.size());
+    for (size_t rank = 0; rank < measured.size(); ++rank)
+        for (const Span& span : simulation.ranks[rank])
+            if (std::ranges::any_of(measured[rank], [&](const Span& m) { return m.action == span.action; }))
+                predicted[rank].push_back(span);
+    begin_at_zero(predicted);
+    return predicted;
+}
+
+double end_of(const std::vector<std::vector<Span>>& ranks) {
+    double end = 0;
+    for (const std::vector<Span>& spans : ranks)
+        if (!spans.empty()) end = std::max(end, spans.back().end);
+    return end;
+}
+
+}  // namespace
+
+std::vector<std::vector<Span>> traced_spans(const std::vector<TraceEvent>& events, const PipelineSchedule& s,
+                                            const std::vector<int>& world_ranks) {
+    check(world_ranks.size() == static_cast<size_t>(s.p), "the trace of a pipeline of ", s.p, " ranks, for ",
+          world_ranks.size());
+    std::vector<std::vector<Span>> ranks(world_ranks.size());
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+        std::map<std::string, Action> known;
+        for (const Action& a : s.ranks[rank])
+            if (computes(a.what) || a.what == Do::update) known[action_text(a)] = a;
+        std::vector<const TraceEvent*> its;
+        for (const TraceEvent& e : events)
+            if (e.kind == TraceEvent::computing && e.rank == world_ranks[rank]) its.push_back(&e);
+        std::ranges::stable_sort(its, {}, [](const TraceEvent* e) { return e->start; });
+        bool inside = false;
+        for (const TraceEvent* e : its) {
+            const auto action = known.find(e->what);
+            if (action != known.end()) {
+                ranks[rank].push_back({action->second, e->start, e->end});
+                inside = true;
+            } else if (inside && e->start <= ranks[rank].back().end) {
+                ranks[rank].back().end = e->end;  // a part of it: "forward of block 3"
+            } else {
+                inside = false;
+            }
+        }
+    }
+    begin_at_zero(ranks);
+    return ranks;
+}
+
+Times measured_times(const PipelineSchedule& s, const std::vector<std::vector<Span>>& measured) {
+    std::vector<std::map<Do, std::vector<double>>> of_stage(static_cast<size_t>(s.n_stages));
+    std::vector<double> updates;
+    for (const std::vector<Span>& spans : measured)
+        for (const Span& span : spans) {
+            if (!computes(span.action.what)) updates.push_back(span.end - span.start);
+            else of_stage[static_cast<size_t>(span.action.stage)][span.action.what].push_back(span.end - span.start);
+        }
+    Times times;
+    times.stages.clear();
+    for (auto& durations : of_stage) {
+        StageTimes t{mean(durations[Do::forward]), mean(durations[Do::backward_input]),
+                     mean(durations[Do::backward_weight])};
+        const double both =
+            mean(durations[Do::backward]);  // its parts are not known: as those done apart, or all by input
+        if (durations[Do::backward_input].empty()) t.backward_input = both - t.backward_weight;
+        times.stages.push_back(t);
+    }
+    times.update = mean(updates);
+    times.message = message_time(s, measured);
+    return times;
+}
+
+ComparedPipeline compare_pipeline(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& measured) {
+    ComparedPipeline both{schedule, measured_times(schedule, measured), {}, measured};
+    both.predicted = those_measured(simulate(schedule, both.times), measured);
+    return both;
+}
+
+void write_pipeline_picture(const std::string& folder, const ComparedPipeline& both) {
+    const PipelineSchedule& s = both.schedule;
+    const auto panel = [&](const char* what, const std::vector<std::vector<Span>>& ranks) {
+        return PipelinePanel{
+            .title = concat(s.name, ", ", s.p, " ranks, ", s.m, " micro-batches: ", what),
+            .subtitle = concat(human_seconds(end_of(ranks)), ", ", panel_subtitle(s, bubble_of(ranks))),
+            .schedule = &s,
+            .ranks = &ranks,
+            .seconds = true};
+    };
+    const std::vector<PipelinePanel> panels = {panel("predicted from the mean times of its actions", both.predicted),
+                                               panel("measured", both.measured)};
+    write_pipeline_panels(folder + "/pipeline.png", panels);
+    write_pipeline_trace(folder + "/pipeline.json", panels);
+    std::printf("pipeline %s/pipeline.png: predicted and measured; and %s/pipeline.json for ui.perfetto.dev\n",
+                folder.c_str(), folder.c_str());
+}
+
+void print_pipeline_account(const ComparedPipeline& both, const std::vector<PipelineTraffic>& planned,
+                            const std::vector<PipelineTraffic>& measured) {
+    const PipelineSchedule& s = both.schedule;
+    std::printf("pipeline %s p %d m %d: bubble %.4f predicted, %.4f measured; %s predicted, %s measured\n",
+                s.name.c_str(), s.p, s.m, bubble_of(both.predicted), bubble_of(both.measured),
+                human_seconds(end_of(both.predicted)).c_str(), human_seconds(end_of(both.measured)).c_str());
+    std::printf("  %4s %17s %15s %10s %6s %16s %14s\n", "rank", "activations plan", "taken", "messages", "sent",
+                "bytes planned", "sent");
+    for (size_t rank = 0; rank < planned.size(); ++rank) {
+        const PipelineTraffic &p = planned[rank], &m = measured[rank];
+        std::printf("  %4zu %17lld %15lld %10lld %6lld %16lld %14lld\n", rank, static_cast<long long>(p.activations),
+                    static_cast<long long>(m.activations), static_cast<long long>(p.messages),
+                    static_cast<long long>(m.messages), static_cast<long long>(p.bytes),
+                    static_cast<long long>(m.bytes));
+    }
+}
