@@ -2,9 +2,10 @@
 //
 //   run:   build/cpu/run_tests -# "[#test_pipeline_schedules]"
 #include <algorithm>
-#include <numeric>
+#include <random>
 
 #include "parallel/pipeline/pipeline.h"
+#include "pipeline_toy.h"
 #include "test.h"
 
 namespace {
@@ -188,4 +189,142 @@ TEST_CASE("forwards alone are without a bubble behind the first stages'", "[pipe
                 CHECK(simulate(forwards, {}).end <= m * forwards.n_stages);
                 for (int rank = 0; rank < p; ++rank) CHECK(alive(forwards, rank).in_all <= 1);
             }
+}
+
+namespace {
+
+// Changes a table at random, in one place; undone by giving back what it was.
+class Mutation {
+  public:
+    explicit Mutation(std::mt19937_64& random) : random_(random) {}
+
+    std::string apply(PipelineSchedule& s) {
+        const int rank = below(s.p);
+        std::vector<Action>& actions = s.ranks[static_cast<size_t>(rank)];
+        const int i = below(static_cast<int>(actions.size()));
+        Action& a = actions[static_cast<size_t>(i)];
+        const std::string what = concat(" rank ", rank, ", action ", i, " (", action_text(a), ")");
+        const auto at = [&](int place) { return actions.begin() + place; };
+        // Half of the places are near: those are the changes that a valid table may allow.
+        const int n = static_cast<int>(actions.size()), near = std::clamp(i - 4 + below(9), 0, n - 1),
+                  there = below(2) ? near : below(n);
+        switch (below(9)) {
+            case 0: std::swap(a, actions[static_cast<size_t>(there)]); return concat("swap with ", there, what);
+            case 1: actions.erase(at(i)); return "delete" + what;
+            case 2: actions.insert(at(there), Action(a)); return concat("twice, also at ", there, what);
+            case 3: a.micro += other(s.m, a.micro); return "micro-batch" + what;
+            case 4: a.stage += other(s.n_stages, a.stage); return "stage" + what;
+            case 5: a.version += below(2) ? 1 : -1; return "version" + what;
+            case 6: a.peer += other(s.p, a.peer); return "peer" + what;
+            case 7: return move(actions, i, there) + what;
+            default: return below(2) ? kind(a) + what : versions(s, rank);
+        }
+    }
+
+  private:
+    int below(int n) { return static_cast<int>(random_() % static_cast<uint64_t>(n)); }
+    // To another number: mostly one of 0 to n - 1, now and then one outside.
+    int other(int n, int now) {
+        const int wanted = below(n + 2) - 1;
+        return wanted == now ? 1 : wanted - now;
+    }
+    std::string move(std::vector<Action>& actions, int from, int to) {
+        const auto first = actions.begin() + std::min(from, to), last = actions.begin() + std::max(from, to) + 1;
+        std::rotate(first, from < to ? first + 1 : last - 1, last);
+        return concat("move to ", to);
+    }
+    std::string kind(Action& a) {
+        a.what = static_cast<Do>((static_cast<int>(a.what) + 1 + below(9)) % 10);
+        return "kind";
+    }
+    std::string versions(PipelineSchedule& s, int rank) {
+        s.versions[static_cast<size_t>(rank)] += below(2) ? 1 : -1;
+        return concat("versions of rank ", rank);
+    }
+    std::mt19937_64& random_;
+};
+
+std::vector<PipelineSchedule> tables_to_change() {
+    std::vector<PipelineSchedule> tables;
+    for (const std::string& name : schedule_names_of_pipelines())
+        for (const auto& [p, m] : {std::pair{2, 6}, {4, 4}, {3, 6}, {4, 8}}) {
+            if (name == "dualpipe" && p % 2 == 1) continue;
+            ScheduleOptions o = options_of(name, p, m);
+            o.per_update = m / 2 >= p ? m / 2 : m;
+            for (const bool vertical : {false, true}) {
+                o.vertical_sync = vertical;
+                if (!vertical || name == "pipedream") tables.push_back(make_schedule(o));
+            }
+        }
+    return tables;
+}
+
+}  // namespace
+
+TEST_CASE("a changed table is refused with a reason, or gives the same numbers", "[pipeline]") {
+    // Every reason has to be met.
+    std::map<std::string, int> reasons;
+    for (const char* reason : {"no such kind",
+                               "there are stages",
+                               "there are micro-batches",
+                               "is on rank",
+                               "not on another rank",
+                               "the other end of this message is rank",
+                               "it is no message",
+                               "does not split",
+                               "has no updates",
+                               "it is there twice",
+                               "does not have the action",
+                               "the whole backward is there",
+                               "which comes later",
+                               "in the order of the micro-batches",
+                               "the next version",
+                               "the last micro-batch of this update",
+                               "it needs the gradients",
+                               "has no update for",
+                               "is not there yet",
+                               "is gone",
+                               "its forward used",
+                               "name a version",
+                               "sends another message first",
+                               "a deadlock",
+                               "versions of its weights"})
+        reasons[reason] = 0;
+    std::vector<PipelineSchedule> tables = tables_to_change();
+    std::vector<ToyResult> expected;
+    for (const PipelineSchedule& table : tables) {
+        expected.push_back(execute_toy(table));
+        INFO(table.name);
+        REQUIRE(expected.back().stuck == "");
+    }
+    std::mt19937_64 random(16);
+    Mutation mutation(random);
+    int accepted = 0;
+    for (int i = 0; i < 100'000; ++i) {
+        const auto which = static_cast<size_t>(i) % tables.size();
+        PipelineSchedule changed = tables[which];
+        const std::string change = mutation.apply(changed);
+        std::string refused;
+        try {
+            check_schedule(changed);
+        } catch (const Error& error) {
+            refused = error.what();
+        }
+        if (refused.empty()) {
+            ++accepted;
+            const ToyResult result = execute_toy(changed);
+            if (result == expected[which]) continue;
+            FAIL(changed.name << " p " << changed.p << " m " << changed.m << ", " << change << ": " << result.stuck);
+        }
+        const auto reason =
+            std::ranges::find_if(reasons, [&](const auto& r) { return refused.find(r.first) != std::string::npos; });
+        if (reason == reasons.end() || !refused.starts_with("schedule " + changed.name + ": "))
+            FAIL(change << ": " << refused);
+        ++reason->second;
+    }
+    CHECK(accepted > 5000);
+    for (const auto& [reason, count] : reasons) {
+        INFO(reason);
+        CHECK(count > 0);
+    }
 }
