@@ -156,7 +156,7 @@ Residual wanted_rows(const Pass& p, const Residual& x) {
 void apply_head_backward(const Pass& p, Tensor dx) {
     const Workspace& ws = p.workspace;
     head_linear_backward_input(p.model, p.acts, ws.dnorm, p.stream);
-    head_linear_backward_weight(p.model, p.acts, p.acts.final_norm.out, ws.scratch, p.stream);
+    head_linear_backward_weight(p.model, p.acts, p.acts.final_norm.out, ws, p.stream);
     norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws, p.stream);
 }
 
@@ -189,8 +189,6 @@ void visit_backward(const Pass& p, const Visit& visit, Tensor dx, Residual& x) {
     if (visit.work == Work::backward_embedding) embed_tokens_backward(p, dx);
     end_visit(p.model, visit, p.stream);
 }
-
-bool is_block_in(const Visit& visit, int64_t first, int64_t last) { return first <= visit.block && visit.block < last; }
 
 }  // namespace
 
@@ -234,20 +232,23 @@ void backward(const Model& model, Activations& acts, const Workspace& workspace,
 // ---------------------------------------------------------------------------------------------------------------------
 // Parts of it
 
-void embed_forward(const Model& model, Activations& acts, Tensor out, cudaStream_t stream) {
-    embed_tokens({model, acts, {}, stream}, out);
+void embed_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor out, cudaStream_t stream) {
+    embed_tokens({model, acts, workspace, stream}, out);
 }
 void embed_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor dout,
                     cudaStream_t stream) {
-    embed_tokens_backward({model, acts, workspace, stream}, dout);
+    if (!workspace.later) return embed_tokens_backward({model, acts, workspace, stream}, dout);
+    workspace.later->push([&model, &acts, dout](const Workspace& at_run, cudaStream_t its_stream) {
+        embed_tokens_backward({model, acts, at_run, its_stream}, dout);
+    });
 }
 
 void forward_blocks(const Model& model, Activations& acts, const Workspace& workspace, int64_t first, int64_t last,
-                    Tensor in, Tensor out, cudaStream_t stream) {
+                    Tensor in, Tensor out, cudaStream_t stream, bool training) {
+    acts.training = training;
     const Pass pass{model, acts, workspace, stream};
     Residual x{in, {}};
-    for (const Visit& visit : forward_visits(model))
-        if (is_block_in(visit, first, last)) visit_forward(pass, visit, x);
+    for (const Visit& visit : chunk_forward_visits(first, last)) visit_forward(pass, visit, x);
     if (x.branch) residual_add(out, x.sum, x.branch, stream);
     else copy_tensor(out, in, stream);
 }
@@ -257,12 +258,11 @@ void backward_blocks(const Model& model, Activations& acts, const Workspace& wor
     const Pass pass{model, acts, workspace, stream};
     copy_tensor(din, dout, stream);
     Residual x;
-    for (const Visit& visit : backward_visits(model, acts.recompute))
-        if (is_block_in(visit, first, last)) visit_backward(pass, visit, din, x);
+    for (const Visit& visit : chunk_backward_visits(first, last, acts.recompute)) visit_backward(pass, visit, din, x);
 }
 
-void head_forward(const Model& model, Activations& acts, Tensor in, cudaStream_t stream) {
-    apply_head({model, acts, {}, stream}, {in, {}});
+void head_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor in, cudaStream_t stream) {
+    apply_head({model, acts, workspace, stream}, {in, {}});
 }
 void head_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor din, cudaStream_t stream) {
     apply_head_backward({model, acts, workspace, stream}, din);

@@ -19,18 +19,23 @@ void backward(const Model& model, Activations& acts, const Workspace& workspace,
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The same in parts, for stages that have some of the blocks. The residual stream between them is a tensor (N, C) of
-// the model's dtype, of which a stage gets `in` and gives `out`; its gradient goes the other way.
+// the model's dtype (with sequence parallelism this rank's rows, with 2D to 3D its rows and columns), of which a stage
+// gets `in` and gives `out`; its gradient goes the other way. Weight gradients are computed at once, or queued where the
+// workspace has a queue. Weights are waited for; that gradients are complete, the caller tells data parallelism.
 
-// acts.tokens -> out (may be acts.embedded).
-void embed_forward(const Model& model, Activations& acts, Tensor out, cudaStream_t stream);
+// acts.tokens -> out (may be acts.embedded). Backward: where it is queued, dout and acts must stay until then.
+void embed_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor out, cudaStream_t stream);
 void embed_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor dout,
                     cudaStream_t stream);
-// Blocks [first, last).
+// Blocks [first, last) of the model's. Nothing is copied where `in` is the first block's saved input
+// (InFlight::take_chunk). training: as in forward().
 void forward_blocks(const Model& model, Activations& acts, const Workspace& workspace, int64_t first, int64_t last,
-                    Tensor in, Tensor out, cudaStream_t stream);
-// dout -> din; din may be dout.
+                    Tensor in, Tensor out, cudaStream_t stream, bool training = true);
+// dout -> din; in place where din is dout. With recomputation the forward of all these blocks is run again, from the
+// inputs that acts keeps.
 void backward_blocks(const Model& model, Activations& acts, const Workspace& workspace, int64_t first, int64_t last,
                      Tensor din, Tensor dout, cudaStream_t stream);
-// Final norm and head: in -> acts.logits. Backward: acts.logits, which hold their gradient -> din.
-void head_forward(const Model& model, Activations& acts, Tensor in, cudaStream_t stream);
+// Final norm and head: in -> acts.logits; nothing is copied where `in` is acts.final_norm.sum. Backward: acts.logits,
+// which hold their gradient -> din. Where weight gradients are queued, acts.logits and acts.final_norm.out must stay.
+void head_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor in, cudaStream_t stream);
 void head_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor din, cudaStream_t stream);

@@ -19,6 +19,8 @@ NormSaved take_norm(const Model& model, SavedTaker& take, Tensor sum, Tensor out
     return saved;
 }
 
+}  // namespace
+
 BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
     const Config& c = model.local;
     BlockSaved saved;
@@ -31,6 +33,30 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
     model.feed_forward->take_saved(take, model.local, saved.feed_forward);
     return saved;
 }
+
+void take_tokens(const Model& model, Activations& acts, int64_t all_tokens, Arena& arena) {
+    const int64_t N = acts.B * acts.T;
+    acts.tokens = arena.take("tokens", DType::i32, {all_tokens / acts.T, acts.T});
+    acts.targets = arena.take("tokens", DType::i32, {N});
+    if (model.layout.size > 1) acts.local_tokens = arena.take("tokens", DType::i32, {all_tokens / acts.T, acts.T});
+}
+
+void take_losses(const Model& model, Activations& acts, Arena& arena) {
+    const int64_t N = acts.B * acts.T;
+    acts.losses = arena.take("losses", DType::f32, {N});
+    if (model.layout.size == 1) return;
+    acts.max = arena.take("losses", DType::f32, {N}), acts.all_max = arena.take("losses", DType::f32, {N});
+    acts.sums = arena.take("losses", DType::f32, {N, 2});
+}
+
+void take_head(const Model& model, Activations& acts, int64_t rows, int64_t n_logits, Tensor sum, Arena& arena) {
+    const DType dtype = model.precision.dtype;
+    SavedTaker take(arena, dtype, 1, n_logits, rows, false);  // there is one final norm: nothing to share
+    acts.final_norm = take_norm(model, take, sum, take.keep_rows("norms", model.local.C));
+    acts.logits = arena.take("logits", dtype, {n_logits, vocabulary_rows(model.local, model.layout)});
+}
+
+namespace {
 
 // The activations of L blocks. Blocks l, l + n, l + 2 n, ... share one set of tensors, but for the input of each n
 // blocks, from which their forward can be run again (recompute.cu). n = 1 without inputs is what a forward without a
@@ -65,20 +91,12 @@ Activations take(const Model& model, int64_t B, int64_t T, int64_t rows, int64_t
     acts.B = B, acts.T = T;
     acts.divided_rows = rows < N;
     acts.recompute = recompute;
-    acts.tokens = arena.take("tokens", DType::i32, {all_tokens / T, T});
-    acts.targets = arena.take("tokens", DType::i32, {N});
+    take_tokens(model, acts, all_tokens, arena);
     acts.embedded = arena.take("residual stream", dtype, {rows, c.C});
-    acts.losses = arena.take("losses", DType::f32, {N});
+    take_losses(model, acts, arena);
     take_blocks(model, acts, n, keep_inputs, arena);
     const int64_t final_rows = acts.divided_rows ? rows : n_logits;
-    SavedTaker final_norm(arena, dtype, 1, n_logits, final_rows, false);  // there is one final norm: nothing to share
-    const Tensor sum = final_norm.keep_rows("residual stream", c.C);
-    acts.final_norm = take_norm(model, final_norm, sum, final_norm.keep_rows("norms", c.C));
-    acts.logits = arena.take("logits", dtype, {n_logits, vocabulary_rows(c, model.layout)});
-    if (model.layout.size == 1) return acts;
-    acts.local_tokens = arena.take("tokens", DType::i32, {all_tokens / T, T});
-    acts.max = arena.take("losses", DType::f32, {N}), acts.all_max = arena.take("losses", DType::f32, {N});
-    acts.sums = arena.take("losses", DType::f32, {N, 2});
+    take_head(model, acts, final_rows, n_logits, arena.take("residual stream", dtype, {final_rows, c.C}), arena);
     return acts;
 }
 
@@ -92,6 +110,8 @@ int64_t linear_scratch_n(const Model& model, int64_t N, bool training) {
     }
     return n;
 }
+
+}  // namespace
 
 // Rows of the residual stream on this rank, of a training step.
 int64_t rows_of_rank(const Model& model, int64_t N) {
@@ -109,8 +129,6 @@ int64_t sequences_of_rank(const Model& model, int64_t B) {
           " sequences of a micro-batch (--micro-batch) cannot be divided by ", parts, ": use a multiple of ", parts);
     return B / parts;
 }
-
-}  // namespace
 
 Activations take_activations(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena) {
     const int64_t L = model.n_blocks(), its_B = sequences_of_rank(model, B);

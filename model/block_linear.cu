@@ -5,7 +5,9 @@
 //   backward_weight   dW += dout^T inp, dbias          nobody waits for it before the update: it may come later
 //
 // A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be
-// idle. WeightGradients is the queue for that: what an entry needs is kept until run().
+// idle. WeightGradients is the queue for that: what an entry needs is kept until run(). With tensor parallelism the ranks
+// compute it together then, with one exception: 1D has gathered all rows of the gradient for a layer that writes the
+// stream, and those are kept.
 #include "model/sublayer.h"
 
 namespace {
@@ -42,9 +44,9 @@ void own_backward_weight(const Linear& linear, Tensor dout, Tensor inp, Tensor s
 // product of this rank alone.
 struct Crossed {
     const Model& model;
-    const Activations& acts;
+    const bool divided_rows;  // Activations'
     const Linear& linear;
-    cudaStream_t stream;
+    const cudaStream_t stream;
 
     bool is_alone() const { return !model.tensor_parallel || linear.crossing == Crossing::inside; }
     bool enters() const { return linear.crossing == Crossing::enters; }
@@ -57,14 +59,14 @@ struct Crossed {
         else if (geometry() && whole_rows)
             geometry()->forward_whole_rows(out, inp, linear.weight, bias, linear.crossing, stream);
         else if (geometry()) geometry()->forward(out, inp, linear.weight, bias, linear.crossing, stream);
-        else if (enters()) one_d().enter(out, inp, acts.divided_rows, own, stream);
-        else one_d().leave(out, inp, acts.divided_rows, own, stream);
+        else if (enters()) one_d().enter(out, inp, divided_rows, own, stream);
+        else one_d().leave(out, inp, divided_rows, own, stream);
     }
     void backward_input(Tensor dinp, Tensor dout, const OneD::Product& own) const {
         if (is_alone()) own(dinp, dout);
         else if (geometry()) geometry()->backward_input(dinp, dout, linear.weight, linear.crossing, stream);
-        else if (enters()) one_d().enter_backward_input(dinp, dout, acts.divided_rows, own, stream);
-        else one_d().leave_backward_input(dinp, dout, acts.divided_rows, own, stream);
+        else if (enters()) one_d().enter_backward_input(dinp, dout, divided_rows, own, stream);
+        else one_d().leave_backward_input(dinp, dout, divided_rows, own, stream);
     }
     void backward_weight(Tensor dout, Tensor inp, Tensor scaled_by, Tensor scratch) const {
         const auto own = [&](Tensor all_dout, Tensor all_inp) {
@@ -76,8 +78,31 @@ struct Crossed {
             if (linear.dbias) column_sum(linear.dbias, dout, scratch, stream);
         } else if (enters())
             one_d().enter_backward_weight(
-                inp, acts.divided_rows, [&](Tensor all) { own(dout, all); }, stream);
-        else one_d().leave_backward_weight(dout, acts.divided_rows, [&](Tensor all) { own(all, inp); });
+                inp, divided_rows, [&](Tensor all) { own(dout, all); }, stream);
+        else one_d().leave_backward_weight(dout, divided_rows, [&](Tensor all) { own(all, inp); });
+    }
+    bool is_one_d() const { return !is_alone() && !geometry(); }
+    // dout of the layer that reads the stream: what it has given to the stream is there after this call.
+    void finish_backward_input() const {
+        if (is_one_d() && enters()) one_d().finish_backward_input(divided_rows, stream);
+    }
+    // The same later, from a dout that stays until then.
+    WeightGradients::Compute later(Tensor dout, Tensor inp, Tensor scaled_by) const {
+        return [&model = model, divided = divided_rows, &linear = linear, dout, inp, scaled_by](
+                   const Workspace& workspace, cudaStream_t at_run) {
+            Crossed{model, divided, linear, at_run}.backward_weight(dout, inp, scaled_by, workspace.scratch);
+        };
+    }
+    // A layer of a block: dout is copied.
+    void push(Tensor dout, Tensor inp, Tensor scaled_by, WeightGradients& queue) const {
+        finish_backward_input();
+        if (!is_one_d() || enters()) return queue.push(later(queue.keep(dout, stream), inp, scaled_by));
+        one_d().leave_backward_weight(dout, divided_rows, [&](Tensor all) {
+            const Tensor kept = queue.keep(all, stream);
+            queue.push([&linear = linear, kept, inp, scaled_by](const Workspace& workspace, cudaStream_t at_run) {
+                own_backward_weight(linear, kept, inp, scaled_by, workspace.scratch, at_run);
+            });
+        });
     }
 };
 
@@ -93,7 +118,7 @@ void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor ou
                                b.workspace.scratch, b.stream, amax);
         } else (has_cache(b) ? step_forward : linear_forward)(to, from, linear.weight, bias, b.stream);
     };
-    Crossed{b.model, b.acts, linear, b.stream}.forward(out, inp, bias, has_cache(b), own);
+    Crossed{b.model, b.acts.divided_rows, linear, b.stream}.forward(out, inp, bias, has_cache(b), own);
 }
 
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout) {
@@ -103,20 +128,19 @@ void block_linear_backward_input(const BlockContext& b, const Linear& linear, Te
         fp8_linear_backward_input(to, scaled_by(b, linear), from, linear.fp8, false, linear.fp8_state,
                                   b.workspace.scratch, b.stream, amax);
     };
-    Crossed{b.model, b.acts, linear, b.stream}.backward_input(dinp, dout, own);
+    Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dinp, dout, own);
 }
 
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {
     const Tensor scales = b.saved.fp8 ? scaled_by(b, linear) : Tensor{};
-    const Crossed crossed{b.model, b.acts, linear, b.stream};
-    if (!b.workspace.later) return crossed.backward_weight(dout, inp, scales, b.workspace.scratch);
-    check(crossed.is_alone(), "weight gradients for later: not of layers that ranks divide");
-    b.workspace.later->push(linear, dout, inp, scales, b.stream);
+    const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream};
+    if (b.workspace.later) crossed.push(dout, inp, scales, *b.workspace.later);
+    else crossed.backward_weight(dout, inp, scales, b.workspace.scratch);
 }
 
 void prefetch_rows(const BlockContext& b, Tensor inp) {
     TensorParallel* const ranks = b.model.tensor_parallel;
-    if (ranks && !ranks->geometry()) ranks->one_d().prefetch(inp, b.acts.divided_rows, b.stream);
+    if (ranks && !ranks->geometry() && !b.workspace.later) ranks->one_d().prefetch(inp, b.acts.divided_rows, b.stream);
 }
 
 void head_linear_forward(const Model& model, const Activations& acts, Tensor inp, cudaStream_t stream) {
@@ -124,39 +148,73 @@ void head_linear_forward(const Model& model, const Activations& acts, Tensor inp
     const auto own = [&](Tensor to, Tensor from) {
         (is_step ? step_forward : linear_forward)(to, from, model.head.weight, {}, stream);
     };
-    Crossed{model, acts, model.head, stream}.forward(acts.logits, inp, {}, is_step, own);
+    Crossed{model, acts.divided_rows, model.head, stream}.forward(acts.logits, inp, {}, is_step, own);
 }
 void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, cudaStream_t stream) {
     const auto own = [&](Tensor to, Tensor from) { linear_backward_input(to, from, model.head.weight, false, stream); };
-    Crossed{model, acts, model.head, stream}.backward_input(dinp, acts.logits, own);
+    Crossed{model, acts.divided_rows, model.head, stream}.backward_input(dinp, acts.logits, own);
 }
-void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, Tensor scratch,
+void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, const Workspace& workspace,
                                  cudaStream_t stream) {
-    Crossed{model, acts, model.head, stream}.backward_weight(acts.logits, inp, {}, scratch);
+    const Crossed crossed{model, acts.divided_rows, model.head, stream};
+    if (!workspace.later) return crossed.backward_weight(acts.logits, inp, {}, workspace.scratch);
+    crossed.finish_backward_input();
+    workspace.later->push(crossed.later(acts.logits, inp, {}));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-void WeightGradients::take_memory(const Model& model, int64_t B, int64_t T, int64_t micro_batches, Arena& arena) {
-    int64_t bytes = 0;  // every output gradient begins on 256 bytes, as vector loads and the products want it
-    for (const auto& [inputs, outputs] : block_linear_shapes(model.config))
-        bytes += round_up(B * T * outputs * static_cast<int64_t>(dtype_bytes(model.precision.dtype)), 256);
-    memory_ = arena.take("output gradients for later", DType::i32, {micro_batches * model.n_blocks() * bytes / 4});
-}
+// Every output gradient begins on 256 bytes, as vector loads and the products want it.
+static int64_t piece_of(const Tensor& dout) { return round_up(static_cast<int64_t>(dout.bytes()), 256); }
 
-void WeightGradients::push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream) {
-    const int64_t bytes = round_up(static_cast<int64_t>(dout.bytes()), 256);
-    check(used_ + bytes <= static_cast<int64_t>(memory_.bytes()), "weight gradients for later: their memory of ",
-          memory_.bytes(), " bytes is full: call run(), or take memory for more micro-batches");
-    Tensor kept = dout;  // the workspace's tensor is written again by the next block
-    kept.data = static_cast<char*>(memory_.data) + used_;
-    cudaCheck(cudaMemcpyAsync(kept.data, dout.data, dout.bytes(), cudaMemcpyDeviceToDevice, stream));
-    used_ += bytes;
-    entries_.push_back({&linear, kept, inp, scaled_by});
-}
-
-void WeightGradients::run(Tensor scratch, cudaStream_t stream) {
-    for (const Entry& e : entries_) own_backward_weight(*e.linear, e.dout, e.inp, e.scaled_by, scratch, stream);
+void WeightGradients::take_memory(const Model& model, int64_t B, int64_t T, int64_t blocks, Arena& arena) {
+    const int64_t N = sequences_of_rank(model, B) * T;
+    int64_t bytes = 0;
+    Block block = model.blocks[0];
+    for (const Linear* linear : linears(block))
+        bytes += piece_of(make_tensor(nullptr, model.precision.dtype, {N, linear->weight.rows()}));
+    memory_ = arena.take("output gradients for later", DType::i32, {blocks, bytes / 4});
     entries_.clear();
-    used_ = 0;
+    free_.clear();
+    for (int64_t i = blocks; i-- > 0;) free_.push_back(i);
+    now_ = nullptr;
+    most_ = 0;
+}
+
+void WeightGradients::begin(int64_t micro, int64_t chunk) {
+    const auto [at, is_new] = entries_.insert({{micro, chunk}, {}});
+    check(is_new, "weight gradients for later: those of micro-batch ", micro, ", chunk ", chunk, " are still there");
+    now_ = &at->second;
+}
+
+Tensor WeightGradients::keep(Tensor dout, cudaStream_t stream) {
+    const int64_t bytes = piece_of(dout), piece_bytes = memory_.shape[1] * 4;
+    check(now_ != nullptr, "weight gradients for later: call begin() first");
+    if (now_->pieces.empty() || now_->used + bytes > piece_bytes) {
+        check(!free_.empty(), "weight gradients for later: the memory for ", memory_.shape[0],
+              " blocks is full: call run(), or take memory for more");
+        now_->pieces.push_back(free_.back());
+        free_.pop_back();
+        now_->used = 0;
+        most_ = std::max(most_, memory_.shape[0] - std::ssize(free_));
+    }
+    Tensor kept = dout;
+    kept.data = static_cast<char*>(memory_.data) + now_->pieces.back() * piece_bytes + now_->used;
+    copy_tensor(kept, dout, stream);
+    now_->used += bytes;
+    return kept;
+}
+
+void WeightGradients::push(const Compute& compute) {
+    check(now_ != nullptr, "weight gradients for later: call begin() first");
+    now_->computes.push_back(compute);
+}
+
+void WeightGradients::run(int64_t micro, int64_t chunk, const Workspace& workspace, cudaStream_t stream) {
+    const auto at = entries_.find({micro, chunk});
+    check(at != entries_.end(), "weight gradients for later: there are none of micro-batch ", micro, ", chunk ", chunk);
+    for (const Compute& compute : at->second.computes) compute(workspace, stream);
+    for (size_t i = at->second.pieces.size(); i-- > 0;) free_.push_back(at->second.pieces[i]);
+    if (now_ == &at->second) now_ = nullptr;
+    entries_.erase(at);
 }

@@ -9,6 +9,7 @@
 //     norm.cu            LayerNorm or RMSNorm, and the addition to the residual stream
 //     block_linear.cu    the linear layer of a block: 16 bits or fp8; weight gradients that are computed later
 //     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
+//     in_flight.cu       the same for a rank of a pipeline: pools that many micro-batches take their memory from
 //     recompute.cu       what is not kept, but computed again
 //     visits.cu          which units a step visits in which order
 //     cached_step.cu     what a step of inference works with: the pools of the cache, and its activations
@@ -27,6 +28,8 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <map>
 #include <optional>
 #include <set>
 
@@ -266,6 +269,10 @@ struct Recompute {
 Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number
 
 std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute);
+// Of blocks [first, last) alone, for a pipeline: of several chunks and micro-batches that take turns, so that nothing is
+// still there from the forward that is to be computed again. When gradients begin and end says the schedule.
+std::vector<Visit> chunk_forward_visits(int64_t first, int64_t last);
+std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Recompute& recompute);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // activations.cu: what a micro-batch keeps from its forward to its backward (Activations), and scratch that all
@@ -286,7 +293,7 @@ struct BlockSaved {
     Tensor cache, cache_scales;  // of a step of inference: the layer's pool (PagedStep), and with e4m3 its scales
 };
 struct Activations {
-    int64_t B = 0, T = 0;
+    int64_t B = 0, T = 0;  // sequences of this rank, tokens of each
     bool divided_rows =
         false;  // sequence parallelism: (N, C) below are this rank's rows; sub-layers and logits have all
     Recompute recompute;
@@ -330,7 +337,7 @@ struct Workspace {
     // The columns of rows are divided (2D, 2.5D, 3D): norms' numbers of a row, (N, 2) f32, of this rank and of all.
     Tensor norm_parts, all_norm_parts;
     Tensor position_rows, no_tokens;   // likewise, GPT-2: rows of the positions' embedding (N, C), and N times -1
-    WeightGradients* later = nullptr;  // if set: the blocks' weight gradients are queued there
+    WeightGradients* later = nullptr;  // if set: weight gradients are queued there
 };
 // training: with what a backward needs. For micro-batches of B x T tokens, whatever their number.
 Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training, Arena& arena);
@@ -342,26 +349,96 @@ struct Residual {
 };
 
 // Gradients of weights for later: a pipeline with a zero bubble computes them when its rank has nothing else to do.
-// Each entry keeps the gradient of its layer's output; the layer's input is kept by the activations, which must not be
-// computed again (Recompute: none), and must stay until run().
+// Of each linear layer of a block the gradient of its output is kept, in pieces of memory that serve any block; its input
+// is kept by the activations, which must not be computed again (Recompute: none). The head's and the embedding's gradients
+// lie where head_backward and embed_backward had them. All of that, and the model, must stay until run().
 class WeightGradients {
   public:
-    // Memory for `micro_batches` that are in flight at once.
-    void take_memory(const Model& model, int64_t B, int64_t T, int64_t micro_batches, Arena& arena);
-    void push(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, cudaStream_t stream);
-    // Computes what was queued, in the order of push: for each weight the order of the micro-batches, as without a
-    // queue.
-    void run(Tensor scratch, cudaStream_t stream);
+    // Memory for the most (micro-batch, block) pairs that are between their backward by input and by weight at once.
+    void take_memory(const Model& model, int64_t B, int64_t T, int64_t blocks, Arena& arena);
+    // What backward_blocks, head_backward and embed_backward leave from here on belongs to this chunk of this micro-batch.
+    void begin(int64_t micro, int64_t chunk);
+    // Computes that, and frees its memory: the bits are those of a backward at once, if for each weight run() is called
+    // in the order of the micro-batches. Tensor parallelism: on all ranks in the same order.
+    void run(int64_t micro, int64_t chunk, const Workspace& workspace, cudaStream_t stream);
+    bool is_empty() const { return entries_.empty(); }
+    int64_t most_blocks() const { return most_; }  // that have waited at once
+
+    // For layers: a copy of dout, whose memory is written again by the next block; and what to do later.
+    using Compute = std::function<void(const Workspace& workspace, cudaStream_t stream)>;
+    Tensor keep(Tensor dout, cudaStream_t stream);
+    void push(const Compute& compute);
 
   private:
     struct Entry {
-        const Linear* linear;
-        Tensor dout, inp, scaled_by;
+        std::vector<Compute> computes;
+        std::vector<int64_t> pieces = {};  // of memory_; the last one is filled up to `used` bytes
+        int64_t used = 0;
     };
-    std::vector<Entry> entries_;
-    Tensor memory_;  // bytes of output gradients, one after the other
-    int64_t used_ = 0;
+    std::map<std::pair<int64_t, int64_t>, Entry> entries_;  // by micro-batch and chunk
+    Entry* now_ = nullptr;
+    Tensor memory_;  // (pieces, bytes of the output gradients of a block / 4) i32
+    std::vector<int64_t> free_;
+    int64_t most_ = 0;
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// in_flight.cu: the activations of a rank of a pipeline. The forward of a chunk (consecutive blocks of the rank) takes
+// pieces of memory from pools, and the end of its backward gives them back. All pieces of a pool are equal, and serve any
+// block: so a schedule, which says what is alive when, says how many there must be.
+
+// How many pieces of each kind.
+struct Pieces {
+    int64_t sets = 0;    // all that a block keeps but its input
+    int64_t inputs = 0;  // (N, C): of a block that is not the first of its chunk
+    int64_t scales = 0;  // fp8: what the products of a block were scaled by
+    int64_t heads = 0;   // final norm, logits and losses
+    bool operator==(const Pieces&) const = default;
+};
+// Of a chunk of n blocks. With --recompute every N: the input of each N-th block, and no sets, because all chunks share
+// those of N blocks.
+Pieces chunk_pieces(const Precision& precision, const Recompute& recompute, int64_t n_blocks);
+// Bytes of one piece of each kind; and of what all chunks share, of which the largest has so many blocks.
+struct PieceBytes {
+    int64_t set, input, scales, head, shared;
+    int64_t of(const Pieces& n) const {
+        return n.sets * set + n.inputs * input + n.scales * scales + n.heads * head + shared;
+    }
+};
+PieceBytes piece_bytes(const Model& model, int64_t B, int64_t T, const Recompute& recompute, int64_t largest_chunk);
+
+class InFlight {
+  public:
+    // B, T: of a micro-batch. most: pieces that are taken at once.
+    void take_memory(const Model& model, int64_t B, int64_t T, const Recompute& recompute, int64_t largest_chunk,
+                     const Pieces& most, Arena& arena);
+    // Before the forward of blocks [first, last), whose input is, or will be, in a tensor (N, C) of the caller: their
+    // places in acts. After their backward, or backward by weight.
+    void take_chunk(Activations& acts, int64_t first, int64_t last, Tensor input);
+    void give_back_chunk(Activations& acts, int64_t first, int64_t last);
+    // Before head_forward; after head_backward, or the head's backward by weight. input: the output of the last block.
+    void take_head(Activations& acts, Tensor input);
+    void give_back_head(Activations& acts);
+    Pieces taken() const;
+    Pieces most_taken() const { return most_taken_; }  // at once, since take_memory
+
+  private:
+    template <class Piece>
+    struct Pool {
+        std::vector<Piece> free;
+        int64_t size = 0;
+        Piece take(const char* what);
+        void give_back(const Piece& piece) { free.push_back(piece); }
+    };
+    Recompute recompute_;
+    Pool<BlockSaved> sets_;
+    Pool<Tensor> inputs_, scales_;
+    Pool<Activations> heads_;         // of which the head's tensors are used
+    std::vector<BlockSaved> shared_;  // with recomputation: those of the blocks between two inputs
+    Pieces most_taken_;
+};
+// A micro-batch of a rank of a pipeline: tokens, targets, and places for what InFlight gives to its blocks.
+Activations take_micro_batch(const Model& model, int64_t B, int64_t T, const Recompute& recompute, Arena& arena);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // cached_step.cu: a step of inference. Its N new tokens belong to several sequences, each with what the tokens before

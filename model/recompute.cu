@@ -33,6 +33,31 @@ Recompute parse_recompute(const std::string& text) {
     return {.every = every};
 }
 
+std::vector<Visit> chunk_forward_visits(int64_t first, int64_t last) {
+    std::vector<Visit> visits;
+    for (int64_t l = first; l < last; ++l)
+        visits.push_back({.work = Work::forward_block, .block = l, .weights = {block_unit(l)}});
+    set_next(visits);
+    return visits;
+}
+
+std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Recompute& recompute) {
+    std::vector<Visit> visits;
+    for (int64_t l = last - 1; l >= first; --l) {
+        const int64_t kept = recompute.every > 0 ? first + (l - first) / recompute.every * recompute.every : l;
+        const bool ends_segment = recompute.every > 0 && (l + 1 == last || (l + 1 - first) % recompute.every == 0);
+        for (int64_t again = kept; again <= l && ends_segment; ++again)
+            visits.push_back({.work = Work::recompute_block,
+                              .block = again,
+                              .weights = {block_unit(again)},
+                              .first = again == kept,
+                              .last = again == l});
+        visits.push_back({.work = Work::backward_block, .block = l, .weights = {block_unit(l)}});
+    }
+    set_next(visits);
+    return visits;
+}
+
 std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute) {
     const int64_t L = model.n_blocks(), every = recompute.every > 0 ? std::min(recompute.every, L) : L;
     const size_t head = head_unit(model);

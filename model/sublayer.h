@@ -107,6 +107,16 @@ class SavedTaker {
     size_t next_ = 0;
 };
 
+// (activations.cu) What a block keeps, with the input that is given; the tokens of a micro-batch, all_tokens of all ranks
+// that look up embeddings together; the losses of n of them; the final norm, of `rows` rows, and n logits; rows of the
+// residual stream and sequences of a micro-batch on this rank.
+BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input);
+void take_tokens(const Model& model, Activations& acts, int64_t all_tokens, Arena& arena);
+void take_losses(const Model& model, Activations& acts, Arena& arena);
+void take_head(const Model& model, Activations& acts, int64_t rows, int64_t n_logits, Tensor sum, Arena& arena);
+int64_t rows_of_rank(const Model& model, int64_t N);
+int64_t sequences_of_rank(const Model& model, int64_t B);
+
 // What the functions of a sub-layer work with: one block of one micro-batch, on one stream.
 struct BlockContext {
     const Model& model;
@@ -163,8 +173,8 @@ void block_linear_backward_weight(const BlockContext& b, const Linear& linear, T
 // The three products of the head, which reads the residual stream as the first layer of a block does.
 void head_linear_forward(const Model& model, const Activations& acts, Tensor inp, cudaStream_t stream);
 void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, cudaStream_t stream);
-void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, Tensor scratch,
-                                 cudaStream_t stream);
+void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, const Workspace& workspace,
+                                 cudaStream_t stream);  // now, or later
 // Before a sub-layer's backward: with sequence parallelism the other ranks' rows of its input travel meanwhile.
 void prefetch_rows(const BlockContext& b, Tensor inp);
 

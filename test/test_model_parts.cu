@@ -20,7 +20,7 @@ struct TwoMicroBatches {
         : m(config, kB, T, precision, recompute) {
         for (int pass = 0; pass < 2; ++pass) {
             second = take_activations(m.model, kB, T, recompute, arena);
-            later.take_memory(m.model, kB, T, 2, arena);
+            later.take_memory(m.model, kB, T, 2 * config.L, arena);
             if (pass == 0) arena.reserve();
         }
         init_weights(m.model, 3);
@@ -79,11 +79,27 @@ TEST_CASE("weight gradients of all blocks, computed at the end of the step, have
         const std::vector<float> expected = two.sequential();
         two.m.zero_grads();
         two.m.workspace.later = &two.later;
-        for (Activations* acts : {&two.m.acts, &two.second}) two.forward_and_loss(*acts), two.run_backward(*acts);
+        CHECK_THROWS_WITH(two.later.keep(two.m.acts.embedded, device().stream), ContainsSubstring("call begin()"));
+        int64_t micro = 0;
+        for (Activations* acts : {&two.m.acts, &two.second}) {
+            two.forward_and_loss(*acts);
+            two.later.begin(micro++, 0);
+            two.run_backward(*acts);
+        }
         CHECK(largest(to_floats(two.m.model.blocks[0].attention.linears[0].dweight)) == 0);  // not yet
-        two.later.run(two.m.workspace.scratch, device().stream);
-        CHECK(two.grads() == expected);
+        CHECK(two.later.most_blocks() == 2 * config.L);
+        CHECK_THROWS_WITH(two.later.begin(1, 0), ContainsSubstring("micro-batch 1, chunk 0 are still there"));
+        for (micro = 0; micro < 2; ++micro) two.later.run(micro, 0, two.m.workspace, device().stream);
+        // One matrix as embedding and head: the embedding's gradients are not put off here, and come before the head's.
+        const std::vector<float> grads = two.grads();
+        const size_t n_tied = config.tied ? static_cast<size_t>(two.m.model.wte.n()) : 0;
+        CHECK(std::equal(grads.begin() + static_cast<std::ptrdiff_t>(n_tied), grads.end(),
+                         expected.begin() + static_cast<std::ptrdiff_t>(n_tied)));
+        CHECK(largest_difference(grads, expected) <= (n_tied > 0 ? 1e-6 * largest(expected) : 0));
+        CHECK(two.later.is_empty());
+        CHECK_THROWS_WITH(two.later.run(0, 0, two.m.workspace, device().stream), ContainsSubstring("there are none"));
         two.forward_and_loss(two.m.acts);
+        two.later.begin(0, 0);
         for (int i = 0; i < 2; ++i) two.run_backward(two.m.acts);
         CHECK_THROWS_WITH(two.run_backward(two.m.acts), ContainsSubstring("call run()"));
     }
@@ -108,10 +124,10 @@ TEST_CASE("a model that is cut between two blocks has the bits of the whole", "[
             for (int64_t cut = 0; cut <= config.L; ++cut) {
                 Buffer between(precision.dtype, {kB * kT, config.C}), end(precision.dtype, {kB * kT, config.C});
                 m.zero_grads();
-                embed_forward(model, m.acts, m.acts.embedded, stream);
+                embed_forward(model, m.acts, m.workspace, m.acts.embedded, stream);
                 forward_blocks(model, m.acts, m.workspace, 0, cut, m.acts.embedded, between, stream);
                 forward_blocks(model, m.acts, m.workspace, cut, config.L, between, end, stream);
-                head_forward(model, m.acts, end, stream);
+                head_forward(model, m.acts, m.workspace, end, stream);
                 INFO(config.attention << " " << dtype_name(precision.dtype) << ", cut before block " << cut);
                 CHECK(to_floats(m.acts.logits) == logits);
                 loss_backward(model, m.acts, 0.01f, stream);
@@ -258,4 +274,211 @@ TEST_CASE("the embedding and its copy in the head stay equal through every optim
             CHECK(to_floats(embedding.value) == to_floats(copy.value));
             CHECK(to_floats(embedding.value) != before);
         }
+}
+
+namespace {
+
+// Blocks [first, last) of one of the parts: a stage.
+struct Stage {
+    size_t part;
+    int64_t first, last;
+};
+// A rank of a pipeline, on one rank: its part, and what its micro-batches take.
+struct PartInFlight : PartWithMemory {
+    Arena arena{"activations"};
+    Workspace workspace;
+    InFlight in_flight;
+    WeightGradients later;
+    std::vector<Activations> micro_batches;
+
+    PartInFlight(const Config& config, const ModelPart& part, const Precision& precision, const Recompute& recompute,
+                 int64_t T, const Pieces& most, int64_t largest_chunk, bool splits, int64_t n_micro)
+        : PartWithMemory(config, part, precision) {
+        for (int pass = 0; pass < 2; ++pass) {
+            workspace = take_workspace(model, kB, T, true, arena);
+            const size_t before = arena.bytes();
+            in_flight.take_memory(model, kB, T, recompute, largest_chunk, most, arena);
+            const PieceBytes bytes = piece_bytes(model, kB, T, recompute, largest_chunk);
+            if (pass == 0) CHECK(static_cast<int64_t>(arena.bytes() - before) == bytes.of(most));
+            if (splits) later.take_memory(model, kB, T, most.sets, arena);
+            micro_batches.clear();
+            for (int64_t i = 0; i < n_micro; ++i)
+                micro_batches.push_back(take_micro_batch(model, kB, T, recompute, arena));
+            if (pass == 0) arena.reserve();
+        }
+        if (splits) workspace.later = &later;
+        cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), device().stream));
+    }
+};
+
+struct PartsCase {
+    Config config;
+    Precision precision = {};
+    Recompute recompute = {};
+    bool splits = false;
+};
+
+// All forwards, then all backwards, then, split, what is left of each: everything is in flight at once.
+void run_parts(std::vector<std::unique_ptr<PartInFlight>>& ranks, const std::vector<Stage>& stages, int64_t n_micro,
+               int64_t T, std::vector<float>& losses) {
+    const cudaStream_t stream = device().stream;
+    const Model& first_model = ranks[stages[0].part]->model;
+    const int64_t S = std::ssize(stages), N = kB * T, C = first_model.config.C;
+    const DType dtype = first_model.precision.dtype;
+    const int64_t row_n = round_up(N * C, 64);  // aligned
+    Buffer rows(dtype, {n_micro * (S + 1), row_n}), gradients(dtype, {n_micro, row_n});
+    const auto in = [&](const Buffer& buffer, int64_t i) {
+        return buffer.tensor().slice(i, 1).view({row_n}).slice(0, N * C).view({N, C});
+    };
+    const auto row = [&](int64_t micro, int64_t s) { return in(rows, micro * (S + 1) + s); };
+    const auto dx = [&](int64_t micro) { return in(gradients, micro); };
+    for (int64_t micro = 0; micro < n_micro; ++micro)
+        for (int64_t s = 0; s < S; ++s) {
+            const Stage& stage = stages[static_cast<size_t>(s)];
+            PartInFlight& rank = *ranks[stage.part];
+            Activations& acts = rank.micro_batches[static_cast<size_t>(micro)];
+            rank.in_flight.take_chunk(acts, stage.first, stage.last, row(micro, s));
+            if (s == 0) embed_forward(rank.model, acts, rank.workspace, row(micro, 0), stream);
+            forward_blocks(rank.model, acts, rank.workspace, stage.first, stage.last, row(micro, s), row(micro, s + 1),
+                           stream);
+        }
+    for (int64_t micro = 0; micro < n_micro; ++micro)
+        for (int64_t s = S; s-- > 0;) {
+            const Stage& stage = stages[static_cast<size_t>(s)];
+            PartInFlight& rank = *ranks[stage.part];
+            const bool splits = rank.workspace.later != nullptr;
+            Activations& acts = rank.micro_batches[static_cast<size_t>(micro)];
+            if (splits) rank.later.begin(micro, s);
+            if (s + 1 == S) {
+                rank.in_flight.take_head(acts, row(micro, S));
+                head_forward(rank.model, acts, rank.workspace, row(micro, S), stream);
+                loss_backward(rank.model, acts, 0.01f, stream);
+                const std::vector<float> its = to_floats(acts.losses);
+                losses.insert(losses.end(), its.begin(), its.end());
+                head_backward(rank.model, acts, rank.workspace, dx(micro), stream);
+                if (!splits) rank.in_flight.give_back_head(acts);
+            }
+            backward_blocks(rank.model, acts, rank.workspace, stage.first, stage.last, dx(micro), dx(micro), stream);
+            if (s == 0) embed_backward(rank.model, acts, rank.workspace, dx(micro), stream);
+            if (!splits) rank.in_flight.give_back_chunk(acts, stage.first, stage.last);
+        }
+    for (int64_t s = 0; s < S; ++s)
+        for (int64_t micro = 0; micro < n_micro && ranks[stages[static_cast<size_t>(s)].part]->workspace.later;
+             ++micro) {
+            const Stage& stage = stages[static_cast<size_t>(s)];
+            PartInFlight& rank = *ranks[stage.part];
+            Activations& acts = rank.micro_batches[static_cast<size_t>(micro)];
+            rank.later.run(micro, s, rank.workspace, stream);
+            if (s + 1 == S) rank.in_flight.give_back_head(acts);
+            rank.in_flight.give_back_chunk(acts, stage.first, stage.last);
+        }
+    cudaCheck(cudaStreamSynchronize(stream));  // before the rows go
+}
+
+void check_parts(const PartsCase& c, const std::vector<ModelPart>& parts, const std::vector<Stage>& stages) {
+    constexpr int64_t kMicro = 3;
+    const int64_t T = c.precision.fp8 == Fp8Recipe::none ? kT : 16, largest_chunk = 4;
+    const auto batch = [&](int64_t micro, uint64_t what) {
+        return random_tokens(kB * T, c.config.V, 10 * static_cast<uint64_t>(micro) + what);
+    };
+    TinyTrainer whole(c.config, kB, T, c.precision, c.recompute);
+    init_weights(whole.model, 3);
+    quantise_weights(whole.model, device().stream);
+    whole.zero_grads();
+    std::vector<float> expected_losses, losses;
+    for (int64_t micro = 0; micro < kMicro; ++micro) {
+        whole.set_batch(batch(micro, 1), batch(micro, 2));
+        forward(whole.model, whole.acts, whole.workspace, device().stream);
+        loss_backward(whole.model, whole.acts, 0.01f, device().stream);
+        const std::vector<float> its = to_floats(whole.acts.losses);
+        expected_losses.insert(expected_losses.end(), its.begin(), its.end());
+        backward(whole.model, whole.acts, whole.workspace, device().stream);
+    }
+    std::vector<std::unique_ptr<PartInFlight>> ranks;
+    for (size_t r = 0; r < parts.size(); ++r) {
+        Pieces most{.heads = parts[r].head ? (c.splits ? kMicro : 1) : 0};
+        for (const Stage& stage : stages) {
+            const Pieces its = chunk_pieces(c.precision, c.recompute, stage.last - stage.first);
+            if (stage.part != r) continue;
+            most.sets += kMicro * its.sets, most.inputs += kMicro * its.inputs, most.scales += kMicro * its.scales;
+        }
+        ranks.push_back(std::make_unique<PartInFlight>(c.config, parts[r], c.precision, c.recompute, T, most,
+                                                       largest_chunk, c.splits, kMicro));
+        for (int64_t micro = 0; micro < kMicro; ++micro) {
+            copy_to_device(ranks[r]->micro_batches[static_cast<size_t>(micro)].tokens, batch(micro, 1).data());
+            copy_to_device(ranks[r]->micro_batches[static_cast<size_t>(micro)].targets, batch(micro, 2).data());
+        }
+        CHECK(ranks[r]->in_flight.taken() == Pieces{});
+    }
+    run_parts(ranks, stages, kMicro, T, losses);
+    CHECK(losses == expected_losses);
+    for (const Param& param : whole.model.params) {
+        std::vector<float> sum;
+        int copies = 0;
+        for (const auto& rank : ranks)
+            for (const Param& its : rank->model.params) {
+                if (its.file_name() != param.name) continue;
+                const std::vector<float> grad = to_floats(its.grad);
+                sum.resize(grad.size());
+                for (size_t i = 0; i < grad.size(); ++i) sum[i] += grad[i];
+                ++copies;
+            }
+        INFO(param.name);
+        const std::vector<float> expected = to_floats(param.grad);
+        // The sum of the gradients of the embedding and of its copy is formed in another order than in one matrix: at
+        // most 6 additions of numbers that are no larger than the sum of magnitudes, each rounded by 2^-24.
+        if (copies > 1) CHECK(largest_difference(sum, expected) < 2e-5 * largest(expected));
+        else CHECK(sum == expected);
+    }
+    for (const auto& rank : ranks) CHECK(rank->in_flight.taken() == Pieces{});
+}
+
+}  // namespace
+
+TEST_CASE("parts of a model, with all micro-batches in flight, have the bits of the whole", "[model]") {
+    std::vector<PartsCase> cases;
+    for (const Config& config : small_models())
+        for (const bool splits : {false, true}) cases.push_back({config, {}, {}, splits});
+    for (const Recompute& recompute : {Recompute{.selective = true}, Recompute{.every = 1}, Recompute{.every = 2}})
+        for (const Config& config : {small_gpt2(), small_qwen3()}) cases.push_back({config, {}, recompute});
+    const Precision bf16{.dtype = DType::bf16, .grad_dtype = DType::f32, .master = true};
+    for (const bool splits : {false, true}) {
+        cases.push_back({small_llama(), bf16, {}, splits});
+        cases.push_back({fp8_config(), kFp8, {}, splits});
+    }
+    cases.push_back({fp8_config(), kFp8, {.every = 2}});
+    for (PartsCase& c : cases) {
+        c.config.L = 4;
+        INFO(c.config.attention << " " << dtype_name(c.precision.dtype) << " every " << c.recompute.every << " splits "
+                                << c.splits);
+        const auto cuts = cuts_of_four_blocks(c.config.tied);
+        check_parts(c, cuts[0], {{0, 0, 1}, {1, 0, 2}, {2, 0, 1}});
+        check_parts(c, cuts[1], {{0, 0, 1}, {1, 0, 1}, {1, 1, 2}, {0, 1, 2}});
+        if (c.recompute.every == 2)  // 3 and 1 blocks
+            check_parts(c,
+                        {{.blocks = {0, 1, 2}, .head = false, .head_copy = c.config.tied},
+                         {.blocks = {3}, .embedding = false, .head_copy = c.config.tied}},
+                        {{0, 0, 3}, {1, 0, 1}});
+    }
+}
+
+TEST_CASE("pieces of activations: what a chunk takes, and that no more is given out than there is", "[model]") {
+    CHECK(chunk_pieces({}, {}, 5) == Pieces{.sets = 5, .inputs = 4});
+    CHECK(chunk_pieces(kFp8, {.selective = true}, 5) == Pieces{.sets = 5, .inputs = 4, .scales = 5});
+    CHECK(chunk_pieces({}, {.every = 2}, 5) == Pieces{.inputs = 2});
+    CHECK(chunk_pieces(kFp8, {.every = 9}, 5) == Pieces{.scales = 5});
+    Config config = small_llama();
+    config.L = 3;
+    PartInFlight rank(config, whole_model(config), {}, {}, kT, {.sets = 4, .inputs = 3, .heads = 1}, 3, false, 2);
+    Activations &a = rank.micro_batches[0], &b = rank.micro_batches[1];
+    rank.in_flight.take_chunk(a, 0, 2, {});
+    rank.in_flight.take_chunk(b, 0, 2, {});
+    CHECK(rank.in_flight.most_taken() == Pieces{.sets = 4, .inputs = 2});
+    CHECK_THROWS_WITH(rank.in_flight.take_chunk(a, 2, 3, {}), ContainsSubstring("all 4 blocks are taken"));
+    rank.in_flight.give_back_chunk(b, 0, 2);
+    rank.in_flight.take_chunk(a, 2, 3, {});
+    rank.in_flight.take_head(a, {});
+    CHECK_THROWS_WITH(rank.in_flight.take_head(b, {}), ContainsSubstring("all 1 heads are taken"));
+    CHECK(rank.in_flight.taken() == Pieces{.sets = 3, .inputs = 1, .heads = 1});
+    CHECK(rank.in_flight.most_taken() == Pieces{.sets = 4, .inputs = 2, .heads = 1});
 }

@@ -217,7 +217,9 @@ void collect(Computed& all, const Model& model, const Activations& acts, int64_t
     }
 }
 
-Computed compute(const Reference& r, const Values& values, const Geometry& geometry, int n, DType dtype) {
+// later: weight gradients are queued, and computed behind the backward. overlap: --tp-overlap.
+Computed compute(const Reference& r, const Values& values, const Geometry& geometry, int n, DType dtype,
+                 bool later = false, bool overlap = false) {
     Computed all;
     std::mutex mutex;
     run_ranks(threads(n), [&](Comm& world) {
@@ -230,17 +232,20 @@ Computed compute(const Reference& r, const Values& values, const Geometry& geome
         Model model;
         Activations acts;
         Workspace workspace;
+        WeightGradients queue;
         for (int pass = 0; pass < 2; ++pass) {
             model =
                 build_model(r.c, {.dtype = dtype}, r.T, weights, grads, masters, {}, n > 1 ? layout : TensorLayout{});
             model.tensor_parallel = ranks.get();
             acts = take_activations(model, r.B, r.T, {}, activations);
             workspace = take_workspace(model, r.B, r.T, true, activations);
+            if (later) queue.take_memory(model, r.B, r.T, r.c.L, activations);
             TensorParallel::Sizes sizes{
                 .N = acts.B * acts.T, .C = model.local.C, .dtype = dtype, .grad_dtype = DType::f32};
             for (const auto& [axes, parts] : model.shared_grads())
                 for (const Tensor& part : parts) sizes.shared[axes] += part.n();
             if (model.layout.divides_columns()) sizes.geometry = geometry_sizes(model, acts);
+            sizes.overlap = overlap;
             if (ranks) ranks->take_memory(sizes, messages);
             if (pass == 0)
                 for (Arena* arena : {&weights, &grads, &masters, &activations, &messages}) arena->reserve();
@@ -255,7 +260,16 @@ Computed compute(const Reference& r, const Values& values, const Geometry& geome
         cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
         forward(model, acts, workspace, stream);
         loss_backward(model, acts, 1.0f / static_cast<float>(r.B * r.T), stream);
-        backward(model, acts, workspace, stream);
+        if (later) {
+            workspace.later = &queue, queue.begin(0, 0);
+            const Tensor dx = workspace.dresidual;
+            head_backward(model, acts, workspace, dx, stream);
+            backward_blocks(model, acts, workspace, 0, r.c.L, dx, dx, stream);
+            embed_backward(model, acts, workspace, dx, stream);
+            queue.run(0, 0, workspace, stream);
+        } else {
+            backward(model, acts, workspace, stream);
+        }
         for (const auto& [axes, parts] : model.shared_grads())
             if (ranks) ranks->sum_shared(axes, parts, stream);
         cudaCheck(cudaStreamSynchronize(stream));
@@ -343,4 +357,24 @@ TEST_CASE("divided layers give the losses and gradients of the whole, against fl
                                            << dtype_name(dtype) << ", " << part);
                         check_layers(gpt2, n, geometry, dtype, part);
                     }
+}
+
+TEST_CASE("weight gradients of divided layers, computed later, have the same bits", "[tensor_parallel][llm]") {
+    for (const Geometry& geometry : geometries())
+        for (const bool gpt2 : {false, true})
+            for (const DType dtype : {DType::f32, DType::bf16})
+                for (const bool overlap : {false, true}) {
+                    const int n = geometry.mode == TensorMode::one_d ? 2 : geometry.ranks[0];
+                    if (overlap && !geometry.sequence) continue;
+                    Config c = config_for(gpt2, n, geometry);
+                    c.L = 2;
+                    const int64_t B = geometry.mode == TensorMode::one_d ? 2 : 4, T = geometry.sequence ? 8 * n : 7;
+                    const Reference r{c, B, T, random_tokens(B * T, c.V, 1), random_tokens(B * T, c.V, 2)};
+                    const Values values = random_parameters(c, dtype, "attention");
+                    const Computed at_once = compute(r, values, geometry, n, dtype, false, overlap),
+                                   later = compute(r, values, geometry, n, dtype, true, overlap);
+                    INFO(geometry.name << (gpt2 ? " gpt2 " : " llama ") << dtype_name(dtype) << overlap);
+                    CHECK(later.losses == at_once.losses);
+                    CHECK(later.grads == at_once.grads);
+                }
 }

@@ -203,6 +203,10 @@ void OneD::enter_backward_weight(Tensor stream_rows, bool divided, const std::fu
         cudaCheck(cudaStreamWaitEvent(stream, gathered_, 0));
     }
     use(divided ? all(all_in_, stream_rows) : stream_rows);
+    finish_backward_input(divided, stream);
+}
+
+void OneD::finish_backward_input(bool divided, cudaStream_t stream) {
     if (!divided || !overlap_) cudaCheck(cudaStreamWaitEvent(stream, summed_, 0));
 }
 

@@ -162,6 +162,8 @@ class OneD {
     void enter_backward_input(Tensor dstream, Tensor dout, bool divided, const Product& product, cudaStream_t stream);
     void enter_backward_weight(Tensor stream_rows, bool divided, const std::function<void(Tensor)>& use,
                                cudaStream_t stream);
+    // In place of enter_backward_weight, which comes later: what was given to the stream is there.
+    void finish_backward_input(bool divided, cudaStream_t stream);
     // Before a sub-layer's backward: what its reading layer's enter_backward_weight will be given travels meanwhile.
     void prefetch(Tensor stream_rows, bool divided, cudaStream_t stream);
     // The embedding: lookup writes all rows of what this rank has; use is given all rows of the gradient.
