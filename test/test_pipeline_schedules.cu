@@ -2,6 +2,7 @@
 //
 //   run:   build/cpu/run_tests -# "[#test_pipeline_schedules]"
 #include <algorithm>
+#include <cmath>
 #include <random>
 
 #include "parallel/pipeline/pipeline.h"
@@ -176,7 +177,7 @@ TEST_CASE("any number of micro-batches", "[pipeline]") {
             }
 }
 
-TEST_CASE("forwards alone are without a bubble behind the first stages'", "[pipeline]") {
+TEST_CASE("forwards alone: a rank is busy from its first to its last, but for the last group", "[pipeline]") {
     for (const std::string& name : schedule_names_of_pipelines())
         for (int p = 2; p <= 8; p += 2)
             for (const int m : {1, 2, 5, 8, 24}) {
@@ -185,10 +186,55 @@ TEST_CASE("forwards alone are without a bubble behind the first stages'", "[pipe
                 const auto forwards = forward_schedule(make_schedule(o), m);
                 INFO(name << ", p " << p << ", m " << m);
                 CHECK(forwards.forward_only);
-                // One micro-batch after the other is the worst.
-                CHECK(simulate(forwards, {}).end <= m * forwards.n_stages);
+                // The last micro-batch: where a rank has v stages, behind whole groups of p micro-batches on all stages;
+                // where it has two ways, behind (the micro-batches of a way - 1) pairs.
+                const int S = forwards.n_stages, of_a_way = name == "dualpipe" ? (m + 1) / 2 : m;
+                const bool loop = forwards.placement == Placement::loop;
+                CHECK(simulate(forwards, {}).end == (loop ? (m - 1) / p * S + (m - 1) % p : 2 * (of_a_way - 1)) + S);
                 for (int rank = 0; rank < p; ++rank) CHECK(alive(forwards, rank).in_all <= 1);
             }
+}
+
+namespace {
+
+// Of the rank that is busy for longest.
+double longest(const PipelineSchedule& schedule, const Times& times) {
+    double result = 0;
+    for (const std::vector<Span>& spans : simulate(schedule, times).ranks)
+        result = std::max(result, spans.back().end - spans.front().start);
+    return result;
+}
+
+}  // namespace
+
+TEST_CASE("auto: never worse than the schedules by hand within the same memory, and often better", "[pipeline]") {
+    std::mt19937_64 random(3);
+    const auto between = [&](int low, int high) {
+        return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
+    };
+    int better = 0;
+    for (int i = 0; i < 1000; ++i) {
+        ScheduleOptions o = options_of("auto", between(1, 8), between(1, 24));
+        o.max_alive = between(0, 2 * o.p);
+        o.times.message = between(0, 9) / 8.0;
+        o.times.stages.resize(static_cast<size_t>(between(0, 1) ? o.p : 1));
+        for (StageTimes& t : o.times.stages) t = {between(8, 24) / 8.0, between(8, 24) / 8.0, between(4, 24) / 8.0};
+        const int max_alive = o.max_alive > 0 ? o.max_alive : std::min(o.p, o.m);
+        const auto found = make_schedule(o);
+        INFO("p " << o.p << ", m " << o.m << ", at most " << max_alive);
+        double by_hand = 1e9;
+        for (const char* name : {"naive", "gpipe", "1f1b", "zb-h1", "zb-h2"}) {
+            ScheduleOptions other = o;
+            other.name = name;
+            const auto s = make_schedule(other);
+            if (std::ranges::max(peaks(s)) <= max_alive) by_hand = std::min(by_hand, longest(s, o.times));
+        }
+        const double time = longest(found, o.times);
+        REQUIRE(time <= by_hand);
+        REQUIRE(std::ranges::max(peaks(found)) <= max_alive);
+        if (time < by_hand) ++better;
+    }
+    CHECK(better > 300);
 }
 
 namespace {
@@ -255,6 +301,7 @@ std::vector<PipelineSchedule> tables_to_change() {
                 o.vertical_sync = vertical;
                 if (!vertical || name == "pipedream") tables.push_back(make_schedule(o));
             }
+            if (name == "1f1b" || name == "zb-v") tables.push_back(forward_schedule(tables.back(), m));
         }
     return tables;
 }
@@ -272,6 +319,7 @@ TEST_CASE("a changed table is refused with a reason, or gives the same numbers",
                                "the other end of this message is rank",
                                "it is no message",
                                "does not split",
+                               "has forwards alone",
                                "has no updates",
                                "it is there twice",
                                "does not have the action",
@@ -327,4 +375,46 @@ TEST_CASE("a changed table is refused with a reason, or gives the same numbers",
         INFO(reason);
         CHECK(count > 0);
     }
+}
+
+TEST_CASE("options that no schedule can have: one line, with what to do", "[pipeline]") {
+    const auto refusal = [](const std::string& name, int p, int m, const auto&... change) {
+        ScheduleOptions o = options_of(name, p, m);
+        (change(o), ...);
+        try {
+            make_schedule(o);
+        } catch (const Error& error) {
+            return std::string(error.what());
+        }
+        return std::string("accepted");
+    };
+    const auto a_step = [](int n) { return [n](ScheduleOptions& o) { o.per_update = n; }; };
+    CHECK(refusal("2f2b", 4, 8) ==
+          "unknown pipeline schedule '2f2b': use one of naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe, "
+          "dualpipe-v, auto, pipedream, 2bw");
+    CHECK(refusal("1f1b", 4, 0) == "a pipeline with 0 micro-batches: 1 or more");
+    CHECK(refusal("gpipe", 4, -1) == "a pipeline with -1 micro-batches: 1 or more");
+    CHECK(refusal("1f1b", 0, 8) == "a pipeline of 0 ranks: 1 or more");
+    CHECK(refusal("dualpipe", 3, 8) ==
+          "pipeline schedule dualpipe on 3 ranks: it needs an even number (dualpipe-v takes any)");
+    CHECK(refusal("dualpipe", 4, 7) ==
+          "pipeline schedule dualpipe with 7 micro-batches: half of them go each way, so it needs an even number "
+          "(dualpipe-v takes any)");
+    CHECK(refusal("interleaved", 4, 8, [](ScheduleOptions& o) { o.chunks = 0; }) ==
+          "pipeline schedule interleaved: 0 chunks; 1 or more");
+    for (const int n : {0, 3, 5, 9})
+        CHECK(refusal("2bw", 4, 8, a_step(n)) ==
+              concat("pipeline schedule 2bw on 4 ranks, 8 micro-batches, ", n,
+                     " a step: a step has 4 micro-batches or more (one a rank), and the table whole steps"));
+    CHECK(refusal("2bw", 4, 8, a_step(4)) == "accepted");
+    CHECK(refusal("auto", 4, 8, [](ScheduleOptions& o) { o.max_alive = -2; }) ==
+          "pipeline schedule auto with -2 micro-batches alive at most: 1 or more; 0: as 1f1b");
+    CHECK(refusal("auto", 4, 8, [](ScheduleOptions& o) { o.times.stages.resize(3); }) ==
+          "times of 3 stages for a schedule of 4: one for all, or one for each");
+    CHECK(refusal("auto", 4, 8, [](ScheduleOptions& o) { o.times.stages[0].forward = -1; }) ==
+          "times of a stage -1, 1, 1 and of a message 0: they are 0 or more");
+    CHECK(refusal("auto", 4, 8, [](ScheduleOptions& o) { o.times.message = NAN; }) ==
+          "times of a stage 1, 1, 1 and of a message nan: they are 0 or more");
+    CHECK_THROWS_WITH(forward_schedule(make_schedule(options_of("1f1b", 2, 4)), 0),
+                      "forwards of 0 micro-batches: 1 or more");
 }

@@ -14,7 +14,8 @@
 // Files, in reading order:
 //     table.cu       what a table says: names, messages, what is alive when; and what makes a table invalid
 //     schedules.cu   naive, GPipe, 1F1B, interleaved
-//     zero_bubble.cu ZB-H1, ZB-H2, ZB-V, and the search for the best ("auto")
+//     zero_bubble.cu ZB-H1, ZB-H2 and ZB-V
+//     search.cu      the search for the best table for given durations ("auto")
 //     dual_pipe.cu   DualPipe and DualPipeV
 //     stashing.cu    PipeDream and PipeDream-2BW, which update without waiting for the pipeline to be empty
 //     simulator.cu   when everything happens, for given durations
@@ -158,6 +159,9 @@ PipelineSchedule interleaved(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h1(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h2(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_v(const ScheduleOptions& options);
+// search.cu: one stage a rank; of what the rules of its search and the schedules above give within max_alive, that in which
+// the rank that is busy for longest, from its first to its last action, is so for least time.
+PipelineSchedule auto_schedule(const ScheduleOptions& options);
 // dual_pipe.cu
 PipelineSchedule dual_pipe(const ScheduleOptions& options);
 PipelineSchedule dual_pipe_v(const ScheduleOptions& options);

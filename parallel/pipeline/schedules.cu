@@ -128,6 +128,7 @@ constexpr Entry kSchedules[] = {{"naive", naive},
                                 {"zb-v", zero_bubble_v},
                                 {"dualpipe", dual_pipe},
                                 {"dualpipe-v", dual_pipe_v},
+                                {"auto", auto_schedule},
                                 {"pipedream", pipedream},
                                 {"2bw", pipedream_2bw}};
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 double Times::of(const Action& action) const {
     const StageTimes& t = of(action.stage);
@@ -113,6 +114,12 @@ Simulation simulate(const PipelineSchedule& schedule, const Times& times) {
     const size_t n = times.stages.size();
     check(n == 1 || n == static_cast<size_t>(schedule.n_stages), "times of ", n, " stages for a schedule of ",
           schedule.n_stages, ": one for all, or one for each");
+    for (const StageTimes& t : times.stages) {
+        const auto is_time = [](double time) { return time >= 0 && std::isfinite(time); };
+        check(is_time(t.forward) && is_time(t.backward_input) && is_time(t.backward_weight) && is_time(times.message),
+              "times of a stage ", t.forward, ", ", t.backward_input, ", ", t.backward_weight, " and of a message ",
+              times.message, ": they are 0 or more");
+    }
     return Simulator(schedule, times).run();
 }
 
