@@ -37,7 +37,8 @@ double end_of(const PipelinePanel& panel) {
 class Panel {
   public:
     Panel(Canvas& canvas, double top, const PipelinePanel& panel, double duration, double most)
-        : canvas_(canvas), top_(top), panel_(panel), s_(*panel.schedule), duration_(duration), most_(most) {}
+        : canvas_(canvas), top_(top), panel_(panel), s_(*panel.schedule), late_(staleness(s_)), duration_(duration),
+          most_(most) {}
 
     void draw() {
         canvas_.text({12, top_ + 20}, panel_.title, 11, kInk, Canvas::Align::left, true);
@@ -83,7 +84,12 @@ class Panel {
         canvas_.fill(left, top, right, bottom, upper);
         if (what == Do::backward) canvas_.fill(left, top + kLane * 0.7, right, bottom, kByWeight[chunk]);
         if (right - left > 3) canvas_.fill(right - 1, top, right, bottom, kWhite);  // between neighbours
-        const std::string name = concat(span.action.micro);
+        std::string name = concat(span.action.micro);
+        const bool is_gradient = what == Do::backward || what == Do::backward_weight;
+        if (const int late = late_[static_cast<size_t>(span.action.stage)][static_cast<size_t>(span.action.micro)];
+            late > 0 && is_gradient)
+            name += concat(": ", late, " late");
+        if (Canvas::text_width(name, kText) + 2 > right - left) name = concat(span.action.micro);
         if (Canvas::text_width(name, kText) + 2 < right - left)
             canvas_.text({(left + right) / 2, top + 15}, name, kText, chunk == 0 ? kInk : kWhite,
                          Canvas::Align::center);
@@ -146,7 +152,8 @@ class Panel {
     const double top_;
     const PipelinePanel& panel_;
     const PipelineSchedule& s_;
-    const double duration_, most_;  // of all panels: the time at the right, the activations kept
+    const std::vector<std::vector<int>> late_;  // by stage and micro-batch
+    const double duration_, most_;              // of all panels: the time at the right, the activations kept
 };
 
 void draw_legend(Canvas& canvas, bool two_stages, bool updates) {
@@ -168,7 +175,9 @@ void draw_legend(Canvas& canvas, bool two_stages, bool updates) {
     x += 44 + Canvas::text_width("critical path", kText);
     if (!updates) return;
     canvas.fill(x + 6, 10, x + 9, 30, kInk);
-    canvas.text({x + 22, 25}, "update of the weights", kText, kInk);
+    canvas.text({x + 22, 25},
+                "update of the weights; 2 late: after 2 updates since the weights that the gradient is of", kText,
+                kInk);
 }
 
 }  // namespace

@@ -143,8 +143,6 @@ void write_pipeline_picture(const std::string& folder, const ComparedPipeline& b
                                                panel("measured", both.measured)};
     write_pipeline_panels(folder + "/pipeline.png", panels);
     write_pipeline_trace(folder + "/pipeline.json", panels);
-    std::printf("pipeline %s/pipeline.png: predicted and measured; and %s/pipeline.json for ui.perfetto.dev\n",
-                folder.c_str(), folder.c_str());
 }
 
 void print_pipeline_account(const ComparedPipeline& both, const std::vector<PipelineTraffic>& planned,

@@ -31,7 +31,9 @@ struct Style {
 };
 constexpr Style kPhases[] = {{"forward", {110, 165, 215}}, {"recompute", {180, 160, 215}},
                              {"backward", {245, 165, 85}}, {"update", {120, 190, 120}},
-                             {"norm", {185, 185, 120}},    {"quantise", {200, 150, 130}}};
+                             {"norm", {185, 185, 120}},    {"quantise", {200, 150, 130}},
+                             {"F", {120, 175, 225}},       {"BW", {235, 150, 70}},  // of pipelines: pipeline.h
+                             {"B", {250, 185, 95}},        {"W", {125, 200, 165}}};
 constexpr Style kCollectives[] = {{"all_reduce", {205, 75, 75}},  {"reduce_scatter", {225, 120, 150}},
                                   {"all_gather", {60, 130, 140}}, {"broadcast", {130, 110, 80}},
                                   {"all_to_all", {140, 90, 170}}, {"reduce ", {225, 120, 150}},
@@ -44,10 +46,11 @@ const Style* style_of(const Style (&styles)[n], const std::string& what) {
     return nullptr;
 }
 
-// "forward of block 3" -> "block 3"; "all_gather #12 of dp" -> "all_gather".
+// "forward of block 3" -> "block 3"; "F3 of stage 2" -> "F3"; "all_gather #12 of dp" -> "all_gather".
 std::string label_of(const TraceEvent& e) {
     if (e.kind == TraceEvent::collective) return e.what.substr(0, e.what.find(' '));
-    const size_t of = e.what.find(" of ");
+    const size_t of = e.what.find(" of "), of_stage = e.what.find(" of stage ");
+    if (of_stage != std::string::npos) return e.what.substr(0, of_stage);
     return of == std::string::npos ? e.what : e.what.substr(of + 4);
 }
 
@@ -164,7 +167,7 @@ void draw_legend(Canvas& canvas, const std::vector<TraceEvent>& events) {
     const auto draw = [&](const auto& styles, TraceEvent::Kind kind) {
         for (const Style& style : styles) {
             const bool occurs = std::any_of(events.begin(), events.end(), [&](const TraceEvent& e) {
-                return e.kind == kind && e.what.rfind(style.start, 0) == 0;
+                return e.kind == kind && style_of(styles, e.what) == &style;
             });
             if (!occurs) continue;
             canvas.fill(x, 14, x + 14, 28, style.color);

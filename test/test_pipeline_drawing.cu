@@ -1,0 +1,326 @@
+// --draw: what is printed and drawn of a schedule is what its table and its simulation say; a run's trace beside what was
+// predicted; and what the flags of pipelines refuse.
+//
+//   run:   build/cpu/run_tests -# "[#test_pipeline_drawing]"
+#include <cmath>
+#include <regex>
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wunused-but-set-variable"
+#define STB_IMAGE_IMPLEMENTATION
+#define STB_IMAGE_STATIC
+#define STBI_ONLY_PNG
+#include <stb/stb_image.h>
+#pragma GCC diagnostic pop
+
+#include "json.h"
+#include "planning/planning.h"
+#include "program.h"
+#include "train_runs.h"
+
+namespace {
+
+using Ranks = std::vector<std::vector<Span>>;
+
+PipelineSchedule made(const std::string& name, int p, int m, bool vertical_sync = false) {
+    ScheduleOptions o;
+    o.name = name, o.p = p, o.m = m, o.vertical_sync = vertical_sync, o.per_update = p;
+    return make_schedule(o);
+}
+
+struct Case {
+    std::string name;
+    int p, m;
+};
+// Every schedule, with numbers that all of them can have, and some with others.
+std::vector<Case> cases() {
+    std::vector<Case> all = {{"1f1b", 3, 7},  {"gpipe", 2, 1}, {"interleaved", 3, 12}, {"zb-h1", 5, 11},
+                             {"zb-v", 3, 13}, {"2bw", 3, 9},   {"pipedream", 3, 11}};
+    for (const std::string& name : schedule_names_of_pipelines()) all.push_back({name, 4, 12});
+    return all;
+}
+
+std::vector<Action> computing_of(const PipelineSchedule& s, int rank) {
+    std::vector<Action> actions;
+    for (const Action& a : s.ranks[static_cast<size_t>(rank)])
+        if (computes(a.what)) actions.push_back(a);
+    return actions;
+}
+
+std::string plain(const std::string& colored) { return std::regex_replace(colored, std::regex("\033\\[[0-9;]*m"), ""); }
+
+// The rows of a drawing, with the parts that are below each other put together again.
+std::map<std::string, std::string> rows_of(const std::string& drawing, size_t width) {
+    std::map<std::string, std::string> rows;
+    std::vector<std::string> part;  // rows that are below each other
+    size_t longest = 0;
+    const auto end_part = [&] {
+        const size_t label = std::string("rank   ").size() + concat(part.empty() ? 0 : part.size() - 1).size();
+        for (const std::string& line : part) {
+            std::string& row = rows[line.substr(0, line.find(' ', 5))];
+            const std::string more = line.substr(std::min(line.size(), label));
+            const bool cut = !more.empty() && (std::isdigit(more[0]) || (!row.empty() && std::isalpha(row.back())));
+            CHECK_FALSE(cut);  // a name
+            row += more;
+        }
+        size_t n = 0;
+        for (const auto& [name, row] : rows) n = std::max(n, row.size());
+        for (auto& [name, row] : rows) row.resize(n, ' ');
+        part.clear();
+    };
+    std::istringstream lines(drawing + "\n");
+    for (std::string line; std::getline(lines, line);) {
+        longest = std::max(longest, line.size());
+        if (line.rfind("rank ", 0) == 0) part.push_back(line);
+        else end_part();
+    }
+    CHECK(longest <= width);
+    return rows;
+}
+
+// Width, height and the colours of a PNG, as 0xrrggbb.
+struct Image {
+    int width = 0, height = 0;
+    std::map<int, int64_t> colors;  // pixels of each
+    explicit Image(const std::string& path) {
+        int channels = 0;
+        uint8_t* pixels = stbi_load(path.c_str(), &width, &height, &channels, 3);
+        REQUIRE(pixels != nullptr);
+        for (int64_t i = 0; i < int64_t{width} * height; ++i)
+            ++colors[pixels[3 * i] << 16 | pixels[3 * i + 1] << 8 | pixels[3 * i + 2]];
+        stbi_image_free(pixels);
+    }
+};
+
+struct Drawn {
+    std::string letters;
+    int micro;
+    size_t column, n_columns;
+};
+std::vector<Drawn> names_in(const std::string& row) {
+    std::vector<Drawn> names;
+    const std::regex pattern("([FfBbWw]+)([0-9]+)-*");
+    for (std::sregex_iterator at(row.begin(), row.end(), pattern), end; at != end; ++at)
+        names.push_back(
+            {(*at)[1], std::stoi((*at)[2]), static_cast<size_t>(at->position()), static_cast<size_t>(at->length())});
+    return names;
+}
+
+}  // namespace
+
+TEST_CASE("--draw prints every action of a schedule once, in its order and at its time", "[pipeline]") {
+    const std::map<Do, std::string> letters = {
+        {Do::forward, "F"}, {Do::backward, "BW"}, {Do::backward_input, "B"}, {Do::backward_weight, "W"}};
+    for (const auto& [name, p, m] : cases())
+        for (const size_t width : {60, 90, 400}) {
+            CAPTURE(name, p, m, width);
+            const PipelineSchedule s = made(name, p, m);
+            const Simulation simulation = simulate(s, {});
+            const std::string text = pipeline_drawing(s, simulation.ranks, width, false);
+            CHECK(plain(pipeline_drawing(s, simulation.ranks, width, true)) == text);
+            const auto rows = rows_of(text, width);
+            REQUIRE(static_cast<int>(rows.size()) == p);
+            // Columns of a unit of time: letter and digits, and a blank where there is room.
+            const double unit =
+                static_cast<double>(names_in(rows.at("rank 0")).at(1).column) / simulation.ranks[0].at(1).start;
+            const double digits = static_cast<double>(concat(m - 1).size());
+            CHECK((unit == digits + 1 || unit == digits + 2));
+            for (int rank = 0; rank < p; ++rank) {
+                const std::string& row = rows.at(concat("rank ", rank));
+                const std::vector<Drawn> names = names_in(row);
+                const std::vector<Action> actions = computing_of(s, rank);
+                REQUIRE(names.size() == actions.size());
+                std::vector<Span> spans;
+                for (const Span& span : simulation.ranks[static_cast<size_t>(rank)])
+                    if (computes(span.action.what)) spans.push_back(span);
+                for (size_t i = 0; i < names.size(); ++i) {
+                    CAPTURE(rank, i);
+                    std::string wanted = letters.at(actions[i].what);
+                    if (pipeline_chunk(s, rank, actions[i]) % 2 == 1)
+                        for (char& c : wanted) c = static_cast<char>(std::tolower(c));
+                    CHECK(names[i].letters == wanted);
+                    CHECK(names[i].micro == actions[i].micro);
+                    CHECK(static_cast<double>(names[i].column) == unit * spans[i].start);
+                }
+                CHECK(std::count(row.begin(), row.end(), '|') == (s.asynchronous ? m / s.per_update : 0));
+            }
+        }
+}
+
+TEST_CASE("the last line of --draw is what the table and the simulator say", "[pipeline]") {
+    const std::regex contract(
+        "(\\S+) p (\\d+) m (\\d+): bubble (\\d\\.\\d{4}), peak activations ([0-9. ]+), "
+        "weight versions ([0-9 ]+)");
+    const auto numbers = [](const std::string& text) {
+        std::istringstream words(text);
+        return std::vector<double>(std::istream_iterator<double>(words), {});
+    };
+    for (const auto& [name, p, m] : cases()) {
+        CAPTURE(name, p, m);
+        const PipelineSchedule s = made(name, p, m);
+        const Simulation simulation = simulate(s, {});
+        const std::string line = pipeline_summary(s, simulation.bubble);
+        std::smatch parts;
+        REQUIRE(std::regex_match(line, parts, contract));
+        CHECK(parts[1] == name);
+        CHECK(std::stoi(parts[2]) == p);
+        CHECK(std::stoi(parts[3]) == m);
+        CHECK(std::abs(std::stod(parts[4]) - simulation.bubble) <= 0.5e-4 + 1e-12);  // four digits
+        const std::vector<double> peaks = numbers(parts[5]), versions = numbers(parts[6]);
+        REQUIRE(static_cast<int>(peaks.size()) == p);
+        CHECK(versions == std::vector<double>(s.versions.begin(), s.versions.end()));
+        for (int rank = 0; rank < p; ++rank) {  // counted again, from the spans
+            double now = 0, most = 0;
+            for (const Span& span : simulation.ranks[static_cast<size_t>(rank)]) {
+                const Do what = span.action.what;
+                now += what == Do::forward ? 1 : what == Do::backward || what == Do::backward_weight ? -1 : 0;
+                most = std::max(most, now);
+            }
+            const double stages_of_a_micro_batch = static_cast<double>(s.n_stages) / p;
+            CHECK(std::abs(peaks[static_cast<size_t>(rank)] - most / stages_of_a_micro_batch) <= 0.005);
+        }
+    }
+}
+
+TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]") {
+    const TempFolder folder;
+    const std::string out = folder / "new/folder";
+    const Outcome one =
+        run_program("train_gpt", "--pipeline zb-v --pp 3 --micro-batches 7 --draw --times 2,1,1,0.5 --out " + out);
+    INFO(one.err);
+    REQUIRE(one.status == 0);
+    const PipelineSchedule s = made("zb-v", 3, 7);
+    Times times{.stages = {{1, 0.5, 0.5}}, .message = 0.5};  // a stage is half of what a rank has
+    const Simulation simulation = simulate(s, times);
+    CHECK(one.out.find("\n" + pipeline_summary(s, simulation.bubble) + "\n") + pipeline_summary(s, 0).size() + 2 ==
+          one.out.size());
+
+    size_t n = 0;
+    const auto trace = parsed_json(slurp(out + "/schedule.json"));
+    for (const auto& event : trace["traceEvents"]) {
+        if (event["ph"] != "X") continue;
+        ++n;
+        const std::vector<Span>& spans = simulation.ranks[as<size_t>(event["tid"])];
+        const auto span = std::find_if(spans.begin(), spans.end(), [&](const Span& one_span) {
+            return action_text(one_span.action) == as<std::string>(event["name"]);
+        });
+        REQUIRE(span != spans.end());
+        CHECK(as<double>(event["ts"]) == 1000 * span->start);
+        CHECK(as<double>(event["dur"]) == 1000 * (span->end - span->start));
+    }
+    CHECK(n == 3 * 2 * 3 * 7);
+
+    const Image picture(out + "/schedule.png");
+    for (const int color : {0x78afe1, 0x235aa0, 0xfab95f, 0xc36414, 0x7dc8a5, 0x1e785a, 0xbe1428})
+        CHECK(picture.colors.count(color) == 1);  // F, B, W of both stages, and the critical path
+    const Outcome all = run_program("train_gpt", "--pipeline all --pp 4 --micro-batches 7 --draw --out " + out);
+    REQUIRE(all.status == 0);
+    CHECK(Image(out + "/schedule.png").height > 8 * picture.height);
+    for (const std::string& name : schedule_names_of_pipelines())
+        CHECK_THAT(all.out, ContainsSubstring("\n" + name + " "));
+}
+
+TEST_CASE("the trace of a run becomes the spans of its schedule, with the times that they took", "[pipeline]") {
+    const TempFolder folder;
+    for (const auto& [name, p, m] : cases()) {
+        CAPTURE(name, p, m);
+        const PipelineSchedule s = made(name, p, m);
+        Times times;
+        times.stages.clear();
+        for (int stage = 0; stage < s.n_stages; ++stage)
+            times.stages.push_back({1e-3 * (3 + stage % 3), 1e-3 * (2 + stage % 2), s.splits_backward ? 2.5e-3 : 0});
+        times.update = s.asynchronous ? 4e-4 : 0;
+        times.message = 2e-4;
+        const Ranks simulated = simulate(s, times).ranks;
+        std::vector<TraceEvent> events;
+        std::vector<int> world_ranks;
+        for (int rank = 0; rank < p; ++rank) {
+            const int world = 2 * (p - rank) + 1;  // those between them belong to another pipeline
+            world_ranks.push_back(world);
+            for (const Span& span : simulated[static_cast<size_t>(rank)]) {
+                TraceEvent e{
+                    .rank = world, .start = 7.5 + span.start, .end = 7.5 + span.end, .what = action_text(span.action)};
+                TraceEvent other = e, rest = e;
+                other.rank = world - 1;
+                e.end = rest.start = 7.5 + (span.start + span.end) / 2;  // a name inside it cuts the event
+                rest.what = "forward of block 3";
+                for (const TraceEvent& event : {rest, other, e}) events.push_back(event);
+            }
+            events.push_back({.rank = world, .start = 9e3, .end = 9.1e3, .what = "norm"});
+            events.push_back(
+                {.kind = TraceEvent::sending, .rank = world, .peer = 0, .start = 1, .end = 2, .what = "F0 of stage 0"});
+        }
+        const Ranks measured = traced_spans(events, s, world_ranks);
+        for (size_t rank = 0; rank < measured.size(); ++rank) {
+            REQUIRE(measured[rank].size() == simulated[rank].size());
+            for (size_t i = 0; i < measured[rank].size(); ++i) {
+                CHECK(measured[rank][i].action == simulated[rank][i].action);
+                CHECK(std::abs(measured[rank][i].start - simulated[rank][i].start) < 1e-12);  // of 7.5: 2^-50
+                CHECK(std::abs(measured[rank][i].end - simulated[rank][i].end) < 1e-12);
+            }
+        }
+        const ComparedPipeline both = compare_pipeline(s, measured);
+        CHECK(std::abs(both.times.update - times.update) < 1e-12);
+        CHECK(std::abs(both.times.message - (p > 1 ? times.message : 0)) < 1e-12);
+        for (int stage = 0; stage < s.n_stages; ++stage)
+            for (const Do what : {Do::forward, Do::backward, Do::backward_input, Do::backward_weight}) {
+                bool has = false;
+                for (const auto& actions : s.ranks)
+                    for (const Action& a : actions) has = has || (a.what == what && a.stage == stage);
+                if (has) CHECK(std::abs(both.times.of({what, 0, stage}) - times.of({what, 0, stage})) < 1e-12);
+            }
+        CHECK(std::abs(bubble_of(both.predicted) - bubble_of(both.measured)) < 1e-9);
+        write_pipeline_picture(folder.path, both);
+        CHECK(Image(folder / "pipeline.png").colors[0x78afe1] > 1000);
+        CHECK(parsed_json(slurp(folder / "pipeline.json"))["traceEvents"].size() > 2 * events.size() / 4);
+    }
+}
+
+TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipeline][program]") {
+    const std::vector<std::pair<std::string, std::string>> refused = {
+        {"--pp 0", "--pp must be at least 1"},
+        {"--pp -2", "--pp must be at least 1"},
+        {"--pp 3 --ranks 4", "--pp 3: the 4 ranks cannot be divided into groups of 3"},
+        {"--pp 2 --tp 2 --ranks 2", "--tp 2 --pp 2: the 2 ranks"},
+        {"--pp 2 --ranks 2 --pipeline zbv", "--pipeline zbv: use naive, gpipe, 1f1b"},
+        {"--pipeline gpipe", "--pipeline has no effect without --pp"},
+        {"--pp 2 --ranks 2 --pipeline all", "--pipeline all: use naive"},
+        {"--pp 2 --ranks 2 --stages 1,2,3",
+         "--stages 1,2,3: it has 3 numbers, and --pp 2 --pipeline 1f1b has 2 stages"},
+        {"--pp 2 --ranks 2 --stages 3,0", "each stage has at least one block"},
+        {"--pp 2 --ranks 2 --stages 3,", "--stages : give a whole number"},
+        {"--pp 2 --ranks 2 --pipeline interleaved --chunks 0", "--chunks must be at least 1"},
+        {"--pp 2 --ranks 2 --chunks 2", "--chunks has no effect with --pipeline 1f1b"},
+        {"--pp 2 --ranks 2 --vertical-sync", "--vertical-sync has no effect with --pipeline 1f1b"},
+        {"--pp 2 --ranks 2 --flush-every 10", "--flush-every has no effect with --pipeline 1f1b"},
+        {"--pp 2 --ranks 2 --micro-batches 3", "--micro-batches 3: the --batch, 16 sequences, cannot be divided"},
+        {"--pp 2 --ranks 2 --micro-batches 2 --micro-batch 2", "say the same in two ways"},
+        {"--pp 2 --ranks 2 --zero 2", "--zero 2 with --pp"},
+        {"--pp 2 --ranks 2 --offload optimizer", "--offload with --pp"},
+        {"--pp 2 --ranks 2 --pipeline zb-h1 --recompute full", "--recompute full with --pipeline zb-h1"},
+        {"--pp 2 --ranks 2 --pipeline pipedream", "--pipeline pipedream with --clip 1"},
+        {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --micro-batches 2", "a step has one, and not 2"},
+        {"--pp 2 --ranks 2 --pipeline 2bw --clip 0", "use --micro-batches 2"},
+        {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --dtype fp16", "--pipeline pipedream with --dtype fp16"},
+        {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --flush-every 0", "--flush-every must be positive"},
+        {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --stop-after 60", "it must be a multiple of --flush-every 50"},
+        {"--draw", "--draw needs --pp"},
+        {"--draw --pp 4", "--draw needs --micro-batches"},
+        {"--draw --pp 4 --micro-batches 8 --resume", "--resume has no effect with --draw"},
+        {"--draw --pp 4 --micro-batches 8 --steps 3", "--steps has no effect with --draw"},
+        {"--draw --pp 4 --micro-batches 0", "--micro-batches must be at least 1"},
+        {"--draw --pp 4 --micro-batches 8 --times 1,2", "--times 1,2: give four numbers"},
+        {"--draw --pp 4 --micro-batches 8 --times 1,0,1,0", "computing takes more than no time"},
+        {"--draw --pp 4 --micro-batches 8 --times 1,x,1,0", "--times x: give a number"},
+        {"--draw --pp 4 --micro-batches 7 --pipeline dualpipe", "dualpipe"},
+        {"--draw --pp 4 --micro-batches 8 --out /proc/nowhere", "/proc/nowhere"},
+    };
+    for (const auto& [flags, words] : refused) {
+        CAPTURE(flags);
+        const Outcome outcome = run_program("train_gpt", flags);
+        const std::string line = line_of(outcome);
+        CHECK_THAT(line, ContainsSubstring(words));
+        CHECK(std::count(line.begin(), line.end(), '\n') == 0);
+    }
+}
