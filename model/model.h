@@ -11,6 +11,7 @@
 //     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
 //     in_flight.cu       the same for a rank of a pipeline: pools that many micro-batches take their memory from
 //     recompute.cu       what is not kept, but computed again
+//     stages.cu          which blocks a stage of a pipeline has
 //     visits.cu          which units a step visits in which order
 //     cached_step.cu     what a step of inference works with: the pools of the cache, and its activations
 //     quantised.cu       a copy of a model with weights of 8 bits
@@ -215,6 +216,20 @@ void init_weights(Model& model, uint64_t seed);
 // after every step: advances the amax histories.
 void quantise_weights(const Model& model, cudaStream_t stream);
 void advance_fp8(const Model& model, cudaStream_t stream);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// stages.cu: which blocks a stage of a pipeline has
+
+// The numbers of blocks of S stages, in order: those given by hand; or as many as make the stages' costs equal, for
+// sequences of T tokens. Error, with what to do, where a stage would have no block, or the blocks are not all there.
+std::vector<int64_t> cut_stages(const Config& config, int64_t S, int64_t T, const std::vector<int64_t>& by_hand = {});
+// What a rank has that has these of the stages (ascending): its part of the model, and of each stage the blocks, as places
+// in Model::blocks.
+struct RankStages {
+    ModelPart part;
+    std::vector<Range> chunks;
+};
+RankStages rank_stages(const Config& config, const std::vector<int64_t>& cut, const std::vector<int>& stages);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // visits.cu: which units a step visits, in which order. A unit (FlatParameters) is the embedding, a block or the head:

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <numeric>
 
 namespace {
 
@@ -163,19 +162,9 @@ RunData open_data(const TrainOptions& o, const Config& config, const RunTokenize
             .identity = identity};
 }
 
-// Each stage has at least one block; without --stages as many as the balance of their costs gives it.
-void check_stages(const TrainOptions& o, const Config& config) {
-    if (o.pp == 1) return;
-    const int64_t n_stages = n_pipeline_stages(o), n_blocks = std::accumulate(o.stages.begin(), o.stages.end(), 0L);
-    check(n_stages <= config.L, "--pp ", o.pp, " --pipeline ", o.pipeline, ": it has ", n_stages,
-          " stages, and the model only ", config.L, " blocks: use fewer ranks, or a model with more blocks");
-    check(o.stages.empty() || n_blocks == config.L, "--stages: ", n_blocks, " blocks in all, and the model has ",
-          config.L, ": they must be as many");
-}
-
 // Error, with what to do, for sizes of the model that a kernel cannot have with these options.
 void check_limits(const TrainOptions& o, const Config& config) {
-    check_stages(o, config);
+    if (o.pp > 1) cut_stages(config, n_pipeline_stages(o), o.rank_seq(), o.stages);  // Error where it is not possible
     check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
           " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
