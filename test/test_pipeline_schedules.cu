@@ -164,19 +164,6 @@ TEST_CASE("PipeDream-2BW: two versions, and gradients that are one step old", "[
             }
 }
 
-TEST_CASE("any number of micro-batches", "[pipeline]") {
-    for (const std::string& name : schedule_names_of_pipelines())
-        for (int p = 1; p <= 9; ++p)
-            for (int m = 1; m <= 20; ++m) {
-                if (name == "dualpipe" && (p % 2 == 1 || m % 2 == 1)) continue;
-                ScheduleOptions o = options_of(name, p, m);
-                o.per_update = m;
-                if (name == "2bw" && m < p) continue;
-                INFO(name << ", p " << p << ", m " << m);
-                CHECK_NOTHROW(make_schedule(o));
-            }
-}
-
 TEST_CASE("forwards alone: a rank is busy from its first to its last, but for the last group", "[pipeline]") {
     for (const std::string& name : schedule_names_of_pipelines())
         for (int p = 2; p <= 8; p += 2)
@@ -192,6 +179,136 @@ TEST_CASE("forwards alone: a rank is busy from its first to its last, but for th
                 const bool loop = forwards.placement == Placement::loop;
                 CHECK(simulate(forwards, {}).end == (loop ? (m - 1) / p * S + (m - 1) % p : 2 * (of_a_way - 1)) + S);
                 for (int rank = 0; rank < p; ++rank) CHECK(alive(forwards, rank).in_all <= 1);
+            }
+}
+
+namespace {
+
+// Of every schedule by name, for these ranks and micro-batches, where it can have them.
+std::vector<PipelineSchedule> all_tables(int p, int m) {
+    std::vector<PipelineSchedule> tables;
+    for (const std::string& name : schedule_names_of_pipelines()) {
+        if (name == "dualpipe" && (p % 2 == 1 || m % 2 == 1)) continue;
+        ScheduleOptions o = options_of(name, p, m);
+        o.per_update = m / 2 >= p && m % 2 == 0 ? m / 2 : m;
+        if (name == "2bw" && m < p) continue;
+        tables.push_back(make_schedule(o));
+        o.vertical_sync = true;
+        if (name == "pipedream") tables.push_back(make_schedule(o));
+    }
+    return tables;
+}
+
+}  // namespace
+
+TEST_CASE("any number of ranks and micro-batches", "[pipeline]") {
+    for (int p = 1; p <= 9; ++p)
+        for (int m = 1; m <= 20; ++m) CHECK(all_tables(p, m).size() >= 11);
+}
+
+TEST_CASE("messages, uneven stages and updates in simulated time", "[pipeline]") {
+    Times times;
+    times.message = 0.5;
+    times.update = 0.25;
+    times.stages = {{1, 2, 1}, {3, 1, 1}, {2, 1, 4}};
+    // A micro-batch alone goes through all stages: 6 + 4 messages + (backwards) 10.
+    CHECK(simulate(make_schedule(options_of("naive", 3, 5)), times).end == 5 * 18);
+    // Backwards of 3, 2 and 5. The last stage, from 5 on: five forwards of 2, each a unit after its input, which comes
+    // every 3; then five backwards of 5 and the way back.
+    CHECK(simulate(make_schedule(options_of("gpipe", 3, 5)), times).end ==
+          1 + .5 + 5 * 3 + .5 + 2 + 5 * 5 + .5 + 2 + .5 + 3);
+    // Down 6 and two messages; back B alone, 1 + 1 + 2 and two messages; then stage 0's W.
+    CHECK(simulate(make_schedule(options_of("zb-h1", 3, 1)), times).end == 6 + 1 + 4 + 1 + 1);
+    // One rank: m updates behind m backwards.
+    CHECK(simulate(make_schedule(options_of("pipedream", 1, 8)), {{{1, 1, 1}}, 0, 0.25}).end == 8 * 3.25);
+    // A send that is late is waited for: F0's behind F1.
+    auto late = make_schedule(options_of("gpipe", 2, 2));
+    CHECK(simulate(late, {}).end == 1 + 2 + 4 + 2);
+    std::vector<Action>& actions = late.ranks[0];
+    CHECK(action_text(actions[1]) == "send F0 of stage 0 to rank 1");
+    CHECK(action_text(actions[2]) == "receive B0 of stage 0 from rank 1");
+    CHECK(action_text(actions[3]) == "F1 of stage 0");
+    std::rotate(actions.begin() + 1, actions.begin() + 2, actions.begin() + 4);
+    check_schedule(late);
+    CHECK(simulate(late, {}).end == 1 + 1 + 2 + 4 + 2);
+}
+
+TEST_CASE("what has no place to wait in a simulated table is the critical path", "[pipeline]") {
+    for (int p = 1; p <= 5; ++p)
+        for (const int m : {1, 4, 10})
+            for (const PipelineSchedule& s : all_tables(p, m)) {
+                INFO(s.name << ", p " << p << ", m " << m);
+                Times times;
+                times.message = 0.25, times.update = 0.5;
+                times.stages.clear();
+                for (int stage = 0; stage < s.n_stages; ++stage)
+                    times.stages.push_back({1 + stage % 3 * 0.5, 1.25, 0.5 + stage % 2});
+                const Simulation result = simulate(s, times);
+                const auto span = [&](size_t i) {
+                    const auto [rank, place] = result.critical_path[i];
+                    return result.ranks[static_cast<size_t>(rank)][place];
+                };
+                const size_t n = result.critical_path.size();
+                REQUIRE(span(0).start == 0);
+                for (size_t i = 1; i < n; ++i) {
+                    const bool travels = result.critical_path[i].first != result.critical_path[i - 1].first;
+                    REQUIRE(span(i).start == span(i - 1).end + (travels ? times.message : 0));
+                }
+                REQUIRE(span(n - 1).end == result.end);
+                for (const auto& spans : result.ranks) CHECK(spans.back().end <= result.end);
+                // Two actions of a rank are never at one time, and take what they should.
+                for (const auto& spans : result.ranks)
+                    for (size_t i = 0; i < spans.size(); ++i) {
+                        REQUIRE(spans[i].end - spans[i].start == times.of(spans[i].action));
+                        REQUIRE((i == 0 || spans[i].start >= spans[i - 1].end));
+                    }
+            }
+}
+
+TEST_CASE("what is alive: by stage, in all, and weighed", "[pipeline]") {
+    ScheduleOptions o = options_of("interleaved", 2, 4);
+    o.chunks = 2;
+    const auto s = make_schedule(o);
+    CHECK(s.stages_of(0) == std::vector<int>{0, 2});
+    CHECK(s.stages_of(1) == std::vector<int>{1, 3});
+    // F0.0 F1.0 F0.2 F1.2 F2.0 | B0.2 F3.0 B1.2 ...: five at most, and four of stage 0
+    CHECK(alive(s, 0).micro_batches == std::vector<int>{4, 2});
+    CHECK(alive(s, 0).in_all == 5);
+    CHECK(peak_alive(s, 0, [](int stage) { return stage == 0 ? 10 : 1; }) == 41);
+    CHECK(alive(s, 0).weight_gradients == 0);
+    for (int stage = 0; stage < 4; ++stage) {
+        CHECK(alive(make_schedule(options_of("zb-h1", 4, 9)), stage).weight_gradients == stage + 1);
+        CHECK(alive(make_schedule(options_of("zb-h2", 4, 9)), stage).weight_gradients == 2 * stage + 1);
+    }
+    const auto both = make_schedule(options_of("dualpipe", 4, 8));
+    CHECK(both.stages_of(1) == std::vector<int>{1, 2});
+    CHECK(both.rank_of(1, 3) == 1);
+    CHECK(both.rank_of(1, 4) == 2);
+}
+
+TEST_CASE("a message is received one action before it is needed", "[pipeline]") {
+    for (const PipelineSchedule& s : all_tables(4, 8))
+        for (const auto& actions : s.ranks)
+            for (size_t i = 0; i < actions.size(); ++i) {
+                if (!receives(actions[i].what)) continue;
+                // Until what needs it, or another message of this link that was sent later, there is one other action.
+                int others = 0;
+                size_t place = i + 1;
+                const auto needs = [&](const Action& a) {
+                    for (size_t k = i; k < place; ++k) {
+                        const bool forward = actions[k].what == Do::receive_activation;
+                        const bool same = a.micro == actions[k].micro && a.stage == actions[k].stage;
+                        if (receives(actions[k].what) && same && forward == (a.what == Do::forward)) return true;
+                    }
+                    return false;
+                };
+                for (; place < actions.size() && others < 2; ++place) {
+                    if (!computes(actions[place].what)) continue;
+                    if (needs(actions[place])) break;
+                    ++others;
+                }
+                INFO(s.name << ": " << action_text(actions[i]));
+                CHECK(others <= 1);
             }
 }
 
@@ -292,16 +409,10 @@ class Mutation {
 
 std::vector<PipelineSchedule> tables_to_change() {
     std::vector<PipelineSchedule> tables;
-    for (const std::string& name : schedule_names_of_pipelines())
-        for (const auto& [p, m] : {std::pair{2, 6}, {4, 4}, {3, 6}, {4, 8}}) {
-            if (name == "dualpipe" && p % 2 == 1) continue;
-            ScheduleOptions o = options_of(name, p, m);
-            o.per_update = m / 2 >= p ? m / 2 : m;
-            for (const bool vertical : {false, true}) {
-                o.vertical_sync = vertical;
-                if (!vertical || name == "pipedream") tables.push_back(make_schedule(o));
-            }
-            if (name == "1f1b" || name == "zb-v") tables.push_back(forward_schedule(tables.back(), m));
+    for (const auto& [p, m] : {std::pair{2, 6}, {4, 4}, {3, 6}, {4, 8}})
+        for (const PipelineSchedule& table : all_tables(p, m)) {
+            tables.push_back(table);
+            if (table.name == "1f1b" || table.name == "zb-v") tables.push_back(forward_schedule(table, m));
         }
     return tables;
 }
