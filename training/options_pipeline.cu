@@ -6,13 +6,6 @@
 
 namespace {
 
-const std::vector<std::string> kNames = {"naive", "gpipe",    "1f1b",       "interleaved", "zb-h1",     "zb-h2",
-                                         "zb-v",  "dualpipe", "dualpipe-v", "auto",        "pipedream", "2bw"};
-
-bool splits_backward(const std::string& name) {
-    return name.rfind("zb-", 0) == 0 || name.rfind("dualpipe", 0) == 0 || name == "auto";
-}
-
 // "5,7,7,5"
 std::vector<std::string> split_list(const std::string& list) {
     std::vector<std::string> parts;
@@ -55,9 +48,10 @@ void check_schedule_flags(TrainOptions& o, const TypedFlags& typed) {
     check(o.chunks >= 1, "--chunks must be at least 1");
     check(o.memory_limit >= 0, "--memory-limit must not be negative");
     const bool all = o.draw && o.pipeline == "all";
-    if (!all && std::find(kNames.begin(), kNames.end(), o.pipeline) == kNames.end()) {
+    if (const auto& known = schedule_names_of_pipelines();
+        !all && std::find(known.begin(), known.end(), o.pipeline) == known.end()) {
         std::string names;
-        for (const std::string& name : kNames) names += (names.empty() ? "" : ", ") + name;
+        for (const std::string& name : known) names += (names.empty() ? "" : ", ") + name;
         fail("--pipeline ", o.pipeline, ": use ", names, o.draw ? ", or all" : "");
     }
     o.asynchronous = is_asynchronous_pipeline(o.pipeline);
@@ -85,11 +79,15 @@ void choose_micro_batch(TrainOptions& o, const TypedFlags& typed) {
     o.micro_batch = local / o.micro_batches;
 }
 
+int64_t step_micro_batches(const TrainOptions& o) {
+    return o.micro_batch == 0 ? 1 : o.batch / o.data_ranks() / o.micro_batch;
+}
+
 // An update that does not wait: its gradients are those of one micro-batch, or of one step before, and evaluation and
 // checkpoints need moments at which the pipeline is empty.
 void check_asynchronous(const TrainOptions& o) {
     const std::string name = "--pipeline " + o.pipeline;
-    const int64_t local = o.batch / o.data_ranks(), m = o.micro_batch == 0 ? 1 : local / o.micro_batch;
+    const int64_t m = step_micro_batches(o);
     check(o.pipeline != "pipedream" || m == 1, name, " updates after each micro-batch: a step has one, and not ", m,
           ": leave --micro-batch and --micro-batches away");
     check(o.pipeline != "2bw" || m >= o.pp, name, " needs at least as many micro-batches a step as ranks: --pp ", o.pp,
@@ -134,10 +132,11 @@ void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
     check(o.data_parallel.zero < 2, "--zero ", o.data_parallel.zero,
           " with --pp: each micro-batch would send all gradients, or gather all weights, again: use --zero 1");
     check(o.offload == Offload::none, "--offload with --pp: leave one of the two away");
-    check(typed.recompute == "none" || !splits_backward(o.pipeline), "--recompute ", typed.recompute,
-          " with --pipeline ", o.pipeline,
-          ": the gradients by weight are computed later than what is computed again is there; use --pipeline 1f1b");
     if (o.asynchronous) check_asynchronous(o);
+    // Error for numbers of ranks and micro-batches that a schedule cannot have.
+    const bool splits = !o.asynchronous && make_schedule(schedule_options(o, step_micro_batches(o))).splits_backward;
+    check(typed.recompute == "none" || !splits, "--recompute ", typed.recompute, " with --pipeline ", o.pipeline,
+          ": the gradients by weight are computed later than what is computed again is there; use --pipeline 1f1b");
     fail("--pp ", o.pp, ": pipelines are drawn and not yet run: add --draw");
 }
 
