@@ -233,6 +233,7 @@ void backward(const Model& model, Activations& acts, const Workspace& workspace,
 // Parts of it
 
 void embed_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor out, cudaStream_t stream) {
+    begin_visit(model, {.work = Work::embed, .weights = {0}, .traced = false}, stream);
     embed_tokens({model, acts, workspace, stream}, out);
 }
 void embed_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor dout,
@@ -262,6 +263,7 @@ void backward_blocks(const Model& model, Activations& acts, const Workspace& wor
 }
 
 void head_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor in, cudaStream_t stream) {
+    begin_visit(model, {.work = Work::forward_head, .weights = {head_unit(model)}, .traced = false}, stream);
     apply_head({model, acts, workspace, stream}, {in, {}});
 }
 void head_backward(const Model& model, Activations& acts, const Workspace& workspace, Tensor din, cudaStream_t stream) {

@@ -16,8 +16,9 @@ namespace {
 // One training step, which is the algorithm. Each call is a function of training/step.cu.
 
 StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
-    t.world.set_step(step);         // for traces and error messages
-    t.data_parallel.start_clock();  // measures the collectives
+    t.world.set_step(step);                                           // for traces and error messages
+    t.data_parallel.start_clock();                                    // measures the collectives
+    if (t.options.asynchronous) return t.pipeline->step(data, step);  // pipelines that do not wait between steps
 
     read_batch(t, data, step);      // sequences [(step - 1) batch, step batch) of the run; each rank reads its share
     accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
@@ -106,11 +107,12 @@ void loop(Run& run) {
         const StepResult result = train_step(t, run.data.train, step);
 
         const Traffic after = t.world.traffic();
-        if (after_a_step || run.step_traffic.sent == 0)
-            run.step_traffic = {after.sent - before.sent, after.received - before.received};
+        const StepResult::Share took = result.share.value_or(StepResult::Share{
+            seconds_now() - step_start, {after.sent - before.sent, after.received - before.received}});
+        if (after_a_step || run.step_traffic.sent == 0) run.step_traffic = took.traffic;
         stop = result.stop || step == o.stop_after;
         if (step == o.last_step()) run.comm_time = t.data_parallel.read_clock();
-        LogRow row = make_row(t, step, result, seconds_now() - step_start, run.matmul_rate);
+        LogRow row = make_row(t, step, result, took.seconds, run.matmul_rate);
         const bool evaluates = run.data.val && (step == o.steps || (o.val_every > 0 && step % o.val_every == 0));
         if (evaluates) row.val_loss = evaluate(t, *run.data.val, o.val_sequences);
         const bool best = evaluates && o.keep_best && note_best(t, step, *row.val_loss);

@@ -15,6 +15,7 @@
 //     visits.cu          which units a step visits in which order
 //     cached_step.cu     what a step of inference works with: the pools of the cache, and its activations
 //     quantised.cu       a copy of a model with weights of 8 bits
+//     versions.cu        the same model with other weights
 //     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a
 //     file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
 //     huggingface_config.cu, huggingface_weights.cu   config.json and safetensors
@@ -253,6 +254,7 @@ struct Visit {
                         end = {};      // units whose gradients are added to for the first time, and for the last
     int64_t next = -1;                 // the unit whose weights the visit after this one reads
     bool first = false, last = false;  // recompute_block: of the blocks between two kept inputs
+    bool traced = true;                // by itself; a pipeline traces all visits of an action as one
 };
 std::vector<Visit> forward_visits(const Model& model);  // of a part: without the embedding and the head that it lacks
 
@@ -263,6 +265,9 @@ inline size_t head_unit(const Model& model) { return model.blocks.size() + 1; }
 // With one rank there is nothing to do.
 void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
+
+// versions.cu: the model with other weights: a flat array as model.weights is. The gradients are the same.
+Model with_weights(const Model& model, const Tensor& weights);
 
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
 // huggingface_config.cu). With many ranks all of them call these, and rank 0 writes.

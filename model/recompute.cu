@@ -36,7 +36,7 @@ Recompute parse_recompute(const std::string& text) {
 std::vector<Visit> chunk_forward_visits(int64_t first, int64_t last) {
     std::vector<Visit> visits;
     for (int64_t l = first; l < last; ++l)
-        visits.push_back({.work = Work::forward_block, .block = l, .weights = {block_unit(l)}});
+        visits.push_back({.work = Work::forward_block, .block = l, .weights = {block_unit(l)}, .traced = false});
     set_next(visits);
     return visits;
 }
@@ -51,8 +51,9 @@ std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Reco
                               .block = again,
                               .weights = {block_unit(again)},
                               .first = again == kept,
-                              .last = again == l});
-        visits.push_back({.work = Work::backward_block, .block = l, .weights = {block_unit(l)}});
+                              .last = again == l,
+                              .traced = false});
+        visits.push_back({.work = Work::backward_block, .block = l, .weights = {block_unit(l)}, .traced = false});
     }
     set_next(visits);
     return visits;

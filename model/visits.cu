@@ -46,11 +46,11 @@ void begin_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
     if (visit.block >= 0 && model.precision.fp8 != Fp8Recipe::none && model.sharding.shards_weights())
         quantise_block(model, visit.block, stream);
     for (size_t unit : visit.begin) ranks->begin_grads(model, unit, stream);
-    ranks->comm().trace_computing(name_of(model, visit), stream);
+    if (visit.traced) ranks->comm().trace_computing(name_of(model, visit), stream);
 }
 
 void end_visit(const Model& model, const Visit& visit, cudaStream_t stream) {
     if (!model.data_parallel) return;
-    model.data_parallel->comm().trace_computing("", stream);
+    if (visit.traced) model.data_parallel->comm().trace_computing("", stream);
     for (size_t unit : visit.end) model.data_parallel->end_grads(model, unit, stream);
 }

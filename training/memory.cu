@@ -56,6 +56,7 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
     if (options.cp > 1)
         context_parallel = make_context_parallel(options.cp_mode, mesh.comm("cp"),
                                                  make_zigzag(options.seq, static_cast<int>(options.cp)));
+    if (options.pp > 1) pipeline = std::make_unique<Pipeline>(*this, mesh.comm("pp"));
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
     // With --tp they are final when the ranks' parts have been added (accumulate_gradients).
@@ -65,12 +66,15 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
         };
 }
 
+Trainer::~Trainer() = default;
+
 void Trainer::take_memory() {
     const TrainOptions& o = options;
     Sharding sharding = data_parallel.sharding(optimizer_granularity(o.optimizer));
     sharding.offload = o.offload;
     const TensorLayout layout = tensor_parallel ? tensor_parallel->layout() : TensorLayout{};
-    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, layout);
+    model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, layout,
+                        pipeline ? std::optional(pipeline->part()) : std::nullopt);
     model.data_parallel = &data_parallel;
     model.tensor_parallel = tensor_parallel.get();
     model.context_parallel = context_parallel.get();
@@ -97,13 +101,16 @@ void Trainer::take_memory() {
             optimizer->use_sums(
                 [ranks = tensor_parallel.get()](Tensor tensor, cudaStream_t stream) { ranks->sum(tensor, stream); });
     if (offload) offload->take_memory(memory.transit);
-    acts = take_activations(model, micro_batch, o.rank_seq(), o.recompute, memory.activations);
+    if (!pipeline) acts = take_activations(model, micro_batch, o.rank_seq(), o.recompute, memory.activations);
     workspace = take_workspace(model, micro_batch, o.rank_seq(), true, memory.activations);
-    if (o.mask_documents) take_documents(model, acts, o.seq, memory.activations);
-    if (o.has_positions()) take_positions(acts, memory.activations);
+    if (!pipeline && o.mask_documents) take_documents(model, acts, o.seq, memory.activations);
+    if (!pipeline && o.has_positions()) take_positions(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
     norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
-    data_parallel.take_memory(model, local_batch / micro_batch, {totals, model.fp8_states}, memory.communication);
+    if (pipeline) acts = pipeline->take_memory();
+    // A pipeline has its gradients in the second of two micro-batches (pipeline.cu).
+    data_parallel.take_memory(model, pipeline ? 2 : local_batch / micro_batch, {totals, model.fp8_states},
+                              memory.communication);
     if (o.sample_tokens > 0) {
         if (!sampler) sampler = std::make_unique<Engine>(model, sample_engine(o));
         sampler->take_memory(memory.sampling, memory.sampling, sample_tables);
@@ -149,11 +156,11 @@ void Trainer::reserve() {
     sample_tables.reserve();
     take_memory();
     for (const auto& optimizer : optimizers) optimizer->init(device().stream);
-    const int64_t n_step = local_batch * options.rank_seq();
+    const int64_t n_rows = steps_at_once(options) * local_batch, n_step = n_rows * options.rank_seq();
     take_pinned(host_tokens, n_step);
     take_pinned(host_targets, n_step);
     take_pinned(host_numbers, 1);
-    if (options.mask_documents) take_pinned(host_documents, 2 * local_batch * options.seq);
+    if (options.mask_documents) take_pinned(host_documents, 2 * n_rows * options.seq);
     if (options.has_positions()) take_pinned(host_positions, n_step);
-    if (options.has_positions()) set_positions(*this, local_batch);
+    if (options.has_positions()) set_positions(*this, n_rows);
 }

@@ -137,7 +137,10 @@ void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
     const bool splits = !o.asynchronous && make_schedule(schedule_options(o, step_micro_batches(o))).splits_backward;
     check(typed.recompute == "none" || !splits, "--recompute ", typed.recompute, " with --pipeline ", o.pipeline,
           ": the gradients by weight are computed later than what is computed again is there; use --pipeline 1f1b");
-    fail("--pp ", o.pp, ": pipelines are drawn and not yet run: add --draw");
+    check(typed.given.count("--sample") == 0 || o.sample_tokens == 0,
+          "--sample with --pp: no rank has the whole model; leave it away, and let ./generate continue a prompt with a "
+          "checkpoint");
+    o.sample_tokens = 0;
 }
 
 void settle_drawing(TrainOptions& o, const TypedFlags& typed) {

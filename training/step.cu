@@ -67,13 +67,13 @@ void set_positions(const Trainer& t, int64_t n) {
     }
 }
 
-void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
+void read_batch(Trainer& t, const BatchReader& data, int64_t step, int64_t row) {
     const int64_t first = (step - 1) * t.options.batch + t.dp_rank * t.local_batch;
     for (int64_t b = 0; b < t.local_batch; ++b) {
-        read_sequence(t, data, first + b, b);
+        read_sequence(t, data, first + b, row + b);
         // The last token of a document keeps its target, which is the first token of the next document: where that is
         // an end-of-text token, this is how a model learns to end.
-        if (t.options.mask_documents) read_documents(t, data, first + b, b);
+        if (t.options.mask_documents) read_documents(t, data, first + b, row + b);
     }
 }
 
@@ -104,15 +104,18 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
                               static_cast<uint64_t>(o.seed));
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
-    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
-        upload_micro_batch(t, t.acts, micro, stream);
-        forward(t.model, t.acts, t.workspace, stream);
-        loss_backward(t.model, t.acts, dloss, stream);
-        t.add_losses_once(t.acts, stream);
-        t.data_parallel.begin_backward(t.model, micro, stream);
-        backward(t.model, t.acts, t.workspace, stream);
+    if (t.pipeline) t.pipeline->accumulate(dloss, stream);
+    else {
+        for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
+            upload_micro_batch(t, t.acts, micro, stream);
+            forward(t.model, t.acts, t.workspace, stream);
+            loss_backward(t.model, t.acts, dloss, stream);
+            t.add_losses_once(t.acts, stream);
+            t.data_parallel.begin_backward(t.model, micro, stream);
+            backward(t.model, t.acts, t.workspace, stream);
+        }
+        t.data_parallel.finish_grads(stream);
     }
-    t.data_parallel.finish_grads(stream);
     if (t.tensor_parallel) {  // ranks have parts of the same parameters' gradients (Param::sharers)
         for (const auto& [axes, parts] : t.model.shared_grads()) t.tensor_parallel->sum_shared(axes, parts, stream);
         for (size_t u = t.model.units.size(); t.offload && u-- > 0;) t.offload->grads_are_final(u, stream);
@@ -126,10 +129,12 @@ void Trainer::add_losses_once(const Activations& its, cudaStream_t stream) {
 void Trainer::sum_over_ranks(cudaStream_t stream) {
     data_parallel.all_reduce(step_sums(), stream);
     if (tensor_parallel) tensor_parallel->sum(step_sums(), stream);
+    if (pipeline) pipeline->add_up(step_sums(), stream);
 }
 
-void clip_gradients(Trainer& t, bool stop) {
+void add_squares(Trainer& t) {
     const cudaStream_t stream = device().stream;
+    if (t.pipeline && !t.pipeline->counts()) return;
     // Each rank squares its shard, also where it holds all gradients:
     // so the norm has the same bits with and without ZeRO.
     for (size_t u = 0; u < t.model.units.size(); ++u) {
@@ -140,12 +145,21 @@ void clip_gradients(Trainer& t, bool stop) {
             add = true;
         }
     }
+}
+
+void add_stop_and_norm(Trainer& t, bool stop, double clip) {
+    const cudaStream_t stream = device().stream;
     // The ranks agree on stopping here, in a sum that they make anyway: all of them stop after the same step.
     t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
     copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, stream);
     t.sum_over_ranks(stream);
-    clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(t.options.clip),
+    clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(clip),
                1.0f / static_cast<float>(t.scaler.scale), stream);
+}
+
+void clip_gradients(Trainer& t, bool stop) {
+    add_squares(t);
+    add_stop_and_norm(t, stop, t.options.clip);
 }
 
 void update_weights(Trainer& t, int64_t step) {

@@ -10,6 +10,8 @@
 //     stop.cu            Ctrl-C, and the command that continues the run
 //     memory.cu          what a run takes, counted before anything is taken
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
+//     pipeline.cu        its forward and backward where ranks have some of the layers each
+//     pipeline_versions.cu   steps that run at once, with several versions of the weights
 //     evaluation.cu      the loss on held-out text
 //     diagnosis.cu       what is known where the loss or the gradients are not finite
 //     checkpoint.cu      saving, and resuming with the same bits
@@ -120,6 +122,8 @@ void settle_options(TrainOptions& options, const TypedFlags& typed);
 void settle_pipeline(TrainOptions& options, const TypedFlags& typed);
 void settle_drawing(TrainOptions& options, const TypedFlags& typed);
 ScheduleOptions schedule_options(const TrainOptions& options, int64_t micro_batches);
+// Steps between two moments at which an asynchronous pipeline is empty; 1 of all other runs. (pipeline_versions.cu)
+int64_t steps_at_once(const TrainOptions& options);
 int64_t n_pipeline_stages(const TrainOptions& options);  // of all ranks of --pp
 // Does this schedule update without waiting for the pipeline to be empty? False for a name that does not exist.
 bool is_asynchronous_pipeline(const std::string& name);
@@ -207,6 +211,7 @@ struct StepNumbers {
 };
 constexpr int64_t kStepNumberRows = sizeof(StepNumbers) / (2 * sizeof(float));
 
+class Pipeline;
 struct Trainer {
     TrainOptions options;
     Config config;
@@ -216,6 +221,7 @@ struct Trainer {
     int64_t dp_rank = 0;                                // which share of the batch is this rank's
     std::unique_ptr<TensorParallel> tensor_parallel;    // with --tp
     std::unique_ptr<ContextParallel> context_parallel;  // with --cp
+    std::unique_ptr<Pipeline> pipeline;                 // with --pp
     int64_t local_batch = 0, micro_batch = 0;           // sequences of a step on this rank; and at a time
     Memory memory;
     Model model;
@@ -239,6 +245,7 @@ struct Trainer {
     StepNumbers* host_numbers = nullptr;                           // pinned
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
+    ~Trainer();
     int64_t n_units() const { return config.L + 2; }  // of the whole model
     ContextParallel::Sizes attention_sizes() const;
     // What is summed over all ranks: all but the norm, which follows from it.
@@ -257,6 +264,92 @@ struct Trainer {
 
   private:
     void take_tensor_parallel_memory();
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// pipeline.cu: the forward and backward of a step's micro-batches where the layers are divided among ranks.
+
+// Of `steps` steps that run at once, of so many micro-batches on a rank each.
+PipelineSchedule schedule_of_steps(const TrainOptions& options, int64_t micro_batches, int64_t steps);
+// Steps between two moments at which an asynchronous pipeline is empty; 1 of all other runs. (pipeline_versions.cu)
+int64_t steps_at_once(const TrainOptions& options);
+
+struct StepResult {
+    double loss, grad_norm;
+    bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
+    bool stop;     // some rank was asked to
+    // Of steps that ran at once (pipeline_versions.cu): this one's share of what they took.
+    struct Share {
+        double seconds;
+        Traffic traffic;
+    };
+    std::optional<Share> share = {};
+};
+
+class Pipeline final : public StageWork {
+  public:
+    // Collective over ranks, those of one pipeline.
+    Pipeline(Trainer& trainer, Comm& ranks);
+    const PipelineSchedule& schedule() const { return schedule_; }
+    const ModelPart& part() const { return stages_.part; }  // what this rank has of the model
+    Comm& ranks() { return ranks_; }
+    // Where two ranks have the same stages, one of them counts their gradients and saves them.
+    bool counts() const;
+    // After the model, the workspace and the totals. Returns a micro-batch, for those who want its sizes.
+    Activations take_memory();
+
+    // All micro-batches of a step, whose sequences are in the host's memory: gradients, added up over the ranks that
+    // have the same weights, and losses.
+    void accumulate(float dloss, cudaStream_t stream);
+    // An asynchronous pipeline: a step with its update. With the first step of those that run at once all of them are
+    // made, and the others' results are returned by the calls that ask for them.
+    StepResult step(const BatchReader& data, int64_t step);
+    // The losses of so many micro-batches, at most those of a step.
+    void add_losses_of(int64_t micro_batches, cudaStream_t stream);
+    void add_up(Tensor sums, cudaStream_t stream);  // over the ranks of the pipeline
+
+    // For the runner.
+    void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) override;
+    void backward(const Action& action, Tensor dx, cudaStream_t stream) override;
+    void backward_weight(const Action& action, cudaStream_t stream) override;
+    void update(const Action& action, cudaStream_t stream) override;
+
+  private:
+    bool is_last(const Action& action) const;
+    bool has_twin() const;
+    void end_backward(const Action& action);
+    void add_tied(cudaStream_t stream);
+    void reduce_gradients(cudaStream_t stream);
+    void take_versions();
+    void run_steps(const BatchReader& data, int64_t first, int64_t n);
+    StepResult read_result(int64_t step, bool stop);
+    const Model& model_of(const Action& action) const;
+    void count_for(int64_t step);
+    void for_all_gradients(const std::function<void(const Tensor&)>& call) const;
+
+    Trainer& t_;
+    Comm& ranks_;
+    const PipelineSchedule schedule_;
+    const std::vector<int64_t> n_blocks_;  // of each stage
+    const RankStages stages_;
+    struct Chunk {
+        int64_t first, last;
+    };
+    std::map<int, Chunk> chunks_;  // by stage: places in Model::blocks
+    int64_t largest_chunk_ = 0;
+    std::unique_ptr<Comm> twin_;  // DualPipe: the two ranks with the same stages; a tied embedding's two ends
+    PipelineRunner runner_;
+    std::vector<Activations> micro_batches_;
+    InFlight in_flight_;
+    WeightGradients later_;
+    std::map<int, Tensor> last_out_;  // by micro-batch: the output of the last stage, until its backward
+    float dloss_ = 0;
+    bool training_ = true;
+    // Asynchronous: the model with each version of its weights, and of the steps that run at once the totals.
+    std::vector<Model> versions_;
+    Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)
+    int64_t first_step_ = 0;
+    std::deque<StepResult> results_;  // of steps that have been made and not been asked for
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -332,19 +425,17 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& trainer, const RunData& data);
 // ---------------------------------------------------------------------------------------------------------------------
 // step.cu: the parts of a training step, in the order in which train_gpt.cu calls them. Collective.
 
-struct StepResult {
-    double loss, grad_norm;
-    bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
-    bool stop;     // some rank was asked to
-};
-
 // Host: this rank's sequences of step `step`, [(step - 1) batch, step batch) of the run, are read from the data.
-void read_batch(Trainer& trainer, const BatchReader& data, int64_t step);
+// To the host's memory from row `row` on.
+void read_batch(Trainer& trainer, const BatchReader& data, int64_t step, int64_t row = 0);
 // Device: all micro-batches forward and backward, on many ranks with the reduction of the gradients.
 void accumulate_gradients(Trainer& trainer, int64_t step);
 // The norm of all gradients, and from it the factor that removes the loss scale and clips. stop:
 // this rank was asked to stop.
 void clip_gradients(Trainer& trainer, bool stop);
+// Its parts: the squares of this rank's gradients; and the sums over all ranks, with the factor.
+void add_squares(Trainer& trainer);
+void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
 // Waits for the device. Error if the loss or, except in float16, the norm is not finite.
@@ -362,6 +453,8 @@ void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t
 // What the device has summed; waits for it.
 StepNumbers read_numbers(Trainer& trainer);
 
+// The same memory for rows whose documents are not masked.
+Activations without_documents(const Trainer& trainer, const Activations& acts);
 // evaluation.cu: mean loss over the first n_sequences of the held-out text. Documents are never masked here, so that
 // runs can be compared. Collective.
 double evaluate(Trainer& trainer, const BatchReader& data, int64_t n_sequences);

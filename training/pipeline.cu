@@ -1,0 +1,215 @@
+// training/pipeline.cu: the part of a step that differs where the layers are divided among ranks (--pp): the forward and
+// backward of all micro-batches, in the order of a schedule (parallel/pipeline); and what ranks with the same weights add.
+//
+// A rank has the blocks of its stages, side by side in one Model, with the embedding and the head if they are its. What a
+// micro-batch saves comes from pools as large as the schedule says (model/in_flight.cu).
+//
+// The head and the loss are computed in the backward of the last stage, right before their own backward: so there are
+// logits of one micro-batch at a time.
+//
+// Sums. A weight's gradients are added in the order of the micro-batches, whatever the schedule, and the gradients of a
+// tied embedding are those of the embedding plus those of the head: so all schedules give the same bits. In DualPipe two
+// ranks have each stage, and half of the micro-batches each; their sums are added as those of two data-parallel ranks.
+#include "training/training.h"
+
+#include <algorithm>
+
+namespace {
+
+// What backwards by input leave for backwards by weight, at most at once: of so many blocks, of so many heads.
+struct Waiting {
+    int64_t blocks = 0, heads = 0;
+};
+Waiting waiting_for_weights(const PipelineSchedule& schedule, int rank, const std::vector<int64_t>& n_blocks) {
+    Waiting now, most;
+    for (const Action& action : schedule.ranks[static_cast<size_t>(rank)]) {
+        const int64_t n = n_blocks[static_cast<size_t>(action.stage)], head = action.stage + 1 == schedule.n_stages;
+        if (action.what == Do::backward_input) now.blocks += n, now.heads += head;
+        most = {std::max(most.blocks, now.blocks), std::max(most.heads, now.heads)};
+        if (action.what == Do::backward_weight) now.blocks -= n, now.heads -= head;
+    }
+    return most;
+}
+
+}  // namespace
+
+// A step's table, or that of so many steps that run at once.
+PipelineSchedule schedule_of_steps(const TrainOptions& o, int64_t micro_batches, int64_t steps) {
+    ScheduleOptions options = schedule_options(o, steps * micro_batches);
+    options.per_update = static_cast<int>(micro_batches);
+    return make_schedule(options);
+}
+
+Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
+    : t_(trainer), ranks_(ranks),
+      schedule_(schedule_of_steps(t_.options, t_.local_batch / t_.micro_batch, steps_at_once(t_.options))),
+      n_blocks_(cut_stages(t_.config, schedule_.n_stages, t_.options.seq, t_.options.stages)),
+      stages_(rank_stages(t_.config, n_blocks_, schedule_.stages_of(ranks.rank))), runner_(ranks, schedule_) {
+    const std::vector<int> stages = schedule_.stages_of(ranks.rank);
+    for (size_t i = 0; i < stages.size(); ++i) {
+        const auto [first, n] = stages_.chunks[i];
+        chunks_[stages[i]] = {first, first + n};
+        largest_chunk_ = std::max(largest_chunk_, n);
+    }
+    // Ranks that have something in common: the two ends of a tied embedding, the two ranks with the same stages.
+    const int last = ranks.size - 1, other = last - ranks.rank;
+    const bool pairs = schedule_.placement == Placement::both_ways, at_end = ranks.rank == 0 || ranks.rank == last,
+               ties = t_.config.tied && schedule_.placement == Placement::loop;
+    std::vector<int> members = {ranks.rank};
+    if ((pairs && other != ranks.rank) || (ties && at_end && last > 0))
+        members = {std::min(ranks.rank, other), std::max(ranks.rank, other)};
+    twin_ = ranks.split(members, "pp twins");
+}
+
+bool Pipeline::has_twin() const { return schedule_.placement == Placement::both_ways; }
+bool Pipeline::counts() const { return !has_twin() || ranks_.rank < ranks_.size / 2; }
+bool Pipeline::is_last(const Action& action) const { return action.stage + 1 == schedule_.n_stages; }
+
+Activations Pipeline::take_memory() {
+    Arena& arena = t_.memory.activations;
+    const TrainOptions& o = t_.options;
+    const Model& model = t_.model;
+    const int64_t B = t_.micro_batch, T = o.rank_seq();
+    micro_batches_.clear();
+    for (int micro = 0; micro < schedule_.m; ++micro) {
+        Activations acts = take_micro_batch(model, B, T, o.recompute, arena);
+        if (o.mask_documents) take_documents(model, acts, o.seq, arena);
+        if (o.has_positions()) take_positions(acts, arena);
+        micro_batches_.push_back(acts);
+    }
+    const auto largest = [&](auto weight_of) { return peak_alive(schedule_, ranks_.rank, weight_of); };
+    const auto pieces = [&](int stage) {
+        return chunk_pieces(model.precision, o.recompute, n_blocks_[static_cast<size_t>(stage)]);
+    };
+    Pieces most;
+    most.sets = largest([&](int stage) { return pieces(stage).sets; });
+    most.inputs = largest([&](int stage) { return pieces(stage).inputs; });
+    most.scales = largest([&](int stage) { return pieces(stage).scales; });
+    const Waiting waiting = waiting_for_weights(schedule_, ranks_.rank, n_blocks_);
+    if (stages_.part.head) most.heads = std::max<int64_t>(1, waiting.heads);
+    in_flight_.take_memory(model, B, T, o.recompute, largest_chunk_, most, arena);
+    if (schedule_.splits_backward) later_.take_memory(model, B, T, waiting.blocks, arena);
+    const Tensor stream = t_.workspace.branch;  // of the shape of the residual stream here
+    const int n_borders = std::max(border_tensors(schedule_, ranks_.rank),
+                                   border_tensors(forward_schedule(schedule_, schedule_.m), ranks_.rank));
+    runner_.take_memory(n_borders, stream.rows(), stream.cols(), stream.dtype, arena);
+
+    if (schedule_.asynchronous) take_versions();
+    ranks_.count_memory([&] { ranks_.all_reduce(t_.step_sums(), nullptr); });
+    ranks_.take_memory(t_.memory.communication);
+    twin_->count_memory([&] {
+        if (has_twin()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, nullptr); });
+        else if (twin_->size > 1) twin_->all_reduce(stages_.part.embedding ? model.dwte : model.head.dweight, nullptr);
+    });
+    twin_->take_memory(t_.memory.communication);
+    return micro_batches_[0];
+}
+
+void Pipeline::for_all_gradients(const std::function<void(const Tensor&)>& call) const {
+    for (size_t u = 0; u < t_.model.units.size(); ++u)
+        if (const Tensor grads = t_.model.updated_grads(u); grads.n() > 0) call(grads);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A step
+
+void Pipeline::accumulate(float dloss, cudaStream_t stream) {
+    dloss_ = dloss;
+    training_ = true;
+    for (size_t micro = 0; micro < micro_batches_.size(); ++micro)
+        upload_micro_batch(t_, micro_batches_[micro], static_cast<int64_t>(micro), stream);
+    // For data parallelism the whole step is the first of two micro-batches, which adds to gradients of 0. In the second
+    // they are complete, last units first.
+    t_.data_parallel.begin_backward(t_.model, 0, stream);
+    runner_.run(schedule_, *this, stream);
+    reduce_gradients(stream);
+}
+
+// Of the gradients of all micro-batches of a step the sums over the ranks with the same weights.
+void Pipeline::reduce_gradients(cudaStream_t stream) {
+    add_tied(stream);
+    t_.data_parallel.begin_backward(t_.model, 1, stream);
+    for (size_t u = t_.model.units.size(); u-- > 0;) t_.data_parallel.end_grads(t_.model, u, stream);
+    t_.data_parallel.finish_grads(stream);
+    if (has_twin()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
+}
+
+// d tied = d embedding + d head, in both places.
+void Pipeline::add_tied(cudaStream_t stream) {
+    const Model& model = t_.model;
+    if (!t_.config.tied || !(stages_.part.embedding || stages_.part.head)) return;
+    if (stages_.part.embedding && stages_.part.head) {
+        residual_add(model.dwte, model.dwte, model.head.dweight, stream);
+        copy_tensor(model.head.dweight, model.dwte, stream);
+    } else twin_->all_reduce(stages_.part.embedding ? model.dwte : model.head.dweight, stream);
+}
+
+void Pipeline::forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) {
+    Activations& acts = micro_batches_[static_cast<size_t>(action.micro)];
+    const auto [first, last] = chunks_.at(action.stage);
+    const Model& model = model_of(action);
+    in_flight_.take_chunk(acts, first, last, in);
+    if (action.stage == 0) embed_forward(model, acts, t_.workspace, in, stream);
+    forward_blocks(model, acts, t_.workspace, first, last, in, out, stream, training_);
+    if (is_last(action)) last_out_[action.micro] = out;
+    if (training_) return;
+    in_flight_.give_back_chunk(acts, first, last);
+    if (!is_last(action)) return;
+    in_flight_.take_head(acts, out);
+    head_forward(model, acts, t_.workspace, out, stream);
+    loss_forward(model, acts, stream);
+    t_.add_losses_once(acts, stream);
+    in_flight_.give_back_head(acts);
+}
+
+void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
+    Activations& acts = micro_batches_[static_cast<size_t>(action.micro)];
+    const auto [first, last] = chunks_.at(action.stage);
+    const Model& model = model_of(action);
+    count_for(action.micro / (t_.local_batch / t_.micro_batch));
+    Workspace workspace = t_.workspace;
+    if (action.what == Do::backward_input) {
+        workspace.later = &later_;
+        later_.begin(action.micro, action.stage);
+    }
+    if (is_last(action)) {
+        const Tensor out = last_out_.extract(action.micro).mapped();
+        in_flight_.take_head(acts, out);
+        head_forward(model, acts, workspace, out, stream);
+        loss_backward(model, acts, dloss_, stream);
+        t_.add_losses_once(acts, stream);
+        head_backward(model, acts, workspace, dx, stream);
+    }
+    backward_blocks(model, acts, workspace, first, last, dx, dx, stream);
+    if (action.stage == 0) embed_backward(model, acts, workspace, dx, stream);
+    if (action.what == Do::backward) end_backward(action);
+}
+
+void Pipeline::backward_weight(const Action& action, cudaStream_t stream) {
+    later_.run(action.micro, action.stage, t_.workspace, stream);
+    end_backward(action);
+}
+
+void Pipeline::end_backward(const Action& action) {
+    Activations& acts = micro_batches_[static_cast<size_t>(action.micro)];
+    const auto [first, last] = chunks_.at(action.stage);
+    in_flight_.give_back_chunk(acts, first, last);
+    if (is_last(action)) in_flight_.give_back_head(acts);
+}
+
+void Pipeline::add_up(Tensor sums, cudaStream_t stream) { ranks_.all_reduce(sums, stream); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// An evaluation
+
+void Pipeline::add_losses_of(int64_t micro_batches, cudaStream_t stream) {
+    training_ = false;
+    const std::vector<Activations> of_steps = micro_batches_;
+    for (int64_t micro = 0; micro < micro_batches; ++micro) {
+        Activations& acts = micro_batches_[static_cast<size_t>(micro)];
+        acts = without_documents(t_, acts);
+        upload_micro_batch(t_, acts, micro, stream);
+    }
+    if (micro_batches > 0) runner_.run(forward_schedule(schedule_, static_cast<int>(micro_batches)), *this, stream);
+    micro_batches_ = of_steps;
+}
