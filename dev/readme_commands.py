@@ -175,6 +175,8 @@ RULES = [
     train("--ranks 4 --cp 4 --cp-mode ulysses"),
     train("--ranks 8 --cp 2 --tp 2 --zero 1"),
     Rule(r"build/cpu/dev/context_parallel doc/context\.png", replace=((r"doc/", ""),), quick=True),
+    # doc/pipelines.md
+    Rule(r"\./train_gpt --pipeline .* --draw", quick=True),
     Rule(r"mpirun -np 8", flags=SMALL, env=MPI, needs=("mpirun",)),
     Rule(r"mpirun --allow-run-as-root --oversubscribe -np 8", flags=SMALL, needs=("mpirun",)),
     Rule(r"build/cpu/dev/all_reduce", replace=(("$", " --ranks 2 --max 1024 --out out"),)),

@@ -8,9 +8,9 @@
 
 namespace {
 
-constexpr int kWidth = 1600, kLeft = 90, kRight = 110;
-constexpr int kLegend = 40, kTitle = 56, kAxis = 34, kPanelGap = 14;  // heights: above all panels; of a panel's parts
-constexpr int kLane = 24, kAlive = 14, kLaneGap = 8;                  // of a rank's lane, of what is below it
+constexpr int kWidth = 1280, kLeft = 70, kRight = 90;
+constexpr int kLegend = 40, kTitle = 52, kAxis = 34, kPanelGap = 6;  // heights: above all panels; of a panel's parts
+constexpr int kLane = 20, kAlive = 10, kLaneGap = 6;                 // of a rank's lane, of what is below it
 constexpr double kText = 9;
 constexpr Canvas::Color kInk{40, 40, 40}, kPale{150, 150, 150}, kIdle{240, 240, 240}, kPath{190, 20, 40},
     kAliveColor{150, 150, 185}, kWhite{255, 255, 255};
@@ -62,7 +62,7 @@ class Panel {
 
     void draw_lane(int rank) {
         const double top = top_of(rank);
-        canvas_.text({12, top + 16}, concat("rank ", rank), 10, kInk, Canvas::Align::left, true);
+        canvas_.text({12, top + 15}, concat("rank ", rank), 10, kInk, Canvas::Align::left, true);
         if (spans(rank).empty()) return;
         canvas_.fill(x_of(spans(rank).front().start), top, x_of(spans(rank).back().end), top + kLane, kIdle);
         for (const Span& span : spans(rank))
@@ -91,7 +91,7 @@ class Panel {
             name += concat(": ", late, " late");
         if (Canvas::text_width(name, kText) + 2 > right - left) name = concat(span.action.micro);
         if (Canvas::text_width(name, kText) + 2 < right - left)
-            canvas_.text({(left + right) / 2, top + 15}, name, kText, chunk == 0 ? kInk : kWhite,
+            canvas_.text({(left + right) / 2, top + 14}, name, kText, chunk == 0 ? kInk : kWhite,
                          Canvas::Align::center);
     }
 
@@ -175,9 +175,7 @@ void draw_legend(Canvas& canvas, bool two_stages, bool updates) {
     x += 44 + Canvas::text_width("critical path", kText);
     if (!updates) return;
     canvas.fill(x + 6, 10, x + 9, 30, kInk);
-    canvas.text({x + 22, 25},
-                "update of the weights; 2 late: after 2 updates since the weights that the gradient is of", kText,
-                kInk);
+    canvas.text({x + 22, 25}, "update of the weights", kText, kInk);
 }
 
 }  // namespace
@@ -211,7 +209,7 @@ std::string panel_subtitle(const PipelineSchedule& schedule, double bubble) {
     if (!schedule.asynchronous) return text;
     text += "; versions of the weights:";
     for (const int n : schedule.versions) text += concat(" ", n);
-    return text;
+    return text + "; 2 late: a gradient of weights that are 2 updates old";
 }
 
 std::vector<PipelinePanel> schedule_panels(const std::vector<DrawnPipeline>& drawn) {

@@ -62,8 +62,8 @@ class Drawing {
         check(shortest > 0, "a drawing of a pipeline needs actions that take time");
         // With a blank behind each name, in which updates are shown; without, where it would be too wide.
         blank_ = s_.asynchronous || end / shortest * static_cast<double>(digits + 2) <= static_cast<double>(room);
-        const size_t unit = digits + (blank_ ? 2 : 1);
-        columns_per_time_ = static_cast<double>(unit) / shortest;
+        unit_ = digits + (blank_ ? 2 : 1);
+        columns_per_time_ = static_cast<double>(unit_) / shortest;
         n_columns_ = column(end);
         set_breaks(room);
     }
@@ -97,12 +97,13 @@ class Drawing {
                 const size_t begin = column(span.start), n = letters_of(span.action, 0).size();
                 for (size_t i = 1; i < n; ++i) cuts[std::min(begin + i, n_columns_)] = true;
             }
-        const size_t n_parts = ceil_div(n_columns_, room), wanted = ceil_div(n_columns_, n_parts);
+        const size_t n_parts = ceil_div(n_columns_, room), wanted = ceil_div(n_columns_, n_parts * unit_) * unit_;
         breaks_ = {0};
         while (breaks_.back() + room < n_columns_) {
-            size_t at = breaks_.back() + wanted;
-            while (at < breaks_.back() + room && cuts[at]) ++at;
-            while (at > breaks_.back() + wanted / 2 && cuts[at]) --at;
+            const size_t first = breaks_.back(), end = first + room;
+            size_t at = std::min(first + wanted, end);
+            while (at + unit_ <= end && cuts[at]) at += unit_;
+            while (at > first + room / 2 && cuts[at]) --at;
             breaks_.push_back(at);
         }
         breaks_.push_back(n_columns_);
@@ -148,7 +149,7 @@ class Drawing {
     const size_t label_;
     bool blank_ = true;
     double columns_per_time_ = 1;
-    size_t n_columns_ = 0;
+    size_t unit_ = 1, n_columns_ = 0;
     std::vector<size_t> breaks_;  // columns where the parts begin, and the end
 };
 
