@@ -131,7 +131,7 @@ class Drawing {
     static std::string cut(const Row& row, size_t first, size_t last, bool colored) {
         std::string out;
         uint8_t color = 0;
-        last = std::max(first, std::min(last, row.text.find_last_not_of(' ') + 1));  // no blanks at the end
+        last = std::max(first, row.text.find_last_not_of(' ', last - 1) + 1);  // no blanks at the end
         for (size_t i = first; i < last; ++i) {
             if (colored && row.colors[i] != color) {
                 color = row.colors[i];
