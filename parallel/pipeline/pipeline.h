@@ -82,8 +82,9 @@ struct PipelineSchedule {
 std::string action_text(const Action& action);
 
 // Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose result
-// it takes, each receive as early as one computing action before the one that needs it, so that the message travels
-// behind that computing; on each link (from rank a to rank b) receives are in the order of the sends.
+// it takes; each receive before the action that its rank computes when it is sent, if all durations are equal: so it
+// travels behind that, and on each link (from rank a to rank b) receives are in the order of the sends. Error for a table in
+// which a rank would wait for ever.
 void add_messages(PipelineSchedule& schedule);
 
 // Error, with the rank, the action and the reason, for a table that cannot be executed: a rank or stage that does not

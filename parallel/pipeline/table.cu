@@ -14,7 +14,6 @@
 
 #include <algorithm>
 #include <array>
-#include <deque>
 
 namespace {
 
@@ -100,38 +99,32 @@ std::string action_text(const Action& a) {
 
 // ---- messages --------------------------------------------------------------------------------------------------------
 
+// Where a message is received follows from a simulation with equal durations: before the action that its receiver computes
+// when it is sent. So the rank that sends does not wait, and the message has come when it is needed.
+//
+// That also keeps messages from waiting for each other in a circle, where a send ends with its receive, and a receive needs
+// memory that an earlier send has to leave: what its rank has computed and sent before is over at an earlier moment of the
+// simulation.
 void add_messages(PipelineSchedule& s) {
-    std::map<std::pair<int, int>, std::deque<Action>> on_link;  // what is received there, in the order of the sends
+    struct Message {
+        double sent;
+        Action receive;
+    };
+    std::vector<std::vector<Message>> messages(s.ranks.size());  // by receiver
+    const Simulation simulation = simulate(s, {});
     for (int rank = 0; rank < s.p; ++rank)
-        for (const Action& a : s.ranks[static_cast<size_t>(rank)])
-            if (const int to = receiver_of(s, a); to >= 0)
-                on_link[{rank, to}].push_back(receive_of(send_of(s, a), rank));
-    for (int rank = 0; rank < s.p; ++rank) {
-        const std::vector<Action> actions = std::move(s.ranks[static_cast<size_t>(rank)]);
-        std::vector<Action>& out = s.ranks[static_cast<size_t>(rank)] = {};
-        std::vector<std::array<bool, 2>> here(static_cast<size_t>(s.n_stages * s.m));
-        const auto is_here = [&](const Action& a) -> bool& {
-            return here[static_cast<size_t>(a.stage * s.m + a.micro)][a.what == Do::receive_activation ? 0 : 1];
-        };
-        // The message that this action waits for, and those that were sent before it on its link.
-        const auto receive_all_for = [&](const Action& a) {
-            if (sender_to(s, a) < 0) return;
-            const Action receive = receive_for(s, a);
-            std::deque<Action>& link = on_link[{receive.peer, rank}];
-            while (!is_here(receive)) {
-                if (link.empty())
-                    fail(s.name, ": rank ", rank, ", ", action_text(a), " needs a result that rank ", receive.peer,
-                         " does not compute");
-                is_here(link.front()) = true;
-                out.push_back(link.front());
-                link.pop_front();
-            }
-        };
-        for (size_t i = 0; i < actions.size(); ++i) {
-            if (i == 0) receive_all_for(actions[0]);
-            if (i + 1 < actions.size()) receive_all_for(actions[i + 1]);
-            out.push_back(actions[i]);
-            if (receiver_of(s, actions[i]) >= 0) out.push_back(send_of(s, actions[i]));
+        for (const Span& span : simulation.ranks[static_cast<size_t>(rank)])
+            if (const int to = receiver_of(s, span.action); to >= 0)
+                messages[static_cast<size_t>(to)].push_back({span.end, receive_of(send_of(s, span.action), rank)});
+    for (size_t rank = 0; rank < s.ranks.size(); ++rank) {
+        std::ranges::stable_sort(messages[rank], {}, &Message::sent);
+        s.ranks[rank].clear();
+        auto next = messages[rank].begin();
+        for (const Span& span : simulation.ranks[rank]) {
+            for (; next != messages[rank].end() && next->sent <= span.end; ++next)
+                s.ranks[rank].push_back(next->receive);
+            s.ranks[rank].push_back(span.action);
+            if (receiver_of(s, span.action) >= 0) s.ranks[rank].push_back(send_of(s, span.action));
         }
     }
 }
