@@ -89,33 +89,49 @@ std::vector<float> read_whole(const Model& model, const Param& param) {
     return model.tensor_parallel->collect(param, its);
 }
 
+// The same of a parameter of the whole model, which may be on other ranks of a pipeline.
+std::vector<float> read_from_owner(const Model& model, const Model& whole, const Param& param) {
+    PipelineRanks* const ranks = model.pipeline_ranks;
+    const int owner = ranks ? ranks->owner(whole.units[whole.unit_of(param)].number) : 0;
+    std::vector<float> values;
+    if (!ranks || ranks->rank() == owner)
+        values = read_whole(model, *std::ranges::find(model.params, param.name, &Param::name));
+    const bool first = model.sharding.rank == 0 && model.layout.rank == 0;  // of those with this part of the model
+    if (!ranks || owner == 0 || !first || (ranks->rank() != owner && ranks->rank() != 0)) return values;
+    int64_t n = 1;
+    for (const int64_t size : stored_shape(param)) n *= size;
+    return ranks->bring(values, n, owner);
+}
+
 }  // namespace
 
 void save_model(const Model& model, const std::string& folder, const TokenIds& token_ids) {
-    const DataParallel* const ranks = model.data_parallel;
-    const bool first = (!ranks || model.sharding.rank == 0) && model.layout.rank == 0;
-    if (!first) {  // sends its shards, in the order in which the first rank writes
-        for (const Param& param : model.params) read_whole(model, param);
+    const bool first = model.sharding.rank == 0 && model.layout.rank == 0 &&
+                       (!model.pipeline_ranks || model.pipeline_ranks->rank() == 0);
+    const Model whole = whole_without_memory(model.config, model.layout);
+    if (!first) {  // sends what it has, in the order in which the first rank writes
+        for (const Param& param : whole.params) read_from_owner(model, whole, param);
         return;
     }
     make_folder(folder);
-    size_t n_read = 0;  // parameters whose shards the other ranks have sent
+    size_t n_read = 0;  // parameters that the other ranks have sent their parts of
     std::vector<TensorToStore> tensors;
-    for (const Param& param : model.params) {
-        const auto fill = [&param, &model, &n_read](void* bytes) {
+    for (const Param& param : whole.params) {
+        const auto fill = [&](void* bytes) {
             ++n_read;
-            std::vector<float> values = read_whole(model, param);
+            std::vector<float> values = read_from_owner(model, whole, param);
             const std::vector<int64_t> stored = stored_shape(param);
             if (param.transposed) values = transpose(values, stored[1], stored[0]);
             std::copy(values.begin(), values.end(), static_cast<float*>(bytes));
         };
         tensors.push_back({param.name, "F32", stored_shape(param), fill});
     }
+    const bool alone = !model.data_parallel && !model.pipeline_ranks;
     try {
         write_text_file(folder + "/config.json", config_to_json(model.config, token_ids));
         write_safetensors(folder + "/model.safetensors", tensors, {{"format", "pt"}}, true);
     } catch (const Error&) {  // a full disk, for example: the run may go on, so what the others send is received
-        for (; ranks && n_read < model.params.size(); ++n_read) read_whole(model, model.params[n_read]);
+        for (; !alone && n_read < whole.params.size(); ++n_read) read_from_owner(model, whole, whole.params[n_read]);
         throw;
     }
 }

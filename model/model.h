@@ -11,7 +11,7 @@
 //     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
 //     in_flight.cu       the same for a rank of a pipeline: pools that many micro-batches take their memory from
 //     recompute.cu       what is not kept, but computed again
-//     stages.cu          which blocks a stage of a pipeline has
+//     stages.cu          which blocks a stage of a pipeline has, and which rank has what
 //     visits.cu          which units a step visits in which order
 //     cached_step.cu     what a step of inference works with: the pools of the cache, and its activations
 //     quantised.cu       a copy of a model with weights of 8 bits
@@ -172,6 +172,26 @@ struct ModelPart {
 };
 ModelPart whole_model(const Config& config);
 
+// The ranks of a pipeline, each with a part of the model, as checkpoints need to know them. (stages.cu)
+class PipelineRanks {
+  public:
+    // Collective.
+    PipelineRanks(Comm& comm, const Config& config, const ModelPart& part);
+    void take_memory(Arena& arena);
+    int rank() const { return comm_.rank; }
+    int size() const { return comm_.size; }
+    // The first rank that has this unit of the whole model: what several ranks have, it writes.
+    int owner(size_t unit_number) const { return owners_[unit_number]; }
+    bool owns(const Unit& unit) const { return owners_[unit.number] == comm_.rank; }
+    // n numbers of one rank, on rank 0; elsewhere nothing. To be called by these two.
+    std::vector<float> bring(const std::vector<float>& values, int64_t n, int from);
+
+  private:
+    Comm& comm_;
+    std::vector<int> owners_;  // by unit
+    Tensor staging_;
+};
+
 // The parameters' memory is FlatParameters' (parallel/data/data.h): flat arrays of units, which are the embedding, the
 // blocks and the head. Every parameter below is a view into its unit. Of a part of a model there are all the same the
 // unit of the embedding, without parameters where it is elsewhere, those of its blocks, and that of the head, likewise.
@@ -186,7 +206,8 @@ struct Model : FlatParameters {
     Precision precision;
     const SubLayer* attention = nullptr;  // what config names
     const SubLayer* feed_forward = nullptr;
-    DataParallel* data_parallel = nullptr;  // many ranks: gathers weights before they are read, and reduces gradients
+    PipelineRanks* pipeline_ranks = nullptr;  // of a part: who has the others
+    DataParallel* data_parallel = nullptr;    // many ranks: gathers weights before they are read, and reduces gradients
     FlashTier flash_tier = FlashTier::automatic;
 
     Tensor wte, dwte;           // (V_padded, C) token embedding; with tensor parallelism the rows of this rank
@@ -210,6 +231,9 @@ struct Model : FlatParameters {
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding = {}, const TensorLayout& layout = {},
                   const std::optional<ModelPart>& part = {});
+// The units and parameters of the whole model, cut for this rank of tensor parallelism as build_model cuts them, without
+// memory.
+Model whole_without_memory(const Config& config, const TensorLayout& layout = {}, bool head_copy = false);
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
@@ -270,7 +294,8 @@ void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 Model with_weights(const Model& model, const Tensor& weights);
 
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
-// huggingface_config.cu). With many ranks all of them call these, and rank 0 writes.
+// huggingface_config.cu). With many ranks all of them call these, and rank 0 writes. A part of a model reads what it has,
+// the head's copy from the embedding's place; and is saved as what it has of the whole (Model::pipeline_ranks).
 void load_weights(Model& model, const std::string& folder);
 // The Hugging Face folder that a flag's value means: itself, or the newest checkpoint of a run. Error that names the
 // flag and says what was looked for. And the run in runs/ whose newest checkpoint is the latest: "" if there is none.

@@ -254,17 +254,6 @@ int64_t place_parameters(Model& model, bool counting) {
     return placer.n();
 }
 
-// The whole model's parameters, without memory.
-Model place_whole(const Config& config, const TensorLayout& layout, bool head_copy) {
-    Model whole;
-    whole.config = config;
-    whole.layout = layout;
-    whole.part = whole_model(config);
-    whole.part.head_copy = head_copy;
-    whole.n = place_parameters(whole, true);
-    return whole;
-}
-
 void take_fp8(Model& model, Arena& arena) {
     const Precision& p = model.precision;
     if (p.fp8 == Fp8Recipe::none) return;
@@ -286,6 +275,16 @@ void take_fp8(Model& model, Arena& arena) {
 }
 
 }  // namespace
+
+Model whole_without_memory(const Config& config, const TensorLayout& layout, bool head_copy) {
+    Model whole;
+    whole.config = config;
+    whole.layout = layout;
+    whole.part = whole_model(config);
+    whole.part.head_copy = head_copy;
+    whole.n = place_parameters(whole, true);
+    return whole;
+}
 
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding, const TensorLayout& layout,
@@ -309,7 +308,7 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     model.weights.dtype = precision.dtype, model.grads.dtype = precision.grad_dtype;
     // Count, divide among the ranks, take the memory, and place again.
     model.n = place_parameters(model, true);
-    if (part) model.shard_units(sharding, model.ties_head(), place_whole(config, layout, part->head_copy));
+    if (part) model.shard_units(sharding, model.ties_head(), whole_without_memory(config, layout, part->head_copy));
     else model.shard_units(sharding, model.ties_head(), model);
     model.take(precision.dtype, precision.grad_dtype, precision.master || sharding.offload == Offload::optimizer,
                weights, grads, masters);
@@ -382,13 +381,13 @@ void init_weights(Model& model, uint64_t seed) {
 
 std::set<std::string> parameter_names(const Config& config) {
     std::set<std::string> names;
-    for (const Param& param : place_whole(config, {}, false).params) names.insert(param.name);
+    for (const Param& param : whole_without_memory(config).params) names.insert(param.name);
     return names;
 }
 
 int64_t parameter_count(const Config& config) {
     int64_t n = 0;
-    for (const Param& param : place_whole(config, {}, false).params) {
+    for (const Param& param : whole_without_memory(config).params) {
         const int64_t row_n = param.value.n() / param.value.shape[0];
         n += (param.value.shape[0] - param.padded_rows) * row_n;
     }

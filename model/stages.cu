@@ -1,4 +1,4 @@
-// model/stages.cu: which blocks a stage of a pipeline has.
+// model/stages.cu: which blocks a stage of a pipeline has, and which rank has what.
 //
 // A pipeline is as fast as its slowest stage. Floating-point operations of a training step, for each token: a block has
 // b, the head (on the last stage, with the loss) h = 6 V C, the embedding none. With k blocks on the last stage and the
@@ -68,4 +68,35 @@ RankStages rank_stages(const Config& config, const std::vector<int64_t>& cut, co
         its.part.head = its.part.head || stage + 1 == std::ssize(cut);
     }
     return its;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+PipelineRanks::PipelineRanks(Comm& comm, const Config& config, const ModelPart& part) : comm_(comm) {
+    std::vector<int64_t> has(static_cast<size_t>(config.L + 2), 0);
+    has.front() = part.embedding, has.back() = part.head;
+    for (const int64_t l : part.blocks) has[static_cast<size_t>(1 + l)] = 1;
+    const std::vector<std::vector<int64_t>> all = gather_numbers(comm, has);
+    for (size_t unit = 0; unit < has.size(); ++unit) {
+        const auto first = std::ranges::find_if(all, [&](const auto& row) { return row[unit] != 0; });
+        check(first != all.end(), "pipeline: no rank has unit ", unit, " of the model");
+        owners_.push_back(static_cast<int>(first - all.begin()));
+    }
+}
+
+void PipelineRanks::take_memory(Arena& arena) { staging_ = arena.take("staging", DType::f32, {1 << 18}); }
+
+std::vector<float> PipelineRanks::bring(const std::vector<float>& values, int64_t n, int from) {
+    if (from == comm_.rank && from == 0) return values;
+    std::vector<float> here(comm_.rank == 0 ? static_cast<size_t>(n) : 0);
+    const cudaStream_t stream = device().stream;
+    for (int64_t low = 0; low < n; low += staging_.n()) {
+        const Tensor piece = staging_.slice(0, std::min(staging_.n(), n - low));
+        if (comm_.rank == from) copy_to_device(piece, values.data() + low);
+        if (comm_.rank == from) comm_.send(piece, 0, stream);
+        if (comm_.rank == 0) comm_.recv(piece, from, stream);
+        cudaCheck(cudaStreamSynchronize(stream));
+        if (comm_.rank == 0) copy_to_host(here.data() + low, piece);
+    }
+    return here;
 }

@@ -1,8 +1,11 @@
 // The model in parts: micro-batches in flight, weight gradients computed later, blocks run by themselves. All of it
 // must give the bits of one micro-batch after the other through the whole model: the same kernels on the same numbers
 // in the same order of additions.
+#include "io/io.h"
 #include "model/sublayer.h"
 #include "models.h"
+#include "ranks.h"
+#include "temp_folder.h"
 
 namespace {
 
@@ -481,4 +484,39 @@ TEST_CASE("pieces of activations: what a chunk takes, and that no more is given 
     CHECK_THROWS_WITH(rank.in_flight.take_head(b, {}), ContainsSubstring("all 1 heads are taken"));
     CHECK(rank.in_flight.taken() == Pieces{.sets = 3, .inputs = 1, .heads = 1});
     CHECK(rank.in_flight.most_taken() == Pieces{.sets = 4, .inputs = 2, .heads = 1});
+}
+
+TEST_CASE("parts of a model on ranks of a pipeline are saved as the whole is, and loaded into other parts", "[model]") {
+    for (Config config : {small_gpt2(), small_qwen3()}) {
+        config.L = 4;
+        const bool tied = config.tied;
+        const TempFolder whole_folder, folder;
+        const PartWithMemory whole(config, {});
+        save_model(whole.model, whole_folder.path);
+        const auto cuts = cuts_of_four_blocks(tied);
+        // Both ways: what is in the middle is on two ranks.
+        const std::vector<std::vector<ModelPart>> meshes = {cuts[0], cuts[1], {cuts[1][1], cuts[1][0], cuts[1][1]}};
+        for (const auto& parts : meshes) {
+            std::filesystem::remove_all(folder.path);
+            run_ranks(threads(static_cast<int>(parts.size())), [&](Comm& comm) {
+                const ModelPart& part = parts[static_cast<size_t>(comm.rank)];
+                PartWithMemory its(config, part);
+                PipelineRanks ranks(comm, config, part);
+                Arena staging("staging");
+                ranks.take_memory(staging), staging.reserve(), ranks.take_memory(staging);
+                its.model.pipeline_ranks = &ranks;
+                save_model(its.model, folder.path);
+                comm.barrier(device().stream);
+                cudaCheck(cudaStreamSynchronize(device().stream));
+                // What another cut of them has saved, this one reads.
+                init_weights(its.model, 99);
+                load_weights(its.model, folder.path);
+                for (const Param& param : its.model.params)
+                    check(to_floats(param.value) == to_floats(whole.param(param.file_name()).value), param.name,
+                          ": loaded with other values");
+            });
+            for (const char* file : {"/model.safetensors", "/config.json"})
+                CHECK(read_text_file(folder.path + file) == read_text_file(whole_folder.path + file));
+        }
+    }
 }

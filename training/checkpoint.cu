@@ -5,15 +5,17 @@
 //     config.json, model.safetensors          one file, whatever the ranks: rank 0 collects what is cut
 //     tokenizer.json, ...                     what transformers reads beside them (pretrained.cu)
 //     optimizer.safetensors                   "m.model.norm.weight", ...: states by parameter, not by place in memory
-//     optimizer-00002-of-00008.safetensors    with ZeRO each rank writes what it has: also pieces,
+//     optimizer-00002-of-00008.safetensors    with --pp and --tp each of a set of ranks that have the model together
+//                                             writes what it has; with ZeRO every rank: also pieces,
 //                                             "m.model.norm.weight@4096" from element 4096 on; with --tp also
 //                                             "m_codes.model.norm.weight, part 2 of tp 4", for it alone:
-//                                             adam8bit's blocks lie in it
+//                                             adam8bit's blocks lie in it; with --pp "fp8.histories@1024"
 //     compression-00002-of-00008.safetensors  with --compress: the errors that each rank keeps for its next gradients
 //     state.json                              the rest (state.cu)
 //
 // Reading puts pieces together as the new run has cut them: any number of ranks, any stage.
-// Only compression's errors belong to a number of ranks: with another one they begin as 0 again, and the run says so.
+// Only compression's errors belong to a number of ranks, and to their parts of the model: with others they begin as 0
+// again, and the run says so.
 #include "training/training.h"
 
 #include <algorithm>
@@ -42,6 +44,11 @@ std::string division(const Trainer& t) {
     return concat(words, " ", tensor_mode_name(layout.mode), " depth ", layout.sizes[0]);
 }
 
+// Of the ranks of a pipeline that have the same unit, the first one writes it.
+bool is_owner(const Trainer& t, size_t unit) {
+    return !t.model.pipeline_ranks || t.model.pipeline_ranks->owns(t.model.units[unit]);
+}
+
 std::vector<PlacedState> placed_states(const Trainer& t) {
     std::vector<PlacedState> states;
     std::map<std::string, const Param*> params;
@@ -55,23 +62,24 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
             const Param& param = *params.at(state.param);
             const int64_t used_n = param.value.n() - param.padded_rows * (param.value.n() / param.value.shape[0]);
             const bool is_cut = piece.cut.exists(), is_whole = piece.value.n() == param.value.n();
-            PlacedState placed{.name = state.kind + "." + state.param,
+            PlacedState placed{.name = state.kind + "." + param.file_name(),
                                .tensor = state.tensor,
                                .per = state.per,
                                .pieces = {{0, n, first, n, n}},
                                .padding_n = 0,
                                .whole = is_whole,
-                               .writes = piece.counted || !t.tensor_parallel};
+                               .writes = is_owner(t, u) && (piece.counted || !t.tensor_parallel)};
             if (state.per == 1) placed.padding_n = std::clamp<int64_t>(piece.first + n - used_n, 0, n);
             if (is_cut && state.per == 1) {
                 placed.pieces = cut_pieces(piece.cut, piece.first, n);
                 placed.whole = false;
             } else if (is_cut && state.per == 0) {  // of the whole parameter, on all ranks
-                placed.writes = t.model.layout.rank == 0;
+                placed.writes = is_owner(t, u) && t.model.layout.rank == 0;
             } else if (is_cut) {  // blocks of this rank's part
                 placed.name += concat(kPart, t.model.layout.rank + 1, " of ", division(t));
-                placed.writes = true;
+                placed.writes = is_owner(t, u);
             }
+            placed.writes = placed.writes && param.copy_of.empty();
             states.push_back(std::move(placed));
         }
     }
@@ -80,14 +88,37 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
 
 const std::string kHistories = "fp8.histories";
 
-// How many files hold the optimizer's states, and whether this rank writes one.
-int n_state_files(const Trainer& t) {
-    return t.model.sharding.zero >= 1 ? t.world.size : static_cast<int>(t.options.tp);
+// fp8's histories of the whole model, or those of this rank's blocks: all ranks with these blocks have the same.
+std::vector<CutPiece> history_pieces(const Trainer& t) {
+    const int64_t n = t.model.fp8_states.n(), of_block = n / t.model.n_blocks();
+    if (!t.model.pipeline_ranks) return {{0, n, 0, n, n}};
+    std::vector<CutPiece> pieces;
+    for (int64_t i = 0; i < t.model.n_blocks(); ++i)
+        pieces.push_back(
+            {i * of_block, of_block, t.model.part.blocks[static_cast<size_t>(i)] * of_block, of_block, of_block});
+    return pieces;
 }
-std::string numbered_file(const char* what, int i, int n) {
-    char name[80];
-    std::snprintf(name, sizeof name, "%s-%05d-of-%05d.safetensors", what, i + 1, n);
-    return name;
+
+// Files that hold the optimizer's states: which this rank writes, if any, of how many.
+struct StateFile {
+    int index, n;
+    bool writes;
+};
+StateFile state_file_of(const Trainer& t) {
+    if (t.model.sharding.zero >= 1) return {t.world.rank, t.world.size, true};
+    // Ranks that have the model together: one for each part of it, of the first share of the batch.
+    const int pp = t.model.pipeline_ranks ? t.model.pipeline_ranks->rank() : 0;
+    const int tp = static_cast<int>(t.options.tp);
+    return {pp * tp + t.model.layout.rank, static_cast<int>(t.options.pp) * tp, t.model.sharding.rank == 0};
+}
+// Does this rank write the histories of its blocks?
+bool writes_histories(const Trainer& t) {
+    return t.model.fp8_states.exists() && t.model.sharding.rank == 0 && t.model.layout.rank == 0;
+}
+std::string numbered_file(const std::string& what, int i, int n) {
+    char numbers[40];
+    std::snprintf(numbers, sizeof numbers, "-%05d-of-%05d.safetensors", i + 1, n);
+    return what + numbers;
 }
 std::string state_file(int i, int n) { return n == 1 ? "optimizer.safetensors" : numbered_file("optimizer", i, n); }
 
@@ -206,15 +237,37 @@ void write_states(const Trainer& t, const std::string& path) {
             if (state.writes) add(name, state.tensor.view({state.tensor.n()}).slice(piece.local_first, piece.n));
         }
     }
-    if (t.model.fp8_states && t.world.rank == 0) add(kHistories, t.model.fp8_states);  // all ranks have the same
+    if (writes_histories(t)) {
+        const Tensor all = t.model.fp8_states.view({t.model.fp8_states.n()});
+        const std::vector<CutPiece> pieces = history_pieces(t);
+        for (size_t i = 0; i < pieces.size(); ++i) {
+            if (!t.model.pipeline_ranks) add(kHistories, all);
+            else if (is_owner(t, block_unit(static_cast<int64_t>(i))))
+                add(concat(kHistories, "@", pieces[i].first), all.slice(pieces[i].local_first, pieces[i].n));
+        }
+    }
     write_safetensors(path, tensors, {}, true);
+}
+
+// "0-5 18-23"
+std::string ranges_text(const std::vector<int64_t>& ascending) {
+    std::string text;
+    for (size_t i = 0; i < ascending.size(); ++i) {
+        const size_t first = i;
+        while (i + 1 < ascending.size() && ascending[i + 1] == ascending[i] + 1) ++i;
+        text += concat(first > 0 ? " " : "", ascending[first], "-", ascending[i]);
+    }
+    return text;
 }
 
 // The errors are those of a rank's part of the gradients, of its sequences.
 std::string compression_file(const Trainer& t) {
     std::string name = t.options.tp > 1 ? "compression " + division(t) : "compression";
+    if (t.model.pipeline_ranks) {
+        name += concat(" pp ", t.options.pp, " blocks ", ranges_text(t.model.part.blocks));
+    }
     std::ranges::replace(name, ' ', '-');
-    return numbered_file(name.c_str(), t.world.rank, t.world.size);
+    return numbered_file(name, t.world.rank, t.world.size);
 }
 void write_compression(const Trainer& t, const std::string& folder) {
     std::vector<TensorToStore> tensors;
@@ -233,8 +286,9 @@ void read_compression(const Trainer& t, const std::string& folder) {
     for (const auto& row : gather_numbers(t.world, {std::filesystem::exists(path)})) all = all && row[0];
     if (!all) {
         if (t.world.rank == 0)
-            std::printf("--compress: the checkpoint has no errors of %d ranks%s: they begin as 0\n", t.world.size,
-                        t.options.tp > 1 ? concat(" with --tp ", t.options.tp).c_str() : "");
+            std::printf("--compress: the checkpoint has no errors of %d ranks%s%s: they begin as 0\n", t.world.size,
+                        t.options.tp > 1 ? concat(" with --tp ", t.options.tp).c_str() : "",
+                        t.options.pp > 1 ? concat(" with --pp ", t.options.pp, " and these stages").c_str() : "");
         return;
     }
     const SafetensorsReader saved(path);
@@ -250,9 +304,9 @@ void read_compression(const Trainer& t, const std::string& folder) {
 
 int64_t saved_state_bytes(const Trainer& t) {
     size_t bytes = 0;
-    if (t.world.rank < n_state_files(t))
+    if (state_file_of(t).writes)
         for (const PlacedState& state : placed_states(t)) bytes += state.writes ? state.tensor.bytes() : 0;
-    if (t.model.fp8_states.exists() && t.world.rank == 0) bytes += t.model.fp8_states.bytes();
+    if (writes_histories(t)) bytes += t.model.fp8_states.bytes();
     for (const auto& [name, tensor] : t.data_parallel.compression_states()) bytes += tensor.bytes();
     return static_cast<int64_t>(bytes);
 }
@@ -291,9 +345,9 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
     const std::string folder = broadcast_text(t.world, writer ? writer->folder() : "");
     if (folder.empty()) return fault;
     attempt([&] { save_model(t.model, folder, t.model_files.token_ids); });
-    const int n_files = n_state_files(t);
+    const StateFile file = state_file_of(t);
     attempt([&] {
-        if (t.world.rank < n_files) write_states(t, folder + "/" + state_file(t.world.rank, n_files));
+        if (file.writes) write_states(t, folder + "/" + state_file(file.index, file.n));
         write_compression(t, folder);
     });
     const auto faults = gather_numbers(t.world, {!fault.empty()});  // all have written
@@ -338,9 +392,7 @@ int64_t resume_run(Trainer& t) {
     const SavedStates saved(folder);
     for (const PlacedState& state : placed_states(t))
         saved.read(state.name, state.tensor, state.per, state.pieces, state.padding_n);
-    const int64_t n_histories = t.model.fp8_states.n();
-    if (n_histories > 0)
-        saved.read(kHistories, t.model.fp8_states, 1, {{0, n_histories, 0, n_histories, n_histories}}, 0);
+    if (t.model.fp8_states.n() > 0) saved.read(kHistories, t.model.fp8_states, 1, history_pieces(t), 0);
     read_compression(t, folder);
     const RunState state = read_state(folder);
     t.updates = state.updates;
