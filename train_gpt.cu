@@ -144,9 +144,9 @@ void finish(Run& run) {
 }
 
 // All of a run on one rank. fault: what is wrong with the command line, or nothing. trace_folder: where --trace is to
-// be written, once rank 0 knows the folder of the run.
+// be written, once rank 0 knows the folder of the run; figures: for its picture of pipelines.
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
-              std::string& trace_folder) {
+              std::string& trace_folder, PipelineFigures& figures) {
     std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
     if (options.pp > 1) axes.push_back({"pp", static_cast<int>(options.pp)});
     if (options.cp > 1) axes.push_back({"cp", static_cast<int>(options.cp)});
@@ -169,6 +169,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
     if (run.is_first()) trace_folder = run.trainer.options.out;
     loop(run);
     finish(run);
+    note_pipeline(*trainer, figures);
 }
 
 }  // namespace
@@ -189,7 +190,10 @@ int main(int argc, char** argv) {
         RankOptions ranks = options.ranks;
         ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;
-        run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder); });
+        PipelineFigures figures;
+        run_ranks(ranks,
+                  [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder, figures); });
+        draw_traced_pipeline(options, ranks.trace_folder, figures);
         if (!start_fault.line.empty()) fail(start_fault.line);
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {

@@ -187,7 +187,7 @@ void write_pipeline_panels(const std::string& path, const std::vector<PipelinePa
     bool two_stages = false, updates = false;
     for (const PipelinePanel& panel : panels) {
         height += kTitle + panel.schedule->p * rank_height() + kAxis + kPanelGap;
-        if (end_of(panel) <= 1.5 * shortest) duration = std::max(duration, end_of(panel));
+        if (!panel.may_be_cut || end_of(panel) <= 1.5 * shortest) duration = std::max(duration, end_of(panel));
         for (const double peak : peak_activations(*panel.schedule)) most = std::max(most, peak);
         two_stages = two_stages || panel.schedule->stages_of(0).size() > 1;
         updates = updates || panel.schedule->asynchronous;
@@ -220,6 +220,7 @@ std::vector<PipelinePanel> schedule_panels(const std::vector<DrawnPipeline>& dra
                           .subtitle = panel_subtitle(d.schedule, d.simulation.bubble),
                           .schedule = &d.schedule,
                           .ranks = &d.simulation.ranks,
-                          .critical_path = d.simulation.critical_path});
+                          .critical_path = d.simulation.critical_path,
+                          .may_be_cut = true});
     return panels;
 }

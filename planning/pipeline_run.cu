@@ -1,5 +1,6 @@
 // pipeline_run.cu: what a run did beside what its schedule says: the spans of its actions out of a trace, the simulation
 // with the times that they took, and the account.
+#include "io/json.h"
 #include "planning/planning.h"
 
 #include <algorithm>
@@ -124,23 +125,31 @@ Times measured_times(const PipelineSchedule& s, const std::vector<std::vector<Sp
 }
 
 ComparedPipeline compare_pipeline(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& measured) {
-    ComparedPipeline both{schedule, measured_times(schedule, measured), {}, measured};
-    both.predicted = those_measured(simulate(schedule, both.times), measured);
+    ComparedPipeline both{schedule, measured_times(schedule, measured), {}, measured, {}};
+    const Simulation simulation = simulate(schedule, both.times);
+    both.predicted = those_measured(simulation, measured);
+    bool complete = true;
+    for (size_t rank = 0; rank < measured.size(); ++rank)
+        complete = complete && both.predicted[rank].size() == simulation.ranks[rank].size();
+    if (complete) both.critical_path = simulation.critical_path;
     return both;
 }
 
 void write_pipeline_picture(const std::string& folder, const ComparedPipeline& both) {
     const PipelineSchedule& s = both.schedule;
-    const auto panel = [&](const char* what, const std::vector<std::vector<Span>>& ranks) {
+    const auto panel = [&](const char* what, const std::vector<std::vector<Span>>& ranks,
+                           const std::vector<std::pair<int, size_t>>& path) {
         return PipelinePanel{
             .title = concat(s.name, ", ", s.p, " ranks, ", s.m, " micro-batches: ", what),
             .subtitle = concat(human_seconds(end_of(ranks)), ", ", panel_subtitle(s, bubble_of(ranks))),
             .schedule = &s,
             .ranks = &ranks,
+            .critical_path = path,
             .seconds = true};
     };
-    const std::vector<PipelinePanel> panels = {panel("predicted from the mean times of its actions", both.predicted),
-                                               panel("measured", both.measured)};
+    const std::vector<PipelinePanel> panels = {
+        panel("predicted from the mean times of its actions", both.predicted, both.critical_path),
+        panel("measured", both.measured, {})};
     write_pipeline_panels(folder + "/pipeline.png", panels);
     write_pipeline_trace(folder + "/pipeline.json", panels);
 }
@@ -151,13 +160,85 @@ void print_pipeline_account(const ComparedPipeline& both, const std::vector<Pipe
     std::printf("pipeline %s p %d m %d: bubble %.4f predicted, %.4f measured; %s predicted, %s measured\n",
                 s.name.c_str(), s.p, s.m, bubble_of(both.predicted), bubble_of(both.measured),
                 human_seconds(end_of(both.predicted)).c_str(), human_seconds(end_of(both.measured)).c_str());
-    std::printf("  %4s %17s %15s %10s %6s %16s %14s\n", "rank", "activations plan", "taken", "messages", "sent",
-                "bytes planned", "sent");
+    std::printf(
+        "          rank   bytes of activations: planned, taken    messages: planned, sent    their bytes: planned, "
+        "sent\n");
     for (size_t rank = 0; rank < planned.size(); ++rank) {
         const PipelineTraffic &p = planned[rank], &m = measured[rank];
-        std::printf("  %4zu %17lld %15lld %10lld %6lld %16lld %14lld\n", rank, static_cast<long long>(p.activations),
-                    static_cast<long long>(m.activations), static_cast<long long>(p.messages),
-                    static_cast<long long>(m.messages), static_cast<long long>(p.bytes),
-                    static_cast<long long>(m.bytes));
+        std::printf("          %4zu %21lld %15lld %18lld %7lld %20lld %13lld\n", rank,
+                    static_cast<long long>(p.activations), static_cast<long long>(m.activations),
+                    static_cast<long long>(p.messages), static_cast<long long>(m.messages),
+                    static_cast<long long>(p.bytes), static_cast<long long>(m.bytes));
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The trace of a run
+
+void note_pipeline(Trainer& t, PipelineFigures& figures) {
+    if (!t.pipeline || t.options.ranks.trace.empty()) return;
+    const Pipeline::Kept kept = t.pipeline->kept();
+    const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, {kept.planned, kept.taken});
+    if (t.world.rank != 0) return;
+    for (const auto& row : all) figures.kept.push_back({row[0], row[1]});
+    figures.message_bytes = t.pipeline->message_bytes();
+}
+
+namespace {
+
+// The events of trace.json.
+std::vector<TraceEvent> read_trace(const std::string& path) {
+    static const std::map<std::string, TraceEvent::Kind> kKinds = {{"computing", TraceEvent::computing},
+                                                                   {"collective", TraceEvent::collective}};
+    std::vector<TraceEvent> events;
+    const Json::Value trace = read_json_file(path);
+    for (const Json::Value& e : member(trace, "traceEvents")) {
+        if (member(e, "ph") != "X") continue;
+        const auto kind = kKinds.find(member(e, "cat").asString());
+        const bool sends = member(e, "name").asString().rfind("send", 0) == 0;
+        const Json::Value& arguments = member(e, "args");
+        const double start = 1e-6 * member(e, "ts").asDouble();
+        events.push_back({.kind = kind != kKinds.end() ? kind->second
+                                  : sends              ? TraceEvent::sending
+                                                       : TraceEvent::receiving,
+                          .rank = member(e, "pid").asInt(),
+                          .step = member(arguments, "step").asInt64(),
+                          .bytes = member(arguments, "bytes").asUInt64(),
+                          .start = start,
+                          .end = start + 1e-6 * member(e, "dur").asDouble(),
+                          .what = member(arguments, "call").asString()});
+    }
+    return events;
+}
+
+}  // namespace
+
+void draw_traced_pipeline(const TrainOptions& o, const std::string& folder, const PipelineFigures& figures) {
+    if (figures.kept.empty()) return;
+    const int64_t m = step_micro_batches(o), between = o.cp * o.tp;  // ranks of the world from one stage to the next
+    const PipelineSchedule schedule = schedule_of_steps(o, m, steps_at_once(o));
+    std::vector<TraceEvent> events = read_trace(folder + "/trace.json");
+    const auto has_actions = [](const TraceEvent& e) { return e.what == action_text({Do::forward, 0, 0}); };
+    int64_t step = -1;  // the last one that was traced
+    for (const TraceEvent& e : events) step = has_actions(e) ? std::max(step, e.step) : step;
+    if (step < 0) return;  // of steps that ran at once, the first one is traced
+    std::erase_if(events, [&](const TraceEvent& e) { return e.step != step; });
+    std::vector<int> world_ranks;
+    for (int64_t rank = 0; rank < o.pp; ++rank) world_ranks.push_back(static_cast<int>(rank * between));
+    const ComparedPipeline both = compare_pipeline(schedule, traced_spans(events, schedule, world_ranks));
+    std::vector<PipelineTraffic> planned, measured;
+    for (size_t rank = 0; rank < world_ranks.size(); ++rank) {
+        const auto [plan, taken] = figures.kept[static_cast<size_t>(world_ranks[rank])];
+        const int64_t n = messages_sent(schedule, static_cast<int>(rank));
+        planned.push_back({plan, n, n * figures.message_bytes});
+        measured.push_back({taken});
+        for (const TraceEvent& e : events)
+            if (e.kind == TraceEvent::sending && e.rank == world_ranks[rank] && e.what.rfind("send of pp ", 0) == 0)
+                ++measured.back().messages, measured.back().bytes += static_cast<int64_t>(e.bytes);
+    }
+    print_pipeline_account(both, planned, measured);
+    write_pipeline_picture(folder, both);
+    std::printf(
+        "          step %lld as predicted and as measured: %s/pipeline.png, and pipeline.json for ui.perfetto.dev\n",
+        static_cast<long long>(step), folder.c_str());
 }

@@ -77,6 +77,7 @@ struct PipelinePanel {
     const std::vector<std::vector<Span>>* ranks;
     std::vector<std::pair<int, size_t>> critical_path = {};  // outlined; of a run it is not known
     bool seconds = false;                                    // what the times are; otherwise they have no unit
+    bool may_be_cut = false;  // at the right, where it takes 1.5 times as long as the shortest
 };
 void write_pipeline_panels(const std::string& path, const std::vector<PipelinePanel>& panels);
 // Their bubble, activations and versions.
@@ -97,6 +98,7 @@ struct ComparedPipeline {
     PipelineSchedule schedule;
     Times times;                                         // measured
     std::vector<std::vector<Span>> predicted, measured;  // the same actions: simulated with these times, and traced
+    std::vector<std::pair<int, size_t>> critical_path;   // of the prediction, where all actions were traced
 };
 ComparedPipeline compare_pipeline(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& measured);
 // FOLDER/pipeline.png and pipeline.json: predicted above measured, on one axis of time.
@@ -107,3 +109,11 @@ struct PipelineTraffic {              // of a rank, in a step
 };
 void print_pipeline_account(const ComparedPipeline& both, const std::vector<PipelineTraffic>& planned,
                             const std::vector<PipelineTraffic>& measured);  // a line a rank
+// --trace: what is to be known of the ranks of a run; collective, and rank 0 fills it. When the run has ended and its
+// trace.json is in the folder: the account and the picture of the last traced step of the first pipeline.
+struct PipelineFigures {
+    std::vector<Pipeline::Kept> kept;  // by rank of the world; empty: not filled
+    int64_t message_bytes = 0;
+};
+void note_pipeline(Trainer& trainer, PipelineFigures& figures);
+void draw_traced_pipeline(const TrainOptions& options, const std::string& folder, const PipelineFigures& figures);

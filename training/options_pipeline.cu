@@ -79,10 +79,6 @@ void choose_micro_batch(TrainOptions& o, const TypedFlags& typed) {
     o.micro_batch = local / o.micro_batches;
 }
 
-int64_t step_micro_batches(const TrainOptions& o) {
-    return o.micro_batch == 0 ? 1 : o.batch / o.data_ranks() / o.micro_batch;
-}
-
 // An update that does not wait: its gradients are those of one micro-batch, or of one step before, and evaluation and
 // checkpoints need moments at which the pipeline is empty.
 void check_asynchronous(const TrainOptions& o) {
@@ -106,6 +102,10 @@ void check_asynchronous(const TrainOptions& o) {
 }  // namespace
 
 bool is_asynchronous_pipeline(const std::string& name) { return name == "pipedream" || name == "2bw"; }
+
+int64_t step_micro_batches(const TrainOptions& o) {
+    return o.micro_batch == 0 ? 1 : o.batch / o.data_ranks() / o.micro_batch;
+}
 
 ScheduleOptions schedule_options(const TrainOptions& o, int64_t micro_batches) {
     ScheduleOptions s;

@@ -87,6 +87,8 @@ Activations Pipeline::take_memory() {
     most.scales = largest([&](int stage) { return pieces(stage).scales; });
     const Waiting waiting = waiting_for_weights(schedule_, ranks_.rank, n_blocks_);
     if (stages_.part.head) most.heads = std::max<int64_t>(1, waiting.heads);
+    planned_ = most;
+    piece_bytes_ = piece_bytes(model, B, T, o.recompute, largest_chunk_);
     in_flight_.take_memory(model, B, T, o.recompute, largest_chunk_, most, arena);
     if (schedule_.splits_backward) later_.take_memory(model, B, T, waiting.blocks, arena);
     const Tensor stream = t_.workspace.branch;  // of the shape of the residual stream here

@@ -121,6 +121,7 @@ void settle_options(TrainOptions& options, const TypedFlags& typed);
 // flags and refuses them.
 void settle_pipeline(TrainOptions& options, const TypedFlags& typed);
 void settle_drawing(TrainOptions& options, const TypedFlags& typed);
+int64_t step_micro_batches(const TrainOptions& options);  // of a step, on a rank
 ScheduleOptions schedule_options(const TrainOptions& options, int64_t micro_batches);
 // Steps between two moments at which an asynchronous pipeline is empty; 1 of all other runs. (pipeline_versions.cu)
 int64_t steps_at_once(const TrainOptions& options);
@@ -308,6 +309,13 @@ class Pipeline final : public StageWork {
     void add_losses_of(int64_t micro_batches, cudaStream_t stream);
     void add_up(Tensor sums, cudaStream_t stream);  // over the ranks of the pipeline
 
+    // Bytes that the micro-batches in flight keep on this rank, at most at once: as the schedule says, and as they took.
+    struct Kept {
+        int64_t planned = 0, taken = 0;
+    };
+    Kept kept() const { return {piece_bytes_.of(planned_), piece_bytes_.of(in_flight_.most_taken())}; }
+    int64_t message_bytes() const { return static_cast<int64_t>(t_.workspace.branch.bytes()); }  // between two stages
+
     // For the runner.
     void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) override;
     void backward(const Action& action, Tensor dx, cudaStream_t stream) override;
@@ -341,6 +349,8 @@ class Pipeline final : public StageWork {
     PipelineRunner runner_;
     std::vector<Activations> micro_batches_;
     InFlight in_flight_;
+    Pieces planned_;  // of in_flight_
+    PieceBytes piece_bytes_{};
     WeightGradients later_;
     std::map<int, Tensor> last_out_;  // by micro-batch: the output of the last stage, until its backward
     float dloss_ = 0;

@@ -54,6 +54,17 @@ bool all_agree(HostTransport& control, bool opinion) {
     return opinion;
 }
 
+// Time 0 of the trace, when all ranks are there: rank 0's, on all ranks whose clock is the same.
+double common_start(const RankState& state, HostTransport& control, bool processes) {
+    all_agree(control, true);
+    std::string zero = std::to_string(seconds_now());  // microseconds
+    if (control.rank() != 0) zero = control.recv_host(0);
+    else
+        for (int i = 1; i < control.size(); ++i) control.send_host(zero, i);
+    const bool one_clock = !processes || state.node[static_cast<size_t>(state.rank)] == state.node[0];
+    return one_clock ? std::stod(zero) : seconds_now();
+}
+
 // The transport of the world, over the one that the ranks found each other with.
 std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& state,
                                             const std::shared_ptr<HostTransport>& control, bool processes) {
@@ -86,8 +97,7 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
 void run_rank(const RankOptions& options, const std::shared_ptr<RankState>& state,
               const std::shared_ptr<HostTransport>& control, bool processes, const std::function<void(Comm&)>& f) {
     control->name = "the start";
-    all_agree(*control, true);  // all are there: time 0 of the trace
-    state->started = seconds_now();
+    state->started = common_start(*state, *control, processes);
     {
         Comm world("world", state, choose_transport(state, control, processes));
         f(world);
