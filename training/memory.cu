@@ -56,7 +56,10 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
     if (options.cp > 1)
         context_parallel = make_context_parallel(options.cp_mode, mesh.comm("cp"),
                                                  make_zigzag(options.seq, static_cast<int>(options.cp)));
-    if (options.pp > 1) pipeline = std::make_unique<Pipeline>(*this, mesh.comm("pp"));
+    if (options.pp > 1) {
+        pipeline = std::make_unique<Pipeline>(*this, mesh.comm("pp"));
+        pipeline_ranks = std::make_unique<PipelineRanks>(mesh.comm("pp"), config, pipeline->part());
+    }
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
     // With --tp they are final when the ranks' parts have been added (accumulate_gradients).
@@ -76,6 +79,8 @@ void Trainer::take_memory() {
     model = build_model(config, o.precision, o.seq, memory.weights, memory.grads, memory.masters, sharding, layout,
                         pipeline ? std::optional(pipeline->part()) : std::nullopt);
     model.data_parallel = &data_parallel;
+    model.pipeline_ranks = pipeline_ranks.get();
+    if (pipeline_ranks) pipeline_ranks->take_memory(memory.communication);
     model.tensor_parallel = tensor_parallel.get();
     model.context_parallel = context_parallel.get();
     model.flash_tier = o.attention;

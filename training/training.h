@@ -223,6 +223,7 @@ struct Trainer {
     std::unique_ptr<TensorParallel> tensor_parallel;    // with --tp
     std::unique_ptr<ContextParallel> context_parallel;  // with --cp
     std::unique_ptr<Pipeline> pipeline;                 // with --pp
+    std::unique_ptr<PipelineRanks> pipeline_ranks;      // likewise, for checkpoints
     int64_t local_batch = 0, micro_batch = 0;           // sequences of a step on this rank; and at a time
     Memory memory;
     Model model;
