@@ -21,7 +21,6 @@ constexpr double kUnknown = std::numeric_limits<double>::infinity();
 struct Rules {
     int warmup = 0;              // forwards before the first B: 0: p - s, 1: 2 (p - s) - 1, 2: what memory allows
     bool backward_first = true;  // where both are there; otherwise F and B by turns
-    bool hold_forward = true;    // an F is not begun that would hold up a B
     double late = 0;             // a W may hold up what comes next by this part of its duration
 };
 
@@ -79,16 +78,14 @@ class Search {
     // True: it begins something.
     bool decide(int stage, double now) {
         const Rank& r = ranks_[static_cast<size_t>(stage)];
-        const StageTimes& times = o_.times.of(stage);
         const double backward = next_backward(r), forward = may_begin_forward(stage, r) ? next_forward(r) : kUnknown;
-        const bool held = rules_.hold_forward && backward > now && backward < now + times.forward;
-        const bool can_forward = forward <= now && !held, can_backward = backward <= now;
+        const bool can_forward = forward <= now, can_backward = backward <= now;
         const bool after_backward = !r.actions.empty() && r.actions.back().what != Do::forward;
         if (can_backward && (rules_.backward_first || !after_backward || !can_forward))
             return begin(stage, Do::backward_input, now);
         if (can_forward) return begin(stage, Do::forward, now);
-        const double comes = std::min(backward, std::max(forward, now + (held ? times.forward : 0)));
-        if (r.weights < r.backwards && now + (1 - rules_.late) * times.backward_weight <= comes)
+        const double comes = std::min(backward, forward);
+        if (r.weights < r.backwards && now + (1 - rules_.late) * o_.times.of(stage).backward_weight <= comes)
             return begin(stage, Do::backward_weight, now);
         return false;
     }
@@ -119,8 +116,7 @@ std::vector<Rules> all_rules() {
     std::vector<Rules> all;
     for (const int warmup : {0, 1, 2})
         for (const bool backward_first : {true, false})
-            for (const bool hold_forward : {true, false})
-                for (const double late : {0.0, 0.5, 1.0}) all.push_back({warmup, backward_first, hold_forward, late});
+            for (const double late : {0.0, 0.5, 1.0}) all.push_back({warmup, backward_first, late});
     return all;
 }
 
