@@ -328,6 +328,7 @@ TEST_CASE("what is alive: by stage, in all, and weighed", "[pipeline]") {
     }
     const auto both = make_schedule(options_of("dualpipe", 4, 8));
     CHECK(both.stages_of(1) == std::vector<int>{1, 2});
+    CHECK(forward_schedule(both, 1).stages_of(1) == std::vector<int>{1, 2});
     CHECK(both.rank_of(1, 3) == 1);
     CHECK(both.rank_of(1, 4) == 2);
 }
@@ -558,6 +559,11 @@ TEST_CASE("options that no schedule can have: one line, with what to do", "[pipe
     CHECK(refusal("1f1b", 4, 0) == "a pipeline with 0 micro-batches: 1 or more");
     CHECK(refusal("gpipe", 4, -1) == "a pipeline with -1 micro-batches: 1 or more");
     CHECK(refusal("1f1b", 0, 8) == "a pipeline of 0 ranks: 1 or more");
+    CHECK(refusal("1f1b", 1000, 1000000) ==
+          "a pipeline of 1000 ranks with 1000000 micro-batches: its table could have 2000000000 forwards; at most "
+          "4194304");
+    CHECK(refusal("interleaved", 4, 8, [](ScheduleOptions& o) { o.chunks = 1 << 30; }) ==
+          "a pipeline of 4 ranks with 8 micro-batches: its table could have 34359738368 forwards; at most 4194304");
     CHECK(refusal("dualpipe", 3, 8) ==
           "pipeline schedule dualpipe on 3 ranks: it needs an even number (dualpipe-v takes any)");
     CHECK(refusal("dualpipe", 4, 7) ==

@@ -71,7 +71,9 @@ struct PipelineSchedule {
     bool forward_only = false;     // an evaluation: no backwards
     bool asynchronous = false;     // has updates: one of the gradients of every per_update micro-batches
     int per_update = 0;
-    std::vector<int> versions;  // by rank: versions of the weights that it keeps: always the newest ones
+    // By rank: versions of the weights that it keeps, always the newest ones: version v is there while
+    // newest - versions[rank] < v <= newest. Synchronous: 1.
+    std::vector<int> versions;
     std::vector<std::vector<Action>> ranks;
 
     int rank_of(int stage, int micro) const;

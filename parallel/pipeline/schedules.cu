@@ -119,6 +119,7 @@ struct Entry {
     const char* name;
     PipelineSchedule (*make)(const ScheduleOptions& options);
 };
+constexpr int64_t kMostPairs = 1 << 22;  // of a micro-batch and a stage
 constexpr Entry kSchedules[] = {{"naive", naive},
                                 {"gpipe", gpipe},
                                 {"1f1b", one_f_one_b},
@@ -150,6 +151,9 @@ PipelineSchedule make_schedule(const ScheduleOptions& o) {
         if (o.name != e.name) continue;
         check(o.p >= 1, "a pipeline of ", o.p, " ranks: 1 or more");
         check(o.m >= 1, "a pipeline with ", o.m, " micro-batches: 1 or more");
+        const int64_t chunks = e.make == interleaved ? std::max(o.chunks, 1) : 2, pairs = chunks * o.p * o.m;
+        check(pairs <= kMostPairs, "a pipeline of ", o.p, " ranks with ", o.m, " micro-batches: its table could have ",
+              pairs, " forwards; at most ", kMostPairs);
         PipelineSchedule schedule = e.make(o);
         add_messages(schedule);
         check_schedule(schedule);

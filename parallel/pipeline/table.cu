@@ -75,7 +75,8 @@ int PipelineSchedule::rank_of(int stage, int micro) const {
 std::vector<int> PipelineSchedule::stages_of(int rank) const {
     std::vector<int> stages;
     for (int stage = 0; stage < n_stages; ++stage)
-        if (rank_of(stage, 0) == rank || rank_of(stage, m - 1) == rank) stages.push_back(stage);
+        if (rank_of(stage, 0) == rank || (placement == Placement::both_ways && p - 1 - stage == rank))
+            stages.push_back(stage);
     return stages;
 }
 
