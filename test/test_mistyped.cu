@@ -22,6 +22,8 @@ struct Mistyped {
 const std::vector<Mistyped> kMistyped = {
     // Other programs' names
     {"--learning-rate 3e-4", {"unknown flag --learning-rate: did you mean --lr? (./train_gpt --help lists the flags)"}},
+    {"--pipeline-model-parallel-size 4", {"unknown flag --pipeline-model-parallel-size: did you mean --pp?"}},
+    {"--gradient-accumulation-steps 4", {"did you mean --micro-batches?"}},
     {"--learning 3e-4", {"did you mean --lr?"}},
     {"--batch-size 8", {"did you mean --batch?"}},
     {"--epochs 3", {"did you mean --steps?"}},

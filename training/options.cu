@@ -209,8 +209,8 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
 void add_pipeline_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     Heading pipeline{line, "Pipelines (--pp)"};
     pipeline.option("--pipeline", o.pipeline,
-                    "which rank does what when: naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe,\n"
-                    "dualpipe-v, auto (a search), pipedream and 2bw (asynchronous: gradients of older weights)");
+                    "which rank does what when: " + listed(schedule_names_of_pipelines()) +
+                        " (the last two are asynchronous: their gradients are of older weights)");
     pipeline.option("--micro-batches", o.micro_batches,
                     "micro-batches of a step on a rank, instead of the sequences of one, --micro-batch");
     pipeline.option("--stages", typed.stages, "blocks of each stage, as 5,7,7,5; default: stages of equal cost");
