@@ -144,9 +144,9 @@ void finish(Run& run) {
 }
 
 // All of a run on one rank. fault: what is wrong with the command line, or nothing. trace_folder: where --trace is to
-// be written, once rank 0 knows the folder of the run; figures: for its picture of pipelines.
+// be written, once rank 0 knows the folder of the run; traced_pipeline: and of what.
 void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
-              std::string& trace_folder, PipelineFigures& figures) {
+              std::string& trace_folder, TracedPipeline& traced_pipeline) {
     std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
     if (options.pp > 1) axes.push_back({"pp", static_cast<int>(options.pp)});
     if (options.cp > 1) axes.push_back({"cp", static_cast<int>(options.cp)});
@@ -167,9 +167,9 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
     Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);
     if (run.is_first()) trace_folder = run.trainer.options.out;
+    note_traced_pipeline(*trainer, traced_pipeline);
     loop(run);
     finish(run);
-    note_pipeline(*trainer, figures);
 }
 
 }  // namespace
@@ -190,10 +190,10 @@ int main(int argc, char** argv) {
         RankOptions ranks = options.ranks;
         ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;
-        PipelineFigures figures;
+        TracedPipeline traced;
+        ranks.after_trace = [&](const std::vector<TraceEvent>& events) { show_traced_pipeline(traced, events); };
         run_ranks(ranks,
-                  [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder, figures); });
-        draw_traced_pipeline(options, ranks.trace_folder, figures);
+                  [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder, traced); });
         if (!start_fault.line.empty()) fail(start_fault.line);
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {

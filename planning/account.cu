@@ -18,22 +18,38 @@
 #include <algorithm>
 #include <cstdio>
 
+std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& recompute) {
+    std::vector<Visit> visits = forward_visits(model);
+    for (const Visit& visit : backward_visits(model, recompute)) visits.push_back(visit);
+    return visits;
+}
+
 namespace {
+
+// What ranks with the same weights do in a step: visits, each list so many times.
+struct RepeatedVisits {
+    std::vector<Visit> visits;
+    int64_t times;
+};
+struct RankWork {
+    Model model;  // whose memory need not be there
+    std::vector<RepeatedVisits> work;
+};
 
 // Elements that a step with ZeRO 3 fetches: of each unit on the way of a step (model/visits.cu), unless its buffer
 // still holds it.
-int64_t fetched_n(const Trainer& t) {
-    std::vector<Visit> visits = forward_visits(t.model);
-    for (const Visit& visit : backward_visits(t.model, t.options.recompute)) visits.push_back(visit);
+int64_t fetched_n(const RankWork& rank) {
     std::map<int, size_t> in_buffer;
     int64_t n = 0;
-    for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
-        for (const Visit& visit : visits) {
-            for (size_t u : visit.weights) {
-                const Unit& unit = t.model.units[u];
-                if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
-                in_buffer[unit.buffer] = u;
-                n += unit.n;
+    for (const auto& [visits, times] : rank.work) {
+        for (int64_t i = 0; i < times; ++i) {
+            for (const Visit& visit : visits) {
+                for (size_t u : visit.weights) {
+                    const Unit& unit = rank.model.units[u];
+                    if (const auto at = in_buffer.find(unit.buffer); at != in_buffer.end() && at->second == u) continue;
+                    in_buffer[unit.buffer] = u;
+                    n += unit.n;
+                }
             }
         }
     }
@@ -42,73 +58,128 @@ int64_t fetched_n(const Trainer& t) {
 
 // Maxima of tensors, one number each, that a step of fp8 finds over the ranks that have parts of them: of the input and
 // of the output gradient of each layer (model/block_linear.cu), and of the weights (quantise_block).
-int64_t fp8_maxima(const Trainer& t) {
-    const Precision& p = t.model.precision;
+int64_t fp8_maxima(const RankWork& rank) {
+    const Precision& p = rank.model.precision;
     if (p.fp8 == Fp8Recipe::none || p.fp8 == Fp8Recipe::block) return 0;
-    const int64_t n_linears = std::ssize(block_linear_shapes(t.config)), M = t.local_batch / t.micro_batch;
-    const bool with_visits = t.model.sharding.shards_weights();  // weights are quantised when they come
-    int64_t n = with_visits ? 0 : t.model.n_blocks() * n_linears;
-    std::vector<Visit> visits = forward_visits(t.model);
-    for (const Visit& visit : backward_visits(t.model, t.options.recompute)) visits.push_back(visit);
-    for (const Visit& visit : visits) {
-        if (visit.block < 0) continue;
-        if (with_visits) n += M * n_linears;
-        n += M * (n_linears - (visit.work == Work::recompute_block && visit.last ? 1 : 0));
+    const int64_t n_linears = std::ssize(block_linear_shapes(rank.model.config));
+    const bool with_visits = rank.model.sharding.shards_weights();  // weights are quantised when they come
+    int64_t n = with_visits ? 0 : rank.model.n_blocks() * n_linears;
+    for (const auto& [visits, times] : rank.work) {
+        for (const Visit& visit : visits) {
+            if (visit.block < 0) continue;
+            if (with_visits) n += times * n_linears;
+            n += times * (n_linears - (visit.work == Work::recompute_block && visit.last ? 1 : 0));
+        }
     }
     return n;
 }
 
 // Numbers that the optimizers of all ranks with one share of the layers add up over the others (Optimizer::sums).
-std::vector<int64_t> optimizer_sums(const Trainer& t) {
-    if (t.model.sharding.host_updates()) return {};
+std::vector<int64_t> optimizer_sums(const Trainer& t, const Model& model) {
+    if (model.sharding.host_updates()) return {};
     Arena counting("optimizer");
     const TrainOptions& o = t.options;
-    return make_optimizer(o.optimizer, counting, t.model.params, t.model.n, o.optimizer_options, false)->sums();
+    return make_optimizer(o.optimizer, counting, model.params, model.n, o.optimizer_options, false)->sums();
 }
 
 // Bytes that tensor parallelism sends in a step, all ranks together.
-int64_t tensor_bytes(const Trainer& t) {
+int64_t tensor_bytes(const Trainer& t, const RankWork& rank) {
     if (!t.tensor_parallel) return 0;
-    const TensorTraffic traffic = tensor_traffic(t.model, t.micro_batch * t.options.rank_seq(), t.options.recompute);
-    const int64_t M = t.local_batch / t.micro_batch, n = t.options.tp,
-                  numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
+    const Model& model = rank.model;
+    int64_t visited = 0, shared = 0;
+    for (const auto& [visits, times] : rank.work) {
+        const TensorTraffic traffic =
+            tensor_traffic(model, t.micro_batch * t.options.rank_seq(), visits, t.options.recompute.selective);
+        visited += times * traffic.visits, shared = traffic.shared_gradients;
+    }
+    const int64_t n = t.options.tp, numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
     int64_t sums = 0;  // that optimizers make of what they update, as shared gradients
-    for (const int64_t sum : optimizer_sums(t)) sums += 2 * (n - 1) * 4 * sum;
-    const int64_t fp8 = 4 * fp8_maxima(t) + static_cast<int64_t>(t.model.fp8_states ? t.model.fp8_states.bytes() : 0);
+    for (const int64_t sum : optimizer_sums(t, model)) sums += 2 * (n - 1) * 4 * sum;
+    const int64_t fp8 = 4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states ? model.fp8_states.bytes() : 0);
     // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.
-    const Sharding& s = t.model.sharding;
-    return s.size * (M * traffic.micro_batch + numbers + 2 * (n - 1) * fp8) +
-           (s.shards_states() ? 1 : s.size) * (traffic.shared_gradients + sums);
+    const Sharding& s = model.sharding;
+    return s.size * (visited + numbers + 2 * (n - 1) * fp8) + (s.shards_states() ? 1 : s.size) * (shared + sums);
 }
 
 // Bytes that context parallelism sends in a step, all ranks together: each attention is one call, forward or backward.
-int64_t context_traffic(const Trainer& t) {
+int64_t context_traffic(const Trainer& t, const RankWork& rank) {
     if (!t.context_parallel) return 0;
     int64_t bytes = 0;  // of a rank
     const ContextParallel::Sizes sizes = t.attention_sizes();
-    const auto add = [&](const Visit& visit) {
-        if (visit.work == Work::forward_block || visit.work == Work::recompute_block)
-            bytes += t.context_parallel->forward_bytes(sizes);
-        if (visit.work == Work::backward_block) bytes += t.context_parallel->backward_bytes(sizes);
-    };
-    for (const Visit& visit : forward_visits(t.model)) add(visit);
-    for (const Visit& visit : backward_visits(t.model, t.options.recompute)) add(visit);
-    return t.world.size * (t.local_batch / t.micro_batch) * bytes;
+    for (const auto& [visits, times] : rank.work) {
+        for (const Visit& visit : visits) {
+            if (visit.work == Work::forward_block || visit.work == Work::recompute_block)
+                bytes += times * t.context_parallel->forward_bytes(sizes);
+            if (visit.work == Work::backward_block) bytes += times * t.context_parallel->backward_bytes(sizes);
+        }
+    }
+    return t.world.size / t.options.pp * bytes;
+}
+
+// Bytes of all ranks that have these weights, or other parts of the same layers.
+int64_t traffic_of(const Trainer& t, const RankWork& rank) {
+    const Model& model = rank.model;
+    const Sharding& s = model.sharding;
+    const int64_t P = model.n, W = static_cast<int64_t>(dtype_bytes(model.weights.dtype)),
+                  G = static_cast<int64_t>(dtype_bytes(model.grads.dtype)), M = t.local_batch / t.micro_batch;
+    const int64_t small =
+        static_cast<int64_t>(t.step_sums().bytes() + (model.fp8_states ? model.fp8_states.bytes() : 0));
+    int64_t big = 2 * P * G;
+    if (s.naive || s.zero == 1) big = P * (G + W);
+    if (s.zero == 2) big = P * (M * G + W);
+    if (s.zero == 3) big = P * M * G + fetched_n(rank) * W;
+    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_bytes(t, rank) + context_traffic(t, rank);
+}
+
+// A rank of the pipeline: each of its chunks' visits, as often as micro-batches go through it in a step.
+RankWork work_of_stage_rank(const Trainer& t, int rank) {
+    const TrainOptions& o = t.options;
+    const Pipeline& pipeline = *t.pipeline;
+    const RankStages stages = pipeline.stages_of(rank);
+    Arena weights("weights"), grads("gradients"), masters("master weights");
+    RankWork its{build_model(t.config, o.precision, o.seq, weights, grads, masters, t.model.sharding, t.model.layout,
+                             stages.part),
+                 {}};
+    const int64_t M = t.local_batch / t.micro_batch / (pipeline.has_twins() ? 2 : 1);
+    for (const auto& [first, n] : stages.chunks) {
+        its.work.push_back({chunk_forward_visits(first, first + n), M});
+        its.work.push_back({chunk_backward_visits(first, first + n, o.recompute), M});
+    }
+    if (stages.part.embedding) its.work.push_back({{{.work = Work::embed}, {.work = Work::backward_embedding}}, M});
+    if (stages.part.head) its.work.push_back({{{.work = Work::forward_head}, {.work = Work::backward_head}}, M});
+    return its;
+}
+
+// Bytes between the ranks of all pipelines.
+int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
+    const Pipeline& pipeline = *t.pipeline;
+    const int64_t pp = t.options.pp, n_pipelines = t.world.size / pp;
+    int64_t bytes = 2 * (pp - 1) * static_cast<int64_t>(t.step_sums().bytes());
+    for (int rank = 0; rank < pp; ++rank) bytes += pipeline.planned(rank).bytes / steps_at_once(t.options);
+    bytes *= n_pipelines;
+    const Sharding& s = t.model.sharding;
+    for (int rank = 0; pipeline.has_twins() && rank < pp / 2; ++rank) {
+        const Model& model = ranks[static_cast<size_t>(rank)].model;
+        const int64_t grads = model.n * static_cast<int64_t>(dtype_bytes(model.grads.dtype));
+        bytes += t.options.tp * (s.shards_states() ? 1 : s.size) * 2 * grads;
+    }
+    if (pipeline.ties_two_ranks()) bytes += n_pipelines * 2 * static_cast<int64_t>(ranks[0].model.dwte.bytes());
+    return bytes;
 }
 
 }  // namespace
 
 int64_t expected_traffic(const Trainer& t) {
-    const Sharding& s = t.model.sharding;
-    const int64_t P = t.model.n, W = static_cast<int64_t>(dtype_bytes(t.model.weights.dtype)),
-                  G = static_cast<int64_t>(dtype_bytes(t.model.grads.dtype)), M = t.local_batch / t.micro_batch;
-    const int64_t small =
-        static_cast<int64_t>(t.step_sums().bytes() + (t.model.fp8_states ? t.model.fp8_states.bytes() : 0));
-    int64_t big = 2 * P * G;
-    if (s.naive || s.zero == 1) big = P * (G + W);
-    if (s.zero == 2) big = P * (M * G + W);
-    if (s.zero == 3) big = P * M * G + fetched_n(t) * W;
-    return t.options.tp * (s.size - 1) * (big + 2 * small) + tensor_bytes(t) + context_traffic(t);
+    if (!t.pipeline)
+        return traffic_of(
+            t, {t.model, {{visits_of_micro_batch(t.model, t.options.recompute), t.local_batch / t.micro_batch}}});
+    std::vector<RankWork> ranks;
+    int64_t bytes = 0;
+    for (int rank = 0; rank < t.options.pp; ++rank) {
+        ranks.push_back(work_of_stage_rank(t, rank));
+        bytes += traffic_of(t, ranks.back());
+    }
+    return bytes + pipeline_traffic(t, ranks);
 }
 
 namespace {
@@ -136,9 +207,11 @@ std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
     const double W = P * static_cast<double>(dtype_bytes(t.model.weights.dtype)),
                  G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
     const double states_of_rank = s.naive ? (s.rank == 0 ? S : 0) : s.shards_states() ? S / n : S;
-    return {{"weights", s.shards_weights() ? W / n : W, static_cast<int64_t>(t.model.weights.bytes())},
-            {"gradients", s.shards_grads() ? G / n : G, static_cast<int64_t>(t.model.grads.bytes())},
-            {"masters, optimizer", states_of_rank, states},
+    // The ranks of a pipeline have other parameters each: --plan has a row for each.
+    const auto formula = [&](double bytes) { return t.pipeline ? -1 : bytes; };
+    return {{"weights", formula(s.shards_weights() ? W / n : W), static_cast<int64_t>(t.model.weights.bytes())},
+            {"gradients", formula(s.shards_grads() ? G / n : G), static_cast<int64_t>(t.model.grads.bytes())},
+            {"masters, optimizer", formula(states_of_rank), states},
             {"units in use", -1, buffers},
             {"activations", -1, static_cast<int64_t>(t.memory.activations.bytes())},
             {"communication", -1, static_cast<int64_t>(t.memory.communication.bytes())},
@@ -151,12 +224,14 @@ std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
 void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     const Sharding& s = t.model.sharding;
     const std::vector<Row> rows = account_rows(t, step);
+    if (t.pipeline) print_pipeline_traffic(t);
     std::vector<int64_t> mine;
     for (const Row& row : rows) mine.push_back(row.measured);
     const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, mine);
     if (t.world.rank != 0) return;
     const std::string scheme =
         concat(s.naive ? "naive" : concat("zero ", s.zero),
+               t.pipeline ? concat(", pp ", t.options.pp, " ", t.options.pipeline) : "",
                t.context_parallel ? concat(", cp ", t.options.cp, " ", context_mode_name(t.options.cp_mode)) : "",
                t.tensor_parallel
                    ? concat(", tp ", t.options.tp, " ", tensor_mode_name(t.options.tp_mode), t.options.sp ? " sp" : "")

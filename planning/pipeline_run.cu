@@ -4,6 +4,7 @@
 #include "planning/planning.h"
 
 #include <algorithm>
+#include <iterator>
 #include <cstdio>
 #include <numeric>
 
@@ -154,91 +155,45 @@ void write_pipeline_picture(const std::string& folder, const ComparedPipeline& b
     write_pipeline_trace(folder + "/pipeline.json", panels);
 }
 
-void print_pipeline_account(const ComparedPipeline& both, const std::vector<PipelineTraffic>& planned,
-                            const std::vector<PipelineTraffic>& measured) {
+void note_traced_pipeline(Trainer& t, TracedPipeline& traced) {
+    if (!t.pipeline) return;
+    std::vector<int> world_ranks;
+    for (const auto& row : gather_numbers(t.pipeline->ranks(), {t.world.rank}))
+        world_ranks.push_back(static_cast<int>(row[0]));
+    if (t.world.rank == 0) traced = {t.pipeline->schedule(), world_ranks, t.options.out};
+}
+
+void show_traced_pipeline(const TracedPipeline& pipeline, const std::vector<TraceEvent>& events) {
+    if (pipeline.world_ranks.empty() || events.empty()) return;
+    int64_t step = -1;  // the last one; of steps that ran at once, one is traced
+    for (const TraceEvent& event : events) step = std::max(step, event.step);
+    std::vector<TraceEvent> its;
+    std::ranges::copy_if(events, std::back_inserter(its), [&](const TraceEvent& event) { return event.step == step; });
+    const ComparedPipeline both =
+        compare_pipeline(pipeline.schedule, traced_spans(its, pipeline.schedule, pipeline.world_ranks));
     const PipelineSchedule& s = both.schedule;
     std::printf("pipeline %s p %d m %d: bubble %.4f predicted, %.4f measured; %s predicted, %s measured\n",
                 s.name.c_str(), s.p, s.m, bubble_of(both.predicted), bubble_of(both.measured),
                 human_seconds(end_of(both.predicted)).c_str(), human_seconds(end_of(both.measured)).c_str());
-    std::printf(
-        "          rank   bytes of activations: planned, taken    messages: planned, sent    their bytes: planned, "
-        "sent\n");
-    for (size_t rank = 0; rank < planned.size(); ++rank) {
-        const PipelineTraffic &p = planned[rank], &m = measured[rank];
-        std::printf("          %4zu %21lld %15lld %18lld %7lld %20lld %13lld\n", rank,
-                    static_cast<long long>(p.activations), static_cast<long long>(m.activations),
-                    static_cast<long long>(p.messages), static_cast<long long>(m.messages),
-                    static_cast<long long>(p.bytes), static_cast<long long>(m.bytes));
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The trace of a run
-
-void note_pipeline(Trainer& t, PipelineFigures& figures) {
-    if (!t.pipeline || t.options.ranks.trace.empty()) return;
-    const Pipeline::Kept kept = t.pipeline->kept();
-    const std::vector<std::vector<int64_t>> all = gather_numbers(t.world, {kept.planned, kept.taken});
-    if (t.world.rank != 0) return;
-    for (const auto& row : all) figures.kept.push_back({row[0], row[1]});
-    figures.message_bytes = t.pipeline->message_bytes();
-}
-
-namespace {
-
-// The events of trace.json.
-std::vector<TraceEvent> read_trace(const std::string& path) {
-    static const std::map<std::string, TraceEvent::Kind> kKinds = {{"computing", TraceEvent::computing},
-                                                                   {"collective", TraceEvent::collective}};
-    std::vector<TraceEvent> events;
-    const Json::Value trace = read_json_file(path);
-    for (const Json::Value& e : member(trace, "traceEvents")) {
-        if (member(e, "ph") != "X") continue;
-        const auto kind = kKinds.find(member(e, "cat").asString());
-        const bool sends = member(e, "name").asString().rfind("send", 0) == 0;
-        const Json::Value& arguments = member(e, "args");
-        const double start = 1e-6 * member(e, "ts").asDouble();
-        events.push_back({.kind = kind != kKinds.end() ? kind->second
-                                  : sends              ? TraceEvent::sending
-                                                       : TraceEvent::receiving,
-                          .rank = member(e, "pid").asInt(),
-                          .step = member(arguments, "step").asInt64(),
-                          .bytes = member(arguments, "bytes").asUInt64(),
-                          .start = start,
-                          .end = start + 1e-6 * member(e, "dur").asDouble(),
-                          .what = member(arguments, "call").asString()});
-    }
-    return events;
-}
-
-}  // namespace
-
-void draw_traced_pipeline(const TrainOptions& o, const std::string& folder, const PipelineFigures& figures) {
-    if (figures.kept.empty()) return;
-    const int64_t m = step_micro_batches(o), between = o.cp * o.tp;  // ranks of the world from one stage to the next
-    const PipelineSchedule schedule = schedule_of_steps(o, m, steps_at_once(o));
-    std::vector<TraceEvent> events = read_trace(folder + "/trace.json");
-    const auto has_actions = [](const TraceEvent& e) { return e.what == action_text({Do::forward, 0, 0}); };
-    int64_t step = -1;  // the last one that was traced
-    for (const TraceEvent& e : events) step = has_actions(e) ? std::max(step, e.step) : step;
-    if (step < 0) return;  // of steps that ran at once, the first one is traced
-    std::erase_if(events, [&](const TraceEvent& e) { return e.step != step; });
-    std::vector<int> world_ranks;
-    for (int64_t rank = 0; rank < o.pp; ++rank) world_ranks.push_back(static_cast<int>(rank * between));
-    const ComparedPipeline both = compare_pipeline(schedule, traced_spans(events, schedule, world_ranks));
-    std::vector<PipelineTraffic> planned, measured;
-    for (size_t rank = 0; rank < world_ranks.size(); ++rank) {
-        const auto [plan, taken] = figures.kept[static_cast<size_t>(world_ranks[rank])];
-        const int64_t n = messages_sent(schedule, static_cast<int>(rank));
-        planned.push_back({plan, n, n * figures.message_bytes});
-        measured.push_back({taken});
-        for (const TraceEvent& e : events)
-            if (e.kind == TraceEvent::sending && e.rank == world_ranks[rank] && e.what.rfind("send of pp ", 0) == 0)
-                ++measured.back().messages, measured.back().bytes += static_cast<int64_t>(e.bytes);
-    }
-    print_pipeline_account(both, planned, measured);
-    write_pipeline_picture(folder, both);
+    write_pipeline_picture(pipeline.folder, both);
     std::printf(
         "          step %lld as predicted and as measured: %s/pipeline.png, and pipeline.json for ui.perfetto.dev\n",
-        static_cast<long long>(step), folder.c_str());
+        static_cast<long long>(step), pipeline.folder.c_str());
+}
+
+void print_pipeline_traffic(const Trainer& t) {
+    const PipelineTraffic mine = t.pipeline->measured();
+    const auto measured = gather_numbers(t.pipeline->ranks(), {mine.activations, mine.messages, mine.bytes});
+    if (t.world.rank != 0) return;
+    std::printf("pipeline %-36s  activations in flight                  messages\n",
+                t.pipeline->schedule().name.c_str());
+    std::printf("  %4s %17s %15s %10s %6s %16s %14s\n", "rank", "bytes planned", "taken", "planned", "sent",
+                "bytes planned", "sent");
+    for (size_t rank = 0; rank < measured.size(); ++rank) {
+        const PipelineTraffic planned = t.pipeline->planned(static_cast<int>(rank));
+        std::printf("  %4zu %17lld %15lld %10lld %6lld %16lld %14lld\n", rank,
+                    static_cast<long long>(planned.activations), static_cast<long long>(measured[rank][0]),
+                    static_cast<long long>(planned.messages), static_cast<long long>(measured[rank][1]),
+                    static_cast<long long>(planned.bytes), static_cast<long long>(measured[rank][2]));
+    }
 }

@@ -30,12 +30,12 @@ double measure_copy_rate();               // of a large copy, in bytes read and 
 // Random numbers in [-1, 1), made on the device: a function of (key, place).
 void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream);
 
-// tensor_bill.cu: bytes that all ranks of a group that divides the layers send together: for each micro-batch of N
-// tokens; and once a step, for gradients that ranks have parts of.
+// tensor_bill.cu: bytes that all ranks of a group that divides the layers send together: for these visits with a
+// micro-batch of N tokens; and once a step, for gradients that ranks have parts of.
 struct TensorTraffic {
-    int64_t micro_batch, shared_gradients;
+    int64_t visits, shared_gradients;
 };
-TensorTraffic tensor_traffic(const Model& model, int64_t N, const Recompute& recompute);
+TensorTraffic tensor_traffic(const Model& model, int64_t N, const std::vector<Visit>& visits, bool selective);
 // --plan: what a rank has and sends in each geometry that so many ranks can have, with the time on NVLink and
 // InfiniBand.
 void print_tensor_bills(const Trainer& trainer);
@@ -44,6 +44,7 @@ void print_tensor_bills(const Trainer& trainer);
 // another. Collective; rank 0 prints.
 void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
 int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
+std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& recompute);  // forward and backward
 
 // ---------------------------------------------------------------------------------------------------------------------
 // pipeline_text.cu
@@ -103,17 +104,15 @@ struct ComparedPipeline {
 ComparedPipeline compare_pipeline(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& measured);
 // FOLDER/pipeline.png and pipeline.json: predicted above measured, on one axis of time.
 void write_pipeline_picture(const std::string& folder, const ComparedPipeline& both);
-struct PipelineTraffic {              // of a rank, in a step
-    int64_t activations = 0;          // bytes kept at most
-    int64_t messages = 0, bytes = 0;  // sent between stages
+// What a run keeps of its pipeline for the trace, which is written when all ranks have ended.
+struct TracedPipeline {
+    PipelineSchedule schedule;
+    std::vector<int> world_ranks;
+    std::string folder;
 };
-void print_pipeline_account(const ComparedPipeline& both, const std::vector<PipelineTraffic>& planned,
-                            const std::vector<PipelineTraffic>& measured);  // a line a rank
-// --trace: what is to be known of the ranks of a run; collective, and rank 0 fills it. When the run has ended and its
-// trace.json is in the folder: the account and the picture of the last traced step of the first pipeline.
-struct PipelineFigures {
-    std::vector<Pipeline::Kept> kept;  // by rank of the world; empty: not filled
-    int64_t message_bytes = 0;
-};
-void note_pipeline(Trainer& trainer, PipelineFigures& figures);
-void draw_traced_pipeline(const TrainOptions& options, const std::string& folder, const PipelineFigures& figures);
+// Collective over the ranks of a pipeline; rank 0 of the world notes its own. Without --pp there is nothing to note.
+void note_traced_pipeline(Trainer& trainer, TracedPipeline& traced);
+// The picture of the last step in these events, and a line on its bubble. Nothing where no pipeline was noted.
+void show_traced_pipeline(const TracedPipeline& pipeline, const std::vector<TraceEvent>& events);
+// What each rank of rank 0's pipeline was planned to keep and send, and did. Collective.
+void print_pipeline_traffic(const Trainer& trainer);

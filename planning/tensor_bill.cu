@@ -92,10 +92,10 @@ struct Bill {
         }
         return 0;
     }
-    int64_t micro_batch(const Recompute& recompute) const {
-        int64_t bytes = loss();
-        for (const Visit& each : forward_visits(model)) bytes += visit(each, false);
-        for (const Visit& each : backward_visits(model, recompute)) bytes += visit(each, recompute.selective);
+    int64_t all(const std::vector<Visit>& visits, bool selective) const {
+        int64_t bytes = 0;
+        for (const Visit& each : visits)
+            bytes += visit(each, selective) + (each.work == Work::forward_head ? loss() : 0);
         return bytes;
     }
     // Messages one after the other in a forward and a backward, all products of all blocks: an all-gather or
@@ -134,9 +134,9 @@ Bill bill_of(const Model& model, int64_t N) {
 
 }  // namespace
 
-TensorTraffic tensor_traffic(const Model& model, int64_t N, const Recompute& recompute) {
+TensorTraffic tensor_traffic(const Model& model, int64_t N, const std::vector<Visit>& visits, bool selective) {
     const Bill bill = bill_of(model, N);
-    return {bill.micro_batch(recompute), bill.shared_gradients()};
+    return {bill.all(visits, selective), bill.shared_gradients()};
 }
 
 namespace {
@@ -154,9 +154,10 @@ void print_row(const Trainer& t, const TensorLayout& layout, const char* name, i
     Arena weights("weights"), grads("gradients"), masters("master weights"), activations("activations");
     const Model model = build_model(t.config, o.precision, o.seq, weights, grads, masters, {}, layout);
     take_activations(model, t.micro_batch, o.rank_seq(), o.recompute, activations);
-    const TensorTraffic traffic = tensor_traffic(model, t.micro_batch * o.rank_seq(), o.recompute);
+    const TensorTraffic traffic = tensor_traffic(model, t.micro_batch * o.rank_seq(),
+                                                 visits_of_micro_batch(model, o.recompute), o.recompute.selective);
     const int64_t M = t.local_batch / t.micro_batch;
-    const double bytes = static_cast<double>(M * traffic.micro_batch + traffic.shared_gradients) / layout.size;
+    const double bytes = static_cast<double>(M * traffic.visits + traffic.shared_gradients) / layout.size;
     char grid[32] = "";
     if (layout.mode == TensorMode::two_d) std::snprintf(grid, sizeof grid, "%d x %d", layout.sizes[1], layout.sizes[2]);
     if (depth > 0 || layout.mode == TensorMode::three_d)

@@ -44,7 +44,7 @@ Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
     : t_(trainer), ranks_(ranks),
       schedule_(schedule_of_steps(t_.options, t_.local_batch / t_.micro_batch, steps_at_once(t_.options))),
       n_blocks_(cut_stages(t_.config, schedule_.n_stages, t_.options.seq, t_.options.stages)),
-      stages_(rank_stages(t_.config, n_blocks_, schedule_.stages_of(ranks.rank))), runner_(ranks, schedule_) {
+      stages_(stages_of(ranks.rank)), runner_(ranks, schedule_) {
     const std::vector<int> stages = schedule_.stages_of(ranks.rank);
     for (size_t i = 0; i < stages.size(); ++i) {
         const auto [first, n] = stages_.chunks[i];
@@ -61,8 +61,8 @@ Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
     twin_ = ranks.split(members, "pp twins");
 }
 
-bool Pipeline::has_twin() const { return schedule_.placement == Placement::both_ways; }
-bool Pipeline::counts() const { return !has_twin() || ranks_.rank < ranks_.size / 2; }
+bool Pipeline::ties_two_ranks() const { return t_.config.tied && schedule_.placement == Placement::loop; }
+RankStages Pipeline::stages_of(int rank) const { return rank_stages(t_.config, n_blocks_, schedule_.stages_of(rank)); }
 bool Pipeline::is_last(const Action& action) const { return action.stage + 1 == schedule_.n_stages; }
 
 Activations Pipeline::take_memory() {
@@ -77,34 +77,69 @@ Activations Pipeline::take_memory() {
         if (o.has_positions()) take_positions(acts, arena);
         micro_batches_.push_back(acts);
     }
-    const auto largest = [&](auto weight_of) { return peak_alive(schedule_, ranks_.rank, weight_of); };
-    const auto pieces = [&](int stage) {
-        return chunk_pieces(model.precision, o.recompute, n_blocks_[static_cast<size_t>(stage)]);
-    };
-    Pieces most;
-    most.sets = largest([&](int stage) { return pieces(stage).sets; });
-    most.inputs = largest([&](int stage) { return pieces(stage).inputs; });
-    most.scales = largest([&](int stage) { return pieces(stage).scales; });
-    const Waiting waiting = waiting_for_weights(schedule_, ranks_.rank, n_blocks_);
-    if (stages_.part.head) most.heads = std::max<int64_t>(1, waiting.heads);
-    planned_ = most;
-    piece_bytes_ = piece_bytes(model, B, T, o.recompute, largest_chunk_);
-    in_flight_.take_memory(model, B, T, o.recompute, largest_chunk_, most, arena);
-    if (schedule_.splits_backward) later_.take_memory(model, B, T, waiting.blocks, arena);
+    const Kept kept = planned_pieces(ranks_.rank);
+    in_flight_.take_memory(model, B, T, o.recompute, largest_chunk_, kept.pieces, arena);
+    later_.take_memory(model, B, T, kept.later, arena);
     const Tensor stream = t_.workspace.branch;  // of the shape of the residual stream here
-    const int n_borders = std::max(border_tensors(schedule_, ranks_.rank),
-                                   border_tensors(forward_schedule(schedule_, schedule_.m), ranks_.rank));
+    const int n_borders = std::max(kept.borders, border_tensors(forward_schedule(schedule_, schedule_.m), ranks_.rank));
     runner_.take_memory(n_borders, stream.rows(), stream.cols(), stream.dtype, arena);
 
     if (schedule_.asynchronous) take_versions();
     ranks_.count_memory([&] { ranks_.all_reduce(t_.step_sums(), nullptr); });
     ranks_.take_memory(t_.memory.communication);
     twin_->count_memory([&] {
-        if (has_twin()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, nullptr); });
+        if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, nullptr); });
         else if (twin_->size > 1) twin_->all_reduce(stages_.part.embedding ? model.dwte : model.head.dweight, nullptr);
     });
     twin_->take_memory(t_.memory.communication);
     return micro_batches_[0];
+}
+
+// What the table says is alive at once on a rank.
+Pipeline::Kept Pipeline::planned_pieces(int rank) const {
+    const auto largest = [&](int64_t Pieces::*kind) {
+        return peak_alive(schedule_, rank, [&](int stage) {
+            return chunk_pieces(t_.model.precision, t_.options.recompute, n_blocks_[static_cast<size_t>(stage)]).*kind;
+        });
+    };
+    const Waiting waiting = waiting_for_weights(schedule_, rank, n_blocks_);
+    Kept kept;
+    kept.pieces = {largest(&Pieces::sets), largest(&Pieces::inputs), largest(&Pieces::scales),
+                   stages_of(rank).part.head ? std::max<int64_t>(1, waiting.heads) : 0};
+    kept.borders = border_tensors(schedule_, rank);
+    kept.later = waiting.blocks;
+    return kept;
+}
+
+int64_t Pipeline::bytes_of(int rank, const Kept& kept) const {
+    Model model = t_.model;  // of which the sizes and the part are asked for
+    const RankStages stages = stages_of(rank);
+    model.part = stages.part;
+    int64_t largest_chunk = 0;
+    for (const Range& chunk : stages.chunks) largest_chunk = std::max(largest_chunk, chunk.n);
+    const int64_t B = t_.micro_batch, T = t_.options.rank_seq();
+    Arena later("later");
+    WeightGradients().take_memory(model, B, T, 1, later);
+    return piece_bytes(model, B, T, t_.options.recompute, largest_chunk).of(kept.pieces) +
+           kept.borders * static_cast<int64_t>(t_.workspace.branch.bytes()) +
+           kept.later * static_cast<int64_t>(later.bytes());
+}
+
+PipelineTraffic Pipeline::planned(int rank) const {
+    const int64_t messages = messages_sent(schedule_, rank);
+    return {bytes_of(rank, planned_pieces(rank)), messages,
+            messages * static_cast<int64_t>(t_.workspace.branch.bytes())};
+}
+
+PipelineTraffic Pipeline::measured() const {
+    const Kept kept{in_flight_.most_taken(), runner_.most_borders(), later_.most_blocks()};
+    return {bytes_of(ranks_.rank, kept), messages_, messages_ * static_cast<int64_t>(t_.workspace.branch.bytes())};
+}
+
+void Pipeline::run_table(const PipelineSchedule& schedule, cudaStream_t stream) {
+    const int64_t before = runner_.messages_sent();
+    runner_.run(schedule, *this, stream);
+    messages_ = runner_.messages_sent() - before;
 }
 
 void Pipeline::for_all_gradients(const std::function<void(const Tensor&)>& call) const {
@@ -123,7 +158,7 @@ void Pipeline::accumulate(float dloss, cudaStream_t stream) {
     // For data parallelism the whole step is the first of two micro-batches, which adds to gradients of 0. In the second
     // they are complete, last units first.
     t_.data_parallel.begin_backward(t_.model, 0, stream);
-    runner_.run(schedule_, *this, stream);
+    run_table(schedule_, stream);
     reduce_gradients(stream);
 }
 
@@ -133,7 +168,7 @@ void Pipeline::reduce_gradients(cudaStream_t stream) {
     t_.data_parallel.begin_backward(t_.model, 1, stream);
     for (size_t u = t_.model.units.size(); u-- > 0;) t_.data_parallel.end_grads(t_.model, u, stream);
     t_.data_parallel.finish_grads(stream);
-    if (has_twin()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
+    if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
 }
 
 // d tied = d embedding + d head, in both places.

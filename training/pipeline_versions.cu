@@ -12,6 +12,7 @@
 // There is one set of optimizer states, and of float32 master weights: that of the newest version. There is no norm of
 // all gradients of a step before its updates are made: so nothing is clipped, and a loss that is not finite ends the run
 // when the pipeline is empty.                      (Narayanan et al. 2019, arXiv:1806.03377; 2020, arXiv:2006.09503)
+#include "parallel/comm/transport.h"
 #include "training/training.h"
 
 #include <algorithm>
@@ -73,7 +74,7 @@ void Pipeline::run_steps(const BatchReader& data, int64_t first, int64_t n) {
         upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], micro, stream);
     cudaCheck(cudaMemsetAsync(step_totals_.data, 0, step_totals_.bytes(), stream));
     t_.data_parallel.begin_backward(t_.model, 0, stream);
-    runner_.run(n == steps_at_once(o) ? schedule_ : schedule_of_steps(o, per_step, n), *this, stream);
+    run_table(n == steps_at_once(o) ? schedule_ : schedule_of_steps(o, per_step, n), stream);
     // The next steps begin with the newest version as their version 0.
     const Model& newest = versions_[static_cast<size_t>(n) % versions_.size()];
     if (newest.weights.data != t_.model.weights.data) copy_tensor(t_.model.weights, newest.weights, stream);
@@ -94,13 +95,21 @@ StepResult Pipeline::read_result(int64_t step, bool stop) {
     return {loss, numbers.grad_norm, false, numbers.stop_count > 0};
 }
 
+// A trace has all of these steps under the number of the one that was asked for.
+void Pipeline::trace_one_of(int64_t first, int64_t n) {
+    for (const int64_t traced : traced_steps(t_.options.ranks.trace))
+        if (first <= traced && traced < first + n) return t_.world.set_step(traced);
+}
+
 StepResult Pipeline::step(const BatchReader& data, int64_t step) {
     const TrainOptions& o = t_.options;
     if (results_.empty()) {
         const double start = seconds_now();
         const Traffic before = ranks_.traffic();
         const int64_t n = std::min(o.flush_every - (step - 1) % o.flush_every, o.steps - step + 1);
+        trace_one_of(step, n);
         run_steps(data, step, n);
+        t_.world.end_step();
         // The ranks agree on stopping here: after the last of these steps.
         const bool stop = take_stop_request(o, step + n - 1);
         for (int64_t i = 0; i < n; ++i) results_.push_back(read_result(step + i, stop && i + 1 == n));

@@ -288,15 +288,26 @@ struct StepResult {
     std::optional<Share> share = {};
 };
 
+// Of a rank, in what runs at once: a step, or the steps of an asynchronous schedule.
+struct PipelineTraffic {
+    int64_t activations = 0;          // bytes kept at most
+    int64_t messages = 0, bytes = 0;  // sent between stages
+};
+
 class Pipeline final : public StageWork {
   public:
     // Collective over ranks, those of one pipeline.
     Pipeline(Trainer& trainer, Comm& ranks);
     const PipelineSchedule& schedule() const { return schedule_; }
+    RankStages stages_of(int rank) const;
     const ModelPart& part() const { return stages_.part; }  // what this rank has of the model
     Comm& ranks() { return ranks_; }
-    // Where two ranks have the same stages, one of them counts their gradients and saves them.
-    bool counts() const;
+    // Where two ranks have the same stages (DualPipe), one of them counts their gradients and saves them.
+    bool has_twins() const { return schedule_.placement == Placement::both_ways; }
+    bool counts() const { return !has_twins() || ranks_.rank < ranks_.size / 2; }
+    bool ties_two_ranks() const;  // are the ends of a tied embedding on two ranks?
+    PipelineTraffic planned(int rank) const;
+    PipelineTraffic measured() const;  // of this rank, of the last step
     // After the model, the workspace and the totals. Returns a micro-batch, for those who want its sizes.
     Activations take_memory();
 
@@ -310,13 +321,6 @@ class Pipeline final : public StageWork {
     void add_losses_of(int64_t micro_batches, cudaStream_t stream);
     void add_up(Tensor sums, cudaStream_t stream);  // over the ranks of the pipeline
 
-    // Bytes that the micro-batches in flight keep on this rank, at most at once: as the schedule says, and as they took.
-    struct Kept {
-        int64_t planned = 0, taken = 0;
-    };
-    Kept kept() const { return {piece_bytes_.of(planned_), piece_bytes_.of(in_flight_.most_taken())}; }
-    int64_t message_bytes() const { return static_cast<int64_t>(t_.workspace.branch.bytes()); }  // between two stages
-
     // For the runner.
     void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) override;
     void backward(const Action& action, Tensor dx, cudaStream_t stream) override;
@@ -324,13 +328,22 @@ class Pipeline final : public StageWork {
     void update(const Action& action, cudaStream_t stream) override;
 
   private:
+    // What is kept at once.
+    struct Kept {
+        Pieces pieces = {};
+        int borders = 0;    // tensors at the borders of stages
+        int64_t later = 0;  // blocks between their backward by input and by weight
+    };
+    Kept planned_pieces(int rank) const;
+    int64_t bytes_of(int rank, const Kept& kept) const;
+    void run_table(const PipelineSchedule& schedule, cudaStream_t stream);
     bool is_last(const Action& action) const;
-    bool has_twin() const;
     void end_backward(const Action& action);
     void add_tied(cudaStream_t stream);
     void reduce_gradients(cudaStream_t stream);
     void take_versions();
     void run_steps(const BatchReader& data, int64_t first, int64_t n);
+    void trace_one_of(int64_t first, int64_t n);
     StepResult read_result(int64_t step, bool stop);
     const Model& model_of(const Action& action) const;
     void count_for(int64_t step);
@@ -350,12 +363,11 @@ class Pipeline final : public StageWork {
     PipelineRunner runner_;
     std::vector<Activations> micro_batches_;
     InFlight in_flight_;
-    Pieces planned_;  // of in_flight_
-    PieceBytes piece_bytes_{};
     WeightGradients later_;
     std::map<int, Tensor> last_out_;  // by micro-batch: the output of the last stage, until its backward
     float dloss_ = 0;
     bool training_ = true;
+    int64_t messages_ = 0;  // that this rank sent in the last table of a training step
     // Asynchronous: the model with each version of its weights, and of the steps that run at once the totals.
     std::vector<Model> versions_;
     Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)

@@ -35,6 +35,7 @@
 class Transport;
 struct RankState;
 struct CallTag;
+struct TraceEvent;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // comm.cu: communicators
@@ -243,6 +244,8 @@ struct RankOptions {
     int ranks_per_node = 0;              // threads only: pretend that so many share a machine (for two-level); 0: all
     std::string trace;                   // --trace 3,4: print these steps, and write trace.json and trace.png
     std::string trace_folder = ".";
+    // Called when the trace has been written, in the process that wrote it: with all of its events.
+    std::function<void(const std::vector<TraceEvent>& events)> after_trace = {};
     bool quiet = false;     // do not print what was chosen
     bool planning = false;  // run f once, as rank 0 of so many ranks that do not exist: it may count, and send nothing
 };

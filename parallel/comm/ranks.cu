@@ -112,7 +112,8 @@ void run_rank(const RankOptions& options, const std::shared_ptr<RankState>& stat
     std::vector<TraceEvent> events = state->trace->take();
     for (int i = 1; i < state->size; ++i)
         for (const TraceEvent& event : unpack_events(control->recv_host(i))) events.push_back(event);
-    write_trace(options.trace_folder, std::move(events));
+    write_trace(options.trace_folder, events);
+    if (options.after_trace) options.after_trace(events);
 }
 
 void run_as_process(const RankOptions& options, const std::function<void(Comm&)>& f) {
@@ -224,8 +225,12 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
         wait_for_threads(all, mutex, changed, n_ended);
         for (std::thread& thread : threads) thread.join();
     }
-    if (all.trace) write_trace(options.trace_folder, all.trace->take());
     const Job& job = *all.job;
+    if (all.trace) {
+        const std::vector<TraceEvent> events = all.trace->take();
+        write_trace(options.trace_folder, events);
+        if (options.after_trace && !job.failed()) options.after_trace(events);
+    }
     if (job.failed()) throw Error(n == 1 ? job.reason().substr(std::string("rank 0: ").size()) : job.reason());
 }
 

@@ -225,6 +225,8 @@ class PipelineRunner {
     // Instead of going on: from the first action again. All ranks have advanced to the places `until` of their lists;
     // messages of what was done for nothing are received and forgotten.
     void begin_again(const std::vector<size_t>& until, cudaStream_t stream);
+    int most_borders() const { return most_borders_; }  // tensors at the borders that a table has used
+    int64_t messages_sent() const { return messages_sent_; }
 
   private:
     struct Link;
@@ -245,4 +247,6 @@ class PipelineRunner {
     const PipelineSchedule* schedule_ = nullptr;                  // what is executed
     size_t done_ = 0;                                             // so many of its actions
     std::unique_ptr<Borders> borders_;
+    int most_borders_ = 0;
+    int64_t messages_sent_ = 0;
 };

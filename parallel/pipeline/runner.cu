@@ -180,6 +180,7 @@ void PipelineRunner::send(const Action& action, int index) {
     begin_use(index, its.stream);
     its.comm->send(row(index), 1, its.stream);
     end_use(index, its.stream);
+    ++messages_sent_;
 }
 
 void PipelineRunner::receive(const Action& action, int index) {
@@ -225,6 +226,7 @@ void PipelineRunner::execute(const Action& action, StageWork& work, cudaStream_t
             if (index >= 0) end_use(index, stream);
     }
     borders_->give_back(action);
+    if (!schedule_->forward_only) most_borders_ = std::max(most_borders_, borders_->count());
 }
 
 void PipelineRunner::begin(const PipelineSchedule& schedule) {
