@@ -132,8 +132,8 @@ struct Simulation {
     // Share of the time in which a rank does nothing. The time is that from its first to its last action, of the rank
     // where that is longest (Qi et al. 2023): a rank that is ready begins the next step.
     double bubble = 0;
-    std::vector<std::pair<int, size_t>>
-        critical_path;  // (rank, place in ranks[rank]) of the actions that the end waits for
+    // (rank, place in ranks[rank]) of the actions that the end waits for, one after the other.
+    std::vector<std::pair<int, size_t>> critical_path;
 };
 Simulation simulate(const PipelineSchedule& schedule, const Times& times);
 // The bubble of spans, simulated or measured.
