@@ -183,12 +183,15 @@ class PipelineRanks {
     // The first rank that has this unit of the whole model: what several ranks have, it writes.
     int owner(size_t unit_number) const { return owners_[unit_number]; }
     bool owns(const Unit& unit) const { return owners_[unit.number] == comm_.rank; }
+    // The same for the same parts on all ranks, and otherwise another one.
+    uint64_t key() const { return key_; }
     // n numbers of one rank, on rank 0; elsewhere nothing. To be called by these two.
     std::vector<float> bring(const std::vector<float>& values, int64_t n, int from);
 
   private:
     Comm& comm_;
     std::vector<int> owners_;  // by unit
+    uint64_t key_ = 0;
     Tensor staging_;
 };
 

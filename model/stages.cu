@@ -77,6 +77,10 @@ PipelineRanks::PipelineRanks(Comm& comm, const Config& config, const ModelPart& 
     has.front() = part.embedding, has.back() = part.head;
     for (const int64_t l : part.blocks) has[static_cast<size_t>(1 + l)] = 1;
     const std::vector<std::vector<int64_t>> all = gather_numbers(comm, has);
+    std::string text;
+    for (const auto& row : all)
+        for (const int64_t unit : row) text += concat(unit, " ");
+    key_ = hash_name(text);
     for (size_t unit = 0; unit < has.size(); ++unit) {
         const auto first = std::ranges::find_if(all, [&](const auto& row) { return row[unit] != 0; });
         check(first != all.end(), "pipeline: no rank has unit ", unit, " of the model");

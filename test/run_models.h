@@ -5,12 +5,13 @@
 
 // odd-llama, odd-gpt2   no number of ranks divides the vocabulary, the width or the number of parameters
 // the others            2, 3, 4, 6 and 12 ranks can divide heads and columns, and none the vocabulary
+// deep-...              5 blocks, for stages of a pipeline; gpt2's head is tied
 // even-...              2 or 4 ranks of --tp, beside 2 of --cp; each then has multiples of 16 inputs and outputs of a
 //                       layer, as fp8 needs them
 inline std::string model_json(const std::string& name) {
-    const auto gpt2 = [](int V, int C, int F, int H) {
-        return concat(R"({"model_type":"gpt2","n_positions":64,"n_layer":2,"activation_function":"gelu_new",)",
-                      "\"layer_norm_epsilon\":1e-5,\"vocab_size\":", V, ",\"n_embd\":", C, ",\"n_inner\":", F,
+    const auto gpt2 = [](int V, int C, int F, int H, int L = 2) {
+        return concat(R"({"model_type":"gpt2","n_positions":64,"activation_function":"gelu_new",)", "\"n_layer\":", L,
+                      ",\"layer_norm_epsilon\":1e-5,\"vocab_size\":", V, ",\"n_embd\":", C, ",\"n_inner\":", F,
                       ",\"n_head\":", H, "}");
     };
     // H query and K key heads of D columns, and what else the attention has.
@@ -36,6 +37,8 @@ inline std::string model_json(const std::string& name) {
         {"mfa", llama("mfa", 36, 48, 12, 1, 8, "\"share_q_dim\":20,")},
         {"deepseek", llama("deepseek_v3", 36, 48, 12, 12, 8, latents("24", 16, 8, 4, 6))},
         {"lite", llama("deepseek_v2", 36, 48, 12, 12, 8, latents("null", 16, 8, 4, 6))},
+        {"deep-gpt2", gpt2(257, 48, 96, 6, 5)},
+        {"deep-qwen3", llama("qwen3", 32, 48, 4, 2, 8, "\"attention_bias\":false,", 5)},
         {"even-gpt2", gpt2(257, 64, 128, 8)},
         {"even-gqa", llama("llama", 48, 128, 8, 2, 8)},
         {"even-mla", llama("deepseek_v3", 48, 128, 8, 8, 8, latents("32", 16, 8, 16, 8))},

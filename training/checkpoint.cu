@@ -249,23 +249,10 @@ void write_states(const Trainer& t, const std::string& path) {
     write_safetensors(path, tensors, {}, true);
 }
 
-// "0-5 18-23"
-std::string ranges_text(const std::vector<int64_t>& ascending) {
-    std::string text;
-    for (size_t i = 0; i < ascending.size(); ++i) {
-        const size_t first = i;
-        while (i + 1 < ascending.size() && ascending[i + 1] == ascending[i] + 1) ++i;
-        text += concat(first > 0 ? " " : "", ascending[first], "-", ascending[i]);
-    }
-    return text;
-}
-
 // The errors are those of a rank's part of the gradients, of its sequences.
 std::string compression_file(const Trainer& t) {
     std::string name = t.options.tp > 1 ? "compression " + division(t) : "compression";
-    if (t.model.pipeline_ranks) {
-        name += concat(" pp ", t.options.pp, " blocks ", ranges_text(t.model.part.blocks));
-    }
+    if (t.model.pipeline_ranks) name += concat(" pp ", t.options.pp, " parts ", t.model.pipeline_ranks->key());
     std::ranges::replace(name, ' ', '-');
     return numbered_file(name, t.world.rank, t.world.size);
 }

@@ -1,0 +1,82 @@
+// Checkpoints of pipelines: a run goes on with another number of stages, another schedule, another mesh.
+#include "io/io.h"
+#include "tensor_runs.h"
+
+namespace {
+
+std::string weights_of(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }
+
+// A run with `before` to step 5, and on with `after`: its folder.
+std::string resumed(Runs& runs, const std::string& model, const std::string& common, const std::string& before,
+                    const std::string& after) {
+    INFO(model << " " << common << ": " << before << "-> " << after);
+    const std::string run = runs.run(model, common + before + "--stop-after 5 ");
+    const Outcome outcome = runs.outcome(model, common + after + "--resume ", run);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    return run;
+}
+
+// AdamW has two states a number; its epsilon is large enough that rounding stays small.
+const std::string kAdamW = "--optimizer adamw --eps 1e-4 --micro-batch 2 ";
+
+}  // namespace
+
+TEST_CASE("a checkpoint of --pp goes on with the same bits: other stages, another schedule, one process",
+          "[program][ranks][pipeline]") {
+    Runs runs;
+    // The head is not tied: then no sum is formed in another order than in one process.
+    const std::string whole = runs.run("deep-qwen3", kAdamW);
+    const std::array<std::string, 2> meshes[] = {
+        {"--ranks 2 --pp 2 ", "--ranks 2 --pp 2 "},
+        {"--ranks 2 --pp 2 --stages 1,4 ", "--ranks 5 --pp 5 --pipeline gpipe "},
+        {"--ranks 4 --pp 4 --pipeline zb-h1 ", ""},
+        {"", "--ranks 2 --pp 2 --pipeline zb-v "},
+        {"--ranks 2 --pp 2 --pipeline interleaved ", "--ranks 3 --pp 3 --recompute 1 "}};
+    for (const auto& [before, after] : meshes) {
+        const std::string run = resumed(runs, "deep-qwen3", kAdamW, before, after);
+        INFO(before << "-> " << after);
+        CHECK(log_without_times(run) == log_without_times(whole));
+        CHECK((weights_of(run) == weights_of(whole)));
+    }
+}
+
+TEST_CASE("a checkpoint of --pp goes on with another mesh", "[program][ranks][pipeline]") {
+    Runs runs;
+    const std::string whole = runs.run("deep-gpt2", kAdamW);
+    const std::array<std::string, 2> meshes[] = {
+        {"--ranks 2 --pp 2 ", ""},
+        {"--ranks 4 --pp 2 --zero 1 ", "--ranks 2 --tp 2 "},
+        {"--ranks 4 --pp 2 --tp 2 ", "--ranks 4 --pp 2 --zero 1 --pipeline zb-h2 "},
+        {"--ranks 2 --zero 3 ", "--ranks 2 --pp 2 --pipeline dualpipe-v "},
+        {"--ranks 2 --pp 2 --pipeline dualpipe ", "--ranks 4 --pp 4 "}};
+    for (const auto& [before, after] : meshes)
+        check_same_run(resumed(runs, "deep-gpt2", kAdamW, before, after), whole, 2e-6);
+}
+
+TEST_CASE("states of every kind, fp8's histories and compression's errors of --pp go on with the same bits",
+          "[program][ranks][pipeline]") {
+    Runs runs;
+    const std::array<std::string, 4> cases[] = {
+        {"deep-qwen3", "--optimizer adam8bit --lr 1e-3 --micro-batch 3 ", "--ranks 2 --pp 2 ", ""},
+        {"deep-qwen3", "--optimizer muon --lr 1e-2 --micro-batch 3 ", "--ranks 3 --pp 3 ", "--ranks 2 --pp 2 "},
+        {"deep-qwen3", "--optimizer adafactor --lr 1e-2 --micro-batch 3 ", "", "--ranks 2 --pp 2 "},
+        {"deep-qwen3", "--dtype bf16 --master none --micro-batch 3 ", "--ranks 2 --pp 2 ", "--ranks 3 --pp 3 "},
+        {"deep-qwen3", "--dtype fp8 --micro-batch 3 ", "--ranks 2 --pp 2 --pipeline zb-v ", ""},
+        {"deep-qwen3", "--dtype fp8 --micro-batch 3 ", "", "--ranks 2 --pp 2 "}};
+    for (const auto& [model, flags, before, after] : cases) {
+        const std::string run = resumed(runs, model, flags, before, after), whole = runs.run(model, flags);
+        INFO(flags << before << "-> " << after);
+        CHECK(log_without_times(run) == log_without_times(whole));
+        CHECK((weights_of(run) == weights_of(whole)));
+    }
+    const std::string errors = "--compress 1bit --micro-batch 2 --ranks 4 --pp 2 ";
+    const std::string whole = runs.run("deep-gpt2", errors), run = resumed(runs, "deep-gpt2", errors, "", "");
+    CHECK(log_without_times(run) == log_without_times(whole));
+    CHECK((weights_of(run) == weights_of(whole)));
+    const std::string other = runs.run("deep-gpt2", errors + "--stop-after 5 ");
+    const Outcome outcome = runs.outcome("deep-gpt2", errors + "--stages 1,4 --resume ", other);
+    INFO(outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring("no errors of 4 ranks with --pp 2 and these stages: they begin as 0"));
+}
