@@ -175,8 +175,8 @@ ModelPart whole_model(const Config& config);
 // The ranks of a pipeline, each with a part of the model, as checkpoints need to know them. (stages.cu)
 class PipelineRanks {
   public:
-    // Collective.
-    PipelineRanks(Comm& comm, const Config& config, const ModelPart& part);
+    // parts: those of all ranks.
+    PipelineRanks(Comm& comm, const Config& config, const std::vector<ModelPart>& parts);
     void take_memory(Arena& arena);
     int rank() const { return comm_.rank; }
     int size() const { return comm_.size; }

@@ -72,20 +72,21 @@ RankStages rank_stages(const Config& config, const std::vector<int64_t>& cut, co
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-PipelineRanks::PipelineRanks(Comm& comm, const Config& config, const ModelPart& part) : comm_(comm) {
-    std::vector<int64_t> has(static_cast<size_t>(config.L + 2), 0);
-    has.front() = part.embedding, has.back() = part.head;
-    for (const int64_t l : part.blocks) has[static_cast<size_t>(1 + l)] = 1;
-    const std::vector<std::vector<int64_t>> all = gather_numbers(comm, has);
+PipelineRanks::PipelineRanks(Comm& comm, const Config& config, const std::vector<ModelPart>& parts)
+    : comm_(comm), owners_(static_cast<size_t>(config.L + 2), -1) {
     std::string text;
-    for (const auto& row : all)
-        for (const int64_t unit : row) text += concat(unit, " ");
-    key_ = hash_name(text);
-    for (size_t unit = 0; unit < has.size(); ++unit) {
-        const auto first = std::ranges::find_if(all, [&](const auto& row) { return row[unit] != 0; });
-        check(first != all.end(), "pipeline: no rank has unit ", unit, " of the model");
-        owners_.push_back(static_cast<int>(first - all.begin()));
+    for (size_t rank = 0; rank < parts.size(); ++rank) {
+        const auto has = [&](int64_t unit) {
+            int& owner = owners_[static_cast<size_t>(unit)];
+            if (owner < 0) owner = static_cast<int>(rank);
+            text += concat(rank, " has ", unit, ", ");
+        };
+        if (parts[rank].embedding) has(0);
+        for (const int64_t l : parts[rank].blocks) has(1 + l);
+        if (parts[rank].head) has(config.L + 1);
     }
+    check(std::ranges::min(owners_) >= 0, "pipeline: no rank has one of the model's units");
+    key_ = hash_name(text);
 }
 
 void PipelineRanks::take_memory(Arena& arena) { staging_ = arena.take("staging", DType::f32, {1 << 18}); }

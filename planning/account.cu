@@ -249,8 +249,7 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     for (const auto& row : all) sent += row[6];
     // --compress says in parallel/data/data.h what it sends;
     // other algorithms than the library's send wider numbers or more of them.
-    // Of --pp, --trace counts the messages between stages.
-    const bool known = t.options.pp == 1 && t.data_parallel.comm().algorithm == AllReduce::library &&
+    const bool known = t.data_parallel.comm().algorithm == AllReduce::library &&
                        t.options.data_parallel.compress.kind == Compression::none;
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",
                 static_cast<long long>(sent));

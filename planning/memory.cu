@@ -182,6 +182,7 @@ void print_plan(Trainer& t) {
     if (t.context_parallel)
         std::printf("cp       %lld ranks divide each sequence (%s): one has %lld of its tokens\n",
                     static_cast<long long>(o.cp), context_mode_name(o.cp_mode), static_cast<long long>(o.rank_seq()));
+    if (t.pipeline) print_pipeline_plan(t);
     StateTable table = state_table(t);
     const double bytes_a_parameter = table.sum() / n;
     // Buffers of the offload are no states: they are shown with them, and not counted in what ZeRO shards.
@@ -196,7 +197,8 @@ void print_plan(Trainer& t) {
     }
     // --params may be those of any model; otherwise they are those of a rank.
     if (o.sharding_ranks() > 1)
-        print_stages(t, any_model || !t.tensor_parallel ? psi : n, static_cast<double>(dtype_bytes(o.precision.dtype)),
+        print_stages(t, any_model || !(t.tensor_parallel || t.pipeline) ? psi : n,
+                     static_cast<double>(dtype_bytes(o.precision.dtype)),
                      static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
     if (rank_count(o.ranks) > 1 && !any_model)
         std::printf("  a rank sends              %18s %s in a step\n", "",
@@ -204,7 +206,7 @@ void print_plan(Trainer& t) {
     if (any_model) return;  // the rest depends on the shape of the model
 
     if (t.tensor_parallel) print_tensor_bills(t);
-    print_activations(t);
+    if (!t.pipeline) print_activations(t);
     print_total(t);
     print_time(t);
 }

@@ -6,6 +6,7 @@
 //     time.cu      FLOPs and bytes of a step, and the seconds that they take on a device
 //     rates.cu     the device's rates, measured
 //     tensor_bill.cu   what tensor parallelism sends
+//     pipeline_plan.cu   what each rank of a pipeline has
 //     account.cu   a run on many ranks: measured bytes beside the formulas
 //     pipeline_text.cu      --draw: schedules of pipelines in the terminal
 //     pipeline_picture.cu   as PNG
@@ -39,6 +40,9 @@ TensorTraffic tensor_traffic(const Model& model, int64_t N, const std::vector<Vi
 // --plan: what a rank has and sends in each geometry that so many ranks can have, with the time on NVLink and
 // InfiniBand.
 void print_tensor_bills(const Trainer& trainer);
+
+// pipeline_plan.cu: --plan with --pp: a row for each rank of a pipeline.
+void print_pipeline_plan(const Trainer& trainer);
 
 // account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed
 // another. Collective; rank 0 prints.

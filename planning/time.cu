@@ -137,11 +137,39 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     return cost;
 }
 
+// Of a pipeline: the schedule simulated with the products of its stages. The head is computed with its backward.
+void print_pipeline_time(const Trainer& t) {
+    const TrainOptions& o = t.options;
+    const PipelineSchedule& schedule = t.pipeline->schedule();
+    const DeviceSpec spec = find_spec(o.device_spec, o.precision.dtype);
+    const double rate = o.precision.dtype == DType::f32 ? spec.f32 : spec.f16,
+                 block_rate = o.precision.fp8 != Fp8Recipe::none && spec.fp8 > 0 ? spec.fp8 : rate;
+    Config c = t.model.local;
+    if (t.tensor_parallel) c.V = vocabulary_rows(t.config, t.model.layout);
+    const double tokens = static_cast<double>(t.micro_batch * o.rank_seq()),
+                 product = 2 * static_cast<double>(c.V * c.C), head = tokens * product / rate,
+                 block = tokens * (flops_per_token(c, o.seq) - 3 * product) / 3 / static_cast<double>(c.L) / block_rate;
+    Times times{.stages = {}};
+    for (const int64_t n : t.pipeline->blocks_of_stages()) {
+        const double its = static_cast<double>(n) * block;
+        times.stages.push_back(
+            {.forward = its, .backward_input = its * (o.recompute.every > 0 ? 2 : 1), .backward_weight = its});
+    }
+    times.stages.back().backward_input += 2 * head, times.stages.back().backward_weight += head;
+    const Simulation run = simulate(schedule, times);
+    const double steps = static_cast<double>(steps_at_once(o)), seconds = run.end / steps;
+    std::printf("on %s   %sFLOP/s (%s)\n", spec.name, human_count(rate).c_str(), spec.source);
+    std::printf("  the stages' products take %s a step, with a bubble of %.4f: %s tokens/s at most\n",
+                human_seconds(seconds).c_str(), run.bubble,
+                human_count(static_cast<double>(o.batch * o.seq) / seconds).c_str());
+}
+
 }  // namespace
 
 void expect_device_spec(const std::string& name) { named_spec(name); }
 
 void print_time(Trainer& t) {
+    if (t.pipeline) return print_pipeline_time(t);
     const TrainOptions& o = t.options;
     double optimizer_bytes = 0;  // of this rank
     for (const auto& optimizer : t.optimizers)

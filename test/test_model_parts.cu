@@ -501,7 +501,7 @@ TEST_CASE("parts of a model on ranks of a pipeline are saved as the whole is, an
             run_ranks(threads(static_cast<int>(parts.size())), [&](Comm& comm) {
                 const ModelPart& part = parts[static_cast<size_t>(comm.rank)];
                 PartWithMemory its(config, part);
-                PipelineRanks ranks(comm, config, part);
+                PipelineRanks ranks(comm, config, parts);
                 Arena staging("staging");
                 ranks.take_memory(staging), staging.reserve(), ranks.take_memory(staging);
                 its.model.pipeline_ranks = &ranks;

@@ -80,3 +80,27 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
     CHECK(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("no errors of 4 ranks with --pp 2 and these stages: they begin as 0"));
 }
+
+TEST_CASE("the plan of a pipeline has a row for each rank, and rank 0's memory is what the run takes",
+          "[program][ranks][pipeline]") {
+    Runs runs;
+    for (const std::string schedule : {"1f1b", "zb-h1", "interleaved"}) {
+        const std::string flags =
+            "--micro-batch 2 --ranks 4 --pp 2 --zero 1 --val-every 0 --pipeline " + schedule + " ";
+        const Outcome run = runs.outcome("deep-gpt2", flags, runs.folder / schedule),
+                      plan = runs.outcome("deep-gpt2", flags + "--plan --device-spec h100 ", runs.folder / "none");
+        INFO(plan.out << plan.err << run.err);
+        REQUIRE((run.status == 0 && plan.status == 0));
+        CHECK(!std::filesystem::exists(runs.folder / "none"));
+        const size_t table = plan.out.find("\nrank  blocks"), follows = plan.out.find("what follows is of rank 0");
+        REQUIRE((table != std::string::npos && follows != std::string::npos));
+        const std::string rows = plan.out.substr(table, follows - table);
+        CHECK(std::count(rows.begin(), rows.end(), '\n') == 4);  // before and behind the title, and two rows
+        CHECK_THAT(rows, ContainsSubstring("embedding, 0") && ContainsSubstring("4, head"));
+        long long total = 0, taken = 0;
+        const size_t at = run.out.find("taken on the device (");
+        REQUIRE(std::sscanf(plan.out.c_str() + plan.out.find("  total "), "  total %lld", &total) == 1);
+        REQUIRE(std::sscanf(run.out.c_str() + at, "taken on the device (%lld", &taken) == 1);
+        CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(total)));
+    }
+}

@@ -58,7 +58,9 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
                                                  make_zigzag(options.seq, static_cast<int>(options.cp)));
     if (options.pp > 1) {
         pipeline = std::make_unique<Pipeline>(*this, mesh.comm("pp"));
-        pipeline_ranks = std::make_unique<PipelineRanks>(mesh.comm("pp"), config, pipeline->part());
+        std::vector<ModelPart> parts;
+        for (int rank = 0; rank < options.pp; ++rank) parts.push_back(pipeline->stages_of(rank).part);
+        pipeline_ranks = std::make_unique<PipelineRanks>(mesh.comm("pp"), config, parts);
     }
     if (options.offload == Offload::none) return;
     offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());

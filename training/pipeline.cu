@@ -31,6 +31,16 @@ Waiting waiting_for_weights(const PipelineSchedule& schedule, int rank, const st
     return most;
 }
 
+// The same table with each backward by weight at once.
+PipelineSchedule with_backward_at_once(PipelineSchedule schedule) {
+    for (std::vector<Action>& actions : schedule.ranks) {
+        std::erase_if(actions, [](const Action& action) { return action.what == Do::backward_weight; });
+        for (Action& action : actions)
+            if (action.what == Do::backward_input) action.what = Do::backward;
+    }
+    return schedule;
+}
+
 }  // namespace
 
 // A step's table, or that of so many steps that run at once.
@@ -77,7 +87,7 @@ Activations Pipeline::take_memory() {
         if (o.has_positions()) take_positions(acts, arena);
         micro_batches_.push_back(acts);
     }
-    const Kept kept = planned_pieces(ranks_.rank);
+    const Kept kept = planned_pieces(schedule_, ranks_.rank);
     in_flight_.take_memory(model, B, T, o.recompute, largest_chunk_, kept.pieces, arena);
     later_.take_memory(model, B, T, kept.later, arena);
     const Tensor stream = t_.workspace.branch;  // of the shape of the residual stream here
@@ -96,17 +106,17 @@ Activations Pipeline::take_memory() {
 }
 
 // What the table says is alive at once on a rank.
-Pipeline::Kept Pipeline::planned_pieces(int rank) const {
+Pipeline::Kept Pipeline::planned_pieces(const PipelineSchedule& schedule, int rank) const {
     const auto largest = [&](int64_t Pieces::*kind) {
-        return peak_alive(schedule_, rank, [&](int stage) {
+        return peak_alive(schedule, rank, [&](int stage) {
             return chunk_pieces(t_.model.precision, t_.options.recompute, n_blocks_[static_cast<size_t>(stage)]).*kind;
         });
     };
-    const Waiting waiting = waiting_for_weights(schedule_, rank, n_blocks_);
+    const Waiting waiting = waiting_for_weights(schedule, rank, n_blocks_);
     Kept kept;
     kept.pieces = {largest(&Pieces::sets), largest(&Pieces::inputs), largest(&Pieces::scales),
                    stages_of(rank).part.head ? std::max<int64_t>(1, waiting.heads) : 0};
-    kept.borders = border_tensors(schedule_, rank);
+    kept.borders = border_tensors(schedule, rank);
     kept.later = waiting.blocks;
     return kept;
 }
@@ -127,13 +137,19 @@ int64_t Pipeline::bytes_of(int rank, const Kept& kept) const {
 
 PipelineTraffic Pipeline::planned(int rank) const {
     const int64_t messages = messages_sent(schedule_, rank);
-    return {bytes_of(rank, planned_pieces(rank)), messages,
-            messages * static_cast<int64_t>(t_.workspace.branch.bytes())};
+    const Kept kept = planned_pieces(schedule_, rank), at_once = planned_pieces(with_backward_at_once(schedule_), rank);
+    const int64_t bytes = bytes_of(rank, kept);
+    return {.activations = bytes,
+            .longer = bytes - bytes_of(rank, at_once),
+            .messages = messages,
+            .bytes = messages * static_cast<int64_t>(t_.workspace.branch.bytes())};
 }
 
 PipelineTraffic Pipeline::measured() const {
     const Kept kept{in_flight_.most_taken(), runner_.most_borders(), later_.most_blocks()};
-    return {bytes_of(ranks_.rank, kept), messages_, messages_ * static_cast<int64_t>(t_.workspace.branch.bytes())};
+    return {.activations = bytes_of(ranks_.rank, kept),
+            .messages = messages_,
+            .bytes = messages_ * static_cast<int64_t>(t_.workspace.branch.bytes())};
 }
 
 void Pipeline::run_table(const PipelineSchedule& schedule, cudaStream_t stream) {

@@ -290,7 +290,8 @@ struct StepResult {
 
 // Of a rank, in what runs at once: a step, or the steps of an asynchronous schedule.
 struct PipelineTraffic {
-    int64_t activations = 0;          // bytes kept at most
+    int64_t activations = 0;  // bytes kept at most
+    int64_t longer = 0;  // of these, because backwards by weight come later than backwards by input; of a plan alone
     int64_t messages = 0, bytes = 0;  // sent between stages
 };
 
@@ -300,6 +301,7 @@ class Pipeline final : public StageWork {
     Pipeline(Trainer& trainer, Comm& ranks);
     const PipelineSchedule& schedule() const { return schedule_; }
     RankStages stages_of(int rank) const;
+    const std::vector<int64_t>& blocks_of_stages() const { return n_blocks_; }
     const ModelPart& part() const { return stages_.part; }  // what this rank has of the model
     Comm& ranks() { return ranks_; }
     // Where two ranks have the same stages (DualPipe), one of them counts their gradients and saves them.
@@ -334,7 +336,7 @@ class Pipeline final : public StageWork {
         int borders = 0;    // tensors at the borders of stages
         int64_t later = 0;  // blocks between their backward by input and by weight
     };
-    Kept planned_pieces(int rank) const;
+    Kept planned_pieces(const PipelineSchedule& schedule, int rank) const;
     int64_t bytes_of(int rank, const Kept& kept) const;
     void run_table(const PipelineSchedule& schedule, cudaStream_t stream);
     bool is_last(const Action& action) const;
