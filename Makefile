@@ -203,8 +203,10 @@ PROFILE_LIBRARY := $(if $(CUPTI),$(BUILD)/dev/libprofile.so)
 # Programs that only the tests run: kernels with mistakes, for the detectors of the CPU device; ranks, for mpirun.
 TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 # Tests that launch no kernel, test/test_NAME.cu: they run under the sanitizers, and strict mode changes nothing for them.
-HOST_TESTS := files json safetensors log plot tokenizer tokenizer_parts dataset schedule paged_cache scheduler cache_report
+HOST_TESTS := files json safetensors log plot tokenizer tokenizer_parts dataset schedule paged_cache scheduler cache_report \
+    pipeline_schedules
 HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
+HOST_PIPELINE := table schedules zero_bubble search dual_pipe stashing simulator
 # Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict sampling_distribution
 
@@ -337,7 +339,8 @@ $(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 $(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test_%)) \
-    $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o)),$(LIBRARY_OBJECTS))
+    $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o) \
+        $(HOST_PIPELINE:%=parallel/pipeline/%.o)),$(LIBRARY_OBJECTS))
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 
