@@ -206,7 +206,7 @@ TEST_PROGRAMS := $(if $(filter cpu,$(DEVICE)),wrong_kernels) comm_check
 HOST_TESTS := files json safetensors log plot tokenizer tokenizer_parts dataset schedule paged_cache scheduler cache_report \
     pipeline_schedules
 HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
-HOST_PIPELINE := table schedules zero_bubble search dual_pipe stashing simulator
+HOST_PIPELINE := table validity schedules zero_bubble search dual_pipe stashing simulator
 # Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
 ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict sampling_distribution
 

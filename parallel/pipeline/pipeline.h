@@ -12,7 +12,8 @@
 //                 second half goes up (DualPipe)
 //
 // Files, in reading order:
-//     table.cu       what a table says: names, messages, what is alive when; and what makes a table invalid
+//     table.cu       what a table says: names, messages, what is alive when
+//     validity.cu    what makes a table invalid
 //     schedules.cu   naive, GPipe, 1F1B, interleaved
 //     zero_bubble.cu ZB-H1, ZB-H2 and ZB-V
 //     search.cu      the search for the best table for given durations ("auto")
@@ -57,6 +58,8 @@ struct Action {
     bool operator==(const Action&) const = default;
 };
 inline bool computes(Do what) { return what <= Do::backward_weight; }
+inline bool is_input_gradient(Do what) { return what == Do::backward || what == Do::backward_input; }
+inline bool is_weight_gradient(Do what) { return what == Do::backward || what == Do::backward_weight; }
 inline bool sends(Do what) { return what == Do::send_activation || what == Do::send_gradient; }
 inline bool receives(Do what) { return what == Do::receive_activation || what == Do::receive_gradient; }
 
@@ -78,7 +81,15 @@ struct PipelineSchedule {
 
     int rank_of(int stage, int micro) const;
     std::vector<int> stages_of(int rank) const;  // ascending
+    // Messages of a forward, or of a gradient by input: the rank that sends what it waits for, and the rank that waits for
+    // what it computes; -1 where there is none, or it is the same rank. Then the messages themselves.
+    int sender_to(const Action& action) const;
+    int receiver_of(const Action& action) const;
+    Action receive_for(const Action& action) const;
+    Action send_of(const Action& action) const;
 };
+
+Action receive_of(const Action& send, int from);  // the other end of a send
 
 // For errors and traces: "F3 of stage 1" (F, B, W, BW), "send B3 of stage 1 to rank 0", "update 4 of stage 1".
 std::string action_text(const Action& action);
@@ -88,13 +99,6 @@ std::string action_text(const Action& action);
 // travels behind that, and on each link (from rank a to rank b) receives are in the order of the sends. Error for a table in
 // which a rank would wait for ever.
 void add_messages(PipelineSchedule& schedule);
-
-// Error, with the rank, the action and the reason, for a table that cannot be executed: a rank or stage that does not
-// exist; an action twice, or missing; a backward before its forward, a weight's gradient before its backward; a message
-// without its other end, or in another order there; a deadlock (all ranks wait); a version of the weights that is not
-// there yet, or is gone; gradients of micro-batches that an update should have and has not; weights' gradients of a stage
-// not in the order of the micro-batches (the order in which their sums are formed, the same in all schedules).
-void check_schedule(const PipelineSchedule& schedule);
 
 // What is alive on a rank at once, at most. Computing action by computing action, in the order of the table: what a
 // forward saves is there from its beginning until the end of the stage's backward (of backward_weight where that comes
@@ -107,6 +111,16 @@ struct Alive {
 Alive alive(const PipelineSchedule& schedule, int rank);
 // The largest sum of weight_of(stage) over the (micro-batch, stage) pairs that are alive at once on this rank.
 int64_t peak_alive(const PipelineSchedule& schedule, int rank, const std::function<int64_t(int stage)>& weight_of);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// validity.cu
+
+// Error, with the rank, the action and the reason, for a table that cannot be executed: a rank or stage that does not
+// exist; an action twice, or missing; a backward before its forward, a weight's gradient before its backward; a message
+// without its other end, or in another order there; a deadlock (all ranks wait); a version of the weights that is not
+// there yet, or is gone; gradients of micro-batches that an update should have and has not; weights' gradients of a stage
+// not in the order of the micro-batches (the order in which their sums are formed, the same in all schedules).
+void check_schedule(const PipelineSchedule& schedule);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // simulator.cu

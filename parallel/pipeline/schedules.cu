@@ -1,12 +1,11 @@
 // schedules.cu: the schedules by name, and those that compute the whole backward at once: naive, GPipe, 1F1B and
 // interleaved 1F1B.
 //
-// p ranks, m micro-batches; a backward takes twice the time of a forward; a letter is a forward, two are a backward.
+// p = 3, m = 4; digits are forwards, letters backwards, which take twice the time:
 //
-//     gpipe, p = 3, m = 4                                   1f1b, p = 3, m = 4
-//     0123            00 11 22 33                           012      00 3  11     22     33
-//      0123         00 11 22 33                              01    00 2  11  3  22     33
-//       0123 00 11 22 33                                      0 00 1 11 2 22 3 33
+//     gpipe   0123      AABBCCDD            1f1b   012    AA3BB CC DD
+//              0123   AABBCCDD                      01  AA2BB3CC DD
+//               0123AABBCCDD                         0AA1BB2CC3DD
 //
 // Both wait for (p - 1) (F + B) in m (F + B) + that: a bubble of (p - 1) / (m + p - 1). But what a forward saves is kept
 // for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes a backward as soon as there is one.

@@ -16,7 +16,6 @@
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>
-#include <deque>
 
 namespace {
 
