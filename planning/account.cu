@@ -95,7 +95,8 @@ int64_t tensor_bytes(const Trainer& t, const RankWork& rank) {
     const int64_t n = t.options.tp, numbers = 2 * (n - 1) * static_cast<int64_t>(t.step_sums().bytes());
     int64_t sums = 0;  // that optimizers make of what they update, as shared gradients
     for (const int64_t sum : optimizer_sums(t, model)) sums += 2 * (n - 1) * 4 * sum;
-    const int64_t fp8 = 4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states ? model.fp8_states.bytes() : 0);
+    const int64_t fp8 =
+        4 * fp8_maxima(rank) + static_cast<int64_t>(model.fp8_states.exists() ? model.fp8_states.bytes() : 0);
     // With ZeRO each of the data-parallel ranks adds up its shard of the gradients, otherwise all of them everything.
     const Sharding& s = model.sharding;
     return s.size * (visited + numbers + 2 * (n - 1) * fp8) + (s.shards_states() ? 1 : s.size) * (shared + sums);
@@ -123,7 +124,7 @@ int64_t traffic_of(const Trainer& t, const RankWork& rank) {
     const int64_t P = model.n, W = static_cast<int64_t>(dtype_bytes(model.weights.dtype)),
                   G = static_cast<int64_t>(dtype_bytes(model.grads.dtype)), M = t.local_batch / t.micro_batch;
     const int64_t small =
-        static_cast<int64_t>(t.step_sums().bytes() + (model.fp8_states ? model.fp8_states.bytes() : 0));
+        static_cast<int64_t>(t.step_sums().bytes() + (model.fp8_states.exists() ? model.fp8_states.bytes() : 0));
     int64_t big = 2 * P * G;
     if (s.naive || s.zero == 1) big = P * (G + W);
     if (s.zero == 2) big = P * (M * G + W);

@@ -30,7 +30,8 @@ struct Runs {
         const Outcome its = outcome(model_name, flags, path, before);
         INFO(model_name << " " << flags << "\n" << its.err);
         REQUIRE(its.status == 0);
-        if (flags.find("--tp") != std::string::npos && before.empty()) check_account(its.out);
+        const bool divides = flags.find("--tp") != std::string::npos || flags.find("--pp") != std::string::npos;
+        if (divides && before.empty()) check_account(its.out);
         return path;
     }
 };
