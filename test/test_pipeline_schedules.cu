@@ -541,6 +541,43 @@ TEST_CASE("a changed table is refused with a reason, or gives the same numbers",
     }
 }
 
+TEST_CASE("an invalid table: the rank, the action and the reason", "[pipeline]") {
+    const auto refusal = [](const std::string& name, const auto& change) {
+        auto s = make_schedule(options_of(name, 2, 2));
+        change(s.ranks);
+        try {
+            check_schedule(s);
+        } catch (const Error& error) {
+            return std::string(error.what());
+        }
+        return std::string("accepted");
+    };
+    const auto find = [](std::vector<Action>& actions, const std::string& text) {
+        return std::ranges::find_if(actions, [&](const Action& a) { return action_text(a) == text; });
+    };
+    CHECK(refusal("1f1b", [&](auto& ranks) { ranks[1].erase(find(ranks[1], "receive F1 of stage 1 from rank 0")); }) ==
+          "schedule 1f1b: rank 1 does not have the action: receive F1 of stage 1 from rank 0");
+    CHECK(refusal("1f1b", [&](auto& ranks) { ranks[1].erase(find(ranks[1], "send B0 of stage 1 to rank 0")); }) ==
+          "schedule 1f1b: rank 1 does not have the action: send B0 of stage 1 to rank 0");
+    CHECK(
+        refusal("1f1b", [&](auto& ranks) {
+            std::swap(*find(ranks[1], "F0 of stage 1"), *find(ranks[1], "BW0 of stage 1"));
+        }) == "schedule 1f1b: rank 1, action 2 (BW0 of stage 1): it needs its forward, which comes later, as action 3");
+    // Each of two ranks waits for a message that the other one would send behind what it waits with.
+    CHECK(refusal("dualpipe",
+                  [&](auto& ranks) {
+                      for (auto& actions : ranks) {
+                          const auto send = std::ranges::find_if(actions, sends, &Action::what);
+                          const auto last =
+                              std::find_if(send, actions.end(), [](const Action& a) { return a.what == Do::backward; });
+                          std::rotate(send, send + 1, last + 1);
+                      }
+                  }) ==
+          "schedule dualpipe: rank 0, action 2 (F1 of stage 1): a deadlock: it waits for action 5 of rank 1, which "
+          "itself "
+          "waits at action 2 (F0 of stage 1)");
+}
+
 TEST_CASE("options that no schedule can have: one line, with what to do", "[pipeline]") {
     const auto refusal = [](const std::string& name, int p, int m, const auto&... change) {
         ScheduleOptions o = options_of(name, p, m);

@@ -101,24 +101,22 @@ class TableCheck {
     }
 
     void check_is_complete(int stage, int micro) {
-        const auto must_have = [&](Do what) {
-            if (place(what, stage, micro) >= 0) return;
-            Action a{.what = what, .micro = micro, .stage = stage};
-            if (sends(what)) a.peer = s_.receiver_of({Do::forward, micro, stage});
-            fail("schedule ", s_.name, ": rank ", s_.rank_of(stage, micro), " does not have the action ",
-                 action_text(a));
+        const auto must_have = [&](const Action& a) {
+            if (place_of(a) < 0)
+                fail("schedule ", s_.name, ": rank ", s_.rank_of(stage, micro),
+                     " does not have the action: ", action_text(a));
         };
         const auto must_have_messages = [&](const Action& a) {
-            if (s_.sender_to(a) >= 0) must_have(s_.receive_for(a).what);
-            if (s_.receiver_of(a) >= 0) must_have(s_.send_of(a).what);
+            if (s_.sender_to(a) >= 0) must_have(s_.receive_for(a));
+            if (s_.receiver_of(a) >= 0) must_have(s_.send_of(a));
         };
-        must_have(Do::forward);
+        must_have({Do::forward, micro, stage});
         must_have_messages({Do::forward, micro, stage});
         if (s_.forward_only) return;
         must_have_messages({Do::backward, micro, stage});
         if (place(Do::backward, stage, micro) < 0) {
-            must_have(s_.splits_backward ? Do::backward_input : Do::backward);
-            must_have(Do::backward_weight);
+            must_have({s_.splits_backward ? Do::backward_input : Do::backward, micro, stage});
+            must_have({Do::backward_weight, micro, stage});
         } else {
             rank_ = s_.rank_of(stage, micro);
             for (const Do half : {Do::backward_input, Do::backward_weight}) {
