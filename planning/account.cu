@@ -155,7 +155,9 @@ RankWork work_of_stage_rank(const Trainer& t, int rank) {
 int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
     const Pipeline& pipeline = *t.pipeline;
     const int64_t pp = t.options.pp, n_pipelines = t.world.size / pp;
-    int64_t bytes = 2 * (pp - 1) * static_cast<int64_t>(t.step_sums().bytes());
+    // Numbers that are validated later go from rank to rank and back, with the norm.
+    const Tensor numbers = validates_later(t.options) ? t.totals : t.step_sums();
+    int64_t bytes = 2 * (pp - 1) * static_cast<int64_t>(numbers.bytes());
     for (int rank = 0; rank < pp; ++rank) bytes += pipeline.planned(rank).bytes / steps_at_once(t.options);
     bytes *= n_pipelines;
     const Sharding& s = t.model.sharding;

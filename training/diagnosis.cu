@@ -59,6 +59,9 @@ std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step
     if (t.model.sharding.host_updates() && !o.updates_after_norm()) {
         text += concat("; the weights have been updated with them. The step's data are sequences ", first, " to ",
                        first + o.batch - 1, " of the run, the first is ", where(first));
+    } else if (t.pipeline) {  // no rank has all losses, and the forward's memory is the schedule's
+        text += concat("; the weights are unchanged by this step. Its data are sequences ", first, " to ",
+                       first + o.batch - 1, " of the run, the first is ", where(first));
     } else {
         text += "; the weights are unchanged by this step. ";
         const BadSequences bad = find_bad_sequences(t, step);

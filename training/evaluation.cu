@@ -48,7 +48,7 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
     }
     t.sum_over_ranks(stream);
-    return read_numbers(t).loss_sum() / static_cast<double>(n_batches * t.micro_batch * t.options.seq);
+    return read_numbers(t, stream).loss_sum() / static_cast<double>(n_batches * t.micro_batch * t.options.seq);
 }
 
 bool note_best(Trainer& t, int64_t step, double val_loss) {

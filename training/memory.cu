@@ -163,7 +163,7 @@ void Trainer::reserve() {
     sample_tables.reserve();
     take_memory();
     for (const auto& optimizer : optimizers) optimizer->init(device().stream);
-    const int64_t n_rows = steps_at_once(options) * local_batch, n_step = n_rows * options.rank_seq();
+    const int64_t n_rows = steps_read_at_once(options) * local_batch, n_step = n_rows * options.rank_seq();
     take_pinned(host_tokens, n_step);
     take_pinned(host_targets, n_step);
     take_pinned(host_numbers, 1);

@@ -13,6 +13,7 @@
 #include "training/training.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace {
 
@@ -69,6 +70,19 @@ Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
     if ((pairs && other != ranks.rank) || (ties && at_end && last > 0))
         members = {std::min(ranks.rank, other), std::max(ranks.rank, other)};
     twin_ = ranks.split(members, "pp twins");
+    if (!validates_later(t_.options)) return;
+    std::vector<int> all(static_cast<size_t>(ranks.size));
+    std::iota(all.begin(), all.end(), 0);
+    numbers_ = ranks.split(all, "pp numbers");
+    numbers_stream_ = make_stream();
+    reached_ = make_event();
+}
+
+Pipeline::~Pipeline() {
+    if (!numbers_stream_) return;
+    cudaStreamSynchronize(numbers_stream_);
+    cudaEventDestroy(reached_);
+    cudaStreamDestroy(numbers_stream_);
 }
 
 bool Pipeline::ties_two_ranks() const { return t_.config.tied && schedule_.placement == Placement::loop; }
@@ -95,6 +109,7 @@ Activations Pipeline::take_memory() {
     runner_.take_memory(n_borders, stream.rows(), stream.cols(), stream.dtype, arena);
 
     if (schedule_.asynchronous) take_versions();
+    if (validates_later(o)) take_validation_memory();
     ranks_.count_memory([&] { ranks_.all_reduce(t_.step_sums(), nullptr); });
     ranks_.take_memory(t_.memory.communication);
     twin_->count_memory([&] {
@@ -185,6 +200,7 @@ void Pipeline::reduce_gradients(cudaStream_t stream) {
     for (size_t u = t_.model.units.size(); u-- > 0;) t_.data_parallel.end_grads(t_.model, u, stream);
     t_.data_parallel.finish_grads(stream);
     if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
+    add_shared_gradients(t_, stream);
 }
 
 // d tied = d embedding + d head, in both places.
@@ -205,7 +221,7 @@ void Pipeline::forward(const Action& action, Tensor in, Tensor out, cudaStream_t
     if (action.stage == 0) embed_forward(model, acts, t_.workspace, in, stream);
     forward_blocks(model, acts, t_.workspace, first, last, in, out, stream, training_);
     if (is_last(action)) last_out_[action.micro] = out;
-    if (training_) return;
+    if (training_) return forwards_.insert({action.micro, action.stage}), void();
     in_flight_.give_back_chunk(acts, first, last);
     if (!is_last(action)) return;
     in_flight_.take_head(acts, out);
@@ -248,6 +264,7 @@ void Pipeline::end_backward(const Action& action) {
     const auto [first, last] = chunks_.at(action.stage);
     in_flight_.give_back_chunk(acts, first, last);
     if (is_last(action)) in_flight_.give_back_head(acts);
+    forwards_.erase({action.micro, action.stage});
 }
 
 void Pipeline::add_up(Tensor sums, cudaStream_t stream) { ranks_.all_reduce(sums, stream); }

@@ -85,7 +85,7 @@ StepResult Pipeline::read_result(int64_t step, bool stop) {
     const TrainOptions& o = t_.options;
     count_for(step - first_step_);
     add_stop_and_norm(t_, stop, 0);
-    const StepNumbers numbers = read_numbers(t_);
+    const StepNumbers numbers = read_numbers(t_, device().stream);
     const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq);
     check(
         std::isfinite(loss) && std::isfinite(numbers.grad_norm), "step ", step, ": the loss is ", loss,
@@ -101,23 +101,29 @@ void Pipeline::trace_one_of(int64_t first, int64_t n) {
         if (first <= traced && traced < first + n) return t_.world.set_step(traced);
 }
 
-StepResult Pipeline::step(const BatchReader& data, int64_t step) {
-    const TrainOptions& o = t_.options;
-    if (results_.empty()) {
-        const double start = seconds_now();
-        const Traffic before = ranks_.traffic();
-        const int64_t n = std::min(o.flush_every - (step - 1) % o.flush_every, o.steps - step + 1);
-        trace_one_of(step, n);
+// The results of the next steps, until something needs the weights of all ranks.
+void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
+    const double start = seconds_now();
+    const Traffic before = ranks_.traffic();
+    const int64_t n = steps_without_stop(step);
+    int64_t sent_again = 0;
+    trace_one_of(step, n);
+    if (schedule_.asynchronous) {
         run_steps(data, step, n);
-        t_.world.end_step();
         // The ranks agree on stopping here: after the last of these steps.
-        const bool stop = take_stop_request(o, step + n - 1);
+        const bool stop = take_stop_request(t_.options, step + n - 1);
         for (int64_t i = 0; i < n; ++i) results_.push_back(read_result(step + i, stop && i + 1 == n));
-        const Traffic after = ranks_.traffic();
-        for (StepResult& result : results_)
-            result.share = {(seconds_now() - start) / static_cast<double>(n),
-                            {(after.sent - before.sent) / n, (after.received - before.received) / n}};
-    }
+    } else sent_again = run_validated_steps(data, step, n);
+    t_.world.end_step();
+    const Traffic after = ranks_.traffic();
+    const int64_t not_counted = sent_again * static_cast<int64_t>(t_.workspace.branch.bytes());
+    for (StepResult& result : results_)
+        result.share = {(seconds_now() - start) / static_cast<double>(n),
+                        {(after.sent - before.sent - not_counted) / n, (after.received - before.received) / n}};
+}
+
+StepResult Pipeline::step(const BatchReader& data, int64_t step) {
+    if (results_.empty()) run_next_steps(data, step);
     const StepResult result = results_.front();
     results_.pop_front();
     return result;

@@ -21,14 +21,6 @@ void copy_to_device_async(const Tensor& to, const void* from, cudaStream_t strea
     cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, stream));
 }
 
-// --inject-overflow STEP, for tests: what a gradient too large for its type leaves behind.
-void inject_overflow(const Model& model, cudaStream_t stream) {
-    static const float f32 = INFINITY;
-    static const __half f16 = __float2half(INFINITY);
-    const Tensor grads = model.grad_shard(1), one = grads.slice(grads.n() / 2, 1);
-    copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
-}
-
 // Of a whole sequence the tokens of this rank.
 void take_own(const Trainer& t, int32_t* to, const std::vector<int32_t>& whole) {
     const ContextParallel& ranks = *t.context_parallel;
@@ -93,6 +85,20 @@ void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro
         copy_to_device_async(acts.stream_positions, t.host_positions + first + in_stream * n, stream);
 }
 
+// What a gradient too large for its type leaves behind: on one rank, of a pipeline the last one.
+void inject_overflow(const Trainer& t, int64_t step, cudaStream_t stream) {
+    if (step != t.options.inject_overflow || t.world.rank != (t.pipeline ? t.world.size - 1 : 0)) return;
+    static const float f32 = INFINITY;
+    static const __half f16 = __float2half(INFINITY);
+    const Tensor grads = t.model.grad_shard(1), one = grads.slice(grads.n() / 2, 1);
+    copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
+}
+
+void add_shared_gradients(Trainer& t, cudaStream_t stream) {
+    if (!t.tensor_parallel) return;
+    for (const auto& [axes, parts] : t.model.shared_grads()) t.tensor_parallel->sum_shared(axes, parts, stream);
+}
+
 void accumulate_gradients(Trainer& t, int64_t step) {
     const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
@@ -115,20 +121,22 @@ void accumulate_gradients(Trainer& t, int64_t step) {
             backward(t.model, t.acts, t.workspace, stream);
         }
         t.data_parallel.finish_grads(stream);
+        add_shared_gradients(t, stream);
     }
-    if (t.tensor_parallel) {  // ranks have parts of the same parameters' gradients (Param::sharers)
-        for (const auto& [axes, parts] : t.model.shared_grads()) t.tensor_parallel->sum_shared(axes, parts, stream);
-        for (size_t u = t.model.units.size(); t.offload && u-- > 0;) t.offload->grads_are_final(u, stream);
-    }
-    if (step == o.inject_overflow && t.world.rank == 0) inject_overflow(t.model, stream);
+    for (size_t u = t.model.units.size(); t.tensor_parallel && t.offload && u-- > 0;)
+        t.offload->grads_are_final(u, stream);
+    inject_overflow(t, step, stream);
 }
 
 void Trainer::add_losses_once(const Activations& its, cudaStream_t stream) {
     if (model.layout.part(model.layout.heads).index == 0) add_losses(loss_sum(), its.losses, stream);
 }
-void Trainer::sum_over_ranks(cudaStream_t stream) {
+void Trainer::sum_over_equal_stages(cudaStream_t stream) {
     data_parallel.all_reduce(step_sums(), stream);
     if (tensor_parallel) tensor_parallel->sum(step_sums(), stream);
+}
+void Trainer::sum_over_ranks(cudaStream_t stream) {
+    sum_over_equal_stages(stream);
     if (pipeline) pipeline->add_up(step_sums(), stream);
 }
 
@@ -147,11 +155,15 @@ void add_squares(Trainer& t) {
     }
 }
 
+// The ranks agree on stopping in a sum that they make anyway: all of them stop after the same step.
+void set_stop(Trainer& t, bool stop) {
+    t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
+    copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, device().stream);
+}
+
 void add_stop_and_norm(Trainer& t, bool stop, double clip) {
     const cudaStream_t stream = device().stream;
-    // The ranks agree on stopping here, in a sum that they make anyway: all of them stop after the same step.
-    t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
-    copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, stream);
+    set_stop(t, stop);
     t.sum_over_ranks(stream);
     clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(clip),
                1.0f / static_cast<float>(t.scaler.scale), stream);
@@ -177,8 +189,7 @@ void update_weights(Trainer& t, int64_t step) {
     advance_fp8(t.model, stream);
 }
 
-StepNumbers read_numbers(Trainer& t) {
-    const cudaStream_t stream = device().stream;
+StepNumbers read_numbers(Trainer& t, cudaStream_t stream) {
     cudaCheck(
         cudaMemcpyAsync(t.host_numbers, t.stop_count().data, sizeof(StepNumbers), cudaMemcpyDeviceToHost, stream));
     cudaCheck(cudaStreamSynchronize(stream));
@@ -187,7 +198,7 @@ StepNumbers read_numbers(Trainer& t) {
 
 StepResult read_back(Trainer& t, const BatchReader& data, int64_t step) {
     const TrainOptions& o = t.options;
-    const StepNumbers numbers = read_numbers(t);
+    const StepNumbers numbers = read_numbers(t, device().stream);
     const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq), norm = numbers.grad_norm;
     const bool overflow = !std::isfinite(norm);
     // In float16 an overflow is expected from time to time: the step is skipped, and the loss scale becomes smaller.

@@ -12,6 +12,7 @@
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
 //     pipeline.cu        its forward and backward where ranks have some of the layers each
 //     pipeline_versions.cu   steps that run at once, with several versions of the weights
+//     pipeline_validation.cu updates that do not wait for the norm of all gradients
 //     evaluation.cu      the loss on held-out text
 //     diagnosis.cu       what is known where the loss or the gradients are not finite
 //     checkpoint.cu      saving, and resuming with the same bits
@@ -125,7 +126,10 @@ int64_t step_micro_batches(const TrainOptions& options);  // of a step, on a ran
 ScheduleOptions schedule_options(const TrainOptions& options, int64_t micro_batches);
 // Steps between two moments at which an asynchronous pipeline is empty; 1 of all other runs. (pipeline_versions.cu)
 int64_t steps_at_once(const TrainOptions& options);
-int64_t n_pipeline_stages(const TrainOptions& options);  // of all ranks of --pp
+// Does a rank update before the norm of all gradients is known? (pipeline_validation.cu)
+bool validates_later(const TrainOptions& options);
+int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are in the host's memory
+int64_t n_pipeline_stages(const TrainOptions& options);   // of all ranks of --pp
 // Does this schedule update without waiting for the pipeline to be empty? False for a name that does not exist.
 bool is_asynchronous_pipeline(const std::string& name);
 
@@ -253,6 +257,7 @@ struct Trainer {
     // What is summed over all ranks: all but the norm, which follows from it.
     Tensor step_sums() const { return totals.slice(0, n_units() + 2); }
     void sum_over_ranks(cudaStream_t stream);
+    void sum_over_equal_stages(cudaStream_t stream);  // without those of other stages of a pipeline
     // Adds the losses of a micro-batch to loss_sum(): of the ranks with the same tokens, one does.
     void add_losses_once(const Activations& acts, cudaStream_t stream);
     Tensor squares(const Unit& unit) const { return totals.slice(static_cast<int64_t>(unit.number), 1).view({2}); }
@@ -275,6 +280,9 @@ struct Trainer {
 PipelineSchedule schedule_of_steps(const TrainOptions& options, int64_t micro_batches, int64_t steps);
 // Steps between two moments at which an asynchronous pipeline is empty; 1 of all other runs. (pipeline_versions.cu)
 int64_t steps_at_once(const TrainOptions& options);
+// Does a rank update before the norm of all gradients is known? (pipeline_validation.cu)
+bool validates_later(const TrainOptions& options);
+int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are in the host's memory
 
 struct StepResult {
     double loss, grad_norm;
@@ -299,6 +307,7 @@ class Pipeline final : public StageWork {
   public:
     // Collective over ranks, those of one pipeline.
     Pipeline(Trainer& trainer, Comm& ranks);
+    ~Pipeline() override;
     const PipelineSchedule& schedule() const { return schedule_; }
     RankStages stages_of(int rank) const;
     const std::vector<int64_t>& blocks_of_stages() const { return n_blocks_; }
@@ -316,8 +325,10 @@ class Pipeline final : public StageWork {
     // All micro-batches of a step, whose sequences are in the host's memory: gradients, added up over the ranks that
     // have the same weights, and losses.
     void accumulate(float dloss, cudaStream_t stream);
-    // An asynchronous pipeline: a step with its update. With the first step of those that run at once all of them are
-    // made, and the others' results are returned by the calls that ask for them.
+    // Where a rank does not wait for the others between steps: a step with its update. With the first step of those that
+    // run at once all of them are made, and the others' results are returned by the calls that ask for them.
+    bool runs_ahead() const { return schedule_.asynchronous || numbers_; }
+    int64_t updates_put_back() const { return n_put_back_; }
     StepResult step(const BatchReader& data, int64_t step);
     // The losses of so many micro-batches, at most those of a step.
     void add_losses_of(int64_t micro_batches, cudaStream_t stream);
@@ -345,11 +356,22 @@ class Pipeline final : public StageWork {
     void reduce_gradients(cudaStream_t stream);
     void take_versions();
     void run_steps(const BatchReader& data, int64_t first, int64_t n);
+    void run_next_steps(const BatchReader& data, int64_t step);
+    int64_t steps_without_stop(int64_t step) const;
     void trace_one_of(int64_t first, int64_t n);
     StepResult read_result(int64_t step, bool stop);
     const Model& model_of(const Action& action) const;
     void count_for(int64_t step);
     void for_all_gradients(const std::function<void(const Tensor&)>& call) const;
+    // pipeline_validation.cu
+    void take_validation_memory();
+    std::vector<size_t> checks() const;
+    void after(cudaStream_t later, cudaStream_t earlier);
+    void optimizer_step(const Tensor& norm_result, int64_t step, cudaStream_t stream);
+    void update_early(int64_t step, bool stop, cudaStream_t stream);
+    bool check_update(int64_t step, const BatchReader& data, cudaStream_t stream);
+    int64_t run_validated_steps(const BatchReader& data, int64_t first, int64_t n);
+    void forget_forwards();
 
     Trainer& t_;
     Comm& ranks_;
@@ -375,6 +397,14 @@ class Pipeline final : public StageWork {
     Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)
     int64_t first_step_ = 0;
     std::deque<StepResult> results_;  // of steps that have been made and not been asked for
+    // Validated later: numbers that go from rank to rank, on a stream of their own; and what an update changes, as it was.
+    std::unique_ptr<Comm> numbers_;
+    cudaStream_t numbers_stream_ = nullptr;
+    cudaEvent_t reached_ = nullptr;
+    Tensor totals_, passed_, final_;  // Trainer::totals of this rank; of those before it; of all
+    std::vector<Tensor> updated_, before_;
+    std::set<std::pair<int, int>> forwards_;  // (micro-batch, stage) without their backward
+    int64_t n_put_back_ = 0;                  // updates
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -460,6 +490,7 @@ void accumulate_gradients(Trainer& trainer, int64_t step);
 void clip_gradients(Trainer& trainer, bool stop);
 // Its parts: the squares of this rank's gradients; and the sums over all ranks, with the factor.
 void add_squares(Trainer& trainer);
+void set_stop(Trainer& trainer, bool stop);
 void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
@@ -476,7 +507,11 @@ void set_positions(const Trainer& trainer, int64_t n);
 // The tokens and targets of micro-batch `micro` in the host's memory, to the device.
 void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t micro, cudaStream_t stream);
 // What the device has summed; waits for it.
-StepNumbers read_numbers(Trainer& trainer);
+StepNumbers read_numbers(Trainer& trainer, cudaStream_t stream);
+// The parts of accumulate_gradients: --tp: sums of gradients that ranks have parts of (Param::sharers); for tests,
+// --inject-overflow in this step.
+void add_shared_gradients(Trainer& trainer, cudaStream_t stream);
+void inject_overflow(const Trainer& trainer, int64_t step, cudaStream_t stream);
 
 // The same memory for rows whose documents are not masked.
 Activations without_documents(const Trainer& trainer, const Activations& acts);
