@@ -39,3 +39,17 @@ TEST_CASE("the queue of gradients by weight in 2D, and a tied head on two ranks"
                                    "--ranks 4 --pp 2 --tp 2 --pipeline dualpipe ", "--ranks 5 --pp 5 "})
         check_same_run(runs.run("deep-gpt2", "--micro-batch 2 " + mesh), one, 2e-6);
 }
+
+TEST_CASE("a run with --pp has the same bits in strict mode", "[program][ranks][pipeline]") {
+    if (!device().is_cpu) SKIP_TEST("strict mode is the CPU device's");
+    Runs runs;
+    int seed = 0;
+    for (const std::string mesh :
+         {"--ranks 3 --pp 3 --pipeline zb-h1 ", "--ranks 4 --pp 2 --tp 2 --sp --pipeline zb-v ",
+          "--ranks 4 --pp 2 --zero 1 --recompute 1 "}) {
+        const std::string flags = "--micro-batch 3 --steps 2 --warmup 1 --val-every 1 --comm-timeout 30 " + mesh;
+        INFO(flags << "seed " << ++seed);
+        const std::string strict = runs.run("deep-gpt2", flags, concat("CUDA_CPU_STRICT=", seed, " "));
+        CHECK(log_without_times(strict) == log_without_times(runs.run("deep-gpt2", flags)));
+    }
+}

@@ -131,9 +131,11 @@ int64_t messages_sent(const PipelineSchedule& schedule, int rank) {
 struct PipelineRunner::Link {
     std::unique_ptr<Comm> comm;  // {from, to}
     cudaStream_t stream = make_stream();
-    std::deque<int> put_off;  // rows whose messages are still to be received, in the order of the messages
+    cudaEvent_t sent = make_event();  // the last message from here
+    std::deque<int> put_off;          // rows whose messages are still to be received, in the order of the messages
     ~Link() {
         cudaStreamSynchronize(stream);
+        cudaEventDestroy(sent);
         cudaStreamDestroy(stream);
     }
 };
@@ -180,6 +182,7 @@ void PipelineRunner::send(const Action& action, int index) {
     begin_use(index, its.stream);
     its.comm->send(row(index), 1, its.stream);
     end_use(index, its.stream);
+    cudaCheck(cudaEventRecord(its.sent, its.stream));
     ++messages_sent_;
 }
 
@@ -238,6 +241,10 @@ void PipelineRunner::begin(const PipelineSchedule& schedule) {
 void PipelineRunner::advance(size_t until, StageWork& work, cudaStream_t stream) {
     const std::vector<Action>& actions = schedule_->ranks[static_cast<size_t>(pp_.rank)];
     for (until = std::min(until, actions.size()); done_ < until; ++done_) execute(actions[done_], work, stream);
+    if (done_ < actions.size()) return;
+    // Who waits for what comes next on this stream, a sum over all ranks for example, waits for the messages, too,
+    // without which other ranks do not get there.
+    for (const auto& [ends, its] : links_) cudaCheck(cudaStreamWaitEvent(stream, its->sent));
 }
 
 void PipelineRunner::run(const PipelineSchedule& schedule, StageWork& work, cudaStream_t stream) {
