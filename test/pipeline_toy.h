@@ -10,7 +10,9 @@
 // from its StageWork, and compare numbers().
 #pragma once
 
+#include <algorithm>
 #include <map>
+#include <random>
 #include <string>
 
 #include "parallel/pipeline/pipeline.h"
@@ -176,3 +178,56 @@ class ToyExecutor {
 };
 
 inline ToyResult execute_toy(const PipelineSchedule& schedule) { return ToyExecutor(schedule).run(); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Changes a table at random, in one place; undone by giving back what it was.
+class Mutation {
+  public:
+    explicit Mutation(std::mt19937_64& random) : random_(random) {}
+
+    std::string apply(PipelineSchedule& s) {
+        const int rank = below(s.p);
+        std::vector<Action>& actions = s.ranks[static_cast<size_t>(rank)];
+        const int i = below(static_cast<int>(actions.size()));
+        Action& a = actions[static_cast<size_t>(i)];
+        const std::string what = concat(" rank ", rank, ", action ", i, " (", action_text(a), ")");
+        const auto at = [&](int place) { return actions.begin() + place; };
+        // Half of the places are near: those are the changes that a valid table may allow.
+        const int n = static_cast<int>(actions.size()), near = std::clamp(i - 4 + below(9), 0, n - 1),
+                  there = below(2) ? near : below(n);
+        switch (below(9)) {
+            case 0: std::swap(a, actions[static_cast<size_t>(there)]); return concat("swap with ", there, what);
+            case 1: actions.erase(at(i)); return "delete" + what;
+            case 2: actions.insert(at(there), Action(a)); return concat("twice, also at ", there, what);
+            case 3: a.micro += other(s.m, a.micro); return "micro-batch" + what;
+            case 4: a.stage += other(s.n_stages, a.stage); return "stage" + what;
+            case 5: a.version += below(2) ? 1 : -1; return "version" + what;
+            case 6: a.peer += other(s.p, a.peer); return "peer" + what;
+            case 7: return move(actions, i, there) + what;
+            default: return below(2) ? kind(a) + what : versions(s, rank);
+        }
+    }
+
+  private:
+    int below(int n) { return static_cast<int>(random_() % static_cast<uint64_t>(n)); }
+    // To another number: mostly one of 0 to n - 1, now and then one outside.
+    int other(int n, int now) {
+        const int wanted = below(n + 2) - 1;
+        return wanted == now ? 1 : wanted - now;
+    }
+    std::string move(std::vector<Action>& actions, int from, int to) {
+        const auto first = actions.begin() + std::min(from, to), last = actions.begin() + std::max(from, to) + 1;
+        std::rotate(first, from < to ? first + 1 : last - 1, last);
+        return concat("move to ", to);
+    }
+    std::string kind(Action& a) {
+        a.what = static_cast<Do>((static_cast<int>(a.what) + 1 + below(9)) % 10);
+        return "kind";
+    }
+    std::string versions(PipelineSchedule& s, int rank) {
+        s.versions[static_cast<size_t>(rank)] += below(2) ? 1 : -1;
+        return concat("versions of rank ", rank);
+    }
+    std::mt19937_64& random_;
+};

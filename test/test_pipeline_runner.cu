@@ -1,7 +1,7 @@
 // test/test_pipeline_runner.cu: tables of all schedules on real ranks, with stages that compute whole numbers: what they
 // give does not depend on the schedule, and any mistake in an order, a message or a buffer changes it.
 #include "core/kernel.cuh"
-#include "parallel/pipeline/pipeline.h"
+#include "pipeline_toy.h"
 #include "ranks.h"
 #include "test.h"
 
@@ -43,6 +43,8 @@ __global__ void gradient_kernel(int32_t* sum, const int32_t* dx, int64_t n, uint
 uint32_t factor_of(int micro) { return static_cast<uint32_t>(2 * micro + 1); }
 uint32_t weight_of(const Action& a) { return static_cast<uint32_t>(1000 * a.stage + a.version); }
 
+using Sums = std::map<std::pair<int, int>, std::vector<int32_t>>;  // by rank and stage
+
 // A rank's stages.
 class Toy final : public StageWork {
   public:
@@ -79,6 +81,14 @@ class Toy final : public StageWork {
     }
     void update(const Action& a, cudaStream_t) override { updates.push_back(a); }
 
+    void read(Sums& all, int rank) const {
+        for (const auto& [stage, sum] : sums) {
+            std::vector<int32_t> values(2 * kN);
+            copy_to_host(values.data(), sum);
+            all[{rank, stage}] = values;
+        }
+    }
+
     std::map<int, Tensor> sums;  // by stage
     std::vector<Action> updates;
     std::vector<Span> spans;       // with times
@@ -100,8 +110,6 @@ class Toy final : public StageWork {
     std::map<std::pair<int, int>, Tensor> in_;
     std::map<int, Tensor> out_;  // of the last stage
 };
-
-using Sums = std::map<std::pair<int, int>, std::vector<int32_t>>;  // by rank and stage
 
 // The same without ranks, stage by stage, with the weights' versions that the table names.
 Sums expected(const PipelineSchedule& schedule, int rounds) {
@@ -168,11 +176,7 @@ Ran run(const PipelineSchedule& schedule, int rounds = 1, const Times* times = n
         const std::lock_guard lock(mutex);
         const size_t rank = static_cast<size_t>(world.rank);
         ran.sent[rank] = world.traffic().sent - before;
-        for (const auto& [stage, sum] : toy->sums) {
-            std::vector<int32_t> values(2 * kN);
-            copy_to_host(values.data(), sum);
-            ran.sums[{world.rank, stage}] = values;
-        }
+        toy->read(ran.sums, world.rank);
         ran.spans[rank] = toy->spans;
     });
     return ran;
@@ -237,4 +241,81 @@ TEST_CASE("the measured bubble is the simulated one", "[pipeline]") {
         INFO(name);
         CHECK(measured == Approx(predicted).margin(0.05));
     }
+}
+
+// test_pipeline_schedules.cu has 100000 changes, and executes those that are accepted without ranks. Here real ranks do.
+TEST_CASE("real ranks execute changed tables that are accepted", "[pipeline]") {
+    const int p = GENERATE(2, 3, 4);
+    const int n_changes = std::getenv("LLM_TEST_RANKS") ? 33'000 : strict() ? 600 : 3000;
+    std::mt19937_64 random(static_cast<uint64_t>(p));
+    Mutation mutation(random);
+    size_t n_accepted = 0;
+    for (const std::string& name : schedule_names_of_pipelines()) {
+        if (name == "dualpipe" && p % 2 != 0) continue;
+        const PipelineSchedule table = small_schedule(name, p);
+        std::vector<PipelineSchedule> accepted;
+        for (int i = 0; i < n_changes / 12; ++i) {
+            PipelineSchedule changed = table;
+            mutation.apply(changed);
+            try {
+                check_schedule(changed);
+                accepted.push_back(changed);
+            } catch (const Error&) {
+            }
+        }
+        const Sums sums = expected(table, 1);
+        std::vector<Sums> ran(accepted.size());
+        std::mutex mutex;
+        run_ranks(threads(p), [&](Comm& world) {
+            PipelineRunner runner(world, table);
+            int n_borders = 1;
+            for (const PipelineSchedule& each : accepted)
+                n_borders = std::max(n_borders, border_tensors(each, world.rank));
+            Arena arena("toy");
+            std::vector<Toy> toys;
+            for (int pass = 0; pass < 2; ++pass) {
+                toys.clear();
+                for (const PipelineSchedule& each : accepted) toys.emplace_back(each, world.rank, arena);
+                runner.take_memory(n_borders, kRows, kColumns, DType::i32, arena);
+                if (pass == 0) arena.reserve();
+            }
+            for (size_t i = 0; i < accepted.size(); ++i) runner.run(accepted[i], toys[i], device().stream);
+            cudaCheck(cudaDeviceSynchronize());
+            const std::lock_guard lock(mutex);
+            for (size_t i = 0; i < accepted.size(); ++i) toys[i].read(ran[i], world.rank);
+        });
+        INFO(name << " p " << p);
+        n_accepted += accepted.size();
+        for (const Sums& its : ran) CHECK(its == sums);
+    }
+    CHECK(n_accepted > 20);
+}
+
+TEST_CASE("a table is begun again: what was done of it leaves nothing behind", "[pipeline]") {
+    const PipelineSchedule table = small_schedule("zb-v", 3);
+    const std::vector<size_t> until = places_before_backward(table);
+    CHECK(std::ranges::min(until) > 0);
+    std::mutex mutex;
+    Sums ran;
+    run_ranks(threads(3), [&](Comm& world) {
+        PipelineRunner runner(world, table);
+        Arena arena("toy");
+        std::optional<Toy> toy;
+        for (int pass = 0; pass < 2; ++pass) {
+            toy.emplace(table, world.rank, arena);
+            runner.take_memory(border_tensors(table, world.rank), kRows, kColumns, DType::i32, arena);
+            if (pass == 0) arena.reserve();
+        }
+        runner.begin(table);
+        const size_t own = until[static_cast<size_t>(world.rank)];
+        for (int again = 0; again < 2; ++again) {
+            runner.advance(own, *toy, device().stream);
+            runner.begin_again(until, device().stream);
+        }
+        runner.advance(table.ranks[static_cast<size_t>(world.rank)].size(), *toy, device().stream);
+        cudaCheck(cudaDeviceSynchronize());
+        const std::lock_guard lock(mutex);
+        toy->read(ran, world.rank);
+    });
+    CHECK(ran == expected(table, 1));
 }

@@ -60,35 +60,6 @@ void Pipeline::take_validation_memory() {
         before_.push_back(t_.memory.optimizer.take("before an update", tensor.dtype, {tensor.n()}));
 }
 
-// The places in the lists of all ranks where they check the step before: their first backwards; or, where that comes
-// first, the first message that is sent behind its sender's check.
-std::vector<size_t> Pipeline::checks() const {
-    std::vector<size_t> places;
-    std::map<std::tuple<Do, int, int>, std::pair<size_t, size_t>> sent;  // what, micro-batch, stage -> rank, place
-    for (size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
-        const std::vector<Action>& actions = schedule_.ranks[rank];
-        for (size_t i = 0; i < actions.size(); ++i)
-            if (sends(actions[i].what)) sent[{actions[i].what, actions[i].micro, actions[i].stage}] = {rank, i};
-        const auto first = std::ranges::find_if(
-            actions, [](const Action& a) { return a.what == Do::backward || a.what == Do::backward_input; });
-        places.push_back(static_cast<size_t>(first - actions.begin()));
-    }
-    for (bool changed = true; changed;) {
-        changed = false;
-        for (size_t rank = 0; rank < places.size(); ++rank) {
-            for (size_t i = 0; i < places[rank]; ++i) {
-                const Action& a = schedule_.ranks[rank][i];
-                if (!receives(a.what)) continue;
-                const bool forward = a.what == Do::receive_activation;
-                const auto [from, place] = sent.at(
-                    {forward ? Do::send_activation : Do::send_gradient, a.micro, forward ? a.stage - 1 : a.stage + 1});
-                if (place >= places[from]) places[rank] = i, changed = true;
-            }
-        }
-    }
-    return places;
-}
-
 void Pipeline::optimizer_step(const Tensor& norm_result, int64_t step, cudaStream_t stream) {
     const TrainOptions& o = t_.options;
     for (size_t u = 0; u < t_.model.units.size(); ++u) {
@@ -159,7 +130,7 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
 int64_t Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64_t n) {
     const TrainOptions& o = t_.options;
     const cudaStream_t stream = device().stream;
-    const std::vector<size_t> places = checks();
+    const std::vector<size_t> places = places_before_backward(schedule_);
     const size_t check_at = places[static_cast<size_t>(ranks_.rank)];
     const int64_t per_step = t_.local_batch / t_.micro_batch;
     const bool stop = take_stop_request(o, first + n - 1);

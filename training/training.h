@@ -365,7 +365,6 @@ class Pipeline final : public StageWork {
     void for_all_gradients(const std::function<void(const Tensor&)>& call) const;
     // pipeline_validation.cu
     void take_validation_memory();
-    std::vector<size_t> checks() const;
     void after(cudaStream_t later, cudaStream_t earlier);
     void optimizer_step(const Tensor& norm_result, int64_t step, cudaStream_t stream);
     void update_early(int64_t step, bool stop, cudaStream_t stream);

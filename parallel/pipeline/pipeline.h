@@ -217,6 +217,9 @@ class StageWork {
 
 // Tensors at the stages' borders that a rank needs at once.
 int border_tensors(const PipelineSchedule& schedule, int rank);
+// How far all ranks can go in their lists without a backward: to their first one; or, where that comes first, to the
+// first message that is sent behind such a place.
+std::vector<size_t> places_before_backward(const PipelineSchedule& schedule);
 // Messages that a rank sends in a table.
 int64_t messages_sent(const PipelineSchedule& schedule, int rank);
 

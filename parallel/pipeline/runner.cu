@@ -126,6 +126,33 @@ int64_t messages_sent(const PipelineSchedule& schedule, int rank) {
                                  [](const Action& action) { return sends(action.what); });
 }
 
+std::vector<size_t> places_before_backward(const PipelineSchedule& schedule) {
+    std::vector<size_t> places;
+    std::map<std::tuple<Do, int, int>, std::pair<size_t, size_t>> sent;  // what, micro-batch, stage -> rank, place
+    for (size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+        const std::vector<Action>& actions = schedule.ranks[rank];
+        for (size_t i = 0; i < actions.size(); ++i)
+            if (sends(actions[i].what)) sent[{actions[i].what, actions[i].micro, actions[i].stage}] = {rank, i};
+        const auto first = std::ranges::find_if(
+            actions, [](const Action& a) { return a.what == Do::backward || a.what == Do::backward_input; });
+        places.push_back(static_cast<size_t>(first - actions.begin()));
+    }
+    for (bool changed = true; changed;) {
+        changed = false;
+        for (size_t rank = 0; rank < places.size(); ++rank) {
+            for (size_t i = 0; i < places[rank]; ++i) {
+                const Action& a = schedule.ranks[rank][i];
+                if (!receives(a.what)) continue;
+                const bool forward = a.what == Do::receive_activation;
+                const auto [from, place] = sent.at(
+                    {forward ? Do::send_activation : Do::send_gradient, a.micro, forward ? a.stage - 1 : a.stage + 1});
+                if (place >= places[from]) places[rank] = i, changed = true;
+            }
+        }
+    }
+    return places;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 
 struct PipelineRunner::Link {
