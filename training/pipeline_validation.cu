@@ -126,25 +126,22 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
     return right || before_.empty();
 }
 
-// Steps first to first + n - 1. Returns the messages that were sent again.
-int64_t Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64_t n) {
+// Steps first to first + n - 1.
+void Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64_t n) {
     const TrainOptions& o = t_.options;
     const cudaStream_t stream = device().stream;
     const std::vector<size_t> places = places_before_backward(schedule_);
     const size_t check_at = places[static_cast<size_t>(ranks_.rank)];
     const int64_t per_step = t_.local_batch / t_.micro_batch;
     const bool stop = take_stop_request(o, first + n - 1);
-    int64_t sent_again = 0;
     training_ = true;
     for (int64_t i = 0; i < n; ++i) read_batch(t_, data, first + i, i * t_.local_batch);
     for (int64_t i = 0; i < n; ++i) {
         for (int64_t micro = 0; micro < per_step; ++micro)
             upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], i * per_step + micro, stream);
-        const int64_t before = runner_.messages_sent();
         runner_.begin(schedule_);
         runner_.advance(check_at, *this, stream);
         if (i > 0 && !check_update(first + i - 1, data, stream)) {
-            sent_again += runner_.messages_sent() - before;
             forget_forwards();
             runner_.begin_again(places, stream);
             runner_.advance(check_at, *this, stream);
@@ -159,7 +156,6 @@ int64_t Pipeline::run_validated_steps(const BatchReader& data, int64_t first, in
         update_early(first + i, stop && i + 1 == n, stream);
     }
     check_update(first + n - 1, data, stream);
-    return sent_again;
 }
 
 // The forwards before the check are done again: what they keep is given back.

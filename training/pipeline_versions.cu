@@ -106,20 +106,18 @@ void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
     const double start = seconds_now();
     const Traffic before = ranks_.traffic();
     const int64_t n = steps_without_stop(step);
-    int64_t sent_again = 0;
     trace_one_of(step, n);
     if (schedule_.asynchronous) {
         run_steps(data, step, n);
         // The ranks agree on stopping here: after the last of these steps.
         const bool stop = take_stop_request(t_.options, step + n - 1);
         for (int64_t i = 0; i < n; ++i) results_.push_back(read_result(step + i, stop && i + 1 == n));
-    } else sent_again = run_validated_steps(data, step, n);
+    } else run_validated_steps(data, step, n);
     t_.world.end_step();
     const Traffic after = ranks_.traffic();
-    const int64_t not_counted = sent_again * static_cast<int64_t>(t_.workspace.branch.bytes());
     for (StepResult& result : results_)
         result.share = {(seconds_now() - start) / static_cast<double>(n),
-                        {(after.sent - before.sent - not_counted) / n, (after.received - before.received) / n}};
+                        {(after.sent - before.sent) / n, (after.received - before.received) / n}};
 }
 
 StepResult Pipeline::step(const BatchReader& data, int64_t step) {

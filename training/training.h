@@ -369,7 +369,7 @@ class Pipeline final : public StageWork {
     void optimizer_step(const Tensor& norm_result, int64_t step, cudaStream_t stream);
     void update_early(int64_t step, bool stop, cudaStream_t stream);
     bool check_update(int64_t step, const BatchReader& data, cudaStream_t stream);
-    int64_t run_validated_steps(const BatchReader& data, int64_t first, int64_t n);
+    void run_validated_steps(const BatchReader& data, int64_t first, int64_t n);
     void forget_forwards();
 
     Trainer& t_;
