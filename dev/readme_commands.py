@@ -175,7 +175,8 @@ RULES = [
     train("--ranks 4 --cp 4 --cp-mode ulysses"),
     train("--ranks 8 --cp 2 --tp 2 --zero 1"),
     Rule(r"build/cpu/dev/context_parallel doc/context\.png", replace=((r"doc/", ""),), quick=True),
-    # doc/pipelines.md
+    # doc/pipelines.md, README.md
+    train("--ranks 4 --pp 4 --pipeline zb-h1", replace=(("--trace 50", "--trace 2"),)),
     Rule(r"\./train_gpt --pipeline .* --draw", quick=True),
     Rule(r"mpirun -np 8", flags=SMALL, env=MPI, needs=("mpirun",)),
     Rule(r"mpirun --allow-run-as-root --oversubscribe -np 8", flags=SMALL, needs=("mpirun",)),
