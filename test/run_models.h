@@ -55,11 +55,30 @@ inline std::string model_file(const std::string& name) {
     return path;
 }
 
+// With --pp, a line a rank: the bytes of activations in flight, the messages and their bytes, planned and as they were.
+inline void check_pipeline_traffic(const std::string& out) {
+    const size_t table = out.find("activations in flight");
+    if (table == std::string::npos) return;
+    std::istringstream lines(out.substr(table));
+    int n_ranks = 0;
+    for (std::string line; std::getline(lines, line) && line.rfind("account", 0) != 0;) {
+        long long rank, activations[2], messages[2], bytes[2];
+        if (std::sscanf(line.c_str(), "%lld %lld %lld %lld %lld %lld %lld", &rank, &activations[0], &activations[1],
+                        &messages[0], &messages[1], &bytes[0], &bytes[1]) != 7)
+            continue;
+        INFO(line);
+        CHECK(rank == n_ranks++);
+        CHECK((activations[0] == activations[1] && messages[0] == messages[1] && bytes[0] == bytes[1]));
+    }
+    CHECK(n_ranks > 1);
+}
+
 // What is printed at the end of a run: bytes sent are those of the formula, memory taken is that of the plan.
 inline void check_account(const std::string& out) {
     long long formula = 0, sent = -1, taken = 0, planned = -1;
     const size_t account = out.find("sent by all"), memory = out.find("taken on the device (");
     REQUIRE(account != std::string::npos);
+    check_pipeline_traffic(out);
     // One number alone: there is no formula for this run.
     if (std::sscanf(out.c_str() + account, "sent by all %lld %lld", &formula, &sent) == 2) CHECK(sent == formula);
     if (memory == std::string::npos) return;  // stopped before its last step
