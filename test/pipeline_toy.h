@@ -100,7 +100,7 @@ struct ToyResult {
     bool operator==(const ToyResult&) const = default;
 };
 
-// One rank after the other, as far as it goes. A message carries its number and nothing else: the n-th receive of a link
+// One rank after the other, as far as it goes. A message carries its number alone: the n-th receive of a link
 // has what its n-th send had.
 class ToyExecutor {
   public:
