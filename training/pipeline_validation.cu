@@ -137,6 +137,7 @@ void Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64
     training_ = true;
     for (int64_t i = 0; i < n; ++i) read_batch(t_, data, first + i, i * t_.local_batch);
     for (int64_t i = 0; i < n; ++i) {
+        t_.world.set_step(first + i);
         for (int64_t micro = 0; micro < per_step; ++micro)
             upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], i * per_step + micro, stream);
         runner_.begin(schedule_);

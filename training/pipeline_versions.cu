@@ -106,8 +106,8 @@ void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
     const double start = seconds_now();
     const Traffic before = ranks_.traffic();
     const int64_t n = steps_without_stop(step);
-    trace_one_of(step, n);
     if (schedule_.asynchronous) {
+        trace_one_of(step, n);
         run_steps(data, step, n);
         // The ranks agree on stopping here: after the last of these steps.
         const bool stop = take_stop_request(t_.options, step + n - 1);
