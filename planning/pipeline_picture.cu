@@ -1,5 +1,5 @@
-// pipeline_picture.cu: schedules of pipelines as a picture: a panel each, a lane a rank, time to the right. Below each lane
-// the activations that the rank keeps. Outlined: the critical path, the actions that the end waits for.
+// pipeline_picture.cu: schedules of pipelines as a picture: a panel each, a lane a rank, time to the right. Below each
+// lane the activations that the rank keeps. Outlined: the critical path, the actions that the end waits for.
 #include "planning/planning.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// test/pipeline_toy.h: stages that compute with whole numbers, so that a table's result is exact, and depends on everything
+// test/pipeline_toy.h: stages that compute with whole numbers, so that a table's result is exact, and depends on all
 // that could be wrong: each input, each version of the weights, the order of each sum.
 //
 //     forward     y = mix(W, x)               x of stage 0: a number of the micro-batch
@@ -6,8 +6,8 @@
 //                 gradient = gradient * K + mix(dy, x)
 //     update      W(v) = W(v - 1) * K + gradient;  gradient = 0
 //
-// ToyStages is one rank of it. execute_toy() executes a table with one rank after the other; a runner may call ToyStages
-// from its StageWork, and compare numbers().
+// ToyStages is one rank of it. execute_toy() executes a table with one rank after the other; a runner may call
+// ToyStages from its StageWork, and compare numbers().
 #pragma once
 
 #include <algorithm>

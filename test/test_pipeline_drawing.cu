@@ -1,5 +1,5 @@
-// --draw: what is printed and drawn of a schedule is what its table and its simulation say; a run's trace beside what was
-// predicted; and what the flags of pipelines refuse.
+// --draw: what is printed and drawn of a schedule is what its table and its simulation say; a run's trace beside what
+// was predicted; and what the flags of pipelines refuse.
 //
 //   run:   build/cpu/run_tests -# "[#test_pipeline_drawing]"
 #include <cmath>
