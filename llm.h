@@ -20,8 +20,8 @@ void backward(const Model& model, Activations& acts, const Workspace& workspace,
 // ---------------------------------------------------------------------------------------------------------------------
 // The same in parts, for stages that have some of the blocks. The residual stream between them is a tensor (N, C) of
 // the model's dtype (with sequence parallelism this rank's rows, with 2D to 3D its rows and columns), of which a stage
-// gets `in` and gives `out`; its gradient goes the other way. Weight gradients are computed at once, or queued where the
-// workspace has a queue. Weights are waited for; that gradients are complete, the caller tells data parallelism.
+// gets `in` and gives `out`; its gradient goes the other way. Weight gradients are computed at once, or queued where
+// the workspace has a queue. Weights are waited for; that gradients are complete, the caller tells data parallelism.
 
 // acts.tokens -> out (may be acts.embedded). Backward: where it is queued, dout and acts must stay until then.
 void embed_forward(const Model& model, Activations& acts, const Workspace& workspace, Tensor out, cudaStream_t stream);

@@ -5,9 +5,9 @@
 //   backward_weight   dW += dout^T inp, dbias          nobody waits for it before the update: it may come later
 //
 // A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be
-// idle. WeightGradients is the queue for that: what an entry needs is kept until run(). With tensor parallelism the ranks
-// compute it together then, with one exception: 1D has gathered all rows of the gradient for a layer that writes the
-// stream, and those are kept.
+// idle. WeightGradients is the queue for that: what an entry needs is kept until run(). With tensor parallelism the
+// ranks compute it together then, with one exception: 1D has gathered all rows of the gradient for a layer that writes
+// the stream, and those are kept.
 #include "model/sublayer.h"
 
 namespace {

@@ -1,9 +1,8 @@
 // model/in_flight.cu: the activations of the micro-batches that are under way on a rank of a pipeline.
 //
-//     forward of (micro-batch 2, chunk 0)      takes    set set set | input input      3 blocks; the chunk's own input is
-//                                                                                      the tensor that came from the stage
-//                                                                                      before
-//     backward, or backward by weight          gives them back
+//     forward of (micro-batch 2, chunk 0)   takes   set set set | input input   3 blocks; the chunk's own input is
+//                                                                               the tensor from the stage before
+//     backward, or backward by weight       gives them back
 //
 // With --recompute every N a chunk keeps inputs alone, and the sets of N blocks are those of all chunks: their contents
 // are needed within one forward or one backward, which runs the forward of N blocks after the other again.

@@ -234,8 +234,8 @@ struct Model : FlatParameters {
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding = {}, const TensorLayout& layout = {},
                   const std::optional<ModelPart>& part = {});
-// The units and parameters of the whole model, cut for this rank of tensor parallelism as build_model cuts them, without
-// memory.
+// The units and parameters of the whole model, cut for this rank of tensor parallelism as build_model cuts them,
+// without memory.
 Model whole_without_memory(const Config& config, const TensorLayout& layout = {}, bool head_copy = false);
 // Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
@@ -251,8 +251,8 @@ void advance_fp8(const Model& model, cudaStream_t stream);
 // The numbers of blocks of S stages, in order: those given by hand; or as many as make the stages' costs equal, for
 // sequences of T tokens. Error, with what to do, where a stage would have no block, or the blocks are not all there.
 std::vector<int64_t> cut_stages(const Config& config, int64_t S, int64_t T, const std::vector<int64_t>& by_hand = {});
-// What a rank has that has these of the stages (ascending): its part of the model, and of each stage the blocks, as places
-// in Model::blocks.
+// What a rank has that has these of the stages (ascending): its part of the model, and of each stage the blocks, as
+// places in Model::blocks.
 struct RankStages {
     ModelPart part;
     std::vector<Range> chunks;
@@ -297,8 +297,8 @@ void end_visit(const Model& model, const Visit& visit, cudaStream_t stream);
 Model with_weights(const Model& model, const Tensor& weights);
 
 // Hugging Face folders: config.json with model.safetensors, or its shards (huggingface_weights.cu,
-// huggingface_config.cu). With many ranks all of them call these, and rank 0 writes. A part of a model reads what it has,
-// the head's copy from the embedding's place; and is saved as what it has of the whole (Model::pipeline_ranks).
+// huggingface_config.cu). With many ranks all of them call these, and rank 0 writes. A part of a model reads what it
+// has, the head's copy from the embedding's place; and is saved as what it has of the whole (Model::pipeline_ranks).
 void load_weights(Model& model, const std::string& folder);
 // The Hugging Face folder that a flag's value means: itself, or the newest checkpoint of a run. Error that names the
 // flag and says what was looked for. And the run in runs/ whose newest checkpoint is the latest: "" if there is none.
@@ -317,8 +317,8 @@ struct Recompute {
 Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number
 
 std::vector<Visit> backward_visits(const Model& model, const Recompute& recompute);
-// Of blocks [first, last) alone, for a pipeline: of several chunks and micro-batches that take turns, so that nothing is
-// still there from the forward that is to be computed again. When gradients begin and end says the schedule.
+// Of blocks [first, last) alone, for a pipeline: of several chunks and micro-batches that take turns, so that nothing
+// is still there from the forward that is to be computed again. When gradients begin and end says the schedule.
 std::vector<Visit> chunk_forward_visits(int64_t first, int64_t last);
 std::vector<Visit> chunk_backward_visits(int64_t first, int64_t last, const Recompute& recompute);
 
@@ -397,14 +397,15 @@ struct Residual {
 };
 
 // Gradients of weights for later: a pipeline with a zero bubble computes them when its rank has nothing else to do.
-// Of each linear layer of a block the gradient of its output is kept, in pieces of memory that serve any block; its input
-// is kept by the activations, which must not be computed again (Recompute: none). The head's and the embedding's gradients
-// lie where head_backward and embed_backward had them. All of that, and the model, must stay until run().
+// Of each linear layer of a block the gradient of its output is kept, in pieces of memory that serve any block; its
+// input is kept by the activations, which must not be computed again (Recompute: none). The head's and the embedding's
+// gradients lie where head_backward and embed_backward had them. All of that, and the model, must stay until run().
 class WeightGradients {
   public:
     // Memory for the most (micro-batch, block) pairs that are between their backward by input and by weight at once.
     void take_memory(const Model& model, int64_t B, int64_t T, int64_t blocks, Arena& arena);
-    // What backward_blocks, head_backward and embed_backward leave from here on belongs to this chunk of this micro-batch.
+    // What backward_blocks, head_backward and embed_backward leave from here on belongs to this chunk of this
+    // micro-batch.
     void begin(int64_t micro, int64_t chunk);
     // Computes that, and frees its memory: the bits are those of a backward at once, if for each weight run() is called
     // in the order of the micro-batches. Tensor parallelism: on all ranks in the same order.
@@ -432,8 +433,8 @@ class WeightGradients {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // in_flight.cu: the activations of a rank of a pipeline. The forward of a chunk (consecutive blocks of the rank) takes
-// pieces of memory from pools, and the end of its backward gives them back. All pieces of a pool are equal, and serve any
-// block: so a schedule, which says what is alive when, says how many there must be.
+// pieces of memory from pools, and the end of its backward gives them back. All pieces of a pool are equal, and serve
+// any block: so a schedule, which says what is alive when, says how many there must be.
 
 // How many pieces of each kind.
 struct Pieces {

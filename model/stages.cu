@@ -6,11 +6,11 @@
 //
 //     slowest(k) = max(ceil((L - k) / (S - 1)) b,  k b + h)
 //
-// and the best k has the least slowest(k); of several that have, the one with the least sum of the stages' squared costs.
-// GPT-2 with 12 blocks, whose head costs as much as 5 of them: 4 stages have 3, 4, 4 and 1.
+// and the best k has the least slowest(k); of several that have, the one with the least sum of the stages' squared
+// costs. GPT-2 with 12 blocks, whose head costs as much as 5 of them: 4 stages have 3, 4, 4 and 1.
 //
-// Which of the other stages have the block that is left over does not change this: the later ones, because stages at the
-// front keep more micro-batches' activations (1F1B: S - s of them), and have the embedding.
+// Which of the other stages have the block that is left over does not change this: the later ones, because stages at
+// the front keep more micro-batches' activations (1F1B: S - s of them), and have the embedding.
 #include "model/model.h"
 
 #include <numeric>

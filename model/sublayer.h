@@ -107,9 +107,9 @@ class SavedTaker {
     size_t next_ = 0;
 };
 
-// (activations.cu) What a block keeps, with the input that is given; the tokens of a micro-batch, all_tokens of all ranks
-// that look up embeddings together; the losses of n of them; the final norm, of `rows` rows, and n logits; rows of the
-// residual stream and sequences of a micro-batch on this rank.
+// (activations.cu) What a block keeps, with the input that is given; the tokens of a micro-batch, all_tokens of all
+// ranks that look up embeddings together; the losses of n of them; the final norm, of `rows` rows, and n logits; rows
+// of the residual stream and sequences of a micro-batch on this rank.
 BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input);
 void take_tokens(const Model& model, Activations& acts, int64_t all_tokens, Arena& arena);
 void take_losses(const Model& model, Activations& acts, Arena& arena);

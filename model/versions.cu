@@ -1,4 +1,5 @@
-// model/versions.cu: a model with other weights than its own: a version of them that a pipeline without flushes has kept.
+// model/versions.cu: a model with other weights than its own: a version of them that a pipeline without flushes has
+// kept.
 #include "model/sublayer.h"
 
 Model with_weights(const Model& model, const Tensor& weights) {

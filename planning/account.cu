@@ -251,8 +251,8 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     int64_t sent = 0;
     for (const auto& row : all) sent += row[6];
     // --compress says in parallel/data/data.h what it sends;
-    // other algorithms than the library's send wider numbers or more of them; and a step whose update was put back did a
-    // part of its work twice.
+    // other algorithms than the library's send wider numbers or more of them; and a step whose update was put back did
+    // a part of its work twice.
     const bool known = !(t.pipeline && t.pipeline->updates_put_back() > 0) &&
                        t.data_parallel.comm().algorithm == AllReduce::library &&
                        t.options.data_parallel.compress.kind == Compression::none;

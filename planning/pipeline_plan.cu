@@ -1,5 +1,6 @@
-// planning/pipeline_plan.cu: --plan with --pp: what each rank of a pipeline has and sends. Ranks differ: those at the ends
-// have the embedding and the head, and by most schedules the first one keeps the activations of most micro-batches.
+// planning/pipeline_plan.cu: --plan with --pp: what each rank of a pipeline has and sends. Ranks differ: those at the
+// ends have the embedding and the head, and by most schedules the first one keeps the activations of most
+// micro-batches.
 //
 //     in flight   what blocks and heads keep at once, at most, and the tensors at the stages' borders; workspace and
 //                 tokens, which the table of rank 0 below counts, too, are not in it

@@ -5,8 +5,8 @@
 
 TEST_CASE("a run with --pp has the bits of the same run without it", "[program][ranks][pipeline]") {
     Runs runs;
-    // A model, what both have, the mesh without a pipeline, and with one. --clip 100: no update of ZB-H2 and ZB-V is put
-    // back, with forwards that are made again and whose messages the formula does not count.
+    // A model, what both have, the mesh without a pipeline, and with one. --clip 100: no update of ZB-H2 and ZB-V is
+    // put back, with forwards that are made again and whose messages the formula does not count.
     const std::array<std::string, 4> cases[] = {
         {"deep-qwen3", "--tp 2 --sp --micro-batch 2 --clip 100 ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-v "},
         {"deep-qwen3", "--tp 2 --sp --micro-batch 4 --tp-overlap ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-h1 "},

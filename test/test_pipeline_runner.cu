@@ -1,5 +1,5 @@
-// test/test_pipeline_runner.cu: tables of all schedules on real ranks, with stages that compute whole numbers: what they
-// give does not depend on the schedule, and any mistake in an order, a message or a buffer changes it.
+// test/test_pipeline_runner.cu: tables of all schedules on real ranks, with stages that compute whole numbers: what
+// they give does not depend on the schedule, and any mistake in an order, a message or a buffer changes it.
 #include "core/kernel.cuh"
 #include "pipeline_toy.h"
 #include "ranks.h"
@@ -243,7 +243,8 @@ TEST_CASE("the measured bubble is the simulated one", "[pipeline]") {
     }
 }
 
-// test_pipeline_schedules.cu has 100000 changes, and executes those that are accepted without ranks. Here real ranks do.
+// test_pipeline_schedules.cu has 100000 changes, and executes those that are accepted without ranks. Here real ranks
+// do.
 TEST_CASE("real ranks execute changed tables that are accepted", "[pipeline]") {
     const int p = GENERATE(2, 3, 4);
     const int n_changes = std::getenv("LLM_TEST_RANKS") ? 33'000 : strict() ? 600 : 3000;

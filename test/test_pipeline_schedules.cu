@@ -1,4 +1,5 @@
-// Pipeline schedules: the tables, what makes them invalid, and their times against closed formulas. No device is needed.
+// Pipeline schedules: the tables, what makes them invalid, and their times against closed formulas. No device is
+// needed.
 //
 //   run:   build/cpu/run_tests -# "[#test_pipeline_schedules]"
 #include <algorithm>
@@ -164,8 +165,8 @@ TEST_CASE("DualPipe: the bubble of its description, and what is alive", "[pipeli
                 INFO("H " << H << ", C " << C << ", both ways " << both_ways);
                 auto s =
                     make_schedule(both_ways ? options_of("dualpipe", 2 * H, 2 * C) : options_of("dualpipe-v", H, C));
-                // (S / 2 - 1) ((F and B) + B - 3 W) for S stages, F = B = W = 1, B of both gradients, and F and B as one
-                // action; where a forward's result is sent at its end it is half of that.
+                // (S / 2 - 1) ((F and B) + B - 3 W) for S stages, F = B = W = 1, B of both gradients, and F and B as
+                // one action; where a forward's result is sent at its end it is half of that.
                 const double work = 2.0 * C * 3, waiting = (H - 1) * (3.0 + 2 - 3);
                 REQUIRE(near(bubble_at(s), 1 - work / (work + waiting / 2)));
                 for (int rank = 0; rank < s.p; ++rank) REQUIRE(alive(s, rank).in_all == s.n_stages + 1);
@@ -220,8 +221,8 @@ TEST_CASE("forwards alone: a rank is busy from its first to its last, but for th
                 const auto forwards = forward_schedule(make_schedule(o), m);
                 INFO(name << ", p " << p << ", m " << m);
                 CHECK(forwards.forward_only);
-                // The last micro-batch: where a rank has v stages, behind whole groups of p micro-batches on all stages;
-                // where it has two ways, behind (the micro-batches of a way - 1) pairs.
+                // The last micro-batch: where a rank has v stages, behind whole groups of p micro-batches on all
+                // stages; where it has two ways, behind (the micro-batches of a way - 1) pairs.
                 const int S = forwards.n_stages, of_a_way = name == "dualpipe" ? (m + 1) / 2 : m;
                 const bool loop = forwards.placement == Placement::loop;
                 CHECK(simulate(forwards, {}).end == (loop ? (m - 1) / p * S + (m - 1) % p : 2 * (of_a_way - 1)) + S);

@@ -1,15 +1,17 @@
-// training/pipeline.cu: the part of a step that differs where the layers are divided among ranks (--pp): the forward and
-// backward of all micro-batches, in the order of a schedule (parallel/pipeline); and what ranks with the same weights add.
+// training/pipeline.cu: the part of a step that differs where the layers are divided among ranks (--pp): the forward
+// and backward of all micro-batches, in the order of a schedule (parallel/pipeline); and what ranks with the same
+// weights add.
 //
-// A rank has the blocks of its stages, side by side in one Model, with the embedding and the head if they are its. What a
-// micro-batch saves comes from pools as large as the schedule says (model/in_flight.cu).
+// A rank has the blocks of its stages, side by side in one Model, with the embedding and the head if they are its. What
+// a micro-batch saves comes from pools as large as the schedule says (model/in_flight.cu).
 //
 // The head and the loss are computed in the backward of the last stage, right before their own backward: so there are
 // logits of one micro-batch at a time.
 //
 // Sums. A weight's gradients are added in the order of the micro-batches, whatever the schedule, and the gradients of a
-// tied embedding are those of the embedding plus those of the head: so all schedules give the same bits. In DualPipe two
-// ranks have each stage, and half of the micro-batches each; their sums are added as those of two data-parallel ranks.
+// tied embedding are those of the embedding plus those of the head: so all schedules give the same bits. In DualPipe
+// two ranks have each stage, and half of the micro-batches each; their sums are added as those of two data-parallel
+// ranks.
 #include "training/training.h"
 
 #include <algorithm>
@@ -186,8 +188,8 @@ void Pipeline::accumulate(float dloss, cudaStream_t stream) {
     training_ = true;
     for (size_t micro = 0; micro < micro_batches_.size(); ++micro)
         upload_micro_batch(t_, micro_batches_[micro], static_cast<int64_t>(micro), stream);
-    // For data parallelism the whole step is the first of two micro-batches, which adds to gradients of 0. In the second
-    // they are complete, last units first.
+    // For data parallelism the whole step is the first of two micro-batches, which adds to gradients of 0. In the
+    // second they are complete, last units first.
     t_.data_parallel.begin_backward(t_.model, 0, stream);
     run_table(schedule_, stream);
     reduce_gradients(stream);

@@ -1,5 +1,5 @@
 // training/pipeline_validation.cu: an update that does not wait for the norm of all gradients, for schedules without a
-// bubble (ZB-H2, ZB-V).                                                       (Qi et al. 2023, arXiv:2401.10241, section 4)
+// bubble (ZB-H2, ZB-V).                                           (Qi et al. 2023, arXiv:2401.10241, section 4)
 //
 // In these schedules a rank that has ended its part of a step begins the next one while others still compute. But the
 // norm of all gradients, by which they are clipped, and which shows an overflow, is known when the last rank has its
@@ -13,11 +13,11 @@
 //     update   with the factor that follows from the squares of the ranks before and its own: 1 / loss scale as long as
 //              nothing is to be clipped
 //     check    in the forwards of the next step, before its first backward. Is there something to be clipped, or an
-//              overflow, then that factor was wrong: the weights and states are put back as they were, the update is made
-//              again with the right factor, and the forwards, which had the wrong weights, are done again.
+//              overflow, then that factor was wrong: the weights and states are put back as they were, the update is
+//              made again with the right factor, and the forwards, which had the wrong weights, are done again.
 //
-// So the bits are those of every other schedule. It costs a copy of what an update changes, and in steps that are clipped
-// the forwards that are done twice; the paper found that such steps are rare, and that waiting costs 8 %.
+// So the bits are those of every other schedule. It costs a copy of what an update changes, and in steps that are
+// clipped the forwards that are done twice; the paper found that such steps are rare, and that waiting costs 8 %.
 #include "training/training.h"
 
 #include <algorithm>

@@ -1,17 +1,19 @@
-// training/pipeline_versions.cu: pipelines that update without waiting until they are empty: PipeDream and PipeDream-2BW.
+// training/pipeline_versions.cu: pipelines that update without waiting until they are empty: PipeDream and
+// PipeDream-2BW.
 //
-// Between two moments at which the pipeline is empty (--flush-every steps) its ranks do not wait for each other: while one
-// updates with the gradients of step t, another one computes the forward of step t + 3. So there are several versions of
-// a rank's weights at once, and the table says with which one each forward and backward computes:
+// Between two moments at which the pipeline is empty (--flush-every steps) its ranks do not wait for each other: while
+// one updates with the gradients of step t, another one computes the forward of step t + 3. So there are several
+// versions of a rank's weights at once, and the table says with which one each forward and backward computes:
 //
 //     version 0 (at the beginning), 1, 2, ...   version v has the gradients of the first v of these steps
-//     memory                                    as many flat arrays as the rank keeps versions: version v in array v mod n
-//     an update                                 copies version v - 1 to the array of version v, whose old one nobody needs
-//                                               any more, and makes the optimizer's step there
+//     memory                                    as many flat arrays as the rank keeps versions:
+//                                               version v in array v mod n
+//     an update                                 copies version v - 1 to the array of version v, whose old one nobody
+//                                               needs any more, and makes the optimizer's step there
 //
 // There is one set of optimizer states, and of float32 master weights: that of the newest version. There is no norm of
-// all gradients of a step before its updates are made: so nothing is clipped, and a loss that is not finite ends the run
-// when the pipeline is empty.                      (Narayanan et al. 2019, arXiv:1806.03377; 2020, arXiv:2006.09503)
+// all gradients of a step before its updates are made: so nothing is clipped, and a loss that is not finite ends the
+// run when the pipeline is empty.                  (Narayanan et al. 2019, arXiv:1806.03377; 2020, arXiv:2006.09503)
 #include "parallel/comm/transport.h"
 #include "training/training.h"
 

@@ -325,8 +325,8 @@ class Pipeline final : public StageWork {
     // All micro-batches of a step, whose sequences are in the host's memory: gradients, added up over the ranks that
     // have the same weights, and losses.
     void accumulate(float dloss, cudaStream_t stream);
-    // Where a rank does not wait for the others between steps: a step with its update. With the first step of those that
-    // run at once all of them are made, and the others' results are returned by the calls that ask for them.
+    // Where a rank does not wait for the others between steps: a step with its update. With the first step of those
+    // that run at once all of them are made, and the others' results are returned by the calls that ask for them.
     bool runs_ahead() const { return schedule_.asynchronous || numbers_; }
     int64_t updates_put_back() const { return n_put_back_; }
     StepResult step(const BatchReader& data, int64_t step);
@@ -396,7 +396,8 @@ class Pipeline final : public StageWork {
     Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)
     int64_t first_step_ = 0;
     std::deque<StepResult> results_;  // of steps that have been made and not been asked for
-    // Validated later: numbers that go from rank to rank, on a stream of their own; and what an update changes, as it was.
+    // Validated later: numbers that go from rank to rank, on a stream of their own; and what an update changes, as it
+    // was.
     std::unique_ptr<Comm> numbers_;
     cudaStream_t numbers_stream_ = nullptr;
     cudaEvent_t reached_ = nullptr;

@@ -1,14 +1,15 @@
 // dual_pipe.cu: DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437; github.com/deepseek-ai/DualPipe).
 //
-// Every rank has two stages, and in the middle of the table it computes by turns a forward of one beside a backward of the
-// other: while a message of the one travels, the other computes. There are two placements with one order:
+// Every rank has two stages, and in the middle of the table it computes by turns a forward of one beside a backward of
+// the other: while a message of the one travels, the other computes. There are two placements with one order:
 //
-//     dualpipe      half of the micro-batches go down the ranks, the other half up: each stage is on two ranks, with half
-//                   of the micro-batches each, and the gradients of both are added. Rank r and rank p - 1 - r do the same.
-//     dualpipe-v    the lower half of that alone ("cut in half"): a micro-batch that comes to the last rank turns there.
+//     dualpipe     half of the micro-batches go down the ranks, the other half up: each stage is on two ranks, with
+//                  half of the micro-batches each, and the gradients of both are added. Rank r and rank p - 1 - r do
+//                  the same.
+//     dualpipe-v   the lower half of that alone ("cut in half"): a micro-batch that comes to the last rank turns there.
 //
-//     rank h of H on the way from the outside (h = 0) to the turn, or to the middle (h = H - 1); C micro-batches each way;
-//     0 is the stage on the way in, 1 that on the way out:
+//     rank h of H on the way from the outside (h = 0) to the turn, or to the middle (h = H - 1); C micro-batches each
+//     way; 0 is the stage on the way in, 1 that on the way out:
 //
 //     1.  2 (H - h - 1) times    F0
 //     2.  h + 1                  F0 F1

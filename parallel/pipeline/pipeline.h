@@ -1,13 +1,13 @@
-// parallel/pipeline/pipeline.h: pipeline parallelism: each rank has some of the layers, and micro-batches go from rank to
-// rank. Which rank does what, in which order, is a table: a schedule. One runner executes any table, one simulator times
-// it, and one printer draws it (planning/).
+// parallel/pipeline/pipeline.h: pipeline parallelism: each rank has some of the layers, and micro-batches go from rank
+// to rank. Which rank does what, in which order, is a table: a schedule. One runner executes any table, one simulator
+// times it, and one printer draws it (planning/).
 //
-// The layers are cut into S stages. The forward of a micro-batch goes through stages 0 to S - 1 and its backward through
-// S - 1 to 0. Which rank has a stage is the schedule's placement:
+// The layers are cut into S stages. The forward of a micro-batch goes through stages 0 to S - 1 and its backward
+// through S - 1 to 0. Which rank has a stage is the schedule's placement:
 //
 //     loop        stage s on rank s mod p; S = v p, with v stages ("chunks") a rank
-//     vee         S = 2 p: stages 0 to p - 1 go down the ranks, p to 2 p - 1 come back: the last rank has the turn, rank
-//                 0 the embedding and the head
+//     vee         S = 2 p: stages 0 to p - 1 go down the ranks, p to 2 p - 1 come back: the last rank has the turn,
+//                 rank 0 the embedding and the head
 //     both_ways   S = p, and each stage is on two ranks: the first half of the micro-batches goes down the ranks, the
 //                 second half goes up (DualPipe)
 //
@@ -81,8 +81,8 @@ struct PipelineSchedule {
 
     int rank_of(int stage, int micro) const;
     std::vector<int> stages_of(int rank) const;  // ascending
-    // Messages of a forward, or of a gradient by input: the rank that sends what it waits for, and the rank that waits for
-    // what it computes; -1 where there is none, or it is the same rank. Then the messages themselves.
+    // Messages of a forward, or of a gradient by input: the rank that sends what it waits for, and the rank that waits
+    // for what it computes; -1 where there is none, or it is the same rank. Then the messages themselves.
     int sender_to(const Action& action) const;
     int receiver_of(const Action& action) const;
     Action receive_for(const Action& action) const;
@@ -94,10 +94,10 @@ Action receive_of(const Action& send, int from);  // the other end of a send
 // For errors and traces: "F3 of stage 1" (F, B, W, BW), "send B3 of stage 1 to rank 0", "update 4 of stage 1".
 std::string action_text(const Action& action);
 
-// Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose result
-// it takes; each receive before the action that its rank computes when it is sent, if all durations are equal: so it
-// travels behind that, and on each link (from rank a to rank b) receives are in the order of the sends. Error for a table in
-// which a rank would wait for ever.
+// Schedules below give computing and updates alone. This adds the messages: each send right behind the action whose
+// result it takes; each receive before the action that its rank computes when it is sent, if all durations are equal:
+// so it travels behind that, and on each link (from rank a to rank b) receives are in the order of the sends. Error for
+// a table in which a rank would wait for ever.
 void add_messages(PipelineSchedule& schedule);
 
 // What is alive on a rank at once, at most. Computing action by computing action, in the order of the table: what a
@@ -118,8 +118,8 @@ int64_t peak_alive(const PipelineSchedule& schedule, int rank, const std::functi
 // Error, with the rank, the action and the reason, for a table that cannot be executed: a rank or stage that does not
 // exist; an action twice, or missing; a backward before its forward, a weight's gradient before its backward; a message
 // without its other end, or in another order there; a deadlock (all ranks wait); a version of the weights that is not
-// there yet, or is gone; gradients of micro-batches that an update should have and has not; weights' gradients of a stage
-// not in the order of the micro-batches (the order in which their sums are formed, the same in all schedules).
+// there yet, or is gone; gradients of micro-batches that an update should have and has not; weights' gradients of a
+// stage not in the order of the micro-batches (the order in which their sums are formed, the same in all schedules).
 void check_schedule(const PipelineSchedule& schedule);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ PipelineSchedule interleaved(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h1(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_h2(const ScheduleOptions& options);
 PipelineSchedule zero_bubble_v(const ScheduleOptions& options);
-// search.cu: one stage a rank; of what the rules of its search and the schedules above give within max_alive, that in which
-// the rank that is busy for longest, from its first to its last action, is so for least time.
+// search.cu: one stage a rank; of what the rules of its search and the schedules above give within max_alive, that in
+// which the rank that is busy for longest, from its first to its last action, is so for least time.
 PipelineSchedule auto_schedule(const ScheduleOptions& options);
 // dual_pipe.cu
 PipelineSchedule dual_pipe(const ScheduleOptions& options);
@@ -185,8 +185,8 @@ PipelineSchedule dual_pipe_v(const ScheduleOptions& options);
 // stashing.cu: with updates; one table is several steps.
 PipelineSchedule pipedream(const ScheduleOptions& options);      // a step is one micro-batch
 PipelineSchedule pipedream_2bw(const ScheduleOptions& options);  // a step is per_update micro-batches
-// How old each gradient is, by stage and micro-batch: the updates between the weights with which it was computed and those
-// from which it is subtracted. 0: not stale; everywhere 0 where the table has no updates.
+// How old each gradient is, by stage and micro-batch: the updates between the weights with which it was computed and
+// those from which it is subtracted. 0: not stale; everywhere 0 where the table has no updates.
 std::vector<std::vector<int>> staleness(const PipelineSchedule& schedule);
 // A table without actions for these options, for the functions above to fill.
 PipelineSchedule empty_schedule(const ScheduleOptions& options, Placement placement, int n_stages);
@@ -208,8 +208,8 @@ class StageWork {
     // in: what the stage before gave; of stage 0 memory of the same shape, to be filled. It stays until the end of this
     // (micro-batch, stage)'s backward. out: for the next stage; at the last one it stays until the backward.
     virtual void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) = 0;
-    // backward, or backward_input: dout -> din, in place: dx is both. At the last stage it holds nothing before. At stage
-    // 0 it stays until the end of the backward (backward_weight where that comes later).
+    // backward, or backward_input: dout -> din, in place: dx is both. At the last stage it holds nothing before. At
+    // stage 0 it stays until the end of the backward (backward_weight where that comes later).
     virtual void backward(const Action& action, Tensor dx, cudaStream_t stream) = 0;
     virtual void backward_weight(const Action& action, cudaStream_t stream) = 0;
     virtual void update(const Action& action, cudaStream_t stream) = 0;

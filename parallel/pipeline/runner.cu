@@ -6,22 +6,22 @@
 //     link 1 -> 2               [out 0] [out 1]
 //
 // The host goes through the table once and puts everything on streams, without waiting: what waits for what is said by
-// events. A message is received as soon as the table has come to its receive, and there is memory for it: while the rank
-// computes something else. A message is sent when the action before it has been done. Each link has a stream and a
+// events. A message is received as soon as the table has come to its receive, and there is memory for it: while the
+// rank computes something else. A message is sent when the action before it has been done. Each link has a stream and a
 // communicator of its own: a message that waits for its other end holds up no other link.
 //
 // Where a receive would hold up the host (messages through the host's memory, without strict mode), it is put off until
 // its message is needed: the message waits on the host meanwhile.
 //
-// The memory at the stages' borders is a pool of equal tensors ("rows"). Which row an action uses follows from the table
-// alone (Borders), so that they can be counted before:
+// The memory at the stages' borders is a pool of equal tensors ("rows"). Which row an action uses follows from the
+// table alone (Borders), so that they can be counted before:
 //
-//     input of a stage                     from its receive (or the forward of the stage before, on the same rank; of stage
-//                                          0 its own) to the end of its backward
-//     output of a stage                    from its forward to its send; of the last stage to its backward, where the head is
-//     gradient of the output, in place     from its receive (or the backward of the stage behind; of the last stage its
-//     that of the input                    own) to the send of the gradient of the input; of stage 0 to the end of its
-//                                          backward
+//     input of a stage                 from its receive (or the forward of the stage before, on the same rank; of stage
+//                                      0 its own) to the end of its backward
+//     output of a stage                from its forward to its send; of the last stage to its backward
+//     gradient of the output, in       from its receive (or the backward of the stage behind; of the last stage its
+//     place that of the input          own) to the send of the gradient of the input; of stage 0 to the end of its
+//                                      backward
 //
 // A row is used by one stream after the other; the next one waits for the end of the last use.
 #include "parallel/pipeline/pipeline.h"

@@ -7,8 +7,9 @@
 //              0123   AABBCCDD                      01  AA2BB3CC DD
 //               0123AABBCCDD                         0AA1BB2CC3DD
 //
-// Both wait for (p - 1) (F + B) in m (F + B) + that: a bubble of (p - 1) / (m + p - 1). But what a forward saves is kept
-// for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes a backward as soon as there is one.
+// Both wait for (p - 1) (F + B) in m (F + B) + that: a bubble of (p - 1) / (m + p - 1). But what a forward saves is
+// kept for m micro-batches by GPipe, and for p - s by stage s of 1F1B, because it computes a backward as soon as there
+// is one.
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>
@@ -39,8 +40,8 @@ PipelineSchedule gpipe(const ScheduleOptions& o) {
     return s;
 }
 
-// Stage s begins with p - s forwards: while the first micro-batch goes down to the last stage and its gradient comes back.
-// Then a backward makes room for the next forward.
+// Stage s begins with p - s forwards: while the first micro-batch goes down to the last stage and its gradient comes
+// back. Then a backward makes room for the next forward.
 PipelineSchedule one_f_one_b(const ScheduleOptions& o) {
     PipelineSchedule s = empty_schedule(o, Placement::loop, o.p);
     for (int stage = 0; stage < o.p; ++stage) {
@@ -55,10 +56,10 @@ PipelineSchedule one_f_one_b(const ScheduleOptions& o) {
     return s;
 }
 
-// v stages a rank. The micro-batches go in groups of p or a few more: a group's forwards through all stages of a rank, then
-// the next group's; its backwards through the stages in the other order. A forward has 1 / v of the layers, so the ranks
-// wait for (p - 1) (F + B) / v: a bubble of (p - 1) / (v m + p - 1). Rank r begins with as many forwards as a group's v - 1
-// first stages have, and two for each rank behind it: one goes down while another comes back.
+// v stages a rank. The micro-batches go in groups of p or a few more: a group's forwards through all stages of a rank,
+// then the next group's; its backwards through the stages in the other order. A forward has 1 / v of the layers, so the
+// ranks wait for (p - 1) (F + B) / v: a bubble of (p - 1) / (v m + p - 1). Rank r begins with as many forwards as a
+// group's v - 1 first stages have, and two for each rank behind it: one goes down while another comes back.
 PipelineSchedule interleaved(const ScheduleOptions& o) {
     check(o.chunks >= 1, "pipeline schedule interleaved: ", o.chunks, " chunks; 1 or more");
     PipelineSchedule s = empty_schedule(o, Placement::loop, o.chunks * o.p);
@@ -85,8 +86,9 @@ PipelineSchedule interleaved(const ScheduleOptions& o) {
     return s;
 }
 
-// Forwards in the order of the times at which they could start if each took 1 and all ranks were free. On the two stages
-// that a rank has with vee and both_ways these times differ by an odd number, so every second one is left to each.
+// Forwards in the order of the times at which they could start if each took 1 and all ranks were free. On the two
+// stages that a rank has with vee and both_ways these times differ by an odd number, so every second one is left to
+// each.
 PipelineSchedule forward_schedule(const PipelineSchedule& like, int m) {
     check(m >= 1, "forwards of ", m, " micro-batches: 1 or more");
     ScheduleOptions o;
@@ -110,7 +112,8 @@ PipelineSchedule forward_schedule(const PipelineSchedule& like, int m) {
     return s;
 }
 
-// ---- by name ---------------------------------------------------------------------------------------------------------
+// ---- by name
+// ---------------------------------------------------------------------------------------------------------
 
 namespace {
 

@@ -1,5 +1,6 @@
-// search.cu: a schedule for given durations ("auto"): the search of the zero-bubble paper (Qi et al. 2023, section 3.1), in our
-// form. One stage a rank; forwards, gradients by input and by weight apart; at most so many micro-batches alive.
+// search.cu: a schedule for given durations ("auto"): the search of the zero-bubble paper (Qi et al. 2023, section
+// 3.1), in our form. One stage a rank; forwards, gradients by input and by weight apart; at most so many micro-batches
+// alive.
 //
 // A table is made in the order of time. A rank that is free takes
 //
@@ -7,8 +8,8 @@
 //     otherwise the next gradient by weight (W), if that fits into the time before the next B or F comes
 //     otherwise nothing: it waits
 //
-// What that leaves open are the rules below. Which of them are good depends on the durations, so all combinations are tried,
-// beside the tables of the other files, and the one that takes least time is taken.
+// What that leaves open are the rules below. Which of them are good depends on the durations, so all combinations are
+// tried, beside the tables of the other files, and the one that takes least time is taken.
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>

@@ -1,22 +1,22 @@
-// stashing.cu: schedules that update the weights while other micro-batches are in flight. The pipeline is never empty, so
-// there is no bubble but at the beginning and the end of the table; instead, gradients are those of older weights.
+// stashing.cu: schedules that update the weights while other micro-batches are in flight. The pipeline is never empty,
+// so there is no bubble but at the beginning and the end of the table; instead, gradients are those of older weights.
 //
-// Version k of a stage's weights is that after k updates; version 0 is there when the table begins. Both schedules compute in
-// the order of 1F1B, with the update behind the backward, and the backward of a micro-batch with the version of its
-// forward ("weight stashing": otherwise it would not be the gradient of anything).
+// Version k of a stage's weights is that after k updates; version 0 is there when the table begins. Both schedules
+// compute in the order of 1F1B, with the update behind the backward, and the backward of a micro-batch with the version
+// of its forward ("weight stashing": otherwise it would not be the gradient of anything).
 //
 // PipeDream (Narayanan et al. 2019, arXiv:1806.03377): an update after each backward. In the forward of micro-batch t,
 // stage s of p has the gradients of all but the p - s - 1 micro-batches before t:
 //
 //     W_s(t + 1) = W_s(t) - lr grad_s(W_0(t - p + 1), ..., W_s(t - p + 1 + s), ..., W_(p-1)(t))
 //
-// It keeps p - s versions. With vertical sync each stage uses the version that the micro-batch met at stage 0, the one that
-// is oldest, and keeps p:
+// It keeps p - s versions. With vertical sync each stage uses the version that the micro-batch met at stage 0, the one
+// that is oldest, and keeps p:
 //
 //     W(t + 1) = W(t) - lr grad(W(t - p + 1))
 //
-// PipeDream-2BW (Narayanan et al. 2020, arXiv:2006.09503): an update for the gradients of n >= p micro-batches (a batch), and
-// two versions. Batch t computes with version t - 1, which is complete when its first micro-batch begins:
+// PipeDream-2BW (Narayanan et al. 2020, arXiv:2006.09503): an update for the gradients of n >= p micro-batches (a
+// batch), and two versions. Batch t computes with version t - 1, which is complete when its first micro-batch begins:
 //
 //     W(t + 1) = W(t) - lr grad(W(t - 1))
 //

@@ -76,14 +76,15 @@ std::string action_text(const Action& a) {
     return text;
 }
 
-// ---- messages --------------------------------------------------------------------------------------------------------
+// ---- messages
+// --------------------------------------------------------------------------------------------------------
 
-// Where a message is received follows from a simulation with equal durations: before the action that its receiver computes
-// when it is sent. So the rank that sends does not wait, and the message has come when it is needed.
+// Where a message is received follows from a simulation with equal durations: before the action that its receiver
+// computes when it is sent. So the rank that sends does not wait, and the message has come when it is needed.
 //
-// That also keeps messages from waiting for each other in a circle, where a send ends with its receive, and a receive needs
-// memory that an earlier send has to leave: what its rank has computed and sent before is over at an earlier moment of the
-// simulation.
+// That also keeps messages from waiting for each other in a circle, where a send ends with its receive, and a receive
+// needs memory that an earlier send has to leave: what its rank has computed and sent before is over at an earlier
+// moment of the simulation.
 void add_messages(PipelineSchedule& s) {
     struct Message {
         double sent;
@@ -108,7 +109,8 @@ void add_messages(PipelineSchedule& s) {
     }
 }
 
-// ---- what is alive ---------------------------------------------------------------------------------------------------
+// ---- what is alive
+// ---------------------------------------------------------------------------------------------------
 
 namespace {
 

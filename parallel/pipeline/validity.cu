@@ -7,9 +7,9 @@
 //     backward of stage s         the backward of stage s + 1, or its own forward at the last stage        (a gradient)
 //     backward_weight             the backward_input of its stage
 //
-// A message is there when its send has been executed; nobody waits to send. So a table can be executed if and only if the
-// waits form no circle. That is found out by executing the order without the computing: rank after rank as far as it goes,
-// until all have come to their ends, or nobody can go on.
+// A message is there when its send has been executed; nobody waits to send. So a table can be executed if and only if
+// the waits form no circle. That is found out by executing the order without the computing: rank after rank as far as
+// it goes, until all have come to their ends, or nobody can go on.
 #include "parallel/pipeline/pipeline.h"
 
 #include <algorithm>
