@@ -6,6 +6,7 @@
 // odd-llama, odd-gpt2   no number of ranks divides the vocabulary, the width or the number of parameters
 // the others            2, 3, 4, 6 and 12 ranks can divide heads and columns, and none the vocabulary
 // deep-...              5 blocks, for stages of a pipeline; gpt2's head is tied
+// long-...              9 blocks, or 17, likewise
 // even-...              2 or 4 ranks of --tp, beside 2 of --cp; each then has multiples of 16 inputs and outputs of a
 //                       layer, as fp8 needs them
 inline std::string model_json(const std::string& name) {
@@ -24,7 +25,7 @@ inline std::string model_json(const std::string& name) {
     };
     const auto latents = [](const std::string& q, int kv, int D, int D_rope, int D_v) {
         return concat("\"q_lora_rank\":", q, ",\"kv_lora_rank\":", kv, ",\"qk_nope_head_dim\":", D,
-                      ",\"qk_rope_head_dim\":", D_rope, ",\"v_head_dim\":", D_v, ",\"first_k_dense_replace\":2,");
+                      ",\"qk_rope_head_dim\":", D_rope, ",\"v_head_dim\":", D_v, ",\"first_k_dense_replace\":9,");
     };
     const std::map<std::string, std::string> models = {
         {"odd-llama", llama("llama", 40, 52, 5, 1, 8, "", 3)},
@@ -43,6 +44,13 @@ inline std::string model_json(const std::string& name) {
         {"even-gqa", llama("llama", 48, 128, 8, 2, 8)},
         {"even-mla", llama("deepseek_v3", 48, 128, 8, 8, 8, latents("32", 16, 8, 16, 8))},
         {"even-mfa", llama("mfa", 48, 128, 8, 1, 8, "\"share_q_dim\":32,")},
+        {"long-gpt2", gpt2(257, 24, 40, 3, 9)},
+        {"long-llama", llama("llama", 24, 32, 4, 2, 8, "", 9)},
+        {"long-llama-17", llama("llama", 16, 24, 2, 1, 8, "", 17)},
+        {"long-qwen3", llama("qwen3", 32, 48, 4, 2, 8, "\"attention_bias\":false,", 9)},
+        {"long-deepseek", llama("deepseek_v3", 32, 48, 4, 4, 8, latents("16", 16, 8, 16, 8), 9)},
+        {"long-mfa", llama("mfa", 32, 48, 4, 1, 8, "\"share_q_dim\":16,", 9)},
+        {"deep-gqa", llama("llama", 32, 64, 4, 2, 16, "", 5)},
     };
     return models.at(name);
 }
@@ -73,17 +81,22 @@ inline void check_pipeline_traffic(const std::string& out) {
     CHECK(n_ranks > 1);
 }
 
-// What is printed at the end of a run: bytes sent are those of the formula, memory taken is that of the plan.
+// What is printed at the end of a run: memory taken is that of the plan; bytes sent are those of the formula.
+inline void check_memory(const std::string& out) {
+    long long taken = 0, planned = -1;
+    const size_t memory = out.find("taken on the device (");
+    if (memory == std::string::npos) return;  // stopped before its last step
+    CHECK(std::sscanf(out.c_str() + memory, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) == 2);
+    CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(planned)));
+}
 inline void check_account(const std::string& out) {
-    long long formula = 0, sent = -1, taken = 0, planned = -1;
-    const size_t account = out.find("sent by all"), memory = out.find("taken on the device (");
+    long long formula = 0, sent = -1;
+    const size_t account = out.find("sent by all");
     REQUIRE(account != std::string::npos);
     check_pipeline_traffic(out);
     // One number alone: there is no formula for this run.
     if (std::sscanf(out.c_str() + account, "sent by all %lld %lld", &formula, &sent) == 2) CHECK(sent == formula);
-    if (memory == std::string::npos) return;  // stopped before its last step
-    CHECK(std::sscanf(out.c_str() + memory, "taken on the device (%lld bytes; %lld planned)", &taken, &planned) == 2);
-    CHECK(taken_as_planned(static_cast<double>(taken), static_cast<double>(planned)));
+    check_memory(out);
 }
 
 // `make test-ranks`: all of what is tested on many ranks, as processes under mpirun. Otherwise a part of it, as threads

@@ -123,6 +123,7 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
     t_.scaler.update(overflow);
     if (!overflow) ++t_.updates;
     results_.push_back({loss, norm, overflow, numbers.stop_count > 0});
+    results_.back().loss_scale = t_.scaler.scale;
     return right || before_.empty();
 }
 

@@ -50,7 +50,7 @@ LogRow make_row(const Trainer& t, int64_t step, const StepResult& result, double
     if (std::isfinite(result.loss)) row.loss = result.loss;
     row.lr = learning_rate(o.schedule, step);
     if (!result.skipped) row.grad_norm = result.grad_norm;
-    if (o.precision.dtype == DType::f16) row.loss_scale = t.scaler.scale;
+    if (o.precision.dtype == DType::f16) row.loss_scale = result.loss_scale.value_or(t.scaler.scale);
     row.tokens_per_s = static_cast<double>(n_step) / step_seconds;
     row.mfu = flops_per_token(t.config, o.seq) * *row.tokens_per_s / (matmul_rate * t.world.size);
     row.step_ms = 1e3 * step_seconds;

@@ -165,6 +165,10 @@ RunData open_data(const TrainOptions& o, const Config& config, const RunTokenize
 // Error, with what to do, for sizes of the model that a kernel cannot have with these options.
 void check_limits(const TrainOptions& o, const Config& config) {
     if (o.pp > 1) cut_stages(config, n_pipeline_stages(o), o.rank_seq(), o.stages);  // Error where it is not possible
+    check(
+        !(o.asynchronous && config.tied), "--pipeline ", o.pipeline,
+        ": the model's embedding is its head, too, which ranks at both ends of the pipeline would update at different "
+        "times: use a model with \"tie_word_embeddings\": false, or --pipeline 1f1b");
     check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
           " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());

@@ -87,7 +87,8 @@ void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro
 
 // What a gradient too large for its type leaves behind: on one rank, of a pipeline the last one.
 void inject_overflow(const Trainer& t, int64_t step, cudaStream_t stream) {
-    if (step != t.options.inject_overflow || t.world.rank != (t.pipeline ? t.world.size - 1 : 0)) return;
+    const bool at_the_end = t.pipeline && t.options.pipeline != "dualpipe";  // where the last rank's norm counts
+    if (step != t.options.inject_overflow || t.world.rank != (at_the_end ? t.world.size - 1 : 0)) return;
     static const float f32 = INFINITY;
     static const __half f16 = __float2half(INFINITY);
     const Tensor grads = t.model.grad_shard(1), one = grads.slice(grads.n() / 2, 1);

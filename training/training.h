@@ -294,6 +294,7 @@ struct StepResult {
         Traffic traffic;
     };
     std::optional<Share> share = {};
+    std::optional<double> loss_scale = {};  // after this step, where later ones have been made, too
 };
 
 // Of a rank, in what runs at once: a step, or the steps of an asynchronous schedule.
