@@ -396,7 +396,8 @@ void check_against_oracle(PipelineRuns& runs, const AsyncRun& its) {
     REQUIRE(rows.size() == oracle.losses.size());
     for (size_t i = 0; i < rows.size(); ++i) {
         INFO("step " << i + 1);
-        CHECK(*rows[i].loss == Approx(oracle.losses[i]).epsilon(2e-9));  // nine digits
+        // Nine digits; the sums of two ranks are added in float32.
+        CHECK(*rows[i].loss == Approx(oracle.losses[i]).epsilon(its.dp == 1 ? 2e-9 : 0x1p-24));
         CHECK(*rows[i].grad_norm == Approx(oracle.norms[i]).epsilon(1e-6));
     }
 }
