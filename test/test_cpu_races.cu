@@ -42,6 +42,10 @@ const std::vector<Mode> kModes = {
     {"tp, sp", "--ranks 4 --tp 2 --sp"},
     {"tp, overlap", "--ranks 4 --tp 2 --sp --tp-overlap"},
     {"tp 2d", "--ranks 8 --tp 4 --tp-mode 2d"},
+    {"pipeline", "--ranks 4 --pp 2 --micro-batch 1"},
+    {"pipeline, zero bubble", "--ranks 4 --pp 2 --pipeline zb-h2 --zero 1 --micro-batch 1 --clip 0.01"},
+    {"pipeline, both ways", "--ranks 4 --pp 2 --pipeline dualpipe --micro-batch 1"},
+    {"pipeline, stale weights", "--ranks 4 --pp 2 --pipeline pipedream --clip 0 --flush-every 2"},
     {"two streams", nullptr},  // comm_check two-streams
 };
 
@@ -51,6 +55,7 @@ struct OrdersNoAccesses {
 };
 const std::vector<OrdersNoAccesses> kExceptions = {
     {"done_[unit - 2]", "it limits how many units' pages are on the device at a time"},
+    {"its->sent", "who waits for the end of a table waits for its last messages, too, which other ranks need"},
     {"last_call_", "the stream of the collectives is ordered already; two-streams needs it"},
 };
 

@@ -17,6 +17,7 @@
 #include "json.h"
 #include "planning/planning.h"
 #include "program.h"
+#include "run_models.h"
 #include "train_runs.h"
 
 namespace {
@@ -328,10 +329,12 @@ TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipelin
 
 TEST_CASE("--trace of a pipeline: what was taken and sent is what was planned", "[pipeline][program]") {
     const TempFolder folder;
-    for (const std::string flags :
-         {"--ranks 2 --pp 2 --pipeline zb-v --trace 2", "--ranks 4 --pp 2 --pipeline dualpipe --zero 1 --trace 1,2",
-          "--ranks 4 --pp 2 --tp 2 --recompute full --trace 2",
-          "--ranks 2 --pp 2 --pipeline 2bw --clip 0 --flush-every 2 --save-every 2 --val-every 2 --trace 1"}) {
+    for (const std::string& flags : std::vector<std::string>{
+             "--ranks 2 --pp 2 --pipeline zb-v --trace 2", "--ranks 4 --pp 2 --pipeline dualpipe --zero 1 --trace 1,2",
+             "--ranks 4 --pp 2 --tp 2 --recompute full --trace 2",
+             "--ranks 2 --pp 2 --pipeline 2bw --clip 0 --flush-every 2 --save-every 2 --val-every 2 --trace 1 "
+             "--model " +
+                 model_file("deep-gqa")}) {
         CAPTURE(flags);
         std::filesystem::remove_all(folder / "run");
         const Outcome run = run_program(
@@ -370,7 +373,8 @@ TEST_CASE("an asynchronous pipeline belongs to a run, a synchronous one does not
     const auto train_pipeline = [&](const std::string& flags) {
         return run_program("train_gpt", concat("--data ", text_file(), " --sample 0 ", flags));
     };
-    const std::string small = " --batch 8 --seq 16 --steps 4 --stop-after 2 --val-sequences 4 --lr 1e-3 ",
+    const std::string small = " --model " + model_file("deep-gqa") +
+                              " --batch 8 --seq 16 --steps 4 --stop-after 2 --val-sequences 4 --lr 1e-3 ",
                       out = " --out " + (folder / "late "), other_out = " --out " + (folder / "wait ");
     REQUIRE(train_pipeline(small + out +
                            "--ranks 2 --pp 2 --pipeline pipedream --clip 0 --flush-every 2 --save-every 2 "

@@ -110,6 +110,8 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
     const bool overflow = !std::isfinite(numbers.grad_norm),
                right = !overflow && numbers.grad_scale == 1 / static_cast<float>(t_.scaler.scale);
     if (!right && !before_.empty()) {
+        // The new weights may still be on their way from other ranks (ZeRO 1).
+        for (size_t u = 0; u < t_.model.units.size(); ++u) t_.data_parallel.gather(t_.model, u, -1, stream);
         for (size_t i = 0; i < before_.size(); ++i)
             copy_tensor(updated_[i].view({updated_[i].n()}), before_[i], stream);
         optimizer_step(t_.norm_result(), step, stream);
