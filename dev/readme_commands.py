@@ -176,6 +176,7 @@ RULES = [
     train("--ranks 8 --cp 2 --tp 2 --zero 1"),
     Rule(r"build/cpu/dev/context_parallel doc/context\.png", replace=((r"doc/", ""),), quick=True),
     # doc/pipelines.md, README.md
+    Rule(r"echo '\{\"model_type\": \"llama\"", quick=True),
     train("--ranks 4 --pp 4 --pipeline zb-h1", replace=(("--trace 50", "--trace 2"),)),
     Rule(r"\./train_gpt --pipeline .* --draw", quick=True),
     Rule(r"mpirun -np 8", flags=SMALL, env=MPI, needs=("mpirun",)),
