@@ -320,3 +320,41 @@ TEST_CASE("a table is begun again: what was done of it leaves nothing behind", "
     });
     CHECK(ran == expected(table, 1));
 }
+
+TEST_CASE("a rank that fails in the middle of a table ends the others", "[pipeline]") {
+    const PipelineSchedule table = small_schedule("1f1b", 4);
+    class Failing final : public StageWork {
+      public:
+        Failing(Toy& toy, bool fails) : toy_(toy), fails_(fails) {}
+        void forward(const Action& a, Tensor in, Tensor out, cudaStream_t stream) override {
+            check(!fails_ || a.micro < 3, "no more");
+            toy_.forward(a, in, out, stream);
+        }
+        void backward(const Action& a, Tensor dx, cudaStream_t stream) override { toy_.backward(a, dx, stream); }
+        void backward_weight(const Action&, cudaStream_t) override {}
+        void update(const Action&, cudaStream_t) override {}
+
+      private:
+        Toy& toy_;
+        const bool fails_;
+    };
+    std::string reason;
+    try {
+        run_ranks(threads(4), [&](Comm& world) {
+            PipelineRunner runner(world, table);
+            Arena arena("toy");
+            std::optional<Toy> toy;
+            for (int pass = 0; pass < 2; ++pass) {
+                toy.emplace(table, world.rank, arena);
+                runner.take_memory(border_tensors(table, world.rank), kRows, kColumns, DType::i32, arena);
+                if (pass == 0) arena.reserve();
+            }
+            Failing work(*toy, world.rank == 2);
+            runner.run(table, work, device().stream);
+            cudaCheck(cudaDeviceSynchronize());
+        });
+    } catch (const Error& error) {
+        reason = error.what();
+    }
+    CHECK(reason == "rank 2: no more");
+}
