@@ -16,9 +16,10 @@ namespace {
 // One training step, which is the algorithm. Each call is a function of training/step.cu.
 
 StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
-    t.world.set_step(step);                                                           // for traces and error messages
-    t.data_parallel.start_clock();                                                    // measures the collectives
-    if (t.pipeline && t.pipeline->runs_ahead()) return t.pipeline->step(data, step);  // no waiting between steps
+    t.world.set_step(step);         // for traces and error messages
+    t.data_parallel.start_clock();  // measures the collectives
+    // Pipelines whose ranks do not wait for each other between steps do the same in another order.
+    if (t.pipeline && t.pipeline->runs_ahead()) return t.pipeline->step(data, step);
 
     read_batch(t, data, step);      // sequences [(step - 1) batch, step batch) of the run; each rank reads its share
     accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype

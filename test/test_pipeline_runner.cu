@@ -148,6 +148,20 @@ Sums expected(const PipelineSchedule& schedule, int rounds) {
     return sums;
 }
 
+// A rank that executes a table with stages of this kind.
+struct ToyRank {
+    PipelineRunner runner;
+    Arena arena{"toy"};
+    std::optional<Toy> toy;
+    ToyRank(Comm& world, const PipelineSchedule& table) : runner(world, table) {
+        for (int pass = 0; pass < 2; ++pass) {
+            toy.emplace(table, world.rank, arena);
+            runner.take_memory(border_tensors(table, world.rank), kRows, kColumns, DType::i32, arena);
+            if (pass == 0) arena.reserve();
+        }
+    }
+};
+
 struct Ran {
     Sums sums;
     std::vector<std::vector<Span>> spans;  // by rank
@@ -160,14 +174,9 @@ Ran run(const PipelineSchedule& schedule, int rounds = 1, const Times* times = n
     ran.spans.resize(static_cast<size_t>(schedule.p)), ran.sent.resize(static_cast<size_t>(schedule.p));
     std::mutex mutex;
     run_ranks(threads(schedule.p), [&](Comm& world) {
-        Arena arena("toy");
-        PipelineRunner runner(world, schedule);
-        std::optional<Toy> toy;
-        for (int pass = 0; pass < 2; ++pass) {
-            toy.emplace(schedule, world.rank, arena);
-            runner.take_memory(border_tensors(schedule, world.rank), kRows, kColumns, DType::i32, arena);
-            if (pass == 0) arena.reserve();
-        }
+        ToyRank its(world, schedule);
+        PipelineRunner& runner = its.runner;
+        std::optional<Toy>& toy = its.toy;
         toy->times = times;
         world.barrier(device().stream);
         const int64_t before = world.traffic().sent;
@@ -299,14 +308,9 @@ TEST_CASE("a table is begun again: what was done of it leaves nothing behind", "
     std::mutex mutex;
     Sums ran;
     run_ranks(threads(3), [&](Comm& world) {
-        PipelineRunner runner(world, table);
-        Arena arena("toy");
-        std::optional<Toy> toy;
-        for (int pass = 0; pass < 2; ++pass) {
-            toy.emplace(table, world.rank, arena);
-            runner.take_memory(border_tensors(table, world.rank), kRows, kColumns, DType::i32, arena);
-            if (pass == 0) arena.reserve();
-        }
+        ToyRank its(world, table);
+        PipelineRunner& runner = its.runner;
+        std::optional<Toy>& toy = its.toy;
         runner.begin(table);
         const size_t own = until[static_cast<size_t>(world.rank)];
         for (int again = 0; again < 2; ++again) {
@@ -341,14 +345,9 @@ TEST_CASE("a rank that fails in the middle of a table ends the others", "[pipeli
     std::string reason;
     try {
         run_ranks(threads(4), [&](Comm& world) {
-            PipelineRunner runner(world, table);
-            Arena arena("toy");
-            std::optional<Toy> toy;
-            for (int pass = 0; pass < 2; ++pass) {
-                toy.emplace(table, world.rank, arena);
-                runner.take_memory(border_tensors(table, world.rank), kRows, kColumns, DType::i32, arena);
-                if (pass == 0) arena.reserve();
-            }
+            ToyRank its(world, table);
+            PipelineRunner& runner = its.runner;
+            std::optional<Toy>& toy = its.toy;
             Failing work(*toy, world.rank == 2);
             runner.run(table, work, device().stream);
             cudaCheck(cudaDeviceSynchronize());

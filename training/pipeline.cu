@@ -66,10 +66,9 @@ Pipeline::Pipeline(Trainer& trainer, Comm& ranks)
     }
     // Ranks that have something in common: the two ends of a tied embedding, the two ranks with the same stages.
     const int last = ranks.size - 1, other = last - ranks.rank;
-    const bool pairs = schedule_.placement == Placement::both_ways, at_end = ranks.rank == 0 || ranks.rank == last,
-               ties = t_.config.tied && schedule_.placement == Placement::loop;
+    const bool at_end = ranks.rank == 0 || ranks.rank == last;
     std::vector<int> members = {ranks.rank};
-    if ((pairs && other != ranks.rank) || (ties && at_end && last > 0))
+    if ((has_twins() || (ties_two_ranks() && at_end)) && other != ranks.rank)
         members = {std::min(ranks.rank, other), std::max(ranks.rank, other)};
     twin_ = ranks.split(members, "pp twins");
     if (!validates_later(t_.options)) return;

@@ -60,16 +60,6 @@ void Pipeline::take_validation_memory() {
         before_.push_back(t_.memory.optimizer.take("before an update", tensor.dtype, {tensor.n()}));
 }
 
-void Pipeline::optimizer_step(const Tensor& norm_result, int64_t step, cudaStream_t stream) {
-    const TrainOptions& o = t_.options;
-    for (size_t u = 0; u < t_.model.units.size(); ++u) {
-        t_.optimizers[u]->step(t_.model.updated_weights(u, static_cast<uint64_t>(o.seed)), t_.model.updated_grads(u),
-                               norm_result, learning_rate(o.schedule, step), t_.updates + 1, stream);
-        t_.data_parallel.all_gather_weights(t_.model, u, stream);
-    }
-    quantise_weights(t_.model, stream);
-}
-
 // `later` goes on when `earlier` has come here.
 void Pipeline::after(cudaStream_t later, cudaStream_t earlier) {
     cudaCheck(cudaEventRecord(reached_, earlier));
@@ -95,8 +85,7 @@ void Pipeline::update_early(int64_t step, bool stop, cudaStream_t stream) {
     numbers_->send(final_, rank < last ? rank + 1 : rank - 1, numbers_stream_);
 
     for (size_t i = 0; i < before_.size(); ++i) copy_tensor(before_[i], updated_[i].view({updated_[i].n()}), stream);
-    optimizer_step(t_.norm_result(), step, stream);
-    advance_fp8(t_.model, stream);
+    update_weights(t_, step);
 }
 
 // What all ranks have now: was the update of this step right? Otherwise it is put back and made again.
@@ -114,7 +103,7 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
         for (size_t u = 0; u < t_.model.units.size(); ++u) t_.data_parallel.gather(t_.model, u, -1, stream);
         for (size_t i = 0; i < before_.size(); ++i)
             copy_tensor(updated_[i].view({updated_[i].n()}), before_[i], stream);
-        optimizer_step(t_.norm_result(), step, stream);
+        apply_optimizers(t_, step);
         after(numbers_stream_, stream);  // before the next step's numbers come to where these are
         ++n_put_back_;
     }
@@ -143,18 +132,20 @@ void Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64
         t_.world.set_step(first + i);
         for (int64_t micro = 0; micro < per_step; ++micro)
             upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], i * per_step + micro, stream);
+        int64_t before = runner_.messages_sent();
         runner_.begin(schedule_);
         runner_.advance(check_at, *this, stream);
         if (i > 0 && !check_update(first + i - 1, data, stream)) {
             forget_forwards();
             runner_.begin_again(places, stream);
+            before = runner_.messages_sent();
             runner_.advance(check_at, *this, stream);
         }
         dloss_ = static_cast<float>(t_.scaler.scale / static_cast<double>(o.batch * o.seq));
         cudaCheck(cudaMemsetAsync(t_.totals.data, 0, t_.totals.bytes(), stream));
         t_.data_parallel.begin_backward(t_.model, 0, stream);
         runner_.advance(schedule_.ranks[static_cast<size_t>(ranks_.rank)].size(), *this, stream);
-        messages_ = messages_sent(schedule_, ranks_.rank);
+        messages_ = runner_.messages_sent() - before;
         reduce_gradients(stream);
         inject_overflow(t_, first + i, stream);
         update_early(first + i, stop && i + 1 == n, stream);

@@ -175,7 +175,7 @@ void clip_gradients(Trainer& t, bool stop) {
     add_stop_and_norm(t, stop, t.options.clip);
 }
 
-void update_weights(Trainer& t, int64_t step) {
+void apply_optimizers(Trainer& t, int64_t step) {
     const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
     const uint64_t seed = static_cast<uint64_t>(o.seed);  // of stochastic rounding
@@ -187,7 +187,11 @@ void update_weights(Trainer& t, int64_t step) {
         t.data_parallel.all_gather_weights(t.model, u, stream);  // while the next unit is updated
     }
     quantise_weights(t.model, stream);
-    advance_fp8(t.model, stream);
+}
+
+void update_weights(Trainer& t, int64_t step) {
+    apply_optimizers(t, step);
+    advance_fp8(t.model, device().stream);
 }
 
 StepNumbers read_numbers(Trainer& t, cudaStream_t stream) {

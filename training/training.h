@@ -367,7 +367,6 @@ class Pipeline final : public StageWork {
     // pipeline_validation.cu
     void take_validation_memory();
     void after(cudaStream_t later, cudaStream_t earlier);
-    void optimizer_step(const Tensor& norm_result, int64_t step, cudaStream_t stream);
     void update_early(int64_t step, bool stop, cudaStream_t stream);
     bool check_update(int64_t step, const BatchReader& data, cudaStream_t stream);
     void run_validated_steps(const BatchReader& data, int64_t first, int64_t n);
@@ -495,6 +494,7 @@ void set_stop(Trainer& trainer, bool stop);
 void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
+void apply_optimizers(Trainer& trainer, int64_t step);  // the same without advancing fp8's histories
 // Waits for the device. Error if the loss or, except in float16, the norm is not finite.
 StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);
 // diagnosis.cu: what is known of a step whose loss or gradients are not finite, and what to do, in one line. Runs its
