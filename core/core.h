@@ -274,6 +274,49 @@ struct Param {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// What a launch costs. Launchers state it after the launch, where the sizes are at hand:
+//
+//     kernel<<<grid, block, 0, stream>>>(...);
+//     launched("kernel", {.reads = bytes_of(inp, weight), .writes = bytes_of(out), .flops = 2.0 * N * C});
+//
+// The account of a training step (train_gpt --account) is made of these, and a test holds them against the bytes that
+// the kernels touch on the CPU device.
+
+struct LaunchCost {
+    // Bytes of device memory that the launch reads, or writes, each counted once however often it is touched.
+    int64_t reads = 0, writes = 0;
+    // How many of them (read and written: twice) are intermediate results, which another way to compute needs not have.
+    int64_t scratch = 0;
+    // Bytes that come from memory a second time, because the caches of a GPU cannot hold them until then.
+    int64_t again = 0;
+    double flops = 0;
+};
+
+// Checks the launch just before, as cudaCheckLaunch() does, and notes its cost, if anybody wants to know it.
+void launched(const char* kernel, const LaunchCost& cost, const char* file = __builtin_FILE(),
+              int line = __builtin_LINE());
+
+// The bytes of those that exist.
+template <class... Tensors>
+int64_t bytes_of(const Tensors&... tensors) {
+    return (0 + ... + (tensors.exists() ? static_cast<int64_t>(tensors.bytes()) : 0));
+}
+
+struct NotedLaunch {
+    std::string kernel;
+    LaunchCost cost;
+};
+// While this object exists, what this thread launches is noted. One at a time.
+class LaunchNotes {
+  public:
+    LaunchNotes();
+    ~LaunchNotes();
+    LaunchNotes(const LaunchNotes&) = delete;
+    LaunchNotes& operator=(const LaunchNotes&) = delete;
+    std::vector<NotedLaunch> launches;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Device: what one rank computes on. One per thread (a rank is a thread or a process): device() is this thread's.
 
 struct Device {

@@ -29,6 +29,8 @@ struct HeadColumns {
     int64_t count = 0, D = 0, column = 0;
     int64_t stride = 0;  // columns from one head to the next; 0: D
     int64_t head_stride() const { return stride == 0 ? D : stride; }
+    bool exists() const { return rows.exists(); }
+    size_t bytes() const { return static_cast<size_t>(rows.rows() * count * D) * dtype_bytes(rows.dtype); }
 };
 
 // Which tokens of a whole sequence the rows of a part of it are: the first `length` rows are the tokens from first[0]
