@@ -10,6 +10,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -290,6 +291,7 @@ struct LaunchCost {
     // Bytes that come from memory a second time, because the caches of a GPU cannot hold them until then.
     int64_t again = 0;
     double flops = 0;
+    std::array<int64_t, 3> product = {};  // of a matrix product: M, N, K
 };
 
 // Checks the launch just before, as cudaCheckLaunch() does, and notes its cost, if anybody wants to know it.

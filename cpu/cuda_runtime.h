@@ -207,6 +207,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes, cuda_cpu::Place place = cuda_cpu::Place::here());
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream = nullptr,
                             cuda_cpu::Place place = cuda_cpu::Place::here());
+namespace cuda_cpu {
+// From now on cudaMalloc gives addresses without memory: for work that is recorded (captured) and never runs, of any
+// size. What touches them faults. A copy or memset of such memory must be captured, too.
+void take_addresses_alone(bool on);
+}  // namespace cuda_cpu
 template <class T>
 cudaError_t cudaMalloc(T** pointer, size_t bytes) {
     return cudaMalloc(reinterpret_cast<void**>(pointer), bytes);

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
 
+#include <atomic>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -23,10 +24,13 @@ struct Allocation {
     size_t bytes;
     MemoryKind kind;
     int device;
+    bool is_addresses = false;  // without memory behind them
 };
 
 std::mutex mutex;                             // guards the next
 std::map<uintptr_t, Allocation> allocations;  // by address
+
+std::atomic<bool> takes_addresses_alone = false;
 
 // The allocation that [pointer, pointer + bytes) lies in; with the mutex held.
 const Allocation* find(const void* pointer, size_t bytes) {
@@ -67,6 +71,14 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
     *pointer = nullptr;
     if (const cudaError_t error = refuse_in_capture()) return error;
     if (bytes == 0) return cudaSuccess;
+    if (takes_addresses_alone && kind == MemoryKind::device) {
+        void* const addresses = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (addresses == MAP_FAILED) return remember(cudaErrorMemoryAllocation);
+        const std::lock_guard lock(mutex);
+        allocations[reinterpret_cast<uintptr_t>(addresses)] = {bytes, kind, current_device(), true};
+        *pointer = addresses;
+        return cudaSuccess;
+    }
     // The operating system grants more memory than it has, and kills the process when the memory is used. A device
     // refuses at once, and so does this check.
     if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
@@ -100,12 +112,14 @@ cudaError_t release(void* pointer, bool pinned_host) {
     }
     if (strict) wait_for_device(device);  // cudaFree waits for the device
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
-    size_t bytes = 0;
+    Allocation allocation;
     {
         const std::lock_guard lock(mutex);
-        bytes = allocations.at(address).bytes;
+        allocation = allocations.at(address);
         allocations.erase(address);
     }
+    const size_t bytes = allocation.bytes;
+    if (allocation.is_addresses) return munmap(pointer, bytes), cudaSuccess;
     if (!strict) return std::free(pointer), cudaSuccess;
     forget_accesses(address, address + bytes);
     guarded_free(pointer);
@@ -122,6 +136,8 @@ bool is_valid_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKin
 }
 
 }  // namespace
+
+void take_addresses_alone(bool on) { takes_addresses_alone = on; }
 
 Extent allocation_around(uintptr_t address) {
     const std::lock_guard lock(mutex);
