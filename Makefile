@@ -208,7 +208,7 @@ HOST_TESTS := files json safetensors log plot tokenizer tokenizer_parts dataset 
 HOST_INFERENCE := page_pool paged_cache scheduler cache_report timeline
 HOST_PIPELINE := table validity schedules zero_bubble search dual_pipe stashing simulator
 # Tests that `make test` does not repeat in strict mode: those, those that start programs in the modes they want, and statistics.
-ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict sampling_distribution
+ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict cpu_bf16 sampling_distribution
 
 LIBRARY_OBJECTS := $(LIBRARY:%.cu=$(BUILD)/%.o)
 ifeq ($(DEVICE),cpu)
@@ -295,7 +295,7 @@ $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
 # In debug builds, too: nobody steps through it, and everybody waits for it.
-$(BUILD)/cpu/sgemm.o $(BUILD)/cpu/few_columns.o: private CXXFLAGS += -O3
+$(BUILD)/cpu/sgemm.o $(BUILD)/cpu/bf16_dots.o $(BUILD)/cpu/bf16_tiles.o: private CXXFLAGS += -O3
 
 DEVICE_PCH := $(if $(PCH),$(BUILD)/pch/device.h)
 $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp))): $(DEVICE_PCH:=.gch)

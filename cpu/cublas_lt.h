@@ -1,5 +1,5 @@
 // Inside cpu/'s cuBLASLt: the complete description of one matrix multiplication. The API (cublas_lt.cpp) checks and
-// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp, few_columns.cpp (the arithmetic) compute
+// fills it; cublas_lt_multiply.cpp (tiles, epilogues, threads) and sgemm.cpp (the arithmetic) compute
 // it.
 #pragma once
 
@@ -119,10 +119,6 @@ int64_t sgemm_space(int64_t columns, int64_t k);
 
 constexpr int64_t panel_k = 384;  // the sum over k is formed anew for each so many, and these parts are added in order
 
-// sgemm's way for up to most_few_columns columns, 1 at least, where A's rows are contiguous (column_stride 1): the same
-// bits, without packing A. few_columns.cpp. `space`: most_few_columns * k floats.
-constexpr int64_t most_few_columns = 16;
-void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
-                          float beta, float* d, int64_t ld, float* space);
+constexpr int64_t most_few_columns = 16;  // products with up to so many columns go another way: few_columns.h
 
 }  // namespace cuda_cpu

@@ -1,13 +1,13 @@
 // cuBLASLt's multiplication: tiles, epilogues, threads. (What cublasLt.h promises; cublas_lt.cpp has checked the
-// arguments; the arithmetic of a tile is sgemm.cpp's.)
+// arguments; the arithmetic of a tile is sgemm.h's.)
 //
 // How a multiplication runs. D is divided into tiles, and the tiles of all matrices of a batch are spread over the
 // OpenMP threads. A tile is one task from start to end: C's part is loaded, sgemm multiplies, the epilogue runs while
 // the tile is in the cache, and the result is rounded once to D's type. So one large matrix and many small ones are
 // computed in the same way, and threads wait for each other only at the end.
 //
-// 16- and 8-bit matrices are widened to float32, which is exact, when sgemm copies them to its packed panels. (Up to 16
-// columns need no panels of A: few_columns.cpp.) Where
+// 16- and 8-bit matrices are widened to float32, which is exact, or paired (two bf16 matrices: sgemm.cpp), when sgemm copies them to its packed panels. (Up to 16
+// columns need no panels of A: few_columns.h.) Where
 // blocks of an fp8 matrix have scales of their own, the product over one block of k is formed by itself, and added to
 // the tile with its scales.
 //

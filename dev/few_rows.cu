@@ -110,7 +110,7 @@ void few_rows_shared(const Problem& p, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 5. The product: layers/few_rows.cu. Rung 4, with two rows of the weight for each loaded row of inp, and on the CPU
-// device with one thread for 64 rows, without shuffles. (There linear_forward, through cpu/few_columns.cpp, is the one
+// device with one thread for 64 rows, without shuffles. (There linear_forward, through cpu/few_columns.h, is the one
 // that inference uses.)
 
 void few_rows_product(const Problem& p, cudaStream_t stream) { few_rows_forward(p.out, p.inp, p.weight, {}, stream); }

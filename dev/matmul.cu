@@ -406,7 +406,7 @@ void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 11. The product: cuBLASLt (cpu/sgemm.cpp on the CPU device), layers/matmul.cu.
+// 11. The product: cuBLASLt (cpu/sgemm.h on the CPU device), layers/matmul.cu.
 //     For 16-bit numbers it uses the tensor cores.
 
 void matmul_product(const Problem& p, cudaStream_t stream) { matmul(p.out, p.a, p.b, {}, stream); }

@@ -394,7 +394,7 @@ class Tree:
         """Exit status and output of a command line."""
         environment = {name: value for name, value in os.environ.items()
                        if not name.startswith(("CUDA_CPU_", "LLM_", "MAKE", "MFLAGS")) and name != "OMP_NUM_THREADS"}
-        environment.update(env, DEVICE="cpu", **({} if cores else {"OMP_NUM_THREADS": "1"}))
+        environment.update({"CUDA_CPU_EXACT": "1", **env}, DEVICE="cpu", **({} if cores else {"OMP_NUM_THREADS": "1"}))
         process = subprocess.Popen(["bash", "-e", "-o", "pipefail", "-c", text], cwd=self.folder, env=environment, text=True,
                                    errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, start_new_session=True)

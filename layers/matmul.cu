@@ -1,5 +1,5 @@
 // Matrix product: the operation that takes most of a language model's time. NVIDIA's cuBLASLt computes it (on the CPU
-// device: cpu/cublas_lt.cpp and cpu/sgemm.cpp). dev/matmul.cu writes it out, from the naive kernel to the fastest.
+// device: cpu/cublas_lt.cpp and cpu/sgemm.h). dev/matmul.cu writes it out, from the naive kernel to the fastest.
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
 //

@@ -6,7 +6,7 @@
 // Documents side by side in a row, and each alone: at the beginning of a row that is not masked (what stands behind it
 // there no token of it can see), and on the CPU device also as a batch of its own, as long as it is. In float32 the
 // losses agree to the bit: a token's row of a matrix product is the same bits at every place and in any batch
-// (cpu/sgemm.cpp; a GPU's library promises it for products of one shape), and so are the other layers. Gradients differ
+// (cpu/sgemm.h; a GPU's library promises it for products of one shape), and so are the other layers. Gradients differ
 // in the order in which documents add up. In 16 bits attention works in tiles that a document's place shifts.
 TEST_CASE("documents packed in a row give the losses that they have apart", "[model][documents]") {
     const int64_t B = 2, T = 192;

@@ -515,7 +515,7 @@ TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
 }
 
 #if defined(CUDA_ON_CPU) && defined(__FP_FAST_FMAF)
-// cpu/sgemm.cpp's promise: an element is formed by fused multiply-adds in the order of k, anew for each 384 of them. So
+// cpu/sgemm.h's promise: an element is formed by fused multiply-adds in the order of k, anew for each 384 of them. So
 // its bits do not depend on the shape of the matrices, its place in them, or the width of the CPU's vectors.
 TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cublaslt]") {
     const int64_t sizes[][3] = {{1, 1, 1}, {1, 33, 771}, {65, 1, 384}, {49, 9, 385}, {101, 57, 803}, {210, 130, 33}};
@@ -554,7 +554,7 @@ TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cu
             }
 }
 
-// Up to 16 columns with contiguous rows of A go another way (cpu/few_columns.cpp).
+// Up to 16 columns with contiguous rows of A go another way (cpu/few_columns.h).
 TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cublaslt]") {
     const int64_t sizes[][2] = {{1, 5}, {15, 16}, {32, 384}, {49, 400}, {112, 771}, {127, 1152}};
     for (const auto& [m_any, k_any] : sizes)

@@ -96,6 +96,7 @@ def run(program, flags, fixture, use_mpi):
             at = command.index("--ranks")
             command = ["mpirun", "--oversubscribe", "-np", command[at + 1]] + command[:at] + command[at + 2 :]
         environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        environment.setdefault("CUDA_CPU_EXACT", "1")  # bf16 products have other bits by other instructions
         environment.setdefault("OMP_NUM_THREADS", "1")  # the bits are the same with any number; one is the fastest here
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode != 0:

@@ -1,4 +1,4 @@
-// D = alpha A B + beta D for up to 16 columns of B, where A's rows are contiguous: sgemm for products that use each
+// cpu/few_columns.h: D = alpha A B + beta D for up to 16 columns of B, where A's rows are contiguous: sgemm for products that use each
 // element of A a few times only. In a language model: a linear layer for a few tokens, A its weight.
 //
 // Such a product takes as long as A's bytes take to come from memory, and a packed copy of A would be written and read
@@ -9,7 +9,7 @@
 //           for each k of the square, column j:  sums[j] = fused multiply-add(A[rows, k], B[k, j], sums[j])
 //       D[rows, j] = alpha sums[j] + beta D[rows, j]
 //
-// A vector's elements are different rows of D, and each sum still runs in ascending k: the bits are sgemm.cpp's. (The
+// A vector's elements are different rows of D, and each sum still runs in ascending k: the bits are sgemm.h's. (The
 // usual kernel, whose vectors run along k and are added up at the end, needs no transpose, but has another order of
 // summation for each width of vectors.)
 //
@@ -18,6 +18,8 @@
 // the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads a float32 or 16-bit A
 // for one column at 80 to 95 % of the speed at which it adds up an array; from 8 columns on (16 bits: from 4) the
 // arithmetic takes longer.
+#pragma once
+
 #include <algorithm>
 
 #include "cublas_lt.h"
@@ -41,22 +43,24 @@ struct Rows {
     int64_t ahead(int64_t l) const { return l + lead < k_left ? l + lead : l + lead - k_left + next; }
 };
 
-// Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is B[l, j].
-template <int vectors, int columns, class T>
+// Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is word l of
+// column j.
+template <class Arithmetic, int vectors, int columns, class T>
 void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[columns][vectors]) {
     const T* rows[vectors * width];
     for (int i = 0; i < vectors * width; ++i) rows[i] = a.row(i);
     Vector sums[columns][vectors];
     std::memcpy(sums, total, sizeof sums);
+    constexpr int terms = Arithmetic::terms;
     int64_t l = 0;
-    for (; l + width <= k; l += width, b += width * columns) {
+    for (; l + width * terms <= k; l += width * terms, b += width * columns) {
         const int64_t ahead = a.ahead(l);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; ++v) {
             Vector x[width];
 #pragma GCC unroll 16
             for (int i = 0; i < width; ++i) {
-                x[i] = load(rows[v * width + i] + l);
+                x[i] = Arithmetic::words(rows[v * width + i] + l);
                 __builtin_prefetch(rows[v * width + i] + ahead);
             }
             transpose(x);
@@ -64,22 +68,23 @@ void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[c
             for (int i = 0; i < width; ++i)
 #pragma GCC unroll 16
                 for (int j = 0; j < columns; ++j)
-                    sums[j][v] = multiply_add(x[i], broadcast(b[i * columns + j]), sums[j][v]);
+                    sums[j][v] = Arithmetic::multiply_add(x[i], broadcast(b[i * columns + j]), sums[j][v]);
         }
     }
-    for (; l < k; ++l, b += columns)
+    for (; l < k; l += terms, b += columns)
         for (int v = 0; v < vectors; ++v) {
             Vector x;
-            for (int i = 0; i < width; ++i) x[i] = float(rows[v * width + i][l]);
-            for (int j = 0; j < columns; ++j) sums[j][v] = multiply_add(x, broadcast(b[j]), sums[j][v]);
+            for (int i = 0; i < width; ++i) x[i] = Arithmetic::word(rows[v * width + i] + l, k - l);
+            for (int j = 0; j < columns; ++j) sums[j][v] = Arithmetic::multiply_add(x, broadcast(b[j]), sums[j][v]);
         }
     std::memcpy(total, sums, sizeof sums);
 }
 
 // The same for types that no vector is loaded from: `lead` k's at a time are widened to a copy that stays in the cache.
-template <int vectors, int columns, class T>
-requires(!requires(const T* from) { load(from); }) void add_products(const Rows<T>& a, const float* b, int64_t k,
-                                                                     Vector (&sums)[columns][vectors]) {
+template <class Arithmetic, int vectors, int columns, class T>
+requires(!requires(const T* from) {
+    Arithmetic::words(from);
+}) void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&sums)[columns][vectors]) {
     alignas(64) float wide[vectors * width][lead];
     for (int64_t l = 0; l < k; l += lead) {
         const int64_t length = std::min(lead, k - l), ahead = a.ahead(l);
@@ -88,13 +93,13 @@ requires(!requires(const T* from) { load(from); }) void add_products(const Rows<
             for (int64_t line = 0; line < lead; line += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + ahead + line);
             for (int64_t p = 0; p < length; ++p) wide[i][p] = float(row[l + p]);
         }
-        add_products<vectors, columns>(Rows<float>{wide[0], lead, vectors * width, lead, 0}, b + l * columns, length,
-                                       sums);
+        add_products<Arithmetic, vectors, columns>(Rows<float>{wide[0], lead, vectors * width, lead, 0},
+                                                   b + l * columns, length, sums);
     }
 }
 
 // B has `padded` columns, of which `columns` exist.
-template <int padded, class T>
+template <class Arithmetic, int padded, class T>
 void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
                    float alpha, float beta, float* d, int64_t ld) {
     constexpr int vectors = padded <= 4 ? 2 : 1;  // sums and a square fit in 32 registers
@@ -106,7 +111,8 @@ void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b,
             const Rows<T> here{a + first * row_stride + first_k, row_stride, count, k - first_k,
                                group * row_stride - first_k};
             Vector sums[padded][vectors] = {};
-            add_products<vectors, padded>(here, b + first_k * padded, std::min(panel_k, k - first_k), sums);
+            add_products<Arithmetic, vectors, padded>(here, b + first_k / Arithmetic::terms * padded,
+                                                      std::min(panel_k, k - first_k), sums);
             for (int64_t j = 0; j < columns; ++j)
                 finish_column(sums[j], alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld, count);
             first_k += panel_k;
@@ -114,23 +120,27 @@ void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b,
     }
 }
 
-// B as floats, the columns of a k side by side, `padded` of them.
-void widen_columns(const Matrix& b, int64_t columns, int64_t padded, int64_t k, float* wide) {
-    b.with_elements([&](const auto* from) {
-        for (int64_t l = 0; l < k; ++l)
+// B as words, the columns of a word side by side, `padded` of them.
+template <class Arithmetic>
+void gather_columns(const Matrix& b, int64_t columns, int64_t padded, int64_t k, float* words) {
+    Arithmetic::with_elements(b, [&](const auto* from) {
+        for (int64_t l = 0; l < k; l += Arithmetic::terms)
             for (int64_t j = 0; j < padded; ++j)
-                wide[l * padded + j] = j < columns ? float(from[j * b.column_stride + l * b.row_stride]) : 0.0f;
+                *words++ = j < columns
+                               ? Arithmetic::word(from + j * b.column_stride + l * b.row_stride, k - l, b.row_stride)
+                               : 0.0f;
     });
 }
 
-}  // namespace
-
+// sgemm's way for up to most_few_columns columns, 1 at least, where A's rows are contiguous (column_stride 1): the same
+// bits, without packing A. `space`: most_few_columns * k floats.
+template <class Arithmetic>
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
-        widen_columns(b, columns, padded, k, space);
-        a.with_elements([&](const auto* from) {
-            multiply_rows<padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
+        gather_columns<Arithmetic>(b, columns, padded, k, space);
+        Arithmetic::with_elements(a, [&](const auto* from) {
+            multiply_rows<Arithmetic, padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
         });
     };
     if (columns == 1) multiply(std::integral_constant<int, 1>());
@@ -140,4 +150,5 @@ void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_
     else multiply(std::integral_constant<int, 16>());
 }
 
+}  // namespace
 }  // namespace cuda_cpu

@@ -1,0 +1,201 @@
+// cpu/bf16_tiles.h: products of bf16 matrices by AMX, an instruction that multiplies tiles. (bf16_tiles.cpp gives it the
+// processor's instructions, and test/test_cpu_bf16.cu the same in C++, for processors that have none.)
+//
+// A tile register holds 16 rows of 16 words; a word is a float, or a pair of bf16 numbers. TDPBF16PS takes a tile x of
+// 16 rows of 32 k's, and a tile y of 16 pairs of k's for 16 columns (row l holds k's 2 l and 2 l + 1, a pair for each
+// column), and adds the 16 x 16 sums of 32 products each to a tile of floats:
+//
+//   even[i][j] = sum over l = 0 ... 15, in this order, from zero, of x[i][2 l] y[2 l][j]          (fused multiply-adds)
+//   odd [i][j] = the same of x[i][2 l + 1] y[2 l + 1][j]
+//   sums[i][j] = sums[i][j] + (even[i][j] + odd[i][j])
+//
+// Every operation rounds to the nearest, and takes numbers below 1.2e-38 as zero.
+//
+// One order of summation, as in sgemm.h: each 384 k's are summed anew, 32 at a time as above, whatever the shape. The
+// last 32 are filled up with zeros. So an element's bits depend on its row of A and its column of B alone; they are not
+// those of float32's products, since even and odd k's have sums of their own.
+//
+// D is column-major, and a tile's rows are contiguous: so x is a tile of B (its columns are x's rows), y one of A, and a
+// tile of sums has 16 columns of D. The innermost loop keeps 2 x 2 tiles of sums, and loads two tiles of A and two of B
+// for four products, which take 64 cycles, the loads 32. The panels are sgemm.h's.
+#pragma once
+
+#include "sgemm.h"
+
+namespace cuda_cpu {
+namespace {
+
+using TileWords = Pairs<false>;
+
+constexpr int side = 16;                     // rows of a tile, and words of a row
+constexpr int64_t tile_words = side * side;  // 1 KiB
+constexpr int64_t row_bytes = side * sizeof(float);
+constexpr int64_t tile_panel_rows = 12 * side;
+
+inline int64_t tiles_along(int64_t k) { return divide_up(k, 2 * side); }
+
+inline void transpose_tile(float* tile) {
+    if constexpr (width == side) {
+        Vector x[width];
+        for (int i = 0; i < width; ++i) x[i] = load(tile + i * side);
+        transpose(x);
+        for (int i = 0; i < width; ++i) store(tile + i * side, x[i]);
+    } else {
+        for (int i = 0; i < side; ++i)
+            for (int j = 0; j < i; ++j) std::swap(tile[i * side + j], tile[j * side + i]);
+    }
+}
+
+// `count` lines of k numbers as tiles y: for each 16 lines, for each 32 k's, 16 rows of 16 pairs, one of each line.
+inline void pack_pairs(const Matrix& matrix, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k,
+                       float* to) {
+    const int64_t length = tiles_along(k) * side, words = divide_up(k, 2);
+    pack<TileWords, side>(matrix, line_stride, k_stride, count, k, to, length);
+    for (int64_t first = 0; first < count; first += side, to += side * length)
+        std::memset(to + words * side, 0, size_t((length - words) * side) * sizeof(float));
+}
+
+// The same as tiles x: 16 rows of 32 k's, one row of each line.
+inline void pack_rows(const Matrix& matrix, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k,
+                      float* to) {
+    if (k_stride != 1) {
+        pack_pairs(matrix, line_stride, k_stride, count, k, to);
+        for (int64_t tile = 0; tile < divide_up(count, side) * tiles_along(k); ++tile)
+            transpose_tile(to + tile * tile_words);
+        return;
+    }
+    const auto* const from = reinterpret_cast<const __nv_bfloat16*>(matrix.data);
+    for (int64_t first = 0; first < count; first += side)
+        for (int64_t first_k = 0; first_k < k; first_k += 2 * side, to += tile_words)
+            for (int64_t i = 0; i < std::min<int64_t>(side, count - first); ++i) {
+                const int64_t numbers = std::min<int64_t>(2 * side, k - first_k);
+                float* const row = to + i * side;
+                std::memcpy(row, from + (first + i) * line_stride + first_k, size_t(numbers) * 2);
+                std::memset(reinterpret_cast<char*>(row) + numbers * 2, 0, size_t(2 * side - numbers) * 2);
+            }
+}
+
+// b_tiles * 16 columns and a_tiles * 16 rows of A B for the k's of `tiles` tiles: sums[column * 2 * side + row]. A
+// sliver of 16 lines is `tiles` tiles.
+template <class Tiles, int a_tiles, int b_tiles>
+void multiply_tile_block(const float* a, const float* b, int64_t tiles, float* sums) {
+    const int64_t sliver = tiles * tile_words;
+    Tiles::template zero<0>();
+    if constexpr (a_tiles > 1) Tiles::template zero<1>();
+    if constexpr (b_tiles > 1) Tiles::template zero<2>();
+    if constexpr (a_tiles > 1 && b_tiles > 1) Tiles::template zero<3>();
+    for (int64_t t = 0; t < tiles; ++t, a += tile_words, b += tile_words) {
+        Tiles::template load<4>(b, row_bytes);
+        Tiles::template load<6>(a, row_bytes);
+        Tiles::template add_products<0, 4, 6>();
+        if constexpr (a_tiles > 1) {
+            Tiles::template load<7>(a + sliver, row_bytes);
+            Tiles::template add_products<1, 4, 7>();
+        }
+        if constexpr (b_tiles > 1) {
+            Tiles::template load<5>(b + sliver, row_bytes);
+            Tiles::template add_products<2, 5, 6>();
+        }
+        if constexpr (a_tiles > 1 && b_tiles > 1) Tiles::template add_products<3, 5, 7>();
+    }
+    Tiles::template store<0>(sums, 2 * row_bytes);
+    if constexpr (a_tiles > 1) Tiles::template store<1>(sums + side, 2 * row_bytes);
+    if constexpr (b_tiles > 1) Tiles::template store<2>(sums + side * 2 * side, 2 * row_bytes);
+    if constexpr (a_tiles > 1 && b_tiles > 1) Tiles::template store<3>(sums + side * 2 * side + side, 2 * row_bytes);
+}
+
+// alpha sums + beta D for vectors * width rows of a column, of which `rows` exist.
+template <int vectors>
+inline void finish_sums(const float* sums, float alpha, float beta, float* d, int64_t rows) {
+    Vector column[vectors];
+    for (int v = 0; v < vectors; ++v) column[v] = load(sums + v * width);
+    finish_column(column, alpha, beta, d, rows);
+}
+
+template <class Tiles>
+void multiply_panel(const float* a, const float* b, int64_t rows, int64_t columns, int64_t tiles, float alpha,
+                    float beta, float* d, int64_t ld) {
+    alignas(64) float sums[4 * tile_words];
+    for (int64_t j = 0; j < columns; j += 2 * side)
+        for (int64_t i = 0; i < rows; i += 2 * side) {
+            const int64_t block_i = std::min<int64_t>(2 * side, rows - i);
+            const int64_t block_j = std::min<int64_t>(2 * side, columns - j);
+            auto* multiply = multiply_tile_block<Tiles, 2, 2>;
+            if (block_i <= side && block_j <= side) multiply = multiply_tile_block<Tiles, 1, 1>;
+            else if (block_i <= side) multiply = multiply_tile_block<Tiles, 1, 2>;
+            else if (block_j <= side) multiply = multiply_tile_block<Tiles, 2, 1>;
+            multiply(a + i / side * tiles * tile_words, b + j / side * tiles * tile_words, tiles, sums);
+            for (int64_t column = 0; column < block_j; ++column)
+                finish_sums<2 * side / width>(sums + column * 2 * side, alpha, beta, d + i + (j + column) * ld,
+                                              block_i);
+        }
+}
+
+// Up to 16 columns where A's rows are contiguous: each 16 rows x 32 k's of A are a tile x where they are, and B is the y.
+template <class Tiles>
+void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
+                             float beta, float* d, int64_t ld, float* space) {
+    constexpr int64_t ahead = 256;  // numbers; the hardware's prefetchers lose 16 rows at a time
+    const auto* const from = reinterpret_cast<const __nv_bfloat16*>(a.data);
+    pack_pairs(b, b.column_stride, b.row_stride, columns, k, space);
+    alignas(64) float tile[tile_words];
+    for (int64_t first = 0; first < rows; first += side) {
+        const int64_t count = std::min<int64_t>(side, rows - first);
+        int64_t first_k = 0;
+        do {
+            Tiles::template zero<0>();
+            const int64_t end = std::min(k, first_k + panel_k);
+            for (int64_t l = first_k; l < end; l += 2 * side) {
+                const __nv_bfloat16* const place = from + first * a.row_stride + l;
+                if (count == side && l + 2 * side <= end) {
+                    for (int i = 0; i < side; ++i) __builtin_prefetch(place + i * a.row_stride + ahead);
+                    Tiles::template load<4>(place, a.row_stride * 2);
+                } else {
+                    std::memset(tile, 0, sizeof tile);
+                    for (int64_t i = 0; i < count; ++i)
+                        std::memcpy(tile + i * side, place + i * a.row_stride,
+                                    size_t(std::min<int64_t>(2 * side, end - l)) * 2);
+                    Tiles::template load<4>(tile, row_bytes);
+                }
+                Tiles::template load<6>(space + l / (2 * side) * tile_words, row_bytes);
+                Tiles::template add_products<0, 4, 6>();
+            }
+            Tiles::template store<0>(tile, row_bytes);
+            transpose_tile(tile);
+            for (int64_t j = 0; j < columns; ++j)
+                finish_sums<side / width>(tile + j * side, alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld,
+                                          count);
+            first_k += panel_k;
+        } while (first_k < k);
+    }
+}
+
+inline int64_t space_of_tiles(int64_t columns, int64_t k) {
+    const int64_t lines = tile_panel_rows + divide_up(columns, side) * side;
+    return std::max(lines * tiles_along(std::min(k, panel_k)), side * tiles_along(k)) * side;
+}
+
+// What sgemm (cublas_lt.h) promises, of bf16 matrices. An object of the class Tiles exists while its registers are used.
+template <class Tiles>
+void multiply_by_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
+                       float beta, float* d, int64_t ld, float* space) {
+    const Tiles in_use;
+    if (columns <= most_few_columns && a.column_stride == 1)
+        return multiply_few_with_tiles<Tiles>(a, b, rows, columns, k, alpha, beta, d, ld, space);
+    int64_t first_k = 0;
+    do {
+        const int64_t length = std::min(panel_k, k - first_k), tiles = tiles_along(length);
+        float* const packed_b = space + tile_panel_rows * tiles * side;
+        pack_rows(b.from(0, first_k, 0), b.column_stride, b.row_stride, columns, length, packed_b);
+        for (int64_t row = 0; row < rows; row += tile_panel_rows) {
+            const int64_t count = std::min(tile_panel_rows, rows - row);
+            pack_pairs(a.from(0, row, first_k), a.row_stride, a.column_stride, count, length, space);
+            multiply_panel<Tiles>(space, packed_b, count, columns, tiles, alpha, first_k == 0 ? beta : 1.0f, d + row,
+                                  ld);
+        }
+        first_k += panel_k;
+    } while (first_k < k);
+}
+
+}  // namespace
+}  // namespace cuda_cpu

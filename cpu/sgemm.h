@@ -1,0 +1,200 @@
+// cpu/sgemm.h: the arithmetic of cuBLASLt's multiplication on one thread: D = alpha A B + beta D for one tile of D, with
+// sums in float32. sgemm.cpp compiles it for float32 products, bf16_dots.cpp for an instruction that adds two products
+// of bf16 numbers; Arithmetic is what differs between the two (vector.h).
+//
+// Registers. The innermost loop keeps a small block of D in vector registers, 48 x 8 elements with AVX-512, 24 x 4 with
+// AVX2. For each k (each two, where an instruction takes two) it loads one column of A's block (three vectors), and
+// multiplies it with each element of B's row: 24 (12) fused multiply-adds for 3 loads and 8 (4) broadcasts, so that the
+// arithmetic is what takes the time.
+//
+// Caches. It reads A and B from copies that lie in the order in which it reads them ("packed"): A as slivers of 48
+// rows, B as slivers of 8 columns, k after k. It takes 384 k's at a time: a sliver of B then fits in the first-level
+// cache, and stays there while it is multiplied with a block of four slivers of A (288 KiB), which fits in the
+// second-level cache. Packing transposes where it must, in registers. It widens 16- and 8-bit numbers to floats, which
+// is exact, or puts two bf16 numbers into one word of 32 bits: a "word" of a packed copy is one float, or such a pair.
+// (Goto & van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.)
+//
+// One order of summation. An element of A B is formed by fused multiply-adds in the order of k, from zero, anew for
+// each 384 k's, and these parts are added up in order. This is true at the edges of a matrix as well as inside of it.
+// So the bits of an element depend on its row of A, its column of B, alpha, beta and its old value, and on nothing
+// else: not on the shape of the matrices, not on its place in them, not on the number of threads, nor, among CPUs with
+// fused multiply-add, on the width of the vectors. A token's activations are the same bits in whatever batch it is
+// computed. (Libraries do not promise this: OpenBLAS has other kernels at the edge of a matrix, and for small ones.)
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "cublas_lt.h"
+#include "few_columns.h"
+#include "vector.h"
+
+namespace cuda_cpu {
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Packing
+
+constexpr int block_vectors = 3, block_rows = block_vectors * width, block_columns = width / 2;
+constexpr int64_t panel_rows = 4 * block_rows;
+
+// Up to `width` lines of k numbers each, transposed, where `out` is the place of the first word of the first line. A
+// vector of one word of every line is a part of one sliver (A), or the whole of several (B), each of `length` words a
+// line.
+template <class Arithmetic, int sliver, class T>
+void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, float* out, int64_t length) {
+    constexpr int terms = Arithmetic::terms;
+    // Stores word l of all lines: as a part of one sliver, or divided among several.
+    const auto put = [&](Vector x, int64_t l) {
+        if constexpr (sliver >= width) {
+            store(out + l * sliver, x);
+        } else {
+            float values[width];
+            store(values, x);
+            for (int i = 0; i < lines; i += sliver)
+                std::memcpy(out + l * sliver + i * length, values + i, sliver * sizeof(float));
+        }
+    };
+    int64_t l = 0;
+    for (; l + width <= k / terms; l += width) {
+        const T* const first = from + l * terms;
+        Vector x[width];
+        if (lines == width)
+#pragma GCC unroll 16
+            for (int i = 0; i < width; ++i) x[i] = Arithmetic::words(first + i * line_stride);
+        else
+            for (int i = 0; i < width; ++i) x[i] = i < lines ? Arithmetic::words(first + i * line_stride) : Vector{};
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < width; ++i) put(x[i], l + i);
+    }
+    for (; l * terms < k; ++l) {
+        Vector x = {};
+        for (int i = 0; i < lines; ++i) x[i] = Arithmetic::word(from + i * line_stride + l * terms, k - l * terms);
+        put(x, l);
+    }
+}
+
+// Word l of `sliver` lines that are neighbours in memory, of which `lines` exist: numbers are copied in rows.
+template <class Arithmetic, int sliver, class T>
+void pack_row(const T* from, int64_t k_stride, int64_t lines, int64_t k, int64_t l, float* out) {
+    const T* const row = from + l * Arithmetic::terms * k_stride;
+    if constexpr (Arithmetic::terms == 1) {
+        if (lines == sliver)
+            for (int i = 0; i < sliver; ++i) out[i] = float(row[i]);
+        else
+            for (int i = 0; i < sliver; ++i) out[i] = i < lines ? float(row[i]) : 0.0f;
+    } else {
+        static constexpr T zeros[sliver] = {};
+        const T* const next = l * 2 + 1 < k ? row + k_stride : zeros;
+        if (lines == sliver)
+            for (int i = 0; i < sliver; ++i) out[i] = Arithmetic::pair(row[i], next[i]);
+        else
+            for (int i = 0; i < sliver; ++i) out[i] = i < lines ? Arithmetic::pair(row[i], next[i]) : 0.0f;
+    }
+}
+
+// `count` lines (A's rows or B's columns) of k numbers, as slivers of `sliver` lines and `length` words: out[l * sliver
+// + i] for word l of line i, sliver after sliver. The last one is filled up with zeros to a whole number of vectors, or
+// to a sliver. What lies behind a sliver's last word of k is not written.
+template <class Arithmetic, int sliver, class T>
+void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to, int64_t length) {
+    if (line_stride == 1) {
+        for (int64_t first = 0; first < count; first += sliver, from += sliver, to += sliver * length) {
+            const int64_t lines = std::min<int64_t>(sliver, count - first);
+            for (int64_t l = 0; l * Arithmetic::terms < k; ++l)
+                pack_row<Arithmetic, sliver>(from, k_stride, lines, k, l, to + l * sliver);
+        }
+        return;
+    }
+    // Otherwise each line is contiguous, and `width` lines at a time are transposed in registers.
+    for (int64_t first = 0; first < count; first += width, from += width * line_stride) {
+        const int64_t lines = std::min<int64_t>(width, count - first);
+        float* const out = to + first / sliver * sliver * length + first % sliver;
+        if constexpr (requires { Arithmetic::words(from); }) {
+            pack_lines<Arithmetic, sliver>(from, line_stride, lines, k, out, length);
+        } else {
+            float wide[width * panel_k];
+            for (int64_t i = 0; i < lines; ++i)
+                for (int64_t l = 0; l < k; ++l) wide[i * panel_k + l] = float(from[i * line_stride + l]);
+            pack_lines<Arithmetic, sliver>(wide, panel_k, lines, k, out, length);
+        }
+    }
+}
+
+template <class Arithmetic, int sliver>
+void pack(const Matrix& matrix, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to,
+          int64_t length) {
+    Arithmetic::with_elements(
+        matrix, [&](const auto* from) { pack<Arithmetic, sliver>(from, line_stride, k_stride, count, k, to, length); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The innermost loop: `rows` <= vectors * width rows and `columns` columns of D, from one sliver of A and one of B.
+
+template <class Arithmetic, int vectors, int columns>
+void multiply_block(const float* __restrict a, const float* __restrict b, int64_t words, float alpha, float beta,
+                    float* d, int64_t ld, int64_t rows) {
+    Vector sums[columns][vectors] = {};
+    for (int64_t l = 0; l < words; ++l, a += block_rows, b += block_columns) {
+        Vector x[vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) x[v] = load(a + v * width);
+#pragma GCC unroll 8
+        for (int j = 0; j < columns; ++j) {
+            const Vector y = broadcast(b[j]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; ++v) sums[j][v] = Arithmetic::multiply_add(x[v], y, sums[j][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; ++j) finish_column(sums[j], alpha, beta, d + j * ld, rows);
+}
+
+// multiply_block for every size of block, [vectors - 1][columns - 1].
+using MultiplyBlock = void (*)(const float*, const float*, int64_t, float, float, float*, int64_t, int64_t);
+template <class Arithmetic, int... i>
+constexpr std::array<MultiplyBlock, sizeof...(i)> all_blocks(std::integer_sequence<int, i...>) {
+    return {multiply_block<Arithmetic, i / block_columns + 1, i % block_columns + 1>...};
+}
+template <class Arithmetic>
+constexpr auto blocks = all_blocks<Arithmetic>(std::make_integer_sequence<int, block_vectors * block_columns>());
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// What sgemm (cublas_lt.h) promises, with this arithmetic.
+template <class Arithmetic>
+void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
+                     float beta, float* d, int64_t ld, float* space) {
+    if (columns <= most_few_columns && a.column_stride == 1)
+        return multiply_few_columns<Arithmetic>(a, b, rows, columns, k, alpha, beta, d, ld, space);
+    float *const packed_a = space, *const packed_b = space + panel_rows * std::min(k, panel_k);
+    int64_t first_k = 0;
+    do {
+        const int64_t length = std::min(panel_k, k - first_k), words = divide_up(length, Arithmetic::terms);
+        const float panel_beta = first_k == 0 ? beta : 1.0f;
+        pack<Arithmetic, block_columns>(b.from(0, first_k, 0), b.column_stride, b.row_stride, columns, length, packed_b,
+                                        words);
+        for (int64_t first_row = 0; first_row < rows; first_row += panel_rows) {
+            const int64_t count = std::min(panel_rows, rows - first_row);
+            pack<Arithmetic, block_rows>(a.from(0, first_row, first_k), a.row_stride, a.column_stride, count, length,
+                                         packed_a, words);
+            for (int64_t j = 0; j < columns; j += block_columns)
+                for (int64_t i = 0; i < count; i += block_rows) {
+                    const int64_t block_i = std::min<int64_t>(block_rows, count - i);
+                    const int64_t block_j = std::min<int64_t>(block_columns, columns - j);
+                    blocks<Arithmetic>[size_t((divide_up(block_i, width) - 1) * block_columns + block_j - 1)](
+                        packed_a + i * words, packed_b + j * words, words, alpha, panel_beta,
+                        d + first_row + i + j * ld, ld, block_i);
+                }
+        }
+        first_k += panel_k;
+    } while (first_k < k);
+}
+
+}  // namespace
+}  // namespace cuda_cpu
