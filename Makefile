@@ -104,6 +104,16 @@ ifneq ($(SANITIZE),)
   EMULATED_FLAGS :=
 endif
 
+# make count: what reads and writes device memory is compiled with a call before each load and store (cpu/count_bytes.cpp).
+ifeq ($(COUNT),1)
+  BUILD          := $(BUILD)-count
+  OPTIMIZE       := -O1 -fsanitize=kernel-address --param asan-instrumentation-with-call-threshold=0 --param asan-stack=0 \
+                    --param asan-globals=0 -DCOUNT_BYTES
+  LIGHT_FLAGS    :=
+  EMULATED_FLAGS :=
+  CORES_FLAGS    :=
+endif
+
 # What `make gpu-bundle` has put aside for machines without a network: used where the system has none of its own.
 BUNDLE         := gpu-bundle
 BUNDLE_INCLUDE := -idirafter $(BUNDLE)/include
@@ -215,7 +225,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -398,6 +408,18 @@ build/fuzz/fuzz_%: test/fuzz_%.cpp $(FUZZ_READERS) $(BUILD)/libllm.a
 	$(Q)$(CLANGXX) $(FUZZ_FLAGS) -fsanitize=fuzzer,address,undefined $^ $(LDLIBS) -lgomp -o $@
 -include $(shell find build/fuzz -name '*.d' 2>/dev/null)
 
+# ---- counting: are the bytes that launchers state those that the kernels touch? ------------------------------------------
+COUNTED := core/launches core/error $(patsubst %.cu,%,$(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu)) \
+           cpu/sgemm cpu/few_columns cpu/cublas_lt_multiply cpu/hopper_copies cpu/count_bytes
+COUNTED_OBJECTS := $(COUNTED:%=build/cpu-count/%.o)
+$(BUILD)/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
+count:
+	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o build/cpu/libllm.a
+	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED_OBJECTS)
+	$(say) LINK build/cpu-count/train_gpt
+	$(Q)$(CXX) -fopenmp $(COUNTED_OBJECTS) build/cpu/train_gpt.o build/cpu/libllm.a $(LDLIBS) -o build/cpu-count/train_gpt
+	@test/count_bytes.sh build/cpu-count/train_gpt
+
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------
 # Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.
 gpu-check:
@@ -485,6 +507,7 @@ help:
 	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
 	@echo 'make test-readme            run every command of README.md and doc/; ONLY="float_formats": those with this in them'
+	@echo 'make count                  hold the bytes that launchers state against those that their kernels touch'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'

@@ -161,6 +161,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
         return print_plan(*trainer);
     }
     if (!agree_to_start(world, fault, start_fault)) return;
+    if (options.account) return print_step_account(*trainer);
     if (options.plan) {
         if (world.rank == 0) print_plan(*trainer);
         return;

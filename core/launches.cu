@@ -1,6 +1,14 @@
 // core/launches.cu: notes what is launched, with its cost, for the account of a training step.
 #include "core/core.h"
 
+#include <string_view>
+
+#ifdef COUNT_BYTES  // make count: cpu/count_bytes.cpp
+namespace cuda_cpu {
+void count_launch(const char* kernel, int64_t reads, int64_t writes);
+}
+#endif
+
 namespace {
 thread_local LaunchNotes* notes = nullptr;
 }
@@ -12,6 +20,10 @@ LaunchNotes::LaunchNotes() {
 LaunchNotes::~LaunchNotes() { notes = nullptr; }
 
 void launched(const char* kernel, const LaunchCost& cost, const char* file, int line) {
+#ifdef COUNT_BYTES
+    const bool is_kernel = std::string_view(kernel).substr(0, 3) != "mem";  // memset and memcpy
+    cuda_cpu::count_launch(is_kernel ? kernel : nullptr, cost.reads, cost.writes);
+#endif
     cuda_check_launch(file, line);
     if (notes) notes->launches.push_back({kernel, cost});
 }

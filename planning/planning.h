@@ -4,6 +4,7 @@
 // Files, in reading order:
 //     memory.cu    weights, gradients, optimizer states, activations: bytes by kind and by ZeRO stage
 //     time.cu      FLOPs and bytes of a step, and the seconds that they take on a device
+//     step_account.cu  a step launch by launch, grouped: where its time goes
 //     rates.cu     the device's rates, measured
 //     tensor_bill.cu   what tensor parallelism sends
 //     pipeline_plan.cu   what each rank of a pipeline has
@@ -22,8 +23,29 @@ void print_memory(Memory& memory);  // the arenas, with the tensors that take at
 void print_plan(Trainer& trainer);  // --plan: memory, FLOPs and time of this run; nothing has been allocated
 
 // time.cu
-void expect_device_spec(const std::string& name);  // Error for a --device-spec that does not exist
-void print_time(Trainer& trainer);                 // the plan's part on FLOPs, bytes moved and seconds of a step
+struct DeviceSpec {
+    const char* name;
+    // Dense rates in FLOP/s, without sparsity, as the makers state them; float32 without tensor cores, because our
+    // float32 products are not cut to TF32; 16 bits with sums in float32. fp8 = 0: the device has none.
+    double f32, f16, fp8;
+    double bytes_per_s, bytes;  // of its memory
+    const char* source;
+    // What large products of random 16-bit numbers, and copies, reach.
+    double reached_f16, reached_bytes;
+    const char* reached_source;
+    // All but the products takes so many times as long as its bytes, at least and at most, and then products wait.
+    // 0: it takes as long as its bytes, at the same time as products.
+    double rest_least = 0, rest_most = 0;
+    double rate(DType dtype) const { return dtype == DType::f32 ? f32 : f16; }
+    double reached_rate(DType dtype) const { return reached_f16 / f16 * rate(dtype); }  // float32: the same share
+};
+DeviceSpec device_spec(const std::string& name, DType dtype);  // --device-spec; "this" is measured
+void expect_device_spec(const std::string& name);              // Error for a --device-spec that does not exist
+void print_time(Trainer& trainer);  // the plan's part on FLOPs, bytes moved and seconds of a step
+
+// step_account.cu: --account: every launch of a step with what it moves, computes and takes. The step is captured and
+// never runs. With --out also as account.md, account.png and launches.tsv. Ends the use of this Trainer.
+void print_step_account(Trainer& trainer);
 
 // rates.cu: measured on this device
 double measure_matmul_rate(DType dtype);  // of a large product, in FLOP/s: what a step's FLOP/s are held against

@@ -10,13 +10,36 @@
 namespace {
 
 // Options that belong to one call of the program and not to the run.
-const std::set<std::string> kNotSaved = {
-    "--help",      "--out",     "--resume",        "--new-data",     "--stop-after",
-    "--log-every", "--plan",    "--device-spec",   "--params",       "--inject-overflow",
-    "--ranks",     "--comm",    "--all-reduce",    "--comm-timeout", "--ranks-per-node",
-    "--trace",     "--dp-mode", "--zero",          "--bucket-mib",   "--offload",
-    "--tp",        "--sp",      "--tp-mode",       "--tp-depth",     "--tp-overlap",
-    "--cp",        "--cp-mode", "--micro-batches", "--draw"};
+const std::set<std::string> kNotSaved = {"--help",
+                                         "--out",
+                                         "--resume",
+                                         "--new-data",
+                                         "--stop-after",
+                                         "--log-every",
+                                         "--plan",
+                                         "--account",
+                                         "--device-spec",
+                                         "--params",
+                                         "--inject-overflow",
+                                         "--ranks",
+                                         "--comm",
+                                         "--all-reduce",
+                                         "--comm-timeout",
+                                         "--ranks-per-node",
+                                         "--trace",
+                                         "--dp-mode",
+                                         "--zero",
+                                         "--bucket-mib",
+                                         "--offload",
+                                         "--tp",
+                                         "--sp",
+                                         "--tp-mode",
+                                         "--tp-depth",
+                                         "--tp-overlap",
+                                         "--cp",
+                                         "--cp-mode",
+                                         "--micro-batches",
+                                         "--draw"};
 // Nor are these saved, except for the second list where --pipeline is asynchronous: gradients are then those of weights
 // some updates ago, of how many is decided by it.
 const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
@@ -161,7 +184,12 @@ void add_memory_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
                   "--clip 0, otherwise after it, when the norm is known), params (also the weights; needs --zero 3), "
                   "unified (pages that move)");
     memory.flag("--plan", o.plan, "print the bytes, FLOPs and seconds of this run, and end");
-    memory.option("--device-spec", o.device_spec, "the plan's device: h200, h100, a100, 4090, or this one");
+    memory.flag(
+        "--account", o.account,
+        "print where the time of a step goes, launch by launch, with a prediction, and end; with --out also as\n"
+        "account.md, account.png and launches.tsv");
+    memory.option("--device-spec", o.device_spec,
+                  "the device of --plan and --account: h200, h100, a100, 4090, or this one");
     memory.option("--params", o.plan_parameters,
                   "the plan of any model with this many parameters (7.5e9): weights, gradients and optimizer only");
 }

@@ -217,7 +217,7 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
                      concat("with --optimizer ", o.optimizer, ": use another optimizer"));
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val away");
     check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
-    check_effect("--device-spec", o.plan, "without --plan, whose device it is: add --plan");
+    check_effect("--device-spec", o.plan || o.account, "without --plan or --account, whose device it is: add --plan");
 }
 
 }  // namespace

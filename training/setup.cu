@@ -189,7 +189,7 @@ std::string open_run(const TrainOptions& o, Mesh& mesh, std::optional<Trainer>& 
         check_limits(o, config);
         trainer.emplace(o, config, mesh);
         trainer->take_memory();  // counts; the kernels' limits on sizes are checked here
-        if (o.plan) return "";
+        if (o.plan || o.account) return "";
         data = open_data(o, config, tokenizer);
         trainer->data = data->identity;
         if (trainer->world.rank == 0) trainer->model_files = collect_model_files(o, config, tokenizer, *data);

@@ -77,7 +77,8 @@ struct TrainOptions {
     bool has_positions() const { return mask_documents || cp > 1; }  // where a token is does not follow from its row
     DataParallelOptions data_parallel;
     Offload offload = Offload::none;
-    bool plan = false;  // print the plan, and end
+    bool plan = false;     // print the plan, and end
+    bool account = false;  // print the account of a step, and end
     std::string device_spec = "this";
     double plan_parameters = 0;   // --params: the plan's states for this many parameters; 0: the model's
     int64_t inject_overflow = 0;  // for tests: the step in which one gradient becomes infinite

@@ -1,0 +1,120 @@
+// cpu/count_bytes.cpp: counts the bytes of device memory that a kernel touches (make count). Only that build has it.
+//
+// g++ -fsanitize=kernel-address is made for the Linux kernel, which brings its own run-time library: with
+// --param asan-instrumentation-with-call-threshold=0 it puts a call before every load and store, and the functions that
+// are called are ours. So a byte of an allocation gets a mark when it is read, and another when it is written; after a
+// launch the marks are counted, and held against what the launcher states (launched(), core/core.h).
+//
+// One OS thread: the marks have no locks.
+#include "races.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cuda_cpu {
+namespace {
+
+constexpr uint8_t kRead = 1, kWritten = 2;
+constexpr uintptr_t kPage = 4096;
+struct Marks {
+    uint8_t of[kPage] = {};
+};
+std::map<uintptr_t, std::unique_ptr<Marks>> pages;  // of device memory that the launch has touched, by page number
+Extent last_extent{};
+uintptr_t last_page = ~uintptr_t{0};
+Marks* last_marks = nullptr;
+// From the first launch on, which is not counted: what runs before main must find nothing here.
+bool counts = false;
+
+struct Verdict {
+    int64_t launches = 0, differing = 0, stated[2] = {}, counted[2] = {};  // the last that differed: read, written
+};
+std::map<std::string, Verdict> verdicts;
+
+void mark(uintptr_t address, size_t bytes, uint8_t what) {
+    if (!counts) return;
+    if (address < last_extent.begin || address >= last_extent.end) {
+        const Extent extent = allocation_around(address);
+        if (extent.end == 0 || extent.on_host) return;
+        last_extent = extent;
+    }
+    for (size_t i = 0; i < bytes; ++i, ++address) {
+        if (address / kPage != last_page) {
+            last_page = address / kPage;
+            auto& page = pages[last_page];
+            if (!page) page = std::make_unique<Marks>();
+            last_marks = page.get();
+        }
+        last_marks->of[address % kPage] |= what;
+    }
+}
+void forget() {
+    pages.clear();
+    last_page = ~uintptr_t{0};
+    last_extent = {};
+}
+
+// At the end of the program: each kernel whose statement was not what it did.
+struct AtExit {
+    ~AtExit() {
+        int64_t launches = 0;
+        bool differs = false;
+        for (const auto& [kernel, v] : verdicts) {
+            launches += v.launches;
+            if (v.differing == 0) continue;
+            differs = true;
+            std::printf(
+                "%s: %lld of %lld launches differ; the last states %lld bytes read and %lld written, and touches "
+                "%lld and %lld\n",
+                kernel.c_str(), static_cast<long long>(v.differing), static_cast<long long>(v.launches),
+                static_cast<long long>(v.stated[0]), static_cast<long long>(v.stated[1]),
+                static_cast<long long>(v.counted[0]), static_cast<long long>(v.counted[1]));
+        }
+        std::printf("counted the bytes of %lld launches of %zu kernels: %s\n", static_cast<long long>(launches),
+                    verdicts.size(), differs ? "some are not as stated" : "all as stated");
+        std::fflush(stdout);
+        if (differs) std::_Exit(1);
+    }
+} at_exit;
+
+}  // namespace
+
+void count_launch(const char* kernel, int64_t reads, int64_t writes) {
+    int64_t read = 0, written = 0;
+    for (const auto& [number, page] : pages)
+        for (const uint8_t marks : page->of) read += marks & kRead, written += (marks & kWritten) / kWritten;
+    forget();
+    if (!kernel || !std::exchange(counts, true)) return;
+    Verdict& verdict = verdicts[kernel];
+    ++verdict.launches;
+    if (read == reads && written == writes) return;
+    ++verdict.differing;
+    verdict.stated[0] = reads, verdict.stated[1] = writes;
+    verdict.counted[0] = read, verdict.counted[1] = written;
+}
+
+}  // namespace cuda_cpu
+
+// What g++ calls.
+extern "C" {
+#define TOUCHES(n)                                                                                    \
+    void __asan_load##n##_noabort(uintptr_t address) { cuda_cpu::mark(address, n, cuda_cpu::kRead); } \
+    void __asan_store##n##_noabort(uintptr_t address) { cuda_cpu::mark(address, n, cuda_cpu::kWritten); }
+TOUCHES(1)
+TOUCHES(2)
+TOUCHES(4)
+TOUCHES(8)
+TOUCHES(16)
+void __asan_loadN_noabort(uintptr_t address, size_t n) { cuda_cpu::mark(address, n, cuda_cpu::kRead); }
+void __asan_storeN_noabort(uintptr_t address, size_t n) { cuda_cpu::mark(address, n, cuda_cpu::kWritten); }
+void __asan_handle_no_return() {}
+void __asan_before_dynamic_init(const char*) {}
+void __asan_after_dynamic_init() {}
+}

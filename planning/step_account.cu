@@ -1,0 +1,393 @@
+// planning/step_account.cu: where the time of a training step goes (--account).
+//
+// A kernel has to move bytes and to compute. The device does both at the same time, each at its own rate, so that a
+// launch takes at least
+//
+//     roofline = max(bytes / copy rate, FLOPs / matrix rate)          (Williams, Waterman & Patterson 2009)
+//
+// Which of the two it is follows from its arithmetic intensity, FLOPs / bytes, and from the device's, rate / rate: 266
+// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 540 FLOPs for each byte, and waits
+// for the tensor cores. A norm computes about one, and waits for memory, whatever the multiprocessors could do.
+// Attention computes T / 2 FLOPs or more for each byte as long as its scores stay on the chip; written out and read
+// again, as in the papers before flash attention, they would make it wait for memory, too.
+//
+// The launches are not written down here a second time: a step of this run is captured, as for a CUDA graph, and never
+// runs. Launchers state what each launch costs (launched(), core/core.h). On the CPU device the memory of the run does
+// not even exist (only its addresses do), so that a laptop has the account of a step that fills an H100.
+//
+// predicted = roofline / (the share of it that such kernels reach) + the time between two launches. The shares are those
+// of public measurements, as the table kGroups says; `make profile` prints what a GPU measures beside them.
+#include "planning/planning.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <regex>
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Groups
+
+struct Group {
+    const char* name;
+    const char* kernels;  // a regular expression: the first group that one matches has the kernel
+    double share;         // of the roofline that these kernels reach
+    const char* source;
+};
+// Products come first, and are told apart by their sizes. Shares are of the rates that are reached (DeviceSpec), not of
+// the data sheet.
+constexpr double kNarrowProduct = 640.0 / 798, kWideProduct = 700.0 / 798, kRowKernel = 0.9;
+const Group kGroups[] = {
+    {"block products", "^$", kNarrowProduct, "cuBLASLt on an H100: 640 TFLOP/s where K or N is below 1024, else 700"},
+    {"head products", "^$", kWideProduct, "cuBLASLt on an H100: 700 TFLOP/s"},
+    {"attention backward", "flash_.*(d[qkv]|delta|backward)|delta_kernel", 0.31,
+     "245 TFLOP/s: FlashAttention-3, head size 64, causal, 1k tokens (64 % of the forward's rate at 0.33)"},
+    {"attention forward", "flash_|attention", 0.33, "265 TFLOP/s: FlashAttention-3, head size 64, causal, 1k tokens"},
+    {"norms", "layernorm|rmsnorm|norm_parameter", kRowKernel, "row kernels reach 0.9 of a copy"},
+    {"activation function", "gelu|swiglu", kRowKernel, "as row kernels"},
+    {"rotations and heads", "rope|heads|latent|residual", kRowKernel, "as row kernels"},
+    {"column sums", "column_sum", kRowKernel, "as row kernels"},
+    {"cross-entropy", "cross_entropy|losses|head_rows", kRowKernel, "as row kernels"},
+    {"embedding", "embedding|ids_from", kRowKernel, "as row kernels"},
+    {"8-bit casts", "fp8|quantise|amax|transpose", kRowKernel, "as row kernels"},
+    {"gradient norm", "squares|add_sums|clip_scale", kRowKernel, "as row kernels"},
+    {"optimizer",
+     "adam|momentum|sgd|lion|adagrad|rmsprop|muon|newton|adafactor|elementwise|update|step_numbers|Momentum|SGD|Lion",
+     kRowKernel, "as row kernels"},
+    {"copies and fills", "memset|memcpy|copy|fill|convert|cast", kRowKernel, "as row kernels"},
+    {"others", "", kRowKernel, "as row kernels"},
+};
+constexpr size_t kBlockProducts = 0, kHeadProducts = 1, kAttentionBackward = 2, kAttentionForward = 3;
+constexpr size_t kNGroups = sizeof kGroups / sizeof kGroups[0];
+// Products and attention: what is left reads and writes rows.
+bool moves_rows(size_t group) { return group > kAttentionForward; }
+
+constexpr double kBetweenLaunches = 1.5e-6;  // seconds: the last blocks of one kernel, the first of the next
+constexpr double kBetweenSteps = 0.2e-3;     // the start of a graph, and uploads that wait
+
+size_t group_of(const NotedLaunch& launch, int64_t vocabulary) {
+    const auto& sizes = launch.cost.product;
+    if (sizes[0] > 0)
+        return std::find(sizes.begin(), sizes.end(), vocabulary) != sizes.end() ? kHeadProducts : kBlockProducts;
+    size_t group = 0;
+    while (!std::regex_search(launch.kernel, std::regex(kGroups[group].kernels, std::regex::icase))) ++group;
+    return group;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Recording a step
+
+// Asks for work that is recorded and never runs; returns how many pieces it has.
+size_t capture(const std::function<void()>& work) {
+    const cudaStream_t stream = device().stream;
+    cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed));
+    cudaGraph_t graph = nullptr;
+    try {
+        work();
+    } catch (...) {
+        cudaStreamEndCapture(stream, &graph);
+        throw;
+    }
+    cudaCheck(cudaStreamEndCapture(stream, &graph));
+    size_t n_nodes = 0;
+    cudaCheck(cudaGraphGetNodes(graph, nullptr, &n_nodes));
+    cudaCheck(cudaGraphDestroy(graph));
+    return n_nodes;
+}
+
+void check_can_account(const Trainer& t) {
+    const TrainOptions& o = t.options;
+    const char* reason = nullptr;
+    if (rank_count(o.ranks) > 1) reason = "it is that of one rank: leave --ranks and mpirun away";
+    if (o.offload != Offload::none)
+        reason = "with --offload the host works, too, and the step is not a row of launches";
+    if (reason) fail("--account: ", reason);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Time
+
+struct Row {  // a launch, or the sum of many
+    int64_t launches = 0;
+    double least = 0, moved = 0, flops = 0;  // bytes that it must move, and does move
+    double roofline = 0, predicted = 0;      // seconds
+    void add(const Row& other) {
+        launches += other.launches, least += other.least, moved += other.moved, flops += other.flops;
+        roofline += other.roofline, predicted += other.predicted;
+    }
+    double intensity() const { return moved > 0 ? flops / moved : 0; }
+};
+
+struct Account {
+    DeviceSpec spec;
+    double rate = 0;  // FLOP/s that are reached
+    std::vector<NotedLaunch> launches;
+    std::vector<Row> rows;       // one for each launch
+    std::vector<size_t> groups;  // likewise
+    double tokens = 0, model_flops = 0;
+    std::vector<Row> by_group() const {
+        std::vector<Row> sums(kNGroups);
+        for (size_t i = 0; i < rows.size(); ++i) sums[groups[i]].add(rows[i]);
+        return sums;
+    }
+    Row all() const {
+        Row sum;
+        for (const Row& row : rows) sum.add(row);
+        return sum;
+    }
+    double seconds() const { return all().predicted + kBetweenSteps; }
+};
+
+Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
+    const LaunchCost& cost = launch.cost;
+    Row row{.launches = 1,
+            .least = static_cast<double>(cost.reads + cost.writes - cost.scratch),
+            .moved = static_cast<double>(cost.reads + cost.writes + cost.again),
+            .flops = cost.flops};
+    // What is no product of matrices computes on other units, but too little to wait for them.
+    const bool multiplies = !moves_rows(group);
+    row.roofline = std::max(row.moved / account.spec.reached_bytes, multiplies ? row.flops / account.rate : 0);
+    const auto& [M, N, K] = cost.product;
+    const bool wide = group == kBlockProducts && std::min(K, N) >= 1024;
+    row.predicted = row.roofline / (wide ? kWideProduct : kGroups[group].share) + kBetweenLaunches;
+    return row;
+}
+
+Account account_of(Trainer& t) {
+    const TrainOptions& o = t.options;
+    Account account{.spec = device_spec(o.device_spec, o.precision.dtype)};
+    account.rate = account.spec.reached_rate(o.precision.dtype);
+    capture([&] { t.reserve(); });  // tables and states are set
+    LaunchNotes notes;
+    const size_t n_nodes = capture([&] {
+        accumulate_gradients(t, 1);
+        clip_gradients(t, false);
+        update_weights(t, 1);
+    });
+    // A GPU may do one product in two kernels; on the CPU device each piece of work is one node.
+    check(!device().is_cpu || n_nodes == notes.launches.size(), "the account: ", n_nodes,
+          " pieces of work were asked for, ", notes.launches.size(),
+          " of them with their cost: a launcher does not call launched()");
+    account.launches = std::move(notes.launches);
+    for (const NotedLaunch& launch : account.launches) {
+        account.groups.push_back(group_of(launch, t.config.V_padded()));
+        account.rows.push_back(row_of(launch, account.groups.back(), account));
+    }
+    account.tokens = static_cast<double>(o.batch * o.seq);
+    account.model_flops = account.tokens * flops_per_token(t.config, o.seq);
+    return account;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tables
+
+std::string format(const char* pattern, double value) {
+    char text[64];
+    std::snprintf(text, sizeof text, pattern, value);
+    return text;
+}
+
+std::string table_row(const char* name, const Row& row, const std::string& why) {
+    return concat("| ", name, " | ", row.launches, " | ", format("%.3f", row.least / 1e9), " | ",
+                  format("%.3f", row.moved / 1e9), " | ", row.flops > 0 ? format("%.3f", row.flops / 1e12) : "", " | ",
+                  row.flops > 0 ? format("%.3g", row.intensity()) : "", " | ", format("%.2f", 1e3 * row.roofline),
+                  " | ", format("%.2f", 1e3 * row.predicted), " | ", why, " |\n");
+}
+
+const char* tier_name(FlashTier tier) {
+    switch (tier) {
+        case FlashTier::cuda_cores: return "cores";
+        case FlashTier::mma: return "mma";
+        case FlashTier::hopper: return "hopper";
+        default: return "auto";
+    }
+}
+
+std::string title_of(const Trainer& t) {
+    const TrainOptions& o = t.options;
+    return concat("A step of ", o.model, ", ", o.dtype, ", ", o.batch, " x ", o.seq, " tokens in micro-batches of ",
+                  t.micro_batch, ", --attention ", tier_name(o.attention));
+}
+
+std::string text_of(const Trainer& t, const Account& account) {
+    const DeviceSpec& spec = account.spec;
+    std::string text = concat("# ", title_of(t), "\n\n");
+    text += concat("Predicted for ", spec.name, ": products at up to ", human_count(account.rate),
+                   "FLOP/s and copies at ", human_count(spec.reached_bytes), "B/s (", spec.reached_source, ").\n\n");
+    text +=
+        "| group | launches | must move, GB | moves, GB | TFLOP | FLOP a byte | roofline, ms | predicted, ms | waits "
+        "for |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |\n";
+    const std::vector<Row> groups = account.by_group();
+    const double ridge = account.rate / spec.reached_bytes;
+    Row rest;
+    for (size_t g = 0; g < kNGroups; ++g) {
+        if (groups[g].launches == 0) continue;
+        const bool computes = !moves_rows(g) && groups[g].intensity() > ridge;
+        text += table_row(kGroups[g].name, groups[g], computes ? "tensor cores" : "memory");
+        if (moves_rows(g)) rest.add(groups[g]);
+    }
+    text += concat("| between steps |  |  |  |  |  |  | ", format("%.2f", 1e3 * kBetweenSteps), " | host |\n");
+    Row all = account.all();
+    all.predicted += kBetweenSteps;
+    text += table_row("all", all, "");
+    const double seconds = account.seconds();
+    text += concat("\n", human_count(account.tokens / seconds), " tokens/s predicted; MFU ",
+                   format("%.1f", 100 * account.model_flops / seconds / spec.rate(t.options.precision.dtype)),
+                   " % of the data sheet's ", human_count(spec.rate(t.options.precision.dtype)), "FLOP/s. ",
+                   account.launches.size(), " launches. What is no product and no attention moves ",
+                   format("%.2f", rest.least > 0 ? rest.moved / rest.least : 1), " times the bytes that it must.\n");
+    return text;
+}
+
+// Every launch, in order: what scripts read.
+std::string tsv_of(const Account& account) {
+    std::string text = "kernel\tgroup\tM\tN\tK\treads\twrites\tscratch\tagain\tflops\troofline_s\tpredicted_s\n";
+    for (size_t i = 0; i < account.launches.size(); ++i) {
+        const auto& [kernel, cost] = account.launches[i];
+        text += concat(kernel, "\t", kGroups[account.groups[i]].name);
+        for (const int64_t n :
+             {cost.product[0], cost.product[1], cost.product[2], cost.reads, cost.writes, cost.scratch, cost.again})
+            text += concat("\t", n);
+        text += concat("\t", format("%.6g", cost.flops), "\t", format("%.6g", account.rows[i].roofline), "\t",
+                       format("%.6g", account.rows[i].predicted), "\n");
+    }
+    return text;
+}
+
+// Why each group's share is what it is.
+std::string notes_of(const Account& account) {
+    std::string text =
+        "\nMust move: each input once and each output once. Moves: with intermediate results, and with what is read a "
+        "second\n"
+        "time because no cache holds it. Roofline: the longer of bytes / copy rate and FLOPs / matrix rate, launch by "
+        "launch.\n"
+        "Predicted: the roofline divided by the share of it that such kernels reach, and 1.5 us between launches:\n\n";
+    const std::vector<Row> groups = account.by_group();
+    for (size_t g = 0; g < kNGroups; ++g)
+        if (groups[g].launches > 0)
+            text +=
+                concat("- ", kGroups[g].name, ": ", format("%.2f", kGroups[g].share), " (", kGroups[g].source, ")\n");
+    text +=
+        "\nA launch whose FLOPs for each byte are below matrix rate / copy rate waits for memory, however fast the "
+        "cores are: a\n"
+        "norm computes about one FLOP a byte. A product reads each of its numbers once and uses it hundreds of times, "
+        "and\n"
+        "attention keeps its scores on the chip: these wait for the tensor cores.\n";
+    return text;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The roofline: FLOP/s over FLOPs a byte, both on log axes. Under the roof an operation's launches are a disc, where
+// they are predicted to be.
+
+constexpr Canvas::Color kInk{40, 40, 40}, kSoft{110, 110, 110}, kGrid{226, 226, 226};
+constexpr Canvas::Color kColors[] = {{0, 114, 178}, {86, 180, 233},  {213, 94, 0}, {230, 159, 0},
+                                     {0, 158, 115}, {204, 121, 167}, {40, 40, 40}, {140, 140, 140}};
+
+struct Operation {
+    std::string name;
+    size_t group = 0;
+    Row sum;
+};
+
+// Launches of one kernel, and of a product those of one size, are one operation. The longest come first.
+std::vector<Operation> operations_of(const Account& account) {
+    std::map<std::string, Operation> by_name;
+    for (size_t i = 0; i < account.launches.size(); ++i) {
+        const auto& [kernel, cost] = account.launches[i];
+        const auto& [M, N, K] = cost.product;
+        std::string name = std::regex_replace(kernel, std::regex("_kernel$"), "");
+        if (M > 0) name = concat(M, " x ", N, " x ", K);
+        Operation& operation = by_name[name];
+        operation.name = name, operation.group = account.groups[i];
+        operation.sum.add(account.rows[i]);
+    }
+    std::vector<Operation> operations;
+    for (const auto& [name, operation] : by_name) operations.push_back(operation);
+    std::stable_sort(operations.begin(), operations.end(),
+                     [](const Operation& a, const Operation& b) { return a.sum.predicted > b.sum.predicted; });
+    return operations;
+}
+
+struct LogAxis {
+    double low, high, first, last;  // values, and their pixels
+    double at(double value) const {
+        return first + (last - first) * std::log(std::clamp(value, low, high) / low) / std::log(high / low);
+    }
+};
+
+void write_roofline(const std::string& path, const std::string& title, const Account& account) {
+    const std::vector<Operation> operations = operations_of(account);
+    const size_t n_listed = std::min<size_t>(operations.size(), 30);
+    Canvas canvas(1240, 660);
+    const LogAxis x{1.0 / 16, 4096, 80, 780}, y{1e11, 2e15, 600, 80};
+    canvas.text({16, 26}, Canvas::shorten(title, 13, canvas.width() - 32.0), 13, kInk, Canvas::Align::left, true);
+    canvas.text({16, 48},
+                concat("predicted for ", account.spec.name, ": ", format("%.1f", 1e3 * account.seconds()), " ms, ",
+                       human_count(account.tokens / account.seconds()), " tokens/s"),
+                10, kInk);
+    for (double value = 0.0625; value <= 4096; value *= 4) {
+        canvas.line({{x.at(value), y.first}, {x.at(value), y.last}}, 1, kGrid);
+        canvas.text({x.at(value), y.first + 18}, format("%g", value), 9, kSoft, Canvas::Align::center);
+    }
+    for (double value = 1e11; value <= 1e15; value *= 10) {
+        canvas.line({{x.first, y.at(value)}, {x.last, y.at(value)}}, 1, kGrid);
+        canvas.text({x.first - 8, y.at(value) + 4}, human_count(value), 9, kSoft, Canvas::Align::right);
+    }
+    canvas.text({(x.first + x.last) / 2, y.first + 42}, "FLOPs for each byte moved", 10, kInk, Canvas::Align::center);
+    canvas.text({22, (y.first + y.last) / 2}, "FLOP/s", 10, kInk, Canvas::Align::center, false, true);
+    const double ridge = account.rate / account.spec.reached_bytes;
+    canvas.line({{x.at(x.low), y.at(x.low * account.spec.reached_bytes)},
+                 {x.at(ridge), y.at(account.rate)},
+                 {x.at(x.high), y.at(account.rate)}},
+                2, kInk);
+    canvas.text({x.at(x.high) - 4, y.at(account.rate) - 8}, concat("products: ", human_count(account.rate), "FLOP/s"),
+                9, kInk, Canvas::Align::right);
+    canvas.text({x.at(0.3), y.at(0.3 * account.spec.reached_bytes) - 14},
+                concat("memory: ", human_count(account.spec.reached_bytes), "B/s"), 9, kInk, Canvas::Align::right);
+    canvas.text({820, 76}, "operation, launches", 9, kSoft);
+    canvas.text({1224, 76}, "ms, share", 9, kSoft, Canvas::Align::right);
+    for (size_t i = operations.size(); i-- > 0;) {  // the longest are painted last
+        const Operation& operation = operations[i];
+        const Canvas::Color color = kColors[operation.group % (sizeof kColors / sizeof kColors[0])];
+        const double share = operation.sum.predicted / account.seconds();
+        if (operation.sum.flops > 0) {
+            const Canvas::Point at{x.at(operation.sum.intensity()),
+                                   y.at(operation.sum.flops / operation.sum.predicted)};
+            canvas.disc(at, 4 + 30 * std::sqrt(share), color, 0.55);
+            canvas.text({at.x, at.y + 3}, concat(i + 1), 8, kInk, Canvas::Align::center);
+        }
+        if (i >= n_listed) continue;
+        const double row = 94 + 17.5 * static_cast<double>(i);
+        canvas.disc({826, row - 3}, 5, color, 0.7);
+        canvas.text({838, row}, concat(i + 1, "  ", Canvas::shorten(operation.name, 9, 230)), 9, kInk);
+        canvas.text({1140, row}, concat(operation.sum.launches), 9, kInk, Canvas::Align::right);
+        canvas.text({1224, row}, format("%.2f", 1e3 * operation.sum.predicted) + format(", %.1f %%", 100 * share), 9,
+                    kInk, Canvas::Align::right);
+    }
+    canvas.save(path);
+}
+
+}  // namespace
+
+void print_step_account(Trainer& t) {
+    check_can_account(t);
+    const Account account = [&] {
+#ifdef CUDA_ON_CPU
+        cuda_cpu::take_addresses_alone(true);
+#endif
+        return account_of(t);
+    }();
+    const std::string text = text_of(t, account);
+    std::printf("%s", text.c_str());
+    const std::string& folder = t.options.out;
+    if (folder.empty()) return;
+    std::filesystem::create_directories(folder);
+    write_text_file(folder + "/account.md", text + notes_of(account));
+    write_text_file(folder + "/launches.tsv", tsv_of(account));
+    write_roofline(folder + "/account.png", title_of(t), account);
+    std::printf("written: %s/account.md, account.png, launches.tsv\n", folder.c_str());
+}

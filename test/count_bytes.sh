@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# test/count_bytes.sh TRAIN_GPT: runs a step of many models, number formats and optimizers with a train_gpt whose kernels
+# report each byte that they read and write (make count), and fails where a launcher states other numbers.
+set -u
+program=$(realpath "$1")
+cd "$(dirname "$0")/golden/runs"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+n_failed=0
+n_runs=0
+# steps FLAGS...: two steps, of two micro-batches each
+steps() {
+    n_runs=$((n_runs + 1))
+    rm -rf "$work/run"
+    # One OS thread: the marks on bytes have no locks.
+    if ! OMP_NUM_THREADS=1 "$program" --data corpus.txt --batch 4 --micro-batch 2 --seq 33 --steps 2 --val-every 0 --save-every 0 \
+        --sample 0 --val-fraction 0 --out "$work/run" "$@" > "$work/log" 2>&1; then
+        n_failed=$((n_failed + 1))
+        echo "train_gpt $*:"
+        grep -E 'states|train_gpt:' "$work/log" || tail -n 5 "$work/log"
+    fi
+}
+steps --model models/gpt2.json
+steps --model models/gpt2_heads_of_8.json --dtype bf16 --attention mma
+steps --model models/gpt2_wide.json --dtype bf16 --grad-dtype same --attention hopper
+steps --model models/llama.json --dtype bf16 --recompute selective
+steps --model models/qwen3.json --dtype fp16
+steps --model models/qwen2.json --mask-documents --data documents
+steps --model models/deepseek.json --dtype bf16 --recompute 1
+steps --model models/mfa.json --dtype bf16 --master none
+for recipe in delayed current block; do steps --model models/llama_wide.json --dtype fp8 --fp8 $recipe --seq 48; done
+for optimizer in sgd momentum adagrad adam lion adam8bit adafactor muon; do
+    steps --model models/narrow_llama.json --optimizer $optimizer --batch 2 --seq 16
+done
+[ $n_failed = 0 ] && echo "$n_runs runs: every launch touches the bytes that its launcher states"
+exit $((n_failed > 0))
