@@ -424,6 +424,10 @@ count:
 # Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.
 gpu-check:
 	@MAKE='$(MAKE)' dev/gpu_check.sh $(BUILD)
+# bash has a variable SECONDS of its own.
+gpu-window: SECONDS ?= 540
+gpu-window:
+	@env -u SECONDS MAKE='$(MAKE)' WINDOW_SECONDS=$(SECONDS) dev/gpu_window.sh $(BUILD)
 gpu-bundle:
 	@CXX='$(CXX)' CUDA_HOME='$(CUDA_HOME)' dev/gpu_bundle.sh $(BUNDLE)
 bench: programs dev
@@ -503,6 +507,7 @@ help:
 	@echo 'make gpu-bundle             put aside what a GPU machine without a network may lack (gpu-bundle/)'
 	@echo 'make bench-inference        time GPT-2 124M that writes text on the CPU, one sequence and many; with LLM_PYTHON=python3'
 	@echo '                            in turns with transformers, and with LLAMA_CPP=path/to/llama.cpp with its server'
+	@echo 'make gpu-window             on a machine that has a GPU for ten minutes: smoke tests, training, profile, kernels, sanitizers'
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
 	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'

@@ -2,23 +2,23 @@
 # dev/bench.sh BUILD_FOLDER: compares the speed of this build with PyTorch's and llm.c's.        make bench          make bench DEVICE=cpu
 #
 # One process a subject, one after the other, on random tokens and normal(0, 1) data:
-#   1. limits    the copy bandwidth and the matmul rate of this device, by us and by PyTorch; the higher counts
-#   2. kernels   every operation of layers/, forward and backward, at each model's sizes (dev/bench_kernels.cu), and PyTorch's
-#                eager, compiled and SDPA forms of it (dev/bench_torch.py)
-#   3. training  tokens/s of ./train_gpt itself, read from its log.csv, against dev/bench_torch.py and llm.c, at each of a few
+#   1. training  tokens/s of ./train_gpt itself, read from its log.csv, against dev/bench_torch.py and llm.c, at each of a few
 #                batch sizes; the fastest counts
+#   2. limits    the copy bandwidth and the matmul rate of this device, by us and by PyTorch; the higher counts
+#   3. kernels   every operation of layers/, forward and backward, at each model's sizes (dev/bench_kernels.cu), and PyTorch's
+#                eager, compiled and SDPA forms of it (dev/bench_torch.py)
 # It leaves in BENCH_OUT: results.md (also printed), kernels.png, training.png, results.tsv (each number), bench.log (all that
 # the programs said). On a GPU the tables are added to dev/RESULTS.md.
 #
 # In the environment, or after `make bench`:
-#   PARTS="limits kernels training"       what to do
+#   PARTS="training limits kernels"       what to do; always in this order, so that a run that is cut off has the headline
 #   MODELS="gpt2 gpt2-xl llama-1b"        for which models (on the CPU device: toys)
 #   SEQS="1024 4096"                      sequence lengths of the training runs
 #   DTYPE=bf16                            (on the CPU device: fp32)
 #   OPPONENTS="torch llm.c"               which programs to compare with
 #   PRECISIONS="master autocast pure"     of bench_torch.py
 #   STEPS=10                              timed training steps, after 3 more
-#   BENCH_SECONDS=0                       stop starting programs after so many seconds, and print what there is; 0: never
+#   BENCH_SECONDS=540                     stop starting programs after so many seconds, and print what there is; 0: never
 #   BENCH_OUT=build/<device>/bench        where the results go
 #   LLM_PYTHON=python3                    the Python that has PyTorch
 #   LLMC=llm.c                            the folder of llm.c's source, if it is there; LLMC_MAKE: flags for its Makefile
@@ -26,7 +26,7 @@ set -u
 cd "$(dirname "$0")/.."
 build=$1
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
-: "${PARTS:=limits kernels training}" "${OPPONENTS=torch llm.c}" "${BENCH_SECONDS:=0}" "${LLM_PYTHON:=python3}" "${LLMC:=llm.c}" "${LLMC_MAKE:=}"
+: "${PARTS:=training limits kernels}" "${OPPONENTS=torch llm.c}" "${BENCH_SECONDS:=540}" "${LLM_PYTHON:=python3}" "${LLMC:=llm.c}" "${LLMC_MAKE:=}"
 : "${BENCH_OUT:=$build/bench}" "${RECORD:=1}"
 if [ $device = cuda ]; then
     : "${MODELS:=gpt2 gpt2-xl llama-1b}" "${SEQS:=1024 4096}" "${DTYPE:=bf16}" "${STEPS:=10}" "${PRECISIONS:=master autocast pure}" "${KERNEL_SECONDS:=0.1}"
@@ -235,11 +235,7 @@ fi
 info commit "$(git rev-parse --short HEAD 2> /dev/null || echo unknown)$(git diff --quiet HEAD 2> /dev/null || echo ', with changes')"
 if wants "$OPPONENTS" torch && ! has_torch; then say "bench: $LLM_PYTHON has no torch (LLM_PYTHON names another): ours alone"; fi
 
-if wants "$PARTS" limits; then bench_limits; fi
-for model in $MODELS; do
-    write_config "$model" || continue
-    if wants "$PARTS" kernels; then bench_kernels "$model"; fi
-done
+for model in $MODELS; do write_config "$model"; done
 if wants "$PARTS" training; then
     for model in $MODELS; do
         for seq in $SEQS; do
@@ -247,6 +243,10 @@ if wants "$PARTS" training; then
         done
     done
 fi
+if wants "$PARTS" limits; then bench_limits; fi
+for model in $MODELS; do
+    if wants "$PARTS" kernels && [ -e "$out/$model.json" ]; then bench_kernels "$model"; fi
+done
 if [ $device = cuda ]; then info "clocks and power at the end" "$(nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw --format=csv,noheader 2> /dev/null | head -n 1)"; fi
 
 "$build/dev/bench_report" results "$out" > "$out/results.md" || exit 1

@@ -4,7 +4,8 @@
 //   bench_report config MODEL               the model's config.json, which bench_torch.py reads too
 //   bench_report tokens MODEL FILE COUNT    a shard of uniformly random tokens
 //   bench_report results FOLDER             FOLDER/results.tsv -> the tables; FOLDER/kernels.png, FOLDER/training.png
-//   bench_report profile FOLDER             FOLDER/trace.tsv of one run -> the table of a step; FOLDER/profile.png
+//   bench_report profile FOLDER             FOLDER/trace.tsv of one run, beside launches.tsv of its account -> the table
+//                                           of a step; FOLDER/profile.png
 //   debug: make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_report results FOLDER
 //
 // results.tsv has a line for each number, tabs between:
@@ -19,7 +20,6 @@
 // "ours" is this project; every other name is an opponent. A ratio says how many times faster ours is.
 #include "io/io.h"
 #include "llm.h"
-#include "model/sublayer.h"
 
 #include <algorithm>
 #include <cctype>
@@ -308,52 +308,29 @@ void results(const std::string& folder) {
 // ---------------------------------------------------------------------------------------------------------------------
 // profile: the kernels of a training step
 
-struct Part {
-    std::string name,
-        pattern;  // which kernels belong to it: a regular expression on the lower-case name; the first that matches
-    double bytes, flops;  // of a step: the least that are needed
-    double seconds = 0;   // measured, per step
+// A line of launches.tsv, which ./train_gpt --account writes: a launch of the step, in order, with what it must cost.
+struct Launch {
+    std::string kernel, group;
+    double bytes, flops, predicted_s;
 };
-
-// The parts of a step of B x T tokens. A kernel that fuses two parts belongs to the first,
-// and its limit is then too low.
-std::vector<Part> parts_of_step(const Config& c, int64_t B, int64_t T, DType dtype) {
-    const double e = static_cast<double>(dtype_bytes(dtype)), L = static_cast<double>(c.L),
-                 N = static_cast<double>(B * T), C = static_cast<double>(c.C);
-    const double x = N * C * e, f = N * static_cast<double>(c.F) * e, params = static_cast<double>(parameter_count(c));
-    // Scores have D columns, values perhaps others (MLA): half of both together is what a product has on average.
-    const double columns = static_cast<double>(c.D + c.value_D()) / 2;
-    const double pairs = static_cast<double>(B * c.H) * columns * static_cast<double>(T) * static_cast<double>(T) / 2;
-    const double attention_flops = L * 14 * pairs;  // two products forward; five backward, one of them a recomputation
-    const double linear_flops = flops_per_token(c, T) * N - L * 12 * pairs;
-    const double heads = N * static_cast<double>(c.H + c.K) * 2 * columns * e;  // q and output, k and v
-    const bool gpt2 = c.family == Family::gpt2;
-    const double biases = gpt2 ? L * N * static_cast<double>((c.H + 2 * c.K) * c.D + c.C + c.F + c.C) * e : 0;
-    const double norms = (2 * L + 1) * 4 * x, acts = L * f,
-                 rope = gpt2 ? 0
-                             : L * 2 * N *
-                                   static_cast<double>((c.H + c.K) * find_attention(c.attention).rope_width(c)) * e;
-    return {
-        {"attention backward", "flash_d", L * 2 * heads, attention_flops * 5 / 7},
-        {"attention forward", "flash_forward", L * heads, attention_flops * 2 / 7},
-        {"norms forward", "(layer|rms)norm_forward", norms, 0},
-        {"norms backward", "(layer|rms)norm_backward", norms, 0},
-        {"activation forward", "(gelu|swiglu)_forward", (gpt2 ? 2 : 3) * acts, 0},
-        {"activation backward", "(gelu|swiglu)_backward", (gpt2 ? 3 : 5) * acts, 0},
-        {"rope", "rope", 2 * rope, 0},
-        {"MLA's keys", "latent_keys", c.attention == "mla" ? L * 4 * N * static_cast<double>(c.H * c.D) * e : 0, 0},
-        {"loss", "cross_entropy|add_losses", 2 * N * static_cast<double>(c.V_padded()) * e, 0},
-        {"embedding forward", "embedding_forward", 2 * x, 0},
-        {"embedding backward", "embedding", x + 2 * static_cast<double>(std::min(B * T, c.V)) * C * e, 0},
-        {"column sums", "column_sum", biases, 0},
-        {"norm of the gradients", "sum_squares|add_sums|clip_scale", params * e, 0},
-        // AdamW reads and writes the weight, m and v, and reads the gradient; 16-bit weights have a float32 master.
-        {"AdamW", "adamw|adamupdate", params * (e < 4 ? 24 + 2 * e : 28), 0},
-        {"matrix products", "matmul|gemm|nvjet|xmma|cutlass|cublas|splitk|sm[0-9]+_", 0, linear_flops},
-        {"copies and fills", "memset|memcpy", 0, 0},
-        {"other kernels", "", 0, 0},
-    };
+std::vector<Launch> read_launches(const std::string& path) {
+    const std::vector<Row> rows = read_tsv(path);
+    check(rows.size() > 1 && rows[0].size() == 12 && rows[0][0] == "kernel", path, " has no launches of a step");
+    std::vector<Launch> launches;
+    for (size_t i = 1; i < rows.size(); ++i) {
+        const Row& row = rows[i];
+        check(row.size() == 12, path, ": line ", i + 1, " has ", row.size(), " columns, expected 12");
+        launches.push_back({row[0], row[1], number(row[5]) + number(row[6]), number(row[9]), number(row[11])});
+    }
+    return launches;
 }
+
+// Launches of one group.
+struct Part {
+    std::string name;
+    double limit_s = 0, predicted_s = 0;  // of a step: at this device's measured rates; as the account predicts
+    double seconds = 0;                   // measured, per step
+};
 
 // "void (anonymous namespace)::rope_kernel<__nv_bfloat16>(...)" -> "rope_kernel<__nv_bfloat16>"
 std::string tidy_name(std::string name) {
@@ -381,13 +358,43 @@ std::string lower(std::string text) {
 // The CPU device gives the kernel the optimizer's name; nvcc gives it that of its template's argument.
 bool is_adamw(const std::string& name) { return std::regex_search(lower(name), std::regex("adamw|adamupdate")); }
 
+bool is_copy(const std::string& name) { return lower(name).rfind("mem", 0) == 0; }  // memset, memcpy
+
+// Of each event of a step the launch of the account, or launches.size(). Both are in order. The libraries' names of
+// products are unknown, and one may be two kernels; the CPU device's trace has no copies.
+std::vector<size_t> match(const std::vector<std::string>& events, const std::vector<Launch>& launches) {
+    std::map<std::string, int> known;
+    for (const Launch& launch : launches) known[launch.kernel] = 1;
+    const auto base = [](const std::string& name) { return name.substr(0, name.find('<')); };
+    std::vector<size_t> found(events.size(), launches.size());
+    size_t next = 0;
+    for (size_t i = 0; i < events.size(); ++i) {
+        const std::string name = base(events[i]);
+        const bool is_product = name == "matmul" || (!is_copy(name) && known.count(name) == 0);
+        const auto fits = [&](const Launch& launch) {
+            return is_product      ? launch.kernel == "matmul"
+                   : is_copy(name) ? is_copy(launch.kernel)
+                                   : launch.kernel == name;
+        };
+        size_t at = next;
+        while (at < launches.size() && is_copy(launches[at].kernel) && !is_copy(name)) ++at;
+        if (at < launches.size() && fits(launches[at])) found[i] = at, next = at + 1;
+        else if (is_product && i > 0) found[i] = found[i - 1];  // its second kernel
+        else {
+            while (at < launches.size() && !fits(launches[at])) ++at;
+            if (at < launches.size()) found[i] = at, next = at + 1;
+        }
+    }
+    return found;
+}
+
 void profile(const std::string& folder) {
     const Results r = read_results(folder);
     check(r.steps.size() == 1, folder, "/results.tsv must have one 'step' line");
     const std::string model = r.steps[0][1];
     const int64_t B = integer(r.steps[0][2]), T = integer(r.steps[0][3]);
     const DType dtype = dtype_from_name(r.steps[0][4]);
-    const Config config = load_config(folder + "/" + model + ".json");
+    const std::vector<Launch> launches = read_launches(folder + "/launches.tsv");
 
     std::vector<Event> events;
     for (const Row& row : read_tsv(folder + "/trace.tsv"))
@@ -404,25 +411,40 @@ void profile(const std::string& folder) {
     const auto end_ns = [&](size_t i) { return events[i].start_ns + events[i].duration_ns; };
     const double step_s = 1e-9 * (end_ns(last) - end_ns(first)) / static_cast<double>(n_steps);
 
-    std::vector<Part> parts = parts_of_step(config, B, T, dtype);
+    std::vector<Part> parts;
+    const auto part_of = [&](const std::string& name) {
+        for (size_t i = 0; i < parts.size(); ++i)
+            if (parts[i].name == name) return i;
+        parts.push_back({name});
+        return parts.size() - 1;
+    };
+    for (const Launch& launch : launches) {
+        Part& part = parts[part_of(launch.group)];
+        part.limit_s += r.limits.seconds(launch.bytes, launch.group.find("products") != std::string::npos ||
+                                                               launch.group.find("attention") != std::string::npos
+                                                           ? launch.flops
+                                                           : 0);
+        part.predicted_s += launch.predicted_s;
+    }
     struct Kernel {
         std::string name;
         size_t part = 0;
         double seconds = 0, launches = 0;
         Part of;  // its part, with the part's whole time
     };
-    std::map<std::string, Kernel> by_name;
+    std::map<std::pair<std::string, size_t>, Kernel> by_name;
     double busy_s = 0;
-    for (size_t i = first + 1; i <= last; ++i) {
-        Kernel& kernel = by_name[events[i].name];
-        if (kernel.name.empty()) {
-            kernel.name = events[i].name;
-            const std::string name = lower(kernel.name);
-            while (!std::regex_search(name, std::regex(parts[kernel.part].pattern)))
-                ++kernel.part;  // the last one matches all
+    for (size_t step = 1; step + 1 < ends.size(); ++step) {
+        std::vector<std::string> names;
+        for (size_t i = ends[step] + 1; i <= ends[step + 1]; ++i) names.push_back(events[i].name);
+        const std::vector<size_t> launch = match(names, launches);
+        for (size_t i = 0; i < names.size(); ++i) {
+            const size_t part = part_of(launch[i] < launches.size() ? launches[launch[i]].group : "not in the account");
+            Kernel& kernel = by_name[{names[i], part}];
+            kernel.name = names[i], kernel.part = part;
+            kernel.seconds += 1e-9 * events[ends[step] + 1 + i].duration_ns / static_cast<double>(n_steps);
+            kernel.launches += 1.0 / static_cast<double>(n_steps);
         }
-        kernel.seconds += 1e-9 * events[i].duration_ns / static_cast<double>(n_steps);
-        kernel.launches += 1.0 / static_cast<double>(n_steps);
     }
     std::vector<Kernel> kernels;
     for (const auto& [name, kernel] : by_name) {
@@ -431,12 +453,10 @@ void profile(const std::string& folder) {
         kernels.push_back(kernel);
     }
     for (Kernel& kernel : kernels) kernel.of = parts[kernel.part];
-    parts.push_back({"no kernel runs", "", 0, 0, std::max(0.0, step_s - busy_s)});
+    parts.push_back({"no kernel runs", 0, 0, std::max(0.0, step_s - busy_s)});
 
     // The largest possible gain comes first.
-    const auto limit_s = [&](const Part& part) {
-        return std::min(r.limits.seconds(part.bytes, part.flops), part.seconds);
-    };
+    const auto limit_s = [&](const Part& part) { return std::min(part.limit_s, part.seconds); };
     std::sort(parts.begin(), parts.end(),
               [&](const Part& a, const Part& b) { return a.seconds - limit_s(a) > b.seconds - limit_s(b); });
 
@@ -448,14 +468,16 @@ void profile(const std::string& folder) {
         1e3 * step_s, n_steps, human_count(static_cast<double>(B * T) / step_s).c_str(), r.limits.copy / 1e9,
         r.limits.matmul / 1e12);
     std::printf(
-        "| part | ms | share of the step | limit, ms | share of the limit | above the limit, ms |\n| --- | ---: | ---: "
-        "| ---: | ---: | ---: |\n");
+        "| part | measured, ms | share of the step | predicted, ms | limit, ms | share of the limit | above the limit, "
+        "ms "
+        "|\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n");
     std::vector<Bar> bars;
     for (const Part& part : parts) {
         if (part.seconds <= 0) continue;
-        const double limit = r.limits.seconds(part.bytes, part.flops);
-        std::printf("| %s | %.3f | %.1f %% | %s | %s | %.3f |\n", part.name.c_str(), 1e3 * part.seconds,
-                    100 * part.seconds / step_s, limit > 0 ? format("%.3f", 1e3 * limit).c_str() : "",
+        const double limit = part.limit_s;
+        const auto ms = [](double s) { return s > 0 ? format("%.3f", 1e3 * s) : ""; };
+        std::printf("| %s | %.3f | %.1f %% | %s | %s | %s | %.3f |\n", part.name.c_str(), 1e3 * part.seconds,
+                    100 * part.seconds / step_s, ms(part.predicted_s).c_str(), ms(limit).c_str(),
                     percent(divide(limit, part.seconds)).c_str(), 1e3 * (part.seconds - limit_s(part)));
     }
     std::sort(kernels.begin(), kernels.end(), [](const Kernel& a, const Kernel& b) { return a.seconds > b.seconds; });
@@ -465,8 +487,7 @@ void profile(const std::string& folder) {
     for (const Kernel& kernel : kernels) {
         if (kernel.seconds < 0.002 * step_s) continue;
         // If a kernel takes at least 99 % of its part's time, the part's limit is also the kernel's.
-        const double limit =
-            kernel.seconds > 0.99 * kernel.of.seconds ? r.limits.seconds(kernel.of.bytes, kernel.of.flops) : 0;
+        const double limit = kernel.seconds > 0.99 * kernel.of.seconds ? kernel.of.limit_s : 0;
         std::printf("| `%s` | %s | %.0f | %.3f | %.1f %% | %s |\n", kernel.name.substr(0, 90).c_str(),
                     kernel.of.name.c_str(), kernel.launches, 1e3 * kernel.seconds, 100 * kernel.seconds / step_s,
                     percent(divide(limit, kernel.seconds)).c_str());

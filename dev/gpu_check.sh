@@ -13,14 +13,14 @@
 #
 # In the environment, or after `make gpu-check`:
 #   CHECK_OUT=build/<device>/gpu_check     where log.txt and table.md go
-#   CHECK_SECONDS=0                        stop what runs after so many seconds, and print what there is; 0: never
+#   CHECK_SECONDS=540                      stop what runs after so many seconds, and print what there is; 0: never
 #   CHECK_TESTS=                           only tests of these files, for 2 and 4: "gelu rope"
-#   CHECK_STEPS="build tests full_size sanitizers"
+#   CHECK_STEPS="build tests full_size sanitizers"; kernel_tests: of 2, those of kernels alone, which start no program
 set -u
 cd "$(dirname "$0")/.."
 build=$1
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
-: "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=0}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests full_size sanitizers}" "${MAKE:=make}"
+: "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=540}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests full_size sanitizers}" "${MAKE:=make}"
 mkdir -p "$CHECK_OUT"
 out=$(cd "$CHECK_OUT" && pwd)
 log=$out/log.txt
@@ -108,6 +108,11 @@ for file in layers/*.cu layers/flash_attention/*.cu optim/*.cu; do
     if [ -z "$CHECK_TESTS" ] || [[ " $CHECK_TESTS " == *" $name "* ]]; then kernel_tests+=("$name"); fi
 done
 filter=$(tags_of "${kernel_tests[@]}")
+if wants kernel_tests; then
+    started=$SECONDS status=0
+    run "kernel tests" "$out/kernel_tests.txt" "$build/run_tests" -# "$filter" || status=$?
+    add "kernel tests" $status $((SECONDS - started)) "$(tests_end "$out/kernel_tests.txt")"
+fi
 if wants sanitizers && [ $device = cpu ]; then
     for seed in 1 2; do
         started=$SECONDS status=0

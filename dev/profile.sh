@@ -6,7 +6,8 @@
 # by CUDA_CPU_PROFILE. dev/bench_report.cu then selects whole steps, sums by kernel and by part of the model, and compares
 # each part with the time that its bytes and operations need at this device's measured copy bandwidth and matmul rate.
 #
-# It leaves in PROFILE_OUT: profile.md (also printed), profile.png, trace.tsv (every kernel), profile.log.
+# It leaves in PROFILE_OUT: profile.md (also printed), profile.png, trace.tsv (every kernel), account.md, account.png,
+# launches.tsv, profile.log.
 #
 # In the environment, or after `make profile`:
 #   MODEL=gpt2 BATCH=32 SEQ=1024 DTYPE=bf16      (on the CPU device: toys, fp32)
@@ -41,6 +42,11 @@ cp "$work/model.json" "$out/$name.json"
     printf 'step\t%s\t%s\t%s\t%s\n' "$name" "$BATCH" "$SEQ" "$DTYPE"
 } > "$out/results.tsv"
 "$build/dev/bench_report" tokens "$out/$name.json" "$work/tokens.bin" $((BATCH * SEQ * 20 + 10000)) 2>> "$log" || die "no tokens"
+
+# What each group of launches is predicted to take here: the same run's launches, recorded and not run.
+# shellcheck disable=SC2086
+"$build/train_gpt" --account --model "$out/$name.json" --dtype "$DTYPE" --batch "$BATCH" --seq "$SEQ" --sample 0 --out "$out" $TRAIN_FLAGS \
+    >> "$log" 2>&1 || die "no account"
 
 trace=$out/trace.tsv
 rm -f "$trace"

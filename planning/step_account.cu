@@ -158,6 +158,9 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
 Account account_of(Trainer& t) {
     const TrainOptions& o = t.options;
     Account account{.spec = device_spec(o.device_spec, o.precision.dtype)};
+#ifdef CUDA_ON_CPU
+    cuda_cpu::take_addresses_alone(true);
+#endif
     account.rate = account.spec.reached_rate(o.precision.dtype);
     capture([&] { t.reserve(); });  // tables and states are set
     LaunchNotes notes;
@@ -375,12 +378,7 @@ void write_roofline(const std::string& path, const std::string& title, const Acc
 
 void print_step_account(Trainer& t) {
     check_can_account(t);
-    const Account account = [&] {
-#ifdef CUDA_ON_CPU
-        cuda_cpu::take_addresses_alone(true);
-#endif
-        return account_of(t);
-    }();
+    const Account account = account_of(t);
     const std::string text = text_of(t, account);
     std::printf("%s", text.c_str());
     const std::string& folder = t.options.out;
