@@ -22,11 +22,15 @@
 
 // GCC compiles what follows for these instructions. Other compilers need -march for a processor that has them.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CUDA_CPU_DOTS
+#define CUDA_CPU_AVX512
 #include <immintrin.h>
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#elif defined(__AVX512BF16__)
+#define CUDA_CPU_DOTS
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(CUDA_CPU_DOTS)
 #include <cpuid.h>
 
 #include "sgemm.h"
@@ -48,6 +52,8 @@ bool has_bf16_dots() {
            __builtin_cpu_supports("avx512dq") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
+int64_t dots_space(int64_t columns, int64_t k) { return packed_space(columns, k); }
+
 void multiply_with_dots(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                         float beta, float* d, int64_t ld, float* space) {
     multiply_packed<Dots>(a, b, rows, columns, k, alpha, beta, d, ld, space);
@@ -60,6 +66,7 @@ void multiply_with_dots(const Matrix& a, const Matrix& b, int64_t rows, int64_t 
 namespace cuda_cpu {
 
 bool has_bf16_dots() { return false; }
+int64_t dots_space(int64_t, int64_t) { return 0; }
 void multiply_with_dots(const Matrix&, const Matrix&, int64_t, int64_t, int64_t, float, float, float*, int64_t,
                         float*) {}
 

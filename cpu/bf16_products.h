@@ -19,6 +19,7 @@ void multiply_with_dots(const Matrix& a, const Matrix& b, int64_t rows, int64_t 
                         float beta, float* d, int64_t ld, float* space);
 void multiply_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                          float beta, float* d, int64_t ld, float* space);
-int64_t tiles_space(int64_t columns, int64_t k);  // the floats of `space` for multiply_with_tiles
+int64_t dots_space(int64_t columns, int64_t k);  // the floats of `space` for multiply_with_dots
+int64_t tiles_space(int64_t columns, int64_t k);
 
 }  // namespace cuda_cpu

@@ -25,6 +25,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #define CUDA_CPU_TILES
+#define CUDA_CPU_AVX512
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #endif
 

@@ -37,9 +37,7 @@ Bf16Products bf16_products() { return bf16_choice(); }
 void set_bf16_products(Bf16Products products) { bf16_choice() = products; }
 
 int64_t sgemm_space(int64_t columns, int64_t k) {
-    const int64_t longest = std::min(k, panel_k);
-    return std::max({(panel_rows + divide_up(columns, width) * width) * longest,
-                     columns <= most_few_columns ? most_few_columns * k : 0, tiles_space(columns, k)});
+    return std::max({packed_space(columns, k), dots_space(columns, k), tiles_space(columns, k)});
 }
 
 void sgemm(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha, float beta,

@@ -166,6 +166,12 @@ constexpr auto blocks = all_blocks<Arithmetic>(std::make_integer_sequence<int, b
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// The floats of `space`, for any arithmetic.
+inline int64_t packed_space(int64_t columns, int64_t k) {
+    return std::max((panel_rows + divide_up(columns, width) * width) * std::min(k, panel_k),
+                    columns <= most_few_columns ? most_few_columns * k : 0);
+}
+
 // What sgemm (cublas_lt.h) promises, with this arithmetic.
 template <class Arithmetic>
 void multiply_packed(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,

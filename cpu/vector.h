@@ -8,7 +8,12 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX2__)
+// A file that compiles what it includes for AVX-512, by #pragma GCC target, defines CUDA_CPU_AVX512 first: g++ 12 reads
+// all of a file before it obeys the pragma, so that __AVX512F__ says nothing there.
+#if defined(__AVX512F__) && !defined(CUDA_CPU_AVX512)
+#define CUDA_CPU_AVX512
+#endif
+#if defined(__AVX2__) || defined(CUDA_CPU_AVX512)
 #include <immintrin.h>
 #endif
 
@@ -19,7 +24,7 @@
 namespace cuda_cpu {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(CUDA_CPU_AVX512)
 constexpr int width = 16;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int width = 8;
@@ -32,7 +37,7 @@ typedef float LooseVector __attribute__((vector_size(width * sizeof(float)), ali
 inline Vector load(const float* from) { return *reinterpret_cast<const LooseVector*>(from); }
 inline void store(float* to, Vector x) { *reinterpret_cast<LooseVector*>(to) = x; }
 
-#if defined(__AVX512F__)
+#if defined(CUDA_CPU_AVX512)
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm512_fmadd_ps(a, b, c)); }
 inline Vector broadcast(float x) { return Vector(_mm512_set1_ps(x)); }
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -51,7 +56,7 @@ inline Vector load(const __nv_bfloat16* from) {
     std::memcpy(&codes, from, sizeof codes);
     return Vector(__builtin_convertvector(codes, Bits) << 16);
 }
-#if defined(__AVX512F__)
+#if defined(CUDA_CPU_AVX512)
 inline Vector load(const __half* from) {
     return Vector(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
