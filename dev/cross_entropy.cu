@@ -1,12 +1,11 @@
-// dev/cross_entropy.cu: the loss of a language model and its gradient, four times.
+// dev/cross_entropy.cu: the loss of a language model and its gradient, five times.
 //
 //   loss_n   = -log p_n[target_n],    p_n = softmax(x_n)               x: logits (N, V) f32, targets (N) i32
 //   dx_n[v]  = (p_n[v] - [v == target_n]) dloss                        dloss = 1 / N for a mean
 //
 // The logits are the largest tensor of a training step: 8 x 1024 tokens times a vocabulary of 50304 are 1.6 GB. A
 // version has two costs: the bytes that it moves, and the memory that it keeps, because a second tensor of that size
-// takes memory from the model. The minimum is one tensor, read once and written once. (Rows of 50304 do not fit in
-// registers, so the product reads them twice; the second time mostly from the L2 cache.)
+// takes memory from the model. The minimum is one tensor, read once and written once.
 //
 //   run      make dev && build/cpu/dev/cross_entropy            (on a GPU build/cuda/dev/cross_entropy)
 //            build/cpu/dev/cross_entropy --check | --size 64x50304 | --rung 3
@@ -24,7 +23,7 @@ unsigned blocks_for(int64_t n_threads) { return static_cast<unsigned>(narrow(cei
 
 struct Problem {
     Tensor losses;          // (N) f32
-    Tensor logits;          // (N, V): rungs 3 and 4 leave the gradient here
+    Tensor logits;          // (N, V): rungs 3 to 5 leave the gradient here
     Tensor targets;         // (N) i32
     Tensor probs, dlogits;  // (N, V): of rungs 1 and 2
     float dloss;
@@ -80,7 +79,7 @@ void cross_entropy_naive(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The statistics of a row by a block, for rungs 2 and 3: the maximum and the sum of exponentials in one pass, each
+// The statistics of a row by a block, for rungs 2 to 4: the maximum and the sum of exponentials in one pass, each
 // thread for its part of the row, joined at the end (dev/softmax.cu, rungs 3 and 4). scratch: shared, 64 floats.
 
 struct RowStatistics {
@@ -88,7 +87,7 @@ struct RowStatistics {
 };
 __device__ __forceinline__ RowStatistics block_statistics(const float* x, int V, float* scratch) {
     float m = -FLT_MAX, s = 0.0f;
-    for (int v = threadIdx.x; v < V; v += kBlock) {
+    for (int v = threadIdx.x; v < V; v += static_cast<int>(blockDim.x)) {
         const float larger = fmaxf(m, x[v]);
         s = s * __expf(m - larger) + __expf(x[v] - larger);
         m = larger;
@@ -147,8 +146,49 @@ void cross_entropy_fused(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 4. The product: layers/cross_entropy.cu. Rung 3 with 16 bytes per load, one exponential per element in the first pass
-// instead of two (layers/softmax.cuh), 16-bit logits, ignored targets and a padded vocabulary.
+// 4. Kept: rung 3 reads each row twice, and between the two reads other blocks have read so much that no cache still
+// has it. Here a row waits in shared memory, which 50304 float32 numbers just fit into (201 of 227 KB on an H100; the
+// rung is left out where they do not): 2 N V numbers moved, the minimum. Each thread finds what it has put there itself,
+// so that there is no barrier more than in rung 3. One block has a multiprocessor for itself, so it has 1024 threads.
+
+constexpr int kKeptBlock = 1024;
+
+__global__ void __launch_bounds__(kKeptBlock)
+    cross_entropy_kept_kernel(float* losses, float* logits, const int* targets, int V, float dloss) {
+    __shared__ float scratch[2 * kWarp];
+    float* kept = dynamic_shared<float>();
+    float* x = logits + blockIdx.x * static_cast<int64_t>(V);
+    const int target = targets[blockIdx.x];
+    for (int v = threadIdx.x; v < V; v += kKeptBlock) kept[v] = x[v];
+    const RowStatistics row = block_statistics(kept, V, scratch);
+    const float scale = dloss / row.s;
+    for (int v = threadIdx.x; v < V; v += kKeptBlock) {
+        if (v == target) losses[blockIdx.x] = logf(row.s) + (row.m - kept[v]);
+        x[v] = __expf(kept[v] - row.m) * scale - (v == target ? dloss : 0.0f);
+    }
+}
+
+size_t kept_bytes(const Problem& p) { return static_cast<size_t>(p.logits.shape[1]) * sizeof(float); }
+bool rows_fit(const Problem& p) {
+    int most = 0;
+    cudaCheck(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
+    return kept_bytes(p) + 2 * kWarp * sizeof(float) <= static_cast<size_t>(most);
+}
+
+void cross_entropy_kept(const Problem& p, cudaStream_t stream) {
+    const unsigned N = static_cast<unsigned>(narrow(p.logits.shape[0], "rows"));
+    const int V = narrow(p.logits.shape[1], "vocabulary");
+    cudaCheck(cudaFuncSetAttribute(cross_entropy_kept_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(kept_bytes(p))));
+    cross_entropy_kept_kernel<<<N, kKeptBlock, kept_bytes(p), stream>>>(p.losses.ptr<float>(), p.logits.ptr<float>(),
+                                                                        p.targets.ptr<int>(), V, p.dloss);
+    cudaCheckLaunch();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 5. The product: layers/cross_entropy.cu. Rung 4 with copies of 16 bytes that run ahead of the computing, one
+// exponential per element in the first pass instead of two (layers/softmax.cuh), 16-bit logits, rows of any length
+// (layers/kept_rows.cuh), ignored targets and a padded vocabulary.
 
 void cross_entropy_product(const Problem& p, cudaStream_t stream) {
     cross_entropy_forward_backward(p.losses, p.logits, p.targets, p.logits.shape[1], p.dloss, stream);
@@ -203,7 +243,9 @@ void climb(Ladder& ladder) {
     ladder.rung("block", "one block per row", [&](cudaStream_t s) { cross_entropy_block(p, s); });
     ladder.expects({losses, {"dlogits", p.logits, y.dlogits, p_error, 2 * dloss * 0x1p-24}});
     ladder.rung("fused", "one kernel, in place", [&](cudaStream_t s) { cross_entropy_fused(p, s); });
-    ladder.rung("product", "16 bytes per load, one exponential less",
+    if (rows_fit(p))
+        ladder.rung("kept", "a row waits in shared memory", [&](cudaStream_t s) { cross_entropy_kept(p, s); });
+    ladder.rung("product", "16 bytes per copy, one exponential less",
                 [&](cudaStream_t s) { cross_entropy_product(p, s); });
 }
 

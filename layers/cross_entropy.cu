@@ -11,24 +11,29 @@
 //   for v < V:  x[v] = (exp(x[v] - m) / s - (v == target)) * dloss
 //
 // The logits are the largest tensor of a training step: 8 x 1024 x 50304 float32 numbers are 1.6 GB. So the gradient
-// overwrites them: a row is read once for m and s (layers/softmax.cuh), and once more to turn each x into dx. There is
-// no second buffer, and no probabilities are ever stored.
+// overwrites them: there is no second buffer, and no probabilities are ever stored. A row is read for m and s
+// (layers/softmax.cuh), and then again to turn each x into dx: layers/kept_rows.cuh says from where.
 //
 // Vp >= V: the columns from V on only pad the rows to a size for which matrix products are fast. They are no tokens:
 // they are left out of the sum, and their gradient is zero. Rows with a negative target (padding, prompts) have loss 0
 // and gradient 0.
+#include "layers/kept_rows.cuh"
 #include "layers/layers.h"
 #include "layers/softmax.cuh"
 
 namespace {
 
+constexpr int kScratch = 2 * kWarp;  // softmax_statistics'
+
 // ---------------------------------------------------------------------------------------------------------------------
-// Kernel: one team of threads per row (layers/chunk.cuh). kBackward: the gradient takes the place of the logits.
+// Kernel: one team of threads per row (layers/chunk.cuh). kBackward: the gradient takes the place of the logits, of
+// which the first kept_n columns wait for it in shared memory (layers/kept_rows.cuh).
 
 template <class T, int kN, bool kBackward>
-__global__ void cross_entropy_kernel(float* losses, T* logits, const int* targets, int64_t N, int V, int Vp,
-                                     float dloss) {
-    __shared__ float scratch[2 * kWarp];
+__global__ void __launch_bounds__(kMostRowThreads)
+    cross_entropy_kernel(float* losses, T* logits, const int* targets, int64_t N, int V, int Vp, float dloss,
+                         int kept_n) {
+    __shared__ float scratch[kScratch];
     const int64_t row = team_row();
     if (row >= N) return;  // a whole team; a block of several teams has no barrier that this one could miss
     T* x_row = logits + row * Vp;
@@ -41,7 +46,9 @@ __global__ void cross_entropy_kernel(float* losses, T* logits, const int* target
         return;
     }
 
-    const SoftmaxStatistics softmax = softmax_statistics<kN>(x_row, V, Vp, scratch);
+    const KeptRow<kN, T> its{x_row, dynamic_shared<T>() + threadIdx.y * kept_n, kept_n, Vp, stride};
+    its.start(first);
+    const SoftmaxStatistics softmax = softmax_statistics<kN>([&](float(&x)[kN], int v) { its.load(x, v); }, V, scratch);
     // The thread that will overwrite the target's logit is the one that reads it: so no barrier is needed in between. A
     // target beyond the vocabulary has no logit: its loss is NaN, and the training loop stops at that.
     if (target / kN % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x))
@@ -49,25 +56,28 @@ __global__ void cross_entropy_kernel(float* losses, T* logits, const int* target
 
     if (!kBackward) return;
     const float scale = dloss / softmax.sum;
-    for (int v = first; v < Vp; v += stride) {
+    int v = first;
+    for (; v < V; v += stride) {
         float x[kN];
-        load_chunk(x, x_row + v, Vp - v);
+        its.load_again(x, v);
         for (int l = 0; l < kN; ++l) {
             const float gradient = __expf(x[l] - softmax.max) * scale - (v + l == target ? dloss : 0.0f);
             x[l] = v + l < V ? gradient : 0.0f;
         }
         store_chunk(x_row + v, x, Vp - v);
     }
+    for (; v < Vp; v += stride) store_zeros<kN>(x_row + v, Vp - v);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels for a vocabulary that is divided among ranks: this one has the tokens first ... first + V - 1. A row's
-// softmax needs the maximum and the sum of all columns, and its loss the target's logit, which one rank has.
+// softmax needs the maximum and the sum of all columns, and its loss the target's logit, which one rank has. The ranks
+// exchange these numbers between the two reads of a row: nothing can wait in shared memory.
 
 template <class T, int kN>
 __global__ void cross_entropy_parts_kernel(float* max, float* sums, const T* logits, const int* targets, int64_t N,
                                            int first_token, int V, int Vp) {
-    __shared__ float scratch[2 * kWarp];
+    __shared__ float scratch[kScratch];
     const int64_t row = team_row();
     if (row >= N) return;
     const T* x_row = logits + row * Vp;
@@ -98,7 +108,8 @@ __global__ void cross_entropy_finish_kernel(float* losses, T* logits, const int*
     if (threadIdx.x == 0) losses[row] = ignored ? 0.0f : logf(sum) + (max - all_sums[2 * row + 1]);
     if (!backward) return;
     const float scale = ignored ? 0.0f : dloss / sum;
-    for (int v = first; v < Vp; v += stride) {
+    int v = first;
+    for (; v < V; v += stride) {
         float x[kN];
         load_chunk(x, x_row + v, Vp - v);
         for (int l = 0; l < kN; ++l) {
@@ -107,10 +118,20 @@ __global__ void cross_entropy_finish_kernel(float* losses, T* logits, const int*
         }
         store_chunk(x_row + v, x, Vp - v);
     }
+    for (; v < Vp; v += stride) store_zeros<kN>(x_row + v, Vp - v);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
+
+// What is read of logits whose first V columns are tokens, in chunks of kN.
+template <class T, int kN>
+int64_t bytes_of_tokens(const Tensor& logits, int64_t V) {
+    return logits.shape[0] * std::min(round_up(V, kN), logits.shape[1]) * static_cast<int64_t>(sizeof(T));
+}
+// FLOPs for each logit: the difference from the maximum, its exponential, and its place in the sum; and again the
+// difference and the exponential, the quotient, and the 1 of the target.
+constexpr double kForwardFlops = 4, kBackwardFlops = 4;
 
 template <bool kBackward>
 void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
@@ -125,10 +146,18 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
     dispatch_chunks(logits.dtype, Vp, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
-        const RowTeams teams = row_teams(N, V, kN);
-        cross_entropy_kernel<T, kN, kBackward><<<teams.grid, teams.block, 0, stream>>>(
-            losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), N, n_tokens, n_columns, dloss);
-        cudaCheckLaunch();
+        const KeptRows rows = kept_rows(N, V, Vp, sizeof(T), kN, kScratch * sizeof(float));
+        const auto kernel = cross_entropy_kernel<T, kN, kBackward>;
+        if (rows.shared_bytes > (48 << 10))  // more must be asked for
+            cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(rows.shared_bytes)));
+        kernel<<<rows.teams.grid, rows.teams.block, rows.shared_bytes, stream>>>(
+            losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), N, n_tokens, n_columns, dloss, rows.kept_n);
+        launched("cross_entropy_kernel",
+                 {.reads = bytes_of_tokens<T, kN>(logits, V) + bytes_of(targets),
+                  .writes = bytes_of(losses) + (kBackward ? bytes_of(logits) : 0),
+                  .again = kBackward ? rows.again_bytes : 0,
+                  .flops = static_cast<double>(N * V) * (kForwardFlops + (kBackward ? kBackwardFlops : 0))});
     });
 }
 
@@ -138,6 +167,7 @@ constexpr int kSumThreads = 256;
 __global__ void __launch_bounds__(kSumThreads) add_losses_kernel(float* sum, const float* losses, int64_t n) {
     __shared__ double shared[kSumThreads];
     double mine = 0;
+#pragma unroll 16  // so many loads are under way
     for (int64_t i = threadIdx.x; i < n; i += kSumThreads) mine += losses[i];
     shared[threadIdx.x] = mine;
     __syncthreads();  // all values have been written
@@ -162,10 +192,8 @@ void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets
 // Launches f's kernel for rows of logits: f(chunk, teams) with the type of an element and how many a thread loads.
 template <class F>
 static void launch_rows(Tensor logits, F&& f) {
-    dispatch_chunks(logits.dtype, logits.shape[1], [&](auto chunk) {
-        f(chunk, row_teams(logits.shape[0], logits.shape[1], decltype(chunk)::n));
-        cudaCheckLaunch();
-    });
+    dispatch_chunks(logits.dtype, logits.shape[1],
+                    [&](auto chunk) { f(chunk, row_teams(logits.shape[0], logits.shape[1], decltype(chunk)::n)); });
 }
 
 // The columns of logits that are tokens, and all of them; checks what the three steps have in common.
@@ -191,6 +219,9 @@ void cross_entropy_parts(Tensor max, Tensor sums, Tensor logits, Tensor targets,
         cross_entropy_parts_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
             max.ptr<float>(), sums.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), logits.shape[0], first_token,
             n_tokens, n_columns);
+        launched("cross_entropy_parts_kernel", {.reads = bytes_of_tokens<T, kN>(logits, V) + bytes_of(targets),
+                                                .writes = bytes_of(max, sums),
+                                                .flops = static_cast<double>(max.n() * V) * kForwardFlops});
     });
 }
 
@@ -201,7 +232,9 @@ void cross_entropy_rescale(Tensor sums, Tensor max, Tensor all_max, cudaStream_t
     expect("cross_entropy_rescale", "all_max", all_max, DType::f32, {N});
     cross_entropy_rescale_kernel<<<static_cast<unsigned>(ceil_div(N, kSumThreads)), kSumThreads, 0, stream>>>(
         sums.ptr<float>(), max.ptr<float>(), all_max.ptr<float>(), N);
-    cudaCheckLaunch();
+    // Of sums the first number of each pair.
+    launched("cross_entropy_rescale_kernel",
+             {.reads = 3 * bytes_of(max), .writes = bytes_of(max), .flops = 3.0 * static_cast<double>(N)});
 }
 
 void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor all_max, Tensor all_sums, int64_t first,
@@ -209,12 +242,17 @@ void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor a
     const auto [n_tokens, n_columns] = check_parts("cross_entropy_finish", logits, targets, all_max, all_sums, V);
     expect("cross_entropy_finish", "losses", losses, DType::f32, {logits.shape[0]});
     const int first_token = narrow(first, "the first token");
+    const bool backward = dloss == dloss;
     launch_rows(logits, [&](auto chunk, const RowTeams& teams) {
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         cross_entropy_finish_kernel<T, kN><<<teams.grid, teams.block, 0, stream>>>(
             losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), all_max.ptr<float>(), all_sums.ptr<float>(),
-            logits.shape[0], first_token, n_tokens, n_columns, dloss, dloss == dloss);
+            logits.shape[0], first_token, n_tokens, n_columns, dloss, backward);
+        launched("cross_entropy_finish_kernel",
+                 {.reads = bytes_of(targets, all_max, all_sums) + (backward ? bytes_of_tokens<T, kN>(logits, V) : 0),
+                  .writes = bytes_of(losses) + (backward ? bytes_of(logits) : 0),
+                  .flops = backward ? static_cast<double>(losses.n() * V) * kBackwardFlops : 0});
     });
 }
 
@@ -222,5 +260,6 @@ void add_losses(Tensor sum, Tensor losses, cudaStream_t stream) {
     expect("add_losses", "sum", sum, DType::f32, {2});
     expect("add_losses", "losses", losses, DType::f32, {-1});
     add_losses_kernel<<<1, kSumThreads, 0, stream>>>(sum.ptr<float>(), losses.ptr<float>(), losses.n());
-    cudaCheckLaunch();
+    launched("add_losses_kernel",
+             {.reads = bytes_of(sum, losses), .writes = bytes_of(sum), .flops = static_cast<double>(losses.n())});
 }

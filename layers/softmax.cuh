@@ -58,18 +58,18 @@ struct SoftmaxStatistics {
     float max, sum;
 };
 
-// The statistics of the first n_valid numbers of a row of row_n, by the team of threads that shares it
-// (layers/chunk.cuh); each thread gets the result. scratch: shared, 64 floats. Each half is used once, so no barrier
-// stands between the two.
-template <int n, class T>
-__device__ __forceinline__ SoftmaxStatistics softmax_statistics(const T* row, int n_valid, int row_n, float* scratch) {
+// The statistics of the first n_valid numbers of a row, by the team of threads that shares it (layers/chunk.cuh); each
+// thread gets the result. load(x, i) gives a thread its chunk of the columns from i on. scratch: shared, 64 floats. Each
+// half is used once, so no barrier stands between the two.
+template <int n, class Load>
+__device__ __forceinline__ SoftmaxStatistics softmax_statistics(const Load& load, int n_valid, float* scratch) {
     float max = -FLT_MAX, sum = 0.0f;
     const int first = static_cast<int>(threadIdx.x) * n, stride = static_cast<int>(blockDim.x) * n;
     if (first < n_valid) {
         OnlineSoftmax<n> online;
         for (int i = first; i < n_valid; i += stride) {
             float x[n];
-            load_chunk(x, row + i, row_n - i);
+            load(x, i);
             for (int l = 0; l < n; ++l) x[l] = i + l < n_valid ? x[l] : -INFINITY;
             online.add(x);
         }
@@ -77,6 +77,11 @@ __device__ __forceinline__ SoftmaxStatistics softmax_statistics(const T* row, in
     }
     const float row_max = team_reduce<Max>(max, scratch);
     return {row_max, team_reduce<Sum>(sum * __expf(max - row_max), scratch + kWarp)};
+}
+// Of a row of row_n numbers in memory.
+template <int n, class T>
+__device__ __forceinline__ SoftmaxStatistics softmax_statistics(const T* row, int n_valid, int row_n, float* scratch) {
+    return softmax_statistics<n>([&](float(&x)[n], int i) { load_chunk(x, row + i, row_n - i); }, n_valid, scratch);
 }
 
 }  // namespace

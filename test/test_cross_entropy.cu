@@ -1,8 +1,10 @@
 // test/test_cross_entropy.cu: the fused loss and gradient against float64.
+#include "layers/kept_rows.cuh"
 #include "layers/layers.h"
 #include "reference.h"
 
 #include <cmath>
+#include <utility>
 
 namespace {
 
@@ -71,35 +73,60 @@ TEST_CASE("cross_entropy: the reference's gradient is that of the reference", "[
         CHECK(gradient[i] == Approx(derivative).margin(1e-8));
 }
 
+namespace {
+
+void check_against_float64(DType dtype, const Size& size) {
+    const auto& [N, V, padding] = size;
+    const int64_t Vp = V + padding;
+    const auto targets = random_targets(N, V, 5);
+    const auto x = random_logits(size, dtype, 4.0);
+    const float dloss = 0.37f;
+    Buffer logits(dtype, {N, Vp}, x), targets_i32(DType::i32, {N}), losses(DType::f32, {N}),
+        forward_losses(DType::f32, {N});
+    targets_i32.set_integers(targets);
+    const auto logits_before = logits.bits();
+    cross_entropy_forward(forward_losses, logits, targets_i32, V, device().stream);
+    CHECK(logits.bits() == logits_before);
+    cross_entropy_forward_backward(losses, logits, targets_i32, V, dloss, device().stream);
+    CHECK(losses.bits() == forward_losses.bits());
+
+    const Reference expected = cross_entropy(x, targets, V, Vp, static_cast<double>(dloss));
+    // The sum of exponentials: each exp(-d) is off by 2 d + 4 units, but d exp(-d) <= 1/e, so 5 units; scaling
+    // to a new maximum costs 6 more at most once per addition; at most V/128 + 40 positive terms are added one
+    // after the other (V/256 in a thread that takes single elements,
+    // then 32 lanes, 32 threads, 8 warps pairwise).
+    const double sum_error = (11 + static_cast<double>(V) / 128 + 40) * kUnit;
+    const std::string what = concat("N = ", N, ", V = ", V, ", Vp = ", Vp, ", ", dtype_name(dtype));
+    check_close(losses.values(), expected.losses, 3 * kUnit, sum_error + 2 * kUnit, "losses, " + what);
+    // p - 1 cancels at the target: half a unit of 1 remains. f16's steps below 2^-14 are 2^-24.
+    check_close(logits.values(), expected.dlogits, unit_roundoff(dtype) + sum_error + 8 * kUnit,
+                0.37 * (sum_error + 2 * kUnit) + (dtype == DType::f16 ? 0x1p-25 : 0), "dlogits, " + what);
+}
+
+}  // namespace
+
 TEST_CASE("cross_entropy against float64", "[cross_entropy]") {
     for (DType dtype : kFloatDTypes)
-        for (const Size& size : kSizes) {
-            const auto& [N, V, padding] = size;
-            const int64_t Vp = V + padding;
-            const auto targets = random_targets(N, V, 5);
-            const auto x = random_logits(size, dtype, 4.0);
-            const float dloss = 0.37f;
-            Buffer logits(dtype, {N, Vp}, x), targets_i32(DType::i32, {N}), losses(DType::f32, {N}),
-                forward_losses(DType::f32, {N});
-            targets_i32.set_integers(targets);
-            const auto logits_before = logits.bits();
-            cross_entropy_forward(forward_losses, logits, targets_i32, V, device().stream);
-            CHECK(logits.bits() == logits_before);
-            cross_entropy_forward_backward(losses, logits, targets_i32, V, dloss, device().stream);
-            CHECK(losses.bits() == forward_losses.bits());
+        for (const Size& size : kSizes) check_against_float64(dtype, size);
+}
 
-            const Reference expected = cross_entropy(x, targets, V, Vp, static_cast<double>(dloss));
-            // The sum of exponentials: each exp(-d) is off by 2 d + 4 units, but d exp(-d) <= 1/e, so 5 units; scaling
-            // to a new maximum costs 6 more at most once per addition; at most V/128 + 40 positive terms are added one
-            // after the other (V/256 in a thread that takes single elements,
-            // then 32 lanes, 32 threads, 8 warps pairwise).
-            const double sum_error = (11 + static_cast<double>(V) / 128 + 40) * kUnit;
-            const std::string what = concat("N = ", N, ", V = ", V, ", Vp = ", Vp, ", ", dtype_name(dtype));
-            check_close(losses.values(), expected.losses, 3 * kUnit, sum_error + 2 * kUnit, "losses, " + what);
-            // p - 1 cancels at the target: half a unit of 1 remains. f16's steps below 2^-14 are 2^-24.
-            check_close(logits.values(), expected.dlogits, unit_roundoff(dtype) + sum_error + 8 * kUnit,
-                        0.37 * (sum_error + 2 * kUnit) + (dtype == DType::f16 ? 0x1p-25 : 0), "dlogits, " + what);
-        }
+// As on a GPU: several warps a row; a row that fits in shared memory, and 60001 float32, which do not.
+TEST_CASE("cross_entropy with rows kept in shared memory against float64", "[cross_entropy]") {
+    const int64_t before = std::exchange(kept_bytes_of_thread, 208);
+    for (DType dtype : kFloatDTypes)
+        for (const Size& size : {Size{9, 1025, 47}, {4, 2500, 4}, {3, 50257, 47}, {2, 60001, 7}})
+            check_against_float64(dtype, size);
+    kept_bytes_of_thread = before;
+}
+
+TEST_CASE("cross_entropy states what a GPU reads from memory again", "[cross_entropy]") {
+    const auto again = [](DType dtype, int64_t V) {
+        const int64_t bytes = static_cast<int64_t>(dtype_bytes(dtype));
+        return kept_rows(10, V, V, bytes, static_cast<int>(16 / bytes), 256).again_bytes;
+    };
+    CHECK(again(DType::bf16, 50304) == 0);   // all of a row is kept
+    CHECK(again(DType::bf16, 128256) == 0);  // what is not stays in the second-level cache
+    CHECK(again(DType::f32, 128256) == 10 * (4 * 128256 - (227 * 1024 - 256)));
 }
 
 TEST_CASE("cross_entropy writes exact zeros where there is no gradient", "[cross_entropy]") {
