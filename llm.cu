@@ -109,10 +109,12 @@ void embed_in_columns(const Pass& p, Tensor out) {
 }
 void embed_in_columns_backward(const Pass& p, Tensor dout) {
     const Model& model = p.model;
-    model.tensor_parallel->geometry()->embed_backward(model.dwte, p.acts.local_tokens, dout, p.stream);
+    const bool accumulate = p.workspace.accumulate;
+    model.tensor_parallel->geometry()->embed_backward(model.dwte, p.acts.local_tokens, dout,
+                                                      accumulate || model.ties_head(), p.stream);
     if (!model.wpe) return;
     embedding_backward(model.dwpe, model.dwpe, dout.view({p.acts.B, p.acts.T, dout.cols()}), no_tokens(p),
-                       stream_positions(p.acts), p.workspace.embedding_scratch, p.stream);
+                       stream_positions(p.acts), accumulate, accumulate, p.workspace.embedding_scratch, p.stream);
 }
 
 void embed_tokens(const Pass& p, Tensor out) {
@@ -132,9 +134,12 @@ void embed_tokens(const Pass& p, Tensor out) {
 }
 void embed_tokens_backward(const Pass& p, Tensor dout) {
     if (p.model.layout.divides_columns()) return embed_in_columns_backward(p, dout);
+    // A tied head has written its part of dwte.
+    const bool accumulate = p.workspace.accumulate, accumulate_wte = accumulate || p.model.ties_head();
     const auto use = [&](Tensor rows) {
         embedding_backward(p.model.dwte, p.model.dwpe, rows.view({p.acts.B, p.acts.T, rows.cols()}),
-                           tokens_here(p.acts), p.acts.positions, p.workspace.embedding_scratch, p.stream);
+                           tokens_here(p.acts), p.acts.positions, accumulate_wte, accumulate,
+                           p.workspace.embedding_scratch, p.stream);
     };
     TensorParallel* const ranks = p.model.tensor_parallel;
     if (ranks) ranks->one_d().embed_backward(dout, p.acts.divided_rows, use, p.stream);

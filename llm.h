@@ -14,7 +14,7 @@ void forward(const Model& model, Activations& acts, const Workspace& workspace, 
 void loss_forward(const Model& model, Activations& acts, cudaStream_t stream);
 // logits -> losses, and logits become d(dloss * sum of losses) / d logits.
 void loss_backward(const Model& model, Activations& acts, float dloss, cudaStream_t stream);
-// Gradients of the logits -> all parameter gradients, which are added to.
+// Gradients of the logits -> all parameter gradients, which are added to, or written (Workspace::accumulate).
 void backward(const Model& model, Activations& acts, const Workspace& workspace, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                              const Tensor dw = d.random({O, I}), db = bias ? d.random({O}) : Tensor{},
                                           dout = d.random({N, O}), inp = d.random({N, I});
                              const Tensor scratch = d.floats({linear_backward_scratch_n(N, O)});
-                             return [=] { linear_backward_weight(dw, db, dout, inp, scratch, s); };
+                             return [=] { linear_backward_weight(dw, db, dout, inp, true, scratch, s); };
                          }});
     };
     linear("linear qkv", Q, C, gpt2);
@@ -195,7 +195,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                              const Tensor dw = d.random({O, C}), dout = d.random({N, O}), inp = d.random({N, C}),
                                           scratch = scratch_of(d);
                              return [=, saved = saved] {
-                                 fp8_linear_backward_weight(dw, {}, dout, inp, saved, recipe, scratch, s);
+                                 fp8_linear_backward_weight(dw, {}, dout, inp, saved, recipe, true, scratch, s);
                              };
                          }});
     }
@@ -240,7 +240,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                  const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
                  const Tensor scratch = d.floats({layernorm_backward_scratch_n(N, C)});
                  if (!d.counting()) layernorm_forward(out, {}, mean, rstd, inp, {}, w, b, 1e-5f, s);
-                 return [=] { layernorm_backward(dinp, dw, db, dout, dsum, inp, w, mean, rstd, scratch, s); };
+                 return [=] { layernorm_backward(dinp, dw, db, dout, dsum, inp, w, mean, rstd, true, scratch, s); };
              }});
         table.push_back({"gelu", "forward", nf, 2 * f, 0, [=](Data& d) -> Launch {
                              const Tensor out = d.empty({N, F}), inp = d.random({N, F});
@@ -253,7 +253,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
         table.push_back({"column sum", "backward", nf, f, 0, [=](Data& d) -> Launch {
                              const Tensor db = d.random({F}), dout = d.random({N, F}),
                                           scratch = d.floats({column_sum_scratch_n(N, F)});
-                             return [=] { column_sum(db, dout, scratch, s); };
+                             return [=] { column_sum(db, dout, true, scratch, s); };
                          }});
     } else {
         table.push_back({"rmsnorm", "forward", nc, 4 * x, 0, [=](Data& d) -> Launch {
@@ -267,7 +267,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                              const Tensor dinp = d.empty({N, C}), dout = d.random({N, C}), dsum = d.random({N, C});
                              const Tensor scratch = d.floats({rmsnorm_backward_scratch_n(N, C)});
                              if (!d.counting()) rmsnorm_forward(out, {}, rstd, inp, {}, w, 1e-5f, s);
-                             return [=] { rmsnorm_backward(dinp, dw, dout, dsum, inp, w, rstd, scratch, s); };
+                             return [=] { rmsnorm_backward(dinp, dw, dout, dsum, inp, w, rstd, true, scratch, s); };
                          }});
         table.push_back({"swiglu", "forward", nf, 3 * f, 0, [=](Data& d) -> Launch {
                              const Tensor out = d.empty({N, F}), inp = d.random({N, 2 * F});
@@ -301,7 +301,7 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                              const Tensor dout = d.random({B, T, C}), tokens = d.tokens({B, T}, V, power),
                                           scratch = d.integers({embedding_backward_scratch_n(N)});
                              const Tensor dwte = d.random({Vp, C}), dwpe = gpt2 ? d.random({T, C}) : Tensor{};
-                             return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, scratch, s); };
+                             return [=] { embedding_backward(dwte, dwpe, dout, tokens, {}, true, true, scratch, s); };
                          }});
     table.push_back({"cross entropy", "forward", nv, logits, 0, [=](Data& d) -> Launch {
                          const Tensor losses = d.floats({N}), scores = d.random({N, Vp}), targets = d.tokens({N}, V);

@@ -297,12 +297,12 @@ std::vector<Gradients> gradients_of_a_step(const GradientOptions& o) {
     const BatchReader data(TokenSource::open("", *tokenizer), o.seq, 1);
     std::vector<int32_t> tokens(static_cast<size_t>(N)), targets(static_cast<size_t>(N));
     const Schedule schedule{.peak = 3e-3, .warmup = o.steps / 10, .steps = std::max<int64_t>(1, o.steps)};
+    workspace.accumulate = false;  // a step has one micro-batch
     for (int64_t step = 1; step <= o.steps + 1; ++step) {
         for (int64_t b = 0; b < o.batch; ++b)
             data.sequence((step - 1) * o.batch + b, tokens.data() + b * o.seq, targets.data() + b * o.seq);
         copy_to_device(acts.tokens, tokens.data());
         copy_to_device(acts.targets, targets.data());
-        cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
         forward(model, acts, workspace, stream);
         // The loss is a mean over N tokens: every gradient has a factor 1/N, and larger batches have smaller ones.
         loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);

@@ -88,10 +88,10 @@ void check_law(const Law& law, const Way& way, int64_t n) {
 }
 
 // One forward and backward; its seconds.
-double train(const Model& model, Activations& acts, const Workspace& workspace) {
+double train(const Model& model, Activations& acts, Workspace workspace) {
     const cudaStream_t stream = device().stream;
     const double start = seconds_now();
-    cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
+    workspace.accumulate = false;
     forward(model, acts, workspace, stream);
     loss_backward(model, acts, 1.0f / static_cast<float>(acts.B * acts.T), stream);
     backward(model, acts, workspace, stream);

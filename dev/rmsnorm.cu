@@ -212,7 +212,7 @@ void backward_two_stages(const Backward& b, cudaStream_t stream) {
     backward_partial_kernel<<<grid, kBlock, 0, stream>>>(b.scratch.ptr<float>(), b.dout.ptr<float>(),
                                                          b.inp.ptr<float>(), b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
-    add_column_sums(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_chunks, C}), stream);
+    add_column_sums(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_chunks, C}), true, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ void backward_fused(const Backward& b, cudaStream_t stream) {
         b.dinp.ptr<float>(), b.scratch.ptr<float>(), b.dout.ptr<float>(), b.inp.ptr<float>(), b.weight.ptr<float>(),
         b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
-    add_column_sums(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_warps, C}), stream);
+    add_column_sums(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_warps, C}), true, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ void backward_fused(const Backward& b, cudaStream_t stream) {
 // pass.
 
 void backward_product(const Backward& b, cudaStream_t stream) {
-    rmsnorm_backward(b.dinp, b.dweight, b.dout, {}, b.inp, b.weight, b.rstd, b.scratch, stream);
+    rmsnorm_backward(b.dinp, b.dweight, b.dout, {}, b.inp, b.weight, b.rstd, true, b.scratch, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,13 @@ void dispatch_chunks(DType dtype, int64_t row_n, F&& f) {
     });
 }
 
+// Nothing is to be added to this gradient of a parameter: where it does not accumulate, it is 0.
+inline void zero_unless(bool accumulate, const Tensor& gradient, cudaStream_t stream) {
+    if (accumulate || gradient.n() == 0) return;
+    cudaCheck(cudaMemsetAsync(gradient.data, 0, gradient.bytes(), stream));
+    launched("memset", {.writes = bytes_of(gradient)});
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches over heads: (B, T, heads, chunks of a head). Block (t, b, group of heads); in it threadIdx.x is the chunk
 // and threadIdx.y the head, so that no kernel divides to find out where it is.

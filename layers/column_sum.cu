@@ -6,7 +6,7 @@
 //
 //   for c < C:
 //       sum = 0;  for n < N:  sum += dy[n][c]
-//       db[c] += sum
+//       db[c] += sum                 (the first micro-batch of a step: =)
 //
 // The rows are many and the columns few, so one thread per column would leave most of a GPU idle. Two stages: many
 // blocks each sum a chunk of rows into one partial row; then the partial rows are summed. No atomics: every sum has a
@@ -51,7 +51,7 @@ __global__ void column_sum_kernel(float* partial, const T* inp, int64_t N, int64
 // Stage 2. A block has 32 columns (threadIdx.x); its warps (threadIdx.y) share the R partial rows: warp y takes the
 // rows y, y + blockDim.y, ... A few partial rows are summed by one warp, without a barrier.
 template <class T>
-__global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t R, int64_t C) {
+__global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t R, int64_t C, bool accumulate) {
     float(*sums)[kWarp] = dynamic_shared<float[kWarp]>();  // (blockDim.y, 32), not used by a single warp
     const int64_t c = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
     float sum = 0.0f;
@@ -63,33 +63,35 @@ __global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t 
         if (threadIdx.y > 0) return;
         for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sum += sums[y][threadIdx.x];
     }
-    if (c < C) dparam[c] = from_float<T>(to_float(dparam[c]) + sum);
+    if (c < C) dparam[c] = from_float<T>(accumulate ? to_float(dparam[c]) + sum : sum);
 }
 
 }  // namespace
 
-void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream) {
+void add_column_sums(Tensor dparam, Tensor partial, bool accumulate, cudaStream_t stream) {
     expect("add_column_sums", "partial", partial, DType::f32, {-1, -1});
     const int64_t R = partial.shape[0], C = partial.shape[1];
     expect("add_column_sums", "dparam", dparam, dparam.dtype, {C});
-    if (R == 0 || C == 0) return;
+    if (R == 0) return zero_unless(accumulate, dparam, stream);
+    if (C == 0) return;
     const unsigned n_warps = static_cast<unsigned>(std::min<int64_t>(ceil_div(R, kRowsAThread), 32));
     const size_t shared_bytes = n_warps > 1 ? n_warps * kWarp * sizeof(float) : 0;
     dispatch(dparam.dtype, [&](auto zero) {
         using T = decltype(zero);
         add_column_sums_kernel<T>
             <<<static_cast<unsigned>(ceil_div(C, kWarp)), dim3(kWarp, n_warps), shared_bytes, stream>>>(
-                dparam.ptr<T>(), partial.ptr<float>(), R, C);
+                dparam.ptr<T>(), partial.ptr<float>(), R, C, accumulate);
     });
     cudaCheckLaunch();
 }
 
-void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream) {
+void column_sum(Tensor dparam, Tensor inp, bool accumulate, Tensor scratch, cudaStream_t stream) {
     expect("column_sum", "inp", inp, inp.dtype, {-1, -1});
     const int64_t N = inp.shape[0], C = inp.shape[1];
     expect("column_sum", "dparam", dparam, dparam.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
     expect_aligned("column_sum", {{"inp", inp}});
-    if (N == 0 || C == 0) return;
+    if (N == 0) return zero_unless(accumulate, dparam, stream);
+    if (C == 0) return;
     const int64_t chunk_rows = ceil_div(N, n_chunks(N, C)), R = ceil_div(N, chunk_rows);
     const Tensor partial = scratch_as("column_sum", scratch, {R, C});
     dispatch_chunks(inp.dtype, C, [&](auto zero) {
@@ -100,7 +102,7 @@ void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream) 
             <<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
     });
     cudaCheckLaunch();
-    add_column_sums(dparam, partial, stream);
+    add_column_sums(dparam, partial, accumulate, stream);
 }
 
 int64_t column_sum_scratch_n(int64_t N, int64_t C) { return n_chunks(N, C) * C; }

@@ -203,7 +203,7 @@ void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor 
 }
 
 void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
-                                 Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream) {
+                                 Tensor mean, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream) {
     const char* name = "divided_norm_backward_parts";
     const Rows rows(name, x, weight, rstd);
     const int64_t N = rows.N, C = rows.C, blocks = rows.geometry.n_blocks_backward;
@@ -212,7 +212,7 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : x.dtype, {C});
     check(mean.exists() == dbias.exists(), name, ": mean and dbias are LayerNorm's: give both or none");
     expect_aligned(name, {{"dout", dout}, {"x", x}, {"weight", weight}});
-    if (N == 0) return;
+    if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
     const Tensor partial = scratch_as(name, scratch, {(mean ? 2 : 1) * blocks, C});
     rows.launch(x.dtype, [&](auto zero) {
         using Chunk = decltype(zero);
@@ -222,8 +222,8 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
                 parts.ptr<float>(), partial.ptr<float>(), dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),
                 optional_ptr<const float>(mean), rstd.ptr<float>(), N, C);
     });
-    add_column_sums(dweight, partial.slice(0, blocks), stream);
-    if (mean) add_column_sums(dbias, partial.slice(blocks, blocks), stream);
+    add_column_sums(dweight, partial.slice(0, blocks), accumulate, stream);
+    if (mean) add_column_sums(dbias, partial.slice(blocks, blocks), accumulate, stream);
 }
 
 void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,

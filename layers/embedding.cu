@@ -267,8 +267,8 @@ static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Ten
     add_by_lists<T, G, n>(dwte, dout, tokens, scratch, stream);
 }
 
-void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
-                        cudaStream_t stream) {
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, bool accumulate_wte,
+                        bool accumulate_wpe, Tensor scratch, cudaStream_t stream) {
     const char* name = "embedding_backward";
     expect(name, "dout", dout, dout.dtype, {-1, -1, -1});
     const int64_t B = dout.shape[0], T_length = dout.shape[1], C = dout.shape[2];
@@ -281,6 +281,8 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     expect(name, "tokens", tokens, DType::i32, {B, T_length});
     if (positions) expect(name, "positions", positions, DType::i32, {B, T_length});
     expect_aligned(name, {{"dout", dout}, {"dwte", dwte}, {"dwpe", dwpe}});
+    zero_unless(accumulate_wte, dwte, stream);
+    zero_unless(accumulate_wpe, dwpe, stream);
     if (dout.n() == 0) return;
     // The sort stores places as 32-bit integers.
     narrow(B * T_length, "embedding_backward: B T");

@@ -536,7 +536,7 @@ void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8
 }
 
 void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor saved, Fp8Recipe recipe,
-                                Tensor scratch, cudaStream_t stream) {
+                                bool accumulate, Tensor scratch, cudaStream_t stream) {
     const char* name = "fp8_linear_backward_weight";
     expect(name, "dout", dout, dout.dtype, {-1, -1});
     const int64_t N = dout.shape[0], O = dout.shape[1];
@@ -553,9 +553,9 @@ void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tenso
     fp8_quantise(dout8, true, dout, amax(1), {}, stream);
     fp8_quantise(inp8, true, inp, amax(0), {}, stream);
     MatmulOptions options = product_of(dout8, inp8);
-    options.beta = 1.0f;
+    options.beta = accumulate ? 1.0f : 0.0f;
     matmul(dweight, dout8.codes, inp8.codes, options, stream);
-    if (dbias) column_sum(dbias, dout, scratch, stream);
+    if (dbias) column_sum(dbias, dout, accumulate, scratch, stream);
 }
 
 int64_t fp8_linear_scratch_n(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {

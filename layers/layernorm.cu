@@ -148,7 +148,7 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
 }
 
 void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dsum, Tensor inp, Tensor weight,
-                        Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream) {
+                        Tensor mean, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream) {
     const char* name = "layernorm_backward";
     expect(name, "inp", inp, dinp.dtype, {-1, -1});
     const int64_t N = inp.shape[0], C = inp.shape[1];
@@ -161,7 +161,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     expect(name, "mean", mean, DType::f32, {N});
     expect(name, "rstd", rstd, DType::f32, {N});
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
-    if (N == 0) return;
+    if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
     const NormGeometry geometry = norm_geometry(name, N, C);
     // Each block leaves one partial row of dg and one of db; column sums add them in their order.
     const int64_t R = geometry.n_blocks_backward;
@@ -175,8 +175,8 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
                 weight.ptr<T>(), mean.ptr<float>(), rstd.ptr<float>(), N, C);
     });
     cudaCheckLaunch();
-    add_column_sums(dweight, partial.slice(0, R), stream);
-    add_column_sums(dbias, partial.slice(R, R), stream);
+    add_column_sums(dweight, partial.slice(0, R), accumulate, stream);
+    add_column_sums(dbias, partial.slice(R, R), accumulate, stream);
 }
 
 int64_t layernorm_backward_scratch_n(int64_t N, int64_t C) {

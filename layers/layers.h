@@ -6,7 +6,8 @@
 //
 // Conventions
 //   - Arguments stand in the order: outputs, what is saved for the backward, inputs, sizes, scratch, stream.
-//   - The gradient of X is dX. Gradients of activations are written (=), gradients of parameters are added to (+=).
+//   - The gradient of X is dX. Gradients of activations are written (=). Gradients of parameters are added to (+=) with
+//     `accumulate`, and written (=) without it: by the first micro-batch of a step, so that nobody sets them to 0.
 //   - Tensors of one call share one float dtype (f32, bf16 or f16) unless the comment says otherwise; sums are in f32.
 //   - Gradients of parameters (dweight, dbias, dwte, dwpe) may also be f32 while everything else is 16-bit.
 //   - `scratch` is f32 memory that holds nothing between calls; the *_scratch_n functions say how many elements.
@@ -82,14 +83,15 @@ void expect_fp8_device(bool block_scales);
 // ---------------------------------------------------------------------------------------------------------------------
 // linear.cu:  out = inp weight^T + bias
 //   out (N, O), inp (N, C), weight (O, C), bias (O) optional
-//   dinp = dout weight;   dweight += dout^T inp;   dbias += sum over rows of dout
+//   dinp = dout weight;   dweight (+)= dout^T inp;   dbias (+)= sum over rows of dout
 // The two gradients are two calls, so that a pipeline schedule can run the second one later.
 
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
 // accumulate: dinp += instead of = (an activation that feeds two layers).
 void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, cudaStream_t stream);
 // dbias optional.
-void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch, cudaStream_t stream);
+void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Tensor scratch,
+                            cudaStream_t stream);
 int64_t linear_backward_scratch_n(int64_t N, int64_t O);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ void fp8_linear_backward_input(Tensor dinp, Tensor saved, Tensor dout, const Fp8
 void fp8_linear_amax(Tensor saved, int64_t which, Tensor x, Fp8Recipe recipe, Tensor state, cudaStream_t stream);
 // After backward_input of the same micro-batch, now or later. dbias optional.
 void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor saved, Fp8Recipe recipe,
-                                Tensor scratch, cudaStream_t stream);
+                                bool accumulate, Tensor scratch, cudaStream_t stream);
 int64_t fp8_linear_scratch_n(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O);  // enough for all three
 
 // Their parts. amax[0] = known[0] where that is given and above 0, else the largest finite |x| of inp, or 0.
@@ -192,24 +194,25 @@ void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, 
 // ---------------------------------------------------------------------------------------------------------------------
 // column_sum.cu: the sum over rows that ends the gradient of every bias and scale, in two stages of fixed order.
 
-// dparam[c] += sum over rows n of inp[n, c]       dparam (C), inp (N, C)
-void column_sum(Tensor dparam, Tensor inp, Tensor scratch, cudaStream_t stream);
+// dparam[c] (+)= sum over rows n of inp[n, c]       dparam (C), inp (N, C)
+void column_sum(Tensor dparam, Tensor inp, bool accumulate, Tensor scratch, cudaStream_t stream);
 int64_t column_sum_scratch_n(int64_t N, int64_t C);
-// The second stage by itself: dparam[c] += sum over rows r of partial[r, c]       partial (R, C) f32
-void add_column_sums(Tensor dparam, Tensor partial, cudaStream_t stream);
+// The second stage by itself: dparam[c] (+)= sum over rows r of partial[r, c]       partial (R, C) f32
+void add_column_sums(Tensor dparam, Tensor partial, bool accumulate, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[positions[b,t],:]
 //   out (B, T, C), tokens (B, T) i32, wte (rows, C), wpe (at least T, C) optional
 //   positions (B, T) i32 optional: where in its document a token stands; without them t
-//   dwte[v,:] += sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t);   dwpe in the same way
+//   dwte[v,:] (+)= sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t);   dwpe in the same way
 // A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
 // A token of -1 has no row here: it gives zeros (with wpe its position's row), and its gradient goes nowhere.
+// Without accumulate_wte the rows of all other tokens are 0, without accumulate_wpe those of all other positions.
 // scratch: i32, of at least embedding_backward_scratch_n(B T) elements.
-void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
-                        cudaStream_t stream);
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, bool accumulate_wte,
+                        bool accumulate_wpe, Tensor scratch, cudaStream_t stream);
 int64_t embedding_backward_scratch_n(int64_t n_places);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
                        Tensor bias, float eps, cudaStream_t stream);
 // inp: the x of the forward (its `sum` where there was a branch).
 void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dsum, Tensor inp, Tensor weight,
-                        Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream);
+                        Tensor mean, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream);
 int64_t layernorm_backward_scratch_n(int64_t N, int64_t C);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -232,7 +235,7 @@ int64_t layernorm_backward_scratch_n(int64_t N, int64_t C);
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor branch, Tensor weight, float eps,
                      cudaStream_t stream);
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Tensor inp, Tensor weight, Tensor rstd,
-                      Tensor scratch, cudaStream_t stream);
+                      bool accumulate, Tensor scratch, cudaStream_t stream);
 int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C);
 
 // The same over the D columns of each head, all with one weight (D): Qwen3's norm of queries and keys; with one head
@@ -241,7 +244,7 @@ int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C);
 void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumns& inp, Tensor weight, float eps,
                            cudaStream_t stream);
 void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, const HeadColumns& inp,
-                            Tensor weight, Tensor rstd, Tensor scratch, cudaStream_t stream);
+                            Tensor weight, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // divided_norm.cu: both norms of rows whose columns are divided among ranks: here (N, C), C of all `columns` of a row.
@@ -250,7 +253,7 @@ void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadC
 //             which has no mean, bias and dbias anywhere below
 //             then   all_parts (n, N, 2) = those of all n ranks
 //   finish    out (N, C); mean, rstd (N) f32
-//   backward parts: dweight and dbias (C) are added to; scratch: layernorm_backward_scratch_n(N, C)
+//   backward parts: dweight and dbias (C) too; scratch: layernorm_backward_scratch_n(N, C)
 //             then   parts = the sum of all ranks'
 //   backward finish: dinp = the norm's gradient + dsum (optional)
 
@@ -258,7 +261,7 @@ void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, boo
 void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor all_parts, Tensor weight, Tensor bias,
                          float eps, cudaStream_t stream);
 void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Tensor dout, Tensor x, Tensor weight,
-                                 Tensor mean, Tensor rstd, Tensor scratch, cudaStream_t stream);
+                                 Tensor mean, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream);
 void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,
                                   Tensor rstd, Tensor parts, int64_t columns, cudaStream_t stream);
 

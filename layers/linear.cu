@@ -38,7 +38,7 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
     matmul(dinp, dout, weight, {.beta = accumulate ? 1.0f : 0.0f}, stream);
 }
 
-void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, Tensor scratch,
+void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Tensor scratch,
                             cudaStream_t stream) {
     const char* name = "linear_backward_weight";
     expect(name, "dout", dout, inp.dtype, {-1, -1});
@@ -46,8 +46,8 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     expect(name, "inp", inp, dout.dtype, {N, -1});
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : dout.dtype, {O, inp.shape[1]});
     if (dbias) expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : dout.dtype, {O});
-    matmul(dweight, dout, inp, {.transpose_a = true, .beta = 1.0f}, stream);
-    if (dbias) column_sum(dbias, dout, scratch, stream);
+    matmul(dweight, dout, inp, {.transpose_a = true, .beta = accumulate ? 1.0f : 0.0f}, stream);
+    if (dbias) column_sum(dbias, dout, accumulate, scratch, stream);
 }
 
 int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return column_sum_scratch_n(N, O); }

@@ -139,13 +139,13 @@ void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor
 }
 
 void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, Tensor dsum,
-                     const HeadColumns& inp, Tensor weight, Tensor rstd, Tensor scratch, int64_t chunk_columns,
-                     cudaStream_t stream) {
+                     const HeadColumns& inp, Tensor weight, Tensor rstd, bool accumulate, Tensor scratch,
+                     int64_t chunk_columns, cudaStream_t stream) {
     const int64_t N = rstd.n(), C = inp.D;
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.rows.dtype, {C});
     expect_aligned(name,
                    {{"dinp", dinp.rows}, {"dout", dout.rows}, {"dsum", dsum}, {"inp", inp.rows}, {"weight", weight}});
-    if (N == 0) return;
+    if (N == 0) return zero_unless(accumulate, dweight, stream);
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
     const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
@@ -157,7 +157,7 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
             norm_rows<const T>(inp), weight.ptr<T>(), rstd.ptr<float>(), N, C);
     });
     cudaCheckLaunch();
-    add_column_sums(dweight, partial, stream);
+    add_column_sums(dweight, partial, accumulate, stream);
 }
 
 // Heads of D columns in as many tokens as `like` has. Returns the number that divides every address, for packed loads.
@@ -194,7 +194,7 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor bra
 }
 
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Tensor inp, Tensor weight, Tensor rstd,
-                      Tensor scratch, cudaStream_t stream) {
+                      bool accumulate, Tensor scratch, cudaStream_t stream) {
     const char* name = "rmsnorm_backward";
     expect(name, "inp", inp, dinp.dtype, {-1, -1});
     const int64_t N = inp.shape[0], C = inp.shape[1];
@@ -203,8 +203,8 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dsum, Ten
     if (dsum) expect(name, "dsum", dsum, inp.dtype, {N, C});
     expect(name, "weight", weight, inp.dtype, {C});
     expect(name, "rstd", rstd, DType::f32, {N});
-    launch_backward(name, one_head(dinp), dweight, one_head(dout), dsum, one_head(inp), weight, rstd, scratch, C,
-                    stream);
+    launch_backward(name, one_head(dinp), dweight, one_head(dout), dsum, one_head(inp), weight, rstd, accumulate,
+                    scratch, C, stream);
 }
 
 void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumns& inp, Tensor weight, float eps,
@@ -217,13 +217,13 @@ void rmsnorm_heads_forward(const HeadColumns& out, Tensor rstd, const HeadColumn
 }
 
 void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, const HeadColumns& inp,
-                            Tensor weight, Tensor rstd, Tensor scratch, cudaStream_t stream) {
+                            Tensor weight, Tensor rstd, bool accumulate, Tensor scratch, cudaStream_t stream) {
     const char* name = "rmsnorm_heads_backward";
     const int64_t of_inp = check_norm_heads(name, "inp", inp, inp), of_dinp = check_norm_heads(name, "dinp", dinp, inp),
                   of_dout = check_norm_heads(name, "dout", dout, inp);
     expect(name, "rstd", rstd, DType::f32, {inp.rows.rows(), inp.count});
     expect(name, "weight", weight, inp.rows.dtype, {inp.D});
-    launch_backward(name, dinp, dweight, dout, {}, inp, weight, rstd, scratch,
+    launch_backward(name, dinp, dweight, dout, {}, inp, weight, rstd, accumulate, scratch,
                     std::gcd(of_inp, std::gcd(of_dinp, of_dout)), stream);
 }
 

@@ -102,8 +102,10 @@ void norm_queries_and_keys_backward(const BlockContext& b, const SubLayerParamet
     rope_backward(b, dheads.q, RopePairs::halves);
     rope_backward(b, dheads.k, RopePairs::halves);
     const Norm &q_norm = p.norms[kQNorm], &k_norm = p.norms[kKNorm];
-    rmsnorm_heads_backward(draw.q, q_norm.dweight, dheads.q, raw.q, q_norm.weight, saved[kQRstd], scratch, b.stream);
-    rmsnorm_heads_backward(draw.k, k_norm.dweight, dheads.k, raw.k, k_norm.weight, saved[kKRstd], scratch, b.stream);
+    rmsnorm_heads_backward(draw.q, q_norm.dweight, dheads.q, raw.q, q_norm.weight, saved[kQRstd],
+                           b.workspace.accumulate, scratch, b.stream);
+    rmsnorm_heads_backward(draw.k, k_norm.dweight, dheads.k, raw.k, k_norm.weight, saved[kKRstd],
+                           b.workspace.accumulate, scratch, b.stream);
 }
 
 void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {

@@ -105,7 +105,7 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     block_linear_backward_weight(b, p.linears[kQUp], gradients[kQ], saved[kLatent]);
     const Norm& norm = p.norms[kLatentNorm];
     rmsnorm_heads_backward(dheads.latent, norm.dweight, heads_in(gradients[kLatent], b.acts, 1, c.q_rank), heads.latent,
-                           norm.weight, saved[kLatentRstd], b.workspace.scratch, b.stream);
+                           norm.weight, saved[kLatentRstd], b.workspace.accumulate, b.workspace.scratch, b.stream);
 
     block_linear_backward_input(b, p.linears[kQkv], dinp, gradients[kQkvRows]);
     block_linear_backward_weight(b, p.linears[kQkv], gradients[kQkvRows], inp);

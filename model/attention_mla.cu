@@ -163,12 +163,13 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     rope_backward(b, d.q_rotated, c.rope_pairs);
     const Norm &kv_norm = p.norms[kKvNorm], &q_norm = p.norms[kQNorm];
     rmsnorm_heads_backward(d.latent, kv_norm.dweight, heads_in(gradients[kKvLatent], b.acts, 1, c.kv_rank), at.latent,
-                           kv_norm.weight, saved[kKvRstd], scratch, b.stream);
+                           kv_norm.weight, saved[kKvRstd], b.workspace.accumulate, scratch, b.stream);
     if (c.q_rank > 0) {
         block_linear_backward_input(b, p.linears[kQUp], gradients[kQLatent], gradients[kQ]);
         block_linear_backward_weight(b, p.linears[kQUp], gradients[kQ], saved[kQLatent]);
         rmsnorm_heads_backward(d.query_latent, q_norm.dweight, heads_in(gradients[kQLatent], b.acts, 1, c.q_rank),
-                               at.query_latent, q_norm.weight, saved[kQRstd], scratch, b.stream);
+                               at.query_latent, q_norm.weight, saved[kQRstd], b.workspace.accumulate, scratch,
+                               b.stream);
     }
 
     block_linear_backward_input(b, p.linears[kQkv], dinp, gradients[kQkvRows]);

@@ -2,7 +2,7 @@
 //
 //   forward           out = inp W^T + bias
 //   backward_input    dinp = dout W                    the layer before waits for it
-//   backward_weight   dW += dout^T inp, dbias          nobody waits for it before the update: it may come later
+//   backward_weight   dW (+)= dout^T inp, dbias        nobody waits for it before the update: it may come later
 //
 // A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be
 // idle. WeightGradients is the queue for that: what an entry needs is kept until run(). With tensor parallelism the
@@ -33,11 +33,16 @@ void step_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream
     else few_rows_forward(out, inp, weight, bias, stream);
 }
 
-void own_backward_weight(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, Tensor scratch,
+void own_backward_weight(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, const Workspace& workspace,
                          cudaStream_t stream) {
+    const bool accumulate = workspace.accumulate;
+    const Tensor scratch = workspace.scratch;
     const Fp8Recipe recipe = linear.fp8.recipe;
-    if (recipe == Fp8Recipe::none) linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scratch, stream);
-    else fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, recipe, scratch, stream);
+    if (recipe == Fp8Recipe::none)
+        linear_backward_weight(linear.dweight, linear.dbias, dout, inp, accumulate, scratch, stream);
+    else
+        fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, recipe, accumulate, scratch,
+                                   stream);
 }
 
 // Tensor parallelism: products of layers that read the residual stream, or write it, with other ranks. `own` is the
@@ -68,14 +73,14 @@ struct Crossed {
         else if (enters()) one_d().enter_backward_input(dinp, dout, divided_rows, own, stream);
         else one_d().leave_backward_input(dinp, dout, divided_rows, own, stream);
     }
-    void backward_weight(Tensor dout, Tensor inp, Tensor scaled_by, Tensor scratch) const {
+    void backward_weight(Tensor dout, Tensor inp, Tensor scaled_by, const Workspace& workspace) const {
         const auto own = [&](Tensor all_dout, Tensor all_inp) {
-            own_backward_weight(linear, all_dout, all_inp, scaled_by, scratch, stream);
+            own_backward_weight(linear, all_dout, all_inp, scaled_by, workspace, stream);
         };
         if (is_alone()) own(dout, inp);
         else if (geometry()) {
-            geometry()->backward_weight(linear.dweight, dout, inp, linear.crossing, stream);
-            if (linear.dbias) column_sum(linear.dbias, dout, scratch, stream);
+            geometry()->backward_weight(linear.dweight, dout, inp, linear.crossing, workspace.accumulate, stream);
+            if (linear.dbias) column_sum(linear.dbias, dout, workspace.accumulate, workspace.scratch, stream);
         } else if (enters())
             one_d().enter_backward_weight(
                 inp, divided_rows, [&](Tensor all) { own(dout, all); }, stream);
@@ -90,7 +95,7 @@ struct Crossed {
     WeightGradients::Compute later(Tensor dout, Tensor inp, Tensor scaled_by) const {
         return [&model = model, divided = divided_rows, &linear = linear, dout, inp, scaled_by](
                    const Workspace& workspace, cudaStream_t at_run) {
-            Crossed{model, divided, linear, at_run}.backward_weight(dout, inp, scaled_by, workspace.scratch);
+            Crossed{model, divided, linear, at_run}.backward_weight(dout, inp, scaled_by, workspace);
         };
     }
     // A layer of a block: dout is copied.
@@ -100,7 +105,7 @@ struct Crossed {
         one_d().leave_backward_weight(dout, divided_rows, [&](Tensor all) {
             const Tensor kept = queue.keep(all, stream);
             queue.push([&linear = linear, kept, inp, scaled_by](const Workspace& workspace, cudaStream_t at_run) {
-                own_backward_weight(linear, kept, inp, scaled_by, workspace.scratch, at_run);
+                own_backward_weight(linear, kept, inp, scaled_by, workspace, at_run);
             });
         });
     }
@@ -135,7 +140,7 @@ void block_linear_backward_weight(const BlockContext& b, const Linear& linear, T
     const Tensor scales = b.saved.fp8 ? scaled_by(b, linear) : Tensor{};
     const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream};
     if (b.workspace.later) crossed.push(dout, inp, scales, *b.workspace.later);
-    else crossed.backward_weight(dout, inp, scales, b.workspace.scratch);
+    else crossed.backward_weight(dout, inp, scales, b.workspace);
 }
 
 void prefetch_rows(const BlockContext& b, Tensor inp) {
@@ -157,7 +162,7 @@ void head_linear_backward_input(const Model& model, const Activations& acts, Ten
 void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, const Workspace& workspace,
                                  cudaStream_t stream) {
     const Crossed crossed{model, acts.divided_rows, model.head, stream};
-    if (!workspace.later) return crossed.backward_weight(acts.logits, inp, {}, workspace.scratch);
+    if (!workspace.later) return crossed.backward_weight(acts.logits, inp, {}, workspace);
     crossed.finish_backward_input();
     workspace.later->push(crossed.later(acts.logits, inp, {}));
 }

@@ -386,6 +386,8 @@ struct Workspace {
     Tensor norm_parts, all_norm_parts;
     Tensor position_rows, no_tokens;   // likewise, GPT-2: rows of the positions' embedding (N, C), and N times -1
     WeightGradients* later = nullptr;  // if set: weight gradients are queued there
+    // Are the gradients of parameters added to (+=)? The first micro-batch of a step writes them (=) instead.
+    bool accumulate = true;
 };
 // training: with what a backward needs. For micro-batches of B x T tokens, whatever their number.
 Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training, Arena& arena);

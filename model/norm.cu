@@ -22,7 +22,7 @@ void divided_backward(const Model& model, const Norm& norm, const NormSaved& sav
                       Tensor dsum, const Workspace& ws, cudaStream_t stream) {
     const Tensor parts = ws.norm_parts.slice(0, dout.rows());
     divided_norm_backward_parts(parts, norm.dweight, norm.dbias, dout, saved.sum, norm.weight, saved.mean, saved.rstd,
-                                ws.scratch, stream);
+                                ws.accumulate, ws.scratch, stream);
     model.tensor_parallel->geometry()->sum_statistics(parts, stream);
     divided_norm_backward_finish(dinp, dout, dsum, saved.sum, norm.weight, saved.mean, saved.rstd, parts,
                                  model.config.C, stream);
@@ -48,6 +48,8 @@ void norm_backward(const Model& model, const Norm& norm, const NormSaved& saved,
         return divided_backward(model, norm, saved, dinp, dout, dsum, workspace, stream);
     if (model.config.family == Family::gpt2)
         layernorm_backward(dinp, norm.dweight, norm.dbias, dout, dsum, saved.sum, norm.weight, saved.mean, saved.rstd,
-                           scratch, stream);
-    else rmsnorm_backward(dinp, norm.dweight, dout, dsum, saved.sum, norm.weight, saved.rstd, scratch, stream);
+                           workspace.accumulate, scratch, stream);
+    else
+        rmsnorm_backward(dinp, norm.dweight, dout, dsum, saved.sum, norm.weight, saved.rstd, workspace.accumulate,
+                         scratch, stream);
 }

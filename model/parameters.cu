@@ -286,6 +286,15 @@ Model whole_without_memory(const Config& config, const TensorLayout& layout, boo
     return whole;
 }
 
+// Gradients are written by the first micro-batch of each step; what is between them counts in the norm, too.
+static void zero_gaps(const Model& model) {
+    for (size_t u = 0; u < model.units.size(); ++u)
+        for (const Range& gap : model.gaps(u)) {
+            const Tensor between = model.unit_grads(u).slice(gap.first, gap.n);
+            cudaCheck(cudaMemsetAsync(between.data, 0, between.bytes(), device().stream));
+        }
+}
+
 Model build_model(const Config& config, const Precision& precision, int64_t T, Arena& weights, Arena& grads,
                   Arena& masters, const Sharding& sharding, const TensorLayout& layout,
                   const std::optional<ModelPart>& part) {
@@ -319,8 +328,9 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
     if (weights.counting()) return model;
 
     // The gaps between parameters and the padding rows of the vocabulary stay zero for good.
-    for (const Tensor& flat : {model.weights, model.grads, model.masters, model.fp8_states})
+    for (const Tensor& flat : {model.weights, model.masters, model.fp8_states})
         if (flat) cudaCheck(cudaMemsetAsync(flat.data, 0, flat.bytes(), device().stream));
+    if (model.grads && !sharding.shards_grads()) zero_gaps(model);
     if (model.rope_table)
         rope_table(model.rope_table, rope_frequencies(rope_width, config.rope_base, config.rope_scaling, T),
                    rope_amplitude(config.rope_scaling));

@@ -49,11 +49,12 @@ struct TinyTrainer {
     }
     void zero_grads() { cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), device().stream)); }
     double train_step(float dloss, double lr, int64_t t) {
-        zero_grads();
+        Workspace first = workspace;  // the step's only micro-batch
+        first.accumulate = false;
         quantise_weights(model, device().stream);
         forward(model, acts, workspace, device().stream);
         loss_backward(model, acts, dloss, device().stream);
-        backward(model, acts, workspace, device().stream);
+        backward(model, acts, first, device().stream);
         grad_norm(norm, model.grads, 1.0f, 1.0f, norm_scratch, device().stream);
         optimizer->step(model.all_weights(1), model.grads, norm, lr, t, device().stream);
         advance_fp8(model, device().stream);

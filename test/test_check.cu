@@ -42,7 +42,7 @@ TEST_CASE("a check that passes makes no text", "[check]") {
              matmul(none, none, make_tensor(memory, DType::f32, {16, 16}), {}, nullptr);
          }},
         {"embedding", [&] { embedding_forward(three, ids, {}, x, {}, nullptr); }},
-        {"column sum", [&] { column_sum(row, none, x, nullptr); }},
+        {"column sum", [&] { column_sum(row, none, true, x, nullptr); }},
         {"qkv_heads", [&] { qkv_heads(heads.rows, 2, 1); }},
         {"expect_head_size", [&] { expect_head_size(FlashTier::automatic, DType::f32, 12, 20); }},
     };

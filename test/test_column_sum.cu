@@ -29,7 +29,7 @@ TEST_CASE("column_sum against float64", "[column_sum]") {
                              before = rounded(random_values(C, 2), gradient_dtype);
                 Buffer inp(dtype, {N, C}, x), dparam(gradient_dtype, {C}, before),
                     scratch(DType::f32, {column_sum_scratch_n(N, C)});
-                column_sum(dparam, inp, scratch, device().stream);
+                column_sum(dparam, inp, true, scratch, device().stream);
                 // N numbers of random sign, whose sum grows like sqrt(N); += : it starts from `before`.
                 check_close(dparam.values(), column_sums(x, before, N, C), unit_roundoff(gradient_dtype),
                             sum_error(N) * 4 * std::sqrt(static_cast<double>(N)),
@@ -44,11 +44,11 @@ TEST_CASE("column_sum of whole numbers is exact", "[column_sum]") {
     for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<double>(i / C);
     Buffer inp(DType::f32, {N, C}, x), dparam(DType::f32, {C}, Values{1, 2, 3, 4, 5}),
         scratch(DType::f32, {column_sum_scratch_n(N, C)});
-    column_sum(dparam, inp, scratch, device().stream);
+    column_sum(dparam, inp, true, scratch, device().stream);
     CHECK(dparam.values() == Values{499501, 499502, 499503, 499504, 499505});
     const std::vector<unsigned char> first = dparam.bits();
     dparam.set({1, 2, 3, 4, 5});
-    column_sum(dparam, inp, scratch, device().stream);
+    column_sum(dparam, inp, true, scratch, device().stream);
     CHECK(dparam.bits() == first);
 }
 
@@ -57,7 +57,7 @@ TEST_CASE("add_column_sums against float64", "[column_sum]") {
         const int64_t C = 70;
         const Values p = rounded(random_values(R * C, 3), DType::f32);
         Buffer partial(DType::f32, {R, C}, p), dparam(DType::bf16, {C}, Values(C, 1.0));
-        add_column_sums(dparam, partial, device().stream);
+        add_column_sums(dparam, partial, true, device().stream);
         check_close(dparam.values(), column_sums(p, Values(C, 1.0), R, C), unit_roundoff(DType::bf16),
                     sum_error(R) * 4 * std::sqrt(static_cast<double>(R)), concat("add_column_sums of ", R, " rows"));
     }
@@ -67,13 +67,13 @@ TEST_CASE("column_sum says what is wrong with its arguments", "[column_sum][erro
     Buffer x(DType::f32, {4, 8}), sum(DType::f32, {8}), five(DType::f32, {5}), half(DType::bf16, {8}),
         scratch(DType::f32, {7});
     const auto s = device().stream;
-    CHECK_THROWS_WITH(column_sum(five, x, scratch, s),
+    CHECK_THROWS_WITH(column_sum(five, x, true, scratch, s),
                       ContainsSubstring("column_sum: dparam is f32 (5), expected f32 (8)"));
-    CHECK_THROWS_WITH(column_sum(half, x, scratch, s), ContainsSubstring("column_sum: dparam"));
-    CHECK_THROWS_WITH(column_sum(sum, sum, scratch, s), ContainsSubstring("column_sum: inp"));
-    CHECK_THROWS_WITH(column_sum(sum, x, scratch, s),
+    CHECK_THROWS_WITH(column_sum(half, x, true, scratch, s), ContainsSubstring("column_sum: dparam"));
+    CHECK_THROWS_WITH(column_sum(sum, sum, true, scratch, s), ContainsSubstring("column_sum: inp"));
+    CHECK_THROWS_WITH(column_sum(sum, x, true, scratch, s),
                       ContainsSubstring("column_sum: scratch is f32 (7), expected f32 of at least 8"));
-    CHECK_THROWS_WITH(add_column_sums(five, x, s), ContainsSubstring("add_column_sums: dparam"));
+    CHECK_THROWS_WITH(add_column_sums(five, x, true, s), ContainsSubstring("add_column_sums: dparam"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 8, DType::f32, {4, 8});
-    CHECK_THROWS_WITH(column_sum(sum, shifted, scratch, s), ContainsSubstring("column_sum: inp starts at"));
+    CHECK_THROWS_WITH(column_sum(sum, shifted, true, scratch, s), ContainsSubstring("column_sum: inp starts at"));
 }

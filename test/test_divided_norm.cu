@@ -116,7 +116,7 @@ void check_norm(int64_t N, int64_t C, int n_ranks, DType dtype, bool centred) {
         put_columns(out, all, r * C, C, its.out.values());
         CHECK((its.rstd.bits() == ranks[0].rstd.bits()));  // the same on all ranks
         divided_norm_backward_parts(its.parts, its.dweight, centred ? its.dbias.tensor() : Tensor{}, its.dout, its.sum,
-                                    its.weight, mean, its.rstd, scratch, stream);
+                                    its.weight, mean, its.rstd, true, scratch, stream);
         const Values parts = its.parts.values();
         for (size_t i = 0; i < parts.size(); ++i) sums[i] += parts[i];
     }

@@ -76,7 +76,7 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                     dout(dtype, {B, T, C}, dy);
                 Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
                 tokens.set_integers(ids);
-                embedding_backward(dwte, dwpe, dout, tokens, {}, scratch, device().stream);
+                embedding_backward(dwte, dwpe, dout, tokens, {}, true, true, scratch, device().stream);
                 for (int64_t i = 0; i < B * T; ++i)
                     for (int64_t c = 0; c < C; ++c) {
                         de[at(ids[static_cast<size_t>(i)], c, C)] +=
@@ -90,7 +90,7 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 check_close(dwpe.values(), dp, unit_roundoff(gradient_dtype), absolute, "embedding dwpe, " + what);
                 // Once more, without positions: the same bits are added to dwte, and dwpe stays.
                 const std::vector<unsigned char> positions = dwpe.bits(), first = dwte.bits();
-                embedding_backward(dwte, {}, dout, tokens, {}, scratch, device().stream);
+                embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
                 CHECK(dwpe.bits() == positions);
                 CHECK((dwte.bits() != first));
             }
@@ -119,8 +119,8 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
             tokens.set_integers(ids);
             places.set_integers(positions);
             embedding_forward(out, tokens, places, wte, wpe, device().stream);
-            embedding_backward(dwte, dwpe, dout, tokens, places, scratch, device().stream);
-            embedding_backward(dwte_without, {}, dout, tokens, {}, scratch, device().stream);
+            embedding_backward(dwte, dwpe, dout, tokens, places, true, true, scratch, device().stream);
+            embedding_backward(dwte_without, {}, dout, tokens, {}, true, true, scratch, device().stream);
             for (int64_t i = 0; i < B * T; ++i)
                 for (int64_t c = 0; c < C; ++c) {
                     const int64_t position = positions[static_cast<size_t>(i)];
@@ -139,7 +139,7 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
             std::vector<unsigned char> bits[2];
             for (const bool given : {false, true}) {
                 dwpe.set(dp);
-                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, scratch,
+                embedding_backward(dwte, dwpe, dout, tokens, given ? places.tensor() : Tensor{}, true, true, scratch,
                                    device().stream);
                 bits[given] = dwpe.bits();
             }
@@ -175,7 +175,7 @@ TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]
                 Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N)}),
                     dout(DType::f32, {1, N, C}, dy), dwte(DType::f32, {rows, C}, before);
                 tokens.set_integers(ids);
-                embedding_backward(dwte, {}, dout, tokens, {}, scratch, device().stream);
+                embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
                 INFO(N << " places, " << rows << " rows, " << kind);
                 CHECK((dwte.values() == rounded(expected, DType::f32)));
                 ++i;
@@ -198,7 +198,7 @@ TEST_CASE("embedding backward takes time in proportion to the number of places",
         omp_set_num_threads(1);
         for (int i = 0; i < 5; ++i) {
             const std::clock_t start = std::clock();
-            embedding_backward(dwte, {}, dout, tokens, {}, scratch, device().stream);
+            embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
             cudaCheck(cudaStreamSynchronize(device().stream));
             best = std::min(best, static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC);
         }
@@ -224,7 +224,7 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     Buffer dwpe(DType::f32, {T, C}, Values(T * C, 0.0));
     tokens.set_integers(random_tokens(s));
     embedding_forward(out, tokens, {}, wte, wpe, device().stream);
-    embedding_backward(dwte, dwpe, dout, tokens, {}, scratch, device().stream);
+    embedding_backward(dwte, dwpe, dout, tokens, {}, true, true, scratch, device().stream);
     const auto dot = [](const Values& a, const Values& b) {
         return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
     };
@@ -256,21 +256,21 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, wte, half, s), ContainsSubstring("embedding_forward: wpe"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, wte, short_wpe, s),
                       ContainsSubstring("embedding_forward: wpe has 2 positions, but T is 3"));
-    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, {}, scratch, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, half, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwpe"));
-    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, {}, scratch, s),
+    CHECK_THROWS_WITH(embedding_backward(half, {}, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwte"));
-    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, scratch, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
-    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, tokens, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, true, true, tokens, s),
                       ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 28"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, places, wte, wpe, s),
                       ContainsSubstring("embedding_forward: positions"));
-    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, scratch, s),
+    CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: positions"));
     const Tensor shifted = make_tensor(static_cast<char*>(wte.tensor().data) + 4, DType::f32, {5, 8});
     CHECK_THROWS_WITH(embedding_forward(out, tokens, {}, shifted, {}, s),
                       ContainsSubstring("embedding_forward: wte starts at"));
-    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, scratch, s),
+    CHECK_THROWS_WITH(embedding_backward(shifted, {}, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwte starts at"));
 }

@@ -292,7 +292,7 @@ struct Layer {
                                   device().stream);
     }
     void backward_weight() {
-        fp8_linear_backward_weight(dweight, dbias, dout, inp, saved_or_none(), recipe, scratch, device().stream);
+        fp8_linear_backward_weight(dweight, dbias, dout, inp, saved_or_none(), recipe, true, scratch, device().stream);
     }
 };
 
@@ -413,7 +413,8 @@ TEST_CASE("fp8: without bias, and without its gradient", "[fp8]") {
         check_product(l.out.values(), y, {}, l.C, DType::bf16, "out without bias");
         check_quantised(l.out.values(), product(l.x, l.w, l.N, l.O, l.C), {}, 0x1p-4, DType::bf16, "exact out");
         const Bytes before = l.dbias.bits();
-        fp8_linear_backward_weight(l.dweight, {}, l.dout, l.inp, l.saved_or_none(), recipe, l.scratch, device().stream);
+        fp8_linear_backward_weight(l.dweight, {}, l.dout, l.inp, l.saved_or_none(), recipe, true, l.scratch,
+                                   device().stream);
         CHECK(l.dbias.bits() == before);
     }
 }
@@ -495,7 +496,8 @@ TEST_CASE("fp8: micro-batches in flight keep their own scales", "[fp8]") {
                                       s);
         };
         const auto backward_weight = [&](Layer& l) {
-            fp8_linear_backward_weight(l.dweight, l.dbias, first_dout, first_inp, first_saved, recipe, l.scratch, s);
+            fp8_linear_backward_weight(l.dweight, l.dbias, first_dout, first_inp, first_saved, recipe, true, l.scratch,
+                                       s);
         };
         forward(a), backward_input(a), backward_weight(a);
         a.forward(false), a.backward_input(false), a.backward_weight();
@@ -557,7 +559,7 @@ TEST_CASE("fp8 says what is wrong with its arguments", "[fp8][errors]") {
                       ContainsSubstring("fp8_linear_backward_input: dinp is"));
     Tensor few = block.dout.tensor().slice(0, 24), few_inp = block.inp.tensor().slice(0, 24);
     CHECK_THROWS_WITH(
-        fp8_linear_backward_weight(block.dweight, {}, few, few_inp, {}, Fp8Recipe::block, block.scratch, s),
+        fp8_linear_backward_weight(block.dweight, {}, few, few_inp, {}, Fp8Recipe::block, true, block.scratch, s),
         ContainsSubstring("tokens of a micro-batch (sequences times length) that are a multiple of 16, not 24"));
     CHECK_THROWS_WITH(fp8_linear_forward(block.out.tensor().slice(0, 6), {}, block.inp.tensor().slice(0, 6),
                                          block.weight8, {}, {}, true, block.scratch, s),

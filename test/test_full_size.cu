@@ -123,9 +123,9 @@ TEST_CASE("full size: layernorm", "[full_size]") {
         small_scratch(DType::f32, {layernorm_backward_scratch_n(kCount, C)});
     for (const int64_t first : places(N, C)) {
         dout.normal(4).only(first, kCount), dw.zero(), db.zero(), small_dw.zero(), small_db.zero();
-        layernorm_backward(dinp, dw, db, dout, {}, inp, w, mean, rstd, scratch, nullptr);
+        layernorm_backward(dinp, dw, db, dout, {}, inp, w, mean, rstd, true, scratch, nullptr);
         layernorm_backward(small_dinp, small_dw, small_db, dout.rows(first, kCount), {}, inp.rows(first, kCount), w,
-                           mean.rows(first, kCount), rstd.rows(first, kCount), small_scratch, nullptr);
+                           mean.rows(first, kCount), rstd.rows(first, kCount), true, small_scratch, nullptr);
         check_same(dinp.rows(first, kCount), small_dinp, concat("dinp, row ", first));
         check_same(dw, small_dw, concat("dweight, row ", first), kOtherOrder);
         check_same(db, small_db, concat("dbias, row ", first), kOtherOrder);
@@ -146,9 +146,9 @@ TEST_CASE("full size: rmsnorm", "[full_size]") {
         rmsnorm_forward(small_out, {}, small_rstd, inp.rows(first, kCount), {}, w, 1e-5f, nullptr);
         check_same(out.rows(first, kCount), small_out, concat("out, row ", first));
         dout.normal(4).only(first, kCount), dw.zero(), small_dw.zero();
-        rmsnorm_backward(dinp, dw, dout, {}, inp, w, rstd, scratch, nullptr);
+        rmsnorm_backward(dinp, dw, dout, {}, inp, w, rstd, true, scratch, nullptr);
         rmsnorm_backward(small_dinp, small_dw, dout.rows(first, kCount), {}, inp.rows(first, kCount), w, small_rstd,
-                         small_scratch, nullptr);
+                         true, small_scratch, nullptr);
         check_same(dinp.rows(first, kCount), small_dinp, concat("dinp, row ", first));
         check_same(dw, small_dw, concat("dweight, row ", first), kOtherOrder);
     }
@@ -194,10 +194,10 @@ TEST_CASE("full size: linear layers and column sums, at the sizes of the head", 
     for (const int64_t first : places(N, O)) {
         out.normal(4).only(first, kCount), dw.zero(), db.zero(), small_dw.zero(), small_db.zero();
         linear_backward_input(dinp, out, w, false, nullptr);
-        linear_backward_weight(dw, db, out, inp, scratch, nullptr);
+        linear_backward_weight(dw, db, out, inp, true, scratch, nullptr);
         linear_backward_input(small_dinp, out.rows(first, kCount), w, false, nullptr);
-        linear_backward_weight(small_dw, small_db, out.rows(first, kCount), inp.rows(first, kCount), small_scratch,
-                               nullptr);
+        linear_backward_weight(small_dw, small_db, out.rows(first, kCount), inp.rows(first, kCount), true,
+                               small_scratch, nullptr);
         check_same(dinp.rows(first, kCount), small_dinp, concat("dinp, row ", first), kOtherOrder);
         check_same(dw, small_dw, concat("dweight, row ", first), kOtherOrder);
         check_same(db, small_db, concat("dbias, row ", first), kOtherOrder);
@@ -240,8 +240,8 @@ TEST_CASE("full size: embedding", "[full_size]") {
         small_scratch(DType::i32, {embedding_backward_scratch_n(kCount * T)});
     for (const int64_t first : places(B, T * C)) {
         out.normal(4).only(first, kCount), dwte.zero(), dwpe.zero(), small_dwte.zero(), small_dwpe.zero();
-        embedding_backward(dwte, dwpe, out, tokens, {}, scratch, nullptr);
-        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {},
+        embedding_backward(dwte, dwpe, out, tokens, {}, true, true, scratch, nullptr);
+        embedding_backward(small_dwte, small_dwpe, out.rows(first, kCount), tokens.rows(first, kCount), {}, true, true,
                            small_scratch, nullptr);
         check_same(dwte, small_dwte, concat("dwte, sequence ", first), kOtherOrder);
         check_same(dwpe, small_dwpe, concat("dwpe, sequence ", first), kOtherOrder);

@@ -149,7 +149,7 @@ TEST_CASE("layernorm backward against float64", "[layernorm]") {
                     Buffer dinp(dtype, {N, C}, ds), dweight(gradient_dtype, {C}, dw), dbias(gradient_dtype, {C}, db);
                     Buffer scratch(DType::f32, {layernorm_backward_scratch_n(N, C)});
                     layernorm_backward(dinp, dweight, dbias, dout, past ? dinp.tensor() : Tensor{}, inp, weight, mean,
-                                       rstd, scratch, device().stream);
+                                       rstd, true, scratch, device().stream);
                     Backward expected = layernorm_gradient(dy, ds, x, g, N, C, kEps);
                     for (size_t c = 0; c < dw.size(); ++c)
                         expected.dweight[c] += dw[c], expected.dbias[c] += db[c];  // +=
@@ -180,7 +180,7 @@ TEST_CASE("layernorm repeats bit for bit", "[layernorm]") {
             Buffer out(DType::bf16, {N, C}), mean(DType::f32, {N}), rstd(DType::f32, {N}), dx(DType::bf16, {N, C});
             Buffer dg(DType::f32, {C}, Values(C, 0.0)), db(DType::f32, {C}, Values(C, 0.0));
             layernorm_forward(out, {}, mean, rstd, x, {}, g, g, kEps, device().stream);
-            layernorm_backward(dx, dg, db, dy, {}, x, g, mean, rstd, scratch, device().stream);
+            layernorm_backward(dx, dg, db, dy, {}, x, g, mean, rstd, true, scratch, device().stream);
             const std::vector<unsigned char> bits[4] = {out.bits(), dx.bits(), dg.bits(), db.bits()};
             for (int i = 0; i < 4; ++i) {
                 if (run == 0) first[i] = bits[i];
@@ -230,18 +230,18 @@ TEST_CASE("layernorm says what is wrong with its arguments", "[layernorm][errors
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(layernorm_forward(x, {}, r, r, shifted, {}, g, g, kEps, s),
                       ContainsSubstring("layernorm_forward: inp starts"));
-    CHECK_THROWS_WITH(layernorm_backward(x, g, g, tall, {}, x, g, r, r, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, g, g, tall, {}, x, g, r, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: dout"));
-    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, tall, x, g, r, r, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, tall, x, g, r, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: dsum"));
-    CHECK_THROWS_WITH(layernorm_backward(x, half, g, x, {}, x, g, r, r, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, half, g, x, {}, x, g, r, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: dweight"));
-    CHECK_THROWS_WITH(layernorm_backward(x, g, r, x, {}, x, g, r, r, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, g, r, x, {}, x, g, r, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: dbias"));
-    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, g, r, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, g, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: mean"));
-    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, r, g, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, r, g, true, scratch, s),
                       ContainsSubstring("layernorm_backward: rstd"));
-    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, r, r, scratch, s),
+    CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, r, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: scratch is f32 (8), expected f32 of at least 16"));
 }

@@ -94,7 +94,7 @@ TEST_CASE("linear backward against float64", "[linear]") {
                 Buffer dweight(gradient_dtype, {s.O, s.C}, dw), dbias(gradient_dtype, {s.O}, db);
                 Buffer scratch(DType::f32, {linear_backward_scratch_n(s.N, s.O)});
                 linear_backward_input(dinp, dout, weight, false, device().stream);
-                linear_backward_weight(dweight, dbias, dout, inp, scratch, device().stream);
+                linear_backward_weight(dweight, dbias, dout, inp, true, scratch, device().stream);
                 Values dx(x.size());
                 backward(dx, dw, db, dy, x, w, s);  // += for the parameters, = for dinp
                 const std::string what = concat(" ", dtype_name(dtype), "/", dtype_name(gradient_dtype), " N ", s.N,
@@ -110,7 +110,7 @@ TEST_CASE("linear backward against float64", "[linear]") {
                 check_close(dinp.values(), dx, unit_roundoff(dtype), absolute(s.O), "linear dinp, accumulated" + what);
 
                 const std::vector<unsigned char> bias_bits = dbias.bits();
-                linear_backward_weight(dweight, {}, dout, inp, {},
+                linear_backward_weight(dweight, {}, dout, inp, true, {},
                                        device().stream);  // without bias: no scratch is needed
                 CHECK(dbias.bits() == bias_bits);
             }
@@ -129,13 +129,13 @@ TEST_CASE("linear says what is wrong with its arguments", "[linear][errors]") {
     CHECK_THROWS_WITH(linear_forward(y, x, w, x, s), ContainsSubstring("linear_forward: bias"));
     CHECK_THROWS_WITH(linear_backward_input(x, y, x, false, s), ContainsSubstring("linear_backward_input: weight"));
     CHECK_THROWS_WITH(linear_backward_input(y, y, w, false, s), ContainsSubstring("linear_backward_input: dinp"));
-    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, tall, scratch, s),
+    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, tall, true, scratch, s),
                       ContainsSubstring("linear_backward_weight: inp"));
-    CHECK_THROWS_WITH(linear_backward_weight(x, b, y, x, scratch, s),
+    CHECK_THROWS_WITH(linear_backward_weight(x, b, y, x, true, scratch, s),
                       ContainsSubstring("linear_backward_weight: dweight"));
-    CHECK_THROWS_WITH(linear_backward_weight(w, x, y, x, scratch, s),
+    CHECK_THROWS_WITH(linear_backward_weight(w, x, y, x, true, scratch, s),
                       ContainsSubstring("linear_backward_weight: dbias"));
-    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, x, scratch, s),
+    CHECK_THROWS_WITH(linear_backward_weight(w, b, y, x, true, scratch, s),
                       ContainsSubstring("scratch is f32 (1), expected f32 of at least 5"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(linear_forward(y, shifted, w, b, s), ContainsSubstring("a starts at"));

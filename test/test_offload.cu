@@ -64,7 +64,7 @@ class Run {
             copy_to_device(acts_.targets, tokens.data());
             forward(model, acts_, workspace_, stream);
             loss_backward(model, acts_, loss_scale / static_cast<float>(kT), stream);
-            ranks_.begin_backward(model, micro, stream);
+            workspace_.accumulate = ranks_.begin_backward(model, micro);
             backward(model, acts_, workspace_, stream);
         }
         ranks_.finish_grads(stream);

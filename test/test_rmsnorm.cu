@@ -133,8 +133,8 @@ TEST_CASE("rmsnorm backward against float64", "[rmsnorm]") {
                     // dinp is the same memory as dsum, as the header allows.
                     Buffer dinp(dtype, {N, C}, ds), dweight(gradient_dtype, {C}, dw);
                     Buffer scratch(DType::f32, {rmsnorm_backward_scratch_n(N, C)});
-                    rmsnorm_backward(dinp, dweight, dout, past ? dinp.tensor() : Tensor{}, inp, weight, rstd, scratch,
-                                     device().stream);
+                    rmsnorm_backward(dinp, dweight, dout, past ? dinp.tensor() : Tensor{}, inp, weight, rstd, true,
+                                     scratch, device().stream);
                     Backward expected = rmsnorm_gradient(dy, ds, x, g, N, C, kEps);
                     for (size_t c = 0; c < dw.size(); ++c) expected.dweight[c] += dw[c];  // += : it starts from dw
                     // dinp: terms r dn, r n mean (a sum of C terms) and dsum, each at most `size`; then one rounding.
@@ -184,9 +184,11 @@ TEST_CASE("rmsnorm of heads equals rmsnorm of rows, bit for bit", "[rmsnorm]") {
                     return HeadColumns{b, heads, D, column, stride};
                 };
                 rmsnorm_heads_forward(in(out), rstd, in(inp), weight, kEps, device().stream);
-                rmsnorm_heads_backward(in(dinp), dweight, in(dout), in(inp), weight, rstd, scratch, device().stream);
+                rmsnorm_heads_backward(in(dinp), dweight, in(dout), in(inp), weight, rstd, true, scratch,
+                                       device().stream);
                 rmsnorm_forward(row_out, {}, row_rstd, rows, {}, weight, kEps, device().stream);
-                rmsnorm_backward(row_dinp, row_dweight, drows, {}, rows, weight, row_rstd, scratch, device().stream);
+                rmsnorm_backward(row_dinp, row_dweight, drows, {}, rows, weight, row_rstd, true, scratch,
+                                 device().stream);
                 INFO(dtype_name(dtype) << ", " << heads << " heads of " << D);
                 CHECK(rstd.values() == row_rstd.values());
                 CHECK(dweight.values() == row_dweight.values());
@@ -211,7 +213,7 @@ TEST_CASE("rmsnorm of heads equals rmsnorm of rows, bit for bit", "[rmsnorm]") {
     CHECK_THROWS_WITH(rmsnorm_heads_forward({x, 2, 8}, r, {x, 3, 8}, g, kEps, s),
                       ContainsSubstring("out has 2 heads of 8 columns, expected 3 of 8"));
     CHECK_THROWS_WITH(rmsnorm_heads_forward({x, 3, 8}, few, {x, 3, 8}, g, kEps, s), ContainsSubstring("rstd"));
-    CHECK_THROWS_WITH(rmsnorm_heads_backward({y, 3, 8}, g, {x, 3, 8}, {x, 3, 8}, g, r, r, s),
+    CHECK_THROWS_WITH(rmsnorm_heads_backward({y, 3, 8}, g, {x, 3, 8}, {x, 3, 8}, g, r, true, r, s),
                       ContainsSubstring("rmsnorm_heads_backward: dinp is"));
 }
 
@@ -226,7 +228,7 @@ TEST_CASE("rmsnorm repeats bit for bit", "[rmsnorm]") {
             Buffer out(DType::bf16, {N, C}), rstd(DType::f32, {N}), dx(DType::bf16, {N, C}),
                 dg(DType::f32, {C}, Values(C, 0.0));
             rmsnorm_forward(out, {}, rstd, x, {}, g, kEps, device().stream);
-            rmsnorm_backward(dx, dg, dy, {}, x, g, rstd, scratch, device().stream);
+            rmsnorm_backward(dx, dg, dy, {}, x, g, rstd, true, scratch, device().stream);
             const std::vector<unsigned char> bits[3] = {out.bits(), dx.bits(), dg.bits()};
             for (int i = 0; i < 3; ++i) {
                 if (run == 0) first[i] = bits[i];
@@ -268,15 +270,16 @@ TEST_CASE("rmsnorm says what is wrong with its arguments", "[rmsnorm][errors]") 
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(rmsnorm_forward(x, {}, r, shifted, {}, g, kEps, s),
                       ContainsSubstring("rmsnorm_forward: inp starts at"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, tall, {}, x, g, r, scratch, s),
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, tall, {}, x, g, r, true, scratch, s),
                       ContainsSubstring("rmsnorm_backward: dout"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, tall, x, g, r, scratch, s),
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, tall, x, g, r, true, scratch, s),
                       ContainsSubstring("rmsnorm_backward: dsum"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, half, x, {}, x, g, r, scratch, s),
+    CHECK_THROWS_WITH(rmsnorm_backward(x, half, x, {}, x, g, r, true, scratch, s),
                       ContainsSubstring("rmsnorm_backward: dweight"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, r, scratch, s),
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, r, true, scratch, s),
                       ContainsSubstring("rmsnorm_backward: scratch is f32 (1), expected f32 of at least 8"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, g, scratch, s), ContainsSubstring("rmsnorm_backward: rstd"));
-    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, shifted, g, r, scratch, s),
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, x, g, g, true, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: rstd"));
+    CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, shifted, g, r, true, scratch, s),
                       ContainsSubstring("rmsnorm_backward: inp starts at"));
 }

@@ -257,7 +257,8 @@ Computed compute(const Reference& r, const Values& values, const Geometry& geome
         copy_to_device(acts.tokens, r.tokens.data());
         copy_to_device(acts.targets,
                        r.targets.data() + model.layout.part(model.layout.inner_rows).index * acts.targets.n());
-        cudaCheck(cudaMemsetAsync(model.grads.data, 0, model.grads.bytes(), stream));
+        cudaCheck(cudaMemsetAsync(model.grads.data, 0xff, model.grads.bytes(), stream));  // NaN: all of it is written
+        workspace.accumulate = false;
         forward(model, acts, workspace, stream);
         loss_backward(model, acts, 1.0f / static_cast<float>(r.B * r.T), stream);
         if (later) {

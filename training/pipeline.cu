@@ -187,9 +187,6 @@ void Pipeline::accumulate(float dloss, cudaStream_t stream) {
     training_ = true;
     for (size_t micro = 0; micro < micro_batches_.size(); ++micro)
         upload_micro_batch(t_, micro_batches_[micro], static_cast<int64_t>(micro), stream);
-    // For data parallelism the whole step is the first of two micro-batches, which adds to gradients of 0. In the
-    // second they are complete, last units first.
-    t_.data_parallel.begin_backward(t_.model, 0, stream);
     run_table(schedule_, stream);
     reduce_gradients(stream);
 }
@@ -197,7 +194,8 @@ void Pipeline::accumulate(float dloss, cudaStream_t stream) {
 // Of the gradients of all micro-batches of a step the sums over the ranks with the same weights.
 void Pipeline::reduce_gradients(cudaStream_t stream) {
     add_tied(stream);
-    t_.data_parallel.begin_backward(t_.model, 1, stream);
+    // For data parallelism the step's gradients are those of the last of two micro-batches: complete, last units first.
+    t_.data_parallel.begin_backward(t_.model, 1);
     for (size_t u = t_.model.units.size(); u-- > 0;) t_.data_parallel.end_grads(t_.model, u, stream);
     t_.data_parallel.finish_grads(stream);
     if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
@@ -232,12 +230,21 @@ void Pipeline::forward(const Action& action, Tensor in, Tensor out, cudaStream_t
     in_flight_.give_back_head(acts);
 }
 
+// Has an earlier micro-batch of the step written the gradients of this stage here? They come in order.
+bool Pipeline::accumulates(const Action& action) const {
+    const int per_step = static_cast<int>(t_.local_batch / t_.micro_batch);
+    for (int micro = action.micro - action.micro % per_step; micro < action.micro; ++micro)
+        if (schedule_.rank_of(action.stage, micro) == ranks_.rank) return true;
+    return false;
+}
+
 void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
     Activations& acts = micro_batches_[static_cast<size_t>(action.micro)];
     const auto [first, last] = chunks_.at(action.stage);
     const Model& model = model_of(action);
     count_for(action.micro / (t_.local_batch / t_.micro_batch));
     Workspace workspace = t_.workspace;
+    workspace.accumulate = accumulates(action);
     if (action.what == Do::backward_input) {
         workspace.later = &later_;
         later_.begin(action.micro, action.stage);
@@ -256,7 +263,9 @@ void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
 }
 
 void Pipeline::backward_weight(const Action& action, cudaStream_t stream) {
-    later_.run(action.micro, action.stage, t_.workspace, stream);
+    Workspace workspace = t_.workspace;
+    workspace.accumulate = accumulates(action);
+    later_.run(action.micro, action.stage, workspace, stream);
     end_backward(action);
 }
 

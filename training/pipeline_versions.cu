@@ -60,7 +60,6 @@ void Pipeline::update(const Action& action, cudaStream_t stream) {
         t_.optimizers[u]->step(next.updated_weights(u, static_cast<uint64_t>(o.seed)), next.updated_grads(u),
                                t_.norm_result(), learning_rate(o.schedule, first_step_ + step), t_.updates + 1 + step,
                                stream);
-    t_.data_parallel.begin_backward(t_.model, 0, stream);
 }
 
 // Steps first to first + n - 1.
@@ -75,7 +74,6 @@ void Pipeline::run_steps(const BatchReader& data, int64_t first, int64_t n) {
     for (int64_t micro = 0; micro < n * per_step; ++micro)
         upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], micro, stream);
     cudaCheck(cudaMemsetAsync(step_totals_.data, 0, step_totals_.bytes(), stream));
-    t_.data_parallel.begin_backward(t_.model, 0, stream);
     run_table(n == steps_at_once(o) ? schedule_ : schedule_of_steps(o, per_step, n), stream);
     // The next steps begin with the newest version as their version 0.
     const Model& newest = versions_[static_cast<size_t>(n) % versions_.size()];

@@ -1,7 +1,8 @@
 // training/step.cu: the parts of a training step. train_gpt.cu calls them in this order:
 //
 //   read_batch             host: the sequences of this step, which follow from its number and the seed alone
-//   accumulate_gradients   for each micro-batch: forward, loss, backward; parameter gradients are added up
+//   accumulate_gradients   for each micro-batch: forward, loss, backward; the first one writes the gradients of the
+//                          parameters, and the others add to them
 //   clip_gradients         norm = sqrt(sum of squares of all gradients) / loss scale
 //                          factor = min(1, clip / norm) / loss scale, or NaN where the norm is not finite
 //   update_weights         weights -= lr * the optimizer's step for factor * gradients; nothing if the factor is NaN
@@ -91,7 +92,11 @@ void inject_overflow(const Trainer& t, int64_t step, cudaStream_t stream) {
     if (step != t.options.inject_overflow || t.world.rank != (at_the_end ? t.world.size - 1 : 0)) return;
     static const float f32 = INFINITY;
     static const __half f16 = __float2half(INFINITY);
-    const Tensor grads = t.model.grad_shard(1), one = grads.slice(grads.n() / 2, 1);
+    const Range shard = t.model.shard(1);
+    int64_t at = shard.n / 2;
+    for (const Range& gap : t.model.gaps(1))  // between parameters nobody would overwrite it
+        if (const int64_t first = gap.first - shard.first; first <= at && at < first + gap.n) at = first - 1;
+    const Tensor one = t.model.grad_shard(1).slice(at, 1);
     copy_to_device_async(one, one.dtype == DType::f32 ? static_cast<const void*>(&f32) : &f16, stream);
 }
 
@@ -118,7 +123,7 @@ void accumulate_gradients(Trainer& t, int64_t step) {
             forward(t.model, t.acts, t.workspace, stream);
             loss_backward(t.model, t.acts, dloss, stream);
             t.add_losses_once(t.acts, stream);
-            t.data_parallel.begin_backward(t.model, micro, stream);
+            t.workspace.accumulate = t.data_parallel.begin_backward(t.model, micro);
             backward(t.model, t.acts, t.workspace, stream);
         }
         t.data_parallel.finish_grads(stream);

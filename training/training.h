@@ -353,6 +353,7 @@ class Pipeline final : public StageWork {
     int64_t bytes_of(int rank, const Kept& kept) const;
     void run_table(const PipelineSchedule& schedule, cudaStream_t stream);
     bool is_last(const Action& action) const;
+    bool accumulates(const Action& action) const;
     void end_backward(const Action& action);
     void add_tied(cudaStream_t stream);
     void reduce_gradients(cudaStream_t stream);

@@ -106,6 +106,7 @@ struct FlatParameters {
     Weights updated_weights(size_t unit,
                             uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
     std::vector<Param> updated_params(size_t unit) const;
+    std::vector<Range> gaps(size_t unit) const;  // elements of the unit that are no parameter's
 
     size_t unit_of(const Param& param) const;
     // Writes a parameter, which each rank knows whole (without the padding): the elements that it holds, rounded.
@@ -219,7 +220,7 @@ class Scheme {
     // Takes memory of its own, and counts what its collectives will need (Comm::count_memory).
     virtual void take_memory(const FlatParameters& p, int64_t micro_batches, Arena& arena) = 0;
     virtual void gather(const FlatParameters&, size_t, int64_t, cudaStream_t) {}
-    virtual void begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream);
+    virtual void begin_backward(const FlatParameters&, int64_t micro_batch) { micro_batch_ = micro_batch; }
     virtual void begin_grads(const FlatParameters&, size_t, cudaStream_t) {}
     virtual void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream) = 0;
     virtual void all_gather_weights(const FlatParameters&, size_t, cudaStream_t) {}
@@ -255,8 +256,10 @@ class DataParallel {
     // be asked for next: it is fetched meanwhile.
     void gather(const FlatParameters& p, size_t unit, int64_t next, cudaStream_t stream);
 
-    // Before each micro-batch's backward; before the first kernel that adds to a unit's gradients; after the last one.
-    void begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream);
+    // Before each micro-batch's backward: does it add to the gradients of parameters, or write them? The first one of a
+    // step writes, and where the scheme reduces each micro-batch by itself, so does every one.
+    bool begin_backward(const FlatParameters& p, int64_t micro_batch);
+    // Before the first kernel that writes or adds to a unit's gradients; after the last one.
     void begin_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     // After the last backward: the stream waits for all sums.

@@ -68,12 +68,6 @@ CommTime CommStream::read_clock() {
 // ---------------------------------------------------------------------------------------------------------------------
 // A step
 
-// The micro-batches of a step add to the same gradients, which start from 0.
-void Scheme::begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream) {
-    micro_batch_ = micro_batch;
-    if (micro_batch == 0) cudaCheck(cudaMemsetAsync(p.grads.data, 0, p.grads.bytes(), stream));
-}
-
 namespace {
 
 std::unique_ptr<Scheme> make_scheme(CommStream& stream, const DataParallelOptions& options) {
@@ -123,8 +117,9 @@ void DataParallel::take_memory(const FlatParameters& p, int64_t micro_batches, c
 void DataParallel::gather(const FlatParameters& p, size_t u, int64_t next, cudaStream_t stream) {
     scheme_->gather(p, u, next, stream);
 }
-void DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream) {
-    scheme_->begin_backward(p, micro_batch, stream);
+bool DataParallel::begin_backward(const FlatParameters& p, int64_t micro_batch) {
+    scheme_->begin_backward(p, micro_batch);
+    return micro_batch > 0 && !p.sharding.shards_grads();
 }
 void DataParallel::begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) {
     scheme_->begin_grads(p, u, stream);

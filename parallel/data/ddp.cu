@@ -27,8 +27,8 @@ class Ddp final : public Scheme {
         bucket_n_ = std::max<int64_t>(1, bytes / static_cast<int64_t>(dtype_bytes(p.grads.dtype)));
         comm_.count_memory([&] { comm_.all_reduce(p.grads.slice(0, std::min(bucket_n_, p.n)), nullptr); });
     }
-    void begin_backward(const FlatParameters& p, int64_t micro_batch, cudaStream_t stream) override {
-        Scheme::begin_backward(p, micro_batch, stream);
+    void begin_backward(const FlatParameters& p, int64_t micro_batch) override {
+        Scheme::begin_backward(p, micro_batch);
         reduced_from_ = p.n;
         not_final_ = p.units.size();
     }

@@ -144,6 +144,20 @@ std::vector<Param> FlatParameters::updated_params(size_t u) const {
     return pieces;
 }
 
+std::vector<Range> FlatParameters::gaps(size_t u) const {
+    std::vector<Range> taken, gaps;
+    for (const Param& param : params)
+        if (unit_of(param) == u) taken.push_back({param.offset - units[u].offset, param.value.n()});
+    std::ranges::sort(taken, {}, &Range::first);
+    taken.push_back({units[u].n, 0});
+    int64_t at = 0;
+    for (const Range& range : taken) {
+        if (at < range.first) gaps.push_back({at, range.first - at});
+        at = range.first + range.n;
+    }
+    return gaps;
+}
+
 size_t FlatParameters::unit_of(const Param& param) const {
     size_t u = units.size() - 1;
     while (param.offset < units[u].offset) --u;

@@ -12,7 +12,7 @@
 //     1     optimizer states,  wait for the        -                reduce-scatter in place,     all-gather weights
 //           masters            all-gather                           once a step
 //     2     and gradients      as stage 1          wait for a free  reduce-scatter the buffer    all-gather weights
-//                                                  buffer, zero it  into the shard, and free
+//                                                  buffer           into the shard, and free
 //                                                                   it, in each micro-batch
 //     3     and weights        all-gather into a   as stage 2       as stage 2                   the buffer is out of
 //                              buffer; prefetch                                                  date
@@ -91,14 +91,14 @@ class Zero2 : public Zero1 {
         for (size_t u = 0; u < p.units.size(); ++u) largest = std::max(largest, p.shard(u).n);
         sum_rows_ = arena.take("sums of micro-batches", p.grads.dtype, {2 * largest});
     }
-    // There is no flat array to set to 0.
-    void begin_backward(const FlatParameters&, int64_t micro_batch, cudaStream_t) override {
-        micro_batch_ = micro_batch;
-    }
+    // Every gradient of the unit will be written. What is between them counts in the norm, so it must be 0 as well.
     void begin_grads(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         comm_stream_.wait(stream, reduced_[buffer_of(p, u)]);  // the buffer's previous unit has been reduced
-        const Tensor buffer = p.unit_grads(u);
-        cudaCheck(cudaMemsetAsync(buffer.data, 0, buffer.bytes(), stream));
+        for (const Range& range : p.gaps(u)) {
+            const Tensor gap = p.unit_grads(u).slice(range.first, range.n);
+            cudaCheck(cudaMemsetAsync(gap.data, 0, gap.bytes(), stream));
+            launched("memset", {.writes = bytes_of(gap)});
+        }
     }
     void end_grads(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         const Tensor shard = p.grad_shard(u);

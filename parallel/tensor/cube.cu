@@ -60,13 +60,14 @@ class Cube : public ColumnGeometry {
         linear_backward_input(part, all_dout, whole, false, stream);
         inner.reduce_scatter(dinp, part, ReduceOp::sum, stream);
     }
-    void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing way, cudaStream_t stream) override {
+    void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing way, bool accumulate,
+                         cudaStream_t stream) override {
         const auto [inner, outer] = axes(way);
         const Tensor all_inp = gather_rows(inner, inputs_, inp, stream),
                      all_dout = gather_rows(outer, outputs_, dout, stream);
         const Tensor whole = whole_gradient(dweight);
         matmul(whole, all_dout, all_inp, {.transpose_a = true}, stream);
-        add_gradient(dweight, whole, stream);
+        add_gradient(dweight, whole, accumulate, stream);
     }
 
     void embed(Tensor out, Tensor tokens, Tensor wte, cudaStream_t stream) override {
@@ -74,12 +75,11 @@ class Cube : public ColumnGeometry {
         embedding_forward(as_tokens(part), tokens_here(tokens), {}, gather_weight(wte, stream), {}, stream);
         y_.reduce_scatter(out, part, ReduceOp::sum, stream);
     }
-    void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, cudaStream_t stream) override {
+    void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, bool accumulate, cudaStream_t stream) override {
         const Tensor whole = whole_gradient(dwte);
-        cudaCheck(cudaMemsetAsync(whole.data, 0, whole.bytes(), stream));
-        embedding_backward(whole, {}, as_tokens(gather_rows(y_, inputs_, dout, stream)), tokens_here(tokens), {},
-                           lookup_scratch_, stream);
-        add_gradient(dwte, whole, stream);
+        embedding_backward(whole, {}, as_tokens(gather_rows(y_, inputs_, dout, stream)), tokens_here(tokens), {}, false,
+                           false, lookup_scratch_, stream);
+        add_gradient(dwte, whole, accumulate, stream);
     }
 
     void forward_whole_rows(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing way,
@@ -156,15 +156,15 @@ class Cube : public ColumnGeometry {
     Tensor whole_gradient(const Tensor& dweight) const {
         return make_tensor(gradient_.data, dweight.dtype, {dweight.rows(), p_ * dweight.cols()});
     }
-    // dweight += this rank's columns of the sum over x.
-    void add_gradient(Tensor dweight, Tensor whole, cudaStream_t stream) {
+    // dweight (+)= this rank's columns of the sum over x.
+    void add_gradient(Tensor dweight, Tensor whole, bool accumulate, cudaStream_t stream) {
         const int64_t O = dweight.rows(), C = dweight.cols();
         const Tensor pieces = make_tensor(gradient_pieces_.data, dweight.dtype, {p_, O, C}),
-                     sum = make_tensor(gradient_.data, dweight.dtype, {O, C});
+                     sum = accumulate ? make_tensor(gradient_.data, dweight.dtype, {O, C}) : dweight;
         for (int64_t s = 0; s < p_; ++s)
             copy_heads(columns(pieces.slice(s, 1).view({O, C}), 0, C), columns(whole, s * C, C), stream);
         x_.reduce_scatter(sum, pieces, ReduceOp::sum, stream);
-        residual_add(dweight, dweight, sum, stream);
+        if (accumulate) residual_add(dweight, dweight, sum, stream);
     }
     // Of the tokens of the group, those of rows x.
     Tensor tokens_here(const Tensor& tokens) const {

@@ -87,16 +87,18 @@ class Summa : public ColumnGeometry {
         pipeline(fetch, use, reduce, stream);
     }
 
-    void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing, cudaStream_t stream) override {
+    void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing, bool accumulate,
+                         cudaStream_t stream) override {
         const auto fetch = [&](int k) { broadcast(row_, k == j_ ? inp : like(inputs_, k, inp), k); };
         const auto use = [&](int k) {
             matmul(like(partial_, k, dweight), dout, k == j_ ? inp : like(inputs_, k, inp), {.transpose_a = true},
                    stream);
         };
-        const Tensor sum = make_tensor(sum_.data, dweight.dtype, {dweight.rows(), dweight.cols()});
+        const Tensor sum =
+            accumulate ? make_tensor(sum_.data, dweight.dtype, {dweight.rows(), dweight.cols()}) : dweight;
         const auto reduce = [&](int k) { sum_at(column_, k, sum, like(partial_, k, dweight)); };
         pipeline(fetch, use, reduce, stream);
-        residual_add(dweight, dweight, sum, stream);
+        if (accumulate) residual_add(dweight, dweight, sum, stream);
     }
 
     void embed(Tensor out, Tensor tokens, Tensor wte, cudaStream_t stream) override {
@@ -109,13 +111,13 @@ class Summa : public ColumnGeometry {
         exchange(out, mine, stream);
     }
 
-    void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, cudaStream_t stream) override {
+    void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, bool accumulate, cudaStream_t stream) override {
         const Tensor mine = i_ == j_ ? dout : like(partial_, 0, dout);
         exchange(mine, dout, stream);
         const auto fetch = [&](int m) { broadcast(row_, m == j_ ? mine : like(inputs_, m, dout), m); };
         const auto use = [&](int m) {
             embedding_backward(dwte, {}, as_tokens(m == j_ ? mine : like(inputs_, m, dout)), rows_of(tokens, m), {},
-                               lookup_scratch_, stream);
+                               accumulate || m > 0, false, lookup_scratch_, stream);
         };
         pipeline(fetch, use, {}, stream);
     }

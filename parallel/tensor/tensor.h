@@ -97,14 +97,15 @@ class ColumnGeometry {
     virtual ~ColumnGeometry() = default;
 
     // As linear.cu's, on the blocks of this rank: weight (its O, its C), and rows and columns of activations as the
-    // layout says of the stream and of the inside. dweight is added to; dbias is for the caller: a column sum of dout.
+    // layout says of the stream and of the inside. dweight is added to, or written; dbias is for the caller: a column sum of dout.
     virtual void forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing way, cudaStream_t stream) = 0;
     virtual void backward_input(Tensor dinp, Tensor dout, Tensor weight, Crossing way, cudaStream_t stream) = 0;
-    virtual void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing way, cudaStream_t stream) = 0;
+    virtual void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing way, bool accumulate,
+                                 cudaStream_t stream) = 0;
     // The embedding: wte (its tokens, its columns), out and dout rows and columns of the stream. tokens: (B, T) i32 of
     // all ranks, as rows of this rank's wte, or -1.
     virtual void embed(Tensor out, Tensor tokens, Tensor wte, cudaStream_t stream) = 0;
-    virtual void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, cudaStream_t stream) = 0;
+    virtual void embed_backward(Tensor dwte, Tensor tokens, Tensor dout, bool accumulate, cudaStream_t stream) = 0;
     // Inference: every rank has all rows of a step, and its columns of them.
     virtual void forward_whole_rows(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing way,
                                     cudaStream_t stream) = 0;
