@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_pair(Number* pair, const Heads<const Number
 // dq. Block (query tile, query head, b).
 
 template <class Number, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     flash_dq_kernel(Shape shape, Heads<Number> dq, Heads<const Number> dout, const float* lse, const float* delta,
                     Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
     const Mask& mask = shape.mask;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
 // tiles.
 
 template <class Number, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
                        const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
     const Mask& mask = shape.mask;
@@ -116,21 +116,18 @@ __global__ void __launch_bounds__(kThreads)
     Number* others = rows + T::kRowsPair;                                       // two buffers
     float* statistics = reinterpret_cast<float*>(others + 2 * T::kOthersPair);  // [buffer][lse2, delta][query]
     const Interval queries = view_of<false>(mask, b, s0, T::kRows).any;
-    const int n_tiles = (queries.end - queries.first + T::kOthers - 1) / T::kOthers,
-              n_steps = n_tiles * static_cast<int>(group);
-    const auto load_queries = [&](int step) {
-        const int64_t h = kv * group + step / n_tiles;
-        const int t0 = queries.first + step % n_tiles * T::kOthers, n = min(T::kOthers, queries.end - t0);
-        load_pair<T, T::kOthers>(others + step % 2 * T::kOthersPair, q, dout, b, h, h, t0, n, shape);
+    const auto load_queries = [&](int64_t h, int t0, int buffer) {
+        const int n = min(T::kOthers, queries.end - t0);
+        load_pair<T, T::kOthers>(others + buffer * T::kOthersPair, q, dout, b, h, h, t0, n, shape);
         const int i = static_cast<int>(threadIdx.x);
         if (i >= T::kOthers) return;
-        float* to = statistics + step % 2 * 2 * T::kOthers + i;
+        float* to = statistics + buffer * 2 * T::kOthers + i;
         const int64_t from = (b * shape.H + h) * mask.T + t0 + i;
         to[0] = i < n ? lse[from] * kLog2e : 0.0f;
         to[T::kOthers] = i < n ? delta[from] : 0.0f;
     };
     load_pair<T, T::kRows>(rows, k, v, b, kv, kv, s0, min(T::kRows, mask.T - s0), shape);
-    if (n_steps > 0) load_queries(0);
+    if (queries.first < queries.end) load_queries(kv * group, queries.first, 0);
     cp_async_commit();
 
     const int warp_row = warp() * T::kWarpRows, first_row = s0 + warp_row;
@@ -141,15 +138,20 @@ __global__ void __launch_bounds__(kThreads)
     Fragments<T::kRowTiles, T::kDv> dv_acc;
     clear(dk_acc);
     clear(dv_acc);
-    for (int step = 0; step < n_steps; ++step) {
+    int head = 0, buffer = 0,
+        next = queries.first;  // the query head of the group, and its first query of the next tile
+    while (next < queries.end) {
         cp_async_wait<0>();
         __syncthreads();  // this tile and its statistics are complete, and all warps have read the previous ones
-        if (step + 1 < n_steps) load_queries(step + 1);
+        const int t0 = next;
+        next += T::kOthers;
+        if (next >= queries.end && head + 1 < group) ++head, next = queries.first;
+        if (next < queries.end) load_queries(kv * group + head, next, buffer ^ 1);
         cp_async_commit();
-        const int t0 = queries.first + step % n_tiles * T::kOthers;
+        const Number *q_tile = others + buffer * T::kOthersPair, *dout_tile = q_tile + T::kOthers * kPitch<T::kD>;
+        const float *lse2 = statistics + buffer * 2 * T::kOthers, *deltas = lse2 + T::kOthers;
+        buffer ^= 1;
         if (!view.overlaps(t0, T::kOthers)) continue;
-        const Number *q_tile = others + step % 2 * T::kOthersPair, *dout_tile = q_tile + T::kOthers * kPitch<T::kD>;
-        const float *lse2 = statistics + step % 2 * 2 * T::kOthers, *deltas = lse2 + T::kOthers;
 
         Fragments<T::kRowTiles, T::kOthers> scores, dscores;
         multiply_scores<T::kD>(scores, k_rows, q_tile);  // S^T

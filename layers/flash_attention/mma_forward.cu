@@ -29,17 +29,17 @@ __global__ void __launch_bounds__(kThreads)
                          Heads<const Number> v) {
     const Mask& mask = shape.mask;
     const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * T::kRows;
-    const int64_t h = blockIdx.y, kv = h / (shape.H / shape.K);
+    const int64_t h = blockIdx.y;
+    const int kv = static_cast<int>(h / (shape.H / shape.K));
     const float scale2 = shape.scale * kLog2e;
     Number* q_tile = dynamic_shared<Number>();
     Number* k_tile = q_tile + T::kQElements;
     Number* v_tile = k_tile + T::kKElements;
-    const Number *k_head = k.head(b, kv), *v_head = v.head(b, kv);
     const Interval keys =
         view_of<true>(mask, b, t0, T::kRows).any;  // of the block; a warp skips what none of its rows sees
     const auto load_keys = [&](int s) {
-        load_tile<T::kKeys, T::kD>(k_tile, k_head + s * k.token_stride, k.token_stride, min(T::kKeys, keys.end - s),
-                                   shape.D, shape.packed);
+        load_tile<T::kKeys, T::kD>(k_tile, k.head(b, unknown(kv)) + s * k.token_stride, k.token_stride,
+                                   min(T::kKeys, keys.end - s), shape.D, shape.packed);
     };
     load_tile<T::kRows, T::kD>(q_tile, q.head(b, h) + t0 * q.token_stride, q.token_stride, min(T::kRows, mask.T - t0),
                                shape.D, shape.packed);
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int s0 = keys.first; s0 < keys.end; s0 += T::kKeys) {
         cp_async_wait<0>();
         __syncthreads();  // the keys are complete, and all warps have finished reading the values of the previous tile
-        load_tile<T::kKeys, T::kDv>(v_tile, v_head + s0 * v.token_stride, v.token_stride, min(T::kKeys, keys.end - s0),
-                                    shape.Dv, shape.packed);
+        load_tile<T::kKeys, T::kDv>(v_tile, v.head(b, unknown(kv)) + s0 * v.token_stride, v.token_stride,
+                                    min(T::kKeys, keys.end - s0), shape.Dv, shape.packed);
         cp_async_commit();
         const bool work = view.overlaps(s0, T::kKeys);
         if (work) multiply_scores<T::kD>(scores, q_tile + warp_row * kPitch<T::kD>, k_tile);
