@@ -38,8 +38,8 @@ struct OnlineRows {
 };
 
 // Forward. Block (query tile, query head, b). The longest rows of a causal mask come first: otherwise a long block
-// would start last, and run alone at the end. Two blocks to a multiprocessor, as its shared memory has room for: left to
-// itself ptxas aims at more, and spills registers.
+// would start last, and run alone at the end. Two blocks to a multiprocessor, as its shared memory has room for: left
+// to itself ptxas aims at more, and spills registers.
 template <class Number, class T>
 __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY, 2)
     flash_forward_kernel(Shape shape, Heads<Number> out, float* lse, Heads<const Number> q, Heads<const Number> k,

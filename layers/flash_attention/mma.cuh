@@ -39,8 +39,8 @@ template <int kColumns>
 constexpr int kPitch = kColumns + 8;  // of a row in shared memory, in elements
 
 // x, as a number of which the compiler does not know that it is the same in every round of a loop. What follows from it
-// is computed where it is used: kept in registers throughout the loop, beside the sums, it would not leave enough of the
-// 255 for these.
+// is computed where it is used: kept in registers throughout the loop, beside the sums, it would not leave enough of
+// the 255 for these.
 __device__ __forceinline__ int unknown(int x) {
 #ifndef CUDA_ON_CPU
     asm volatile("" : "+r"(x));
