@@ -225,7 +225,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -408,6 +408,13 @@ build/fuzz/fuzz_%: test/fuzz_%.cpp $(FUZZ_READERS) $(BUILD)/libllm.a
 	$(Q)$(CLANGXX) $(FUZZ_FLAGS) -fsanitize=fuzzer,address,undefined $^ $(LDLIBS) -lgomp -o $@
 -include $(shell find build/fuzz -name '*.d' 2>/dev/null)
 
+# ---- the account of a step, of which dev/ACCOUNT.md keeps GPT-2's on an H100 -------------------------------------------------
+account:
+	@$(MAKE) DEVICE=cpu build/cpu/train_gpt
+	@build/cpu/train_gpt --account --model gpt2 --dtype bf16 --batch 64 --seq 1024 --sample 0 --attention hopper --device-spec h100 \
+	    --out build/account
+	@cp build/account/account.md dev/ACCOUNT.md && cp build/account/account.png doc/account.png
+
 # ---- counting: are the bytes that launchers state those that the kernels touch? ------------------------------------------
 COUNTED := core/launches core/error $(patsubst %.cu,%,$(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu)) \
            cpu/sgemm cpu/few_columns cpu/cublas_lt_multiply cpu/hopper_copies cpu/count_bytes
@@ -512,6 +519,7 @@ help:
 	@echo '                            in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
 	@echo 'make test-readme            run every command of README.md and doc/; ONLY="float_formats": those with this in them'
+	@echo 'make account                write dev/ACCOUNT.md: where the time of a step of GPT-2 124M goes on an H100, predicted'
 	@echo 'make count                  hold the bytes that launchers state against those that their kernels touch'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'

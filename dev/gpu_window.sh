@@ -18,6 +18,7 @@
 #   SECONDS=540                       of all steps together
 #   WINDOW_STEPS="build smoke training profile kernels torch tests"
 #   MODEL=gpt2 BATCH=64 SEQ=1024 DTYPE=bf16      (on the CPU device: toys, fp32)
+#   SMOKE_SECONDS=25                  of one smoke test
 #   LLM_PYTHON=python3                the Python that has PyTorch
 #   WINDOW_OUT=build/<device>/window
 set -u
@@ -28,7 +29,7 @@ case $build in
     *) device=cpu && : "${MODEL:=tiny}" "${BATCH:=2}" "${SEQ:=32}" "${DTYPE:=fp32}" ;;
 esac
 : "${WINDOW_SECONDS:=540}" "${WINDOW_STEPS:=build smoke training profile kernels torch tests}" "${WINDOW_OUT:=$build/window}"
-: "${LLM_PYTHON:=python3}" "${MAKE:=make}"
+: "${SMOKE_SECONDS:=25}" "${LLM_PYTHON:=python3}" "${MAKE:=make}"
 rm -rf "$WINDOW_OUT"
 mkdir -p "$WINDOW_OUT"
 out=$(cd "$WINDOW_OUT" && pwd)
@@ -99,7 +100,7 @@ if wants smoke; then
     while read -r name; do
         n_smoke=$((n_smoke + 1))
         started=$SECONDS status=0
-        limited 25 env LAUNCH_BLOCKING=1 OMP_NUM_THREADS=1 "$build/run_tests" "$name" || status=$?
+        limited "$SMOKE_SECONDS" env LAUNCH_BLOCKING=1 OMP_NUM_THREADS=1 "$build/run_tests" "$name" || status=$?
         [ $status = 0 ] && continue
         row "smoke: ${name//|/ }" $status $((SECONDS - started)) "$(first_error | tr '|' '/' | cut -c 1-120)"
         attention=mma

@@ -1,4 +1,5 @@
-// test/test_harness.cu: make bench, make profile, make gpu-check and make gpu-bundle, at toy sizes and with programs
+// test/test_harness.cu: make bench, make profile, make gpu-check, make gpu-window and make gpu-bundle, at toy
+// sizes and with programs
 // that only pretend: what they will do on a GPU must not be found out there.
 #include "llm.h"
 #include "program.h"
@@ -192,15 +193,34 @@ TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]"
         at(9000, 1000, "void (anonymous namespace)::elementwise_kernel<(anonymous namespace)::AdamW, float>(float*)");
     }
     spit(folder / "trace.tsv", trace + "60001000\t1\tafter_kernel\n60002");  // the last line was cut off by a kill
+    // The account of the step: one product, which the library does in two kernels; a copy, which the trace has not.
+    const std::string zeros = "\t0\t0";
+    spit(folder / "launches.tsv",
+         "kernel\tgroup\tM\tN\tK\treads\twrites\tscratch\tagain\tflops\troofline_s\tpredicted_s\n"
+         "memset\tcopies\t0\t0\t0\t0\t8" +
+             zeros + zeros +
+             "\t1e-6\n"
+             "matmul\tblock products\t8\t8\t8\t10\t10" +
+             zeros +
+             "\t4e9\t4e-3\t5e-3\n"
+             "rope_kernel\trotations\t0\t0\t0\t250000\t250000" +
+             zeros +
+             "\t9e9\t5e-4\t6e-4\n"
+             "elementwise_kernel\toptimizer\t0\t0\t0\t1\t1" +
+             zeros +
+             "\t0\t1e-6\t1e-6\n"
+             "elementwise_kernel\toptimizer\t0\t0\t0\t1\t1" +
+             zeros + "\t0\t1e-6\t1e-6\n");
     const Outcome outcome = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("10.000 ms per step (mean of 4)"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| matrix products | 6.000 | 60.0 % |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| AdamW | 2.000 | 20.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| block products | 6.000 | 60.0 % | 5.000 | 4.000 | 67 % | 2.000 |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| optimizer | 2.000 | 20.0 % | 0.002 |"));
     CHECK_THAT(outcome.out, ContainsSubstring("| no kernel runs | 1.000 | 10.0 % |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| `nvjet_tst_128x256` | matrix products | 2 | 6.000 | 60.0 % |"));
-    CHECK_THAT(outcome.out, ContainsSubstring("| `rope_kernel<float, 4>` | rope | 1 | 1.000 | 10.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| `nvjet_tst_128x256` | block products | 2 | 6.000 | 60.0 % |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| rotations | 1.000 | 10.0 % | 0.600 | 0.500 |"));
+    CHECK_THAT(outcome.out, ContainsSubstring("| `rope_kernel<float, 4>` | rotations | 1 | 1.000 | 10.0 % | 50 % |"));
     CHECK(is_png(folder / "profile.png"));
 
     spit(folder / "trace.tsv", "0\t5\tAdamW\n9\t5\tmatmul\n");
@@ -215,10 +235,10 @@ TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]")
     const Outcome outcome = run_script("profile.sh", "PROFILE_OUT=" + folder.path);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
-    for (const std::string part : {"| matrix products |", "| attention backward |", "| norms forward |", "| AdamW |",
-                                   "| loss |", "| `matmul` |", "| rope |"})
+    for (const std::string part : {"| block products |", "| head products |", "| attention backward |", "| norms |",
+                                   "| optimizer |", "| cross-entropy |", "| `matmul` |", "| rotations and heads |"})
         CHECK_THAT(outcome.out, ContainsSubstring(part));
-    CHECK(count(outcome.out, "| other kernels |") == 0);  // a kernel that belongs to no part: add it to bench_report.cu
+    CHECK(count(outcome.out, "| not in the account |") == 0);
     CHECK(is_png(folder / "profile.png"));
 #else
     SKIP_TEST("at toy sizes on the CPU device only");
@@ -270,6 +290,34 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
         build);
     CHECK(slow.status == 1);
     CHECK_THAT(slow.out, ContainsSubstring("| tests | STOPPED |"));
+}
+
+TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop the rest", "[program][harness]") {
+    // A GPU's machine on which everything pretends.
+    const TempFolder folder;
+    const std::string build = folder / "build-cuda", bin = folder / "bin";
+    std::filesystem::create_directories(build);
+    std::filesystem::create_directories(bin);
+    make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
+    make_executable(
+        build + "/run_tests",
+        "case $1 in --list*) printf 'works\\nhangs\\ntraps\\n' ;; hangs) trap '' TERM; while :; do sleep 1; done ;;"
+        " traps) echo 'CUDA: an illegal instruction was trapped: error'; exit 42 ;; *) echo ok ;; esac\n");
+    const Outcome outcome = run_script(
+        "gpu_window.sh",
+        concat("PATH=", bin,
+               ":$PATH WINDOW_STEPS='smoke training' SMOKE_SECONDS=1 WINDOW_SECONDS=60 WINDOW_OUT=", folder / "out"),
+        build);
+    INFO(outcome.err << outcome.out);
+    CHECK(outcome.status == 1);
+    const std::string table = slurp(folder / "out/table.md");
+    for (const std::string row : {"gpu-window on NVIDIA Pretender, 1.2, 60 s", "| smoke: hangs | TIME LIMIT |",
+                                  "| smoke: traps | FAILED (42) |", "an illegal instruction was trapped",
+                                  "what follows uses --attention mma", "| training: gpt2, bf16, 64 x 1024 | FAILED"})
+        CHECK_THAT(table, ContainsSubstring(row));
+    CHECK(count(table, "smoke: works") == 0);
+    CHECK_THAT(outcome.out, ContainsSubstring(table));
+    CHECK_THAT(slurp(folder / "out/log.txt"), ContainsSubstring("run_tests works"));
 }
 
 TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][harness]") {

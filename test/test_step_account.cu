@@ -1,0 +1,116 @@
+// test/test_step_account.cu: train_gpt --account: the launches of a step are those of a run, and the account of GPT-2
+// 124M on an H100 keeps its promises.
+#include "program.h"
+
+#include <sstream>
+
+namespace {
+
+std::vector<std::vector<std::string>> read_tsv(const std::string& path) {
+    std::istringstream text(slurp(path));
+    std::vector<std::vector<std::string>> rows;
+    for (std::string line; std::getline(text, line);) {
+        std::istringstream cells(line);
+        rows.emplace_back();
+        for (std::string cell; std::getline(cells, cell, '\t');) rows.back().push_back(cell);
+    }
+    return rows;
+}
+
+// The kernels of a step, as the account lists them; without copies, which the profile of a run has not.
+std::vector<std::string> kernels_of_account(const std::string& path) {
+    std::vector<std::string> names;
+    const auto rows = read_tsv(path);
+    for (size_t i = 1; i < rows.size(); ++i)
+        if (rows[i][0].rfind("mem", 0) != 0) names.push_back(rows[i][0]);
+    return names;
+}
+
+double number_before(const std::string& text, const std::string& what) {
+    const size_t end = text.find(what);
+    REQUIRE(end != std::string::npos);
+    const size_t begin = text.find_last_of(" \n", end - 1) + 1;
+    double value = std::stod(text.substr(begin, end - begin));
+    if (text[end - 1] == 'k') value *= 1e3;
+    if (text[end - 1] == 'M') value *= 1e6;
+    return value;
+}
+
+}  // namespace
+
+TEST_CASE("the account lists the launches of a run, in order", "[program][account]") {
+#ifdef CUDA_ON_CPU
+    const TempFolder folder;
+    spit(folder / "text.txt", made_text(200));
+    const std::string models = "test/golden/runs/models/";
+    for (const std::string& flags : {"--model " + models + "gpt2.json --micro-batch 2",
+                                     "--model " + models + "llama.json --dtype bf16 --recompute 2 --optimizer muon",
+                                     "--model " + models + "deepseek.json --dtype bf16 --attention mma",
+                                     "--model " + models + "llama_wide.json --dtype fp8 --attention hopper --seq 48"}) {
+        const std::string account = folder / "account", profile = folder / "profile.tsv";
+        const std::string all = concat("--batch 4 --seq 32 --sample 0 ", flags);
+        const Outcome planned = run_program("train_gpt", concat("--account ", all, " --out ", account));
+        // Two steps, the second of which has nothing to set up.
+        const Outcome run = run_program("train_gpt",
+                                        concat("--steps 2 --val-every 0 --val-fraction 0 --save-every 0 --data ",
+                                               folder / "text.txt --out ", folder / "run ", all),
+                                        concat("export CUDA_CPU_PROFILE=", profile, ";"));
+        INFO(flags << "\n" << planned.out << planned.err << run.out << run.err);
+        REQUIRE((planned.status == 0 && run.status == 0));
+        const std::vector<std::string> expected = kernels_of_account(account + "/launches.tsv");
+        std::vector<std::string> seen;
+        for (const auto& row : read_tsv(profile)) seen.push_back(row[2]);
+        REQUIRE(expected.size() > 20);
+        const auto at = std::find_end(seen.begin(), seen.end(), expected.begin(), expected.end());
+        if (at == seen.end()) {  // where they part, of the last step
+            const size_t first = seen.size() - std::min(seen.size(), expected.size());
+            size_t i = 0;
+            while (i < expected.size() && first + i < seen.size() && seen[first + i] == expected[i]) ++i;
+            FAIL("launch " << i << " of " << expected.size() << " is "
+                           << (i < expected.size() ? expected[i] : "missing") << " in the account, and "
+                           << seen[std::min(first + i, seen.size() - 1)] << " in the run");
+        }
+        std::filesystem::remove_all(folder / "run");
+        std::filesystem::remove(profile);
+    }
+#else
+    SKIP_TEST("the CPU device's profile names every launch");
+#endif
+}
+
+TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
+#ifdef CUDA_ON_CPU
+    const TempFolder folder;
+    const Outcome outcome = run_program("train_gpt", concat("--account --model gpt2 --dtype bf16 --batch 64 --seq 1024 "
+                                                            "--sample 0 --attention hopper --device-spec h100 --out ",
+                                                            folder.path));
+    INFO(outcome.out << outcome.err);
+    REQUIRE(outcome.status == 0);
+    const std::string account = slurp(folder / "account.md");
+    CHECK(number_before(account, " launches.") <= 230);
+    CHECK(number_before(account, " times the bytes that it must") <= 1.15);
+    CHECK(number_before(account, " tokens/s predicted") >= 600e3);
+    CHECK(account == slurp("dev/ACCOUNT.md"));  // `make account` writes it anew
+    CHECK(slurp(folder / "account.png").substr(1, 3) == "PNG");
+    // FLOPs of the products: 6 for each weight that multiplies, and each token. Attention: two products forward and five
+    // backward, of the causal half.
+    double products = 0, attention = 0;
+    const auto rows = read_tsv(folder / "launches.tsv");
+    for (size_t i = 1; i < rows.size(); ++i) {
+        const double flops = std::stod(rows[i][9]);
+        if (rows[i][1].find("products") != std::string::npos) products += flops;
+        if (rows[i][1].find("attention") != std::string::npos) attention += flops;
+    }
+    const double tokens = 65536, weights = 12 * 12 * 768.0 * 768 + 50304 * 768.0;
+    CHECK(products == Approx(6 * tokens * weights).epsilon(1e-3));
+    CHECK(attention == Approx(12 * 14 * tokens * 768.0 * 1024 / 2).epsilon(0.05));
+#else
+    SKIP_TEST("on a GPU the account takes the memory of the run");
+#endif
+}
+
+TEST_CASE("the account refuses what it cannot tell", "[program][account]") {
+    const auto refusal = [](const std::string& flags) { return run_program("train_gpt", "--account " + flags).err; };
+    CHECK_THAT(refusal("--ranks 2"), ContainsSubstring("--account: it is that of one rank"));
+    CHECK_THAT(refusal("--offload optimizer"), ContainsSubstring("--account: with --offload the host works, too"));
+}
