@@ -99,6 +99,6 @@ void flash_forward_cores(const FlashArguments& a, cudaStream_t stream) {
         flash_forward_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, bytes, stream>>>(
             shape_of(a), Heads<Number>(a.out), a.lse, Heads<const Number>(a.q), Heads<const Number>(a.k),
             Heads<const Number>(a.v));
-        cudaCheckLaunch();
+        launched("flash_forward_kernel", forward_cost(a));
     });
 }

@@ -81,38 +81,40 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d].  One team of threads per row (chunk.cuh); rows in the order of
-// delta.
+// delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d]. On a GPU eight lanes share a row: 64 columns of 16 bits are one load
+// of 16 bytes each, and a warp has four rows under way. Block (rows, head, b): no thread divides to find its row.
+
+constexpr int kDeltaLanes = kOnCpu ? 1 : 8, kDeltaRows = 256 / kDeltaLanes;
 
 template <class Number, int kN>
-__global__ void flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t n_rows,
-                                   int64_t H, int64_t T, int64_t D) {
-    __shared__ float scratch[kWarp];
-    const int64_t row = team_row();
-    if (row >= n_rows) return;  // the whole team leaves: no barrier waits for it
-    const int64_t t = row % T, h = row / T % H, b = row / T / H;
-    const Number *dy = dout.head(b, h) + t * dout.token_stride, *y = out.head(b, h) + t * out.token_stride;
+__global__ void __launch_bounds__(kDeltaLanes* kDeltaRows)
+    flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t T, int64_t D) {
+    const int64_t h = blockIdx.y, b = blockIdx.z, t = static_cast<int64_t>(blockIdx.x) * kDeltaRows + threadIdx.y;
     float sum[kN] = {};
-    for (int64_t d = threadIdx.x * kN; d < D; d += blockDim.x * kN) {
-        float a[kN], c[kN];
-        load_chunk(a, dy + d, D - d);
-        load_chunk(c, y + d, D - d);
-        for (int l = 0; l < kN; ++l) sum[l] = fmaf(a[l], c[l], sum[l]);
+    if (t < T) {
+        const Number *dy = dout.head(b, h) + t * dout.token_stride, *y = out.head(b, h) + t * out.token_stride;
+        for (int64_t d = threadIdx.x * kN; d < D; d += kDeltaLanes * kN) {
+            float a[kN], c[kN];
+            load_chunk(a, dy + d, D - d);
+            load_chunk(c, y + d, D - d);
+            for (int l = 0; l < kN; ++l) sum[l] = fmaf(a[l], c[l], sum[l]);
+        }
     }
-    const float total = team_reduce<Sum>(fold_chunk<Sum>(sum), scratch);
-    if (threadIdx.x == 0) delta[row] = total;
+    float total = fold_chunk<Sum>(sum);
+    if constexpr (kDeltaLanes > 1) total = warp_sum(total, kDeltaLanes);  // all lanes of the warp, rows from T on too
+    if (threadIdx.x == 0 && t < T) delta[(b * gridDim.y + h) * T + t] = total;
 }
 
 void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadColumns& out, cudaStream_t stream) {
-    const int64_t n_rows = a.B * a.q.count * a.T;
     const int64_t chunk_of = a.packed ? out.D : 1;  // heads that are not packed go one element at a time
     dispatch_chunks(out.rows.dtype, chunk_of, [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
-        const RowTeams teams = row_teams(n_rows, out.D, kN);
-        flash_delta_kernel<Number, kN><<<teams.grid, teams.block, 0, stream>>>(
-            a.delta, Heads<const Number>(dout), Heads<const Number>(out), n_rows, a.q.count, a.T, out.D);
-        cudaCheckLaunch();
+        const dim3 grid(static_cast<unsigned>(ceil_div(a.T, int64_t{kDeltaRows})), static_cast<unsigned>(a.q.count),
+                        static_cast<unsigned>(a.B));
+        flash_delta_kernel<Number, kN><<<grid, dim3(kDeltaLanes, kDeltaRows), 0, stream>>>(
+            a.delta, Heads<const Number>(dout), Heads<const Number>(out), a.T, out.D);
+        launched("flash_delta_kernel", {.reads = bytes_of(dout, out), .writes = row_floats_bytes(a)});
     });
 }
 

@@ -46,9 +46,11 @@ struct Interval {
 
 struct RowTokens {
     int rows, length, first, second;  // TokenChunks
-    __device__ __forceinline__ int token(int row) const { return row < length ? first + row : second + row - length; }
+    __host__ __device__ __forceinline__ int token(int row) const {
+        return row < length ? first + row : second + row - length;
+    }
     // How many rows are tokens before this one.
-    __device__ __forceinline__ int rows_before(int token) const {
+    __host__ __device__ __forceinline__ int rows_before(int token) const {
         return min(max(token - first, 0), length) + min(max(token - second, 0), rows - length);
     }
 };
@@ -62,7 +64,7 @@ struct Mask {
 
     // The rows that row `row` sees, or that see it.
     template <bool kOfQuery>
-    __device__ __forceinline__ Interval visible(int b, int row) const {
+    __host__ __device__ __forceinline__ Interval visible(int b, int row) const {
         const RowTokens &mine = kOfQuery ? queries : keys, &others = kOfQuery ? keys : queries;
         const int t = mine.token(row);
         Interval seen{0, whole_T};
@@ -157,6 +159,41 @@ inline Shape shape_of(const FlashArguments& a) {
             {static_cast<int>(a.T), static_cast<int>(a.whole_T), static_cast<int>(std::min(a.window, a.whole_T)),
              a.causal, a.documents, row_tokens(a.T, a.queries), row_tokens(a.T, a.keys)},
             a.packed};
+}
+
+// What launches cost (core.h): bytes of masks and of a float for each row, and the multiply-adds' share of the pairs.
+inline int64_t document_bytes(const FlashArguments& a) { return a.documents ? a.B * a.whole_T * 8 : 0; }
+inline int64_t row_floats_bytes(const FlashArguments& a) { return a.B * a.q.count * a.T * 4; }
+// FLOPs of one product of `columns` multiply-adds for each pair that sees each other, all heads. Documents, which the
+// host does not know, count as one.
+inline double product_flops(const FlashArguments& a, int64_t columns) {
+    double pairs = static_cast<double>(a.T) * static_cast<double>(a.causal ? a.T + 1 : 2 * a.T) / 2;
+    if (a.whole_T != a.T || a.window < a.T) {
+        Mask mask = shape_of(a).mask;
+        mask.documents = nullptr;
+        pairs = 0;
+        for (int row = 0; row < mask.T; ++row) {
+            const Interval seen = mask.visible<true>(0, row);
+            pairs += std::max(seen.end - seen.first, 0);
+        }
+    }
+    return 2.0 * pairs * static_cast<double>(a.B * a.q.count * columns);
+}
+inline LaunchCost forward_cost(const FlashArguments& a) {
+    return {.reads = bytes_of(a.q, a.k, a.v) + document_bytes(a),
+            .writes = bytes_of(a.out) + row_floats_bytes(a),
+            .flops = product_flops(a, a.q.D + a.v.D)};
+}
+// The two kernels of the backward that share no work: dq, and dk with dv.
+inline LaunchCost dq_cost(const FlashArguments& a) {
+    return {.reads = bytes_of(a.q, a.k, a.v, a.out) + 2 * row_floats_bytes(a) + document_bytes(a),
+            .writes = bytes_of(a.dq),
+            .flops = product_flops(a, 2 * a.q.D + a.v.D)};
+}
+inline LaunchCost dk_dv_cost(const FlashArguments& a) {
+    return {.reads = bytes_of(a.q, a.k, a.v, a.out) + 2 * row_floats_bytes(a) + document_bytes(a),
+            .writes = bytes_of(a.dk, a.dv),
+            .flops = product_flops(a, 2 * a.q.D + 2 * a.v.D)};
 }
 
 // Calls f with the smallest of the sizes that kernels are compiled for which holds heads of D and Dv columns. The

@@ -339,7 +339,7 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
             flash_dk_dv_hopper_kernel<Number, T>
                 <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kHopperThreads, T::kSharedBytes, stream>>>(
                     shape_of(a), maps, a.lse, a.delta);
-            cudaCheckLaunch();
+            launched("flash_dk_dv_hopper_kernel", dk_dv_cost(a));
         }
         using T = DqTile<kD, kDv>;
         const DqMaps maps{head_map(a.q, kBlockRows), head_map(a.out, kBlockRows), head_map(a.k, T::kOthers),
@@ -348,7 +348,7 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         flash_dq_hopper_kernel<Number, T>
             <<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kHopperThreads, T::kSharedBytes, stream>>>(
                 shape_of(a), maps, a.lse, a.delta);
-        cudaCheckLaunch();
+        launched("flash_dq_hopper_kernel", dq_cost(a));
     });
 }
 

@@ -186,7 +186,7 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         allow_shared(flash_forward_hopper_kernel<Number, T>, T::kSharedBytes);
         flash_forward_hopper_kernel<Number, T>
             <<<grid, kHopperThreads, T::kSharedBytes, stream>>>(shape_of(a), maps, a.lse);
-        cudaCheckLaunch();
+        launched("flash_forward_hopper_kernel", forward_cost(a));
     });
 }
 

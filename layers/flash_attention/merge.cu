@@ -82,11 +82,11 @@ void merge_attention(const HeadColumns& out, Tensor lse, const HeadColumns& part
             };
             if (kOnCpu || common % kPack == 0) with(std::integral_constant<int, kPack>{});
             else with(std::integral_constant<int, 1>{});
-            cudaCheckLaunch();
+            launched("merge_attention_kernel", {.reads = bytes_of(out, part, lse, part_lse), .writes = bytes_of(out)});
         });
     });
     constexpr int kBlock = 128;
     merge_lse_kernel<<<static_cast<unsigned>(ceil_div(lse.n(), kBlock)), kBlock, 0, stream>>>(
         lse.ptr<float>(), part_lse.ptr<float>(), lse.n());
-    cudaCheckLaunch();
+    launched("merge_lse_kernel", {.reads = bytes_of(lse, part_lse), .writes = bytes_of(lse)});
 }

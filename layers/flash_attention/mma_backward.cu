@@ -194,12 +194,12 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         flash_dk_dv_kernel<Number, T>
             <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kThreads, T::kSharedBytes, stream>>>(
                 shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
-        cudaCheckLaunch();
+        launched("flash_dk_dv_kernel", dk_dv_cost(a));
         allow_shared(flash_dq_kernel<Number, T>, T::kSharedBytes);
         flash_dq_kernel<Number, T>
             <<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kThreads, T::kSharedBytes, stream>>>(
                 shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);
-        cudaCheckLaunch();
+        launched("flash_dq_kernel", dq_cost(a));
     });
 }
 

@@ -101,7 +101,7 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         flash_forward_kernel<Number, T><<<grid, kThreads, T::kSharedBytes, stream>>>(
             shape_of(a), Heads<Number>(a.out), a.lse, Heads<const Number>(a.q), Heads<const Number>(a.k),
             Heads<const Number>(a.v));
-        cudaCheckLaunch();
+        launched("flash_forward_kernel", forward_cost(a));
     });
 }
 

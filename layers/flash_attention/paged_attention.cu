@@ -254,7 +254,11 @@ void paged_attention(const char* operation, const PagedAttention& a, const Paged
             paged_attention_kernel<Number, Stored, kN><<<grid, kThreads, Shared::bytes(s), stream>>>(
                 Heads<Number>(a.out), partial, Heads<const Number>(a.q), Pool<Stored>(step),
                 step.page_table.ptr<int32_t>(), chunks, s);
-            cudaCheckLaunch();
+            // How many rows of the pool the sequences have, only the device knows: keys and values are not counted.
+            const int64_t partial_bytes = s.parallel ? s.N * s.H * s.n_splits * (2 + s.Dv) * 4 : 0;
+            launched("paged_attention_kernel", {.reads = bytes_of(a.q, step.page_table, step.chunks),
+                                                .writes = s.parallel ? partial_bytes : bytes_of(a.out),
+                                                .scratch = partial_bytes});
         };
         if (kOnCpu || std::gcd(s.D, s.Dv) % kChunk<Stored> == 0) launch(std::integral_constant<int, kChunk<Stored>>{});
         else launch(std::integral_constant<int, 1>{});
@@ -262,7 +266,9 @@ void paged_attention(const char* operation, const PagedAttention& a, const Paged
         join_splits_kernel<Number>
             <<<dim3(static_cast<unsigned>(n_chunks), static_cast<unsigned>(s.H)), 64, 0, stream>>>(Heads<Number>(a.out),
                                                                                                    partial, chunks, s);
-        cudaCheckLaunch();
+        const int64_t partial_bytes = s.N * s.H * s.n_splits * (2 + s.Dv) * 4;
+        launched("join_splits_kernel",
+                 {.reads = partial_bytes + bytes_of(step.chunks), .writes = bytes_of(a.out), .scratch = partial_bytes});
     });
 }
 

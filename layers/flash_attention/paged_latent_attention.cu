@@ -140,11 +140,15 @@ void paged_latent_attention_forward(const HeadColumns& out, const HeadColumns& q
         constexpr int kN = decltype(chunk)::n;
         fold_kernel<Number, kN><<<grid(ceil_div(R, kN)), kThreads, 0, stream>>>(
             queries.ptr<float>(), q.rows.ptr<Number>() + q.column, kv_b.ptr<Number>(), s);
-        cudaCheckLaunch();
+        launched("fold_kernel", {.reads = bytes_of(q, kv_b) - H * Dv * R * static_cast<int64_t>(dtype_bytes(dtype)),
+                                 .writes = bytes_of(queries),
+                                 .flops = 2.0 * static_cast<double>(N * H * Dn * R)});
         paged_attention(operation, {{o, H, R}, {queries, H, W}, 1, 1, 0, R, scale, 0}, step, rest, stream);
         unfold_kernel<Number, kN><<<grid(Dv), kThreads, 0, stream>>>(out.rows.ptr<Number>() + out.column,
                                                                      o.ptr<float>(), kv_b.ptr<Number>(), s);
-        cudaCheckLaunch();
+        launched("unfold_kernel", {.reads = bytes_of(o) + H * Dv * R * static_cast<int64_t>(dtype_bytes(dtype)),
+                                   .writes = bytes_of(out),
+                                   .flops = 2.0 * static_cast<double>(N * H * Dv * R)});
     });
 }
 
