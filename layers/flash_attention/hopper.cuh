@@ -50,6 +50,16 @@ struct Panels {
     static constexpr int kPanelBytes = kRows * kRowBytes, kBytes = kPanels * kPanelBytes;
 };
 
+// The next stage, and the parity of its round.
+template <int kStages>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Copies, by one thread
 

@@ -72,16 +72,6 @@ using DkDvTile = BackwardTile<kD, kDv,
                                            : 16,
                               3, 2>;
 
-// The next stage, and the parity of its round.
-template <int kStages>
-struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
-    }
-};
-
 template <int kStages>
 __device__ __forceinline__ void init_barriers(Barriers& barriers, uint32_t n_fillers) {
     if (threadIdx.x == 0) {
