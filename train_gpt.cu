@@ -13,20 +13,25 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One training step, which is the algorithm. Each call is a function of training/step.cu.
+// One training step, which is the algorithm. Each call is a function of training/step.cu. It is launched here; how it
+// ended is read by finish_step.
 
-StepResult train_step(Trainer& t, const BatchReader& data, int64_t step) {
+void begin_step(Trainer& t, int64_t step) {
     t.world.set_step(step);         // for traces and error messages
     t.data_parallel.start_clock();  // measures the collectives
-    // Pipelines whose ranks do not wait for each other between steps do the same in another order.
-    if (t.pipeline && t.pipeline->runs_ahead()) return t.pipeline->step(data, step);
+}
 
-    read_batch(t, data, step);      // sequences [(step - 1) batch, step batch) of the run; each rank reads its share
-    accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
-    clip_gradients(t, take_stop_request(t.options, step));  // norm of all; unscale, check, clip: on the device
-    update_weights(t, step);          // the optimizer's step in float32, and its 16-bit copy for the next forward
-    t.world.end_step();               // for traces: evaluation and samples are no part of it
-    return read_back(t, data, step);  // loss and norm; a norm that is infinite: nothing was updated
+void train_step(Trainer& t, const BatchReader& data, int64_t step) {
+    begin_step(t, step);
+    read_batch(t, data, step);  // sequences [(step - 1) batch, step batch) of the run; each rank reads its share
+    launch_as_graph(t, step, [&] {
+        accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
+    });
+    const bool stop = take_stop_request(t.options, step);
+    clip_gradients(t, stop);         // norm of all; unscale, check, clip: on the device
+    update_weights(t, step);         // the optimizer's step in float32, and its 16-bit copy for the next forward
+    t.world.end_step();              // for traces: evaluation and samples are no part of it
+    request_numbers(t, step, stop);  // loss and norm; a norm that is infinite: nothing was updated
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -39,6 +44,7 @@ struct Run {
     std::optional<RunLog> log = {};
     int64_t first_step = 0;     // steps made before, by the run that is resumed
     int64_t step = 0;           // steps made
+    int64_t launched = 0;       // the last one that was launched
     double matmul_rate = 0;     // FLOP/s of a large product on this device: what the step's FLOP/s are held against
     size_t free_before = 0;     // bytes of the device before memory was taken
     double start = 0;           // seconds_now() before the first step
@@ -96,25 +102,43 @@ void prepare(Run& run, Mesh& mesh) {
     evaluate_init(run);
 }
 
+// The next step that the run makes, and while the device works on it what can be done of the one after
+// (training/boundary.cu).
+StepResult finish_step(Run& run, int64_t step) {
+    Trainer& t = run.trainer;
+    const BatchReader& data = run.data.train;
+    // Pipelines whose ranks do not wait for each other between steps do the same in another order.
+    if (t.pipeline && t.pipeline->runs_ahead()) {
+        begin_step(t, step);
+        return t.pipeline->step(data, step);
+    }
+    if (run.launched < step) train_step(t, data, run.launched = step);
+    if (may_run_ahead(t, step)) train_step(t, data, run.launched = step + 1);
+    else if (step < t.options.last_step()) read_batch(t, data, step + 1);
+    return read_back(t, data, step);
+}
+
 void loop(Run& run) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
     bool stop = false, after_a_step = false;
-    run.start = seconds_now();
+    double step_start = run.start = seconds_now();
     while (!stop && run.step < o.steps) {
         const int64_t step = ++run.step;
-        const double step_start = seconds_now();
+        if (run.launched < step) step_start = seconds_now();  // otherwise it began where the one before ended
         const Traffic before = t.world.traffic();
-        const StepResult result = train_step(t, run.data.train, step);
+        const StepResult result = finish_step(run, step);
+        const double step_end = seconds_now();
 
         const Traffic after = t.world.traffic();
-        const StepResult::Share took = result.share.value_or(StepResult::Share{
-            seconds_now() - step_start, {after.sent - before.sent, after.received - before.received}});
+        const StepResult::Share took = result.share.value_or(
+            StepResult::Share{step_end - step_start, {after.sent - before.sent, after.received - before.received}});
         if (after_a_step || run.step_traffic.sent == 0) run.step_traffic = took.traffic;
+        step_start = step_end;
         stop = result.stop || step == o.stop_after;
         if (step == o.last_step()) run.comm_time = t.data_parallel.read_clock();
         LogRow row = make_row(t, step, result, took.seconds, run.matmul_rate);
-        const bool evaluates = run.data.val && (step == o.steps || (o.val_every > 0 && step % o.val_every == 0));
+        const bool evaluates = run.data.val && evaluates_after(o, step);
         if (evaluates) row.val_loss = evaluate(t, *run.data.val, o.val_sequences);
         const bool best = evaluates && o.keep_best && note_best(t, step, *row.val_loss);
         after_a_step = !evaluates;
@@ -124,7 +148,7 @@ void loop(Run& run) {
             print_progress(row, o, per_step * static_cast<double>(o.steps - step));
         }
         const bool last = stop || step == o.steps;
-        if (last || best || (o.save_every > 0 && step % o.save_every == 0)) {
+        if (last || best || saves_after(o, step)) {
             save_checkpoint(t, step, last);
             if (run.is_first()) draw_loss(o.out);
         }

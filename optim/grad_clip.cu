@@ -80,13 +80,15 @@ __global__ void __launch_bounds__(kLastBlock)
     result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
 }
 
-__global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, float max_norm, float unscale) {
+__global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, float max_norm, float unscale,
+                                  bool stays_nan) {
     double sum = 0;
     for (int i = 0; i < n_sums; ++i) sum += static_cast<double>(sums[2 * i]) + sums[2 * i + 1];
     const float norm = static_cast<float>(unscale * sqrt(sum));
     float scale = unscale;
     if (max_norm > 0) scale *= fminf(1.0f, max_norm / (norm + 1e-6f));
     if (!(norm < INFINITY)) scale = NAN;  // inf or NaN: the update must not happen
+    if (stays_nan && result[1] != result[1]) scale = NAN;
     result[0] = norm;
     result[1] = scale;
 }
@@ -122,13 +124,13 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream, 
     });
 }
 
-void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream) {
+void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan) {
     expect("clip_scale", "result", result, DType::f32, {2});
     expect("clip_scale", "sums", sums, DType::f32, {-1, 2});
     check(!std::isnan(max_norm), "clip_scale: max_norm is NaN");
     check(unscale > 0 && std::isfinite(unscale), "clip_scale: unscale is ", unscale, ": it must be a number above 0");
     clip_scale_kernel<<<1, 1, 0, stream>>>(result.ptr<float>(), sums.ptr<float>(),
-                                           narrow(sums.shape[0], "clip_scale: sums"), max_norm, unscale);
+                                           narrow(sums.shape[0], "clip_scale: sums"), max_norm, unscale, stays_nan);
     cudaCheckLaunch();
 }
 

@@ -59,7 +59,9 @@ int64_t grad_norm_scratch_n(int64_t n);
 // add: sum += ..., otherwise sum = ...
 void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream, bool add = false);
 // sums: (k, 2), rows like `sum`.
-void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream);
+// stays_nan: a scale that is NaN before stays NaN. So no update follows one that was skipped, also where the host has
+// launched it before it knows of that.
+void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // loss_scaler.cu: the factor on the loss that keeps f16 gradients from becoming 0     (Micikevicius et al. 2018,

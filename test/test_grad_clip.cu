@@ -137,6 +137,18 @@ TEST_CASE("an infinite or NaN gradient anywhere makes the scale NaN", "[grad_cli
                 }
 }
 
+TEST_CASE("a scale that is NaN stays NaN where that is asked for", "[grad_clip]") {
+    const Buffer sums(DType::f32, {2, 2}, {9, 0, 16, 0});
+    for (const double before : {0.0, 0.5, static_cast<double>(NAN)})
+        for (const bool stays_nan : {false, true}) {
+            Buffer result(DType::f32, {2}, {1, before});
+            clip_scale(result, sums, 0, 0.25f, device().stream, stays_nan);
+            CHECK(result.values()[0] == 1.25);
+            if (stays_nan && std::isnan(before)) CHECK(std::isnan(result.values()[1]));
+            else CHECK(result.values()[1] == 0.25);
+        }
+}
+
 TEST_CASE("grad_norm repeats bit for bit, wherever the gradients lie", "[grad_clip]") {
     // In strict mode the threads run in another order each time.
     const int64_t n = 2 * kChunkN + 4097;

@@ -33,7 +33,7 @@ TEST_CASE("an overflow skips its step, halves the scale, and changes nothing els
     const TempFolder folder;
     const std::string run = folder / "run";
     const std::string flags = "--dtype fp16 --loss-scale-start 1024 --save-every 1 --keep 0 ";
-    const Outcome outcome = train(flags + "--out " + run + " --inject-overflow 6");
+    const Outcome outcome = train(flags + "--graph on --out " + run + " --inject-overflow 6");
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     CHECK_THAT(outcome.out, ContainsSubstring("overflow: step skipped"));
@@ -60,6 +60,31 @@ TEST_CASE("an overflow skips its step, halves the scale, and changes nothing els
     REQUIRE(train(flags + "--out " + plain + " --stop-after 6").status == 0);
     CHECK(number_after(slurp(checkpoint(plain, 6) + "/state.json"), "\"updates\":") == 6);
     CHECK(number_after(slurp(checkpoint(run, 7) + "/state.json"), "\"updates\":") == 6);
+}
+
+TEST_CASE("a step ahead of one that fails changes nothing", "[program][precision]") {
+    const TempFolder folder;
+    std::string texts[2], logs[2];
+    for (const bool ahead : {false, true}) {
+        const std::string run = folder / "run";
+        std::filesystem::remove_all(run);
+        const Outcome outcome = train(concat("--dtype bf16 --save-every 4 --inject-overflow 6 --out ", run,
+                                             ahead ? " --run-ahead on --graph on" : ""));
+        CHECK(outcome.status == 2);
+        texts[ahead] = outcome.err;
+        for (const LogRow& row : read_csv_log(run + "/log.csv")) {
+            char line[100];
+            std::snprintf(line, sizeof line, "%lld %a %a\n", static_cast<long long>(row.step), *row.loss,
+                          *row.grad_norm);
+            logs[ahead] += line;
+        }
+        CHECK(latest_checkpoint(run).value() == checkpoint(run, 4));
+    }
+    CHECK_THAT(texts[0],
+               ContainsSubstring("step 6: ") && ContainsSubstring("the gradients overflowed in the backward"));
+    CHECK(texts[1] == texts[0]);
+    CHECK(std::count(logs[0].begin(), logs[0].end(), '\n') == 5);
+    CHECK(logs[1] == logs[0]);
 }
 
 TEST_CASE("the scale grows after its interval, and the curve does not notice", "[program][precision]") {

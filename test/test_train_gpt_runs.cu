@@ -298,6 +298,24 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
     CHECK(newest_checkpoint(run) == run + "/checkpoints/step-00000001");
 }
 
+TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is launched early",
+          "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run", other = folder / "other",
+                      flags = "--batch 8 --seq 64 --steps 1000 --val-every 0 --val-sequences 4 --out ";
+    const Outcome stopped = with_background(folder, command(flags + run + " --run-ahead on --graph on"),
+                                            "await 'step  *5/' out; kill -INT $pid; wait $pid; echo status $?");
+    const std::string err = slurp(folder / "err");
+    INFO(stopped.out << err << slurp(folder / "out"));
+    CHECK_THAT(stopped.out, ContainsSubstring("status 0"));
+    long long step = 0;
+    REQUIRE(std::sscanf(err.c_str(), "finishing step %lld, then saving", &step) == 1);
+    const std::vector<LogRow> rows = read_csv_log(run + "/log.csv");
+    CHECK(rows.back().step == step);
+    REQUIRE(train(concat(flags, other, " --stop-after ", step)).status == 0);
+    check_same_end(run, other);
+}
+
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string program = program_path("train_gpt"), run = folder / "a run";

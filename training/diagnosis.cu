@@ -22,7 +22,7 @@ BadSequences find_bad_sequences(Trainer& t, int64_t step) {
     const int64_t T = t.options.rank_seq();
     std::vector<int64_t> bad(static_cast<size_t>(t.local_batch));  // of this rank's sequences: is a loss not finite?
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
-        upload_micro_batch(t, t.acts, micro, device().stream);
+        upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, device().stream);
         forward(t.model, t.acts, t.workspace, device().stream, false);
         loss_forward(t.model, t.acts, device().stream);
         cudaCheck(cudaStreamSynchronize(device().stream));

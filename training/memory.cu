@@ -71,7 +71,13 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
         };
 }
 
-Trainer::~Trainer() = default;
+Trainer::~Trainer() {
+    cudaStreamSynchronize(device().stream);  // an Error may come while the device works
+    for (const StepEnd& end : step_ends)
+        if (end.arrived) cudaEventDestroy(end.arrived);
+}
+
+int64_t Trainer::evaluation_row() const { return std::max<int64_t>(2, steps_read_at_once(options)) * local_batch; }
 
 void Trainer::take_memory() {
     const TrainOptions& o = options;
@@ -163,11 +169,16 @@ void Trainer::reserve() {
     sample_tables.reserve();
     take_memory();
     for (const auto& optimizer : optimizers) optimizer->init(device().stream);
-    const int64_t n_rows = steps_read_at_once(options) * local_batch, n_step = n_rows * options.rank_seq();
-    take_pinned(host_tokens, n_step);
-    take_pinned(host_targets, n_step);
-    take_pinned(host_numbers, 1);
+    cudaCheck(cudaMemsetAsync(totals.data, 0, totals.bytes(), device().stream));
+    const int64_t n_rows = evaluation_row() + local_batch, n_tokens = n_rows * options.rank_seq();
+    take_pinned(host_tokens, n_tokens);
+    take_pinned(host_targets, n_tokens);
+    take_pinned(host_stop, 1);
+    for (StepEnd& end : step_ends) {
+        take_pinned(end.numbers, 1);
+        end.arrived = make_event();
+    }
     if (options.mask_documents) take_pinned(host_documents, 2 * n_rows * options.seq);
-    if (options.has_positions()) take_pinned(host_positions, n_step);
+    if (options.has_positions()) take_pinned(host_positions, n_tokens);
     if (options.has_positions()) set_positions(*this, n_rows);
 }

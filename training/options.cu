@@ -39,7 +39,9 @@ const std::set<std::string> kNotSaved = {"--help",
                                          "--cp",
                                          "--cp-mode",
                                          "--micro-batches",
-                                         "--draw"};
+                                         "--draw",
+                                         "--graph",
+                                         "--run-ahead"};
 // Nor are these saved, except for the second list where --pipeline is asynchronous: gradients are then those of weights
 // some updates ago, of how many is decided by it.
 const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
@@ -53,10 +55,10 @@ const std::set<std::string> kMayChange = {
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
 // Those of kNotSaved that the command which continues the run should have, too, beside kPipelineFlags.
-const std::set<std::string> kRepeated = {"--ranks",   "--comm",   "--all-reduce", "--comm-timeout", "--ranks-per-node",
-                                         "--dp-mode", "--zero",   "--bucket-mib", "--offload",      "--log-every",
-                                         "--tp",      "--sp",     "--tp-mode",    "--tp-depth",     "--tp-overlap",
-                                         "--cp",      "--cp-mode"};
+const std::set<std::string> kRepeated = {"--ranks",   "--comm",    "--all-reduce", "--comm-timeout", "--ranks-per-node",
+                                         "--dp-mode", "--zero",    "--bucket-mib", "--offload",      "--log-every",
+                                         "--tp",      "--sp",      "--tp-mode",    "--tp-depth",     "--tp-overlap",
+                                         "--cp",      "--cp-mode", "--graph",      "--run-ahead"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -300,6 +302,15 @@ void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
     optimizer.option("--clip", o.clip, "largest global norm of the gradients; 0: no clipping");
 }
 
+void add_launch_options(CommandLine& line, TypedFlags& typed) {
+    Heading launches{line, "Launches"};
+    launches.option("--graph", typed.graph,
+                    "launch forward and backward as one CUDA graph: on, off, or auto: on a GPU, with one rank");
+    launches.option("--run-ahead", typed.run_ahead,
+                    "launch a step before the numbers of the one before are read: on, off, or auto: on a GPU, where "
+                    "nothing depends on them");
+}
+
 void add_output_options(CommandLine& line, TrainOptions& o) {
     Heading output{line, "Output"};
     output.option("--out", o.out, "folder for log.csv, loss.png, TensorBoard events, checkpoints; default: runs/N");
@@ -394,6 +405,7 @@ TrainOptions parse_train_options(int argc, char** argv) {
     add_pipeline_options(line, options, typed);
     add_data_options(line, options);
     add_optimizer_options(line, options, typed);
+    add_launch_options(line, typed);
     add_output_options(line, options);
     line.parse({"train_gpt", kSynonyms, "--data \"shards/*.bin\""}, argc, argv, [&] {
         for (const std::string& flag : line.flags())

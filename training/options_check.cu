@@ -243,5 +243,6 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     check_tensor_parallel(o);
     check_effects(o, typed);
     check_trace(o);
+    settle_boundary(o, typed);
     if (!o.init.empty() && typed.given.count("--model") == 0) o.model.clear();
 }

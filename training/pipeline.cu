@@ -182,11 +182,11 @@ void Pipeline::for_all_gradients(const std::function<void(const Tensor&)>& call)
 // ---------------------------------------------------------------------------------------------------------------------
 // A step
 
-void Pipeline::accumulate(float dloss, cudaStream_t stream) {
+void Pipeline::accumulate(int64_t first_row, float dloss, cudaStream_t stream) {
     dloss_ = dloss;
     training_ = true;
     for (size_t micro = 0; micro < micro_batches_.size(); ++micro)
-        upload_micro_batch(t_, micro_batches_[micro], static_cast<int64_t>(micro), stream);
+        upload_micro_batch(t_, micro_batches_[micro], first_row + static_cast<int64_t>(micro) * t_.micro_batch, stream);
     run_table(schedule_, stream);
     reduce_gradients(stream);
 }
@@ -288,7 +288,7 @@ void Pipeline::add_losses_of(int64_t micro_batches, cudaStream_t stream) {
     for (int64_t micro = 0; micro < micro_batches; ++micro) {
         Activations& acts = micro_batches_[static_cast<size_t>(micro)];
         acts = without_documents(t_, acts);
-        upload_micro_batch(t_, acts, micro, stream);
+        upload_micro_batch(t_, acts, t_.evaluation_row() + micro * t_.micro_batch, stream);
     }
     if (micro_batches > 0) runner_.run(forward_schedule(schedule_, static_cast<int>(micro_batches)), *this, stream);
     micro_batches_ = of_steps;

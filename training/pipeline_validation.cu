@@ -127,11 +127,12 @@ void Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64
     const int64_t per_step = t_.local_batch / t_.micro_batch;
     const bool stop = take_stop_request(o, first + n - 1);
     training_ = true;
-    for (int64_t i = 0; i < n; ++i) read_batch(t_, data, first + i, i * t_.local_batch);
+    for (int64_t i = 0; i < n; ++i) read_batch_to(i * t_.local_batch, t_, data, first + i);
     for (int64_t i = 0; i < n; ++i) {
         t_.world.set_step(first + i);
         for (int64_t micro = 0; micro < per_step; ++micro)
-            upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], i * per_step + micro, stream);
+            upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)],
+                               i * t_.local_batch + micro * t_.micro_batch, stream);
         int64_t before = runner_.messages_sent();
         runner_.begin(schedule_);
         runner_.advance(check_at, *this, stream);

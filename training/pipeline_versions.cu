@@ -70,9 +70,9 @@ void Pipeline::run_steps(const BatchReader& data, int64_t first, int64_t n) {
     first_step_ = first;
     training_ = true;
     dloss_ = static_cast<float>(1 / static_cast<double>(o.batch * o.seq));
-    for (int64_t i = 0; i < n; ++i) read_batch(t_, data, first + i, i * t_.local_batch);
+    for (int64_t i = 0; i < n; ++i) read_batch_to(i * t_.local_batch, t_, data, first + i);
     for (int64_t micro = 0; micro < n * per_step; ++micro)
-        upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], micro, stream);
+        upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], micro * t_.micro_batch, stream);
     cudaCheck(cudaMemsetAsync(step_totals_.data, 0, step_totals_.bytes(), stream));
     run_table(n == steps_at_once(o) ? schedule_ : schedule_of_steps(o, per_step, n), stream);
     // The next steps begin with the newest version as their version 0.

@@ -6,15 +6,17 @@
 //   clip_gradients         norm = sqrt(sum of squares of all gradients) / loss scale
 //                          factor = min(1, clip / norm) / loss scale, or NaN where the norm is not finite
 //   update_weights         weights -= lr * the optimizer's step for factor * gradients; nothing if the factor is NaN
+//   request_numbers        loss and norm travel to the host
 //   read_back              host: loss and norm; a norm that is not finite lowers the loss scale (fp16) or ends the run
 //
-// The device runs ahead of the host, which waits only in read_back: an overflow must therefore be handled on the
+// The host runs ahead of the device, and waits only in read_back: an overflow must therefore be handled on the
 // device, and it is, by the factor.
 #include "training/training.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 namespace {
 
@@ -60,7 +62,11 @@ void set_positions(const Trainer& t, int64_t n) {
     }
 }
 
-void read_batch(Trainer& t, const BatchReader& data, int64_t step, int64_t row) {
+void read_batch(Trainer& t, const BatchReader& data, int64_t step) {
+    if (std::exchange(t.batch_read, step) != step) read_batch_to(t.first_row(step), t, data, step);
+}
+
+void read_batch_to(int64_t row, const Trainer& t, const BatchReader& data, int64_t step) {
     const int64_t first = (step - 1) * t.options.batch + t.dp_rank * t.local_batch;
     for (int64_t b = 0; b < t.local_batch; ++b) {
         read_sequence(t, data, first + b, row + b);
@@ -70,8 +76,8 @@ void read_batch(Trainer& t, const BatchReader& data, int64_t step, int64_t row) 
     }
 }
 
-void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro, cudaStream_t stream) {
-    const int64_t first = micro * t.micro_batch * t.options.rank_seq();
+void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t row, cudaStream_t stream) {
+    const int64_t first = row * t.options.rank_seq();
     copy_to_device_async(acts.tokens, t.host_tokens + first, stream);
     // Ranks that divide the layers may divide the sequences of a micro-batch, too.
     const TensorLayout& layout = t.model.layout;
@@ -79,8 +85,7 @@ void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t micro
                   in_stream = layout.part(layout.stream_rows).index;
     copy_to_device_async(acts.targets, t.host_targets + first + inside * n, stream);
     if (acts.documents)
-        copy_to_device_async(acts.documents,
-                             t.host_documents + 2 * (micro * t.micro_batch + inside * acts.B) * t.options.seq, stream);
+        copy_to_device_async(acts.documents, t.host_documents + 2 * (row + inside * acts.B) * t.options.seq, stream);
     if (acts.positions) copy_to_device_async(acts.positions, t.host_positions + first + inside * n, stream);
     if (acts.stream_positions)
         copy_to_device_async(acts.stream_positions, t.host_positions + first + in_stream * n, stream);
@@ -115,11 +120,11 @@ void accumulate_gradients(Trainer& t, int64_t step) {
     if (t.offload)
         t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
                               static_cast<uint64_t>(o.seed));
-    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
-    if (t.pipeline) t.pipeline->accumulate(dloss, stream);
+    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));
+    if (t.pipeline) t.pipeline->accumulate(t.first_row(step), dloss, stream);
     else {
         for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
-            upload_micro_batch(t, t.acts, micro, stream);
+            upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, stream);
             forward(t.model, t.acts, t.workspace, stream);
             loss_backward(t.model, t.acts, dloss, stream);
             t.add_losses_once(t.acts, stream);
@@ -161,10 +166,12 @@ void add_squares(Trainer& t) {
     }
 }
 
-// The ranks agree on stopping in a sum that they make anyway: all of them stop after the same step.
+// The ranks agree on stopping in a sum that they make anyway: all of them stop after the same step. Of one rank the
+// device need not know.
 void set_stop(Trainer& t, bool stop) {
-    t.host_numbers->stop_count = stop ? 1.0f : 0.0f, t.host_numbers->stop_low = 0;
-    copy_to_device_async(t.stop_count(), &t.host_numbers->stop_count, device().stream);
+    if (t.world.size == 1) return;
+    *t.host_stop = stop ? 1.0f : 0.0f;
+    copy_to_device_async(t.stop_count().slice(0, 1), t.host_stop, device().stream);
 }
 
 void add_stop_and_norm(Trainer& t, bool stop, double clip) {
@@ -172,7 +179,7 @@ void add_stop_and_norm(Trainer& t, bool stop, double clip) {
     set_stop(t, stop);
     t.sum_over_ranks(stream);
     clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(clip),
-               1.0f / static_cast<float>(t.scaler.scale), stream);
+               1.0f / static_cast<float>(t.scaler.scale), stream, t.options.run_ahead);
 }
 
 void clip_gradients(Trainer& t, bool stop) {
@@ -199,22 +206,39 @@ void update_weights(Trainer& t, int64_t step) {
     advance_fp8(t.model, device().stream);
 }
 
+namespace {
+
+void copy_numbers(const StepEnd& end, const Trainer& t, cudaStream_t stream) {
+    cudaCheck(cudaMemcpyAsync(end.numbers, t.stop_count().data, sizeof(StepNumbers), cudaMemcpyDeviceToHost, stream));
+    cudaCheck(cudaEventRecord(end.arrived, stream));
+}
+
+}  // namespace
+
 StepNumbers read_numbers(Trainer& t, cudaStream_t stream) {
-    cudaCheck(
-        cudaMemcpyAsync(t.host_numbers, t.stop_count().data, sizeof(StepNumbers), cudaMemcpyDeviceToHost, stream));
-    cudaCheck(cudaStreamSynchronize(stream));
-    return *t.host_numbers;
+    copy_numbers(t.step_ends[0], t, stream);
+    cudaCheck(cudaEventSynchronize(t.step_ends[0].arrived));
+    return *t.step_ends[0].numbers;
+}
+
+// The step counts as an update from here on; where it was none, read_back takes that back.
+void request_numbers(Trainer& t, int64_t step, bool stop) {
+    t.end_of(step).asked_to_stop = stop;
+    copy_numbers(t.end_of(step), t, device().stream);
+    ++t.updates;
 }
 
 StepResult read_back(Trainer& t, const BatchReader& data, int64_t step) {
     const TrainOptions& o = t.options;
-    const StepNumbers numbers = read_numbers(t, device().stream);
+    const StepEnd& end = t.end_of(step);
+    cudaCheck(cudaEventSynchronize(end.arrived));
+    const StepNumbers numbers = *end.numbers;
     const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq), norm = numbers.grad_norm;
     const bool overflow = !std::isfinite(norm);
     // In float16 an overflow is expected from time to time: the step is skipped, and the loss scale becomes smaller.
     if ((overflow || !std::isfinite(loss)) && o.precision.dtype != DType::f16)
         fail(explain_not_finite(t, data, step, loss, norm));
     t.scaler.update(overflow);
-    if (!overflow) ++t.updates;
-    return {loss, norm, overflow, numbers.stop_count > 0};
+    if (overflow) --t.updates;
+    return {loss, norm, overflow, t.world.size == 1 ? end.asked_to_stop : numbers.stop_count > 0};
 }

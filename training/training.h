@@ -10,6 +10,7 @@
 //     stop.cu            Ctrl-C, and the command that continues the run
 //     memory.cu          what a run takes, counted before anything is taken
 //     step.cu            the parts of a step: gradients, clipping, update, reading back
+//     boundary.cu        between two steps: the host ahead of the device, and a step's launches as a CUDA graph
 //     pipeline.cu        its forward and backward where ranks have some of the layers each
 //     pipeline_versions.cu   steps that run at once, with several versions of the weights
 //     pipeline_validation.cu updates that do not wait for the norm of all gradients
@@ -80,8 +81,10 @@ struct TrainOptions {
     bool plan = false;     // print the plan, and end
     bool account = false;  // print the account of a step, and end
     std::string device_spec = "this";
-    double plan_parameters = 0;   // --params: the plan's states for this many parameters; 0: the model's
-    int64_t inject_overflow = 0;  // for tests: the step in which one gradient becomes infinite
+    double plan_parameters = 0;             // --params: the plan's states for this many parameters; 0: the model's
+    int64_t inject_overflow = 0;            // for tests: the step in which one gradient becomes infinite
+    bool graph = false, run_ahead = false;  // boundary.cu
+    bool needs_graph = false;               // --graph on: Error where it fails, instead of launching one by one
     int64_t val_every = 100, val_sequences = 64, sample_tokens = 300, save_every = 250, keep = 2, stop_after = 0,
             log_every = 0, eot = -1;
     double temperature = 0.8, val_fraction = 0.1;
@@ -110,7 +113,7 @@ struct TypedFlags {
     std::optional<float> weight_decay, beta1, beta2, eps, momentum;
     std::string master = "auto", grad_dtype = "auto", loss_scale = "auto", recompute = "none", fp8 = "delayed",
                 dp_mode = "ddp", tp_mode = "1d", cp_mode = "ring", attention = "auto", compress = "none",
-                offload = "none", stages, times = "1,1,1,0";
+                offload = "none", stages, times = "1,1,1,0", graph = "auto", run_ahead = "auto";
     std::set<std::string> given;  // the flags of the command line, without those that a checkpoint brings
 };
 
@@ -217,6 +220,14 @@ struct StepNumbers {
 };
 constexpr int64_t kStepNumberRows = sizeof(StepNumbers) / (2 * sizeof(float));
 
+// How a step ended, as the host sees it: two of them take turns, because a step may be launched before the host has
+// read the numbers of the one before.
+struct StepEnd {
+    StepNumbers* numbers = nullptr;  // pinned
+    cudaEvent_t arrived = nullptr;   // the numbers are there
+    bool asked_to_stop = false;      // this rank, before the step's norm was launched
+};
+
 class Pipeline;
 struct Trainer {
     TrainOptions options;
@@ -246,15 +257,23 @@ struct Trainer {
     // f32 (units of the whole model + kStepNumberRows, 2): the sum of squares of each unit's gradients, then
     // StepNumbers. Rows of units that are not here are 0.
     Tensor totals;
-    Tensor norm_scratch;                                           // sum_squares'
-    int32_t *host_tokens = nullptr, *host_targets = nullptr;       // pinned, one step's batch of this rank
+    Tensor norm_scratch;  // sum_squares'
+    // Pinned. A row is a sequence: those of two steps, which take turns (first_row), of all steps that are read at once,
+    // and last those of an evaluation.
+    int32_t *host_tokens = nullptr, *host_targets = nullptr;
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
-    StepNumbers* host_numbers = nullptr;                           // pinned
+    int64_t batch_read = 0;                                        // the step whose batch was read last
+    float* host_stop = nullptr;                                    // pinned: was this rank asked to stop?
+    std::array<StepEnd, 2> step_ends;
+    StepGraphs graphs;  // with --graph
 
     Trainer(TrainOptions options, Config config, Mesh& mesh);
     ~Trainer();
     int64_t n_units() const { return config.L + 2; }  // of the whole model
     ContextParallel::Sizes attention_sizes() const;
+    int64_t first_row(int64_t step) const { return step % 2 * local_batch; }  // of its batch, in the host's memory
+    int64_t evaluation_row() const;
+    StepEnd& end_of(int64_t step) { return step_ends[static_cast<size_t>(step % 2)]; }
     // What is summed over all ranks: all but the norm, which follows from it.
     Tensor step_sums() const { return totals.slice(0, n_units() + 2); }
     void sum_over_ranks(cudaStream_t stream);
@@ -326,7 +345,8 @@ class Pipeline final : public StageWork {
 
     // All micro-batches of a step, whose sequences are in the host's memory: gradients, added up over the ranks that
     // have the same weights, and losses.
-    void accumulate(float dloss, cudaStream_t stream);
+    // The first of them is in row first_row.
+    void accumulate(int64_t first_row, float dloss, cudaStream_t stream);
     // Where a rank does not wait for the others between steps: a step with its update. With the first step of those
     // that run at once all of them are made, and the others' results are returned by the calls that ask for them.
     bool runs_ahead() const { return schedule_.asynchronous || numbers_; }
@@ -482,9 +502,10 @@ std::unique_ptr<RunFolder> settle_folder(Trainer& trainer, const RunData& data);
 // ---------------------------------------------------------------------------------------------------------------------
 // step.cu: the parts of a training step, in the order in which train_gpt.cu calls them. Collective.
 
-// Host: this rank's sequences of step `step`, [(step - 1) batch, step batch) of the run, are read from the data.
-// To the host's memory from row `row` on.
-void read_batch(Trainer& trainer, const BatchReader& data, int64_t step, int64_t row = 0);
+// Host: this rank's sequences of step `step`, [(step - 1) batch, step batch) of the run, are read from the data, unless
+// they were read last. The other version reads them to the host's memory from row `row` on.
+void read_batch(Trainer& trainer, const BatchReader& data, int64_t step);
+void read_batch_to(int64_t row, const Trainer& trainer, const BatchReader& data, int64_t step);
 // Device: all micro-batches forward and backward, on many ranks with the reduction of the gradients.
 void accumulate_gradients(Trainer& trainer, int64_t step);
 // The norm of all gradients, and from it the factor that removes the loss scale and clips. stop:
@@ -497,7 +518,9 @@ void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
 void apply_optimizers(Trainer& trainer, int64_t step);  // the same without advancing fp8's histories
-// Waits for the device. Error if the loss or, except in float16, the norm is not finite.
+// Asks the device for the step's loss and norm, behind its work. stop: as clip_gradients was told.
+void request_numbers(Trainer& trainer, int64_t step, bool stop);
+// Waits until they are there. Error if the loss or, except in float16, the norm is not finite.
 StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);
 // diagnosis.cu: what is known of a step whose loss or gradients are not finite, and what to do, in one line. Runs its
 // forward again, to find the sequences that it comes from.
@@ -507,14 +530,24 @@ std::string explain_not_finite(Trainer& trainer, const BatchReader& data, int64_
 // and where in the sequence they are, to the first n rows.
 void read_sequence(const Trainer& trainer, const BatchReader& data, int64_t sequence, int64_t row);
 void set_positions(const Trainer& trainer, int64_t n);
-// The tokens and targets of micro-batch `micro` in the host's memory, to the device.
-void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t micro, cudaStream_t stream);
+// The tokens and targets of the micro-batch from row `row` of the host's memory on, to the device.
+void upload_micro_batch(const Trainer& trainer, const Activations& acts, int64_t row, cudaStream_t stream);
 // What the device has summed; waits for it.
 StepNumbers read_numbers(Trainer& trainer, cudaStream_t stream);
 // The parts of accumulate_gradients: --tp: sums of gradients that ranks have parts of (Param::sharers); for tests,
 // --inject-overflow in this step.
 void add_shared_gradients(Trainer& trainer, cudaStream_t stream);
 void inject_overflow(const Trainer& trainer, int64_t step, cudaStream_t stream);
+
+// boundary.cu: --graph and --run-ahead, once the other options are settled; Error for one that is on and cannot be.
+void settle_boundary(TrainOptions& options, const TypedFlags& typed);
+// May step + 1 be launched before the numbers of `step`, which has been launched, are read?
+bool may_run_ahead(Trainer& trainer, int64_t step);
+// With --graph `launches`, those of this step's gradients, are one launch from the third step on.
+void launch_as_graph(Trainer& trainer, int64_t step, const std::function<void()>& launches);
+// Does an evaluation follow the step, if there is held-out text; or a checkpoint that is not the last?
+bool evaluates_after(const TrainOptions& options, int64_t step);
+bool saves_after(const TrainOptions& options, int64_t step);
 
 // The same memory for rows whose documents are not masked.
 Activations without_documents(const Trainer& trainer, const Activations& acts);

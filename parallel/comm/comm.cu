@@ -50,6 +50,22 @@ const char* all_reduce_name(AllReduce algorithm) { return kAlgorithms[static_cas
 // ---------------------------------------------------------------------------------------------------------------------
 // Life of a communicator
 
+namespace {
+constexpr size_t kWordPlaces = 64;  // communicators of a rank at the same time, at most: axes of the mesh, and pairs
+}
+WordPool::~WordPool() { cudaFree(base_); }
+void* WordPool::take() {
+    if (!base_) cudaCheck(cudaMalloc(&base_, kWordPlaces * kPlaceBytes));
+    size_t place = 0;
+    while (taken_.count(place) > 0) ++place;
+    check(place < kWordPlaces, "a rank has more than ", kWordPlaces, " communicators");
+    taken_.insert(place);
+    return base_ + place * kPlaceBytes;
+}
+void WordPool::give_back(void* place) {
+    taken_.erase(static_cast<size_t>(static_cast<char*>(place) - base_) / kPlaceBytes);
+}
+
 Comm::Comm(std::string its_name, std::shared_ptr<RankState> state, std::shared_ptr<Transport> transport)
     : name(std::move(its_name)), state_(std::move(state)), transport_(std::move(transport)) {
     rank = transport_->rank();
@@ -57,12 +73,12 @@ Comm::Comm(std::string its_name, std::shared_ptr<RankState> state, std::shared_p
     algorithm = all_reduce_from_name(state_->options.all_reduce);
     transport_->name = name;
     last_call_ = make_event();
-    cudaCheck(cudaMalloc(&words_, (kHostWords + 2) * sizeof(int32_t)));
+    words_ = state_->words.take();
 }
 
 Comm::~Comm() {
     cudaEventSynchronize(last_call_);  // work in streams still uses the transport
-    cudaFree(words_);
+    state_->words.give_back(words_);
     cudaEventDestroy(last_call_);
 }
 
@@ -406,7 +422,11 @@ void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
 }
 bool Comm::recv_waits_on_host(cudaStream_t stream) const { return transport_->recv_waits_on_host(stream); }
 void Comm::group_start() { transport_->group_start(); }
-void Comm::group_end() { transport_->group_end(); }
+// The group's messages are put on the stream here, behind the marks of its calls.
+void Comm::group_end() {
+    transport_->group_end();
+    if (last_stream_) cudaCheck(cudaEventRecord(last_call_, last_stream_));
+}
 
 // Dissemination (Hensgen, Finkel & Manber 1988): in round k each rank tells the one 2^k further on that it has come,
 // and all whom it has heard of. After log2 n rounds every rank has heard of all ranks.

@@ -89,6 +89,24 @@ struct TracedMessage {
 };
 std::vector<TracedMessage> match_messages(const std::vector<TraceEvent>& events);
 
+// Device memory for the words that hosts send each other (Comm::host_words), of all communicators of a rank. It is
+// taken with the first one and freed when none is left: cudaMalloc and cudaFree may wait for the device, on which a
+// collective of another communicator may be waiting for a rank that is a thread of this process, and cannot launch its
+// part while they do.
+class WordPool {
+  public:
+    WordPool() = default;
+    WordPool(const WordPool&) = delete;
+    ~WordPool();
+    void* take();  // kPlaceBytes
+    void give_back(void* place);
+    static constexpr size_t kPlaceBytes = (Comm::kHostWords + 32) * sizeof(int32_t);
+
+  private:
+    char* base_ = nullptr;
+    std::set<size_t> taken_;  // numbers of places
+};
+
 // What all communicators of one rank share.
 struct RankState {
     int rank = 0, size = 1;  // in the world
@@ -103,6 +121,7 @@ struct RankState {
     double started = 0;    // seconds_now() when all ranks were there
     std::atomic<int64_t> step{0};
     std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
+    WordPool words;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

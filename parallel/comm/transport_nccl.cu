@@ -2,7 +2,9 @@
 //
 // NCCL works in streams by itself. What it is missing is a watchdog: a thread here looks at what each call's event
 // says, and at NCCL's own errors, and aborts the communicator when the job has failed, so that no rank waits for a GPU
-// that is gone. NCCL adds 16-bit numbers with a rounding at each hop; comm.cu widens them to float32 before it calls
+// that is gone. A communicator must not be aborted while a call uses it, nor be used afterwards: calls and the watchdog
+// take turns. A call that does not return because of a rank that is gone keeps its turn; then the process ends with the
+// job (ranks.cu). NCCL adds 16-bit numbers with a rounding at each hop; comm.cu widens them to float32 before it calls
 // all_reduce, reduce_scatter or reduce.
 #include "parallel/comm/transport.h"
 
@@ -45,24 +47,33 @@ class NcclTransport final : public Transport, public NativeCollectives {
         stop_ = true;
         watchdog_.join();
         for (const Pending& call : pending_) cudaEventDestroy(call.end);
-        if (!aborted_) ncclCommDestroy(comm_);
+        if (aborted_) return;
+        if (state_->job->failed()) ncclCommAbort(comm_);  // to destroy it would wait for the others
+        else ncclCommDestroy(comm_);
     }
 
     std::shared_ptr<Transport> split(const std::vector<int>& members) override {
         ncclComm_t part = nullptr;
         const auto me = std::find(members.begin(), members.end(), rank()) - members.begin();
-        ncclCheck(ncclCommSplit(comm_, members[0], static_cast<int>(me), &part, nullptr));
+        use([&] { ncclCheck(ncclCommSplit(comm_, members[0], static_cast<int>(me), &part, nullptr)); });
         return std::make_shared<NcclTransport>(part, state_, to_world(members), next_id(members));
     }
 
     void send(const void* data, size_t bytes, int to, cudaStream_t stream) override {
-        ncclCheck(ncclSend(data, bytes, ncclUint8, to, comm_, stream));
+        use([&] { ncclCheck(ncclSend(data, bytes, ncclUint8, to, comm_, stream)); });
     }
     void recv(void* data, size_t bytes, int from, cudaStream_t stream) override {
-        ncclCheck(ncclRecv(data, bytes, ncclUint8, from, comm_, stream));
+        use([&] { ncclCheck(ncclRecv(data, bytes, ncclUint8, from, comm_, stream)); });
     }
-    void group_start() override { ncclCheck(ncclGroupStart()); }
-    void group_end() override { ncclCheck(ncclGroupEnd()); }
+    // What is between them uses the communicator at the end, all at once: it is one turn.
+    void group_start() override {
+        group_ = std::unique_lock(in_use_);
+        use([] { ncclCheck(ncclGroupStart()); });
+    }
+    void group_end() override {
+        use([] { ncclCheck(ncclGroupEnd()); });
+        group_.unlock();
+    }
 
     void begin(cudaStream_t stream) override {
         enter(tag);
@@ -85,19 +96,28 @@ class NcclTransport final : public Transport, public NativeCollectives {
 
     NativeCollectives* native() override { return this; }
     void all_reduce(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) override {
-        ncclCheck(ncclAllReduce(inp.data, out.data, count(inp), type_of(inp.dtype), op_of(op), comm_, stream));
+        use([&] {
+            ncclCheck(ncclAllReduce(inp.data, out.data, count(inp), type_of(inp.dtype), op_of(op), comm_, stream));
+        });
     }
     void reduce_scatter(Tensor out, Tensor inp, ReduceOp op, cudaStream_t stream) override {
-        ncclCheck(ncclReduceScatter(inp.data, out.data, count(out), type_of(inp.dtype), op_of(op), comm_, stream));
+        use([&] {
+            ncclCheck(ncclReduceScatter(inp.data, out.data, count(out), type_of(inp.dtype), op_of(op), comm_, stream));
+        });
     }
     void reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t stream) override {
-        ncclCheck(ncclReduce(inp.data, out.data, count(inp), type_of(inp.dtype), op_of(op), root, comm_, stream));
+        use([&] {
+            ncclCheck(ncclReduce(inp.data, out.data, count(inp), type_of(inp.dtype), op_of(op), root, comm_, stream));
+        });
     }
     void all_gather(Tensor out, Tensor inp, cudaStream_t stream) override {
-        ncclCheck(ncclAllGather(inp.data, out.data, count(inp), type_of(inp.dtype), comm_, stream));
+        use([&] { ncclCheck(ncclAllGather(inp.data, out.data, count(inp), type_of(inp.dtype), comm_, stream)); });
     }
     void broadcast(Tensor tensor, int root, cudaStream_t stream) override {
-        ncclCheck(ncclBroadcast(tensor.data, tensor.data, count(tensor), type_of(tensor.dtype), root, comm_, stream));
+        use([&] {
+            ncclCheck(
+                ncclBroadcast(tensor.data, tensor.data, count(tensor), type_of(tensor.dtype), root, comm_, stream));
+        });
     }
 
   private:
@@ -105,6 +125,15 @@ class NcclTransport final : public Transport, public NativeCollectives {
         CallTag tag;
         cudaEvent_t end;
     };
+
+    // A turn of the rank's thread. Stopped where the communicator has been aborted.
+    template <class Call>
+    void use(Call&& call) {
+        std::unique_lock lock(in_use_, std::defer_lock);
+        if (!group_.owns_lock()) lock.lock();
+        if (aborted_) throw Stopped(state_->job->reason());
+        call();
+    }
 
     // What the time is when the stream gets here; then calls f, which must not call CUDA.
     void note_time(cudaStream_t stream, std::shared_ptr<double> time, std::function<void(double)> f) {
@@ -142,7 +171,8 @@ class NcclTransport final : public Transport, public NativeCollectives {
                                   concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
             if (!pending_.empty() && seconds_now() - since > state_->options.timeout_s)
                 state_->job->fail(state_->rank, timeout_report(pending_.front().tag, seconds_now() - since));
-            if (state_->job->failed() && !aborted_) {
+            const std::unique_lock turn(in_use_, std::try_to_lock);
+            if (turn.owns_lock() && state_->job->failed() && !aborted_) {
                 aborted_ = true;
                 ncclCommAbort(comm_);
             }
@@ -165,7 +195,9 @@ class NcclTransport final : public Transport, public NativeCollectives {
 
     ncclComm_t comm_;
     const int device_index_ = device().index;
-    std::mutex mutex_;  // guards pending_
+    std::mutex in_use_;                   // held by who uses comm_
+    std::unique_lock<std::mutex> group_;  // of in_use_, between group_start and group_end
+    std::mutex mutex_;                    // guards pending_
     std::deque<Pending> pending_;
     std::atomic<bool> stop_{false}, aborted_{false};
     std::shared_ptr<double> start_of_call_;

@@ -209,6 +209,7 @@ class CommStream {
     cudaStream_t stream_ = nullptr;
     cudaEvent_t reached_ = nullptr;  // a point of a stream that the other one waits for
     Stopwatch busy_, waiting_;       // of this stream with collectives; of the computing stream for them
+    bool is_used_ = false;           // not on one rank that shards nothing
 };
 
 // What a scheme does at each point of a step. DataParallel below says when each function is called. The defaults are

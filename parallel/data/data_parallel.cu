@@ -25,6 +25,7 @@ CommStream::~CommStream() {
 void CommStream::communicate(cudaStream_t computing, const std::function<void()>& call) {
     cudaCheck(cudaEventRecord(reached_, computing));
     cudaCheck(cudaStreamWaitEvent(stream_, reached_));
+    is_used_ = true;
     busy_.start(stream_);
     call();
     busy_.stop(stream_);
@@ -35,6 +36,7 @@ void CommStream::wait(cudaStream_t computing, cudaEvent_t event) {
     waiting_.stop(computing);
 }
 void CommStream::wait_for_all(cudaStream_t computing) {
+    if (!is_used_) return;
     cudaCheck(cudaEventRecord(reached_, stream_));
     wait(computing, reached_);
 }
