@@ -22,6 +22,7 @@ namespace {
 
 void copy_to_device_async(const Tensor& to, const void* from, cudaStream_t stream) {
     cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, stream));
+    launched("memcpy", {.writes = bytes_of(to)});
 }
 
 // Of a whole sequence the tokens of this rank.
@@ -121,6 +122,7 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
                               static_cast<uint64_t>(o.seed));
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));
+    launched("memset", {.writes = bytes_of(t.step_sums())});
     if (t.pipeline) t.pipeline->accumulate(t.first_row(step), dloss, stream);
     else {
         for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
