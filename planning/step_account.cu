@@ -162,7 +162,8 @@ Account account_of(Trainer& t) {
     cuda_cpu::take_addresses_alone(true);
 #endif
     account.rate = account.spec.reached_rate(o.precision.dtype);
-    capture([&] { t.reserve(); });  // tables and states are set
+    if (device().is_cpu) capture([&] { t.reserve(); });  // tables and states would be set, in memory that is not there
+    else t.reserve();
     LaunchNotes notes;
     const size_t n_nodes = capture([&] {
         accumulate_gradients(t, 1);
