@@ -117,7 +117,7 @@ void latent_keys_forward(const HeadColumns& keys, const HeadColumns& own, const 
         latent_keys_forward_kernel<T, kN>
             <<<to.grid, to.block, 0, stream>>>(Part<T>(keys), Part<const T>(own), Part<const T>(shared),
                                                narrow(keys.count, "heads"), narrow(n_own, "chunks"));
-        cudaCheckLaunch();
+        launched("latent_keys_forward_kernel", {.reads = bytes_of(own, shared), .writes = bytes_of(keys)});
     });
 }
 
@@ -132,6 +132,6 @@ void latent_keys_backward(const HeadColumns& down, const HeadColumns& dshared, c
         latent_keys_backward_kernel<T, kN>
             <<<to.grid, to.block, 0, stream>>>(Part<T>(down), Part<T>(dshared), Part<const T>(dkeys),
                                                narrow(dkeys.count, "heads"), narrow(n_own, "chunks"));
-        cudaCheckLaunch();
+        launched("latent_keys_backward_kernel", {.reads = bytes_of(dkeys), .writes = bytes_of(down, dshared)});
     });
 }

@@ -36,6 +36,6 @@ void residual_add(Tensor out, Tensor inp, Tensor branch, cudaStream_t stream) {
         using T = decltype(zero);
         const unsigned blocks = static_cast<unsigned>(narrow(ceil_div(n, int64_t{256} * kChunk<T>), name));
         residual_add_kernel<T><<<blocks, 256, 0, stream>>>(out.ptr<T>(), inp.ptr<T>(), branch.ptr<T>(), n);
-        cudaCheckLaunch();
+        launched("residual_add_kernel", {.reads = bytes_of(inp, branch), .writes = bytes_of(out)});
     });
 }

@@ -207,7 +207,11 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
             rope_kernel<Number, kN, false><<<to.grid, to.block, 0, stream>>>(first, its_positions, table.ptr<float>(),
                                                                              table.shape[0], n_heads, columns,
                                                                              heads.head_stride(), D, direction);
-        cudaCheckLaunch();
+        // With positions of their own, tokens may read fewer rows of the table.
+        const Tensor angles = table.slice(0, positions ? std::min(table.shape[0], B * T) : T);
+        launched("rope_kernel", {.reads = bytes_of(heads, positions, angles),
+                                 .writes = bytes_of(heads),
+                                 .flops = 3.0 * static_cast<double>(B * T * heads.count * D)});
     });
 }
 
