@@ -58,9 +58,9 @@ void launch(const Side<To>& to, const Side<const From>& from, int64_t common, co
         const HeadLaunch at = head_launch(heads.rows.shape[0], T, heads.count, ceil_div(heads.D, kN));
         copy_heads_kernel<To, From, kN, kAdd>
             <<<at.grid, at.block, 0, stream>>>(to, from, narrow(heads.count, "heads"), heads.D);
-        const int64_t n = heads.rows.shape[0] * T * heads.count * heads.D;
-        const int64_t to_bytes = n * static_cast<int64_t>(sizeof(To)),
-                      from_bytes = n * static_cast<int64_t>(sizeof(From));
+        const int64_t elements = heads.rows.shape[0] * T * heads.count * heads.D;
+        const int64_t to_bytes = elements * static_cast<int64_t>(sizeof(To)),
+                      from_bytes = elements * static_cast<int64_t>(sizeof(From));
         launched("copy_heads_kernel", {.reads = from_bytes + (kAdd ? to_bytes : 0), .writes = to_bytes});
     };
     // Packed loads and stores need every head on a whole number of packs, on either side.
