@@ -19,6 +19,7 @@
 //     chunk 2  ████████  --sum-->      ████████  ─┘
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
+#include "layers/norm.cuh"
 
 #include <algorithm>
 
@@ -48,12 +49,15 @@ __global__ void column_sum_kernel(float* partial, const T* inp, int64_t N, int64
     store_chunk(partial + blockIdx.x * C + c, sum, C - c);
 }
 
-// Stage 2. A block has 32 columns (threadIdx.x); its warps (threadIdx.y) share the R partial rows: warp y takes the
+// Stage 2. Block (columns, parameter): the sums of a second parameter, where there is one, are the second half of
+// partial. A block has 32 columns (threadIdx.x); its warps (threadIdx.y) share the R partial rows: warp y takes the
 // rows y, y + blockDim.y, ... A few partial rows are summed by one warp, without a barrier.
 template <class T>
-__global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t R, int64_t C, bool accumulate) {
+__global__ void add_column_sums_kernel(T* dparam, T* second, const float* partial, int64_t R, int64_t C,
+                                       bool accumulate) {
     float(*sums)[kWarp] = dynamic_shared<float[kWarp]>();  // (blockDim.y, 32), not used by a single warp
     const int64_t c = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+    if (blockIdx.y == 1) dparam = second, partial += R * C;
     float sum = 0.0f;
     if (c < C)
         for (int64_t row = threadIdx.y; row < R; row += blockDim.y) sum += partial[row * C + c];
@@ -66,23 +70,37 @@ __global__ void add_column_sums_kernel(T* dparam, const float* partial, int64_t 
     if (c < C) dparam[c] = from_float<T>(accumulate ? to_float(dparam[c]) + sum : sum);
 }
 
+// partial: (R, C), and as much for the second parameter.
+void add_sums(Tensor dparam, Tensor second, Tensor partial, int64_t R, int64_t C, bool accumulate,
+              cudaStream_t stream) {
+    if (R == 0) return zero_unless(accumulate, dparam, stream), zero_unless(accumulate, second, stream);
+    if (C == 0) return;
+    const unsigned n_warps = static_cast<unsigned>(std::min<int64_t>(ceil_div(R, kRowsAThread), 32));
+    const size_t shared_bytes = n_warps > 1 ? n_warps * kWarp * sizeof(float) : 0;
+    const dim3 grid(static_cast<unsigned>(ceil_div(C, kWarp)), second ? 2 : 1);
+    dispatch(dparam.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        add_column_sums_kernel<T><<<grid, dim3(kWarp, n_warps), shared_bytes, stream>>>(
+            dparam.ptr<T>(), second ? second.ptr<T>() : nullptr, partial.ptr<float>(), R, C, accumulate);
+    });
+    launched("add_column_sums_kernel", {.reads = bytes_of(partial) + (accumulate ? bytes_of(dparam, second) : 0),
+                                        .writes = bytes_of(dparam, second),
+                                        .scratch = bytes_of(partial),
+                                        .flops = static_cast<double>(partial.n())});
+}
+
 }  // namespace
 
 void add_column_sums(Tensor dparam, Tensor partial, bool accumulate, cudaStream_t stream) {
     expect("add_column_sums", "partial", partial, DType::f32, {-1, -1});
-    const int64_t R = partial.shape[0], C = partial.shape[1];
-    expect("add_column_sums", "dparam", dparam, dparam.dtype, {C});
-    if (R == 0) return zero_unless(accumulate, dparam, stream);
-    if (C == 0) return;
-    const unsigned n_warps = static_cast<unsigned>(std::min<int64_t>(ceil_div(R, kRowsAThread), 32));
-    const size_t shared_bytes = n_warps > 1 ? n_warps * kWarp * sizeof(float) : 0;
-    dispatch(dparam.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        add_column_sums_kernel<T>
-            <<<static_cast<unsigned>(ceil_div(C, kWarp)), dim3(kWarp, n_warps), shared_bytes, stream>>>(
-                dparam.ptr<T>(), partial.ptr<float>(), R, C, accumulate);
-    });
-    cudaCheckLaunch();
+    expect("add_column_sums", "dparam", dparam, dparam.dtype, {partial.shape[1]});
+    add_sums(dparam, {}, partial, partial.shape[0], partial.shape[1], accumulate, stream);
+}
+void add_column_sums(Tensor dparam, Tensor second, Tensor partial, bool accumulate, cudaStream_t stream) {
+    expect("add_column_sums", "partial", partial, DType::f32, {2, -1, -1});
+    expect("add_column_sums", "dparam", dparam, dparam.dtype, {partial.shape[2]});
+    expect("add_column_sums", "second", second, dparam.dtype, {partial.shape[2]});
+    add_sums(dparam, second, partial, partial.shape[1], partial.shape[2], accumulate, stream);
 }
 
 void column_sum(Tensor dparam, Tensor inp, bool accumulate, Tensor scratch, cudaStream_t stream) {
@@ -101,7 +119,10 @@ void column_sum(Tensor dparam, Tensor inp, bool accumulate, Tensor scratch, cuda
         column_sum_kernel<T, Chunk::n>
             <<<grid, kColumnBlock, 0, stream>>>(partial.ptr<float>(), inp.ptr<T>(), N, C, chunk_rows);
     });
-    cudaCheckLaunch();
+    launched("column_sum_kernel", {.reads = bytes_of(inp),
+                                   .writes = bytes_of(partial),
+                                   .scratch = bytes_of(partial),
+                                   .flops = static_cast<double>(N * C)});
     add_column_sums(dparam, partial, accumulate, stream);
 }
 

@@ -21,31 +21,25 @@
 
 namespace {
 
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
-    forward_parts_kernel(float* parts, T* sum, const T* inp, const T* branch, int64_t N, int64_t C, bool centred) {
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
+    forward_parts_kernel(float* parts, T* sum, const T* inp, const T* branch, int64_t N, int C, bool centred) {
+    constexpr int K = kColumns / n;
     __shared__ float scratch[2][kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t row_C = row < N ? C : 0;
-    RowShare<n> x;
-    load_row<n>(x, inp + row * C, row_C);
-    if (branch) {
-        RowShare<n> b;
-        load_row<n>(b, branch + row * C, row_C);
-#pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
-            for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));  // as the sum is stored
-        store_row<n>(sum + row * C, x, row_C);
-    }
+    const int row_C = row < N ? C : 0;
+    float x[K][n];
+    load_row(x, inp + row * C, row_C);
+    if (branch) add_branch(x, sum + row * C, branch + row * C, row_C);
     float sums[n] = {}, squares[n] = {};
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k)
         for (int i = 0; i < n; ++i) sums[i] += x[k][i];
     const float m = centred ? row_sum(sums, scratch[0]) / static_cast<float>(C) : 0.0f;
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k)
         for (int i = 0; i < n; ++i) {
-            const float distance = chunk_column<n>(k) + i < C ? x[k][i] - m : 0.0f;
+            const float distance = chunk_column<K, n>(k) + i < C ? x[k][i] - m : 0.0f;
             squares[i] += distance * distance;
         }
     const float s = row_sum(squares, scratch[1]);
@@ -53,10 +47,11 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 }
 
 // parts: (n_ranks, N).
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     forward_finish_kernel(T* out, float* mean, float* rstd, const T* x, const float* parts, int n_ranks,
-                          const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C, float eps) {
+                          const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int C, float eps) {
+    constexpr int K = kColumns / n;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= N) return;
     float m = 0.0f, s = 0.0f;
@@ -67,77 +62,83 @@ __global__ void __launch_bounds__(kMaxRowThreads)
         s += part[1] + static_cast<float>(C) * (part[0] - m) * (part[0] - m);
     }
     const float r = 1.0f / sqrtf(s / static_cast<float>(n_ranks * C) + eps);
-    RowShare<n> y, g, b;
-    load_row<n>(y, x + row * C, C);
-    load_row<n>(g, weight, C);
-    if (bias) load_row<n>(b, bias, C);
-    else zero_row<n>(b, C);
+    float y[K][n];
+    load_row(y, x + row * C, C);
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(C); ++k)
-        for (int i = 0; i < n; ++i) y[k][i] = (y[k][i] - m) * r * g[k][i] + b[k][i];
-    store_row<n>(out + row * C, y, C);
+    for (int k = 0; k < row_chunks<K, n>(C); ++k) {
+        float g[n], b[n] = {};
+        load_columns(g, weight, chunk_column<K, n>(k), C);
+        if (bias) load_columns(b, bias, chunk_column<K, n>(k), C);
+        for (int i = 0; i < n; ++i) y[k][i] = (y[k][i] - m) * r * g[i] + b[i];
+    }
+    store_row(out + row * C, y, C);
     if (threadIdx.x > 0) return;
     if (mean) mean[row] = m;
     rstd[row] = r;
 }
 
 // partial: (2, gridDim.x, C), the sums of dy nx and of dy over this block's rows; the second with a mean only.
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     backward_parts_kernel(float* parts, float* partial, const T* dout, const T* inp, const T* __restrict__ weight,
-                          const float* mean, const float* rstd, int64_t N, int64_t C) {
+                          const float* mean, const float* rstd, int64_t N, int C) {
+    constexpr int K = kColumns / n;
     __shared__ float scratch[2][kWarp];  // as in layernorm.cu
-    RowShare<n> dweight, dbias;
-    zero_row<n>(dweight, C);
-    zero_row<n>(dbias, C);
-    const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+    float dweight[K][n], dbias[K][n];
+    zero_row(dweight, C);
+    zero_row(dbias, C);
+    const unsigned stride = gridDim.x * blockDim.y;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride) {
-        const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
-        RowShare<n> dy, x, g;
-        load_row<n>(dy, dout + row * C, row_C);
-        load_row<n>(x, inp + row * C, row_C);
-        load_row<n>(g, weight, row_C);
+        const int64_t row = first + threadIdx.y;
+        const int row_C = row < N ? C : 0;
+        float dy[K][n], x[K][n];
+        load_row(dy, dout + row * C, row_C);
+        load_row(x, inp + row * C, row_C);
         const float m = mean && row < N ? mean[row] : 0.0f, r = row < N ? rstd[row] : 0.0f;
         float sums[n] = {}, dot[n] = {};
 #pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+            float g[n];
+            load_columns(g, weight, chunk_column<K, n>(k), row_C);
             for (int i = 0; i < n; ++i) {
                 const float nx = (x[k][i] - m) * r;
                 dbias[k][i] += dy[k][i];
                 dweight[k][i] += dy[k][i] * nx;
-                sums[i] += dy[k][i] * g[k][i];
-                dot[i] += dy[k][i] * g[k][i] * nx;
+                sums[i] += dy[k][i] * g[i];
+                dot[i] += dy[k][i] * g[i] * nx;
             }
+        }
         const float a = row_sum(sums, scratch[0]), b = row_sum(dot, scratch[1]);
         if (threadIdx.x == 0 && row < N) parts[2 * row] = a, parts[2 * row + 1] = b;
     }
     float* shared = dynamic_shared<float>();
-    store_partial<n>(partial + blockIdx.x * C, dweight, shared, C);
+    store_partial(partial + blockIdx.x * C, dweight, shared, C);
     if (!mean) return;
     if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
-    store_partial<n>(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+    store_partial(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
 }
 
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     backward_finish_kernel(T* dinp, const T* dout, const T* dsum, const T* inp, const T* __restrict__ weight,
-                           const float* mean, const float* rstd, const float* parts, int64_t N, int64_t C,
-                           int64_t all_C) {
+                           const float* mean, const float* rstd, const float* parts, int64_t N, int C, int64_t all_C) {
+    constexpr int K = kColumns / n;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     if (row >= N) return;
-    RowShare<n> dy, x, g, past;
-    load_row<n>(dy, dout + row * C, C);
-    load_row<n>(x, inp + row * C, C);
-    load_row<n>(g, weight, C);
-    if (dsum) load_row<n>(past, dsum + row * C, C);
-    else zero_row<n>(past, C);
+    float dy[K][n], x[K][n];
+    load_row(dy, dout + row * C, C);
+    load_row(x, inp + row * C, C);
     const float m = mean ? mean[row] : 0.0f, r = rstd[row];
     const float a = mean ? parts[2 * row] / static_cast<float>(all_C) : 0.0f,
                 b = parts[2 * row + 1] / static_cast<float>(all_C);
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(C); ++k)
-        for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] * g[k][i] - a - (x[k][i] - m) * r * b) + past[k][i];
-    store_row<n>(dinp + row * C, dy, C);
+    for (int k = 0; k < row_chunks<K, n>(C); ++k) {
+        float g[n], past[n] = {};
+        load_columns(g, weight, chunk_column<K, n>(k), C);
+        if (dsum) load_columns(past, dsum + row * C, chunk_column<K, n>(k), C);
+        for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] * g[i] - a - (x[k][i] - m) * r * b) + past[i];
+    }
+    store_row(dinp + row * C, dy, C);
 }
 
 // What all four are given: rows of one type, and a vector of weights.
@@ -150,10 +151,10 @@ struct Rows {
         if (rstd) expect(name, "rstd", rstd, DType::f32, {N});
     }
     template <class F>
-    void launch(DType dtype, F&& f) const {
+    void launch(const char* kernel, const LaunchCost& cost, DType dtype, F&& f) const {
         if (N == 0) return;
-        dispatch_chunks(dtype, C, f);
-        cudaCheckLaunch();
+        dispatch_rows(dtype, C, C, f);
+        launched(kernel, cost);
     }
     dim3 forward_grid() const { return dim3(static_cast<unsigned>(geometry.n_blocks_forward)); }
 };
@@ -174,10 +175,13 @@ void divided_norm_parts(Tensor parts, Tensor sum, Tensor inp, Tensor branch, boo
         expect(name, "sum", sum, inp.dtype, {rows.N, rows.C});
     }
     expect_aligned(name, {{"sum", sum}, {"inp", inp}, {"branch", branch}});
-    rows.launch(inp.dtype, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        forward_parts_kernel<T, Chunk::n><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
+    const LaunchCost cost = {.reads = bytes_of(inp, branch),
+                             .writes = bytes_of(parts) + (branch ? bytes_of(sum) : 0),
+                             .flops = 4.0 * static_cast<double>(rows.N * rows.C)};
+    rows.launch("forward_parts_kernel", cost, inp.dtype, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        forward_parts_kernel<T, Row::n, Row::kColumns><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
             parts.ptr<float>(), optional_ptr<T>(branch ? sum : Tensor{}), inp.ptr<T>(), optional_ptr<T>(branch), rows.N,
             rows.C, centred);
     });
@@ -193,10 +197,13 @@ void divided_norm_finish(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor 
     if (mean) expect(name, "mean", mean, DType::f32, {rows.N});
     if (bias) expect(name, "bias", bias, x.dtype, {rows.C});
     expect_aligned(name, {{"out", out}, {"x", x}, {"weight", weight}, {"bias", bias}});
-    rows.launch(x.dtype, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        forward_finish_kernel<T, Chunk::n><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
+    const LaunchCost cost = {.reads = bytes_of(x, parts, weight, bias),
+                             .writes = bytes_of(out, mean, rstd),
+                             .flops = 4.0 * static_cast<double>(rows.N * rows.C)};
+    rows.launch("forward_finish_kernel", cost, x.dtype, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        forward_finish_kernel<T, Row::n, Row::kColumns><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
             out.ptr<T>(), optional_ptr<float>(mean), rstd.ptr<float>(), x.ptr<T>(), parts.ptr<float>(),
             static_cast<int>(n_ranks), weight.ptr<T>(), optional_ptr<T>(bias), rows.N, rows.C, eps);
     });
@@ -210,20 +217,25 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
     expect(name, "dout", dout, x.dtype, {N, C});
     expect(name, "parts", parts, DType::f32, {N, 2});
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : x.dtype, {C});
+    if (dbias) expect(name, "dbias", dbias, dweight.dtype, {C});
     check(mean.exists() == dbias.exists(), name, ": mean and dbias are LayerNorm's: give both or none");
     expect_aligned(name, {{"dout", dout}, {"x", x}, {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
-    const Tensor partial = scratch_as(name, scratch, {(mean ? 2 : 1) * blocks, C});
-    rows.launch(x.dtype, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        backward_parts_kernel<T, Chunk::n>
+    const Tensor partial = scratch_as(name, scratch, {mean ? 2 : 1, blocks, C});
+    const LaunchCost cost = {.reads = bytes_of(dout, x, weight, mean, rstd),
+                             .writes = bytes_of(parts, partial),
+                             .scratch = bytes_of(partial),
+                             .flops = 9.0 * static_cast<double>(rows.N * rows.C)};
+    rows.launch("backward_parts_kernel", cost, x.dtype, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        backward_parts_kernel<T, Row::n, Row::kColumns>
             <<<dim3(static_cast<unsigned>(blocks)), rows.geometry.block, rows.geometry.backward_shared_bytes, stream>>>(
                 parts.ptr<float>(), partial.ptr<float>(), dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),
                 optional_ptr<const float>(mean), rstd.ptr<float>(), N, C);
     });
-    add_column_sums(dweight, partial.slice(0, blocks), accumulate, stream);
-    if (mean) add_column_sums(dbias, partial.slice(blocks, blocks), accumulate, stream);
+    if (mean) add_column_sums(dweight, dbias, partial, accumulate, stream);
+    else add_column_sums(dweight, partial.view({blocks, C}), accumulate, stream);
 }
 
 void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,
@@ -235,10 +247,13 @@ void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor 
     if (dsum) expect(name, "dsum", dsum, x.dtype, {rows.N, rows.C});
     expect(name, "parts", parts, DType::f32, {rows.N, 2});
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"x", x}, {"weight", weight}});
-    rows.launch(x.dtype, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        backward_finish_kernel<T, Chunk::n><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
+    const LaunchCost cost = {.reads = bytes_of(dout, dsum, x, weight, mean, rstd, parts),
+                             .writes = bytes_of(dinp),
+                             .flops = 7.0 * static_cast<double>(rows.N * rows.C)};
+    rows.launch("backward_finish_kernel", cost, x.dtype, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        backward_finish_kernel<T, Row::n, Row::kColumns><<<rows.forward_grid(), rows.geometry.block, 0, stream>>>(
             dinp.ptr<T>(), dout.ptr<T>(), optional_ptr<T>(dsum), x.ptr<T>(), weight.ptr<T>(),
             optional_ptr<const float>(mean), rstd.ptr<float>(), parts.ptr<float>(), rows.N, rows.C, columns);
     });

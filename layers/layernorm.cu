@@ -32,88 +32,88 @@
 
 namespace {
 
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     layernorm_forward_kernel(T* out, T* sum, float* mean, float* rstd, const T* inp, const T* branch,
-                             const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int64_t C,
-                             float eps) {
+                             const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int C, float eps) {
+    constexpr int K = kColumns / n;
     __shared__ float scratch[2][kWarp];  // one for each sum: the first may still be read while the second is written
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
-    RowShare<n> x, g, b;
-    load_row<n>(x, inp + row * C, row_C);
-    if (branch) {
-        load_row<n>(b, branch + row * C, row_C);
-#pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
-            for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));  // as the sum is stored
-        store_row<n>(sum + row * C, x, row_C);
-    }
-    load_row<n>(g, weight, row_C);
-    load_row<n>(b, bias, row_C);
+    const int row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
+    float x[K][n];
+    load_row(x, inp + row * C, row_C);
+    if (branch) add_branch(x, sum + row * C, branch + row * C, row_C);
     float sums[n] = {}, squares[n] = {};
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k)
         for (int i = 0; i < n; ++i) sums[i] += x[k][i];
     const float m = row_sum(sums, scratch[0]) / static_cast<float>(C);
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k)
         for (int i = 0; i < n; ++i) {
-            x[k][i] = chunk_column<n>(k) + i < C ? x[k][i] - m : 0.0f;
+            x[k][i] = chunk_column<K, n>(k) + i < C ? x[k][i] - m : 0.0f;
             squares[i] += x[k][i] * x[k][i];
         }
     const float r = 1.0f / sqrtf(row_sum(squares, scratch[1]) / static_cast<float>(C) + eps);
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
-        for (int i = 0; i < n; ++i) x[k][i] = x[k][i] * r * g[k][i] + b[k][i];
-    store_row<n>(out + row * C, x, row_C);
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+        float g[n], b[n];
+        load_columns(g, weight, chunk_column<K, n>(k), row_C);
+        load_columns(b, bias, chunk_column<K, n>(k), row_C);
+        for (int i = 0; i < n; ++i) x[k][i] = x[k][i] * r * g[i] + b[i];
+    }
+    store_row(out + row * C, x, row_C);
     if (threadIdx.x == 0 && row < N) mean[row] = m, rstd[row] = r;
 }
 
 // partial: (2, gridDim.x, C), the sums of dy n and of dy over this block's rows.
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
-                              const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N,
-                              int64_t C) {
+                              const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N, int C) {
+    constexpr int K = kColumns / n;
     // One array for each of a row's two sums. A thread that writes to one has passed the barrier of the other, and all
     // threads have read the first before that barrier: so two arrays are enough for all rows.
     __shared__ float scratch[2][kWarp];
-    RowShare<n> dweight, dbias;
-    zero_row<n>(dweight, C);
-    zero_row<n>(dbias, C);
-    const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+    float dweight[K][n], dbias[K][n];
+    zero_row(dweight, C);
+    zero_row(dbias, C);
+    const unsigned stride = gridDim.x * blockDim.y;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride) {
-        const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
-        RowShare<n> dy, x, g, past;
-        load_row<n>(dy, dout + row * C, row_C);
-        load_row<n>(x, inp + row * C, row_C);
-        load_row<n>(g, weight, row_C);
-        if (dsum) load_row<n>(past, dsum + row * C, row_C);
-        else zero_row<n>(past, row_C);
+        const int64_t row = first + threadIdx.y;
+        const int row_C = row < N ? C : 0;
+        float dy[K][n], x[K][n];
+        load_row(dy, dout + row * C, row_C);
+        load_row(x, inp + row * C, row_C);
         const float m = row < N ? mean[row] : 0.0f, r = row < N ? rstd[row] : 0.0f;
         float sums[n] = {}, dot[n] = {};
 #pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+            float g[n];
+            load_columns(g, weight, chunk_column<K, n>(k), row_C);
             for (int i = 0; i < n; ++i) {
                 x[k][i] = (x[k][i] - m) * r;  // from here on the normalised row
                 dbias[k][i] += dy[k][i];
                 dweight[k][i] += dy[k][i] * x[k][i];
-                dy[k][i] *= g[k][i];  // from here on the gradient of it
+                dy[k][i] *= g[i];  // from here on the gradient of it
                 sums[i] += dy[k][i];
                 dot[i] += dy[k][i] * x[k][i];
             }
+        }
         const float mean_dn = row_sum(sums, scratch[0]) / static_cast<float>(C);
         const float mean_dot = row_sum(dot, scratch[1]) / static_cast<float>(C);
 #pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
-            for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - mean_dn - x[k][i] * mean_dot) + past[k][i];
-        store_row<n>(dinp + row * C, dy, row_C);
+        for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+            float past[n] = {};
+            if (dsum) load_columns(past, dsum + row * C, chunk_column<K, n>(k), row_C);
+            for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - mean_dn - x[k][i] * mean_dot) + past[i];
+        }
+        store_row(dinp + row * C, dy, row_C);
     }
     float* shared = dynamic_shared<float>();
-    store_partial<n>(partial + blockIdx.x * C, dweight, shared, C);
+    store_partial(partial + blockIdx.x * C, dweight, shared, C);
     if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
-    store_partial<n>(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+    store_partial(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
 }
 
 }  // namespace
@@ -137,14 +137,16 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
-    dispatch_chunks(inp.dtype, C, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        layernorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
+    dispatch_rows(inp.dtype, C, C, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        layernorm_forward_kernel<T, Row::n, Row::kColumns><<<grid, geometry.block, 0, stream>>>(
             out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, mean.ptr<float>(), rstd.ptr<float>(), inp.ptr<T>(),
             branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), bias.ptr<T>(), N, C, eps);
     });
-    cudaCheckLaunch();
+    launched("layernorm_forward_kernel", {.reads = bytes_of(inp, branch, weight, bias),
+                                          .writes = bytes_of(out, mean, rstd) + (branch ? bytes_of(sum) : 0),
+                                          .flops = 8.0 * static_cast<double>(N * C)});
 }
 
 void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dsum, Tensor inp, Tensor weight,
@@ -157,7 +159,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     if (dsum) expect(name, "dsum", dsum, inp.dtype, {N, C});
     expect(name, "weight", weight, inp.dtype, {C});
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
-    expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : inp.dtype, {C});
+    expect(name, "dbias", dbias, dweight.dtype, {C});
     expect(name, "mean", mean, DType::f32, {N});
     expect(name, "rstd", rstd, DType::f32, {N});
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
@@ -165,18 +167,20 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     const NormGeometry geometry = norm_geometry(name, N, C);
     // Each block leaves one partial row of dg and one of db; column sums add them in their order.
     const int64_t R = geometry.n_blocks_backward;
-    const Tensor partial = scratch_as(name, scratch, {2 * R, C});
-    dispatch_chunks(inp.dtype, C, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        layernorm_backward_kernel<T, Chunk::n>
+    const Tensor partial = scratch_as(name, scratch, {2, R, C});
+    dispatch_rows(inp.dtype, C, C, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        layernorm_backward_kernel<T, Row::n, Row::kColumns>
             <<<static_cast<unsigned>(R), geometry.block, geometry.backward_shared_bytes, stream>>>(
                 dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(),
                 weight.ptr<T>(), mean.ptr<float>(), rstd.ptr<float>(), N, C);
     });
-    cudaCheckLaunch();
-    add_column_sums(dweight, partial.slice(0, R), accumulate, stream);
-    add_column_sums(dbias, partial.slice(R, R), accumulate, stream);
+    launched("layernorm_backward_kernel", {.reads = bytes_of(dout, dsum, inp, weight, mean, rstd),
+                                           .writes = bytes_of(dinp, partial),
+                                           .scratch = bytes_of(partial),
+                                           .flops = 14.0 * static_cast<double>(N * C)});
+    add_column_sums(dweight, dbias, partial, accumulate, stream);
 }
 
 int64_t layernorm_backward_scratch_n(int64_t N, int64_t C) {

@@ -1,21 +1,28 @@
 // layers/norm.cuh: what LayerNorm and RMSNorm share: how a row lies in the registers of its threads.
 //
 // A row of C channels is read once, kept in registers, reduced to one or two numbers, and written. P threads share a
-// row. Each holds up to kRowColumns of its channels, in chunks of n (chunk.cuh):
+// row. Each holds up to kColumns of its channels, in chunks of n (chunk.cuh):
 //
 //     thread t of P holds the columns  (k P + t) n, ..., (k P + t) n + n - 1     for k = 0, 1, ... K - 1
 //
 //     C = 20, n = 4, P = 4    | t0  | t1  | t2  | t3  | t0  |      neighbours read neighbouring addresses
 //                             k = 0 ................. k = 1
 //
-// Narrow rows are shared by 8, 16 or 32 threads (or are one thread's): then a block has 4 rows, and the lanes of one
-// warp form the sum of a row without a barrier. For wide rows P is 64, 96, ..., a block has one row, and the sum
-// crosses its warps through shared memory. So threadIdx.x is the position in the row, threadIdx.y the row in the block.
+// On a GPU:
+//
+//     C up to 512       8, 16 or 32 threads a row (or one), 16 columns each       4 rows a block
+//     C up to 1024      a warp a row, 24 or 32 columns a thread                   4 rows a block
+//     wider             64, 96, ... 512 threads a row, 16 columns each            one row a block
+//
+// In the first two the lanes of a warp form the sum of a row without a barrier; in the third it crosses the block's
+// warps through shared memory. So threadIdx.x is the position in the row, threadIdx.y the row in the block.
 //
 // The backward also sums over the rows: a few hundred blocks walk through all rows with a stride, each thread adds up
 // its own columns in registers, at the end the block adds up its threads and writes one partial row, and
 // add_column_sums (column_sum.cu) adds these to the parameter's gradient. Every sum has a fixed order, which depends on
-// N and C alone: not on the number of multiprocessors, so that all GPUs give the same result.
+// N and C alone: not on the number of multiprocessors, so that all GPUs give the same result. What a thread holds of
+// these sums is as much as it holds of two rows; so only the rows that two loops need are kept beside them, and the
+// weights and the gradient past the norm are loaded where they are used.
 #pragma once
 
 #include "layers/chunk.cuh"
@@ -25,14 +32,18 @@
 
 namespace {
 
-// How many columns one thread may hold. On a GPU 16 fill its registers: in LayerNorm's backward it holds 32 sums over
-// rows beside the rows themselves. On the CPU device "registers" are the first-level cache, and each thread that takes
-// part in a sum costs a switch of stacks, as much as 100 columns: there most rows are one thread's.
+// How many columns a thread holds before another one shares the row. On the CPU device "registers" are the first-level
+// cache, and each thread that takes part in a sum costs a switch of stacks, as much as 100 columns: there most rows are
+// one thread's.
 constexpr int kRowColumns = kOnCpu ? 2048 : 16;
 
 }  // namespace
 
-// How many it does hold before another thread shares the row. Tests set it to 16, so that the CPU does what a GPU does.
+// The end of a norm's backward (column_sum.cu): add_column_sums of two parameters (C) of one dtype in one launch, dparam
+// from partial[0] and second from partial[1].      partial (2, R, C) f32
+void add_column_sums(Tensor dparam, Tensor second, Tensor partial, bool accumulate, cudaStream_t stream);
+
+// Tests set it to 16, so that the CPU shares rows among threads as a GPU does.
 inline int64_t norm_row_columns = kRowColumns;
 
 namespace {
@@ -40,6 +51,18 @@ namespace {
 constexpr int kBlockRows = 4;
 constexpr int kMaxRowThreads = 512;  // so that a thread may have 128 registers
 constexpr int64_t kMaxNormC = kMaxRowThreads * 16;
+
+// Rows that a warp shares, where 16 columns a thread are not enough. Their number of threads is known to the compiler.
+template <int kColumns>
+constexpr bool kWarpRows = kColumns == 24 || kColumns == 32;
+// __launch_bounds__ of kernels whose threads hold so many columns: threads, and blocks that share a multiprocessor. Up
+// to 168 registers for 24 columns, 255 for 32.
+template <int kColumns>
+constexpr int kNormThreads = kWarpRows<kColumns> ? kBlockRows* kWarp : kMaxRowThreads;
+template <int kColumns>
+constexpr int kNormBlocks = !kWarpRows<kColumns> ? 1
+                            : kColumns == 24     ? 3
+                                                 : 2;
 
 struct NormGeometry {
     dim3 block;                 // (threads a row, rows a block)
@@ -52,58 +75,96 @@ inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C) {
     check(C >= 1 && C <= kMaxNormC, operation, ": rows of ", C, " channels; between 1 and ", kMaxNormC,
           " are possible");
     int64_t threads = ceil_div(C, std::min<int64_t>(norm_row_columns, kRowColumns));
-    if (threads > kWarp) threads = round_up(threads, kWarp);
+    if (threads > kWarp) threads = threads <= 2 * kWarp ? kWarp : round_up(threads, kWarp);
     else if (threads > 1)
         threads = std::max<int64_t>(8, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(threads))));
     const int64_t rows = threads <= kWarp ? kBlockRows : 1;
-    // Enough blocks to fill the 132 multiprocessors of an H100 with 512 threads each. A block that sums over fewer than
-    // eight rows a thread would write too much of what it reads.
-    const int64_t n_most = 132 * 512 / (threads * rows);
+    // As many blocks as the 132 multiprocessors of an H100 hold at a time: with 512 threads each, but kNormBlocks of
+    // those that hold more than 16 columns a thread. A block that sums over fewer than eight rows a thread would write
+    // too much of what it reads.
+    const bool many_columns = threads == kWarp && C > 16 * kWarp;
+    const int64_t n_most =
+        many_columns ? 132 * (C <= 24 * kWarp ? kNormBlocks<24> : kNormBlocks<32>) : 132 * 512 / (threads * rows);
     return {dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), ceil_div(N, rows),
             std::min(ceil_div(N, 8 * rows), n_most), rows > 1 ? static_cast<size_t>(rows * C) * sizeof(float) : 0};
 }
 
-// The first column of this thread's chunk k.
-template <int n>
-__device__ __forceinline__ int64_t chunk_column(int k) {
-    return (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * n;
-}
-// How many chunks of a row the loops go through. On a GPU always all K: unrolled, so every chunk has its registers.
-template <int n>
-__device__ __forceinline__ int row_chunks(int64_t C) {
-    if constexpr (!kOnCpu) return kRowColumns / n;
-    return static_cast<int>(((C + n - 1) / n + blockDim.x - 1 - threadIdx.x) / blockDim.x);
+// dispatch_chunks() for kernels whose threads hold up to kColumns columns of a row of C, in chunks of n.
+template <class T, int kN, int kColumns_>
+struct NormRow {
+    using Element = T;
+    static constexpr int n = kN, kColumns = kColumns_;
+};
+template <class F>
+void dispatch_rows(DType dtype, int64_t C, int64_t chunk_columns, F&& f) {
+    dispatch_chunks(dtype, chunk_columns, [&](auto chunk) {
+        using T = typename decltype(chunk)::Element;
+        constexpr int n = decltype(chunk)::n, kFew = n > 1 ? 24 : 32;  // 1: any number of columns, so rarely 768
+        if constexpr (kOnCpu) f(NormRow<T, n, kRowColumns>{});
+        else if (C <= 16 * kWarp || C > 32 * kWarp) f(NormRow<T, n, 16>{});
+        else if (kFew < 32 && C <= kFew * kWarp) f(NormRow<T, n, kFew>{});
+        else f(NormRow<T, n, 32>{});
+    });
 }
 
-// This thread's share of a row of C columns. Behind the row's end it is zero: that adds nothing to a sum. A row behind
-// the last one has C = 0: its threads take part, because the other rows of their warp need all lanes for their sums.
-template <int n>
-using RowShare = float[kRowColumns / n][n];
+// The first column of this thread's chunk k of K.
+template <int K, int n>
+__device__ __forceinline__ int chunk_column(int k) {
+    const unsigned threads = kWarpRows<K * n> ? kWarp : blockDim.x;
+    return static_cast<int>((static_cast<unsigned>(k) * threads + threadIdx.x) * n);
+}
+// How many of its K chunks of a row the loops go through. On a GPU always all: unrolled, so every chunk has its
+// registers.
+template <int K, int n>
+__device__ __forceinline__ int row_chunks(int C) {
+    if constexpr (!kOnCpu) return K;
+    return static_cast<int>((static_cast<unsigned>(C + n - 1) / n + blockDim.x - 1 - threadIdx.x) / blockDim.x);
+}
 
-// All loads are under way before the first is waited for.
+// How many columns of a chunk load_chunk and store_chunk find. On a GPU rows are whole chunks (dispatch_chunks).
+template <int n>
+__device__ __forceinline__ int n_left(int left) {
+    return kOnCpu ? left : n;
+}
+
+// A thread's share of a row of C columns is float[K][n]. Behind the row's end it is zero: that adds nothing to a sum. A
+// row behind the last one has C = 0: its threads take part, because the other rows of their warp need all lanes for
+// their sums.
 template <int n, class T>
-__device__ __forceinline__ void load_row(RowShare<n>& x, const T* row, int64_t C) {
-#pragma unroll
-    for (int k = 0; k < row_chunks<n>(C); ++k) {
-        const int64_t c = chunk_column<n>(k);
-        if (c < C) load_chunk(x[k], row + c, C - c);
-        else
-            for (int i = 0; i < n; ++i) x[k][i] = 0.0f;
-    }
+__device__ __forceinline__ void load_columns(float (&x)[n], const T* row, int c, int C) {
+    if (c < C) load_chunk(x, row + c, n_left<n>(C - c));
+    else
+        for (int i = 0; i < n; ++i) x[i] = 0.0f;
 }
-template <int n>
-__device__ __forceinline__ void zero_row(RowShare<n>& x, int64_t C) {
+// All loads are under way before the first is waited for.
+template <int K, int n, class T>
+__device__ __forceinline__ void load_row(float (&x)[K][n], const T* row, int C) {
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(C); ++k)
+    for (int k = 0; k < row_chunks<K, n>(C); ++k) load_columns(x[k], row, chunk_column<K, n>(k), C);
+}
+template <int K, int n>
+__device__ __forceinline__ void zero_row(float (&x)[K][n], int C) {
+#pragma unroll
+    for (int k = 0; k < row_chunks<K, n>(C); ++k)
         for (int i = 0; i < n; ++i) x[k][i] = 0.0f;
 }
-template <int n, class T>
-__device__ __forceinline__ void store_row(T* row, const RowShare<n>& x, int64_t C) {
+template <int K, int n, class T>
+__device__ __forceinline__ void store_row(T* row, const float (&x)[K][n], int C) {
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(C); ++k) {
-        const int64_t c = chunk_column<n>(k);
-        if (c < C) store_chunk(row + c, x[k], C - c);
+    for (int k = 0; k < row_chunks<K, n>(C); ++k) {
+        const int c = chunk_column<K, n>(k);
+        if (c < C) store_chunk(row + c, x[k], n_left<n>(C - c));
     }
+}
+// x += branch, rounded as the sum is stored.
+template <class T, int K, int n>
+__device__ __forceinline__ void add_branch(float (&x)[K][n], T* sum, const T* branch, int C) {
+    float b[K][n];
+    load_row(b, branch, C);
+#pragma unroll
+    for (int k = 0; k < row_chunks<K, n>(C); ++k)
+        for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));
+    store_row(sum, x, C);
 }
 
 // The sum over a row of what its threads have summed into n accumulators each (n, so that the additions of a chunk do
@@ -119,9 +180,9 @@ __device__ __forceinline__ float row_sum(const float (&sums)[n], float* scratch)
 
 // partial[c] = sum over the block's rows (threadIdx.y, ascending) of the sums that their threads hold for column c.
 // `shared` is (blockDim.y, C) floats, not used when a block has one row.
-template <int n>
-__device__ __forceinline__ void store_partial(float* partial, const RowShare<n>& sums, float* shared, int64_t C) {
-    store_row<n>(blockDim.y == 1 ? partial : shared + threadIdx.y * C, sums, C);
+template <int K, int n>
+__device__ __forceinline__ void store_partial(float* partial, const float (&sums)[K][n], float* shared, int C) {
+    store_row(blockDim.y == 1 ? partial : shared + threadIdx.y * C, sums, C);
     if (blockDim.y == 1) return;
     __syncthreads();  // every row of threads has put its sums into `shared`
     for (int64_t c = threadIdx.y * blockDim.x + threadIdx.x; c < C; c += blockDim.x * blockDim.y) {

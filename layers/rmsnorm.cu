@@ -48,76 +48,76 @@ NormRows<T> norm_rows(const HeadColumns& heads) {
             narrow(heads.count, "heads")};
 }
 
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     rmsnorm_forward_kernel(NormRows<T> out, T* sum, float* rstd, NormRows<const T> inp, const T* branch,
-                           const T* __restrict__ weight, int64_t N, int64_t C, float eps) {
+                           const T* __restrict__ weight, int64_t N, int C, float eps) {
+    constexpr int K = kColumns / n;
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
-    RowShare<n> x, g;
-    load_row<n>(x, inp[row], row_C);
-    if (branch) {
-        RowShare<n> b;
-        load_row<n>(b, branch + row * C, row_C);
-#pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
-            for (int i = 0; i < n; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + b[k][i]));  // as the sum is stored
-        store_row<n>(sum + row * C, x, row_C);
-    }
-    load_row<n>(g, weight, row_C);
+    const int row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
+    float x[K][n];
+    load_row(x, inp[row], row_C);
+    if (branch) add_branch(x, sum + row * C, branch + row * C, row_C);
     float squares[n] = {};
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k)
         for (int i = 0; i < n; ++i) squares[i] += x[k][i] * x[k][i];
     const float r = 1.0f / sqrtf(row_sum(squares, scratch) / static_cast<float>(C) + eps);
 #pragma unroll
-    for (int k = 0; k < row_chunks<n>(row_C); ++k)
-        for (int i = 0; i < n; ++i) x[k][i] *= r * g[k][i];
-    store_row<n>(out[row], x, row_C);
+    for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+        float g[n];
+        load_columns(g, weight, chunk_column<K, n>(k), row_C);
+        for (int i = 0; i < n; ++i) x[k][i] *= r * g[i];
+    }
+    store_row(out[row], x, row_C);
     if (threadIdx.x == 0 && row < N) rstd[row] = r;
 }
 
 // partial: (gridDim.x, C), the sum of dy n over this block's rows.
-template <class T, int n>
-__global__ void __launch_bounds__(kMaxRowThreads)
+template <class T, int n, int kColumns>
+__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
-                            NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N,
-                            int64_t C) {
+                            NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N, int C) {
+    constexpr int K = kColumns / n;
     // Rows wider than a warp: there is one barrier per row, after which its sum is read, perhaps while a faster thread
     // already writes the next row's. So the rows use the two arrays in turn; the third row's sum is written after the
     // second row's barrier, when all threads have read the first's.
     __shared__ float scratch[2][kWarp];
-    RowShare<n> dweight;
-    zero_row<n>(dweight, C);
+    float dweight[K][n];
+    zero_row(dweight, C);
     int turn = 0;
-    const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+    const unsigned stride = gridDim.x * blockDim.y;
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < N; first += stride, turn ^= 1) {
         // Every thread of the block goes through the same number of rounds: sums and barriers need all of them.
-        const int64_t row = first + threadIdx.y, row_C = row < N ? C : 0;
-        RowShare<n> dy, x, g, past;
-        load_row<n>(dy, dout[row], row_C);
-        load_row<n>(x, inp[row], row_C);
-        load_row<n>(g, weight, row_C);
-        if (dsum) load_row<n>(past, dsum + row * C, row_C);
-        else zero_row<n>(past, row_C);
+        const int64_t row = first + threadIdx.y;
+        const int row_C = row < N ? C : 0;
+        float dy[K][n], x[K][n];
+        load_row(dy, dout[row], row_C);
+        load_row(x, inp[row], row_C);
         const float r = row < N ? rstd[row] : 0.0f;
         float dot[n] = {};
 #pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
+        for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+            float g[n];
+            load_columns(g, weight, chunk_column<K, n>(k), row_C);
             for (int i = 0; i < n; ++i) {
                 x[k][i] *= r;  // from here on the normalised row
                 dweight[k][i] += dy[k][i] * x[k][i];
-                dy[k][i] *= g[k][i];  // from here on the gradient of it
+                dy[k][i] *= g[i];  // from here on the gradient of it
                 dot[i] += dy[k][i] * x[k][i];
             }
+        }
         const float mean = row_sum(dot, scratch[turn]) / static_cast<float>(C);
 #pragma unroll
-        for (int k = 0; k < row_chunks<n>(row_C); ++k)
-            for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - x[k][i] * mean) + past[k][i];
-        store_row<n>(dinp[row], dy, row_C);
+        for (int k = 0; k < row_chunks<K, n>(row_C); ++k) {
+            float past[n] = {};
+            if (dsum) load_columns(past, dsum + row * C, chunk_column<K, n>(k), row_C);
+            for (int i = 0; i < n; ++i) dy[k][i] = r * (dy[k][i] - x[k][i] * mean) + past[i];
+        }
+        store_row(dinp[row], dy, row_C);
     }
-    store_partial<n>(partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
+    store_partial(partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
 }
 
 // The arguments that launchers share. sum, branch and dsum, where present, are plain rows: (N, C).
@@ -128,14 +128,16 @@ void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor
     if (N == 0) return;
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
-    dispatch_chunks(inp.rows.dtype, chunk_columns, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        rmsnorm_forward_kernel<T, Chunk::n><<<grid, geometry.block, 0, stream>>>(
+    dispatch_rows(inp.rows.dtype, C, chunk_columns, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        rmsnorm_forward_kernel<T, Row::n, Row::kColumns><<<grid, geometry.block, 0, stream>>>(
             norm_rows<T>(out), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), norm_rows<const T>(inp),
             branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), N, C, eps);
     });
-    cudaCheckLaunch();
+    launched("rmsnorm_forward_kernel", {.reads = bytes_of(inp, branch, weight),
+                                        .writes = bytes_of(out, rstd) + (branch ? bytes_of(sum) : 0),
+                                        .flops = 4.0 * static_cast<double>(N * C)});
 }
 
 void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, const HeadColumns& dout, Tensor dsum,
@@ -149,14 +151,18 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
     const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
-    dispatch_chunks(inp.rows.dtype, chunk_columns, [&](auto zero) {
-        using Chunk = decltype(zero);
-        using T = typename Chunk::Element;
-        rmsnorm_backward_kernel<T, Chunk::n><<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
-            norm_rows<T>(dinp), partial.ptr<float>(), norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,
-            norm_rows<const T>(inp), weight.ptr<T>(), rstd.ptr<float>(), N, C);
+    dispatch_rows(inp.rows.dtype, C, chunk_columns, [&](auto zero) {
+        using Row = decltype(zero);
+        using T = typename Row::Element;
+        rmsnorm_backward_kernel<T, Row::n, Row::kColumns>
+            <<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
+                norm_rows<T>(dinp), partial.ptr<float>(), norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,
+                norm_rows<const T>(inp), weight.ptr<T>(), rstd.ptr<float>(), N, narrow(C, name));
     });
-    cudaCheckLaunch();
+    launched("rmsnorm_backward_kernel", {.reads = bytes_of(dout, dsum, inp, weight, rstd),
+                                         .writes = bytes_of(dinp, partial),
+                                         .scratch = bytes_of(partial),
+                                         .flops = 10.0 * static_cast<double>(N * C)});
     add_column_sums(dweight, partial, accumulate, stream);
 }
 

@@ -47,13 +47,14 @@ Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x,
 }
 
 // One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and
-// on the CPU (from 2049 on), of a whole block (on the GPU from 513 on), and the widest. Row counts that leave warps and
-// blocks part empty, and more rows than the backward's blocks and threads have at a time.
+// on the CPU (from 2049 on), there of a warp with 24 or 32 columns a thread (from 513 on) and of a whole block (from 1025
+// on), and the widest. Row counts that leave warps and blocks part empty, and more rows than the backward's blocks and
+// threads have at a time.
 struct Size {
     int64_t N, C;
 };
-const Size kSizes[] = {{1, 1},   {3, 3},    {33, 33},  {37, 48},  {7, 100},  {2, 127},  {5, 129},
-                       {70, 40}, {13, 768}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
+const Size kSizes[] = {{1, 1},    {3, 3},    {33, 33},  {37, 48},  {7, 100},  {2, 127},  {5, 129},  {70, 40},
+                       {13, 768}, {6, 1000}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
 
 // Runs a test with the threads a row that this device chooses, then with those of a GPU.
 template <class F>
