@@ -94,6 +94,7 @@ Tensor stream_positions(const Activations& acts) {
 Tensor no_tokens(const Pass& p) {  // (B, T): -1
     const Tensor all = p.workspace.no_tokens.view({p.workspace.no_tokens.n()}).slice(0, p.acts.B * p.acts.T);
     cudaCheck(cudaMemsetAsync(all.data, 0xff, all.bytes(), p.stream));
+    launched("memset", {.writes = bytes_of(all)});
     return all.view({p.acts.B, p.acts.T});
 }
 void embed_in_columns(const Pass& p, Tensor out) {

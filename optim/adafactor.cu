@@ -276,7 +276,7 @@ class Adafactor final : public Optimizer {
   public:
     Adafactor(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
         : params_(params), n_(n), options_(options) {
-        check_optimizer_input(kName, params, n, options);
+        check_optimizer_input(kName, {{.params = params, .n = n}}, options);
         for (const Param& param : params_) add_matrix(param);
         const auto count = [](const auto& table) { return static_cast<int64_t>(table.size()); };
         rows_ = arena.take("optimizer row", DType::f32, {n_rows_});
@@ -312,14 +312,15 @@ class Adafactor final : public Optimizer {
         if (n_cut_ > 0) upload(whole_line_table_, whole_lines_.data());
         for (const Tensor& state : {rows_, cols_}) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
-    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-              cudaStream_t stream) override;
+    void step_units(size_t, size_t, const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+                    cudaStream_t stream) override;
+    size_t n_units() const override { return 1; }  // make_by_unit has the others
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
         for (size_t k = 0; k < matrices_.size(); ++k) {
             const Matrix& m = matrices_[k];
-            all.push_back({"row", params_[k].name, rows_.slice(m.whole_row_first, m.whole_R), 0});
-            all.push_back({"col", params_[k].name, cols_.slice(m.whole_col_first, m.whole_C), 0});
+            all.push_back({"row", params_[k].name, 0, rows_.slice(m.whole_row_first, m.whole_R), 0});
+            all.push_back({"col", params_[k].name, 0, cols_.slice(m.whole_col_first, m.whole_C), 0});
         }
         return all;
     }
@@ -331,6 +332,13 @@ class Adafactor final : public Optimizer {
     // Sums of squares -> factors, mean(row) and rms(W); sums of U^2 -> alpha. They read no weights and no gradients.
     void find_factors(const Partials& p, const Tables& tables, const float* norm, float rest, cudaStream_t stream);
     void find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream);
+    // What the kernels move, in bytes: so many numbers of the states (lines: of the matrices here), of scratch; and the
+    // tables of tiles, of lines, of matrices.
+    int64_t tile_bytes() const { return static_cast<int64_t>(tile_table_.bytes() + matrix_table_.bytes()); }
+    int64_t line_bytes() const { return static_cast<int64_t>(line_table_.bytes() + matrix_table_.bytes()); }
+    int64_t partial_bytes() const { return std::ssize(tiles_) * 2 * kTile * int64_t{sizeof(float)}; }
+    int64_t factor_bytes() const { return (n_rows_ + n_cols_) * int64_t{sizeof(float)}; }
+    int64_t scale_bytes() const { return std::ssize(matrices_) * int64_t{sizeof(MatrixScale)}; }
     Tensor divided(int64_t first, int64_t n) const {
         return scratch_.slice(scratch_n() - divided_n_ - n_cut_ + first, n);
     }
@@ -340,6 +348,7 @@ class Adafactor final : public Optimizer {
     OptimizerOptions options_;
     std::vector<Matrix> matrices_;
     std::vector<Place> tiles_, lines_, whole_lines_;
+    int64_t n_elements_ = 0;             // of all matrices
     int64_t n_rows_ = 0, n_cols_ = 0;    // of all factors
     int64_t divided_n_ = 0, n_cut_ = 0;  // sums of matrices that are cut, but for those of U^2; such matrices
     Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, whole_line_table_, scratch_;
@@ -382,7 +391,7 @@ void Adafactor::add_matrix(const Param& param) {
              .place = {},
              .rows = {},
              .cols = {}};
-    n_rows_ += R, n_cols_ += C;
+    n_rows_ += R, n_cols_ += C, n_elements_ += R * C;
     if (param.cut.exists()) {
         const Cut& cut = param.cut;
         m.place = place_in_whole(param);
@@ -406,39 +415,49 @@ void Adafactor::find_factors(const Partials& p, const Tables& tables, const floa
                              cudaStream_t stream) {
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>();
     const int n_lines = static_cast<int>(lines_.size()), n_matrices = static_cast<int>(matrices_.size());
-    if (n_cut_ > 0) cudaCheck(cudaMemsetAsync(p.divided, 0, divided(0, divided_n_ + n_cut_).bytes(), stream));
-    if (n_lines > 0) factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
-    cudaCheckLaunch();
+    const int64_t divided_bytes = (divided_n_ + n_cut_) * int64_t{sizeof(float)};
+    if (n_cut_ > 0) {
+        cudaCheck(cudaMemsetAsync(p.divided, 0, static_cast<size_t>(divided_bytes), stream));
+        launched("memset", {.writes = divided_bytes});
+    }
+    if (n_lines > 0) {
+        factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
+        launched("factors_kernel", {.reads = partial_bytes() + factor_bytes() + line_bytes(),
+                                    .writes = factor_bytes(),
+                                    .scratch = partial_bytes()});
+    }
     if (n_cut_ > 0) {
         part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.w_sums, tables, false);
-        cudaCheckLaunch();
+        launched("part_sums_kernel", {.reads = std::ssize(tiles_) * 4, .writes = n_cut_ * 4});
         sum_(divided(0, divided_n_), stream);
         divided_factors_kernel<<<static_cast<unsigned>(whole_lines_.size()), kTile, 0, stream>>>(rows, cols, p, norm,
                                                                                                  tables, rest);
-        cudaCheckLaunch();
-        if (n_lines > 0) factors_of_part_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, tables);
-        cudaCheckLaunch();
+        launched("divided_factors_kernel", {.reads = divided_bytes + factor_bytes(), .writes = factor_bytes()});
+        if (n_lines > 0) {
+            factors_of_part_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, tables);
+            launched("factors_of_part_kernel", {.reads = factor_bytes(), .writes = factor_bytes()});
+        }
     }
     scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
-    cudaCheckLaunch();
+    launched("scales_kernel", {.reads = n_rows_ * 4 + std::ssize(tiles_) * 4, .writes = scale_bytes()});
 }
 
 void Adafactor::find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream) {
     const int n_matrices = static_cast<int>(matrices_.size());
     if (n_cut_ > 0) {
         part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.u_sums, tables, true);
-        cudaCheckLaunch();
+        launched("part_sums_kernel", {.reads = std::ssize(tiles_) * 4, .writes = n_cut_ * 4});
         sum_(divided(divided_n_, n_cut_), stream);
     }
     lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
                                                       options_.clip_threshold);
-    cudaCheckLaunch();
+    launched("lengths_kernel", {.reads = std::ssize(tiles_) * 4 + scale_bytes(), .writes = scale_bytes()});
 }
 
-void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-                     cudaStream_t stream) {
+void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,
+                           int64_t t, cudaStream_t stream) {
     if (matrices_.empty()) return;
-    check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
+    check_optimizer_step(kName, {{.n = n_}}, weights, grads, norm_scale, lr, t);
     check(n_cut_ == 0 || sum_ != nullptr, kName,
           ": matrices are cut, and there is no sum over the ranks of their parts");
     const Tables tables = {static_cast<const Matrix*>(matrix_table_.data), static_cast<const Place*>(tile_table_.data),
@@ -463,22 +482,40 @@ void Adafactor::step(const Weights& weights, Tensor grads, Tensor norm_scale, do
         using G = decltype(grad_zero);
         auto* const values = weights.values.ptr<typename F::Value>();
         const G* const g = grads.ptr<G>();
-        if (n_tiles > 0) squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
-        cudaCheckLaunch();
+        const double n = static_cast<double>(n_elements_);
+        const int64_t value_bytes = n_elements_ * static_cast<int64_t>(sizeof(typename F::Value)),
+                      grad_bytes = n_elements_ * static_cast<int64_t>(sizeof(G)),
+                      copy_bytes = F::has_copy ? n_elements_ * static_cast<int64_t>(sizeof(typename F::Copy)) : 0;
+        if (n_tiles > 0) {
+            squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
+            launched("squares_kernel", {.reads = value_bytes + grad_bytes + tile_bytes(),
+                                        .writes = partial_bytes() + n_tiles * 4,
+                                        .scratch = partial_bytes() + n_tiles * 4,
+                                        .flops = 6 * n});
+        }
         find_factors(p, tables, norm, rest, stream);
-        if (n_tiles > 0) sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
-        cudaCheckLaunch();
+        if (n_tiles > 0) {
+            sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
+            launched("sizes_kernel", {.reads = grad_bytes + factor_bytes() + tile_bytes() + scale_bytes(),
+                                      .writes = n_tiles * 4,
+                                      .scratch = n_tiles * 4,
+                                      .flops = 7 * n});
+        }
         find_lengths(p, tables, relative_lr, stream);
-        if (n_tiles > 0)
-            apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
-                                                                 tables, options_.eps, decay_step, format);
-        cudaCheckLaunch();
+        if (n_tiles == 0) return;
+        apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
+                                                             tables, options_.eps, decay_step, format);
+        launched("apply_kernel", {.reads = value_bytes + grad_bytes + factor_bytes() + tile_bytes() + scale_bytes(),
+                                  .writes = value_bytes + copy_bytes,
+                                  .flops = 10 * n});
     });
 }
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_adafactor(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_adafactor(Arena& arena, const std::vector<UpdatedUnit>& units,
                                           const OptimizerOptions& options) {
-    return std::make_unique<Adafactor>(arena, params, n, options);
+    return make_by_unit(units, [&](const std::vector<Param>& params, int64_t n) {
+        return std::make_unique<Adafactor>(arena, params, n, options);
+    });
 }

@@ -29,7 +29,7 @@ struct AdagradUpdate {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_adagrad(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_adagrad(Arena& arena, const std::vector<UpdatedUnit>& units,
                                         const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<AdagradUpdate>>(arena, params, n, options);
+    return std::make_unique<Elementwise<AdagradUpdate>>(arena, units, options);
 }

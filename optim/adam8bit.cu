@@ -74,11 +74,11 @@ template <class F, class G>
 __global__ void __launch_bounds__(kLanes* kBlocks)
     adam8bit_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, States states,
                     const G* __restrict__ grads, const float* __restrict__ norm_scale, const Tile* __restrict__ tiles,
-                    int n_tiles, CodeTables tables, F format, AdamUpdate<true> update) {
+                    int n_tiles, TileOrigin origin, CodeTables tables, F format, AdamUpdate<true> update) {
     const int b = static_cast<int>(blockIdx.x) * kBlocks + threadIdx.y, lane = threadIdx.x;
     const float scale = norm_scale[1];
     if (b >= n_tiles || scale != scale) return;  // all lanes of a block of elements. NaN: no update
-    const Tile tile = tiles[b];
+    const Tile tile = tile_at(tiles, b, origin);
     const float old_m_scale = states.m_scales[b], old_v_scale = states.v_scales[b];
     uint32_t* m_words = states.m_codes + b * int64_t{kWords};
     uint32_t* v_words = states.v_codes + b * int64_t{kWords};
@@ -89,9 +89,10 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
         m[k] = tables.m[m_words[word] >> shift & 255] * old_m_scale;
         v[k] = tables.v[v_words[word] >> shift & 255] * old_v_scale;
         if (e >= tile.n) continue;  // beyond the parameter's end, where m and v stay 0
-        const int64_t i = tile.first + e;
-        const float w = update(to_float(values[i]), scale * to_float(grads[i]), tile.decay, m[k], v[k]);
-        format.store(values, copy, i, w, format.random_bits(tile.key, tile.place.of(tile.element + e)));
+        const float g = scale * to_float(grads[tile.grads + e]);
+        const float w = update(to_float(values[tile.values + e]), g, tile.decay, m[k], v[k]);
+        format.store(values, tile.values + e, copy, tile.copy + e, w,
+                     format.random_bits(tile.key, tile.place.of(tile.element + e)));
     }
     for (int k = 0; k < kLaneN; ++k)
         m_max = fabsf(m[k]) > m_max ? fabsf(m[k]) : m_max, v_max = v[k] > v_max ? v[k] : v_max;
@@ -120,10 +121,10 @@ class Adam8bit final : public Optimizer {
     static constexpr const char* kName = "8-bit Adam";
 
   public:
-    Adam8bit(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
-        : params_(params), n_(n), options_(options), host_tiles_(make_tiles(params, kBlockN)) {
-        check_optimizer_input(kName, params, n, options);
-        const int64_t n_blocks = static_cast<int64_t>(host_tiles_.size());
+    Adam8bit(Arena& arena, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options)
+        : units_(units), options_(options), table_(make_tiles(units, kBlockN)) {
+        check_optimizer_input(kName, units, options);
+        const int64_t n_blocks = std::ssize(table_.tiles);
         m_codes_ = arena.take("optimizer m", DType::i32, {n_blocks, kWords});
         v_codes_ = arena.take("optimizer v", DType::i32, {n_blocks, kWords});
         m_scales_ = arena.take("optimizer scales", DType::f32, {n_blocks});
@@ -139,21 +140,26 @@ class Adam8bit final : public Optimizer {
     }
     // Scales of 0 make every state 0, whatever its code.
     void init(cudaStream_t stream) override {
-        if (host_tiles_.empty()) return;
+        if (table_.tiles.empty()) return;
         check(tiles_.data != nullptr, kName, ": init before the arena is reserved");
         for (const Tensor& state : {m_codes_, v_codes_, m_scales_, v_scales_})
             cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
-        cudaCheck(cudaMemcpyAsync(tiles_.data, host_tiles_.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
+        cudaCheck(cudaMemcpyAsync(tiles_.data, table_.tiles.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
         cudaCheck(cudaMemcpyAsync(tables_.data, host_tables_.data(), tables_.bytes(), cudaMemcpyHostToDevice, stream));
     }
-    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-              cudaStream_t stream) override {
-        if (host_tiles_.empty()) return;
-        check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
+    void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,
+                    int64_t t, cudaStream_t stream) override {
+        const int64_t first_tile = table_.first_tile[first], end_tile = table_.first_tile[first + count];
+        const int64_t n = table_.first_element[first + count] - table_.first_element[first];
+        if (end_tile == first_tile) return;
+        check_optimizer_step(kName, units_, weights, grads, norm_scale, lr, t);
+        const UnitsPart part = part_of_units(units_, first, count, weights, grads);
         const AdamUpdate<true> update(options_, lr, t);
-        const int n_tiles = narrow(static_cast<int64_t>(host_tiles_.size()), "8-bit Adam: the number of blocks");
-        const States states = {static_cast<uint32_t*>(m_codes_.data), static_cast<uint32_t*>(v_codes_.data),
-                               m_scales_.ptr<float>(), v_scales_.ptr<float>()};
+        const int n_tiles = narrow(end_tile - first_tile, "8-bit Adam: the number of blocks");
+        const auto of_tiles = [&](const Tensor& states) { return states.slice(first_tile, n_tiles); };
+        const States states = {reinterpret_cast<uint32_t*>(of_tiles(m_codes_).ptr<int32_t>()),
+                               reinterpret_cast<uint32_t*>(of_tiles(v_codes_).ptr<int32_t>()),
+                               of_tiles(m_scales_).ptr<float>(), of_tiles(v_scales_).ptr<float>()};
         const float* tables = tables_.ptr<float>();
         const CodeTables code_tables = {tables, tables + 256, tables + 512, tables + 768};
         const dim3 block(kLanes, kBlocks);
@@ -162,38 +168,45 @@ class Adam8bit final : public Optimizer {
             using F = decltype(format);
             using G = decltype(grad_zero);
             adam8bit_kernel<F, G><<<n_blocks, block, 0, stream>>>(
-                weights.values.ptr<typename F::Value>(), copy_of<F>(weights), states, grads.ptr<G>(),
-                norm_scale.ptr<float>(), static_cast<const Tile*>(tiles_.data), n_tiles, code_tables, format, update);
-            cudaCheckLaunch();
+                part.weights.values.ptr<typename F::Value>(), copy_of<F>(part.weights), states, part.grads.ptr<G>(),
+                norm_scale.ptr<float>(), static_cast<const Tile*>(of_tiles(tiles_).data), n_tiles, part.origin,
+                code_tables, format, update);
+            LaunchCost cost = update_cost<F, G>(n, n_tiles, 0);
+            const int64_t states_bytes = n_tiles * (2 * kBlockN + 2 * int64_t{sizeof(float)});
+            cost.reads += states_bytes + static_cast<int64_t>(tables_.bytes());
+            cost.writes += states_bytes;
+            cost.flops = 40.0 * static_cast<double>(n);  // 14 of AdamW, and two searches of 8 rounds
+            launched("adam8bit_kernel", cost);
         });
     }
     // By parameter: a parameter begins a block, so its blocks are rows of the states.
+    size_t n_units() const override { return units_.size(); }
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
         int64_t first = 0;
-        for (const Param& param : params_) {
-            const int64_t n_blocks = ceil_div(param.value.n(), kBlockN);
-            for (const auto& [kind, codes] : {std::pair("m_codes", m_codes_), {"v_codes", v_codes_}})
-                all.push_back({kind, param.name, codes.slice(first, n_blocks), 4});
-            for (const auto& [kind, scales] : {std::pair("m_scales", m_scales_), {"v_scales", v_scales_}})
-                all.push_back({kind, param.name, scales.slice(first, n_blocks), kBlockN});
-            first += n_blocks;
-        }
+        for (size_t u = 0; u < units_.size(); ++u)
+            for (const Param& param : units_[u].params) {
+                const int64_t n_blocks = ceil_div(param.value.n(), kBlockN);
+                for (const auto& [kind, codes] : {std::pair("m_codes", m_codes_), {"v_codes", v_codes_}})
+                    all.push_back({kind, param.name, u, codes.slice(first, n_blocks), 4});
+                for (const auto& [kind, scales] : {std::pair("m_scales", m_scales_), {"v_scales", v_scales_}})
+                    all.push_back({kind, param.name, u, scales.slice(first, n_blocks), kBlockN});
+                first += n_blocks;
+            }
         return all;
     }
 
   private:
-    std::vector<Param> params_;
-    int64_t n_;
+    std::vector<UpdatedUnit> units_;
     OptimizerOptions options_;
-    std::vector<Tile> host_tiles_;
+    TileTable table_;
     std::vector<float> host_tables_;
     Tensor m_codes_, v_codes_, m_scales_, v_scales_, tables_, tiles_;
 };
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_adam8bit(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_adam8bit(Arena& arena, const std::vector<UpdatedUnit>& units,
                                          const OptimizerOptions& options) {
-    return std::make_unique<Adam8bit>(arena, params, n, options);
+    return std::make_unique<Adam8bit>(arena, units, options);
 }

@@ -35,11 +35,11 @@ void update_tile(float* __restrict__ w, C* __restrict__ copy, float* __restrict_
 template <class Update>
 class HostElementwise final : public Optimizer {
   public:
-    HostElementwise(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
-        : options_(options), params_(params), n_(n), tiles_(make_tiles(params)), n_threads_(omp_get_max_threads()) {
-        check_optimizer_input(Update::kName, params, n, options);
+    HostElementwise(Arena& arena, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options)
+        : options_(options), units_(units), table_(make_tiles(units)), n_threads_(omp_get_max_threads()) {
+        check_optimizer_input(Update::kName, units, options);
         for (size_t k = 0; k < 2; ++k)
-            states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {n});
+            states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {table_.state_n()});
     }
 
     void init(cudaStream_t stream) override {
@@ -47,18 +47,25 @@ class HostElementwise final : public Optimizer {
             if (state) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
 
-    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-              cudaStream_t stream) override {
-        if (tiles_.empty()) return;
-        check_optimizer_step(Update::kName, n_, weights, grads, norm_scale, lr, t);
-        expect(Update::kName, "values", weights.values, DType::f32, {n_});
+    void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,
+                    int64_t t, cudaStream_t stream) override {
+        const int64_t first_tile = table_.first_tile[first], end_tile = table_.first_tile[first + count];
+        if (end_tile == first_tile) return;
+        check_optimizer_step(Update::kName, units_, weights, grads, norm_scale, lr, t);
+        expect(Update::kName, "values", weights.values, DType::f32, {-1});
+        const UnitsPart part = part_of_units(units_, first, count, weights, grads);
+        const int64_t first_state = table_.first_state[first],
+                      state_n = table_.first_state[first + count] - first_state;
         const Update update(options_, lr, t);
         const float* const scale = norm_scale.ptr<float>() + 1;
         const auto with = [&](auto* copy, auto grad_zero) {
             const auto work = [=, this] {
-                run(update, weights.values.ptr<float>(), copy, grads.ptr<decltype(grad_zero)>(), *scale);
+                run(first_tile, end_tile, update, weights.values.ptr<float>(), copy, grads.ptr<decltype(grad_zero)>(),
+                    *scale);
             };
-            run_on_host(stream, work, {grads, norm_scale}, {weights.values, weights.copy, states_[0], states_[1]});
+            run_on_host(stream, work, {part.grads, norm_scale},
+                        {part.weights.values, part.weights.copy, states_[0].slice(first_state, state_n),
+                         states_[1].slice(first_state, state_n)});
         };
         if (!weights.copy.exists()) {
             with(static_cast<NoCopy*>(nullptr), float{});
@@ -70,11 +77,14 @@ class HostElementwise final : public Optimizer {
         }
     }
 
+    size_t n_units() const override { return units_.size(); }
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
-        for (size_t k = 0; k < 2; ++k)
-            for (const Param& param : params_)
-                all.push_back({Update::kStates[k], param.name, states_[k].slice(param.offset, param.value.n())});
+        for (size_t u = 0; u < units_.size(); ++u)
+            for (size_t k = 0; k < 2; ++k)
+                for (const Param& param : units_[u].params)
+                    all.push_back({Update::kStates[k], param.name, u,
+                                   states_[k].slice(table_.first_state[u] + param.offset, param.value.n())});
         return all;
     }
 
@@ -82,22 +92,21 @@ class HostElementwise final : public Optimizer {
     // Runs on a thread of the driver, where omp_get_max_threads() does not give the rank's share of the cores: so
     // n_threads_ holds it.
     template <class G, class C>
-    void run(const Update& update, float* w, C* copy, const G* grads, float scale) const {
+    void run(int64_t first_tile, int64_t end_tile, const Update& update, float* w, C* copy, const G* grads,
+             float scale) const {
         if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
         float *const m = states_[0].ptr<float>(), *const v = states_[1].ptr<float>();
-        const int64_t n_tiles = static_cast<int64_t>(tiles_.size());
 #pragma omp parallel for schedule(static) num_threads(n_threads_)
-        for (int64_t i = 0; i < n_tiles; ++i) {
-            const Tile& tile = tiles_[static_cast<size_t>(i)];
-            update_tile(w + tile.first, copy ? copy + tile.first : nullptr, m + tile.first, v + tile.first,
-                        grads + tile.first, tile.n, scale, tile.decay, update);
+        for (int64_t i = first_tile; i < end_tile; ++i) {
+            const Tile& tile = table_.tiles[static_cast<size_t>(i)];
+            update_tile(w + tile.values, copy ? copy + tile.copy : nullptr, m + tile.state, v + tile.state,
+                        grads + tile.grads, tile.n, scale, tile.decay, update);
         }
     }
 
     OptimizerOptions options_;
-    std::vector<Param> params_;
-    int64_t n_;
-    std::vector<Tile> tiles_;
+    std::vector<UpdatedUnit> units_;
+    TileTable table_;
     int n_threads_;
     Tensor states_[2];
 };
@@ -106,10 +115,10 @@ class HostElementwise final : public Optimizer {
 
 bool has_host_optimizer(const std::string& name) { return name == "adam" || name == "adamw"; }
 
-std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
-                                               int64_t n, const OptimizerOptions& options) {
+std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena,
+                                               const std::vector<UpdatedUnit>& units, const OptimizerOptions& options) {
     check(has_host_optimizer(name), "optimizer '", name,
           "' has no update on the host: use adamw or adam, or --offload unified");
-    if (name == "adam") return std::make_unique<HostElementwise<AdamUpdate<false>>>(arena, params, n, options);
-    return std::make_unique<HostElementwise<AdamUpdate<true>>>(arena, params, n, options);
+    if (name == "adam") return std::make_unique<HostElementwise<AdamUpdate<false>>>(arena, units, options);
+    return std::make_unique<HostElementwise<AdamUpdate<true>>>(arena, units, options);
 }

@@ -23,46 +23,55 @@
 
 namespace {
 
-// A block updates a tile of at most kTileN elements of one parameter, a thread one of them (with stochastic rounding
-// eight, which share a draw of random bits). Memory is the limit: an element reads g, m, v, w and writes m, v, w, 28
-// bytes.
+// A tile of at most kTileN elements of one parameter is updated by threads that have four neighbours each (on the CPU
+// device one; with stochastic rounding eight times four, which share draws of random bits). Memory is the limit: an
+// element reads g, m, v, w and writes m, v, w, 28 bytes.
 template <class F, class G>
-__global__ void __launch_bounds__(kTileThreads<F>)
+__global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     adamw_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, float* __restrict__ ms,
                  float* __restrict__ vs, const G* __restrict__ grads, const float* __restrict__ norm_scale,
-                 const Tile* __restrict__ tiles, F format, AdamUpdate<true> adamw) {
-    const Tile tile = tiles[blockIdx.x];
-    const float scale = norm_scale[1];  // of gradient clipping and loss scaling
-    if (scale != scale) return;         // NaN: some gradient is inf or NaN, and the update is skipped
+                 const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, AdamUpdate<true> adamw) {
+    const int b = tile_here<F>();
+    const float scale = norm_scale[1];           // of gradient clipping and loss scaling
+    if (b >= n_tiles || scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
+    const Tile tile = tile_at(tiles, b, origin);
     const TileDraws<F> draws(format, tile);
     for (int part = 0; part < kTileParts<F>; ++part) {
-        const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x;  // element of the tile
+        const unsigned k =
+            static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;  // first element, in the tile
         if (is_behind(tile, k)) return;
-        const int64_t i = tile.first + k, j = tile.state_first + k;
-        const float g = scale * to_float(grads[i]);
-        float m = ms[j], v = vs[j];
-        const float w = adamw(to_float(values[i]), g, tile.decay, m, v);
-        ms[j] = m;
-        vs[j] = v;
-        format.store(values, copy, i, w, draws.bits(part, k));
+        const PackEnd end(tile, k);
+        float g[kPack], w[kPack], m[kPack], v[kPack];
+        load_pack(g, grads + (tile.grads + k), end);
+        load_pack(w, values + (tile.values + k), end);
+        load_pack(m, ms + (tile.state + k), end);
+        load_pack(v, vs + (tile.state + k), end);
+        for (int l = 0; l < kPack; ++l) w[l] = adamw(w[l], scale * g[l], tile.decay, m[l], v[l]);
+        store_pack(ms + (tile.state + k), m, end);
+        store_pack(vs + (tile.state + k), v, end);
+        store_weights(values, copy, w, draws, part, k, end);
     }
 }
 
 struct LaunchAdamW {
-    template <class F, class G, class... Arguments>
-    static void launch(int n_tiles, cudaStream_t stream, Arguments... arguments) {
-        adamw_kernel<F, G><<<n_tiles, kTileThreads<F>, 0, stream>>>(arguments...);
+    static constexpr const char* kKernel = "adamw_kernel";
+    template <class F, class G>
+    static void launch(int n_tiles, cudaStream_t stream, typename F::Value* values, typename F::Copy* copy, float* ms,
+                       float* vs, const G* grads, const float* norm_scale, const Tile* tiles, const TileOrigin& origin,
+                       const F& format, const AdamUpdate<true>& update) {
+        adamw_kernel<F, G><<<tile_blocks<F>(n_tiles), tile_block<F>(), 0, stream>>>(
+            values, copy, ms, vs, grads, norm_scale, tiles, n_tiles, origin, format, update);
     }
 };
 using AdamW = Elementwise<AdamUpdate<true>, LaunchAdamW>;
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_adamw(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_adamw(Arena& arena, const std::vector<UpdatedUnit>& units,
                                       const OptimizerOptions& options) {
-    return std::make_unique<AdamW>(arena, params, n, options);
+    return std::make_unique<AdamW>(arena, units, options);
 }
-std::unique_ptr<Optimizer> make_packed_adamw(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_packed_adamw(Arena& arena, const std::vector<UpdatedUnit>& units,
                                              const OptimizerOptions& options) {
-    return std::make_unique<AdamW>(arena, params, n, options, true);
+    return std::make_unique<AdamW>(arena, units, options, true);
 }

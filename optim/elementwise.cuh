@@ -24,12 +24,38 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // A tile and its threads
 
-// Threads of a block: an element each, or the elements that share a draw of random bits.
+// Neighbours that a thread updates at once: 16 bytes of f32. On the CPU device one: there the threads of a block are a
+// loop over consecutive elements, which g++ turns into SIMD.
+constexpr int kPack = kOnCpu ? 1 : 4;
+// Threads that share a tile: a pack each, or with stochastic rounding the packs whose elements share draws of random
+// bits, kTileParts of them, kDrawStride elements apart. Blocks have 256 threads, so that eight of them fit on a
+// multiprocessor of a GPU, and the others move data while one reads where its tile is.
 template <class F>
-constexpr int kTileThreads = F::stochastic ? kDrawStride : kTileN;
-// Elements of a thread, kDrawStride apart.
+constexpr int kTileThreads = (F::stochastic ? kDrawStride : kTileN) / kPack;
 template <class F>
 constexpr int kTileParts = F::stochastic ? kDrawParts : 1;
+template <class F>
+constexpr int kBlockTiles = kOnCpu ? 1 : 256 / kTileThreads<F>;
+
+template <class F>
+dim3 tile_block() {
+    return dim3(kTileThreads<F>, kBlockTiles<F>);
+}
+template <class F>
+unsigned tile_blocks(int n_tiles) {
+    return static_cast<unsigned>(ceil_div(n_tiles, kBlockTiles<F>));
+}
+// The tile of this thread; some threads of the last block have none.
+template <class F>
+__device__ __forceinline__ int tile_here() {
+    return static_cast<int>(blockIdx.x) * kBlockTiles<F> + static_cast<int>(kBlockTiles<F> > 1 ? threadIdx.y : 0);
+}
+// Its places are those in the arrays that the launch has.
+__device__ __forceinline__ Tile tile_at(const Tile* tiles, int b, const TileOrigin& origin) {
+    Tile tile = tiles[b];
+    tile.values -= origin.values, tile.copy -= origin.copy, tile.grads -= origin.grads, tile.state -= origin.state;
+    return tile;
+}
 
 // Does the tile end before its element k? In whole tiles no thread is asked for its index, so that their loop needs no
 // masks. k is unsigned, as threadIdx is: from an int g++ could not tell that neighbours read neighbours, and made no
@@ -37,28 +63,83 @@ constexpr int kTileParts = F::stochastic ? kDrawParts : 1;
 __device__ __forceinline__ bool is_behind(const Tile& tile, unsigned k) {
     return tile.n < kTileN && static_cast<int>(k) >= tile.n;
 }
+// Those of the pack from element k on that are the tile's; and are they moved in one access? Parameters that are parts
+// of one product, q, k and v for example, may begin anywhere.
+struct PackEnd {
+    int n = kPack;
+    bool at_once = true;
+    __device__ __forceinline__ PackEnd(const Tile& tile, unsigned k) {
+        if constexpr (kPack > 1) {
+            n = min(kPack, tile.n - static_cast<int>(k));
+            at_once = n == kPack && (tile.values | tile.copy | tile.grads | tile.state) % kPack == 0;
+        }
+    }
+};
+template <class T>
+__device__ __forceinline__ void load_pack(float (&x)[kPack], const T* from, const PackEnd& end) {
+    if constexpr (kPack == 1) {
+        x[0] = to_float(*from);
+    } else if (end.at_once) {
+        const Packed<T, kPack> pack = load_packed<T, kPack>(from);
+        for (int l = 0; l < kPack; ++l) x[l] = to_float(pack.v[l]);
+    } else {
+        for (int l = 0; l < kPack; ++l) x[l] = l < end.n ? to_float(from[l]) : 0.0f;
+    }
+}
+template <class T>
+__device__ __forceinline__ void store_pack(T* to, const T (&x)[kPack], const PackEnd& end) {
+    if constexpr (kPack == 1) {
+        *to = x[0];
+    } else if (end.at_once) {
+        Packed<T, kPack> pack;
+        for (int l = 0; l < kPack; ++l) pack.v[l] = x[l];
+        store_packed(to, pack);
+    } else {
+        for (int l = 0; l < kPack; ++l)
+            if (l < end.n) to[l] = x[l];
+    }
+}
+
 // The random bits of a thread's elements. In a tile whose elements are a tile of the whole parameter, too, the thread
-// draws once; in a part that is cut elsewhere, an element's draw may be one that no other element here needs.
+// draws once for each place of its packs; in a part that is cut elsewhere, an element's draw may be one that no other
+// element here needs.
 template <class F>
 struct TileDraws {
     const F& format;
     const Tile& tile;
     bool is_whole = true;
-    Philox draw = {};
+    Philox draws[kPack] = {};
     __device__ __forceinline__ TileDraws(const F& its_format, const Tile& its_tile)
         : format(its_format), tile(its_tile) {
         if constexpr (F::stochastic) {
             const int64_t first = tile.place.first + tile.element;
             is_whole = tile.place.skip == 0 && tile.place.group_skip == 0 && first % kTileN == 0;
-            if (is_whole) draw = draw_of(format.seed, tile.key, format.t, first / kDrawParts + threadIdx.x);
+            const int64_t draw = first / kDrawParts + threadIdx.x * kPack;
+            for (int l = 0; is_whole && l < kPack; ++l) draws[l] = draw_of(format.seed, tile.key, format.t, draw + l);
         }
     }
-    __device__ __forceinline__ uint32_t bits(int part, unsigned k) const {
+    // Of element l of the pack from element k of the tile on.
+    __device__ __forceinline__ uint32_t bits(int part, unsigned k, int l) const {
         if constexpr (!F::stochastic) return 0;
-        if (is_whole) return part_of(draw, part);
-        return format.random_bits(tile.key, tile.place.of(tile.element + k));
+        if (is_whole) return part_of(draws[l], part);
+        return format.random_bits(tile.key, tile.place.of(tile.element + k + l));
     }
 };
+
+// The new weights of the pack from element k of the tile on.
+template <class F>
+__device__ __forceinline__ void store_weights(typename F::Value* values, typename F::Copy* copy,
+                                              const float (&w)[kPack], const TileDraws<F>& draws, int part, unsigned k,
+                                              const PackEnd& end) {
+    typename F::Value rounded[kPack];
+    for (int l = 0; l < kPack; ++l) rounded[l] = draws.format.rounded(w[l], draws.bits(part, k, l));
+    store_pack(values + (draws.tile.values + k), rounded, end);
+    if constexpr (F::has_copy) {
+        typename F::Copy copied[kPack];
+        for (int l = 0; l < kPack; ++l) copied[l] = from_float<typename F::Copy>(w[l]);
+        store_pack(copy + (draws.tile.copy + k), copied, end);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel of optimizers with one state or none
@@ -70,54 +151,69 @@ constexpr bool kHasState = !Update::kStates.empty();
 // No barrier: on the CPU device the threads of a block are a loop over consecutive elements, which g++ turns into SIMD.
 // __restrict__ says that no store changes what is loaded after it: these are all different arrays.
 template <class Update, class F, class G>
-__global__ void __launch_bounds__(kTileThreads<F>)
+__global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     elementwise_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
                        float* __restrict__ state, const G* __restrict__ grads, const float* __restrict__ norm_scale,
-                       const Tile* __restrict__ tiles, F format, Update update) {
-    const Tile tile = tiles[blockIdx.x];
+                       const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, Update update) {
+    const int b = tile_here<F>();
     const float scale = norm_scale[1];
-    if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
+    if (b >= n_tiles || scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
+    const Tile tile = tile_at(tiles, b, origin);
     const TileDraws<F> draws(format, tile);
     for (int part = 0; part < kTileParts<F>; ++part) {
-        const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x;
+        const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;
         if (is_behind(tile, k)) return;
-        const int64_t i = tile.first + k;
-        const float g = scale * to_float(grads[i]);
-        float w = to_float(values[i]);
+        const PackEnd end(tile, k);
+        float g[kPack], w[kPack];
+        load_pack(g, grads + (tile.grads + k), end);
+        load_pack(w, values + (tile.values + k), end);
         if constexpr (!kHasState<Update>) {
-            w = update(w, g, tile.decay);
+            for (int l = 0; l < kPack; ++l) w[l] = update(w[l], scale * g[l], tile.decay);
         } else {
-            float a = state[tile.state_first + k];
-            w = update(w, g, tile.decay, a);
-            state[tile.state_first + k] = a;
+            float a[kPack];
+            load_pack(a, state + (tile.state + k), end);
+            for (int l = 0; l < kPack; ++l) w[l] = update(w[l], scale * g[l], tile.decay, a[l]);
+            store_pack(state + (tile.state + k), a, end);
         }
-        format.store(values, copy, i, w, draws.bits(part, k));
+        store_weights(values, copy, w, draws, part, k, end);
     }
 }
 
-// Launches it over all tiles. The CPU device's rewriter sees .cu files only, so what it would write stands here.
+// Launches it over tiles. The CPU device's rewriter sees .cu files only, so what it would write stands here.
 template <class Update>
 struct LaunchElementwise {
+    static constexpr const char* kKernel = "elementwise_kernel";
     template <class F, class G>
     static void launch(int n_tiles, cudaStream_t stream, typename F::Value* values, typename F::Copy* copy,
                        float* state, float* /* no second one */, const G* grads, const float* norm_scale,
-                       const Tile* tiles, const F& format, const Update& update) {
+                       const Tile* tiles, const TileOrigin& origin, const F& format, const Update& update) {
 #ifdef CUDA_ON_CPU
         ::cuda_cpu::launch(
-            Update::kName, __FILE__, __LINE__, {n_tiles, kTileThreads<F>, 0, stream},
+            kKernel, __FILE__, __LINE__, {tile_blocks<F>(n_tiles), tile_block<F>(), 0, stream},
             [](auto... arguments) -> decltype(elementwise_kernel<Update, F, G>(arguments...)) {
                 elementwise_kernel<Update, F, G>(arguments...);
             },
-            values, copy, state, grads, norm_scale, tiles, format, update);
+            values, copy, state, grads, norm_scale, tiles, n_tiles, origin, format, update);
 #else
-        elementwise_kernel<Update, F, G>
-            <<<n_tiles, kTileThreads<F>, 0, stream>>>(values, copy, state, grads, norm_scale, tiles, format, update);
+        elementwise_kernel<Update, F, G><<<tile_blocks<F>(n_tiles), tile_block<F>(), 0, stream>>>(
+            values, copy, state, grads, norm_scale, tiles, n_tiles, origin, format, update);
 #endif
     }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The optimizer around it
+
+// What an update of n elements in so many tiles moves.
+template <class F, class G>
+LaunchCost update_cost(int64_t n, int64_t n_tiles, int64_t n_states) {
+    // Of an entry of the table: places, n and decay; with random numbers also the element's.
+    const int64_t entry = 8 * (2 + F::has_copy + (n_states > 0)) + 8 + (F::stochastic ? 32 : 0);
+    const int64_t both = static_cast<int64_t>(sizeof(typename F::Value)) + 4 * n_states;
+    return {.reads = n * (both + static_cast<int64_t>(sizeof(G))) + n_tiles * entry + 4,
+            .writes = n * (both + (F::has_copy ? static_cast<int64_t>(sizeof(typename F::Copy)) : 0)),
+            .flops = static_cast<double>(n * (4 + 5 * n_states))};
+}
 
 // Launch::launch<F, G> queues the kernel.
 template <class Update, class Launch = LaunchElementwise<Update>>
@@ -126,63 +222,81 @@ class Elementwise final : public Optimizer {
     static_assert(kN <= 2);
 
   public:
-    // packed: the states hold these parameters only, side by side, instead of n elements (Muon's AdamW).
-    Elementwise(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options,
+    // packed: the states hold these parameters only, side by side (Muon's AdamW).
+    Elementwise(Arena& arena, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options,
                 bool packed = false)
-        : options_(options), n_(n), host_tiles_(make_tiles(params, kTileN, packed)) {
-        check_optimizer_input(Update::kName, params, n, options);
-        int64_t state_n = packed ? 0 : n;
-        for (const Param& param : params) {
-            places_.push_back({param.name, packed ? state_n : param.offset, param.value.n()});
-            if (packed) state_n += param.value.n();
+        : options_(options), units_(units), table_(make_tiles(units, kTileN, packed)) {
+        check_optimizer_input(Update::kName, units, options);
+        for (size_t u = 0; u < units.size(); ++u) {
+            int64_t first = table_.first_state[u];
+            for (const Param& param : units[u].params) {
+                places_.push_back({param.name, u, packed ? first : first + param.offset, param.value.n()});
+                if (packed) first += param.value.n();
+            }
         }
         for (int k = 0; k < kN; ++k)
-            states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {state_n});
-        tiles_ = arena.take("optimizer tiles", DType::i32, {static_cast<int64_t>(host_tiles_.size()), kTileWords});
+            states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {table_.state_n()});
+        tiles_ = arena.take("optimizer tiles", DType::i32, {std::ssize(table_.tiles), kTileWords});
     }
 
     void init(cudaStream_t stream) override {
-        if (host_tiles_.empty()) return;
+        if (table_.tiles.empty()) return;
         check(tiles_.data != nullptr, Update::kName, ": init before the arena is reserved");
         for (int k = 0; k < kN; ++k) cudaCheck(cudaMemsetAsync(states_[k].data, 0, states_[k].bytes(), stream));
-        cudaCheck(cudaMemcpyAsync(tiles_.data, host_tiles_.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
+        cudaCheck(cudaMemcpyAsync(tiles_.data, table_.tiles.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
     }
 
-    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-              cudaStream_t stream) override {
-        if (host_tiles_.empty()) return;
-        check_optimizer_step(Update::kName, n_, weights, grads, norm_scale, lr, t);
+    void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,
+                    int64_t t, cudaStream_t stream) override {
+        const int64_t first_tile = table_.first_tile[first], end_tile = table_.first_tile[first + count];
+        const int64_t n = table_.first_element[first + count] - table_.first_element[first];
+        if (end_tile == first_tile) return;
+        check_optimizer_step(Update::kName, units_, weights, grads, norm_scale, lr, t);
+        const UnitsPart part = part_of_units(units_, first, count, weights, grads);
+        TileOrigin origin = part.origin;
+        origin.state = table_.first_state[first];
+        const int64_t state_n = table_.first_state[first + count] - origin.state;
+        if (kPack > 1)
+            expect_aligned(Update::kName,
+                           {{"values", part.weights.values}, {"copy", part.weights.copy}, {"grads", part.grads}});
         const Update update(options_, lr, t);
-        const int n_tiles = narrow(static_cast<int64_t>(host_tiles_.size()), "optimizer: the number of tiles");
+        const int n_tiles = narrow(end_tile - first_tile, "optimizer: the number of tiles");
         dispatch_weights(Update::kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
             using F = decltype(format);
             using G = decltype(grad_zero);
-            Launch::template launch<F, G>(n_tiles, stream, weights.values.ptr<typename F::Value>(), copy_of<F>(weights),
-                                          state(0), state(1), grads.ptr<G>(),
-                                          static_cast<const float*>(norm_scale.ptr<float>()),
-                                          static_cast<const Tile*>(tiles_.data), format, update);
-            cudaCheckLaunch();
+            Launch::template launch<F, G>(
+                n_tiles, stream, part.weights.values.ptr<typename F::Value>(), copy_of<F>(part.weights),
+                state(0, origin.state, state_n), state(1, origin.state, state_n), part.grads.ptr<G>(),
+                static_cast<const float*>(norm_scale.ptr<float>()),
+                static_cast<const Tile*>(tiles_.slice(first_tile, n_tiles).data), origin, format, update);
+            launched(Launch::kKernel, update_cost<F, G>(n, n_tiles, kN));
         });
     }
 
+    size_t n_units() const override { return units_.size(); }
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all;
-        for (int k = 0; k < kN; ++k)
-            for (const Place& place : places_)
-                all.push_back({Update::kStates[k], place.name, states_[k].slice(place.first, place.n)});
+        for (size_t u = 0; u < units_.size(); ++u)
+            for (int k = 0; k < kN; ++k)
+                for (const Place& place : places_)
+                    if (place.unit == u)
+                        all.push_back({Update::kStates[k], place.name, u, states_[k].slice(place.first, place.n)});
         return all;
     }
 
   private:
     struct Place {
         std::string name;
+        size_t unit;
         int64_t first, n;
     };
-    float* state(int k) const { return k < kN ? states_[k].template ptr<float>() : nullptr; }
+    float* state(int k, int64_t first, int64_t n) const {
+        return k < kN ? states_[k].slice(first, n).template ptr<float>() : nullptr;
+    }
 
     OptimizerOptions options_;
-    int64_t n_;
-    std::vector<Tile> host_tiles_;
+    std::vector<UpdatedUnit> units_;
+    TileTable table_;
     std::vector<Place> places_;  // of the parameters' states
     std::array<Tensor, 2> states_;
     Tensor tiles_;

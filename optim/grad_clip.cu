@@ -10,12 +10,14 @@
 // same multiplication.
 //
 // The sum is computed in two stages, in an order that depends on n alone, so that a run repeats bit for bit:
-//   1. each thread sums kRows squares in f32 and stores its sum as a double;
+//   1. sums of kRows squares each, in f32, are stored as doubles: kBlock of them for a chunk of kChunkN elements;
 //   2. one block adds these in double, and with them the squares of the last n % kChunkN elements.
-// It leaves as two floats, high + low, 48 bits together: ranks can add those.
-#include "core/kernel.cuh"
+// It leaves as two floats, high + low, 48 bits together: ranks can add those. Of many parts of an array, each stage is
+// one launch.
+#include "layers/chunk.cuh"
 #include "optim/optim.h"
 
+#include <algorithm>
 #include <cmath>
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -23,16 +25,45 @@
 
 namespace {
 
-constexpr int kBlock = 128;                  // threads of a block in stage 1
-constexpr int kRows = 512;                   // elements per thread, summed in f32: relative error at most kRows * 2^-24
-constexpr int64_t kChunkN = kBlock * kRows;  // elements that one block sums
-constexpr int kLastBlock = 1024;             // threads of the one block of stage 2
+constexpr int kBlock = 128;                  // sums of a chunk
+constexpr int kRows = 512;                   // elements of a sum, in f32: relative error at most kRows * 2^-24
+constexpr int64_t kChunkN = kBlock * kRows;  // elements of a chunk
+constexpr int kLastBlock = 1024;             // threads of a block of stage 2
 
-// Threads that together read 64 bytes: the cache line of a CPU, and two of the 32-byte sectors that a GPU loads.
+// Neighbours that a thread of stage 1 reads at once, each of which belongs to a sum of its own; and chunks of a block.
+template <class T>
+constexpr int kPack = kOnCpu ? 1 : Packed<T>::n;
+constexpr int64_t kBlockChunks = kOnCpu ? 1 : 2;
+constexpr int kInFlight = kOnCpu ? 1 : 8;  // loads of a thread
+// Sums that together read 64 bytes: the cache line of a CPU, and two of the 32-byte sectors that a GPU loads.
 template <class T>
 constexpr int kRow = 64 / sizeof(T);
 
-// Blocks of (kRow, kBlock / kRow) threads. The threads of one y walk together down kRows rows that follow each other:
+// What a block of stage 1 adds up: so many chunks from this element on; and the place of their sums.
+struct ChunkBlock {
+    int64_t first, n_chunks, first_sum;
+};
+// Consecutive gradients; the sums of their whole chunks, and the row of the result.
+struct SummedPart {
+    int64_t first, n, first_sum, row;
+};
+// Tables of them, or, where these are null, one part that is the whole array.
+struct SumTables {
+    const ChunkBlock* blocks;
+    const SummedPart* parts;
+    int64_t n_parts, n;
+};
+__device__ __forceinline__ ChunkBlock block_at(const SumTables& tables, int64_t b) {
+    if (tables.blocks) return tables.blocks[b];
+    const int64_t first = b * kBlockChunks;
+    return {first * kChunkN, min(kBlockChunks, tables.n / kChunkN - first), first * kBlock};
+}
+__device__ __forceinline__ SummedPart part_at(const SumTables& tables, int64_t p) {
+    if (tables.parts) return tables.parts[p];
+    return {0, tables.n, 0, 0};
+}
+
+// The threads of one y walk together down kRows rows that follow each other:
 //
 //   grads   | row 0: x = 0 1 2 ... | row 1: x = 0 1 2 ... | ... | row 511 |   then the same for the next y
 //
@@ -41,43 +72,71 @@ constexpr int kRow = 64 / sizeof(T);
 // Because the sums are doubles, g++ also knows that storing them cannot change grads; otherwise it would not vectorise
 // the loop.
 template <class T>
-__global__ void __launch_bounds__(kBlock) sum_squares_kernel(double* __restrict__ sums, const T* __restrict__ grads) {
-    const int64_t run = static_cast<int64_t>(blockIdx.x) * (kBlock / kRow<T>)+threadIdx.y;
-    const T* first = grads + run * (kRow<T> * kRows) + threadIdx.x;
-    float sum = 0;
-#pragma unroll 16  // loads in flight
-    for (int k = 0; k < kRows; ++k) {
-        const float g = to_float(first[k * kRow<T>]);
-        sum += g * g;
+__global__ void sum_squares_kernel(double* __restrict__ sums, const T* __restrict__ grads, SumTables tables) {
+    constexpr int n = kPack<T>;
+    const ChunkBlock block = block_at(tables, blockIdx.x);
+    const int64_t run = threadIdx.y;
+    if (!kOnCpu && run >= block.n_chunks * (kBlock / kRow<T>)) return;
+    const T* first = grads + block.first + run * (kRow<T> * kRows) + threadIdx.x * n;
+    float sum[n] = {};
+    if (n == 1 || reinterpret_cast<uintptr_t>(first) % sizeof(Packed<T, n>) == 0) {
+        for (int k = 0; k < kRows; k += kInFlight) {
+            Packed<T, n> g[kInFlight];
+            for (int j = 0; j < kInFlight; ++j) g[j] = load_packed<T, n>(first + (k + j) * kRow<T>);
+            for (int j = 0; j < kInFlight; ++j)
+                for (int l = 0; l < n; ++l) sum[l] += to_float(g[j].v[l]) * to_float(g[j].v[l]);
+        }
+    } else {  // a part that begins anywhere
+        for (int k = 0; k < kRows; ++k)
+            for (int l = 0; l < n; ++l) sum[l] += to_float(first[k * kRow<T> + l]) * to_float(first[k * kRow<T> + l]);
     }
-    sums[run * kRow<T> + threadIdx.x] = sum;
+    for (int l = 0; l < n; ++l) sums[block.first_sum + run * kRow<T> + threadIdx.x * n + l] = sum[l];
 }
 
-// One block adds up everything; it reads 1 / 256 of what stage 1 read.
-template <class T>
-__global__ void __launch_bounds__(kLastBlock)
-    add_sums_kernel(float* __restrict__ result, const double* __restrict__ sums, int64_t n_sums,
-                    const T* __restrict__ rest, int64_t n_rest, bool add) {
-    __shared__ double shared[kLastBlock];
-    const int t = threadIdx.x;
-    double sum = 0;
-#pragma unroll 8
-    for (int64_t i = t; i < n_sums; i += kLastBlock) sum += sums[i];
-    for (int64_t i = t; i < n_rest; i += kLastBlock) {
-        const double g = to_float(rest[i]);
-        sum += g * g;
-    }
-    shared[t] = sum;
-    __syncthreads();  // all sums are in shared
-    if (t >= kWarp) return;
-    for (int i = t + kWarp; i < kLastBlock; i += kWarp) sum += shared[i];
-    shared[t] = sum;  // no other thread reads the first kWarp elements before the next barrier
-    __syncwarp();     // the 32 sums of this warp are in shared
-    if (t > 0) return;
-    for (int i = 1; i < kWarp; ++i) sum += shared[i];
-    if (add) sum += static_cast<double>(result[0]) + result[1];
+// A double as two floats.
+__device__ __forceinline__ void store_pair(float* result, double sum) {
     result[0] = static_cast<float>(sum);
     result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
+}
+
+// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them. Block p has work if part p is the
+// first of its row.
+template <class T>
+__global__ void __launch_bounds__(kLastBlock)
+    add_sums_kernel(float* __restrict__ results, const double* __restrict__ sums, const T* __restrict__ grads,
+                    SumTables tables) {
+    __shared__ double shared[kLastBlock];
+    const int t = threadIdx.x;
+    const int64_t row = part_at(tables, blockIdx.x).row;
+    if (blockIdx.x > 0 && part_at(tables, static_cast<int64_t>(blockIdx.x) - 1).row == row) return;
+    float* const result = results + 2 * row;
+    for (int64_t p = blockIdx.x; p < tables.n_parts; ++p) {
+        const SummedPart part = part_at(tables, p);
+        if (part.row != row) return;
+        const int64_t n_sums = part.n / kChunkN * kBlock, n_rest = part.n % kChunkN;
+        const double* const its_sums = sums + part.first_sum;
+        const T* const rest = grads + part.first + part.n - n_rest;
+        double sum = 0;
+#pragma unroll 8
+        for (int64_t i = t; i < n_sums; i += kLastBlock) sum += its_sums[i];
+#pragma unroll 8
+        for (int64_t i = t; i < n_rest; i += kLastBlock) {
+            const double g = to_float(rest[i]);
+            sum += g * g;
+        }
+        if (p > blockIdx.x) __syncthreads();  // the sums of the part before have been read
+        shared[t] = sum;
+        __syncthreads();  // all sums are in shared
+        if (t < kWarp) {
+            for (int i = t + kWarp; i < kLastBlock; i += kWarp) sum += shared[i];
+            shared[t] = sum;  // no other thread reads the first kWarp elements before the next barrier
+            __syncwarp();     // the 32 sums of this warp are in shared
+        }
+        if (t > 0) continue;
+        for (int i = 1; i < kWarp; ++i) sum += shared[i];
+        if (p > blockIdx.x) sum += static_cast<double>(result[0]) + result[1];
+        store_pair(result, sum);
+    }
 }
 
 __global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, float max_norm, float unscale,
@@ -101,27 +160,80 @@ __global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, 
 // kBlock doubles per chunk. (Rounded up, so that it is never 0.)
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
-void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream, bool add) {
-    const int64_t n = grads.n(), n_chunks = n / kChunkN, n_rest = n % kChunkN;
+// Stage 1 of n_blocks, which read `whole` elements and leave n_sums; stage 2, which reads the other `rest`.
+static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTables& tables, int64_t n_rows,
+                        int64_t n_blocks, int64_t whole, int64_t rest, cudaStream_t stream) {
+    const int64_t n_sums = whole / kRows * static_cast<int64_t>(sizeof(double));
+    const int64_t of_blocks = tables.blocks ? n_blocks * static_cast<int64_t>(sizeof(ChunkBlock)) : 0,
+                  of_parts = tables.parts ? tables.n_parts * static_cast<int64_t>(sizeof(SummedPart)) : 0;
+    dispatch(grads.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const T* const from = grads.ptr<T>();
+        const int64_t bytes = sizeof(T);
+        if (n_blocks > 0) {
+            const dim3 block(kRow<T> / kPack<T>, static_cast<unsigned>(kBlockChunks * kBlock / kRow<T>));
+            sum_squares_kernel<T>
+                <<<narrow(n_blocks, "sum_squares: the number of blocks"), block, 0, stream>>>(scratch, from, tables);
+            launched("sum_squares_kernel", {.reads = whole * bytes + of_blocks,
+                                            .writes = n_sums,
+                                            .scratch = n_sums,
+                                            .flops = 2.0 * static_cast<double>(whole)});
+        }
+        add_sums_kernel<T><<<narrow(tables.n_parts, "sum_squares: the number of parts"), kLastBlock, 0, stream>>>(
+            sums.ptr<float>(), scratch, from, tables);
+        launched("add_sums_kernel", {.reads = n_sums + rest * bytes + of_parts,
+                                     .writes = n_rows * 2 * int64_t{sizeof(float)},
+                                     .scratch = n_sums,
+                                     .flops = 2.0 * static_cast<double>(rest)});
+    });
+}
+
+void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) {
+    const int64_t n = grads.n(), n_chunks = n / kChunkN;
     expect("sum_squares", "sum", sum, DType::f32, {2});
     expect("sum_squares", "grads", grads, grads.dtype, {-1});
     check(scratch.dtype == DType::f32 && scratch.n() >= grad_norm_scratch_n(n), "sum_squares: scratch is ", scratch,
           ", expected at least f32 (", grad_norm_scratch_n(n), ")");
     check(is_aligned(scratch.data, sizeof(double)), "sum_squares: scratch must be on an 8-byte boundary");
+    launch_sums(sum, grads, reinterpret_cast<double*>(scratch.ptr<float>()), {nullptr, nullptr, 1, n}, 1,
+                ceil_div(n_chunks, kBlockChunks), n_chunks * kChunkN, n % kChunkN, stream);
+}
 
-    double* sums = static_cast<double*>(scratch.data);
-    dispatch(grads.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        if (n_chunks > 0) {
-            const dim3 block(kRow<T>, kBlock / kRow<T>);
-            const int n_blocks = narrow(n_chunks, "sum_squares: the number of blocks");
-            sum_squares_kernel<T><<<n_blocks, block, 0, stream>>>(sums, grads.ptr<T>());
-            cudaCheckLaunch();
-        }
-        add_sums_kernel<T><<<1, kLastBlock, 0, stream>>>(sum.ptr<float>(), sums, n_chunks * kBlock,
-                                                         grads.ptr<T>() + n_chunks * kChunkN, n_rest, add);
-        cudaCheckLaunch();
-    });
+SquareSums::SquareSums(Arena& arena, const std::string& what, const std::vector<Part>& parts)
+    : n_parts_(std::ssize(parts)) {
+    for (const Part& part : parts) {
+        const int64_t n_chunks = part.n / kChunkN;
+        n_rows_ += host_parts_.empty() || host_parts_.back() != part.row;
+        host_parts_.insert(host_parts_.end(), {part.first, part.n, n_chunks_ * kBlock, part.row});
+        for (int64_t c = 0; c < n_chunks; c += kBlockChunks, ++n_blocks_)
+            host_blocks_.insert(host_blocks_.end(), {part.first + c * kChunkN, std::min(kBlockChunks, n_chunks - c),
+                                                     (n_chunks_ + c) * kBlock});
+        n_chunks_ += n_chunks;
+        n_ += part.n;
+    }
+    const auto take = [&](const std::vector<int64_t>& table) {
+        return arena.take(what, DType::i32, {2 * std::ssize(table)});
+    };
+    blocks_ = take(host_blocks_);
+    parts_ = take(host_parts_);
+    scratch_ = arena.take(what, DType::f32, {2 * n_chunks_ * kBlock});
+}
+
+void SquareSums::init(cudaStream_t stream) {
+    for (const auto& [to, from] : {std::pair(blocks_, &host_blocks_), {parts_, &host_parts_}})
+        if (!from->empty())
+            cudaCheck(cudaMemcpyAsync(to.data, from->data(), to.bytes(), cudaMemcpyHostToDevice, stream));
+}
+
+void SquareSums::add_up(Tensor sums, Tensor grads, cudaStream_t stream) const {
+    expect("sum_squares", "sums", sums, DType::f32, {-1, 2});
+    expect("sum_squares", "grads", grads, grads.dtype, {-1});
+    if (n_parts_ == 0) return;
+    const int64_t whole = n_chunks_ * kChunkN;
+    const SumTables tables = {static_cast<const ChunkBlock*>(blocks_.data), static_cast<const SummedPart*>(parts_.data),
+                              n_parts_, 0};
+    launch_sums(sums, grads, static_cast<double*>(scratch_.data), tables, n_rows_, n_blocks_, whole, n_ - whole,
+                stream);
 }
 
 void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan) {
@@ -131,7 +243,7 @@ void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaS
     check(unscale > 0 && std::isfinite(unscale), "clip_scale: unscale is ", unscale, ": it must be a number above 0");
     clip_scale_kernel<<<1, 1, 0, stream>>>(result.ptr<float>(), sums.ptr<float>(),
                                            narrow(sums.shape[0], "clip_scale: sums"), max_norm, unscale, stays_nan);
-    cudaCheckLaunch();
+    launched("clip_scale_kernel", {.reads = bytes_of(sums) + (stays_nan ? 4 : 0), .writes = bytes_of(result)});
 }
 
 void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream) {

@@ -32,7 +32,7 @@ struct LionUpdate {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_lion(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_lion(Arena& arena, const std::vector<UpdatedUnit>& units,
                                      const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<LionUpdate>>(arena, params, n, options);
+    return std::make_unique<Elementwise<LionUpdate>>(arena, units, options);
 }

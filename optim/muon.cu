@@ -86,7 +86,7 @@ __global__ void apply_kernel(typename F::Value* __restrict__ values, typename F:
     if (i >= n || scale != scale) return;
     const float w = to_float(values[i]);
     const int64_t e = place.of(i);
-    format.store(values, copy, i, w - (step * to_float(x[e - first]) + decay_step * w), format.random_bits(key, e));
+    format.store(values, i, copy, i, w - (step * to_float(x[e - first]) + decay_step * w), format.random_bits(key, e));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ class Muon final : public Optimizer {
   public:
     Muon(Arena& arena, const std::vector<Param>& params, int64_t n, const OptimizerOptions& options)
         : params_(select(params, true)), n_(n), options_(options),
-          adamw_(make_packed_adamw(arena, select(params, false), n, options)) {
-        check_optimizer_input(kName, params, n, options);
+          adamw_(make_packed_adamw(arena, {{.params = select(params, false), .n = n}}, options)) {
+        check_optimizer_input(kName, {{.params = params, .n = n}}, options);
         int64_t m_n = 0;
         for (const Param& param : params_) {
             const bool is_cut = param.cut.exists();
@@ -165,11 +165,11 @@ class Muon final : public Optimizer {
         check(m_.data != nullptr, kName, ": init before the arena is reserved");
         cudaCheck(cudaMemsetAsync(m_.data, 0, m_.bytes(), stream));
     }
-    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-              cudaStream_t stream) override {
+    void step_units(size_t, size_t, const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
+                    cudaStream_t stream) override {
         adamw_->step(weights, grads, norm_scale, lr * options_.adamw_lr_ratio, t, stream);
         if (matrices_.empty()) return;
-        check_optimizer_step(kName, n_, weights, grads, norm_scale, lr, t);
+        check_optimizer_step(kName, {{.n = n_}}, weights, grads, norm_scale, lr, t);
         dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
             for (const Matrix& matrix : matrices_) {
                 update_momentum(matrix, grads.ptr<decltype(grad_zero)>() + matrix.offset, norm_scale, stream);
@@ -178,11 +178,12 @@ class Muon final : public Optimizer {
             }
         });
     }
+    size_t n_units() const override { return 1; }  // make_by_unit has the others
     std::vector<OptimizerState> states() const override {
         std::vector<OptimizerState> all = adamw_->states();
         int64_t first = 0;
         for (const Param& param : params_) {
-            all.push_back({"m", param.name, m_.slice(first, param.value.n())});
+            all.push_back({"m", param.name, 0, m_.slice(first, param.value.n())});
             first += param.value.n();
         }
         return all;
@@ -198,13 +199,20 @@ class Muon final : public Optimizer {
     template <class G>
     void update_momentum(const Matrix& matrix, const G* grads, const Tensor& norm_scale, cudaStream_t stream) {
         const Tensor x = x_.slice(0, matrix.whole_n());
-        if (matrix.is_cut) cudaCheck(cudaMemsetAsync(x.data, 0, x.bytes(), stream));
+        if (matrix.is_cut) {
+            cudaCheck(cudaMemsetAsync(x.data, 0, x.bytes(), stream));
+            launched("memset", {.writes = bytes_of(x)});
+        }
         dispatch(options_.ns_dtype, [&](auto zero) {
             using T = decltype(zero);
             momentum_kernel<T, G><<<blocks_for(matrix.n), kBlock, 0, stream>>>(
                 x.ptr<T>(), m_.ptr<float>() + matrix.m_first, grads, norm_scale.ptr<float>(), matrix.n,
                 options_.momentum, matrix.counted, matrix.place, matrix.element);
-            cudaCheckLaunch();
+            const int64_t written = matrix.counted ? matrix.n * static_cast<int64_t>(sizeof(T)) : 0;
+            launched("momentum_kernel", {.reads = matrix.n * (4 + static_cast<int64_t>(sizeof(G))) + 4,
+                                         .writes = matrix.n * 4 + written,
+                                         .scratch = written,
+                                         .flops = 7.0 * static_cast<double>(matrix.n)});
         });
         if (!matrix.is_cut) return;
         check(sum_ != nullptr, kName, ": a matrix is cut, and there is no sum over the ranks that have its parts");
@@ -215,7 +223,9 @@ class Muon final : public Optimizer {
         dispatch(options_.ns_dtype, [&](auto zero) {
             using T = decltype(zero);
             normalise_kernel<T><<<blocks_for(n), kBlock, 0, stream>>>(x_.ptr<T>(), norm_.ptr<float>(), n);
-            cudaCheckLaunch();
+            const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+            launched("normalise_kernel",
+                     {.reads = bytes + 4, .writes = bytes, .scratch = 2 * bytes, .flops = static_cast<double>(n)});
         });
     }
     template <class F>
@@ -231,7 +241,13 @@ class Muon final : public Optimizer {
             apply_kernel<F, T><<<blocks_for(matrix.n), kBlock, 0, stream>>>(
                 values, copy, x.ptr<T>(), norm_scale.ptr<float>(), matrix.n, step, decay_step, format, matrix.key,
                 matrix.place, matrix.element);
-            cudaCheckLaunch();
+            const int64_t value_bytes = matrix.n * static_cast<int64_t>(sizeof(typename F::Value)),
+                          x_bytes = matrix.n * static_cast<int64_t>(sizeof(T)),
+                          copy_bytes = F::has_copy ? matrix.n * static_cast<int64_t>(sizeof(typename F::Copy)) : 0;
+            launched("apply_kernel", {.reads = value_bytes + x_bytes + 4,
+                                      .writes = value_bytes + copy_bytes,
+                                      .scratch = x_bytes,
+                                      .flops = 4.0 * static_cast<double>(matrix.n)});
         });
     }
 
@@ -242,14 +258,11 @@ class Muon final : public Optimizer {
         const int64_t side = std::min(R, C);
         Tensor x = x_.slice(0, R * C).view({R, C}), y = y_.slice(0, R * C).view({R, C});
         const Tensor a = a_.slice(0, side * side).view({side, side}), b = b_.slice(0, side * side).view({side, side});
-        const auto copy = [&](const Tensor& to, const Tensor& from) {
-            cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, stream));
-        };
         for (int k = 0; k < options_.ns_steps; ++k) {
             matmul(a, x, x, {.transpose_a = tall, .transpose_b = !tall}, stream);
-            copy(b, a);
+            copy_tensor(b, a, stream);
             matmul(b, a, a, {.alpha = kc, .beta = kb}, stream);  // b = kb A + kc A A
-            copy(y, x);
+            copy_tensor(y, x, stream);
             matmul(y, tall ? x : b, tall ? b : x, {.beta = ka}, stream);  // y = ka X + b X
             std::swap(x, y);
         }
@@ -267,7 +280,9 @@ class Muon final : public Optimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_muon(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_muon(Arena& arena, const std::vector<UpdatedUnit>& units,
                                      const OptimizerOptions& options) {
-    return std::make_unique<Muon>(arena, params, n, options);
+    return make_by_unit(units, [&](const std::vector<Param>& params, int64_t n) {
+        return std::make_unique<Muon>(arena, params, n, options);
+    });
 }

@@ -1,7 +1,7 @@
 // optim/optim.h: everything that turns gradients into new weights.
 //
-// Parameters, gradients and optimizer states are flat arrays with the same offsets (Param::offset). One launch covers
-// all parameters: a table of tiles says which elements a block updates and whether they are decayed.
+// Parameters, gradients and optimizer states are flat arrays. One launch covers all parameters: a table of tiles says
+// which elements a block updates and whether they are decayed.
 #pragma once
 
 #include "core/core.h"
@@ -53,15 +53,32 @@ std::vector<std::string> schedule_names();
 void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream);
 int64_t grad_norm_scratch_n(int64_t n);
 
-// The two halves of grad_norm, for gradients that lie in several arrays or on several ranks.
+// The two halves of grad_norm, for gradients that lie in several places or on several ranks.
 // sum: (2) f32 = {high, low}: a double as the f32 nearest to it and what that leaves over, so that collectives can
 // add it.
-// add: sum += ..., otherwise sum = ...
-void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream, bool add = false);
+void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
 // sums: (k, 2), rows like `sum`.
 // stays_nan: a scale that is NaN before stays NaN. So no update follows one that was skipped, also where the host has
 // launched it before it knows of that.
 void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan = false);
+
+// sum_squares of many parts of a flat array in two launches: each row of `sums` (k, 2) that has parts becomes the sum of
+// these, added in their order. A part has the same bits as by itself.
+class SquareSums {
+  public:
+    struct Part {
+        int64_t first, n;  // elements of the array
+        int64_t row;       // ascending
+    };
+    SquareSums(Arena& arena, const std::string& what, const std::vector<Part>& parts);
+    void init(cudaStream_t stream);  // after arena.reserve(): uploads the tables
+    void add_up(Tensor sums, Tensor grads, cudaStream_t stream) const;
+
+  private:
+    std::vector<int64_t> host_blocks_, host_parts_;
+    int64_t n_ = 0, n_chunks_ = 0, n_blocks_ = 0, n_parts_ = 0, n_rows_ = 0;
+    Tensor blocks_, parts_, scratch_;
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // loss_scaler.cu: the factor on the loss that keeps f16 gradients from becoming 0     (Micikevicius et al. 2018,
@@ -92,7 +109,15 @@ struct LossScaler {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tiles.cu: the table that lets one launch update all parameters. A tile is at most kTileN consecutive elements of one
-// parameter; a block updates one tile, a thread one element.
+// parameter.
+
+// What an optimizer updates: units of parameters, each with its place in every flat array (a rank may have all of one
+// array, and of another only its shards, side by side). step_units() updates some of them.
+struct UpdatedUnit {
+    std::vector<Param> params = {};           // Param::offset counts from the unit's first element
+    int64_t n = 0;                            // elements
+    int64_t values = 0, copy = 0, grads = 0;  // the places of its first element
+};
 
 // Where the elements of a rank's part of a parameter (Param::cut) are in the whole one. Row r of the part, of `run`
 // elements, is followed in the whole by `skip` that other ranks have; `group` rows, those of queries for example, by
@@ -110,8 +135,7 @@ PlaceInWhole place_in_whole(const Param& param);  // Error for ranges of rows th
 
 constexpr int kTileN = 1024;
 struct Tile {
-    int64_t first;        // offset of its first element in the flat values and gradients
-    int64_t state_first;  // and in the optimizer's states: the same, unless these are packed
+    int64_t values, copy, grads, state;  // places of its first element in the flat arrays
     int32_t n;
     float decay;  // 1 where weight decay applies, otherwise 0
     // The random numbers of stochastic rounding are addressed by the parameter and the element, not by where they lie:
@@ -120,8 +144,16 @@ struct Tile {
     PlaceInWhole place;  // of that part
 };
 constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
-// packed: the states of these parameters lie side by side, without the parameters that are not among them.
-std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n = kTileN, bool packed = false);
+
+// Of all units, in order. The states are flat arrays of state_n elements, in which units and parameters lie as in
+// theirs; packed: only these parameters, side by side, without what is between them.
+struct TileTable {
+    std::vector<Tile> tiles;
+    std::vector<int64_t> first_tile, first_element;  // by unit, and the ends: tiles, elements of parameters before it
+    std::vector<int64_t> first_state;                // by unit, and the end: where its states begin
+    int64_t state_n() const { return first_state.back(); }
+};
+TileTable make_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n = kTileN, bool packed = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // optimizer.cu: the optimizers, one file each, behind one interface.
@@ -155,6 +187,19 @@ struct Weights {
     uint64_t seed = 0;        // of the stochastic rounding
 };
 
+// What a launch over some units is given: of each array their part, which begins at these places of the table. So it
+// cannot touch what others do meanwhile with the rest (the collectives of ZeRO, for example).
+struct TileOrigin {
+    int64_t values = 0, copy = 0, grads = 0, state = 0;
+};
+struct UnitsPart {
+    Weights weights;
+    Tensor grads;
+    TileOrigin origin;
+};
+UnitsPart part_of_units(const std::vector<UpdatedUnit>& units, size_t first, size_t count, const Weights& weights,
+                        Tensor grads);
+
 // Every optimizer reads the fields that its maths names. Start from default_optimizer_options(name): the defaults below
 // are AdamW's, as GPT-3 and LLaMA were trained.
 struct OptimizerOptions {
@@ -177,6 +222,7 @@ struct OptimizerOptions {
 struct OptimizerState {
     std::string kind;   // "m", "v", "row", ...
     std::string param;  // name of the parameter
+    size_t unit;        // its place among the optimizer's units
     Tensor tensor;
     // Its element i stands for elements [i per, (i + 1) per) of the parameter, so a shard's states are a part of the
     // whole's. 0: for the parameter as a whole.
@@ -190,15 +236,18 @@ class Optimizer {
     virtual ~Optimizer() = default;
     // After arena.reserve(): zeroes the states and uploads tables.
     virtual void init(cudaStream_t stream) = 0;
-    // One update of all parameters. grads: flat (n), f32, or of the 16-bit dtype of the weights. norm_scale:
-    // grad_norm's result; a scale of NaN leaves values, copy and states as they are. t counts updates from 1, and only
-    // those that happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no
-    // parameter (gaps, padding of the flat arrays) are never touched.
-    virtual void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t,
-                      cudaStream_t stream) = 0;
-    virtual std::vector<OptimizerState> states() const = 0;
-    // f32 elements of scratch that step() writes before it reads them. Optimizers that take turns may share it; hand it
-    // over before the first step. make_optimizer does, unless it is told otherwise.
+    // One update of the parameters of units [first, first + count), or of all. grads: flat, f32, or of the 16-bit dtype
+    // of the weights. norm_scale: grad_norm's result; a scale of NaN leaves values, copy and states as they are. t
+    // counts updates from 1, and only those that happened: after a step that was skipped for its NaN, the next one has
+    // the same t. Elements of no parameter (gaps, padding of the flat arrays) are never touched.
+    virtual void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale,
+                            double lr, int64_t t, cudaStream_t stream) = 0;
+    void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) {
+        step_units(0, n_units(), weights, grads, norm_scale, lr, t, stream);
+    }
+    virtual size_t n_units() const = 0;
+    virtual std::vector<OptimizerState> states() const = 0;  // unit by unit
+    // f32 elements of scratch that step() writes before it reads them: use_scratch() before the first step.
     virtual int64_t scratch_n() const { return 0; }
     virtual void use_scratch(Tensor) {}
     // Parameters that are cut (Param::cut), of an optimizer that looks at whole matrices: f32 elements that step() adds
@@ -209,15 +258,18 @@ class Optimizer {
 };
 
 // Takes states, tables and scratch from the arena, also from one that counts: construct it while the arena counts,
-// reserve(), and construct it again. n: elements of the flat arrays. An unknown name is an Error that lists the names.
+// reserve(), and construct it again. An unknown name is an Error that lists the names.
+std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<UpdatedUnit>& units,
+                                          const OptimizerOptions& options);
+// All of it is one unit, of n elements.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
-                                          int64_t n, const OptimizerOptions& options, bool own_scratch = true);
+                                          int64_t n, const OptimizerOptions& options);
 // adam_host.cu: adam and adamw on the host's cores, for states that do not fit on the device (--offload). The same
 // updates, bit for bit those of the CPU device. Arena, weights, gradients and norm_scale are pinned host memory, and
 // step() puts the update on the stream, as a host function that reads them when the stream gets there; only one at a
 // time may be under way. The copy may also be missing beside f32 values. Another name is an Error.
-std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
-                                               int64_t n, const OptimizerOptions& options);
+std::unique_ptr<Optimizer> make_host_optimizer(const std::string& name, Arena& arena,
+                                               const std::vector<UpdatedUnit>& units, const OptimizerOptions& options);
 bool has_host_optimizer(const std::string& name);
 // A parameter may be sharded between ranks at multiples of so many elements. 0: nowhere, its update needs all of it.
 int64_t optimizer_granularity(const std::string& name);
@@ -227,15 +279,20 @@ OptimizerOptions default_optimizer_options(const std::string& name);
 double default_learning_rate(const std::string& name);
 
 // What make_optimizer chooses from.
-using MakeOptimizer = std::unique_ptr<Optimizer>(Arena& arena, const std::vector<Param>& params, int64_t n,
+using MakeOptimizer = std::unique_ptr<Optimizer>(Arena& arena, const std::vector<UpdatedUnit>& units,
                                                  const OptimizerOptions& options);
 MakeOptimizer make_sgd, make_momentum, make_nesterov, make_adagrad, make_rmsprop, make_adam, make_adamw, make_adafactor,
     make_lion, make_muon, make_adam8bit;
-// AdamW whose states hold these parameters only, side by side, instead of n elements: for Muon's other parameters.
+// AdamW whose states hold these parameters only, side by side: for Muon's other parameters.
 MakeOptimizer make_packed_adamw;
+// An optimizer for each unit, of the arrays' parts that are the unit's: for those that look at whole matrices, and
+// launch many kernels for each of them. Their scratch is the same, because units are updated one after the other.
+std::unique_ptr<Optimizer> make_by_unit(
+    const std::vector<UpdatedUnit>& units,
+    const std::function<std::unique_ptr<Optimizer>(const std::vector<Param>& params, int64_t n)>& make);
 
 // Checks that all optimizers share. They name the optimizer in the error.
-void check_optimizer_input(const char* name, const std::vector<Param>& params, int64_t n,
-                           const OptimizerOptions& options);
-void check_optimizer_step(const char* name, int64_t n, const Weights& weights, Tensor grads, Tensor norm_scale,
-                          double lr, int64_t t);
+void check_optimizer_input(const char* name, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options);
+// What step_units() is given holds the units (UpdatedUnit, of which the parameters are not looked at).
+void check_optimizer_step(const char* name, const std::vector<UpdatedUnit>& units, const Weights& weights, Tensor grads,
+                          Tensor norm_scale, double lr, int64_t t);

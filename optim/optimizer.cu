@@ -1,6 +1,7 @@
 // The optimizers by name, their defaults, and the checks that all of them share.
 #include "optim/optim.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace {
@@ -42,14 +43,72 @@ const Entry& entry(const std::string& name) {
     fail("unknown optimizer '", name, "': use one of ", names);
 }
 
+class ByUnit final : public Optimizer {
+  public:
+    using Make = std::function<std::unique_ptr<Optimizer>(const std::vector<Param>& params, int64_t n)>;
+    ByUnit(const std::vector<UpdatedUnit>& units, const Make& make) : units_(units) {
+        for (const UpdatedUnit& unit : units) optimizers_.push_back(make(unit.params, unit.n));
+    }
+    void init(cudaStream_t stream) override {
+        for (const auto& optimizer : optimizers_) optimizer->init(stream);
+    }
+    void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,
+                    int64_t t, cudaStream_t stream) override {
+        for (size_t u = first; u < first + count; ++u) {
+            if (units_[u].n == 0) continue;
+            check_optimizer_step("optimizer", units_, weights, grads, norm_scale, lr, t);
+            const UnitsPart part = part_of_units(units_, u, 1, weights, grads);
+            optimizers_[u]->step(part.weights, part.grads, norm_scale, lr, t, stream);
+        }
+    }
+    size_t n_units() const override { return units_.size(); }
+    std::vector<OptimizerState> states() const override {
+        std::vector<OptimizerState> all;
+        for (size_t u = 0; u < units_.size(); ++u)
+            for (OptimizerState& state : optimizers_[u]->states()) all.push_back(state), all.back().unit = u;
+        return all;
+    }
+    int64_t scratch_n() const override {
+        int64_t n = 0;
+        for (const auto& optimizer : optimizers_) n = std::max(n, optimizer->scratch_n());
+        return n;
+    }
+    void use_scratch(Tensor scratch) override {
+        for (const auto& optimizer : optimizers_) optimizer->use_scratch(scratch);
+    }
+    std::vector<int64_t> sums() const override {
+        std::vector<int64_t> all;
+        for (const auto& optimizer : optimizers_)
+            for (const int64_t n : optimizer->sums()) all.push_back(n);
+        return all;
+    }
+    void use_sums(const SumOverRanks& sum) override {
+        for (const auto& optimizer : optimizers_) optimizer->use_sums(sum);
+    }
+
+  private:
+    std::vector<UpdatedUnit> units_;
+    std::vector<std::unique_ptr<Optimizer>> optimizers_;
+};
+
 }  // namespace
 
-std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
-                                          int64_t n, const OptimizerOptions& options, bool own_scratch) {
-    auto optimizer = entry(name).make(arena, params, n, options);
-    if (own_scratch && optimizer->scratch_n() > 0)
+std::unique_ptr<Optimizer> make_by_unit(
+    const std::vector<UpdatedUnit>& units,
+    const std::function<std::unique_ptr<Optimizer>(const std::vector<Param>& params, int64_t n)>& make) {
+    return std::make_unique<ByUnit>(units, make);
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<UpdatedUnit>& units,
+                                          const OptimizerOptions& options) {
+    auto optimizer = entry(name).make(arena, units, options);
+    if (optimizer->scratch_n() > 0)
         optimizer->use_scratch(arena.take("optimizer scratch", DType::f32, {optimizer->scratch_n()}));
     return optimizer;
+}
+std::unique_ptr<Optimizer> make_optimizer(const std::string& name, Arena& arena, const std::vector<Param>& params,
+                                          int64_t n, const OptimizerOptions& options) {
+    return make_optimizer(name, arena, {{.params = params, .n = n}}, options);
 }
 
 int64_t optimizer_granularity(const std::string& name) { return entry(name).granularity; }
@@ -64,7 +123,7 @@ OptimizerOptions default_optimizer_options(const std::string& name) { return ent
 
 double default_learning_rate(const std::string& name) { return entry(name).lr; }
 
-void check_optimizer_input(const char* name, const std::vector<Param>& params, int64_t n, const OptimizerOptions& o) {
+void check_optimizer_input(const char* name, const std::vector<UpdatedUnit>& units, const OptimizerOptions& o) {
     // Written so that a NaN fails, too.
     const auto below_1 = [&](const char* what, float x) {
         check(x >= 0 && x < 1, name, ": ", what, " is ", x, ": it must be from 0 to below 1");
@@ -83,16 +142,22 @@ void check_optimizer_input(const char* name, const std::vector<Param>& params, i
     positive("smallest scale", o.min_scale);
     positive("ratio of AdamW's learning rate", o.adamw_lr_ratio);
     check(o.ns_steps >= 1 && o.ns_steps <= 100, name, ": ", o.ns_steps, " Newton-Schulz steps: it must be 1 to 100");
-    for (const Param& param : params)
-        check(param.offset >= 0 && param.offset + param.value.n() <= n, name, ": ", param.name, " ", param.value,
-              " at offset ", param.offset, " is not inside the ", n, " flat elements");
+    for (const UpdatedUnit& unit : units)
+        for (const Param& param : unit.params)
+            check(param.offset >= 0 && param.offset + param.value.n() <= unit.n, name, ": ", param.name, " ",
+                  param.value, " at offset ", param.offset, " is not inside the ", unit.n, " flat elements");
 }
 
-void check_optimizer_step(const char* name, int64_t n, const Weights& weights, Tensor grads, Tensor norm_scale,
-                          double lr, int64_t t) {
-    expect(name, "values", weights.values, weights.values.dtype, {n});
-    if (weights.copy.exists()) expect(name, "copy", weights.copy, weights.copy.dtype, {n});
-    expect(name, "grads", grads, grads.dtype, {n});
+void check_optimizer_step(const char* name, const std::vector<UpdatedUnit>& units, const Weights& weights, Tensor grads,
+                          Tensor norm_scale, double lr, int64_t t) {
+    const auto holds = [&](const char* what, const Tensor& array, int64_t UpdatedUnit::*place) {
+        for (const UpdatedUnit& unit : units)
+            check(array.ndim == 1 && unit.*place + unit.n <= array.n(), name, ": ", what, " is ", array,
+                  ", expected at least (", unit.*place + unit.n, ")");
+    };
+    holds("values", weights.values, &UpdatedUnit::values);
+    if (weights.copy.exists()) holds("copy", weights.copy, &UpdatedUnit::copy);
+    holds("grads", grads, &UpdatedUnit::grads);
     expect(name, "norm_scale", norm_scale, DType::f32, {2});
     check(t >= 1, name, ": t is ", t, ": updates count from 1");
     check(lr >= 0 && std::isfinite(lr), name, ": the learning rate is ", lr, ": it must be a number >= 0");

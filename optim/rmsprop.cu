@@ -29,7 +29,7 @@ struct RmspropUpdate {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_rmsprop(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_rmsprop(Arena& arena, const std::vector<UpdatedUnit>& units,
                                         const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<RmspropUpdate>>(arena, params, n, options);
+    return std::make_unique<Elementwise<RmspropUpdate>>(arena, units, options);
 }

@@ -45,17 +45,17 @@ struct MomentumUpdate {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_sgd(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_sgd(Arena& arena, const std::vector<UpdatedUnit>& units,
                                     const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<SgdUpdate>>(arena, params, n, options);
+    return std::make_unique<Elementwise<SgdUpdate>>(arena, units, options);
 }
-std::unique_ptr<Optimizer> make_momentum(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_momentum(Arena& arena, const std::vector<UpdatedUnit>& units,
                                          const OptimizerOptions& options) {
-    return std::make_unique<Elementwise<MomentumUpdate>>(arena, params, n, options);
+    return std::make_unique<Elementwise<MomentumUpdate>>(arena, units, options);
 }
-std::unique_ptr<Optimizer> make_nesterov(Arena& arena, const std::vector<Param>& params, int64_t n,
+std::unique_ptr<Optimizer> make_nesterov(Arena& arena, const std::vector<UpdatedUnit>& units,
                                          const OptimizerOptions& options) {
     OptimizerOptions one_further = options;
     one_further.nesterov = true;
-    return std::make_unique<Elementwise<MomentumUpdate>>(arena, params, n, one_further);
+    return std::make_unique<Elementwise<MomentumUpdate>>(arena, units, one_further);
 }

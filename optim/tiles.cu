@@ -27,17 +27,35 @@ PlaceInWhole place_in_whole(const Param& param) {
             .group_skip = narrow(distance - n, "rows")};
 }
 
-std::vector<Tile> make_tiles(const std::vector<Param>& params, int64_t tile_n, bool packed) {
-    std::vector<Tile> tiles;
-    int64_t n_packed = 0;
-    for (const Param& param : params) {
-        const int64_t n = param.value.n(), state_offset = packed ? n_packed : param.offset;
-        const PlaceInWhole place = place_in_whole(param);
-        for (int64_t first = 0; first < n; first += tile_n)
-            tiles.push_back({param.offset + first, state_offset + first,
-                             static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f,
-                             hash_name(param.file_name()), param.first + first, place});
-        n_packed += n;
+TileTable make_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n, bool packed) {
+    TileTable table{.tiles = {}, .first_tile = {0}, .first_element = {0}, .first_state = {0}};
+    for (const UpdatedUnit& unit : units) {
+        int64_t n_elements = 0;
+        for (const Param& param : unit.params) {
+            const int64_t n = param.value.n();
+            const int64_t state = table.first_state.back() + (packed ? n_elements : param.offset);
+            const PlaceInWhole place = place_in_whole(param);
+            for (int64_t first = 0; first < n; first += tile_n)
+                table.tiles.push_back({unit.values + param.offset + first, unit.copy + param.offset + first,
+                                       unit.grads + param.offset + first, state + first,
+                                       static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f,
+                                       hash_name(param.file_name()), param.first + first, place});
+            n_elements += n;
+        }
+        table.first_tile.push_back(std::ssize(table.tiles));
+        table.first_element.push_back(table.first_element.back() + n_elements);
+        // States of a unit begin on 256 bytes, as its parameters do.
+        table.first_state.push_back(table.first_state.back() + (packed ? n_elements : round_up(unit.n, 64)));
     }
-    return tiles;
+    return table;
+}
+
+UnitsPart part_of_units(const std::vector<UpdatedUnit>& units, size_t first, size_t count, const Weights& weights,
+                        Tensor grads) {
+    const UpdatedUnit &begin = units[first], &last = units[first + count - 1];
+    UnitsPart part{weights, grads, {begin.values, begin.copy, begin.grads, 0}};
+    part.weights.values = weights.values.slice(begin.values, last.values + last.n - begin.values);
+    if (weights.copy.exists()) part.weights.copy = weights.copy.slice(begin.copy, last.copy + last.n - begin.copy);
+    part.grads = grads.slice(begin.grads, last.grads + last.n - begin.grads);
+    return part;
 }

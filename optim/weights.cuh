@@ -35,7 +35,9 @@ __device__ __forceinline__ Philox draw_of(uint64_t seed, uint64_t key, int64_t t
     return philox(seed, key, static_cast<uint64_t>(t) << 32 | static_cast<uint64_t>(draw));
 }
 __device__ __forceinline__ uint32_t part_of(const Philox& draw, int part) {
-    return draw.v[part / 2] >> (part % 2 * 16) & 0xffff;
+    // Not v[part / 2]: an index that a GPU learns while it runs would bring the draw out of its registers.
+    const uint32_t low = part & 2 ? draw.v[1] : draw.v[0], high = part & 2 ? draw.v[3] : draw.v[2];
+    return (part & 4 ? high : low) >> (part % 2 * 16) & 0xffff;
 }
 
 // Beyond the largest bf16 the next "number" is infinity, as in rounding to nearest. Infinity and NaN stay.
@@ -63,13 +65,15 @@ struct WeightFormat {
         return part_of(draw_of(seed, key, t, e / kTileN * kDrawStride + e % kDrawStride),
                        static_cast<int>(e % kTileN / kDrawStride));
     }
-    __device__ __forceinline__ void store(V* values, C* copy, int64_t i, float w, uint32_t random_bits) const {
-        if constexpr (stochastic) {
-            values[i] = round_stochastically(w, random_bits);
-        } else {
-            values[i] = from_float<V>(w);
-        }
-        if constexpr (!std::is_same_v<C, NoCopy>) copy[i] = from_float<C>(w);
+    __device__ __forceinline__ V rounded(float w, uint32_t random_bits) const {
+        if constexpr (stochastic) return round_stochastically(w, random_bits);
+        else return from_float<V>(w);
+    }
+    static constexpr bool has_copy = !std::is_same_v<C, NoCopy>;
+    __device__ __forceinline__ void store(V* values, int64_t i, C* copy, int64_t copy_i, float w,
+                                          uint32_t random_bits) const {
+        values[i] = rounded(w, random_bits);
+        if constexpr (has_copy) copy[copy_i] = from_float<C>(w);
     }
     // A chunk of a row (layers/chunk.cuh), whose first element is at i and is element e of this rank's part of its
     // parameter.
@@ -82,7 +86,7 @@ struct WeightFormat {
         } else {
             ::store_chunk(values + i, w, n_left);
         }
-        if constexpr (!std::is_same_v<C, NoCopy>) ::store_chunk(copy + i, w, n_left);
+        if constexpr (has_copy) ::store_chunk(copy + i, w, n_left);
     }
 };
 

@@ -79,7 +79,7 @@ std::vector<int64_t> optimizer_sums(const Trainer& t, const Model& model) {
     if (model.sharding.host_updates()) return {};
     Arena counting("optimizer");
     const TrainOptions& o = t.options;
-    return make_optimizer(o.optimizer, counting, model.params, model.n, o.optimizer_options, false)->sums();
+    return make_optimizer(o.optimizer, counting, model.params, model.n, o.optimizer_options)->sums();
 }
 
 // Bytes that tensor parallelism sends in a step, all ranks together.
@@ -198,8 +198,7 @@ std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
     const Sharding& s = t.model.sharding;
     const double P = static_cast<double>(t.model.n), n = s.size;
     int64_t states = static_cast<int64_t>(t.model.masters.bytes()), buffers = 0;
-    for (const auto& optimizer : t.optimizers)
-        for (const OptimizerState& state : optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
+    for (const OptimizerState& state : t.optimizer->states()) states += static_cast<int64_t>(state.tensor.bytes());
     for (const auto& array : {t.model.weight_buffers, t.model.grad_buffers})
         for (const Tensor& buffer : array) buffers += static_cast<int64_t>(buffer.bytes());
 

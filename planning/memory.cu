@@ -20,13 +20,11 @@ namespace {
 // The optimizer's states by kind: "m", "v", "row", ...; of what this rank updates.
 std::vector<std::pair<std::string, double>> optimizer_states(const Trainer& t) {
     std::vector<std::pair<std::string, double>> kinds;
-    for (const auto& optimizer : t.optimizers) {
-        for (const OptimizerState& state : optimizer->states()) {
-            auto at =
-                std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
-            if (at == kinds.end()) at = kinds.insert(kinds.end(), {state.kind, 0.0});
-            at->second += static_cast<double>(state.tensor.bytes());
-        }
+    for (const OptimizerState& state : t.optimizer->states()) {
+        auto at =
+            std::find_if(kinds.begin(), kinds.end(), [&](const auto& entry) { return entry.first == state.kind; });
+        if (at == kinds.end()) at = kinds.insert(kinds.end(), {state.kind, 0.0});
+        at->second += static_cast<double>(state.tensor.bytes());
     }
     return kinds;
 }

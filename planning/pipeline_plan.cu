@@ -36,11 +36,8 @@ States states_of(const Trainer& t, const ModelPart& part) {
     const Model model =
         build_model(t.config, o.precision, o.seq, weights, grads, masters, t.model.sharding, t.model.layout, part);
     int64_t others = static_cast<int64_t>(model.masters.bytes());
-    for (size_t u = 0; u < model.units.size(); ++u) {
-        const auto optimizer = make_optimizer(o.optimizer, states, model.updated_params(u), model.updated(u).n,
-                                              o.optimizer_options, false);
-        for (const OptimizerState& state : optimizer->states()) others += static_cast<int64_t>(state.tensor.bytes());
-    }
+    const auto optimizer = make_optimizer(o.optimizer, states, model.updated_units(), o.optimizer_options);
+    for (const OptimizerState& state : optimizer->states()) others += static_cast<int64_t>(state.tensor.bytes());
     return {model.n, static_cast<int64_t>(weights.bytes()), static_cast<int64_t>(grads.bytes()), others};
 }
 

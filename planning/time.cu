@@ -198,9 +198,8 @@ void print_time(Trainer& t) {
     if (t.pipeline) return print_pipeline_time(t);
     const TrainOptions& o = t.options;
     double optimizer_bytes = 0;  // of this rank
-    for (const auto& optimizer : t.optimizers)
-        for (const OptimizerState& state : optimizer->states())
-            optimizer_bytes += static_cast<double>(state.tensor.bytes());
+    for (const OptimizerState& state : t.optimizer->states())
+        optimizer_bytes += static_cast<double>(state.tensor.bytes());
     const double tokens = static_cast<double>(t.local_batch * o.rank_seq());
     const StepCost cost = step_cost(t, optimizer_bytes);
     std::printf("FLOPs per token 6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",

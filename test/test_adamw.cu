@@ -329,13 +329,29 @@ TEST_CASE("AdamW gives an element the same bits in every place and in every run"
 
 TEST_CASE("tiles cover each element of each parameter once", "[adamw]") {
     const Layout layout = make_layout({1, 1024, 1025, 5000, 7, 2048});
-    const std::vector<Tile> tiles = make_tiles(layout.params);
+    // Two units whose gradients, weights and states have other places each.
+    const auto some = [&](size_t first, size_t n) {
+        std::vector<Param> params(layout.params.begin() + static_cast<std::ptrdiff_t>(first),
+                                  layout.params.begin() + static_cast<std::ptrdiff_t>(first + n));
+        const int64_t start = params[0].offset;
+        for (Param& param : params) param.offset -= start;
+        return UpdatedUnit{.params = params, .n = 7100, .values = start, .copy = start + 8, .grads = start + 100};
+    };
+    const UpdatedUnit low = some(0, 3), high = some(3, 3);
+    const TileTable table = make_tiles({low, high});
+    const std::vector<Tile>& tiles = table.tiles;
+    CHECK(table.first_tile == std::vector<int64_t>{0, 4, 12});
+    CHECK(table.first_element == std::vector<int64_t>{0, 2050, 9105});
+    CHECK(table.first_state == std::vector<int64_t>{0, 7104, 14208});
     CHECK(tiles.size() == 1 + 1 + 2 + 5 + 1 + 2);
     std::vector<float> seen(static_cast<size_t>(layout.n), -1.0f);
     for (const Tile& tile : tiles) {
         REQUIRE(tile.n >= 1);
         REQUIRE(tile.n <= kTileN);
-        for (int64_t i = tile.first; i < tile.first + tile.n; ++i) {
+        CHECK(tile.copy == tile.values + 8);
+        CHECK(tile.grads == tile.values + 100);
+        CHECK(tile.state == (tile.values < high.values ? tile.values : tile.values - high.values + 7104));
+        for (int64_t i = tile.values; i < tile.values + tile.n; ++i) {
             REQUIRE(seen[static_cast<size_t>(i)] == -1.0f);
             seen[static_cast<size_t>(i)] = tile.decay;
         }
@@ -344,7 +360,7 @@ TEST_CASE("tiles cover each element of each parameter once", "[adamw]") {
     for (const Param& param : layout.params)
         for (int64_t k = 0; k < param.value.n(); ++k) expected[static_cast<size_t>(param.offset + k)] = param.decay;
     CHECK((seen == expected));
-    CHECK(make_tiles({}).empty());
+    CHECK(make_tiles({}).tiles.empty());
 }
 
 TEST_CASE("AdamW counts its memory before it takes it", "[adamw]") {

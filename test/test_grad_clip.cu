@@ -184,3 +184,39 @@ TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
         CHECK_THAT(error_of([&] { grad_norm(result, grads, 1.0f, unscale, scratch, device().stream); }),
                    ContainsSubstring("unscale is"));
 }
+
+TEST_CASE("sums of squares of many parts have the bits of each by itself", "[grad_clip]") {
+    // Parts that begin on no boundary, are shorter and longer than a chunk, and leave gaps of NaN. Row 4 has two parts,
+    // rows 0 and 3 none.
+    const std::vector<SquareSums::Part> parts = {
+        {0, 70000, 1}, {70003, 2 * kChunkN + 5, 2}, {202000, kChunkN, 4}, {267601, 100, 4}, {267712, 3 * kChunkN, 5}};
+    const int64_t n = parts.back().first + parts.back().n;
+    for (const DType dtype : kFloatDTypes) {
+        INFO(dtype_name(dtype));
+        std::vector<double> values(static_cast<size_t>(n), NAN);
+        const std::vector<double> numbers = random_values(n, 5, 0.01);
+        for (const auto& [first, part_n, row] : parts)
+            std::copy_n(numbers.begin() + first, part_n, values.begin() + first);
+        const Buffer grads(dtype, {n}, values);
+        const std::vector<double> before(12, 7.0);
+        const Buffer sums(DType::f32, {6, 2}, before);
+        Arena arena("norm");
+        SquareSums(arena, "norm", parts);
+        arena.reserve();
+        SquareSums all(arena, "norm", parts);
+        all.init(device().stream);
+        all.add_up(sums, grads, device().stream);
+        const std::vector<double> together = sums.values();
+        std::vector<double> expected = before, row_4;
+        for (const auto& [first, part_n, row] : parts) {
+            const Buffer sum(DType::f32, {2}), scratch(DType::f32, {grad_norm_scratch_n(part_n)});
+            sum_squares(sum, grads.tensor().slice(first, part_n), scratch, device().stream);
+            if (row == 4) row_4.push_back(sum.values()[0] + sum.values()[1]);
+            std::copy_n(sum.values().begin(), 2, expected.begin() + 2 * row);
+        }
+        const double sum_4 = together[8] + together[9];
+        CHECK(std::abs(sum_4 - row_4[0] - row_4[1]) <= 0x1p-45 * sum_4);
+        expected[8] = together[8], expected[9] = together[9];
+        CHECK(together == expected);
+    }
+}

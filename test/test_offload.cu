@@ -44,7 +44,7 @@ class Run {
         take();
         for (Arena* arena : {&weights_, &masters_, &grads_, &states_, &rest_, &transit_}) arena->reserve();
         take();
-        for (const auto& optimizer : optimizers_) optimizer->init(device().stream);
+        optimizer_->init(device().stream);
         init_weights(model, 3);
     }
 
@@ -74,7 +74,7 @@ class Run {
         clip_scale(norm_, sums_, case_.clip, 1 / loss_scale, stream);
         for (size_t u = 0; u < model.units.size(); ++u) {
             if (offload_) offload_->update(u, norm_, stream);
-            else optimizers_[u]->step(model.updated_weights(u, 5), model.updated_grads(u), norm_, lr, t, stream);
+            else optimizer_->step_units(u, 1, model.updated_weights(5), model.grads, norm_, lr, t, stream);
             ranks_.all_gather_weights(model, u, stream);
         }
         cudaCheck(cudaStreamSynchronize(stream));
@@ -87,8 +87,7 @@ class Run {
         cudaCheck(cudaDeviceSynchronize());
         for (const Param& param : model.params) add(ranks_.read(model, param));
         add(to_floats(model.weights));
-        for (const auto& optimizer : optimizers_)
-            for (const OptimizerState& state : optimizer->states()) add(to_floats(state.tensor));
+        for (const OptimizerState& state : optimizer_->states()) add(to_floats(state.tensor));
         return all;
     }
 
@@ -106,22 +105,16 @@ class Run {
         model = build_model(config, {case_.dtype, ranks_.comm().size == 1 ? DType::f32 : case_.dtype, half}, kT,
                             weights_, grads_, masters_, sharding);
         model.data_parallel = &ranks_;
-        optimizers_.clear();
         int64_t scratch_n = 0;
-        for (size_t u = 0; u < model.units.size(); ++u) {
-            OptimizerOptions options = default_optimizer_options(case_.optimizer);
-            options.weight_decay = 0.1f;
-            const auto make = [&](Arena& arena) {
-                return sharding.host_updates() ? make_host_optimizer(case_.optimizer, arena, model.updated_params(u),
-                                                                     model.updated(u).n, options)
-                                               : make_optimizer(case_.optimizer, arena, model.updated_params(u),
-                                                                model.updated(u).n, options);
-            };
-            optimizers_.push_back(make(states_));
+        for (size_t u = 0; u < model.units.size(); ++u)
             scratch_n = std::max(scratch_n, grad_norm_scratch_n(model.shard(u).n));
-        }
+        OptimizerOptions options = default_optimizer_options(case_.optimizer);
+        options.weight_decay = 0.1f;
+        optimizer_ = sharding.host_updates()
+                         ? make_host_optimizer(case_.optimizer, states_, model.updated_units(), options)
+                         : make_optimizer(case_.optimizer, states_, model.updated_units(), options);
         if (case_.offload != Offload::none) {
-            if (!offload_) offload_ = std::make_unique<OffloadedUpdate>(model, optimizers_, case_.clip > 0);
+            if (!offload_) offload_ = std::make_unique<OffloadedUpdate>(model, optimizer_, case_.clip > 0);
             offload_->take_memory(transit_);
             ranks_.grads_are_final = [this](size_t u, cudaStream_t stream) { offload_->grads_are_final(u, stream); };
         }
@@ -140,7 +133,7 @@ class Run {
     Activations acts_;
     Workspace workspace_;
     Tensor sums_, norm_, scratch_;
-    std::vector<std::unique_ptr<Optimizer>> optimizers_;
+    std::unique_ptr<Optimizer> optimizer_;
     std::unique_ptr<OffloadedUpdate> offload_;
 };
 
@@ -209,8 +202,9 @@ TEST_CASE("the host's update is the device's", "[offload]") {
                     side.norm = side.arena.take("norm", DType::f32, {2});
                     OptimizerOptions options = default_optimizer_options(name);
                     options.weight_decay = 0.1f;
-                    side.optimizer = s == 0 ? make_optimizer(name, side.arena, params, n, options)
-                                            : make_host_optimizer(name, side.arena, params, n, options);
+                    side.optimizer = s == 0
+                                         ? make_optimizer(name, side.arena, params, n, options)
+                                         : make_host_optimizer(name, side.arena, {{.params = params, .n = n}}, options);
                     if (pass == 0) side.arena.reserve();
                 }
                 side.optimizer->init(device().stream);
@@ -249,7 +243,7 @@ TEST_CASE("the host's update is the device's", "[offload]") {
         }
     }
     Arena arena("none");
-    CHECK_THROWS_WITH(make_host_optimizer("lion", arena, {}, 0, {}),
+    CHECK_THROWS_WITH(make_host_optimizer("lion", arena, {}, {}),
                       ContainsSubstring("'lion' has no update on the host"));
 }
 

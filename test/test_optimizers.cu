@@ -602,6 +602,83 @@ TEST_CASE("the formats of weights and gradients that do not go together", "[opti
     }
 }
 
+TEST_CASE("units at other places of the arrays, one after the other or at once, have the same bits", "[optim]") {
+    const Layout layout = odd_layout();
+    // The same parameters in two units, which begin elsewhere in each array; all that is no parameter's is NaN.
+    std::vector<UpdatedUnit> units(2);
+    for (size_t p = 0; p < layout.params.size(); ++p) {
+        UpdatedUnit& unit = units[p / 3];
+        unit.params.push_back(layout.params[p]);
+        unit.params.back().offset = round_up(unit.n, 4);
+        unit.n = unit.params.back().offset + layout.params[p].value.n();
+    }
+    units[0].values = 64, units[0].copy = 0, units[0].grads = 128;
+    units[1].values = round_up(64 + units[0].n, 64), units[1].copy = units[1].values + 64;
+    units[1].grads = units[1].values + 1024;
+    const int64_t n = units[1].grads + units[1].n + 3;
+    const auto spread = [&](const std::vector<double>& flat, int64_t UpdatedUnit::*place) {
+        std::vector<double> spread(static_cast<size_t>(n), NAN);
+        for (size_t p = 0; p < layout.params.size(); ++p)
+            std::copy_n(flat.begin() + layout.params[p].offset, layout.params[p].value.n(),
+                        spread.begin() + units[p / 3].*place + units[p / 3].params[p % 3].offset);
+        return spread;
+    };
+    struct Format {
+        DType values, copy;
+    };
+    for (const std::string& name : optimizer_names())
+        for (const Format& format : {Format{DType::f32, DType::f32}, Format{DType::f32, DType::bf16},
+                                     Format{DType::bf16, DType::f32}}) {  // a copy in f32: none
+            INFO(name << ", values in " << dtype_name(format.values));
+            const bool has_copy = format.copy != DType::f32;
+            const DType grad_dtype = has_copy ? DType::bf16 : DType::f32;
+            const auto train = [&](Optimizer& optimizer, bool is_spread, bool at_once) {
+                const auto lay = [&](const std::vector<double>& flat, int64_t UpdatedUnit::*place) {
+                    return is_spread ? spread(flat, place) : flat;
+                };
+                const int64_t its_n = is_spread ? n : layout.n;
+                const std::vector<double> start = random_values(layout.n, 1);
+                const Buffer values(format.values, {its_n}, lay(start, &UpdatedUnit::values)),
+                    copy(format.copy, {its_n}, lay(start, &UpdatedUnit::copy)), norm(DType::f32, {2}, {1, 0.75});
+                Weights weights{.values = values, .stochastic = format.values == DType::bf16, .seed = 3};
+                if (has_copy) weights.copy = copy;
+                for (int64_t t = 1; t <= 2; ++t) {
+                    const Buffer grads(grad_dtype, {its_n}, lay(gradients_of_step(layout.n, t), &UpdatedUnit::grads));
+                    if (at_once) optimizer.step(weights, grads, norm, 1e-2, t, device().stream);
+                    else
+                        for (size_t u = 0; u < optimizer.n_units(); ++u)
+                            optimizer.step_units(u, 1, weights, grads, norm, 1e-2, t, device().stream);
+                    cudaCheck(cudaDeviceSynchronize());
+                }
+                // Where parameters are; elsewhere NaN stays, or what is there without units.
+                return std::pair(values.values(), copy.values());
+            };
+            const OwnOptimizer whole(name, layout);
+            const auto expected = train(*whole.optimizer, false, true);
+            for (const bool at_once : {true, false}) {
+                Arena arena("optimizer");
+                const OptimizerOptions options = default_optimizer_options(name);
+                make_optimizer(name, arena, units, options);
+                arena.reserve();
+                const auto optimizer = make_optimizer(name, arena, units, options);
+                optimizer->init(device().stream);
+                const auto [values, copy] = train(*optimizer, true, at_once);
+                const auto same = [](const std::vector<double>& a, const std::vector<double>& b) {
+                    return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                                      [](double x, double y) { return x == y || (std::isnan(x) && std::isnan(y)); });
+                };
+                CHECK(same(values, spread(expected.first, &UpdatedUnit::values)));
+                if (has_copy) CHECK(same(copy, spread(expected.second, &UpdatedUnit::copy)));
+                const auto states = optimizer->states();
+                REQUIRE(states.size() == whole->states().size());
+                for (const OptimizerState& state : states) {
+                    const auto& params = units[state.unit].params;
+                    CHECK(std::ranges::count(params, state.param, &Param::name) == 1);
+                }
+            }
+        }
+}
+
 TEST_CASE("Muon orthogonalises GPT-2's q, k and v each by itself", "[optim]") {
     // As one parameter and as three, the same bits; for bf16 weights the random numbers are the fused parameter's.
     Layout fused, three;

@@ -53,35 +53,35 @@ std::vector<PlacedState> placed_states(const Trainer& t) {
     std::vector<PlacedState> states;
     std::map<std::string, const Param*> params;
     for (const Param& param : t.model.params) params[param.name] = &param;
-    for (size_t u = 0; u < t.optimizers.size(); ++u) {
-        std::map<std::string, Param> pieces;
-        for (const Param& piece : t.model.updated_params(u)) pieces[piece.name] = piece;
-        for (const OptimizerState& state : t.optimizers[u]->states()) {
-            const Param& piece = pieces.at(state.param);
-            const int64_t n = state.tensor.n(), first = piece.first / std::max<int64_t>(1, state.per);
-            const Param& param = *params.at(state.param);
-            const int64_t used_n = param.value.n() - param.padded_rows * (param.value.n() / param.value.shape[0]);
-            const bool is_cut = piece.cut.exists(), is_whole = piece.value.n() == param.value.n();
-            PlacedState placed{.name = state.kind + "." + param.file_name(),
-                               .tensor = state.tensor,
-                               .per = state.per,
-                               .pieces = {{0, n, first, n, n}},
-                               .padding_n = 0,
-                               .whole = is_whole,
-                               .writes = is_owner(t, u) && (piece.counted || !t.tensor_parallel)};
-            if (state.per == 1) placed.padding_n = std::clamp<int64_t>(piece.first + n - used_n, 0, n);
-            if (is_cut && state.per == 1) {
-                placed.pieces = cut_pieces(piece.cut, piece.first, n);
-                placed.whole = false;
-            } else if (is_cut && state.per == 0) {  // of the whole parameter, on all ranks
-                placed.writes = is_owner(t, u) && t.model.layout.rank == 0;
-            } else if (is_cut) {  // blocks of this rank's part
-                placed.name += concat(kPart, t.model.layout.rank + 1, " of ", division(t));
-                placed.writes = is_owner(t, u);
-            }
-            placed.writes = placed.writes && param.copy_of.empty();
-            states.push_back(std::move(placed));
+    std::map<std::string, Param> pieces;
+    for (const UpdatedUnit& unit : t.model.updated_units())
+        for (const Param& piece : unit.params) pieces[piece.name] = piece;
+    for (const OptimizerState& state : t.optimizer->states()) {
+        const size_t u = state.unit;
+        const Param& piece = pieces.at(state.param);
+        const int64_t n = state.tensor.n(), first = piece.first / std::max<int64_t>(1, state.per);
+        const Param& param = *params.at(state.param);
+        const int64_t used_n = param.value.n() - param.padded_rows * (param.value.n() / param.value.shape[0]);
+        const bool is_cut = piece.cut.exists(), is_whole = piece.value.n() == param.value.n();
+        PlacedState placed{.name = state.kind + "." + param.file_name(),
+                           .tensor = state.tensor,
+                           .per = state.per,
+                           .pieces = {{0, n, first, n, n}},
+                           .padding_n = 0,
+                           .whole = is_whole,
+                           .writes = is_owner(t, u) && (piece.counted || !t.tensor_parallel)};
+        if (state.per == 1) placed.padding_n = std::clamp<int64_t>(piece.first + n - used_n, 0, n);
+        if (is_cut && state.per == 1) {
+            placed.pieces = cut_pieces(piece.cut, piece.first, n);
+            placed.whole = false;
+        } else if (is_cut && state.per == 0) {  // of the whole parameter, on all ranks
+            placed.writes = is_owner(t, u) && t.model.layout.rank == 0;
+        } else if (is_cut) {  // blocks of this rank's part
+            placed.name += concat(kPart, t.model.layout.rank + 1, " of ", division(t));
+            placed.writes = is_owner(t, u);
         }
+        placed.writes = placed.writes && param.copy_of.empty();
+        states.push_back(std::move(placed));
     }
     return states;
 }

@@ -63,7 +63,7 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
         pipeline_ranks = std::make_unique<PipelineRanks>(mesh.comm("pp"), config, parts);
     }
     if (options.offload == Offload::none) return;
-    offload = std::make_unique<OffloadedUpdate>(model, optimizers, options.updates_after_norm());
+    offload = std::make_unique<OffloadedUpdate>(model, optimizer, options.updates_after_norm());
     // With --tp they are final when the ranks' parts have been added (accumulate_gradients).
     if (!tensor_parallel)
         data_parallel.grads_are_final = [this](size_t unit, cudaStream_t stream) {
@@ -93,33 +93,19 @@ void Trainer::take_memory() {
     model.context_parallel = context_parallel.get();
     model.flash_tier = o.attention;
 
-    optimizers.clear();
-    int64_t scratch_n = 0, norm_n = 0;
-    for (size_t u = 0; u < model.units.size(); ++u) {
-        const std::vector<Param> params = model.updated_params(u);
-        const int64_t n = model.updated(u).n;
-        optimizers.push_back(
-            sharding.host_updates()
-                ? make_host_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options)
-                : make_optimizer(o.optimizer, memory.optimizer, params, n, o.optimizer_options, false));
-        scratch_n = std::max(scratch_n, optimizers[u]->scratch_n());
-        norm_n = std::max(norm_n, grad_norm_scratch_n(model.shard(u).n));
-    }
-    if (scratch_n > 0) {  // one buffer for all: units are updated one after the other
-        const Tensor scratch = memory.optimizer.take("optimizer scratch", DType::f32, {scratch_n});
-        for (const auto& optimizer : optimizers) optimizer->use_scratch(scratch);
-    }
-    for (const auto& optimizer : optimizers)
-        if (tensor_parallel)
-            optimizer->use_sums(
-                [ranks = tensor_parallel.get()](Tensor tensor, cudaStream_t stream) { ranks->sum(tensor, stream); });
+    const std::vector<UpdatedUnit> units = model.updated_units();
+    optimizer = sharding.host_updates() ? make_host_optimizer(o.optimizer, memory.optimizer, units, o.optimizer_options)
+                                        : make_optimizer(o.optimizer, memory.optimizer, units, o.optimizer_options);
+    if (tensor_parallel)
+        optimizer->use_sums(
+            [ranks = tensor_parallel.get()](Tensor tensor, cudaStream_t stream) { ranks->sum(tensor, stream); });
     if (offload) offload->take_memory(memory.transit);
     if (!pipeline) acts = take_activations(model, micro_batch, o.rank_seq(), o.recompute, memory.activations);
     workspace = take_workspace(model, micro_batch, o.rank_seq(), true, memory.activations);
     if (!pipeline && o.mask_documents) take_documents(model, acts, o.seq, memory.activations);
     if (!pipeline && o.has_positions()) take_positions(acts, memory.activations);
     totals = memory.activations.take("shared by layers", DType::f32, {n_units() + kStepNumberRows, 2});
-    norm_scratch = memory.activations.take("shared by layers", DType::f32, {norm_n});
+    square_sums.emplace(memory.activations, "shared by layers", norm_parts());
     if (pipeline) acts = pipeline->take_memory();
     // A pipeline has its gradients in the second of two micro-batches (pipeline.cu).
     data_parallel.take_memory(model, pipeline ? 2 : local_batch / micro_batch, {totals, model.fp8_states},
@@ -137,6 +123,16 @@ ContextParallel::Sizes Trainer::attention_sizes() const {
     return {.B = acts.B, .H = c.H, .K = c.K, .D = c.D, .Dv = c.value_D(), .dtype = model.precision.dtype};
 }
 
+// Each rank squares its shard, also where it holds all gradients: so the norm has the same bits with and without ZeRO.
+std::vector<SquareSums::Part> Trainer::norm_parts() const {
+    std::vector<SquareSums::Part> parts;
+    for (size_t u = 0; u < model.units.size(); ++u)
+        for (const Range& range : model.counted(u))
+            parts.push_back(
+                {model.grad_shard_place(u) + range.first, range.n, static_cast<int64_t>(model.units[u].number)});
+    return parts;
+}
+
 void Trainer::take_tensor_parallel_memory() {
     if (!tensor_parallel) return;
     TensorParallel::Sizes sizes{.N = acts.B * acts.T,
@@ -151,8 +147,7 @@ void Trainer::take_tensor_parallel_memory() {
     if (sampler) sizes.geometry.whole_rows = sampler->largest_step().tokens;
     sizes.overlap = options.tp_overlap;
     sizes.largest_sum = model.fp8_states.n();
-    for (const auto& optimizer : optimizers)
-        for (const int64_t n : optimizer->sums()) sizes.largest_sum = std::max(sizes.largest_sum, n);
+    for (const int64_t n : optimizer->sums()) sizes.largest_sum = std::max(sizes.largest_sum, n);
     tensor_parallel->take_memory(sizes, memory.communication);
 }
 
@@ -168,7 +163,8 @@ void Trainer::reserve() {
     for (Arena* arena : memory.all()) arena->reserve();
     sample_tables.reserve();
     take_memory();
-    for (const auto& optimizer : optimizers) optimizer->init(device().stream);
+    optimizer->init(device().stream);
+    square_sums->init(device().stream);
     cudaCheck(cudaMemsetAsync(totals.data, 0, totals.bytes(), device().stream));
     const int64_t n_rows = evaluation_row() + local_batch, n_tokens = n_rows * options.rank_seq();
     take_pinned(host_tokens, n_tokens);

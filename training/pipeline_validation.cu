@@ -52,8 +52,7 @@ void Pipeline::take_validation_memory() {
     totals_ = t_.totals;
     updated_ = {model.weights};
     if (model.masters.exists()) updated_.push_back(model.masters);
-    for (const auto& optimizer : t_.optimizers)
-        for (const OptimizerState& state : optimizer->states()) updated_.push_back(state.tensor);
+    for (const OptimizerState& state : t_.optimizer->states()) updated_.push_back(state.tensor);
     before_.clear();
     if (!t_.options.updates_after_norm()) return;  // nothing that is known later changes an update
     for (const Tensor& tensor : updated_)

@@ -56,10 +56,8 @@ void Pipeline::update(const Action& action, cudaStream_t stream) {
     const size_t n = versions_.size(), v = static_cast<size_t>(action.version);
     const Model &next = versions_[v % n], &now = versions_[(v - 1) % n];
     if (n > 1) copy_tensor(next.weights, now.weights, stream);
-    for (size_t u = 0; u < next.units.size(); ++u)
-        t_.optimizers[u]->step(next.updated_weights(u, static_cast<uint64_t>(o.seed)), next.updated_grads(u),
-                               t_.norm_result(), learning_rate(o.schedule, first_step_ + step), t_.updates + 1 + step,
-                               stream);
+    t_.optimizer->step(next.updated_weights(static_cast<uint64_t>(o.seed)), next.grads, t_.norm_result(),
+                       learning_rate(o.schedule, first_step_ + step), t_.updates + 1 + step, stream);
 }
 
 // Steps first to first + n - 1.

@@ -156,16 +156,7 @@ void Trainer::sum_over_ranks(cudaStream_t stream) {
 void add_squares(Trainer& t) {
     const cudaStream_t stream = device().stream;
     if (t.pipeline && !t.pipeline->counts()) return;
-    // Each rank squares its shard, also where it holds all gradients:
-    // so the norm has the same bits with and without ZeRO.
-    for (size_t u = 0; u < t.model.units.size(); ++u) {
-        bool add = false;  // to the 0 or to the ranges before
-        for (const Range& range : t.model.counted(u)) {
-            const Tensor grads = t.model.grad_shard(u).slice(range.first, range.n);
-            sum_squares(t.squares(t.model.units[u]), grads, t.norm_scratch, stream, add);
-            add = true;
-        }
-    }
+    t.square_sums->add_up(t.totals, t.model.grads, stream);
 }
 
 // The ranks agree on stopping in a sum that they make anyway: all of them stop after the same step. Of one rank the
@@ -192,13 +183,18 @@ void clip_gradients(Trainer& t, bool stop) {
 void apply_optimizers(Trainer& t, int64_t step) {
     const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
-    const uint64_t seed = static_cast<uint64_t>(o.seed);  // of stochastic rounding
-    for (size_t u = 0; u < t.model.units.size(); ++u) {
+    const size_t n_units = t.model.units.size();
+    const auto update = [&](size_t first, size_t count) {
+        t.optimizer->step_units(first, count, t.model.updated_weights(static_cast<uint64_t>(o.seed)), t.model.grads,
+                                t.norm_result(), learning_rate(o.schedule, step), t.updates + 1, stream);
+    };
+    // One launch, unless a unit's weights go to other ranks, or to the device, while the next unit is updated.
+    const bool one_by_one = t.offload || t.data_parallel.updates_by_unit();
+    if (!one_by_one) update(0, n_units);
+    for (size_t u = 0; u < n_units; ++u) {
         if (t.offload) t.offload->update(u, t.norm_result(), stream);
-        else
-            t.optimizers[u]->step(t.model.updated_weights(u, seed), t.model.updated_grads(u), t.norm_result(),
-                                  learning_rate(o.schedule, step), t.updates + 1, stream);
-        t.data_parallel.all_gather_weights(t.model, u, stream);  // while the next unit is updated
+        else if (one_by_one) update(u, 1);
+        t.data_parallel.all_gather_weights(t.model, u, stream);
     }
     quantise_weights(t.model, stream);
 }

@@ -247,7 +247,7 @@ struct Trainer {
     Workspace workspace;
     std::unique_ptr<Engine> sampler;  // with --sample
     Arena sample_tables{"tables of samples", MemoryKind::pinned};
-    std::vector<std::unique_ptr<Optimizer>> optimizers;  // one a unit, of what this rank updates there
+    std::unique_ptr<Optimizer> optimizer;      // of what this rank updates of the units
     std::unique_ptr<OffloadedUpdate> offload;  // with --offload: brings their work to the host, or their states here
     LossScaler scaler;
     DataIdentity data;       // for checkpoints
@@ -257,7 +257,7 @@ struct Trainer {
     // f32 (units of the whole model + kStepNumberRows, 2): the sum of squares of each unit's gradients, then
     // StepNumbers. Rows of units that are not here are 0.
     Tensor totals;
-    Tensor norm_scratch;  // sum_squares'
+    std::optional<SquareSums> square_sums;  // of this rank's gradients, to the first rows of totals
     // Pinned. A row is a sequence: those of two steps, which take turns (first_row), of all steps that are read at once,
     // and last those of an evaluation.
     int32_t *host_tokens = nullptr, *host_targets = nullptr;
@@ -280,7 +280,6 @@ struct Trainer {
     void sum_over_equal_stages(cudaStream_t stream);  // without those of other stages of a pipeline
     // Adds the losses of a micro-batch to loss_sum(): of the ranks with the same tokens, one does.
     void add_losses_once(const Activations& acts, cudaStream_t stream);
-    Tensor squares(const Unit& unit) const { return totals.slice(static_cast<int64_t>(unit.number), 1).view({2}); }
     Tensor stop_count() const { return totals.slice(n_units(), 1).view({2}); }
     Tensor loss_sum() const { return totals.slice(n_units() + 1, 1).view({2}); }
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
@@ -291,6 +290,7 @@ struct Trainer {
 
   private:
     void take_tensor_parallel_memory();
+    std::vector<SquareSums::Part> norm_parts() const;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

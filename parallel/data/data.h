@@ -93,6 +93,7 @@ struct FlatParameters {
     Range shard(size_t unit) const;
     Tensor weight_shard(size_t unit) const;
     Tensor grad_shard(size_t unit) const;
+    int64_t grad_shard_place(size_t unit) const;  // its first element in `grads`
     Tensor master_shard(size_t unit) const;
     // What this rank's optimizer updates of a unit: its shard, or all of it where the states are not sharded. The
     // offsets of the parameters, whole ones and pieces, count from there.
@@ -103,9 +104,13 @@ struct FlatParameters {
     std::vector<Range> counted(size_t unit) const;
     // Of updated_grads() of all units: the elements whose gradients ranks have parts of, by Param::sharers.
     std::map<AxisSet, std::vector<Tensor>> shared_grads() const;
-    Weights updated_weights(size_t unit,
-                            uint64_t seed) const;  // seed: of stochastic rounding, for 16 bits without masters
+    Tensor updated_copy(size_t unit) const;  // of its weights, where the optimizer updates masters
+    // The whole arrays. seed: of stochastic rounding, for 16 bits without masters.
+    Weights updated_weights(uint64_t seed) const;
     std::vector<Param> updated_params(size_t unit) const;
+    // Of all units, as the optimizer needs them. Where the host updates, what crosses the bus lies there packed: the
+    // gradients, and with Offload::optimizer the copies of the weights.
+    std::vector<UpdatedUnit> updated_units() const;
     std::vector<Range> gaps(size_t unit) const;  // elements of the unit that are no parameter's
 
     size_t unit_of(const Param& param) const;
@@ -265,7 +270,10 @@ class DataParallel {
     void end_grads(const FlatParameters& p, size_t unit, cudaStream_t stream);
     // After the last backward: the stream waits for all sums.
     void finish_grads(cudaStream_t stream);
-    // After the update of this rank's shard of a unit.
+    // Does a unit's update come after that of the unit before, and do its weights travel meanwhile? Otherwise all units
+    // are updated at once.
+    bool updates_by_unit() const { return options_.zero > 0 || options_.naive; }
+    // After the update of this rank's shard of a unit, or of all: for each unit in order.
     void all_gather_weights(const FlatParameters& p, size_t unit, cudaStream_t stream);
 
     // If set: called in each step, once for every unit, last ones first, when its gradients are final: when this stream
@@ -307,11 +315,10 @@ class DataParallel {
 
 class OffloadedUpdate {
   public:
-    // optimizers: one a unit; on the host (make_host_optimizer), but for unified. norm_first: an update must wait for
-    // the norm of all gradients, because it clips, or because fp16 may have overflowed.
-    // Otherwise it begins as soon as its unit's are final.
-    OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers,
-                    bool norm_first);
+    // optimizer: of p.updated_units(), on the host (make_host_optimizer), but for unified. norm_first: an update must
+    // wait for the norm of all gradients, because it clips, or because fp16 may have overflowed. Otherwise it begins as
+    // soon as its unit's are final.
+    OffloadedUpdate(const FlatParameters& p, const std::unique_ptr<Optimizer>& optimizer, bool norm_first);
     ~OffloadedUpdate();
     OffloadedUpdate(const OffloadedUpdate&) = delete;
     OffloadedUpdate& operator=(const OffloadedUpdate&) = delete;
@@ -328,20 +335,22 @@ class OffloadedUpdate {
   private:
     void update_on_host(size_t unit);
     void update_on_device(size_t unit, Tensor norm_scale, cudaStream_t stream);
-    std::vector<Tensor> pages(size_t unit) const;
+    std::vector<std::vector<Tensor>> all_pages() const;
     void move_pages(size_t unit, bool to_device, cudaStream_t stream);
     // `later` goes on when `earlier` has come here.
     void after(cudaStream_t later, cudaStream_t earlier);
 
     const FlatParameters& p_;
-    const std::vector<std::unique_ptr<Optimizer>>& optimizers_;
+    const std::unique_ptr<Optimizer>& optimizer_;
     const bool norm_first_;
     cudaStream_t to_host_ = nullptr, host_ = nullptr, to_device_ = nullptr;
     cudaEvent_t reached_ = nullptr;
     std::vector<cudaEvent_t> arrived_;  // by unit, unified: its pages are on the device
     std::vector<cudaEvent_t> done_;     // by unit: its new weights on the device; unified: its pages on the host again
-    std::vector<Tensor> host_grads_, host_copies_;  // by unit; copies: new 16-bit weights
-    Tensor host_norm_;                              // {norm, scale}
+    std::vector<UpdatedUnit> units_;
+    std::vector<std::vector<Tensor>> pages_;  // by unit, unified
+    Tensor host_grads_, host_copies_;         // packed; copies: new 16-bit weights
+    Tensor host_norm_;                        // {norm, scale}
     double lr_ = 0;
     int64_t t_ = 1;
     uint64_t seed_ = 0;

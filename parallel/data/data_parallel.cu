@@ -140,13 +140,14 @@ void DataParallel::finish_grads(cudaStream_t stream) {
 void DataParallel::all_reduce(Tensor tensor, cudaStream_t stream) {
     comm().trace_computing("", stream);
     comm().all_reduce(tensor, stream);
-    if (updates_follow_) comm().trace_computing("update of embedding", stream);
+    if (updates_follow_) comm().trace_computing(updates_by_unit() ? "update of embedding" : "update", stream);
     updates_follow_ = false;
 }
 void DataParallel::all_gather_weights(const FlatParameters& p, size_t u, cudaStream_t stream) {
-    comm().trace_computing("", stream);
+    const bool last = u + 1 == p.units.size();
+    if (updates_by_unit() || last) comm().trace_computing("", stream);
     scheme_->all_gather_weights(p, u, stream);
-    if (u + 1 < p.units.size()) comm().trace_computing("update of " + p.units[u + 1].name, stream);
+    if (updates_by_unit() && !last) comm().trace_computing("update of " + p.units[u + 1].name, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -67,9 +67,8 @@ Offload offload_from_name(const std::string& name) {
     return Offload::unified;
 }
 
-OffloadedUpdate::OffloadedUpdate(const FlatParameters& p, const std::vector<std::unique_ptr<Optimizer>>& optimizers,
-                                 bool norm_first)
-    : p_(p), optimizers_(optimizers), norm_first_(norm_first), to_host_(make_stream()), host_(make_stream()),
+OffloadedUpdate::OffloadedUpdate(const FlatParameters& p, const std::unique_ptr<Optimizer>& optimizer, bool norm_first)
+    : p_(p), optimizer_(optimizer), norm_first_(norm_first), to_host_(make_stream()), host_(make_stream()),
       to_device_(make_stream()), reached_(make_event()) {}
 
 OffloadedUpdate::~OffloadedUpdate() {
@@ -88,23 +87,23 @@ void OffloadedUpdate::take_memory(Arena& pinned) {
         cudaCheck(cudaDeviceGetAttribute(&moves, cudaDevAttrConcurrentManagedAccess, device().index));
         check(moves != 0, "--offload unified: ", device().name,
               " cannot move pages while kernels run: use --offload optimizer");
-        for (size_t u = 0; u < n_units; ++u)
-            for (const Tensor& tensor : pages(u))
+        pages_ = all_pages();
+        for (const auto& pages : pages_)
+            for (const Tensor& tensor : pages)
                 if (tensor)  // home is the host
                     cudaCheck(cudaMemAdvise(tensor.data, tensor.bytes(), cudaMemAdviseSetPreferredLocation,
                                             place_of_pages(false)));
         return;
     }
-    host_grads_.clear(), host_copies_.clear();
-    const bool copies = p_.sharding.offload == Offload::optimizer && p_.weights.dtype != DType::f32;
-    for (size_t u = 0; u < n_units; ++u) {
-        const int64_t n = p_.updated(u).n;
-        host_grads_.push_back(pinned.take("gradients", p_.grads.dtype, {n}));
-        if (copies) host_copies_.push_back(pinned.take("new weights", p_.weights.dtype, {n}));
-    }
+    units_ = p_.updated_units();
+    const int64_t n = units_.back().grads + units_.back().n;
+    host_grads_ = pinned.take("gradients", p_.grads.dtype, {n});
+    host_copies_ = {};
+    if (p_.sharding.offload == Offload::optimizer && p_.weights.dtype != DType::f32)
+        host_copies_ = pinned.take("new weights", p_.weights.dtype, {n});
     host_norm_ = pinned.take("gradients", DType::f32, {2});
-    for (const Tensor& copy : host_copies_)  // the gaps between parameters stay zero, on the device as well
-        if (copy) cudaCheck(cudaMemsetAsync(copy.data, 0, copy.bytes(), host_));
+    if (host_copies_)  // the gaps between parameters stay zero, on the device as well
+        cudaCheck(cudaMemsetAsync(host_copies_.data, 0, host_copies_.bytes(), host_));
 }
 
 void OffloadedUpdate::begin_step(double lr, int64_t t, float unscale, uint64_t seed) {
@@ -121,7 +120,7 @@ void OffloadedUpdate::after(cudaStream_t later, cudaStream_t earlier) {
 void OffloadedUpdate::grads_are_final(size_t u, cudaStream_t stream) {
     if (!p_.sharding.host_updates()) return;
     after(to_host_, stream);
-    copy_across(host_grads_[u], p_.updated_grads(u), cudaMemcpyDeviceToHost, to_host_);
+    copy_across(host_grads_.slice(units_[u].grads, units_[u].n), p_.updated_grads(u), cudaMemcpyDeviceToHost, to_host_);
     if (norm_first_) return;
     after(host_, to_host_);
     update_on_host(u);
@@ -141,14 +140,16 @@ void OffloadedUpdate::update(size_t u, Tensor norm_scale, cudaStream_t stream) {
 // optimizer: the masters are on the host, and the weights that they are rounded to on the device. params:
 // both are on the host.
 void OffloadedUpdate::update_on_host(size_t u) {
-    Weights weights = p_.updated_weights(u, seed_);
+    const UpdatedUnit& unit = units_[u];
+    Weights weights = p_.updated_weights(seed_);
     Tensor on_device, on_host;
     if (p_.sharding.offload == Offload::optimizer) {
-        on_device = weights.copy;
-        weights.copy = host_copies_.empty() ? Tensor{} : host_copies_[u];
-        on_host = host_copies_.empty() ? weights.values : weights.copy;
+        weights.copy = host_copies_;
+        on_device = p_.updated_copy(u);
+        on_host =
+            host_copies_.exists() ? host_copies_.slice(unit.copy, unit.n) : weights.values.slice(unit.values, unit.n);
     }
-    optimizers_[u]->step(weights, host_grads_[u], host_norm_, lr_, t_, host_);
+    optimizer_->step_units(u, 1, weights, host_grads_, host_norm_, lr_, t_, host_);
     after(to_device_, host_);
     copy_across(on_device, on_host, cudaMemcpyHostToDevice, to_device_);
     cudaCheck(cudaEventRecord(done_[u], to_device_));
@@ -157,28 +158,31 @@ void OffloadedUpdate::update_on_host(size_t u) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Unified memory
 
-std::vector<Tensor> OffloadedUpdate::pages(size_t u) const {
-    std::vector<Tensor> tensors;
-    for (const OptimizerState& state : optimizers_[u]->states()) tensors.push_back(state.tensor);
-    if (p_.masters.exists()) tensors.push_back(p_.updated_weights(u, seed_).values);
-    return tensors;
+std::vector<std::vector<Tensor>> OffloadedUpdate::all_pages() const {
+    std::vector<std::vector<Tensor>> pages(p_.units.size());
+    for (const OptimizerState& state : optimizer_->states()) pages[state.unit].push_back(state.tensor);
+    const std::vector<UpdatedUnit> units = p_.updated_units();
+    for (size_t u = 0; u < units.size(); ++u)
+        if (p_.masters.exists()) pages[u].push_back(p_.masters.slice(units[u].values, units[u].n));
+    return pages;
 }
 
 void OffloadedUpdate::move_pages(size_t u, bool to_device, cudaStream_t stream) {
-    for (const Tensor& tensor : pages(u))
+    for (const Tensor& tensor : pages_[u])
         if (tensor.n() > 0) prefetch(tensor, to_device, stream);
 }
 
 void OffloadedUpdate::update_on_device(size_t u, Tensor norm_scale, cudaStream_t stream) {
     const auto send_for = [&](size_t unit) {
-        if (unit >= 2) cudaCheck(cudaStreamWaitEvent(to_device_, done_[unit - 2]));  // not more than three at a time
+        // Not more than three units at a time; the first ones when all have gone home after the step before.
+        cudaCheck(cudaStreamWaitEvent(to_device_, unit >= 2 ? done_[unit - 2] : done_.back()));
         move_pages(unit, true, to_device_);
         cudaCheck(cudaEventRecord(arrived_[unit], to_device_));
     };
     if (u == 0) send_for(0);
     if (u + 1 < p_.units.size()) send_for(u + 1);
     cudaCheck(cudaStreamWaitEvent(stream, arrived_[u]));
-    optimizers_[u]->step(p_.updated_weights(u, seed_), p_.updated_grads(u), norm_scale, lr_, t_, stream);
+    optimizer_->step_units(u, 1, p_.updated_weights(seed_), p_.grads, norm_scale, lr_, t_, stream);
     after(to_host_, stream);
     move_pages(u, false, to_host_);
     cudaCheck(cudaEventRecord(done_[u], to_host_));

@@ -118,14 +118,37 @@ Tensor FlatParameters::slice(const Tensor& array, bool is_sharded, size_t u, Ran
 }
 Tensor FlatParameters::weight_shard(size_t u) const { return slice(weights, sharding.shards_weights(), u, shard(u)); }
 Tensor FlatParameters::grad_shard(size_t u) const { return slice(grads, sharding.shards_grads(), u, shard(u)); }
+int64_t FlatParameters::grad_shard_place(size_t u) const {
+    return sharding.shards_grads() ? units[u].packed : units[u].offset + shard(u).first;
+}
 Tensor FlatParameters::master_shard(size_t u) const { return slice(masters, sharding.shards_states(), u, shard(u)); }
 Tensor FlatParameters::updated_grads(size_t u) const { return slice(grads, sharding.shards_grads(), u, updated(u)); }
 
-Weights FlatParameters::updated_weights(size_t u, uint64_t seed) const {
-    const Tensor its_weights = slice(weights, sharding.shards_weights(), u, updated(u));
-    if (masters.exists())
-        return {.values = slice(masters, sharding.shards_states(), u, updated(u)), .copy = its_weights};
-    return {.values = its_weights, .stochastic = weights.dtype != DType::f32, .seed = seed};
+Tensor FlatParameters::updated_copy(size_t u) const { return slice(weights, sharding.shards_weights(), u, updated(u)); }
+
+Weights FlatParameters::updated_weights(uint64_t seed) const {
+    if (masters.exists()) return {.values = masters, .copy = weights};
+    return {.values = weights, .stochastic = weights.dtype != DType::f32, .seed = seed};
+}
+
+std::vector<UpdatedUnit> FlatParameters::updated_units() const {
+    std::vector<UpdatedUnit> all;
+    int64_t on_host = 0;
+    for (size_t u = 0; u < units.size(); ++u) {
+        const Range range = updated(u);
+        const auto place = [&](bool is_sharded) {
+            return is_sharded ? units[u].packed : units[u].offset + range.first;
+        };
+        UpdatedUnit unit{.params = updated_params(u), .n = range.n};
+        unit.copy = place(sharding.shards_weights());
+        unit.values = masters.exists() ? place(sharding.shards_states()) : unit.copy;
+        unit.grads = place(sharding.shards_grads());
+        if (sharding.host_updates()) unit.grads = on_host;
+        if (sharding.offload == Offload::optimizer) unit.copy = on_host;
+        on_host = round_up(on_host + range.n, kAlignN);
+        all.push_back(std::move(unit));
+    }
+    return all;
 }
 
 std::vector<Param> FlatParameters::updated_params(size_t u) const {
