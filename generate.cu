@@ -172,6 +172,7 @@ int generate(GenerateOptions options, Comm* ranks) {
     LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
     if (options.plan) return print_plan(model), 0;
     model.load();
+    if (ranks) ranks->meet_hosts();  // no collective before all have their memory
     if (ranks && ranks->rank > 0) return model.engine->follow(), 0;
     model.engine->start_reports(!options.pictures.empty());
     int status = 0;

@@ -96,6 +96,7 @@ void prepare(Run& run, Mesh& mesh) {
     }
     run.free_before = free_device_bytes();
     t.reserve();
+    t.world.meet_hosts();  // no collective before all have their memory
     run.step = run.first_step = set_weights(t);
     if (run.is_first()) run.log.emplace(o.out, o.resume ? run.step : -1);
     if (!o.resume) print_sample(t, run.data, "sample before training");

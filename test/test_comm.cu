@@ -146,6 +146,22 @@ TEST_CASE("two communicators on two streams", "[comm]") {
 // ---------------------------------------------------------------------------------------------------------------------
 // Mesh
 
+TEST_CASE("hosts meet: none goes on before all have come, whatever is in the streams", "[comm]") {
+    std::atomic<int> come = 0;
+    run_ranks(threads(5), [&](Comm& world) {
+        const comm_check::Buffer sum(DType::i32, 1);
+        const comm_check::CommMemory memory(world, 1);
+        for (int round = 1; round <= 20; ++round) {
+            world.all_reduce(sum.tensor, device().stream);  // messages of streams and of hosts are told apart
+            if (world.rank == round % 5) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            ++come;
+            world.meet_hosts();
+            check(come >= 5 * round, "rank ", world.rank, " went on when ", come.load(), " had come");
+        }
+    });
+    CHECK(come == 100);
+}
+
 TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
     std::string picture;
     run_ranks(threads(8), [&](Comm& world) {

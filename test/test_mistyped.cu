@@ -140,3 +140,26 @@ TEST_CASE("flags that say the same twice are no mistake", "[mistyped]") {
     CHECK(parse({"--plan", "--device-spec", "h100"}).device_spec == "h100");
     CHECK(parse({"--steps", "20", "--trace", "1,20"}).ranks.trace == "1,20");
 }
+
+TEST_CASE("a graph and a step ahead are refused where they cannot be, and left out where nobody asks", "[mistyped]") {
+    const std::pair<std::vector<std::string>, const char*> refused[] = {
+        {{"--graph", "maybe"}, "--graph maybe: use on, off or auto"},
+        {{"--graph", "on", "--ranks", "2"}, "--graph on: ranks wait for each other"},
+        {{"--graph", "on", "--zero", "1"}, "--graph on: --zero"},
+        {{"--graph", "on", "--offload", "unified"}, "--graph on: --offload"},
+        {{"--graph", "on", "--trace", "1"}, "--graph on: --trace"},
+        {{"--run-ahead", "on", "--ranks", "2"}, "--run-ahead on: ranks agree"},
+        {{"--run-ahead", "on", "--dtype", "fp16"}, "--run-ahead on: an overflow"},
+        {{"--run-ahead", "on", "--dtype", "fp8"}, "--run-ahead on: the scales of fp8"},
+        {{"--run-ahead", "on", "--offload", "unified"}, "--run-ahead on: with --offload"},
+    };
+    for (const auto& [arguments, words] : refused)
+        CHECK(one_line_with(error_of([&, its = arguments] { parse(its); }), words));
+    for (const bool is_auto : {true, false}) {
+        const TrainOptions two = is_auto ? parse({"--ranks", "2"}) : parse({"--graph", "off", "--run-ahead", "off"});
+        CHECK((!two.graph && !two.run_ahead));
+    }
+    const TrainOptions one = parse({}), both = parse({"--graph", "on", "--run-ahead", "on"});
+    CHECK((one.graph == !device().is_cpu && one.run_ahead == !device().is_cpu && !one.needs_graph));
+    CHECK((both.graph && both.run_ahead && both.needs_graph));
+}

@@ -428,6 +428,10 @@ void Comm::group_end() {
     if (last_stream_) cudaCheck(cudaEventRecord(last_call_, last_stream_));
 }
 
+void Comm::meet_hosts() {
+    if (state_->meet_hosts) state_->meet_hosts();  // a plan's ranks do not exist
+}
+
 // Dissemination (Hensgen, Finkel & Manber 1988): in round k each rank tells the one 2^k further on that it has come,
 // and all whom it has heard of. After log2 n rounds every rank has heard of all ranks.
 void Comm::barrier(cudaStream_t stream) {

@@ -113,6 +113,10 @@ class Comm {
     void group_end();
     // Work that is put on the stream after it begins when every rank's stream has come here.
     void barrier(cudaStream_t stream);
+    // Returns when every rank's host has called this, of whatever communicator; no device takes part. Behind the taking
+    // of memory: with NCCL, cudaMalloc in one thread may wait for a collective on another thread's GPU, which waits for
+    // the first thread.
+    void meet_hosts();
 
     // A communicator of some of the ranks, in this order; `members` are ranks of this one, and this rank is among them.
     // Collective: every rank calls it at the same time, each with the group that it will be in.

@@ -98,6 +98,7 @@ void run_rank(const RankOptions& options, const std::shared_ptr<RankState>& stat
               const std::shared_ptr<HostTransport>& control, bool processes, const std::function<void(Comm&)>& f) {
     control->name = "the start";
     state->started = common_start(*state, *control, processes);
+    state->meet_hosts = [&] { all_agree(*control, true); };
     {
         Comm world("world", state, choose_transport(state, control, processes));
         f(world);

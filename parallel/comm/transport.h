@@ -122,6 +122,7 @@ struct RankState {
     std::atomic<int64_t> step{0};
     std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
     WordPool words;
+    std::function<void()> meet_hosts;  // ranks.cu
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
