@@ -516,7 +516,7 @@ help:
 	@echo '                            in turns with transformers, and with LLAMA_CPP=path/to/llama.cpp with its server'
 	@echo 'make gpu-window             on a machine that has a GPU for ten minutes: smoke tests, training, profile, kernels, sanitizers'
 	@echo 'make bench-cpu              time one training step of GPT-2 124M on the CPU; with LLM_PYTHON=python3 LLMC=path/to/llm.c'
-	@echo '                            in turns with PyTorch and llm.c'
+	@echo '                            that and the default job, float32 and bf16, in turns with PyTorch and llm.c'
 	@echo 'make test-ranks             all combinations of many ranks, as processes under mpirun'
 	@echo 'make test-readme            run every command of README.md and doc/; ONLY="float_formats": those with this in them'
 	@echo 'make account                write dev/ACCOUNT.md: where the time of a step of GPT-2 124M goes on an H100, predicted'

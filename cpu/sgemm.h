@@ -48,15 +48,17 @@ constexpr int64_t panel_rows = 4 * block_rows;
 template <class Arithmetic, int sliver, class T>
 void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, float* out, int64_t length) {
     constexpr int terms = Arithmetic::terms;
-    // Stores word l of all lines: as a part of one sliver, or divided among several.
-    const auto put = [&](Vector x, int64_t l) {
+    static_assert(sliver >= width || 2 * sliver == width);
+    // Stores words l and l + 1 of all lines: as a part of one sliver, or half of the lines in one and half in the next.
+    const auto put = [&](Vector x, Vector y, int64_t l) {
         if constexpr (sliver >= width) {
-            store(out + l * sliver, x);
+            store(out + l * sliver, x), store(out + (l + 1) * sliver, y);
         } else {
-            float values[width];
-            store(values, x);
-            for (int i = 0; i < lines; i += sliver)
-                std::memcpy(out + l * sliver + i * length, values + i, sliver * sizeof(float));
+            const auto half = [](int first) {
+                return [=](int lane) { return lane % sliver + first + lane / sliver * width; };
+            };
+            store(out + l * sliver, choose(x, y, half(0)));
+            if (lines > sliver) store(out + l * sliver + sliver * length, choose(x, y, half(sliver)));
         }
     };
     int64_t l = 0;
@@ -70,13 +72,12 @@ void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, fl
             for (int i = 0; i < width; ++i) x[i] = i < lines ? Arithmetic::words(first + i * line_stride) : Vector{};
         transpose(x);
 #pragma GCC unroll 16
-        for (int i = 0; i < width; ++i) put(x[i], l + i);
+        for (int i = 0; i < width; i += 2) put(x[i], x[i + 1], l + i);
     }
-    for (; l * terms < k; ++l) {
-        Vector x = {};
-        for (int i = 0; i < lines; ++i) x[i] = Arithmetic::word(from + i * line_stride + l * terms, k - l * terms);
-        put(x, l);
-    }
+    for (; l * terms < k; ++l)
+        for (int i = 0; i < (sliver >= width ? width : lines > sliver ? width : sliver); ++i)
+            out[i / sliver * sliver * length + l * sliver + i % sliver] =
+                i < lines ? Arithmetic::word(from + i * line_stride + l * terms, k - l * terms) : 0.0f;
 }
 
 // Word l of `sliver` lines that are neighbours in memory, of which `lines` exist: numbers are copied in rows.

@@ -1,7 +1,9 @@
-// dev/bench_cpu.cu: one training step of GPT-2 124M in float32, batch 4 x 64, as llm.c's CPU program runs it.
+// dev/bench_cpu.cu: one training step of GPT-2 124M, batch 4 x 64, as llm.c's CPU program runs it; or of another model.
 //
 //   run      make bench-cpu                          tokens/s, the share of the matmul limit, memory against the plan
 //            build/cpu/dev/bench_cpu --steps 20      another number of timed steps
+//            build/cpu/dev/bench_cpu --dtype bf16    with bf16 weights, gradients and activations, and float32 masters
+//            build/cpu/dev/bench_cpu --model tiny --batch 16 --seq 128      what ./train_gpt trains without flags
 //            make bench-cpu LLM_PYTHON=python3 LLMC=llm.c      alternating with PyTorch and llm.c (dev/bench_cpu.py)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_cpu --steps 1
 //
@@ -18,38 +20,51 @@
 
 namespace {
 
-constexpr int64_t B = 4, T = 64, N = B * T;
+struct Job {
+    std::string model = "gpt2", dtype = "fp32";
+    int64_t batch = 4, seq = 64;
+    int steps = 10;
+};
 
 double median(std::vector<double> values) {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
 }
 
-// The products of one linear layer: forward, gradient by input, gradient by weight.
-void linear_products(Tensor out, Tensor inp, Tensor weight, cudaStream_t stream) {
-    matmul(out, inp, weight, {.transpose_b = true}, stream);
-    matmul(inp, out, weight, {}, stream);
-    matmul(weight, out, inp, {.transpose_a = true}, stream);
-}
-
-// The products of all linear layers of a step, on tensors of the same sizes, and in the same places, as the model's.
-void all_products(const Model& model, const Activations& acts, const Workspace& workspace, cudaStream_t stream) {
-    for (size_t l = 0; l < model.blocks.size(); ++l) {
-        const auto &attention = model.blocks[l].attention.linears, &feed_forward = model.blocks[l].feed_forward.linears;
-        const BlockSaved& saved = acts.blocks[l];
-        // What each product reads or writes: model/attention_gqa.cu, model/feed_forward_gelu.cu.
-        const Tensor qkv = saved.attention[0], heads = saved.attention[2];
-        const Tensor up = saved.feed_forward[0], act = saved.feed_forward[1];
-        linear_products(qkv, saved.norm1.out, attention[0].dweight, stream);
-        linear_products(workspace.branch, heads, attention[1].dweight, stream);
-        linear_products(up, saved.norm2.out, feed_forward[0].dweight, stream);
-        linear_products(workspace.branch, act, feed_forward[1].dweight, stream);
+// The products of all linear layers of a step for N tokens: forward, gradient by input, gradient by weight. Inputs and
+// outputs are in scratch, two matrices of the largest layer's size.
+void all_products(const Model& model, int64_t N, const Tensor (&scratch)[2], cudaStream_t stream) {
+    const auto products = [&](const Linear& linear) {
+        if (!linear.weight.exists()) return;
+        const int64_t O = linear.weight.shape[0], I = linear.weight.shape[1];
+        const Tensor out = make_tensor(scratch[0].data, scratch[0].dtype, {N, O});
+        const Tensor inp = make_tensor(scratch[1].data, scratch[1].dtype, {N, I});
+        matmul(out, inp, linear.weight, {.transpose_b = true}, stream);
+        matmul(inp, out, linear.weight, {}, stream);
+        matmul(linear.dweight, out, inp, {.transpose_a = true}, stream);
+    };
+    for (const Block& block : model.blocks) {
+        for (const Linear& linear : block.attention.linears) products(linear);
+        for (const Linear& linear : block.feed_forward.linears) products(linear);
     }
-    linear_products(acts.logits, acts.final_norm.out, model.head.dweight, stream);
+    products(model.head);
 }
 
-void bench(const std::string& model_name, int steps) {
-    const Config config = load_config(model_name);
+int64_t widest_layer(const Model& model) {
+    int64_t widest = model.head.weight.shape[0];
+    for (const Block& block : model.blocks)
+        for (const auto* linears : {&block.attention.linears, &block.feed_forward.linears})
+            for (const Linear& linear : *linears)  // a tensor that is not there has the shape 1 x 1
+                widest = std::max({widest, linear.weight.shape[0], linear.weight.shape[1]});
+    return widest;
+}
+
+void bench(const Job& job) {
+    const Config config = load_config(job.model);
+    const bool mixed = job.dtype == "bf16";
+    const DType dtype = mixed ? DType::bf16 : DType::f32;
+    const Precision precision{.dtype = dtype, .grad_dtype = dtype, .master = mixed};
+    const int64_t B = job.batch, T = job.seq, N = B * T;
     const cudaStream_t stream = device().stream;
     Arena weights("weights"), grads("gradients"), masters("master weights"), states("optimizer states"),
         activations("activations");
@@ -60,14 +75,14 @@ void bench(const std::string& model_name, int steps) {
     Tensor norm, norm_scratch;
     double plan_bytes = 0;
     for (int pass = 0; pass < 2; ++pass) {
-        model = build_model(config, {}, T, weights, grads, masters);
+        model = build_model(config, precision, T, weights, grads, masters);
         adamw = make_optimizer("adamw", states, model.params, model.weights.n(), {});
         acts = take_activations(model, B, T, {}, activations);
         workspace = take_workspace(model, B, T, true, activations);
         norm = activations.take("norm", DType::f32, {2});
         norm_scratch = activations.take("norm", DType::f32, {grad_norm_scratch_n(model.grads.n())});
         if (pass == 1) break;
-        for (Arena* arena : {&weights, &grads, &states, &activations}) {
+        for (Arena* arena : {&weights, &grads, &masters, &states, &activations}) {
             plan_bytes += static_cast<double>(arena->bytes());
             arena->reserve();
         }
@@ -84,7 +99,7 @@ void bench(const std::string& model_name, int steps) {
 
     workspace.accumulate = false;  // a step has one micro-batch
     std::vector<double> times, product_times;
-    for (int step = 0; step <= steps; ++step) {  // the first one warms up
+    for (int step = 0; step <= job.steps; ++step) {  // the first one warms up
         const double start = seconds_now();
         forward(model, acts, workspace, stream);
         loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);
@@ -97,18 +112,24 @@ void bench(const std::string& model_name, int steps) {
     struct rusage usage {};
     getrusage(RUSAGE_SELF, &usage);
     const double peak_bytes = static_cast<double>(usage.ru_maxrss) * 1024;
-    for (int step = 0; step <= steps; ++step) {
+    Arena products("products");
+    Tensor scratch[2];
+    for (int pass = 0; pass < 2; ++pass) {
+        for (Tensor& matrix : scratch) matrix = products.take("matrix", dtype, {N, widest_layer(model)});
+        if (pass == 0) products.reserve();
+    }
+    for (int step = 0; step <= job.steps; ++step) {
         const double start = seconds_now();
-        all_products(model, acts, workspace, stream);
+        all_products(model, N, scratch, stream);
         cudaCheck(cudaStreamSynchronize(stream));
         if (step > 0) product_times.push_back(seconds_now() - start);
     }
     const double step_s = median(times), products_s = median(product_times);
-    std::printf("%s, %s parameters, float32, batch %lld x %lld, on %s\n", model_name.c_str(),
-                human_count(static_cast<double>(parameter_count(config))).c_str(), static_cast<long long>(B),
-                static_cast<long long>(T), device().name.c_str());
-    std::printf("step                 %7.3f s   (median of %d)\n", step_s, steps);
-    std::printf("its matmuls alone    %7.3f s   share of the matmul limit: %.0f %%\n", products_s,
+    std::printf("%s, %s parameters, %s, batch %lld x %lld, on %s\n", job.model.c_str(),
+                human_count(static_cast<double>(parameter_count(config))).c_str(), mixed ? "bf16" : "float32",
+                static_cast<long long>(B), static_cast<long long>(T), device().name.c_str());
+    std::printf("step                 %7.4f s   (median of %d)\n", step_s, job.steps);
+    std::printf("its matmuls alone    %7.4f s   share of the matmul limit: %.0f %%\n", products_s,
                 100 * products_s / step_s);
     std::printf("tokens/s             %7.0f\n", static_cast<double>(N) / step_s);
     std::printf("GFLOP/s              %7.0f\n", flops_per_token(config, T) * static_cast<double>(N) / step_s / 1e9);
@@ -120,16 +141,20 @@ void bench(const std::string& model_name, int steps) {
 
 int main(int argc, char** argv) {
     try {
-        int steps = 10;
-        std::string model = "gpt2";
+        Job job;
         for (int i = 1; i < argc; i += 2) {
             const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-            check(!value.empty() && (flag == "--steps" || flag == "--model"), flag,
-                  ": give --steps N (timed steps) or --model NAME (a GPT-2: a preset or a config.json)");
-            if (flag == "--model") model = value;
-            else steps = std::max(1, std::atoi(value.c_str()));
+            const auto number = [&] { return std::max(1, std::atoi(value.c_str())); };
+            check(!value.empty(), flag, ": give --steps N (timed steps), --model NAME (a preset or a config.json), ",
+                  "--batch N, --seq N, --dtype fp32|bf16");
+            if (flag == "--model") job.model = value;
+            else if (flag == "--steps") job.steps = number();
+            else if (flag == "--batch") job.batch = number();
+            else if (flag == "--seq") job.seq = number();
+            else if (flag == "--dtype" && (value == "fp32" || value == "bf16")) job.dtype = value;
+            else check(false, flag, " ", value, ": bench_cpu does not know this");
         }
-        bench(model, steps);
+        bench(job);
         return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "bench_cpu: %s\n", error.what());

@@ -3,16 +3,20 @@
 
     make bench-cpu LLM_PYTHON=python3 LLMC=path/to/llm.c
 
-A training step of GPT-2 124M in float32, batch 4 x 64, which is what llm.c's CPU program does. Each round runs every opponent once,
-as a process of its own, and takes the median of its steps; the table has the median of the rounds. The programs alternate because
-the speed of a machine changes from minute to minute: the ratio of two programs is more reliable than either time.
+Two jobs: GPT-2 124M with batch 4 x 64, which is what llm.c's CPU program does, and tiny with batch 16 x 128, which is what ./train_gpt
+does without flags. Each in float32 and in bf16 (ours: bf16 weights, gradients and activations with float32 masters; PyTorch: autocast,
+eager and compiled; llm.c has float32 alone). Each round runs every opponent once, as a process of its own, and takes the median of
+its steps; the table has the median and the best of the rounds. The programs alternate because the speed of a machine changes from
+minute to minute: the ratio of two programs is more reliable than either time. Where other programs run on the machine, compare the
+best rounds.
 
 In the environment, or after `make bench-cpu`:
     LLM_PYTHON=     the Python that has PyTorch: eager, and torch.compile       (none: PyTorch is left out)
     LLMC=           the folder of llm.c's source; its train_gpt2 is built there (none: llm.c is left out)
     ROUNDS=3        rounds
     STEPS=8         timed steps of each program in a round, after at least one more; at most 18
-    MODEL=gpt2      a GPT-2: a preset, or a config.json
+    MODEL=          a GPT-2, a preset or a config.json, with batch 4 x 64, instead of the two jobs
+    DTYPES=fp32,bf16
 """
 import array
 import json
@@ -25,7 +29,9 @@ import sys
 import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-BATCH, SEQ = 4, 64
+BATCH, SEQ = 4, 64                                     # llm.c's
+JOBS = [("gpt2", BATCH, SEQ), ("tiny", 16, 128)]
+DTYPES = {"fp32": "float32", "bf16": "bf16"}
 
 
 def output_of(command, **options):
@@ -37,16 +43,19 @@ def output_of(command, **options):
 
 # ---- the opponents: each function returns the seconds of one step
 
-def ours(build, model, steps):
-    out = output_of([f"{build}/dev/bench_cpu", "--model", model, "--steps", str(steps)])
+def ours(build, job, dtype, steps):
+    model, batch, seq = job
+    out = output_of([f"{build}/dev/bench_cpu", "--model", model, "--batch", str(batch), "--seq", str(seq), "--dtype", dtype,
+                     "--steps", str(steps)])
     return float(re.search(r"^step +([0-9.]+) s", out, re.M).group(1))
 
 
-def pytorch(python, config, steps, compiled):
-    out = output_of([python, "dev/bench_torch.py", "train", "--config", config, "--batch", str(BATCH), "--seq", str(SEQ),
-                     "--dtype", "fp32", "--compile", "full" if compiled else "", "--steps", str(steps)])
+def pytorch(python, config, job, dtype, steps, compiled):
+    _, batch, seq = job
+    out = output_of([python, "dev/bench_torch.py", "train", "--config", config, "--batch", str(batch), "--seq", str(seq),
+                     "--dtype", dtype, "--compile", "full" if compiled else "", "--steps", str(steps)])
     tokens_per_s = next(line.split("\t")[4] for line in out.splitlines() if line.startswith("train\t"))
-    return BATCH * SEQ / float(tokens_per_s)
+    return batch * seq / float(tokens_per_s)
 
 
 def llmc(program, folder, steps):
@@ -96,41 +105,57 @@ def write_llmc_files(folder, config):
             array.array("H", (generator.randrange(V) for _ in range(n_tokens))).tofile(file)
 
 
+def compare(job, rounds, steps, dtypes, build, python, llmc_folder, work):
+    """Runs one job's opponents in turns, and prints their table."""
+    config = os.path.join(work, "config.json")
+    with open(config, "w", encoding="utf-8") as file:
+        file.write(output_of([f"{build}/dev/bench_report", "config", job[0]]))
+    subjects = {}
+    for dtype in dtypes:
+        name = DTYPES[dtype]
+        subjects[f"llm.cu, {name}"] = lambda dtype=dtype: ours(build, job, dtype, steps)
+        if python:
+            version = output_of([python, "-c", "import torch; print(torch.__version__)"]).strip()
+            who = f"PyTorch {version}, {name}" + ("" if dtype == "fp32" else " autocast")
+            subjects[f"{who}, eager"] = lambda dtype=dtype: pytorch(python, config, job, dtype, steps, False)
+            subjects[f"{who}, torch.compile"] = lambda dtype=dtype: pytorch(python, config, job, dtype, steps, True)
+    if llmc_folder and (job[1], job[2]) == (BATCH, SEQ):
+        folder = os.path.abspath(llmc_folder)
+        output_of(["make", "-C", folder, "train_gpt2", "CC=gcc"], env={k: v for k, v in os.environ.items() if "MAKE" not in k})
+        with open(config, encoding="utf-8") as file:
+            write_llmc_files(work, json.load(file))
+        subjects["llm.c, CPU program (gcc -Ofast, OpenMP)"] = lambda: llmc(f"{folder}/train_gpt2", work, steps)
+
+    seconds = {name: [] for name in subjects}
+    for r in range(rounds):
+        for name, measure in subjects.items():
+            busy = os.getloadavg()[0]
+            seconds[name].append(measure())
+            print(f"round {r + 1}: {name}: {seconds[name][-1]:.4f} s a step (load average before it {busy:.1f})", file=sys.stderr)
+    print(f"{os.path.basename(job[0])}, batch {job[1]} x {job[2]}; median of {rounds} rounds of {steps} steps, in turns\n")
+    print("| | seconds a step | of each round | times ours | of the best rounds |\n| --- | --- | --- | --- | --- |")
+    for name, all_rounds in seconds.items():
+        # Ours of the same type, or of the type that llm.c has.
+        base = seconds.get(f"llm.cu, {DTYPES['bf16'] if ', bf16' in name else DTYPES['fp32']}") or seconds[next(iter(seconds))]
+        median = statistics.median(all_rounds)
+        print(f"| {name} | {median:.4f} | {', '.join(f'{s:.4f}' for s in all_rounds)} | {median / statistics.median(base):.2f} "
+              f"| {min(all_rounds) / min(base):.2f} |")
+    if len(dtypes) == 2:
+        one, other = (seconds[f"llm.cu, {DTYPES[dtype]}"] for dtype in ("bf16", "fp32"))
+        print(f"\nOur bf16 step takes {min(one) / min(other):.2f} of our float32 step (best rounds).")
+    print(flush=True)
+
+
 def main():
     build = os.path.join(ROOT, sys.argv[1] if len(sys.argv) > 1 else "build/cpu")
     asked = {name: os.environ.get(name, default) for name, default in
-             (("LLM_PYTHON", ""), ("LLMC", ""), ("ROUNDS", "3"), ("STEPS", "8"), ("MODEL", "gpt2"))}
+             (("LLM_PYTHON", ""), ("LLMC", ""), ("ROUNDS", "3"), ("STEPS", "8"), ("MODEL", ""), ("DTYPES", "fp32,bf16"))}
     rounds, steps, model = max(1, int(asked["ROUNDS"])), min(18, max(1, int(asked["STEPS"]))), asked["MODEL"]
-    if os.path.exists(model):
-        model = os.path.abspath(model)
-    with tempfile.TemporaryDirectory() as work:
-        config = os.path.join(work, "config.json")
-        with open(config, "w", encoding="utf-8") as file:
-            file.write(output_of([f"{build}/dev/bench_report", "config", model]))
-        subjects = {"llm.cu": lambda: ours(build, model, steps)}
-        if asked["LLM_PYTHON"]:
-            version = output_of([asked["LLM_PYTHON"], "-c", "import torch; print(torch.__version__)"]).strip()
-            subjects[f"PyTorch {version}, eager"] = lambda: pytorch(asked["LLM_PYTHON"], config, steps, False)
-            subjects[f"PyTorch {version}, torch.compile"] = lambda: pytorch(asked["LLM_PYTHON"], config, steps, True)
-        if asked["LLMC"]:
-            folder = os.path.abspath(asked["LLMC"])
-            output_of(["make", "-C", folder, "train_gpt2", "CC=gcc"], env={k: v for k, v in os.environ.items() if "MAKE" not in k})
-            with open(config, encoding="utf-8") as file:
-                write_llmc_files(work, json.load(file))
-            subjects["llm.c, CPU program (gcc -Ofast, OpenMP)"] = lambda: llmc(f"{folder}/train_gpt2", work, steps)
-
-        seconds = {name: [] for name in subjects}
-        for r in range(rounds):
-            for name, measure in subjects.items():
-                busy = os.getloadavg()[0]
-                seconds[name].append(measure())
-                print(f"round {r + 1}: {name}: {seconds[name][-1]:.3f} s a step (load average before it {busy:.1f})", file=sys.stderr)
-    print(f"GPT-2 ({os.path.basename(model)}), float32, batch {BATCH} x {SEQ}; median of {rounds} rounds of {steps} steps, in turns\n")
-    print("| | seconds a step | of each round | times ours |\n| --- | --- | --- | --- |")
-    first = statistics.median(seconds["llm.cu"])
-    for name, all_rounds in seconds.items():
-        median = statistics.median(all_rounds)
-        print(f"| {name} | {median:.3f} | {', '.join(f'{s:.3f}' for s in all_rounds)} | {median / first:.2f} |")
+    dtypes = [dtype for dtype in DTYPES if dtype in asked["DTYPES"].split(",")] or ["fp32"]
+    jobs = [(os.path.abspath(model) if os.path.exists(model) else model, BATCH, SEQ)] if model else JOBS
+    for job in jobs:
+        with tempfile.TemporaryDirectory() as work:
+            compare(job, rounds, steps, dtypes, build, asked["LLM_PYTHON"], asked["LLMC"], work)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,13 @@ constexpr bool kPacked = !kOnCpu && n % Packed<T>::n == 0;
 // The elements [0, n) of a row from `from` on, of which n_left >= 1 lie inside the row; the others become 0.
 template <int n, class T>
 __device__ __forceinline__ void load_chunk(float (&x)[n], const T* from, int64_t n_left) {
-    if (n_left < n) {  // the end of a row: only what is there
-        for (int l = 0; l < n; ++l) x[l] = l < n_left ? to_float(from[l]) : 0.0f;
+    if (n_left < n) {            // the end of a row: only what is there
+        if constexpr (kOnCpu) {  // without a branch in the loops: g++ vectorises them
+            for (int l = 0; l < n; ++l) x[l] = 0.0f;
+            for (int l = 0; l < static_cast<int>(n_left); ++l) x[l] = to_float(from[l]);
+        } else {
+            for (int l = 0; l < n; ++l) x[l] = l < n_left ? to_float(from[l]) : 0.0f;
+        }
     } else if constexpr (kPacked<T, n>) {
         for (int l = 0; l < n; l += Packed<T>::n) {
             const Packed<T> pack = load_packed(from + l);
@@ -49,8 +54,12 @@ __device__ __forceinline__ void load_chunk(float (&x)[n], const T* from, int64_t
 template <int n, class T>
 __device__ __forceinline__ void store_chunk(T* to, const float (&x)[n], int64_t n_left) {
     if (n_left < n) {
-        for (int l = 0; l < n; ++l)
-            if (l < n_left) to[l] = from_float<T>(x[l]);
+        if constexpr (kOnCpu) {
+            for (int l = 0; l < static_cast<int>(n_left); ++l) to[l] = from_float<T>(x[l]);
+        } else {
+            for (int l = 0; l < n; ++l)
+                if (l < n_left) to[l] = from_float<T>(x[l]);
+        }
     } else if constexpr (kPacked<T, n>) {
         for (int l = 0; l < n; l += Packed<T>::n) {
             Packed<T> pack;

@@ -101,9 +101,12 @@ TEST_CASE("make bench-cpu: a table of rounds", "[program][harness]") {
     const Outcome outcome = run_script("bench_cpu.py", "LLM_PYTHON= LLMC= ROUNDS=2 STEPS=1 MODEL=" + toy);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
-    CHECK(count(outcome.out, "| llm.cu | ") == 1);
-    CHECK(count(outcome.out, " | 1.00 |") == 1);  // times ours
-    CHECK(count(outcome.err, "round 2: llm.cu") == 1);
+    for (const char* dtype : {"float32", "bf16"}) {
+        CHECK(count(outcome.out, concat("| llm.cu, ", dtype, " | ")) == 1);
+        CHECK(count(outcome.err, concat("round 2: llm.cu, ", dtype)) == 1);
+    }
+    CHECK(count(outcome.out, " | 1.00 | 1.00 |") == 2);  // times ours
+    CHECK(count(outcome.out, "of our float32 step") == 1);
     const Outcome wrong = run_shell(program_path("dev/bench_cpu") + " --model");
     CHECK(wrong.status == 2);
     CHECK_THAT(wrong.err, ContainsSubstring("--model: give --steps N"));

@@ -150,9 +150,21 @@ __device__ __forceinline__ void share_scores(float* shared, const typename T::Sc
 // stored.
 template <class T, class Number>
 __device__ __forceinline__ void load_rows(float* to, const Number* head, int64_t stride, int n_rows, int D) {
-    for (int r = kOnCpu ? 0 : static_cast<int>(threadIdx.y); r < T::kRows; r += T::kThreadsY) {
+    if constexpr (kOnCpu) {
+        // By way of a line: strided numbers are then written one by one. g++ would read them by gather instructions,
+        // which take ten times as long.
+        for (int r = 0; r < T::kRows; ++r) {
+            const Number* row = head + min(r, n_rows - 1) * stride;
+            float line[T::kD];
+            for (int x = 0; x < D; ++x) line[x] = to_float(row[x]);
+            for (int x = D; x < T::kD; ++x) line[x] = 0.0f;
+            for (int x = 0; x < T::kD; ++x) to[x * T::kPitch + r] = line[x];
+        }
+        return;
+    }
+    for (int r = static_cast<int>(threadIdx.y); r < T::kRows; r += T::kThreadsY) {
         const Number* row = head + min(r, n_rows - 1) * stride;
-        for (int x = kOnCpu ? 0 : static_cast<int>(threadIdx.x); x < T::kD; x += T::kThreadsX)
+        for (int x = static_cast<int>(threadIdx.x); x < T::kD; x += T::kThreadsX)
             to[x * T::kPitch + r] = x < D ? to_float(row[x]) : 0.0f;
     }
 }
