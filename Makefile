@@ -141,11 +141,13 @@ else
     ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep '^[0-9.]*$$' | sort -u))
   endif
   override ARCH := $(patsubst 90,90a,$(if $(ARCH),$(ARCH),80 90a))  # wgmma is in 90a, and 90a runs wherever 90 does
+  TO_ARCH = -gencode=arch=compute_$(1)$(comma)code=sm_$(1)
   NVCCFLAGS := -std=c++20 $(if $(filter 1,$(DEBUG)),-O0 -g -G,-O3 -lineinfo) -I. -DCXX_INCLUDE_DIR='"$(CXX_INCLUDE_DIR)"' \
-               $(foreach a,$(ARCH),-gencode=arch=compute_$(a)$(comma)code=sm_$(a)) -Wno-deprecated-gpu-targets \
+               -Wno-deprecated-gpu-targets -Xptxas=-v \
                -Xcompiler=$(subst $(space),$(comma),$(strip -fopenmp $(FLOAT_FLAGS) $(WARNINGS) $(JSON_CFLAGS) $(BUNDLE_INCLUDE)))
   CXXFLAGS  += -isystem $(CUDA_HOME)/include
-  LINK      := $(NVCC) $(NVCCFLAGS)
+  ARCHFLAGS := $(foreach a,$(ARCH),$(call TO_ARCH,$(a)))
+  LINK      := $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS)
   LDLIBS    := -Xlinker=-rpath,$(CUDA_HOME)/lib64 -lcublasLt $(TEXT_LIBS) -lgomp -lpthread
 endif
 
@@ -225,7 +227,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -256,7 +258,7 @@ endif
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS))
+FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
@@ -314,13 +316,32 @@ $(BUILD)/cpu/%.o: cpu/%.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(DEVICE_PCH:%=-include %) $(depend) -c $< -o $@
 else
+# What ptxas reports of each kernel, its registers and what it spills, goes to X.ptxas (make spills); the rest to the terminal.
+report  = 2> $(1) || failed=1; grep -vE '^ptxas info *: ([0-9]+ bytes gmem|Compiling|Function prop|Used|Compile time)|bytes stack frame' \
+          $(1) >&2; [ -z "$$failed" ]
 $(BUILD)/%.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)if grep -qE '__global__|<<<|\.cuh"' $<; then \
-	    $(if $(Q),printf '  NVCC  %s\n' $<;,set -x;) $(CACHED_NVCC) $(NVCCFLAGS) -MD -MP -MT $@ -MF $(@:.o=.d) -c $< -o $@; \
+	    $(if $(Q),printf '  NVCC  %s\n' $<;,set -x;) \
+	    $(CACHED_NVCC) $(NVCCFLAGS) $(ARCHFLAGS) -MD -MP -MT $@ -MF $(@:.o=.d) -c $< -o $@ $(call report,$(@:.o=.ptxas)); \
 	else \
 	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(depend) -x c++ -c $< -o $@; \
 	fi
+
+# No kernel of the product spills registers, on an A100 and on an H100. For that of the two which this build is not for, the
+# files whose kernels need all registers are compiled, without their host code: all files would take as long as the build.
+MISSING_ARCH := $(filter-out $(ARCH),80 90a)
+TIGHT        := $(filter layers/flash_attention/cores% layers/flash_attention/mma% layers/layernorm%,$(LIBRARY))
+define missing_arch
+$(BUILD)/sm_$(1)/%.ptxas: %.cu $(BUILD)/flags
+	$(say) PTXAS '$$< for sm_$(1)'
+	@mkdir -p $$(@D)
+	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin $$< -o $$(@:.ptxas=.cubin) \
+	    $$(call report,$$@)
+endef
+$(foreach a,$(MISSING_ARCH),$(eval $(call missing_arch,$(a))))
+spills: $(BUILD)/libllm.a $(foreach a,$(MISSING_ARCH),$(TIGHT:%.cu=$(BUILD)/sm_$(a)/%.ptxas))
+	@dev/spills.py $(BUILD)
 endif
 
 $(BUILD)/libllm.a: $(LIBRARY_OBJECTS)
@@ -523,6 +544,7 @@ help:
 	@echo 'make count                  hold the bytes that launchers state against those that their kernels touch'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
+	@echo 'make DEVICE=cuda spills     no kernel of the product spills registers, on sm_80 and sm_90a (needs nvcc, but no GPU)'
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'
 	@echo 'make compile_commands.json  for clangd'
 	@echo 'make format                 clang-format every source; make format-check only looks'
