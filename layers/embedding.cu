@@ -187,6 +187,11 @@ __global__ void embedding_backward_wpe_kernel(G* dwpe, const T* dout, int64_t B,
 
 }  // namespace
 
+// The bytes of n rows of a table. Of rows that ids choose, callers state the most that there can be.
+static int64_t bytes_of_rows(const Tensor& table, int64_t n) {
+    return table ? n * table.shape[1] * static_cast<int64_t>(dtype_bytes(table.dtype)) : 0;
+}
+
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream) {
     const char* name = "embedding_forward";
     expect(name, "out", out, out.dtype, {-1, -1, -1});
@@ -209,7 +214,12 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
             out.ptr<T>(), tokens.ptr<int32_t>(), positions ? positions.ptr<int32_t>() : nullptr, wte.ptr<T>(),
             wpe ? wpe.ptr<T>() : nullptr, T_length, C, wte.shape[0], wpe ? wpe.shape[0] : 0);
     });
-    cudaCheckLaunch();
+    const int64_t position_rows = !wpe ? 0 : positions ? std::min(wpe.shape[0], B * T_length) : T_length;
+    launched("embedding_forward_kernel",
+             {.reads = bytes_of(tokens, positions) + bytes_of_rows(wte, std::min(wte.shape[0], B * T_length)) +
+                       bytes_of_rows(wpe, position_rows),
+              .writes = bytes_of(out),
+              .flops = wpe ? static_cast<double>(out.n()) : 0.0});
 }
 
 int64_t embedding_backward_scratch_n(int64_t n_places) {
@@ -229,12 +239,19 @@ static const int32_t* sort_places(Tensor ids, int64_t n_rows, Tensor scratch, cu
     for (int pass = 0; pass == 0 || pass * kDigitBits < id_bits; ++pass) {
         int32_t* const sorted = orders[pass % 2];
         const int shift = pass * kDigitBits;
+        const int64_t counts_bytes = 4 * kDigits * n_runs, order_bytes = 4 * n_places,
+                      read_order = order ? order_bytes : 0;
         embedding_count_kernel<<<blocks, kBlock, 0, stream>>>(counts, order, ids.ptr<int32_t>(), shift, n_places,
                                                               n_runs);
+        launched("embedding_count_kernel",
+                 {.reads = bytes_of(ids) + read_order, .writes = counts_bytes, .scratch = counts_bytes + read_order});
         embedding_scan_kernel<<<1, kScanBlock, 0, stream>>>(counts, kDigits * n_runs);
+        launched("embedding_scan_kernel", {.reads = counts_bytes, .writes = counts_bytes, .scratch = 2 * counts_bytes});
         embedding_scatter_kernel<<<blocks, kBlock, 0, stream>>>(sorted, counts, order, ids.ptr<int32_t>(), shift,
                                                                 n_places, n_runs);
-        cudaCheckLaunch();
+        launched("embedding_scatter_kernel", {.reads = bytes_of(ids) + counts_bytes + read_order,
+                                              .writes = order_bytes,
+                                              .scratch = counts_bytes + read_order + order_bytes});
         order = sorted;
     }
     return order;
@@ -251,7 +268,11 @@ static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor scratch,
         block(static_cast<unsigned>(x), static_cast<unsigned>(y));
     embedding_backward_lists_kernel<T, G, n><<<grid, block, 0, stream>>>(
         dtable.ptr<G>(), dout.ptr<T>(), ids.ptr<int32_t>(), order, n_places, C, dtable.shape[0]);
-    cudaCheckLaunch();
+    const int64_t sums = bytes_of_rows(dtable, std::min(dtable.shape[0], n_places));
+    launched("embedding_backward_lists_kernel", {.reads = bytes_of(dout, ids) + 4 * n_places + sums,
+                                                 .writes = sums,
+                                                 .scratch = 4 * n_places,
+                                                 .flops = static_cast<double>(dout.n())});
 }
 
 template <class T, class G, int n>
@@ -262,7 +283,9 @@ static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Ten
     } else if (dwpe) {
         embedding_backward_wpe_kernel<T, G, n><<<static_cast<unsigned>(dout.shape[1]), kBlock, 0, stream>>>(
             dwpe.ptr<G>(), dout.ptr<T>(), dout.shape[0], dout.shape[2]);
-        cudaCheckLaunch();
+        const int64_t sums = bytes_of_rows(dwpe, dout.shape[1]);
+        launched("embedding_backward_wpe_kernel",
+                 {.reads = bytes_of(dout) + sums, .writes = sums, .flops = static_cast<double>(dout.n())});
     }
     add_by_lists<T, G, n>(dwte, dout, tokens, scratch, stream);
 }
@@ -304,5 +327,5 @@ void ids_from(Tensor out, Tensor ids, int64_t first, int64_t n, cudaStream_t str
     if (ids.n() == 0) return;
     ids_from_kernel<<<static_cast<unsigned>(ceil_div(ids.n(), kBlock)), kBlock, 0, stream>>>(
         out.ptr<int32_t>(), ids.ptr<int32_t>(), narrow(first, "ids_from: first"), narrow(n, "ids_from: n"), ids.n());
-    cudaCheckLaunch();
+    launched("ids_from_kernel", {.reads = bytes_of(ids), .writes = bytes_of(out)});
 }
