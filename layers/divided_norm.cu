@@ -247,7 +247,7 @@ void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor 
     if (dsum) expect(name, "dsum", dsum, x.dtype, {rows.N, rows.C});
     expect(name, "parts", parts, DType::f32, {rows.N, 2});
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"x", x}, {"weight", weight}});
-    const LaunchCost cost = {.reads = bytes_of(dout, dsum, x, weight, mean, rstd, parts),
+    const LaunchCost cost = {.reads = bytes_of(dout, dsum, x, weight, mean, rstd) + bytes_of(parts) / (mean ? 1 : 2),
                              .writes = bytes_of(dinp),
                              .flops = 7.0 * static_cast<double>(rows.N * rows.C)};
     rows.launch("backward_finish_kernel", cost, x.dtype, [&](auto zero) {

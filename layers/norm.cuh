@@ -39,8 +39,8 @@ constexpr int kRowColumns = kOnCpu ? 2048 : 16;
 
 }  // namespace
 
-// The end of a norm's backward (column_sum.cu): add_column_sums of two parameters (C) of one dtype in one launch, dparam
-// from partial[0] and second from partial[1].      partial (2, R, C) f32
+// The end of a norm's backward (column_sum.cu): add_column_sums of two parameters (C) of one dtype in one launch,
+// dparam from partial[0] and second from partial[1].      partial (2, R, C) f32
 void add_column_sums(Tensor dparam, Tensor second, Tensor partial, bool accumulate, cudaStream_t stream);
 
 // Tests set it to 16, so that the CPU shares rows among threads as a GPU does.
