@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
     const int b = static_cast<int>(blockIdx.x) * kBlocks + threadIdx.y, lane = threadIdx.x;
     const float scale = norm_scale[1];
     if (b >= n_tiles || scale != scale) return;  // all lanes of a block of elements. NaN: no update
-    const Tile tile = tile_at(tiles, b, origin);
+    const TileHere tile(tiles, n_tiles, b, origin, scale);
+    const Tile& entry = tile.entry;
     const float old_m_scale = states.m_scales[b], old_v_scale = states.v_scales[b];
     uint32_t* m_words = states.m_codes + b * int64_t{kWords};
     uint32_t* v_words = states.v_codes + b * int64_t{kWords};
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kLanes* kBlocks)
         const float g = scale * to_float(grads[tile.grads + e]);
         const float w = update(to_float(values[tile.values + e]), g, tile.decay, m[k], v[k]);
         format.store(values, tile.values + e, copy, tile.copy + e, w,
-                     format.random_bits(tile.key, tile.place.of(tile.element + e)));
+                     format.random_bits(entry.key, entry.place.of(entry.element + e)));
     }
     for (int k = 0; k < kLaneN; ++k)
         m_max = fabsf(m[k]) > m_max ? fabsf(m[k]) : m_max, v_max = v[k] > v_max ? v[k] : v_max;

@@ -100,7 +100,7 @@ class HostElementwise final : public Optimizer {
         for (int64_t i = first_tile; i < end_tile; ++i) {
             const Tile& tile = table_.tiles[static_cast<size_t>(i)];
             update_tile(w + tile.values, copy ? copy + tile.copy : nullptr, m + tile.state, v + tile.state,
-                        grads + tile.grads, tile.n, scale, tile.decay, update);
+                        grads + tile.grads, tile.n, scale, static_cast<float>(tile.decay), update);
         }
     }
 

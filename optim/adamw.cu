@@ -31,11 +31,9 @@ __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     adamw_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, float* __restrict__ ms,
                  float* __restrict__ vs, const G* __restrict__ grads, const float* __restrict__ norm_scale,
                  const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, AdamUpdate<true> adamw) {
-    const int b = tile_here<F>();
-    const float scale = norm_scale[1];           // of gradient clipping and loss scaling
-    if (b >= n_tiles || scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
-    const Tile tile = tile_at(tiles, b, origin);
-    const TileDraws<F> draws(format, tile);
+    const float scale = norm_scale[1];  // of gradient clipping and loss scaling
+    const TileHere tile(tiles, n_tiles, tile_here<F>(), origin, scale);
+    const TileDraws<F> draws(format, tile.entry);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k =
             static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;  // first element, in the tile
@@ -49,7 +47,7 @@ __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
         for (int l = 0; l < kPack; ++l) w[l] = adamw(w[l], scale * g[l], tile.decay, m[l], v[l]);
         store_pack(ms + (tile.state + k), m, end);
         store_pack(vs + (tile.state + k), v, end);
-        store_weights(values, copy, w, draws, part, k, end);
+        store_weights(values, copy, w, tile, draws, part, k, end);
     }
 }
 

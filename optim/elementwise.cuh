@@ -50,17 +50,27 @@ template <class F>
 __device__ __forceinline__ int tile_here() {
     return static_cast<int>(blockIdx.x) * kBlockTiles<F> + static_cast<int>(kBlockTiles<F> > 1 ? threadIdx.y : 0);
 }
-// Its places are those in the arrays that the launch has.
-__device__ __forceinline__ Tile tile_at(const Tile* tiles, int b, const TileOrigin& origin) {
-    Tile tile = tiles[b];
-    tile.values -= origin.values, tile.copy -= origin.copy, tile.grads -= origin.grads, tile.state -= origin.state;
-    return tile;
-}
+// Its places in the arrays that the launch has, and how many elements are to be updated: none where this thread has no
+// tile, or where `scale` is NaN: some gradient is inf or NaN, and the update is skipped. (As a number of elements,
+// because g++ makes no SIMD instructions of a loop over threads in which they may end at two places.)
+struct TileHere {
+    const Tile& entry;
+    int64_t values, copy, grads, state;
+    int32_t n;
+    float decay;
+    // b: from tile_here(), which may be none of the n_tiles.
+    __device__ __forceinline__ TileHere(const Tile* tiles, int n_tiles, int b, const TileOrigin& origin, float scale)
+        : entry(tiles[kOnCpu || b < n_tiles ? b : 0]), values(entry.values - origin.values),
+          copy(entry.copy - origin.copy), grads(entry.grads - origin.grads), state(entry.state - origin.state),
+          n(entry.n), decay(static_cast<float>(entry.decay)) {
+        if (scale != scale || (!kOnCpu && b >= n_tiles)) n = 0;
+    }
+};
 
 // Does the tile end before its element k? In whole tiles no thread is asked for its index, so that their loop needs no
 // masks. k is unsigned, as threadIdx is: from an int g++ could not tell that neighbours read neighbours, and made no
 // SIMD instructions.
-__device__ __forceinline__ bool is_behind(const Tile& tile, unsigned k) {
+__device__ __forceinline__ bool is_behind(const TileHere& tile, unsigned k) {
     return tile.n < kTileN && static_cast<int>(k) >= tile.n;
 }
 // Those of the pack from element k on that are the tile's; and are they moved in one access? Parameters that are parts
@@ -68,7 +78,7 @@ __device__ __forceinline__ bool is_behind(const Tile& tile, unsigned k) {
 struct PackEnd {
     int n = kPack;
     bool at_once = true;
-    __device__ __forceinline__ PackEnd(const Tile& tile, unsigned k) {
+    __device__ __forceinline__ PackEnd(const TileHere& tile, unsigned k) {
         if constexpr (kPack > 1) {
             n = min(kPack, tile.n - static_cast<int>(k));
             at_once = n == kPack && (tile.values | tile.copy | tile.grads | tile.state) % kPack == 0;
@@ -106,38 +116,38 @@ __device__ __forceinline__ void store_pack(T* to, const T (&x)[kPack], const Pac
 template <class F>
 struct TileDraws {
     const F& format;
-    const Tile& tile;
+    const Tile& entry;
     bool is_whole = true;
     Philox draws[kPack] = {};
-    __device__ __forceinline__ TileDraws(const F& its_format, const Tile& its_tile)
-        : format(its_format), tile(its_tile) {
+    __device__ __forceinline__ TileDraws(const F& its_format, const Tile& its_entry)
+        : format(its_format), entry(its_entry) {
         if constexpr (F::stochastic) {
-            const int64_t first = tile.place.first + tile.element;
-            is_whole = tile.place.skip == 0 && tile.place.group_skip == 0 && first % kTileN == 0;
+            const int64_t first = entry.place.first + entry.element;
+            is_whole = entry.place.skip == 0 && entry.place.group_skip == 0 && first % kTileN == 0;
             const int64_t draw = first / kDrawParts + threadIdx.x * kPack;
-            for (int l = 0; is_whole && l < kPack; ++l) draws[l] = draw_of(format.seed, tile.key, format.t, draw + l);
+            for (int l = 0; is_whole && l < kPack; ++l) draws[l] = draw_of(format.seed, entry.key, format.t, draw + l);
         }
     }
     // Of element l of the pack from element k of the tile on.
     __device__ __forceinline__ uint32_t bits(int part, unsigned k, int l) const {
         if constexpr (!F::stochastic) return 0;
         if (is_whole) return part_of(draws[l], part);
-        return format.random_bits(tile.key, tile.place.of(tile.element + k + l));
+        return format.random_bits(entry.key, entry.place.of(entry.element + k + l));
     }
 };
 
 // The new weights of the pack from element k of the tile on.
 template <class F>
 __device__ __forceinline__ void store_weights(typename F::Value* values, typename F::Copy* copy,
-                                              const float (&w)[kPack], const TileDraws<F>& draws, int part, unsigned k,
-                                              const PackEnd& end) {
+                                              const float (&w)[kPack], const TileHere& tile, const TileDraws<F>& draws,
+                                              int part, unsigned k, const PackEnd& end) {
     typename F::Value rounded[kPack];
     for (int l = 0; l < kPack; ++l) rounded[l] = draws.format.rounded(w[l], draws.bits(part, k, l));
-    store_pack(values + (draws.tile.values + k), rounded, end);
+    store_pack(values + (tile.values + k), rounded, end);
     if constexpr (F::has_copy) {
         typename F::Copy copied[kPack];
         for (int l = 0; l < kPack; ++l) copied[l] = from_float<typename F::Copy>(w[l]);
-        store_pack(copy + (draws.tile.copy + k), copied, end);
+        store_pack(copy + (tile.copy + k), copied, end);
     }
 }
 
@@ -155,11 +165,9 @@ __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     elementwise_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
                        float* __restrict__ state, const G* __restrict__ grads, const float* __restrict__ norm_scale,
                        const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, Update update) {
-    const int b = tile_here<F>();
     const float scale = norm_scale[1];
-    if (b >= n_tiles || scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
-    const Tile tile = tile_at(tiles, b, origin);
-    const TileDraws<F> draws(format, tile);
+    const TileHere tile(tiles, n_tiles, tile_here<F>(), origin, scale);
+    const TileDraws<F> draws(format, tile.entry);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;
         if (is_behind(tile, k)) return;
@@ -175,7 +183,7 @@ __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
             for (int l = 0; l < kPack; ++l) w[l] = update(w[l], scale * g[l], tile.decay, a[l]);
             store_pack(state + (tile.state + k), a, end);
         }
-        store_weights(values, copy, w, draws, part, k, end);
+        store_weights(values, copy, w, tile, draws, part, k, end);
     }
 }
 

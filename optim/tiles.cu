@@ -38,7 +38,7 @@ TileTable make_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n, bool
             for (int64_t first = 0; first < n; first += tile_n)
                 table.tiles.push_back({unit.values + param.offset + first, unit.copy + param.offset + first,
                                        unit.grads + param.offset + first, state + first,
-                                       static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1.0f : 0.0f,
+                                       static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1 : 0,
                                        hash_name(param.file_name()), param.first + first, place});
             n_elements += n;
         }
