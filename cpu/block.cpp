@@ -78,6 +78,7 @@ class Block {
     void set_thread(unsigned thread) { current_->thread = thread; }
     void park(unsigned thread, FiberList& list);
     void give_way(unsigned thread);
+    void stand_back(unsigned thread);
     void set_ready(FiberList& fibers);
     unsigned n_threads() const { return n_; }
     size_t shared_bytes() const { return launch_->shared_bytes; }
@@ -363,6 +364,18 @@ void Block::give_way(unsigned thread) {
     wait(thread);
 }
 
+// The thread waits for something outside of this block: all others come first.
+void Block::stand_back(unsigned thread) {
+    if (!ready_.first && ready_strict_.empty() && next_ == n_) {
+        sched_yield();
+        return;
+    }
+    if (strict) return give_way(thread);
+    current_->thread = thread;
+    ready_.push(current_);
+    wait_slowly(thread);
+}
+
 // Another barrier than the last one: an error, unless no thread waits at that one.
 void Block::barrier_elsewhere(unsigned thread, const char* file, int line) {
     if (n_arrived_ > 0 && (line != barrier_line_ || std::strcmp(file, barrier_file_) != 0))
@@ -587,6 +600,7 @@ void async_wait_strict(unsigned thread, unsigned n_groups) {
 void park(unsigned thread, FiberList& list) { block->park(thread, list); }
 void let_go(FiberList& list) { block->set_ready(list); }
 void give_way(unsigned thread) { block->give_way(thread); }
+void stand_back(unsigned thread) { block->stand_back(thread); }
 unsigned block_threads() { return block->n_threads(); }
 size_t dynamic_shared_bytes() { return block->shared_bytes(); }
 std::string thread_name(unsigned thread) { return block->name(thread); }

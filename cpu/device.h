@@ -42,6 +42,7 @@ struct FiberList {
 void park(unsigned thread, FiberList& list);
 void let_go(FiberList& list);
 void give_way(unsigned thread);
+void stand_back(unsigned thread);  // other threads run now, if any may; otherwise other OS threads
 unsigned block_threads();
 size_t dynamic_shared_bytes();
 std::string thread_name(unsigned thread);  // "(5,0,0)"

@@ -175,6 +175,16 @@ void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool wai
     if (waits) u.threads[thread].knowledge.merge(b.brought);
 }
 
+void set_count_by(int* count, int value) { __atomic_store_n(count, value, __ATOMIC_RELEASE); }
+// In strict mode copies may be in flight which complete only when all threads wait: this one does not, so it completes
+// some itself.
+void wait_for_count_by(unsigned thread, const int* count, int value) {
+    while (__atomic_load_n(count, __ATOMIC_ACQUIRE) != value) {
+        if (strict && strict_random_below(4) == 0) hopper_land_one();
+        stand_back(thread);
+    }
+}
+
 void registers_by(unsigned thread, unsigned n_registers) { this_unit().threads[thread].n_registers = n_registers; }
 
 // Always the same lane for the same mask, but a kernel may not rely on a certain one.

@@ -30,6 +30,7 @@ void named_barrier_by(unsigned thread, unsigned id, unsigned n_threads, bool wai
 // ---- bulk copies. A load is announced to an mbarrier; a store belongs to the thread's group of stores.
 void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Here here);
 void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Here here);
+void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Here here);
 void tensor_load_by(unsigned thread, void* to, const CUtensorMap& map, const int* coordinates, unsigned rank,
                     void* barrier, Here here);
 void tensor_store_by(unsigned thread, const CUtensorMap& map, const int* coordinates, unsigned rank, const void* from,
@@ -37,6 +38,10 @@ void tensor_store_by(unsigned thread, const CUtensorMap& map, const int* coordin
 void bulk_commit_by(unsigned thread);
 void bulk_wait_by(unsigned thread, unsigned n_groups, bool read_only);
 void fence_proxy_async_by(unsigned thread);
+
+// ---- turns between blocks, which are other OS threads here: other threads of the block run while one waits.
+void set_count_by(int* count, int value);
+void wait_for_count_by(unsigned thread, const int* count, int value);
 
 // ---- wgmma: 128 threads bring their operands, the last one multiplies.
 struct Wgmma {

@@ -210,6 +210,18 @@ void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, He
     start_store(thread, static_cast<const char*>(from), bytes, here,
                 [=](const char* source) { std::memcpy(to, source, bytes); });
 }
+void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Here here) {
+    for (const void* pointer : {static_cast<const void*>(to), from})
+        check_aligned(thread, pointer, 16, "a bulk copy", here);
+    check_aligned(thread, reinterpret_cast<const void*>(bytes), 16, "a bulk copy's size", here);
+    start_store(thread, static_cast<const char*>(from), bytes, here, [=](const char* source) {
+        for (size_t i = 0; i < bytes / sizeof(float); ++i) {
+            float x;
+            std::memcpy(&x, source + i * sizeof x, sizeof x);
+            to[i] += x;
+        }
+    });
+}
 void tensor_load_by(unsigned thread, void* to, const CUtensorMap& encoded, const int* coordinates, unsigned rank,
                     void* barrier, Here here) {
     const TensorMap map = decode(thread, encoded, rank, to, here);

@@ -10,10 +10,10 @@
 //
 // The limit is five products of D multiply-adds for each pair. But dq_t is a sum over the keys of a query, dk_s and
 // dv_s are sums over the queries of a key, and one block can keep only the sums of one kind in its registers. So from
-// rung 2 on there are two kernels, and both compute S and dP: 7 products instead of 5, so no rung can reach more than
-// 71 % of the limit. (The other way is to add to dq from many blocks with atomics; then no two runs give the same
-// bits.) The two are mirror images. Let r stand for the rows that a block owns, and o for the other rows, which are
-// read tile by tile:
+// rung 2 on there are two kernels, and both compute S and dP: 7 products instead of 5, so they can reach no more than
+// 71 % of the limit. (The other way is to add to dq from many blocks. With atomics no two runs give the same bits; rung
+// 8, the product on Hopper, adds in turns, in the order of the keys.) The two are mirror images. Let r stand for the
+// rows that a block owns, and o for the other rows, which are read tile by tile:
 //
 //     S_ro = x_r . x'_o / sqrt(D)    dP_ro = y_r . y'_o    dx_r = sum_o dS_ro x'_o / sqrt(D)    dy_r = sum_o P_ro y'_o
 //
@@ -34,6 +34,7 @@ struct Problem {
     Tensor dq, dk, dv, dout, out, lse, q, k, v;
     Tensor probs, dscores;  // (N, T, T) f32, of the naive rung
     Tensor delta;           // (N, T) f32
+    Tensor scratch;         // of the product
     int64_t N;
     int T;
 };
@@ -452,7 +453,7 @@ void launch(const Problem& p, int n_rows, int n_threads, cudaStream_t stream) {
 void launch_product(const Problem& p, FlashTier tier, cudaStream_t stream) {
     flash_attention_backward(one_head(p.dq), one_head(p.dk), one_head(p.dv), one_head(p.dout), one_head(p.out),
                              p.lse.view({p.N, 1, p.T}), one_head(p.q), one_head(p.k), one_head(p.v),
-                             product_options(tier), p.delta, stream);
+                             product_options(tier), p.scratch, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -522,8 +523,11 @@ void climb(Ladder& ladder) {
     const Tensor dq = ladder.output({N, T, kD}, dtype), dk = ladder.output({N, T, kD}, dtype),
                  dv = ladder.output({N, T, kD}, dtype), delta = ladder.output({N, T}),
                  probs = ladder.take(DType::f32, {N, T, T}), dscores = ladder.take(DType::f32, {N, T, T});
-    const Problem p{dq,     dk,     dv,    dout_rows, out,   lse, q_rows,
-                    k_rows, v_rows, probs, dscores,   delta, N,   narrow(T, "tokens")};
+    const FlashTier largest = has_wgmma() ? FlashTier::hopper : FlashTier::mma;
+    const Tensor scratch =
+        ladder.take(DType::f32, {flash_attention_backward_scratch_n(N, T, 1, 1, kD, kD, dtype, largest)});
+    const Problem p{dq,    dk,      dv, dout_rows,          out, lse, q_rows, k_rows, v_rows, probs, dscores,
+                    delta, scratch, N,  narrow(T, "tokens")};
     run_forward(ladder, p);
 
     // Units of 16 bits: out, dS and the result for dq and dk; P and the result for dv. The rest is float32's.
@@ -568,7 +572,7 @@ void climb(Ladder& ladder) {
         rung("product, mma", "32 rows per warp; any head size and mask",
              [&](auto s) { launch_product(p, FlashTier::mma, s); });
         if (!has_wgmma()) return;
-        rung("product, Hopper", "wgmma and TMA; one producer, two consumer groups",
+        rung("product, Hopper", "wgmma and TMA; one kernel with five products, dq added in turns",
              [&](auto s) { launch_product(p, FlashTier::hopper, s); });
     });
 }

@@ -182,7 +182,9 @@ Cost run(const Sizes& s, const ContextMode* mode) {
             for (Tensor* rows : {&qkv, &dqkv}) *rows = arena.take("rows", DType::f32, {1, T, columns});
             for (Tensor* rows : {&out, &dout}) *rows = arena.take("rows", DType::f32, {1, T, outs});
             lse = arena.take("lse", DType::f32, {1, s.heads, T});
-            scratch = arena.take("scratch", DType::f32, {flash_attention_backward_scratch_n(1, T, s.heads)});
+            scratch = arena.take("scratch", DType::f32,
+                                 {flash_attention_backward_scratch_n(1, T, s.heads, s.key_heads, s.width, s.width,
+                                                                     DType::f32, FlashTier::automatic)});
             if (attention) attention->take_memory({1, s.heads, s.key_heads, s.width, s.width, DType::f32}, arena);
             if (pass == 0) arena.reserve();
         }

@@ -373,7 +373,9 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
                               const HeadColumns& dout, const HeadColumns& out, Tensor lse, const HeadColumns& q,
                               const HeadColumns& k, const HeadColumns& v, const FlashAttentionOptions& options,
                               Tensor scratch, cudaStream_t stream);
-int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H);
+// Floats of scratch: of the rows' sums, and for the tier hopper of dq's, as long as it is not complete.
+int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
+                                           DType dtype, FlashTier tier);
 // merge.cu: attention over two sets of keys from that over each: (out, lse) = (out, lse) and (part, part_lse) together.
 //   out = (exp(lse) out + exp(part_lse) part) / (exp(lse) + exp(part_lse)),  lse = log(exp(lse) + exp(part_lse))
 // out and part: f32, bf16 or f16 each, (B, T, ...), H heads; lse, part_lse (B, H, T) f32.

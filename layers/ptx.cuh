@@ -366,6 +366,16 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                : "memory");
 #endif
 }
+// The same for floats, each of which is added to the one that is there. It is one addition for the memory, too.
+__device__ __forceinline__ void bulk_add(float* global, const void* shared, uint32_t n_bytes PTX_HERE) {
+#ifdef CUDA_ON_CPU
+    cuda_cpu::bulk_add_by(cuda_cpu::linear_index(), global, shared, n_bytes, {file, line});
+#else
+    HOPPER_ASM("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(n_bytes)
+               : "memory");
+#endif
+}
 __device__ __forceinline__ void bulk_commit() {
 #ifdef CUDA_ON_CPU
     cuda_cpu::bulk_commit_by(cuda_cpu::linear_index());
@@ -388,6 +398,27 @@ __device__ __forceinline__ void bulk_wait_read() {
     cuda_cpu::bulk_wait_by(cuda_cpu::linear_index(), n, true);
 #else
     HOPPER_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(n) : "memory");
+#endif
+}
+
+// Turns between blocks: a thread counts what it has done, after bulk_wait, and one of another block waits for a count.
+// What the first one and the copies that it has waited for have written is visible behind the second one's wait, to its
+// own copies too. The block that is waited for must be running, or have ended: not every block of a grid is.
+__device__ __forceinline__ void set_count(int* count, int value) {
+#ifdef CUDA_ON_CPU
+    cuda_cpu::set_count_by(count, value);
+#else
+    asm volatile("fence.proxy.async;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_count(const int* count, int value) {
+#ifdef CUDA_ON_CPU
+    cuda_cpu::keeping_thread([&] { cuda_cpu::wait_for_count_by(cuda_cpu::linear_index(), count, value); });
+#else
+    int now = 0;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+    while (now != value);
+    asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
 
@@ -559,6 +590,15 @@ __device__ __forceinline__ void compute_before_wait(float x) {
     asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.u32 [%1], 0;\n}" ::"f"(x), "r"(0)
                  : "memory");
 #endif
+}
+
+// x, as if it were not known before. The compiler moves what does not change in a loop out of it, and then keeps it in
+// registers: of a fragment's addresses, which are functions of the thread and cheap to compute again, too many.
+__device__ __forceinline__ int not_hoisted(int x) {
+#ifndef CUDA_ON_CPU
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
 }
 
 #ifdef CUDA_ON_CPU

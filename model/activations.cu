@@ -190,9 +190,8 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
         model.feed_forward->take_gradients(take, model.local, workspace.dfeed_forward);
         workspace.embedding_scratch = arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N)});
         // One piece of scratch for all layers: its contents are needed within a single call only.
-        scratch_n =
-            std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
-                      model.attention->scratch_n(model.local, B, T), model.feed_forward->scratch_n(model.local, B, T)});
+        scratch_n = std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
+                              model.attention->scratch_n(model, B, T), model.feed_forward->scratch_n(model, B, T)});
     }
     if (scratch_n > 0) workspace.scratch = arena.take("shared by layers", DType::f32, {scratch_n});
     return workspace;

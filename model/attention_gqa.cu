@@ -62,9 +62,11 @@ void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
     gradients[kQ] = take.keep("gradients of activations", c.H * c.D);
     gradients[kK] = take.keep("gradients of activations", c.K * c.D);
 }
-int64_t scratch_n(const Config& c, int64_t B, int64_t T) {
-    return std::max(flash_attention_backward_scratch_n(B, T, c.H),
-                    c.qk_norm ? rmsnorm_backward_scratch_n(B * T * c.H, c.D) : 0);
+int64_t scratch_n(const Model& model, int64_t B, int64_t T) {
+    const Config& c = model.local;
+    const int64_t attention =
+        flash_attention_backward_scratch_n(B, T, c.H, c.K, c.D, c.D, model.precision.dtype, model.flash_tier);
+    return std::max(attention, c.qk_norm ? rmsnorm_backward_scratch_n(B * T * c.H, c.D) : 0);
 }
 
 // Where the heads are, for values as for gradients: in the rows of qkv, or, normalised, in tensors of their own.

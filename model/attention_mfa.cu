@@ -49,8 +49,11 @@ void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
     gradients[kQ] = take.keep("gradients of activations", c.H * c.D);
     gradients[kLatent] = take.keep("gradients of activations", c.q_rank);
 }
-int64_t scratch_n(const Config& c, int64_t B, int64_t T) {
-    return std::max(flash_attention_backward_scratch_n(B, T, c.H), rmsnorm_backward_scratch_n(B * T, c.q_rank));
+int64_t scratch_n(const Model& model, int64_t B, int64_t T) {
+    const Config& c = model.local;
+    const int64_t attention =
+        flash_attention_backward_scratch_n(B, T, c.H, 1, c.D, c.D, model.precision.dtype, model.flash_tier);
+    return std::max(attention, rmsnorm_backward_scratch_n(B * T, c.q_rank));
 }
 
 // Where everything is, for values as for gradients.

@@ -28,7 +28,7 @@ void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
     gradients[kGateUpRows] = take.keep("gradients of activations", 2 * c.F);
     gradients[kAct] = take.keep("gradients of activations", c.F);
 }
-int64_t scratch_n(const Config&, int64_t, int64_t) { return 0; }
+int64_t scratch_n(const Model&, int64_t, int64_t) { return 0; }
 
 void recompute(const BlockContext& b, const SubLayerParameters&, const Slots& saved) {
     swiglu_forward(saved[kAct], saved[kGateUpRows], b.stream);

@@ -140,7 +140,7 @@ struct SubLayer {
     void (*take_saved)(SavedTaker& take, const Config& config, Slots& saved);
     // Gradients of what is saved, in the same slots; one set for all blocks.
     void (*take_gradients)(SavedTaker& take, const Config& config, Slots& gradients);
-    int64_t (*scratch_n)(const Config& config, int64_t B, int64_t T);  // floats, beside what linear layers need
+    int64_t (*scratch_n)(const Model& model, int64_t B, int64_t T);  // floats, beside what linear layers need
 
     // inp -> out, keeping what the backward needs in `saved`. No `out`: all but the last product, whose result nobody
     // needs where a forward is run again.

@@ -58,7 +58,8 @@ Result run_ranks_on(const Case& c, DType dtype, const Values& in, const Ranks& r
         qkv.set({own(in.q), own(in.k), own(in.v), {}});
         Buffer out(dtype, {c.B, here.T, c.H * c.Dv}), dout(dtype, {c.B, here.T, c.H * c.Dv}, own(in.dout)),
             lse(DType::f32, {c.B, c.H, here.T}),
-            scratch(DType::f32, {flash_attention_backward_scratch_n(c.B, here.T, c.H)}),
+            scratch(DType::f32,
+                    {flash_attention_backward_scratch_n(c.B, here.T, c.H, c.K, c.D, c.Dv, dtype, ranks.tier)}),
             of_all(DType::i32, {c.B, c.T, 2});
         FlashAttentionOptions options{
             .scale = static_cast<float>(c.scale()), .causal = c.causal, .window = c.window, .tier = ranks.tier};

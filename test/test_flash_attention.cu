@@ -3,6 +3,12 @@
 
 namespace {
 
+// The tier whose backward needs the most scratch.
+FlashTier scratch_tier(DType dtype, const Case& c) {
+    const bool hopper = dtype != DType::f32 && has_wgmma() && c.D % 8 == 0 && c.Dv % 8 == 0;
+    return hopper ? FlashTier::hopper : FlashTier::automatic;
+}
+
 struct Flash {
     QkvRows qkv, dqkv;
     Buffer out, dout, lse, scratch;
@@ -12,8 +18,9 @@ struct Flash {
     Flash(const Case& c, DType dtype, const Values& values)
         : qkv(c, dtype), dqkv(c, dtype), out(dtype, {c.B, c.T, c.H * c.Dv}),
           dout(dtype, {c.B, c.T, c.H * c.Dv}, values.dout), lse(DType::f32, {c.B, c.H, c.T}),
-          scratch(DType::f32, {flash_attention_backward_scratch_n(c.B, c.T, c.H)}), out_heads{out, c.H, c.Dv},
-          dout_heads{dout, c.H, c.Dv} {
+          scratch(DType::f32,
+                  {flash_attention_backward_scratch_n(c.B, c.T, c.H, c.K, c.D, c.Dv, dtype, scratch_tier(dtype, c))}),
+          out_heads{out, c.H, c.Dv}, dout_heads{dout, c.H, c.Dv} {
         qkv.set(values);
         options = {.scale = static_cast<float>(c.scale()), .causal = c.causal, .window = c.window};
         if (!c.lengths.empty()) {

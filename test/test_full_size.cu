@@ -260,7 +260,8 @@ TEST_CASE("full size: rope and attention", "[full_size]") {
     const auto attend = [&](FlashTier tier, int64_t n, Tensor o, Tensor d_qkv, Tensor in, Tensor d_out) {
         const HeadColumns out_heads{o, H, D}, dout_heads{d_out, H, D};
         const QkvHeads h = qkv_heads(in, H, K), dh = qkv_heads(d_qkv, H, K);
-        Large lse(DType::f32, {n, H, T}), scratch(DType::f32, {flash_attention_backward_scratch_n(n, T, H)});
+        Large lse(DType::f32, {n, H, T}),
+            scratch(DType::f32, {flash_attention_backward_scratch_n(n, T, H, K, D, D, kDType, tier)});
         const FlashAttentionOptions options{.scale = 1 / std::sqrt(static_cast<float>(D)), .tier = tier};
         flash_attention_forward(out_heads, lse, h.q, h.k, h.v, options, nullptr);
         flash_attention_backward(dh.q, dh.k, dh.v, dout_heads, out_heads, lse, h.q, h.k, h.v, options, scratch,

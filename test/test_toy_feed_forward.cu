@@ -40,7 +40,7 @@ void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
     gradients[kUpRows] = take.keep("gradients of activations", c.F);
     gradients[kAct] = take.keep("gradients of activations", c.F);
 }
-int64_t scratch_n(const Config&, int64_t, int64_t) { return 0; }
+int64_t scratch_n(const Model&, int64_t, int64_t) { return 0; }
 
 unsigned blocks_for(int64_t n) { return static_cast<unsigned>(ceil_div(n, 256)); }
 void recompute(const BlockContext& b, const SubLayerParameters&, const Slots& saved) {

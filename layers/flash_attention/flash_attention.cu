@@ -8,6 +8,7 @@
 //     cores.cuh, cores_forward.cu, cores_backward.cu       plain float32 arithmetic: read these first
 //     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
+//     hopper_backward_wide.cu                              its backward where registers do not hold all in one pass
 //     merge.cu               attention over two sets of keys from that over each
 //     paged_attention.cu, paged_tile.cuh, paged_latent_attention.cu         the forward over a cache in pages
 //
@@ -41,15 +42,15 @@
 // delta_t = sum_s P_ts dP_ts is softmax's own gradient. It looks like a sum over a row of the matrix, but
 // sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . o_t: a sum over D columns, computed once, before the tiles.
 //
-// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So there are two kernels, which both work like this:
+// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So cores and mma have two kernels, which work like this:
 //
 //     a block owns some rows, which stay; the others are read tile by tile; the rows' sums stay in registers
 //
 // forward, dq: rows = queries, others = keys.   dk and dv: rows = keys, others = queries, of all the heads of a group.
 // Nothing is shared between blocks, so there are no atomics, and each sum has one order: a run repeats bit for bit. The
-// cost is that the second kernel computes S and dP again: 7 products of T T D instead of 5. The alternative, one kernel
-// that adds to dq with atomics as the published code does, takes 5/7 of the work, but adds in an order that differs
-// from run to run.
+// cost is that the second kernel computes S and dP again: 7 products of T T D instead of 5. One kernel that adds to dq
+// with atomics takes 5/7 of the work, but adds in an order that differs from run to run. On Hopper, where products are
+// the limit, one kernel adds to dq in turns, in the order of the keys (hopper_backward.cu): 5 products, and one order.
 //
 // WHERE THINGS ARE, for a head of D columns and tiles of R rows and N others:
 //
@@ -82,13 +83,15 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d]. On a GPU eight lanes share a row: 64 columns of 16 bits are one load
-// of 16 bytes each, and a warp has four rows under way. Block (rows, head, b): no thread divides to find its row.
+// of 16 bytes each, and a warp has four rows under way. Block (rows, head, b): no thread divides to find its row. The
+// first n_counts threads also zero the counts of the tier hopper: there are more threads, one at least for each row.
 
 constexpr int kDeltaLanes = kOnCpu ? 1 : 8, kDeltaRows = 256 / kDeltaLanes;
 
 template <class Number, int kN>
 __global__ void __launch_bounds__(kDeltaLanes* kDeltaRows)
-    flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t T, int64_t D) {
+    flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t T, int64_t D,
+                       int* counts, int64_t n_counts) {
     const int64_t h = blockIdx.y, b = blockIdx.z, t = static_cast<int64_t>(blockIdx.x) * kDeltaRows + threadIdx.y;
     float sum[kN] = {};
     if (t < T) {
@@ -102,10 +105,14 @@ __global__ void __launch_bounds__(kDeltaLanes* kDeltaRows)
     }
     float total = fold_chunk<Sum>(sum);
     if constexpr (kDeltaLanes > 1) total = warp_sum(total, kDeltaLanes);  // all lanes of the warp, rows from T on too
+    const int64_t block = (b * gridDim.y + h) * gridDim.x + blockIdx.x,
+                  thread = (block * kDeltaRows + threadIdx.y) * kDeltaLanes + threadIdx.x;
+    if (thread < n_counts) counts[thread] = 0;
     if (threadIdx.x == 0 && t < T) delta[(b * gridDim.y + h) * T + t] = total;
 }
 
-void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadColumns& out, cudaStream_t stream) {
+void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadColumns& out, int64_t n_counts,
+                   cudaStream_t stream) {
     const int64_t chunk_of = a.packed ? out.D : 1;  // heads that are not packed go one element at a time
     dispatch_chunks(out.rows.dtype, chunk_of, [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;
@@ -113,8 +120,9 @@ void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadC
         const dim3 grid(static_cast<unsigned>(ceil_div(a.T, int64_t{kDeltaRows})), static_cast<unsigned>(a.q.count),
                         static_cast<unsigned>(a.B));
         flash_delta_kernel<Number, kN><<<grid, dim3(kDeltaLanes, kDeltaRows), 0, stream>>>(
-            a.delta, Heads<const Number>(dout), Heads<const Number>(out), a.T, out.D);
-        launched("flash_delta_kernel", {.reads = bytes_of(dout, out), .writes = row_floats_bytes(a)});
+            a.delta, Heads<const Number>(dout), Heads<const Number>(out), a.T, out.D, a.dq_counts, n_counts);
+        launched("flash_delta_kernel",
+                 {.reads = bytes_of(dout, out), .writes = row_floats_bytes(a) + n_counts * 4, .scratch = n_counts * 4});
     });
 }
 
@@ -203,6 +211,36 @@ constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automati
                                                             {FlashTier::mma, "mma"},
                                                             {FlashTier::hopper, "hopper"}};
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Scratch of the backward
+
+// scratch = [delta (B, H, T) | on hopper: counts | sums of dq], each from a multiple of 16 bytes on.
+struct BackwardScratch {
+    HopperSums sums;
+    int64_t first_count, first_sum, n;
+    BackwardScratch(int64_t rows, const HopperSums& sums_of_all, int64_t slots) : sums(sums_of_all) {
+        sums.n_slots = slots;
+        first_count = round_up(rows, 4), first_sum = first_count + round_up(sums.counts(slots), 4);
+        n = slots > 0 ? first_sum + slots * sums.slot_floats : rows;
+    }
+};
+
+// The pointers of the backward's scratch; returns how many counts there are. With less scratch than is best, as a caller
+// has that divides the same heads and tokens in another way, there are fewer slots.
+int64_t take_scratch(const char* operation, FlashArguments& a, FlashTier tier, Tensor scratch) {
+    HopperSums sums{};
+    if (tier == FlashTier::hopper) sums = hopper_sums(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D);
+    BackwardScratch parts(a.B * a.q.count * a.T, sums, sums.n_slots);
+    while (parts.sums.n_slots > 1 && parts.n > scratch.n())
+        parts = BackwardScratch(a.B * a.q.count * a.T, sums, parts.sums.n_slots - 1);
+    a.delta = scratch_as(operation, scratch, {parts.n}).ptr<float>();
+    a.n_slots = parts.sums.n_slots;
+    if (a.n_slots == 0) return 0;
+    a.dq_counts = reinterpret_cast<int*>(a.delta + parts.first_count);
+    a.dq_sums = a.delta + parts.first_sum;
+    return sums.counts(a.n_slots);
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +299,13 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
     }
 }
 
-int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H) { return B * H * T; }  // delta
+int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
+                                           DType dtype, FlashTier tier) {
+    if (tier == FlashTier::automatic) tier = automatic_tier(dtype, D % 8 == 0 && Dv % 8 == 0);
+    if (tier != FlashTier::hopper) return B * H * T;
+    const HopperSums sums = hopper_sums(B, T, H, K, D, Dv);
+    return BackwardScratch(B * H * T, sums, sums.n_slots).n;
+}
 
 void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, const HeadColumns& dv,
                               const HeadColumns& dout, const HeadColumns& out, Tensor lse, const HeadColumns& q,
@@ -276,9 +320,11 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
     check_heads(operation, "dv", dv, dtype, a.B, a.T, k.count, v.D);
     a.dq = dq, a.dk = dk, a.dv = dv;
     a.packed = a.packed && is_packed({out, dq, dk, dv});
-    a.delta = scratch_as(operation, scratch, {flash_attention_backward_scratch_n(a.B, a.T, q.count)}).ptr<float>();
-    if (!options.scratch_is_filled) compute_delta(a, dout, out, stream);
-    switch (tier_of(operation, options.tier, dtype, a.packed)) {
+    const FlashTier tier = tier_of(operation, options.tier, dtype, a.packed);
+    const int64_t n_counts = take_scratch(operation, a, tier, scratch);
+    if (!options.scratch_is_filled) compute_delta(a, dout, out, n_counts, stream);
+    else if (n_counts > 0) cudaCheck(cudaMemsetAsync(a.dq_counts, 0, static_cast<size_t>(n_counts) * 4, stream));
+    switch (tier) {
         case FlashTier::cuda_cores: return flash_backward_cores(a, stream);
         case FlashTier::hopper: return flash_backward_hopper(a, stream);
         default: return flash_backward_mma(a, stream);

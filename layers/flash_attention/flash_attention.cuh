@@ -128,6 +128,9 @@ struct FlashArguments {
     HeadColumns q, k, v, out;  // out is dout in the backward
     HeadColumns dq, dk, dv;    // backward only
     float *lse, *delta;        // (B, H, T)
+    float* dq_sums;            // backward on hopper only: HopperSums
+    int* dq_counts;
+    int64_t n_slots;
     int64_t B, T;
     float scale;
     bool causal;
@@ -143,6 +146,15 @@ void flash_forward_mma(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_mma(const FlashArguments& arguments, cudaStream_t stream);
 void flash_forward_hopper(const FlashArguments& arguments, cudaStream_t stream);
 void flash_backward_hopper(const FlashArguments& arguments, cudaStream_t stream);
+void flash_backward_hopper_wide(const FlashArguments& arguments, cudaStream_t stream);  // heads of more than 128
+// What flash_backward_hopper needs beside delta (hopper_backward.cu says why): one slot or more of dq_sums, from a
+// multiple of 16 bytes on, and for each slot dq_counts, with one int before all, zeros. With fewer slots than n_slots
+// blocks wait for each other; the bits are the same. n_slots = 0: heads of more than 128 columns need nothing.
+struct HopperSums {
+    int64_t n_slots, slot_floats, slot_counts;
+    int64_t counts(int64_t slots) const { return 1 + slots * slot_counts; }
+};
+HopperSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv);
 
 namespace {
 

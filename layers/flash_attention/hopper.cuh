@@ -21,6 +21,7 @@
 //
 // Registers are moved from the producer, which needs few, to the consumers: 168 a thread at the start, for three groups
 // of 128 threads 64512 of the 65536 that there are; then the producer's threads keep 24, and the consumers' have 240.
+// (The backward's producer has more to do: 40 and 232.)
 #pragma once
 
 #include "layers/flash_attention/mma.cuh"
@@ -50,13 +51,14 @@ struct Panels {
     static constexpr int kPanelBytes = kRows * kRowBytes, kBytes = kPanels * kPanelBytes;
 };
 
-// The next stage, and the parity of its round.
+// A stage, and the parity of its round, in one register.
 template <int kStages>
 struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
+    uint32_t at = 0;
+    __device__ __forceinline__ uint32_t stage() const { return kStages == 1 ? 0 : at >> 1; }
+    __device__ __forceinline__ uint32_t parity() const { return at & 1; }
     __device__ __forceinline__ void next() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        if (kStages == 1 || (at += 2) >= 2 * kStages) at = (at & 1) ^ 1;
     }
 };
 
@@ -71,12 +73,13 @@ __device__ __forceinline__ void load_panels(unsigned char* tile, const CUtensorM
         tensor_load<4>(tile + panel * Tile::kPanelBytes, &map, {panel * kPanelColumns, head, token, b}, barrier);
 }
 
-// A group's 64 rows of a tile to device memory; those behind the last token are left out.
+// A group's 64 rows of a tile to device memory, to a head's columns from `column` on; those behind the last token are
+// left out.
 template <class Tile>
 __device__ __forceinline__ void store_panels(const CUtensorMap& map, int head, int token, int b,
-                                             const unsigned char* rows) {
+                                             const unsigned char* rows, int column = 0) {
     for (int panel = 0; panel < Tile::kPanels; ++panel)
-        tensor_store<4>(&map, {panel * kPanelColumns, head, token, b}, rows + panel * Tile::kPanelBytes);
+        tensor_store<4>(&map, {column + panel * kPanelColumns, head, token, b}, rows + panel * Tile::kPanelBytes);
 }
 
 // Dimensions (D, heads, T, B); a box is a panel of n_rows tokens of one head.
@@ -132,11 +135,12 @@ __device__ __forceinline__ void start_columns(float (&acc)[Y::kColumns / 8][4], 
 template <class Number, class Tile, int kColumnTiles>
 __device__ __forceinline__ void put_rows(unsigned char* rows, const float (&acc)[kColumnTiles][4],
                                          const float (&factor)[2]) {
+    const int first_row = not_hoisted(warp() % 4 * 16 + quad());
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = warp() % 4 * 16 + half * 8 + quad(), column = n * 8 + 2 * in_quad();
+            const int row = first_row + half * 8, column = n * 8 + 2 * in_quad();
             const int byte = row * kRowBytes + column % kPanelColumns * 2;
             *reinterpret_cast<uint32_t*>(rows + column / kPanelColumns * Tile::kPanelBytes + swizzled<128>(byte)) =
                 pack<Number>(acc[n][2 * half] * factor[half], acc[n][2 * half + 1] * factor[half]);

@@ -1,350 +1,640 @@
 // Flash attention on Hopper's tensor cores, backward. The maths is in flash_attention.cu, the tiles and the roles of
 // the warp groups in flash_attention/hopper.cuh.
 //
-// Two kernels that mirror each other: one owns queries and sums dq, the other owns keys and sums dk and dv. In both the
-// rows' two tiles stay in shared memory, and those of the others are loaded into a ring of stages. At D = 128:
+// One kernel computes each S and dP once: five products. An item of work owns 128 keys of one key head, whose dk and dv
+// stay in registers, and goes through the queries that see them in rounds of 128. What a round adds to dq comes from
+// dS, which both consumers put into shared memory, and goes to device memory, where the sums of a head lie in float32.
 //
-//               128 rows     others, 3 stages     shared memory    registers of a consumer's thread
-//     dq        q, do        k, v of 96 keys      208 KiB          64 dq, 48 S, 48 dP, 24 dS
-//     dk, dv    k, v         q, do of 64 queries  162 KiB          128 dk and dv, 32 S, 32 dP, 16 P, 16 dS
+//               128 keys     queries, of a stage     dS          results on their way    shared memory
+//     D = 64    k, v         q, do of 64, 3 stages   128 x 128   2 x 16 KiB for each     177 KiB
+//     D = 128   k, v         q, do of 64, 2 stages   128 x 128   32 KiB for each         225 KiB
 //
-// The work of a consumer on one tile of others. Time runs downwards; what is side by side happens at the same time:
+// The work of a consumer. Time runs downwards; what is side by side happens at the same time:
 //
-//     dq     tensor cores      threads                     dk, dv    tensor cores        threads
-//                              wait(full)                                                wait(full)
-//            S = q k^T                                               S^T = k q^T
-//            dP = do v^T       P = exp(scale S - lse)                dP^T = v do^T       P^T, rounded to 16 bits
-//                              dS = P (dP - delta)                   dv += P^T do        dS^T = P^T (dP^T - delta)
-//            dq += dS k                                              dk += dS^T q
-//                              arrive(empty)                                             arrive(empty)
+//     for each stage of a round           tensor cores            threads
+//                                                                 wait(full)
+//                                         S^T = k q^T
+//                                         dP^T = v do^T           P^T, rounded to 16 bits
+//                                         dv += P^T do            dS^T = P^T (dP^T - delta), to shared memory, too
+//                                         dk += dS^T q
+//                                                                 arrive(empty)
+//     then, of 64 queries for each        dq = dS k
+//     consumer, over all 128 keys                                 dq to shared memory;  arrive(staged)
 //
 // While one consumer computes exponentials the other one multiplies: exponentials and the rest take about half of the
-// time that the products of a tile take, so the two alternate without a barrier between them. All products of a tile
-// are complete before the first of the next tile starts (if a product continues into the next round of the loop, the
-// compiler inserts a wait after each product: its warning C7515).
+// time that the products of a tile take, so within a round the two alternate without a barrier between them. All
+// products of a stage are complete before the first of the next one starts (if a product continues into the next round
+// of the loop, the compiler inserts a wait after each product: its warning C7515).
+//
+// THE ORDER OF DQ'S SUM. Query tile i gets a part from each tile of keys j that it sees, in ascending order of j: so a
+// run repeats bit for bit. Each consumer has a writer, a thread of the producer's group, which waits until the parts
+// before j have been added (a counter in device memory for each 64 queries), has the copy engine add this one, waits
+// until that is done, and counts. The first part is stored, not added; the last one is added by the consumer itself,
+// which then has the sum, and stores it in 16 bits. So no kernel has to write zeros before, or to round after.
+//
+// Can blocks wait for each other for ever? A block takes items by a counter, in the order (b, key head, j): when it has
+// taken an item, all before it have been taken by blocks that are running. It does its items one after the other, and
+// waits only for parts of items before its own. So the first item that is not complete waits for nothing, whatever
+// order the blocks start in, and also where blocks run one after the other, as on the CPU device. The result does not
+// depend on which block takes which item.
+//
+// Waiting is rare: the items of a head start one after the other, each with the last queries, and go the same way. For
+// a causal mask the first item is the longest. A head's sums lie in one of a few slots, as many as blocks can be at work
+// on: item b K + kv uses slot (b K + kv) % n_slots, and the first part of a tile waits until the last sum of the head
+// before it has been taken. In memory that is 34 slots instead of 768 for GPT-2 124M's 64 x 12 heads, 9 MB instead of
+// 201, which stay in L2.
+//
+// BYTES, a layer of that shape (T = 1024, D = 64): q, k, v, do and the results are 0.7 GB from and to memory, 0.23 ms at
+// 3 TB/s. q and do, read again for each of a head's 4.5 tiles of keys on average, and the parts of dq (32 KiB for 128 x
+// 128 pairs) are 0.9 GB each between L2 and the multiprocessors. The products are 0.26 TFLOP, 0.32 ms at 798 TFLOP/s.
+// Parts that each have a place of their own in memory, summed by a second kernel, would move 1.8 GB more: 0.6 ms.
 //
 // At the barriers:
 //
-//     full[i]        others of stage i; for dk and dv also their lse and delta, which the 32 lanes of the producer's
-//                    warp write by ordinary stores (rows of T floats start on no boundary that the copy engine takes)
-//     empty[i]       each of the eight warps of the consumers releases a stage by itself: a group that skips a tile
+//     round_full[i], round_empty[i]   what the next round is: the producer finds out for consumers and writers
+//     keys_full, keys_empty           k and v of the item's keys, and which queries see them
+//     full[i]        q and do of stage i, and their lse and delta, which the 32 lanes of the producer's warp write by
+//                    ordinary stores (rows of T floats start on no boundary that the copy engine takes)
+//     empty[i]       each of the eight warps of the consumers releases a stage by itself: a group that skips a stage
 //                    does not multiply, and only the products synchronise its four warps
-//     kRowsWritten   a group's results have overwritten its rows, before its first thread has them stored
+//     staged[g][i], taken[g][i]     results of consumer g, for its writer
+//     kDsFree, kDsWritten           named: both consumers have read dS of the round before, have written this one's
 //
-// How many others: the product of 64 rows and N others takes N / 2 clocks for 16 columns. If both come from shared
-// memory, (64 + N) 32 bytes at 128 bytes per clock take (64 + N) / 4 clocks. So 64 others are the fewest that do not
-// keep the tensor cores waiting. Where dk and dv leave no registers for as many (D = 192) there are fewer.
+// How many queries a stage: the product of 64 rows and N others takes N / 2 clocks for 16 columns. If both come from
+// shared memory, (64 + N) 32 bytes at 128 bytes per clock take (64 + N) / 4 clocks. So 64 others are the fewest that do
+// not keep the tensor cores waiting. With 192 columns dk and dv leave no registers for this: hopper_backward_wide.cu.
+//
+// Registers of a consumer's thread at D = 128: 128 for dk and dv, then 32 S, 32 dP, 16 P, 16 dS, or 32 for dq: 232 in
+// all, which leaves 40 to the producer's group.
 #include "layers/flash_attention/hopper.cuh"
 
 namespace {
 
-enum NamedBarriers : uint32_t { kRowsWritten = 1 };  // + consumer
-constexpr int kMaxStages = 3;
+using OnePassSizes = HeadSizes<HeadSize<64, 64>, HeadSize<80, 80>, HeadSize<96, 96>, HeadSize<128, 128>>;
 
-struct Barriers {
-    uint64_t rows_full, full[kMaxStages], empty[kMaxStages];
-};
+enum NamedBarriers : uint32_t { kDsFree = 1, kDsWritten = 2, kSumThere = 3 };  // kSumThere + consumer
+constexpr int kBoxes = 4;                                                      // rounds that are known ahead
 
-// Rows (q, do) and others (k, v), or the other way round; kStatistics floats of each other come with them.
-template <int kD_, int kDv_, int kOthers_, int kStages_, int kStatistics>
+template <int kD_, int kDv_>
 struct BackwardTile {
-    static constexpr int kD = kD_, kDv = kDv_, kOthers = kOthers_, kStages = kStages_;
-    using RowX = Panels<kBlockRows, kD>;
-    using RowY = Panels<kBlockRows, kDv>;
-    using OtherX = Panels<kOthers, kD>;
-    using OtherY = Panels<kOthers, kDv>;
-    static constexpr int kRowBytes = RowX::kBytes + RowY::kBytes, kStageBytes = OtherX::kBytes + OtherY::kBytes;
-    static constexpr int kTileBytes = kRowBytes + kStages * kStageBytes;
-    static constexpr size_t kSharedBytes =
-        kTileBytes + kStages * kStatistics * kOthers * sizeof(float) + sizeof(Barriers) + kTileAlignment;
-    static_assert(kStages <= kMaxStages && kSharedBytes <= 227 << 10);
+    static constexpr int kD = kD_, kDv = kDv_;
+    static constexpr int kOthers = 64, kSteps = kBlockRows / kOthers;
+    static constexpr int kStages = kD <= 64 ? 3 : 2;
+    using K = Panels<kBlockRows, kD>;
+    using V = Panels<kBlockRows, kDv>;
+    using Q = Panels<kOthers, kD>;
+    using Dout = Panels<kOthers, kDv>;
+    using Scores = Panels<kBlockRows, kBlockRows>;  // dS^T: rows are keys
+    // dq is computed in pieces of so many columns, one after the other where registers do not hold all.
+    static constexpr int kPiece = kD < 128 ? kD : 64, kPieces = kD / kPiece;
+    using Dq = Panels<kGroupRows, kPiece>;
+    using Dk = Panels<kGroupRows, kD>;
+    using Dv = Panels<kGroupRows, kDv>;
+    static constexpr int kPartFloats = kGroupRows * kPiece;
+    static constexpr int kStagings = kD <= 64 ? 2 : 1;  // results on their way, of each consumer
+    static constexpr int kStagingBytes =
+        std::max({kPartFloats * static_cast<int>(sizeof(float)), Dk::kBytes, Dv::kBytes});
+    // In shared memory, in this order
+    static constexpr int kKeysBytes = K::kBytes + V::kBytes, kStageBytes = Q::kBytes + Dout::kBytes;
+    static constexpr int kFirstStage = kKeysBytes, kFirstScores = kFirstStage + kStages * kStageBytes,
+                         kFirstStaging = kFirstScores + Scores::kBytes,
+                         kFirstStatistics = kFirstStaging + kConsumers * kStagings * kStagingBytes,
+                         kStatisticsBytes = kStages * 2 * kOthers * static_cast<int>(sizeof(float)),
+                         kFirstBarrier = kFirstStatistics + kStatisticsBytes;
+    static constexpr size_t kSharedBytes = kFirstBarrier + 512 + kTileAlignment;
+    static_assert(kSharedBytes <= 227 << 10);
 };
-template <int kD, int kDv>
-using DqTile = BackwardTile<kD, kDv,
-                            kD <= 64    ? 128
-                            : kD <= 128 ? 96
-                                        : 64,
-                            kDv <= 128 ? 3 : 2, 0>;
-template <int kD, int kDv>
-using DkDvTile = BackwardTile<kD, kDv,
-                              kD <= 128    ? 64
-                              : kDv <= 128 ? 32
-                                           : 16,
-                              3, 2>;
 
-template <int kStages>
-__device__ __forceinline__ void init_barriers(Barriers& barriers, uint32_t n_fillers) {
+// A round, or that an item has no more of them, or that there are no more items.
+struct Round {
+    static constexpr int kEndOfItem = -1, kEnd = -2;
+    int b, h, kv, j, i;   // query and key head; tile of keys; tile of queries
+    uint32_t parity = 0;  // of keys_full
+    int place = 0;        // of its sums: of consumer 0's queries, the other one's are the next
+    // The count when all parts before this one have been added; and that after this one. The last part of a head makes
+    // it the next head's first count.
+    int count = 0, next_count = 0;
+    bool first = false, last = false;  // of the parts
+    // Of consumer `group`, whose 64 queries they are.
+    __device__ __forceinline__ int query(int group) const { return i * kBlockRows + group * kGroupRows; }
+};
+
+template <class T>
+struct Barriers {
+    uint64_t round_full[kBoxes], round_empty[kBoxes], keys_full, keys_empty;
+    uint64_t full[T::kStages], empty[T::kStages];
+    uint64_t staged[kConsumers][T::kStagings], taken[kConsumers][T::kStagings];
+    Round rounds[kBoxes];
+    Interval seen_by;        // queries that see the item's keys
+    View views[kConsumers];  // queries that see each consumer's
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Items and rounds
+
+// Where dq is summed: for each slot and head of a group, and each 64 queries, the sum so far and how many parts it has.
+struct Sums {
+    float* sums;
+    int *counts, *next_item;
+    int n_slots;
+};
+struct Work {
+    int n_tiles, n_items;  // of a head; of all: (b, key head, tile of keys)
+    int K, group;          // key heads; query heads of each
+};
+struct Item {
+    int b, kv, j;
+    int slot, epoch;  // of its head's sums, and how many heads have had the slot before
+    __device__ __forceinline__ Item(const Work& work, int n_slots, int item) {
+        const int head = item / work.n_tiles;
+        j = item - head * work.n_tiles;
+        b = head / work.K, kv = head % work.K;
+        epoch = head / n_slots, slot = head % n_slots;
+    }
+};
+
+// The rounds of an item: for each query head of the group all tiles of queries that get a part from these keys, from
+// the last one to the first. A tile of queries that sees nothing gets its part, zeros, from the first tile of keys.
+struct Rounds {
+    int head = 0, i;  // of the group; tile of queries
+    Interval tiles;   // of keys, from which it gets parts
+    __device__ __forceinline__ explicit Rounds(const Work& work) : i(work.n_tiles) {}
+    __device__ __forceinline__ bool next(const Work& work, const Mask& mask, const Item& item) {
+        for (;;) {
+            if (--i < 0) {
+                if (++head == work.group) return false;
+                i = work.n_tiles - 1;
+            }
+            const Interval keys = view_of<true>(mask, item.b, i * kBlockRows, kBlockRows).any;
+            tiles = {keys.first / kBlockRows, (keys.end + kBlockRows - 1) / kBlockRows};
+            if (keys.end <= keys.first) tiles = {0, 1};
+            if (item.j >= tiles.first && item.j < tiles.end) return true;
+        }
+    }
+    __device__ __forceinline__ Round round(const Work& work, const Item& item, uint32_t parity) const {
+        const int first_count = item.epoch * (work.n_tiles + 1);
+        Round r{item.b, item.kv * work.group + head, item.kv, item.j, i, parity};
+        r.place = ((item.slot * work.group + head) * work.n_tiles + i) * kConsumers;
+        r.first = item.j == tiles.first, r.last = item.j == tiles.end - 1;
+        r.count = first_count + item.j - tiles.first;
+        r.next_count = r.last ? first_count + work.n_tiles + 1 : r.count + 1;
+        return r;
+    }
+};
+
+struct Maps {
+    CUtensorMap q, dout, k, v, dq, dk, dv;
+};
+struct Arguments {
+    Shape shape;
+    Work work;
+    Sums sums;
+    const float *lse, *delta;
+    float scale2;  // scale log2(e)
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The producer's group: one warp loads; of the others a thread each plans, and writes for each consumer
+
+template <class T>
+__device__ __forceinline__ void init_barriers(Barriers<T>& barriers) {
+    constexpr int kWarps = kConsumers * kGroup / kWarp;
     if (threadIdx.x == 0) {
-        mbarrier_init(&barriers.rows_full, 1);
-        for (int i = 0; i < kStages; ++i)
-            mbarrier_init(&barriers.full[i], n_fillers), mbarrier_init(&barriers.empty[i], kConsumers * kGroup / kWarp);
+        static_assert(sizeof(Barriers<T>) <= 512);
+        for (int i = 0; i < kBoxes; ++i) {
+            mbarrier_init(&barriers.round_full[i], 1);
+            mbarrier_init(&barriers.round_empty[i], kWarps + 1 + kConsumers);  // the loader, the writers
+        }
+        mbarrier_init(&barriers.keys_full, 1), mbarrier_init(&barriers.keys_empty, kWarps);
+        for (int i = 0; i < T::kStages; ++i)
+            mbarrier_init(&barriers.full[i], 1 + kWarp), mbarrier_init(&barriers.empty[i], kWarps);
+        for (int g = 0; g < kConsumers; ++g)
+            for (int i = 0; i < T::kStagings; ++i)
+                mbarrier_init(&barriers.staged[g][i], kGroup / kWarp), mbarrier_init(&barriers.taken[g][i], 1);
         fence_proxy_async();
     }
     __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 }
 
-// This warp has read a stage.
-__device__ __forceinline__ void release(uint64_t* empty) {
+// This warp has read, or written.
+__device__ __forceinline__ void arrive_by_warp(uint64_t* barrier) {
     __syncwarp();
-    if (lane() == 0) mbarrier_arrive(empty);
+    if (lane() == 0) mbarrier_arrive(barrier);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// dq. Block (query tile, query head, b).
-
-struct DqMaps {
-    CUtensorMap q, dout, k, v, dq;
-};
-
-// One thread: q and do of the block's queries, then k and v of all keys that they see.
+// A warp: q and do of a stage, with their lse and delta.
 template <class T>
-__device__ __forceinline__ void produce_keys(const DqMaps& maps, unsigned char* tiles, Barriers& barriers,
-                                             const Interval& keys, int t0, int h, int kv, int b) {
-    mbarrier_arrive_expect_tx(&barriers.rows_full, T::kRowBytes);
-    load_panels<typename T::RowX>(tiles, maps.q, h, t0, b, &barriers.rows_full);
-    load_panels<typename T::RowY>(tiles + T::RowX::kBytes, maps.dout, h, t0, b, &barriers.rows_full);
-    Ring<T::kStages> ring;
-    for (int s0 = keys.first; s0 < keys.end; s0 += T::kOthers, ring.next()) {
-        unsigned char* k_tile = tiles + T::kRowBytes + ring.stage * T::kStageBytes;
-        uint64_t* full = &barriers.full[ring.stage];
-        mbarrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+__device__ __forceinline__ void load_stage(const Arguments& a, const Maps& maps, unsigned char* tiles, uint64_t* full,
+                                           uint32_t stage, int b, int h, int t0) {
+    if (lane() == 0) {
+        unsigned char* q_tile = tiles + T::kFirstStage + stage * T::kStageBytes;
         mbarrier_arrive_expect_tx(full, T::kStageBytes);
-        load_panels<typename T::OtherX>(k_tile, maps.k, kv, s0, b, full);
-        load_panels<typename T::OtherY>(k_tile + T::OtherX::kBytes, maps.v, kv, s0, b, full);
+        load_panels<typename T::Q>(q_tile, maps.q, h, t0, b, full);
+        load_panels<typename T::Dout>(q_tile + T::Q::kBytes, maps.dout, h, t0, b, full);
+    }
+    // All lanes copy lse and delta, and then arrive: so `full` is complete only after these stores.
+    float* to = reinterpret_cast<float*>(tiles + T::kFirstStatistics) + stage * 2 * T::kOthers;
+    const int64_t row = (b * a.shape.H + h) * a.shape.mask.T + t0;
+    const float *lse = a.lse + row, *delta = a.delta + row;
+    const int n = a.shape.mask.T - t0;
+    for (int i = lane(); i < T::kOthers; i += kWarp) {
+        to[i] = i < n ? lse[i] * kLog2e : 0.0f;
+        to[T::kOthers + i] = i < n ? delta[i] : 0.0f;
+    }
+    mbarrier_arrive(full);
+}
+
+// One thread: the next round, for all.
+template <class T>
+__device__ __forceinline__ void announce(Barriers<T>& barriers, Ring<kBoxes>& box, const Round& round) {
+    mbarrier_wait(&barriers.round_empty[box.stage()], box.parity() ^ 1);
+    barriers.rounds[box.stage()] = round;
+    mbarrier_arrive(&barriers.round_full[box.stage()]);
+    box.next();
+}
+
+// One thread: k and v of an item, when those of the one before have been read, and who sees them.
+template <class T>
+__device__ __forceinline__ void load_keys(const Arguments& a, const Maps& maps, unsigned char* tiles,
+                                          Barriers<T>& barriers, const Item& item, uint32_t parity) {
+    const int s0 = item.j * kBlockRows;
+    mbarrier_wait(&barriers.keys_empty, parity);
+    mbarrier_arrive_expect_tx(&barriers.keys_full, T::kKeysBytes);
+    load_panels<typename T::K>(tiles, maps.k, item.kv, s0, item.b, &barriers.keys_full);
+    load_panels<typename T::V>(tiles + T::K::kBytes, maps.v, item.kv, s0, item.b, &barriers.keys_full);
+    barriers.seen_by = view_of<false>(a.shape.mask, item.b, s0, kBlockRows).any;
+    for (int group = 0; group < kConsumers; ++group)
+        barriers.views[group] = view_of<false>(a.shape.mask, item.b, s0 + group * kGroupRows, kGroupRows);
+}
+
+// One thread. Takes items until there are no more, loads their keys, and finds their rounds.
+template <class T>
+__device__ __forceinline__ void plan(const Arguments& a, const Maps& maps, unsigned char* tiles,
+                                     Barriers<T>& barriers) {
+    Ring<kBoxes> box;
+    for (uint32_t n = 0;; ++n) {
+        const int taken = atomicAdd(a.sums.next_item, 1);
+        if (taken >= a.work.n_items) return announce(barriers, box, {0, 0, 0, 0, Round::kEnd});
+        const Item item(a.work, a.sums.n_slots, taken);
+        load_keys<T>(a, maps, tiles, barriers, item, (n + 1) % 2);
+        for (Rounds rounds(a.work); rounds.next(a.work, a.shape.mask, item);)
+            announce(barriers, box, rounds.round(a.work, item, n % 2));
+        announce(barriers, box, {item.b, 0, item.kv, item.j, Round::kEndOfItem, n % 2});
     }
 }
 
-template <class Number, class T>
-__global__ void __launch_bounds__(kHopperThreads, 1)
-    flash_dq_hopper_kernel(Shape shape, const __grid_constant__ DqMaps maps, const float* lse, const float* delta) {
-    const Mask& mask = shape.mask;
-    const int b = static_cast<int>(blockIdx.z), t0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kBlockRows;
-    const int h = static_cast<int>(blockIdx.y), kv = h / static_cast<int>(shape.H / shape.K);
-    const int group = warp_group(), in_group = static_cast<int>(threadIdx.x) % kGroup;
-    unsigned char *tiles = shared_tiles(), *stages = tiles + T::kRowBytes;
-    Barriers& barriers = *reinterpret_cast<Barriers*>(tiles + T::kTileBytes);
-    const Interval keys = view_of<true>(mask, b, t0, kBlockRows).any;
-    init_barriers<T::kStages>(barriers, 1);
-
-    if (group == kConsumers) {
-        give_registers<24>();
-        if (in_group < kWarp && elect_one()) produce_keys<T>(maps, tiles, barriers, keys, t0, h, kv, b);
-        return;
-    }
-    take_registers<240>();
-
-    unsigned char *q_rows = tiles + group * kGroupRows * kRowBytes, *dout_rows = q_rows + T::RowX::kBytes;
-    const int group_row = t0 + group * kGroupRows, warp_row = group_row + in_group / kWarp * 16;
-    const View view = view_of<true>(mask, b, group_row, kGroupRows);
-    const float scale2 = shape.scale * kLog2e;
-    float row_lse2[2], row_delta[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int64_t row = (b * shape.H + h) * mask.T + min(warp_row + half * 8 + quad(), mask.T - 1);
-        row_lse2[half] = lse[row] * kLog2e, row_delta[half] = delta[row];
-    }
-    Fragments<1, T::kOthers> scores, dscores;
-    Fragments<1, T::kD> dq;
-    Packs<1, T::kOthers> dS;
-    clear(dq);
+// A warp: the stages of each round.
+template <class T>
+__device__ __forceinline__ void load(const Arguments& a, const Maps& maps, unsigned char* tiles,
+                                     Barriers<T>& barriers) {
     Ring<T::kStages> ring;
-    mbarrier_wait(&barriers.rows_full, 0);
-    for (int s0 = keys.first; s0 < keys.end; s0 += T::kOthers, ring.next()) {
-        mbarrier_wait(&barriers.full[ring.stage], ring.parity);
-        const unsigned char *k_tile = stages + ring.stage * T::kStageBytes, *v_tile = k_tile + T::OtherX::kBytes;
-        if (!view.overlaps(s0, T::kOthers)) {
-            release(&barriers.empty[ring.stage]);
-            continue;
+    for (Ring<kBoxes> box;; box.next()) {
+        mbarrier_wait(&barriers.round_full[box.stage()], box.parity());
+        const Round& round = barriers.rounds[box.stage()];
+        if (round.i == Round::kEnd) return;
+        for (int step = 0; step < T::kSteps && round.i != Round::kEndOfItem; ++step) {
+            const int t0 = round.i * kBlockRows + step * T::kOthers;
+            if (!View{barriers.seen_by, {}}.overlaps(t0, T::kOthers)) continue;
+            mbarrier_wait(&barriers.empty[ring.stage()], ring.parity() ^ 1);
+            load_stage<T>(a, maps, tiles, &barriers.full[ring.stage()], ring.stage(), round.b, round.h, t0);
+            ring.next();
         }
-        start_scores<Number, typename T::RowX, typename T::OtherX>(scores[0], q_rows, k_tile);
-        start_scores<Number, typename T::RowY, typename T::OtherY>(dscores[0], dout_rows, v_tile);  // dP = do v^T
-        wgmma_wait<1>(scores[0]);
-        if (view.needs_mask(s0, T::kOthers)) apply_mask<true>(scores, mask, b, warp_row, s0);
-#pragma unroll
-        for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], scale2, -row_lse2[i / 2]));
-        wgmma_wait<0>(dscores[0]);
-#pragma unroll
-        for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)  // dS = P * (dP - delta)
-                dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - row_delta[i / 2]);
-        pack_fragments<Number>(dS, dscores);
-        start_columns<Number, typename T::OtherX>(dq[0], dS[0], k_tile);  // dq = scale dS k
-        wgmma_wait<0>(dq[0], dS[0]);
-        release(&barriers.empty[ring.stage]);
-    }
-
-    // This group has read its rows of q for the last time: dq overwrites them, and the copy engine stores it.
-    const float factor[2] = {shape.scale, shape.scale};
-    put_rows<Number, typename T::RowX>(q_rows, dq[0], factor);
-    fence_proxy_async();
-    named_barrier_sync(kRowsWritten + group, kGroup);
-    if (in_group == 0 && group_row < mask.T) {
-        store_panels<typename T::RowX>(maps.dq, h, group_row, b, q_rows);
-        bulk_commit();
-        bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
+        arrive_by_warp(&barriers.round_empty[box.stage()]);
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// dk and dv. Block (key tile, key head, b): all queries of the group's heads that see these keys are loaded, head by
-// head. It computes S^T and dP^T, with keys as rows; lse and delta belong to the others, and are loaded with them.
+// One thread: what consumer `group` has computed goes to device memory, in the order in which it computes it.
+template <class T>
+struct Writer {
+    const Arguments& a;
+    const Maps& maps;
+    unsigned char* staging;
+    Barriers<T>& barriers;
+    const int group;
+    Ring<T::kStagings> ring;
 
-struct DkDvMaps {
-    CUtensorMap k, v, q, dout, dk, dv;
+    __device__ __forceinline__ unsigned char* wait() {
+        mbarrier_wait(&barriers.staged[group][ring.stage()], ring.parity());
+        return staging + ring.stage() * T::kStagingBytes;
+    }
+    __device__ __forceinline__ void free() {
+        mbarrier_arrive(&barriers.taken[group][ring.stage()]);
+        ring.next();
+    }
+    __device__ __forceinline__ void write_part(const Round& round) {
+        int* count = a.sums.counts + round.place + group;
+        for (int piece = 0; piece < T::kPieces; ++piece) {
+            const unsigned char* part = wait();
+            if (piece == 0) wait_for_count(count, round.count);
+            if (round.last) {
+                store_panels<typename T::Dq>(maps.dq, round.h, round.query(group), round.b, part,
+                                             piece * kPanelColumns);
+            } else {
+                float* sum =
+                    a.sums.sums + (int64_t{round.place + group} * T::kPieces + piece) * int64_t{T::kPartFloats};
+                constexpr uint32_t kBytes = T::kPartFloats * sizeof(float);
+                if (round.first) bulk_store(sum, part, kBytes);
+                else bulk_add(sum, part, kBytes);
+            }
+            bulk_commit();
+            if (round.last) bulk_wait_read<0>();
+            else bulk_wait<0>();
+            free();
+        }
+        set_count(count, round.next_count);
+    }
+    template <class Rows>
+    __device__ __forceinline__ void write_rows(const CUtensorMap& map, const Round& end) {
+        const int row = end.j * kBlockRows + group * kGroupRows;
+        const unsigned char* rows = wait();
+        if (row < a.shape.mask.T) store_panels<Rows>(map, end.kv, row, end.b, rows);
+        bulk_commit();
+        bulk_wait_read<0>();
+        free();
+    }
+    __device__ __forceinline__ void run() {
+        for (Ring<kBoxes> box;; box.next()) {
+            mbarrier_wait(&barriers.round_full[box.stage()], box.parity());
+            const Round& round = barriers.rounds[box.stage()];
+            if (round.i == Round::kEnd) return;
+            if (round.i == Round::kEndOfItem) {
+                write_rows<typename T::Dk>(maps.dk, round);
+                write_rows<typename T::Dv>(maps.dv, round);
+            } else if (round.query(group) < a.shape.mask.T) {
+                write_part(round);
+            }
+            mbarrier_arrive(&barriers.round_empty[box.stage()]);
+        }
+    }
 };
 
-// A warp: k and v of the block's keys, then q and do of all queries that see them, for n_heads heads from h0 on, with
-// their lse and delta.
-template <class T>
-__device__ __forceinline__ void produce_queries(const DkDvMaps& maps, unsigned char* tiles, float* statistics,
-                                                Barriers& barriers, const Interval& queries, int s0, int h0,
-                                                int n_heads, int kv, int b, const Shape& shape, const float* lse,
-                                                const float* delta) {
-    const bool elected = elect_one();
-    if (elected) {
-        mbarrier_arrive_expect_tx(&barriers.rows_full, T::kRowBytes);
-        load_panels<typename T::RowX>(tiles, maps.k, kv, s0, b, &barriers.rows_full);
-        load_panels<typename T::RowY>(tiles + T::RowX::kBytes, maps.v, kv, s0, b, &barriers.rows_full);
+// ---------------------------------------------------------------------------------------------------------------------
+// A consumer
+
+// dq of 64 queries = dS k, a piece of k's columns from `keys` on: dS lies in shared memory with keys as rows.
+template <class Number, class T>
+__device__ __forceinline__ void start_dq(float (&dq)[T::kPiece / 8][4], const unsigned char* dS,
+                                         const unsigned char* keys) {
+    constexpr int kWhole = T::kPiece / 64 * 8, kRest = T::kPiece / 8 - kWhole;
+    wgmma_fence(dq);
+#pragma unroll
+    for (int k = 0; k < kBlockRows / 16; ++k) {
+        const uint64_t rows = wgmma_descriptor<128>(dS + k * 16 * kRowBytes, T::Scores::kPanelBytes, 8 * kRowBytes);
+        const unsigned char* columns = keys + k * 16 * kRowBytes;
+        wgmma_m64k16<Number, true, true>(reinterpret_cast<float(&)[kWhole][4]>(dq[0]), rows,
+                                         wgmma_descriptor<128>(columns, T::K::kPanelBytes, 8 * kRowBytes), k > 0);
+        if constexpr (kRest > 0)
+            wgmma_m64k16<Number, true, true>(
+                reinterpret_cast<float(&)[kRest][4]>(dq[kWhole]), rows,
+                wgmma_descriptor<128>(columns + kWhole / 8 * T::K::kPanelBytes, T::K::kPanelBytes, 8 * kRowBytes),
+                k > 0);
     }
-    Ring<T::kStages> ring;
-    for (int h = h0; h < h0 + n_heads; ++h)
-        for (int t0 = queries.first; t0 < queries.end; t0 += T::kOthers, ring.next()) {
-            uint64_t* full = &barriers.full[ring.stage];
-            // The consumers must have read what the stage held in its previous round.
-            mbarrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
-            if (elected) {
-                unsigned char* q_tile = tiles + T::kRowBytes + ring.stage * T::kStageBytes;
-                mbarrier_arrive_expect_tx(full, T::kStageBytes);
-                load_panels<typename T::OtherX>(q_tile, maps.q, h, t0, b, full);
-                load_panels<typename T::OtherY>(q_tile + T::OtherX::kBytes, maps.dout, h, t0, b, full);
-            }
-            // All lanes copy lse and delta, and then arrive: so `full` is complete only after these stores.
-            float* to = statistics + ring.stage * 2 * T::kOthers;
-            for (int i = lane(); i < T::kOthers; i += kWarp) {
-                const int64_t from = (b * shape.H + h) * shape.mask.T + t0 + i;
-                const bool there = t0 + i < shape.mask.T;
-                to[i] = there ? lse[from] * kLog2e : 0.0f;
-                to[T::kOthers + i] = there ? delta[from] : 0.0f;
-            }
-            mbarrier_arrive(full);
+    wgmma_commit();
+}
+
+// dS^T of this consumer's 64 keys and kOthers queries, to its place in shared memory.
+template <class T>
+__device__ __forceinline__ void put_scores(unsigned char* tiles, const uint32_t (&dS)[T::kOthers / 16][4], int group,
+                                           int step) {
+    if (step == 0) named_barrier_sync(kDsFree, kConsumers * kGroup);  // dq of the round before has read them
+    unsigned char* rows = tiles + T::kFirstScores + group * kGroupRows * kRowBytes;
+    const int first_row = not_hoisted(warp() % 4 * 16 + quad());
+#pragma unroll
+    for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + half * 8, column = step * T::kOthers + n * 8 + 2 * in_quad();
+            const int byte = row * kRowBytes + column % kPanelColumns * 2;
+            *reinterpret_cast<uint32_t*>(rows + column / kPanelColumns * T::Scores::kPanelBytes + swizzled<128>(byte)) =
+                dS[n / 2][n % 2 * 2 + half];
         }
 }
 
 template <class Number, class T>
+struct Consumer {
+    const Arguments& a;
+    unsigned char* tiles;
+    const int group;
+    Ring<T::kStages> ring;
+    Ring<T::kStagings> staging;
+
+    __device__ __forceinline__ Barriers<T>& barriers() const {
+        return *reinterpret_cast<Barriers<T>*>(tiles + T::kFirstBarrier);
+    }
+    // The next place for results that the writer takes, when it is free; then they are there.
+    __device__ __forceinline__ unsigned char* place_for_results() {
+        mbarrier_wait(&barriers().taken[group][staging.stage()], staging.parity() ^ 1);
+        return tiles + T::kFirstStaging + (group * T::kStagings + staging.stage()) * T::kStagingBytes;
+    }
+    __device__ __forceinline__ void hand_over() {
+        fence_proxy_async();
+        arrive_by_warp(&barriers().staged[group][staging.stage()]);
+        staging.next();
+    }
+
+    // A part of dq joins the sum of those before it, which lies as the threads hold it, four floats each.
+    __device__ __forceinline__ void join_sum(float (&dq)[T::kPiece / 8][4], int place, int piece) {
+        const float4* sum = reinterpret_cast<const float4*>(a.sums.sums + (int64_t{place} * T::kPieces + piece) *
+                                                                              int64_t{T::kPartFloats});
+        sum += not_hoisted(static_cast<int>(threadIdx.x) % kGroup);
+#pragma unroll
+        for (int n = 0; n < T::kPiece / 8; ++n) {
+            const float4 before = __ldcg(sum + n * kGroup);
+            dq[n][0] += before.x, dq[n][1] += before.y, dq[n][2] += before.z, dq[n][3] += before.w;
+        }
+    }
+    // The part of dq of this consumer's 64 queries of a round, from dS of both.
+    __device__ __forceinline__ void add_dq(const Round& round) {
+#pragma unroll
+        for (int piece = 0; piece < T::kPieces; ++piece) {
+            float dq[T::kPiece / 8][4];
+            start_dq<Number, T>(dq, tiles + T::kFirstScores + not_hoisted(group * T::Scores::kPanelBytes),
+                                tiles + not_hoisted(piece * T::K::kPanelBytes));
+            wgmma_wait<0>(dq);
+            if (round.last && !round.first) {
+                const int place = round.place + group;
+                if (piece == 0 && threadIdx.x % kGroup == 0) wait_for_count(a.sums.counts + place, round.count);
+                if (piece == 0) named_barrier_sync(kSumThere + group, kGroup);
+                join_sum(dq, place, piece);
+            }
+            unsigned char* to = place_for_results();
+            if (round.last) {
+                const float factor[2] = {a.shape.scale, a.shape.scale};
+                put_rows<Number, typename T::Dq>(to, dq, factor);
+            } else {
+                float4* part = reinterpret_cast<float4*>(to) + not_hoisted(static_cast<int>(threadIdx.x) % kGroup);
+#pragma unroll
+                for (int n = 0; n < T::kPiece / 8; ++n) part[n * kGroup] = {dq[n][0], dq[n][1], dq[n][2], dq[n][3]};
+            }
+            hand_over();
+        }
+    }
+
+    // dk and dv of this consumer's 64 keys, S^T = k q^T and dP^T = v do^T of one stage: queries from t0 on.
+    __device__ __forceinline__ void add_stage(float (&dk)[T::kD / 8][4], float (&dv)[T::kDv / 8][4], const View& view,
+                                              const Round& round, int t0, int step) {
+        const unsigned char *k_rows = tiles + not_hoisted(group * kGroupRows * kRowBytes),
+                            *v_rows = k_rows + T::K::kBytes;
+        const unsigned char *q_tile = tiles + T::kFirstStage + ring.stage() * T::kStageBytes,
+                            *dout_tile = q_tile + T::Q::kBytes;
+        // Of this thread's first query.
+        const float* lse2 = reinterpret_cast<float*>(tiles + T::kFirstStatistics) + ring.stage() * 2 * T::kOthers +
+                            not_hoisted(2 * in_quad());
+        const float* deltas = lse2 + T::kOthers;
+        Fragments<1, T::kOthers> scores, dscores;
+        Packs<1, T::kOthers> P, dS;
+        start_scores<Number, typename T::K, typename T::Q>(scores[0], k_rows, q_tile);
+        start_scores<Number, typename T::V, typename T::Dout>(dscores[0], v_rows, dout_tile);
+        wgmma_wait<1>(scores[0]);
+        if (view.needs_mask(t0, T::kOthers)) {
+            const int warp_row = round.j * kBlockRows + not_hoisted(static_cast<int>(threadIdx.x)) / kWarp * 16;
+            apply_mask<false>(scores, a.shape.mask, round.b, warp_row, t0);
+        }
+#pragma unroll
+        for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], a.scale2, -lse2[n * 8 + i % 2]));
+        pack_fragments<Number>(P, scores);
+        start_columns<Number, typename T::Dout>(dv, P[0], dout_tile);  // dv = P^T do
+        wgmma_wait<1>(dscores[0]);
+#pragma unroll
+        for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + i % 2]);
+        pack_fragments<Number>(dS, dscores);
+        put_scores<T>(tiles, dS[0], group, step);
+        start_columns<Number, typename T::Q>(dk, dS[0], q_tile);  // dk = scale dS^T q
+        wgmma_wait<0>(dk, dv, P[0], dS[0]);
+    }
+
+    __device__ __forceinline__ void run_round(float (&dk)[T::kD / 8][4], float (&dv)[T::kDv / 8][4],
+                                              const Round& round) {
+        const View& view = barriers().views[group];
+        for (int step = 0; step < T::kSteps; ++step) {
+            const int t0 = round.i * kBlockRows + step * T::kOthers;
+            const bool loaded = View{barriers().seen_by, {}}.overlaps(t0, T::kOthers);
+            if (loaded) mbarrier_wait(&barriers().full[ring.stage()], ring.parity());
+            if (view.overlaps(t0, T::kOthers)) {
+                add_stage(dk, dv, view, round, t0, step);
+            } else {
+                const uint32_t zeros[T::kOthers / 16][4] = {};
+                put_scores<T>(tiles, zeros, group, step);
+            }
+            if (!loaded) continue;
+            arrive_by_warp(&barriers().empty[ring.stage()]);
+            ring.next();
+        }
+        fence_proxy_async();
+        named_barrier_sync(kDsWritten, kConsumers * kGroup);
+        if (round.query(group) < a.shape.mask.T) add_dq(round);
+    }
+
+    __device__ __forceinline__ void run() {
+        Ring<kBoxes> box;
+        Fragments<1, T::kD> dk;
+        Fragments<1, T::kDv> dv;
+        clear(dk);
+        clear(dv);
+        for (;; box.next()) {
+            mbarrier_wait(&barriers().round_full[box.stage()], box.parity());
+            const Round& round = barriers().rounds[box.stage()];
+            if (round.i == Round::kEnd) return;
+            mbarrier_wait(&barriers().keys_full, round.parity);
+            if (round.i != Round::kEndOfItem) {
+                run_round(dk[0], dv[0], round);
+            } else {
+                arrive_by_warp(&barriers().keys_empty);
+                const float one[2] = {1.0f, 1.0f}, factor[2] = {a.shape.scale, a.shape.scale};
+                put_rows<Number, typename T::Dk>(place_for_results(), dk[0], factor);
+                hand_over();
+                put_rows<Number, typename T::Dv>(place_for_results(), dv[0], one);
+                hand_over();
+                clear(dk);
+                clear(dv);
+            }
+            arrive_by_warp(&barriers().round_empty[box.stage()]);
+        }
+    }
+};
+
+template <class Number, class T>
 __global__ void __launch_bounds__(kHopperThreads, 1)
-    flash_dk_dv_hopper_kernel(Shape shape, const __grid_constant__ DkDvMaps maps, const float* lse,
-                              const float* delta) {
-    const Mask& mask = shape.mask;
-    const int b = static_cast<int>(blockIdx.z), s0 = static_cast<int>(blockIdx.x) * kBlockRows;
-    const int kv = static_cast<int>(blockIdx.y), n_heads = static_cast<int>(shape.H / shape.K);
+    flash_backward_hopper_kernel(const __grid_constant__ Arguments a, const __grid_constant__ Maps maps) {
     const int group = warp_group(), in_group = static_cast<int>(threadIdx.x) % kGroup;
-    unsigned char *tiles = shared_tiles(), *stages = tiles + T::kRowBytes;
-    float* statistics = reinterpret_cast<float*>(tiles + T::kTileBytes);  // [stage][lse2, delta][query]
-    Barriers& barriers = *reinterpret_cast<Barriers*>(statistics + T::kStages * 2 * T::kOthers);
-    const Interval queries = view_of<false>(mask, b, s0, kBlockRows).any;
-    init_barriers<T::kStages>(barriers, 1 + kWarp);
+    unsigned char* tiles = shared_tiles();
+    auto& barriers = *reinterpret_cast<Barriers<T>*>(tiles + T::kFirstBarrier);
+    init_barriers<T>(barriers);
 
     if (group == kConsumers) {
-        give_registers<24>();
-        if (in_group < kWarp)
-            produce_queries<T>(maps, tiles, statistics, barriers, queries, s0, kv * n_heads, n_heads, kv, b, shape, lse,
-                               delta);
+        give_registers<40>();
+        const int role = in_group / kWarp;
+        if (role == kConsumers) load<T>(a, maps, tiles, barriers);
+        else if (role > kConsumers && lane() == 0) plan<T>(a, maps, tiles, barriers);
+        else if (lane() == 0)
+            Writer<T>{a, maps, tiles + T::kFirstStaging + role * T::kStagings * T::kStagingBytes, barriers, role, {}}
+                .run();
         return;
     }
-    take_registers<240>();
-
-    unsigned char *k_rows = tiles + group * kGroupRows * kRowBytes, *v_rows = k_rows + T::RowX::kBytes;
-    const int group_row = s0 + group * kGroupRows, warp_row = group_row + in_group / kWarp * 16;
-    const View view = view_of<false>(mask, b, group_row, kGroupRows);
-    const float scale2 = shape.scale * kLog2e;
-    Fragments<1, T::kOthers> scores, dscores;
-    Fragments<1, T::kD> dk;
-    Fragments<1, T::kDv> dv;
-    Packs<1, T::kOthers> P, dS;
-    clear(dk);
-    clear(dv);
-    Ring<T::kStages> ring;
-    mbarrier_wait(&barriers.rows_full, 0);
-    for (int head = 0; head < n_heads; ++head)
-        for (int t0 = queries.first; t0 < queries.end; t0 += T::kOthers, ring.next()) {
-            mbarrier_wait(&barriers.full[ring.stage], ring.parity);
-            const unsigned char *q_tile = stages + ring.stage * T::kStageBytes, *dout_tile = q_tile + T::OtherX::kBytes;
-            const float *lse2 = statistics + ring.stage * 2 * T::kOthers, *deltas = lse2 + T::kOthers;
-            if (!view.overlaps(t0, T::kOthers)) {
-                release(&barriers.empty[ring.stage]);
-                continue;
-            }
-            start_scores<Number, typename T::RowX, typename T::OtherX>(scores[0], k_rows, q_tile);      // S^T
-            start_scores<Number, typename T::RowY, typename T::OtherY>(dscores[0], v_rows, dout_tile);  // dP^T = v do^T
-            wgmma_wait<1>(scores[0]);
-            if (view.needs_mask(t0, T::kOthers)) apply_mask<false>(scores, mask, b, warp_row, t0);
-#pragma unroll
-            for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], scale2, -lse2[n * 8 + 2 * in_quad() + i % 2]));
-            pack_fragments<Number>(P, scores);
-            start_columns<Number, typename T::OtherY>(dv[0], P[0], dout_tile);  // dv = P^T do
-            wgmma_wait<1>(dscores[0]);
-#pragma unroll
-            for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + 2 * in_quad() + i % 2]);
-            pack_fragments<Number>(dS, dscores);
-            start_columns<Number, typename T::OtherX>(dk[0], dS[0], q_tile);  // dk = scale dS^T q
-            wgmma_wait<0>(dk[0], dv[0], P[0], dS[0]);
-            release(&barriers.empty[ring.stage]);
-        }
-
-    const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
-    put_rows<Number, typename T::RowX>(k_rows, dk[0], factor);
-    put_rows<Number, typename T::RowY>(v_rows, dv[0], one);
-    fence_proxy_async();
-    named_barrier_sync(kRowsWritten + group, kGroup);
-    if (in_group == 0 && group_row < mask.T) {
-        store_panels<typename T::RowX>(maps.dk, kv, group_row, b, k_rows);
-        store_panels<typename T::RowY>(maps.dv, kv, group_row, b, v_rows);
-        bulk_commit();
-        bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
-    }
+    take_registers<232>();
+    Consumer<Number, T>{a, tiles, group, {}, {}}.run();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The launch
+
+// The sums of dq that an item may add to: of the tiles of queries that see more than one tile of keys. Documents, which
+// the host does not know, count as one; a window as none.
+int64_t summed_bytes(const FlashArguments& a, int64_t kD) {
+    const int64_t n_tiles = ceil_div(a.T, int64_t{kBlockRows}), first = a.causal ? 1 : 0;
+    if (n_tiles < 2) return 0;
+    const int64_t halves = ceil_div(a.T - first * kBlockRows, int64_t{kGroupRows});
+    return a.n_slots * (a.q.count / a.k.count) * halves * kGroupRows * kD * 4;
+}
+LaunchCost cost_of(const FlashArguments& a, int64_t kD) {
+    const int64_t n_halves = ceil_div(a.T, int64_t{kGroupRows}),
+                  sums = summed_bytes(a, kD) + 4 * (1 + a.n_slots * (a.q.count / a.k.count) * n_halves);
+    return {.reads = bytes_of(a.q, a.k, a.v, a.out) + 2 * row_floats_bytes(a) + document_bytes(a) + sums,
+            .writes = bytes_of(a.dq, a.dk, a.dv) + sums,
+            .scratch = 2 * sums,
+            .flops = product_flops(a, 3 * a.q.D + 2 * a.v.D)};
+}
 
 template <class Number>
 void launch(const FlashArguments& a, cudaStream_t stream) {
-    HopperSizes::dispatch(a.q.D, a.v.D, [&](auto size) {
-        constexpr int kD = decltype(size)::kD, kDv = decltype(size)::kDv;
-        const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, int64_t{kBlockRows})),
-                       B = static_cast<unsigned>(a.B);
-        {
-            using T = DkDvTile<kD, kDv>;
-            const DkDvMaps maps{head_map(a.k, kBlockRows),   head_map(a.v, kBlockRows),  head_map(a.q, T::kOthers),
-                                head_map(a.out, T::kOthers), head_map(a.dk, kGroupRows), head_map(a.dv, kGroupRows)};
-            allow_shared(flash_dk_dv_hopper_kernel<Number, T>, T::kSharedBytes);
-            flash_dk_dv_hopper_kernel<Number, T>
-                <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kHopperThreads, T::kSharedBytes, stream>>>(
-                    shape_of(a), maps, a.lse, a.delta);
-            launched("flash_dk_dv_hopper_kernel", dk_dv_cost(a));
-        }
-        using T = DqTile<kD, kDv>;
-        const DqMaps maps{head_map(a.q, kBlockRows), head_map(a.out, kBlockRows), head_map(a.k, T::kOthers),
-                          head_map(a.v, T::kOthers), head_map(a.dq, kGroupRows)};
-        allow_shared(flash_dq_hopper_kernel<Number, T>, T::kSharedBytes);
-        flash_dq_hopper_kernel<Number, T>
-            <<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kHopperThreads, T::kSharedBytes, stream>>>(
-                shape_of(a), maps, a.lse, a.delta);
-        launched("flash_dq_hopper_kernel", dq_cost(a));
+    OnePassSizes::dispatch(a.q.D, a.v.D, [&](auto size) {
+        using T = BackwardTile<decltype(size)::kD, decltype(size)::kDv>;
+        const int64_t n_tiles = ceil_div(a.T, int64_t{kBlockRows}), K = a.k.count;
+        const Work work{narrow(n_tiles, "tiles"), narrow(a.B * K * n_tiles, "tiles of keys"), narrow(K, "heads"),
+                        narrow(a.q.count / K, "heads")};
+        const Sums sums{a.dq_sums, a.dq_counts + 1, a.dq_counts, narrow(a.n_slots, "slots")};
+        const Maps maps{head_map(a.q, T::kOthers), head_map(a.out, T::kOthers), head_map(a.k, kBlockRows),
+                        head_map(a.v, kBlockRows), head_map(a.dq, kGroupRows),  head_map(a.dk, kGroupRows),
+                        head_map(a.dv, kGroupRows)};
+        allow_shared(flash_backward_hopper_kernel<Number, T>, T::kSharedBytes);
+        flash_backward_hopper_kernel<Number, T>
+            <<<static_cast<unsigned>(std::min(work.n_items, device().sm_count)), kHopperThreads, T::kSharedBytes,
+               stream>>>(Arguments{shape_of(a), work, sums, a.lse, a.delta, a.scale * kLog2e}, maps);
+        launched("flash_backward_hopper_kernel", cost_of(a, T::kD));
     });
 }
 
 }  // namespace
 
+// As many slots as heads that the blocks can be at work on, each with the item that it has taken ahead, and one more.
+// Eight at least: eight ranks that share the heads of a sequence have one slot each then, of the whole sequence.
+HopperSums hopper_sums(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv) {
+    HopperSums sums{};
+    OnePassSizes::dispatch(D, Dv, [&](auto size) {
+        const int64_t n_tiles = ceil_div(T, int64_t{kBlockRows});
+        sums = {std::min(B * K, std::max<int64_t>(8, ceil_div(int64_t{2} * device().sm_count, n_tiles) + 1)),
+                H / K * n_tiles * kBlockRows * decltype(size)::kD, H / K * n_tiles * kConsumers};
+    });
+    return sums;
+}
+
 void flash_backward_hopper(const FlashArguments& a, cudaStream_t stream) {
+    if (a.n_slots == 0) return flash_backward_hopper_wide(a, stream);
     if (a.q.rows.dtype == DType::bf16) launch<__nv_bfloat16>(a, stream);
     else launch<__half>(a, stream);
 }

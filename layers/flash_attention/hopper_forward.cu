@@ -130,9 +130,10 @@ __device__ __forceinline__ void produce(const Shape& shape, const Order& order, 
         const KeyTiles<T> keys(shape.mask, item);
         const int kv = item.h / static_cast<int>(shape.H / shape.K);
         for (int tile = 0; tile < keys.n; ++tile, ring.next()) {
-            const int i = ring.stage, s0 = keys.first + tile * T::kKeys;
+            const int s0 = keys.first + tile * T::kKeys;
+            const uint32_t i = ring.stage();
             unsigned char* k_tile = tiles + T::kFirstStage + i * T::kStageBytes;
-            mbarrier_wait(&barriers.k_empty[i], ring.parity ^ 1);
+            mbarrier_wait(&barriers.k_empty[i], ring.parity() ^ 1);
             mbarrier_arrive_expect_tx(&barriers.k_full[i], T::K::kBytes);
             load_panels<typename T::K>(k_tile, maps.k, kv, s0, item.b, &barriers.k_full[i]);
             for (int group = 0; tile == 0 && group < kConsumers; ++group) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const Order& order, 
                 load_panels<typename T::Q>(tiles + group * T::Q::kBytes, maps.q, item.h, item.t0 + group * kGroupRows,
                                            item.b, &barriers.q_full[group]);
             }
-            mbarrier_wait(&barriers.v_empty[i], ring.parity ^ 1);
+            mbarrier_wait(&barriers.v_empty[i], ring.parity() ^ 1);
             mbarrier_arrive_expect_tx(&barriers.v_full[i], T::V::kBytes);
             load_panels<typename T::V>(k_tile + T::K::kBytes, maps.v, kv, s0, item.b, &barriers.v_full[i]);
         }
@@ -184,7 +185,7 @@ __device__ __forceinline__ void attend(const Shape& shape, const Maps& maps, flo
     const KeyTiles<T> keys(mask, item);
     const float scale2 = shape.scale * kLog2e;
     unsigned char* q_rows = tiles + group * T::Q::kBytes;
-    const auto k_tile = [&](int stage) { return tiles + T::kFirstStage + stage * T::kStageBytes; };
+    const auto k_tile = [&](uint32_t stage) { return tiles + T::kFirstStage + stage * T::kStageBytes; };
     const int group_row = item.t0 + group * kGroupRows, warp_row = group_row + in_group / kWarp * 16;
     const View view = view_of<true>(mask, item.b, group_row, kGroupRows);
     Fragments<1, T::kKeys> scores;
@@ -200,39 +201,39 @@ __device__ __forceinline__ void attend(const Shape& shape, const Maps& maps, flo
     };
 
     mbarrier_wait(&barriers.q_full[group], q_parity);
-    mbarrier_wait(&barriers.k_full[ring.stage], ring.parity);
+    mbarrier_wait(&barriers.k_full[ring.stage()], ring.parity());
     named_barrier_sync(kTurn + group, kConsumers * kGroup);
-    start_scores<Number, typename T::Q, typename T::K>(scores[0], q_rows, k_tile(ring.stage));
+    start_scores<Number, typename T::Q, typename T::K>(scores[0], q_rows, k_tile(ring.stage()));
     // Two groups arrive at a turn's barrier: its consumer, which waits, and the other one, which continues.
     if (group == 0 || more || keys.n > 1) named_barrier_arrive(kTurn + 1 - group, kConsumers * kGroup);
     wgmma_wait<0>(scores[0]);
-    if (in_group == 0) mbarrier_arrive(&barriers.k_empty[ring.stage]);
+    if (in_group == 0) mbarrier_arrive(&barriers.k_empty[ring.stage()]);
     softmax(0);
     pack_fragments<Number>(P, scores);
 
     for (int tile = 1; tile < keys.n; ++tile) {
         const Ring<T::kStages> before = ring;
         ring.next();
-        mbarrier_wait(&barriers.k_full[ring.stage], ring.parity);
+        mbarrier_wait(&barriers.k_full[ring.stage()], ring.parity());
         named_barrier_sync(kTurn + group, kConsumers * kGroup);
-        start_scores<Number, typename T::Q, typename T::K>(scores[0], q_rows, k_tile(ring.stage));
-        mbarrier_wait(&barriers.v_full[before.stage], before.parity);
-        start_columns<Number, typename T::V>(o[0], P[0], k_tile(before.stage) + T::K::kBytes, tile > 1);
+        start_scores<Number, typename T::Q, typename T::K>(scores[0], q_rows, k_tile(ring.stage()));
+        mbarrier_wait(&barriers.v_full[before.stage()], before.parity());
+        start_columns<Number, typename T::V>(o[0], P[0], k_tile(before.stage()) + T::K::kBytes, tile > 1);
         if (group == 0 || more || tile + 1 < keys.n) named_barrier_arrive(kTurn + 1 - group, kConsumers * kGroup);
         wgmma_wait<1>(scores[0]);
-        if (in_group == 0) mbarrier_arrive(&barriers.k_empty[ring.stage]);
+        if (in_group == 0) mbarrier_arrive(&barriers.k_empty[ring.stage()]);
         softmax(tile);
         compute_before_wait(rows.sum[0][0] + rows.sum[0][1]);
         wgmma_wait<0>(o[0], P[0]);
-        if (in_group == 0) mbarrier_arrive(&barriers.v_empty[before.stage]);
+        if (in_group == 0) mbarrier_arrive(&barriers.v_empty[before.stage()]);
         multiply_rows(o, rescale);
         pack_fragments<Number>(P, scores);
     }
     if (in_group == 0) mbarrier_arrive(&barriers.q_empty[group]);  // the last S is there
-    mbarrier_wait(&barriers.v_full[ring.stage], ring.parity);
-    start_columns<Number, typename T::V>(o[0], P[0], k_tile(ring.stage) + T::K::kBytes, keys.n > 1);
+    mbarrier_wait(&barriers.v_full[ring.stage()], ring.parity());
+    start_columns<Number, typename T::V>(o[0], P[0], k_tile(ring.stage()) + T::K::kBytes, keys.n > 1);
     wgmma_wait<0>(o[0], P[0]);
-    if (in_group == 0) mbarrier_arrive(&barriers.v_empty[ring.stage]);
+    if (in_group == 0) mbarrier_arrive(&barriers.v_empty[ring.stage()]);
     ring.next();
     finish_rows<Number, T>(shape, maps, lse, rows, o[0], tiles + T::kFirstOut + group * T::Out::kBytes, scale2, item,
                            group, group_row, warp_row);

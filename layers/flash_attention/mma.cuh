@@ -201,13 +201,13 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kOtherTile
         for (int half = 0; half < 2; ++half) {
             const int row = min(row0 + m * 16 + half * 8 + quad(), mask.T - 1);
             const Interval seen = mask.visible<kRowsAreQueries>(b, row);
+            // From this thread's first column on: a column is then a constant, and takes no register.
+            const int first = seen.first - other0 - 2 * in_quad(), end = seen.end - other0 - 2 * in_quad();
 #pragma unroll
             for (int n = 0; n < kOtherTiles; ++n)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int other = other0 + n * 8 + 2 * in_quad() + i;
-                    if (other < seen.first || other >= seen.end) scores[m][n][2 * half + i] = -INFINITY;
-                }
+                for (int i = 0; i < 2; ++i)
+                    if (n * 8 + i < first || n * 8 + i >= end) scores[m][n][2 * half + i] = -INFINITY;
         }
 }
 
