@@ -167,6 +167,7 @@ __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
                        const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, Update update) {
     const float scale = norm_scale[1];
     const TileHere tile(tiles, n_tiles, tile_here<F>(), origin, scale);
+    if (tile.n == 0) return;  // here, too, so that the loop over threads is SIMD in every format
     const TileDraws<F> draws(format, tile.entry);
     for (int part = 0; part < kTileParts<F>; ++part) {
         const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;
