@@ -73,5 +73,7 @@ void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, c
     draw_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
         results.ptr<int>(), x.ptr<float>(), structs<SamplingDistribution>(distributions), structs<SamplingRule>(rules),
         static_cast<int>(x.shape[1]), narrow(results.shape[1], "columns of results"));
-    cudaCheckLaunch();
+    launched("draw_kernel", {.reads = bytes_of(x, distributions, rules),
+                             .writes = rows * int64_t{sizeof(int)},
+                             .flops = 2.0 * static_cast<double>(x.n())});
 }

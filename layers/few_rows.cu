@@ -227,7 +227,11 @@ void launch_few_rows(const Tensor& out, const Tensor& inp, const Code* codes, co
         if (C % kPack == 0) launch_rows(std::integer_sequence<int, kPack>());
         else launch_rows(std::integer_sequence<int, 1>());
     }
-    cudaCheckLaunch();
+    const int64_t scale_bytes = scale ? O * n_blocks * int64_t{sizeof(float)} : 0;
+    launched(kOnCpu ? "few_rows_cpu_kernel" : "few_rows_kernel",
+             {.reads = bytes_of(inp, bias) + O * C * int64_t{sizeof(Code)} + scale_bytes,
+              .writes = bytes_of(out),
+              .flops = 2.0 * static_cast<double>(N) * static_cast<double>(C * O)});
 }
 
 // All but the weight.
@@ -315,7 +319,7 @@ void quantise_weight(const QuantisedWeight& to, Tensor weight, cudaStream_t stre
                 n_blocks, n_scales);
         });
     });
-    cudaCheckLaunch();
+    launched("quantise_weight_kernel", {.reads = bytes_of(weight), .writes = bytes_of(to.codes, to.scale)});
 }
 
 QuantisedWeight take_quantised_weight(Arena& arena, WeightFormat format, int64_t O, int64_t C) {

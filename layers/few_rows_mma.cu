@@ -149,7 +149,9 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
         };
         if (s.C % kLaneColumns == 0) launch_columns(std::true_type());
         else launch_columns(std::false_type());
-        cudaCheckLaunch();
+        launched("few_rows_mma_kernel", {.reads = bytes_of(inp, weight, bias),
+                                         .writes = bytes_of(out),
+                                         .flops = 2.0 * static_cast<double>(s.N) * static_cast<double>(s.C * s.O)});
     };
     const auto launch_tiles = [&](auto zero) {
         if (s.N <= 8) launch(zero, std::integer_sequence<int, 1, 1>());

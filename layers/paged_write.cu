@@ -156,7 +156,14 @@ void paged_write(const PagedStep& step, const HeadColumns& q, const HeadColumns&
             step.pool.ptr<Stored>(), scales, q.rows.ptr<Number>() + q.column, k.rows.ptr<Number>() + k.column,
             v.rows.ptr<Number>() + v.column, step.rows.ptr<int32_t>(),
             table.exists() ? positions.ptr<int32_t>() : nullptr, table.exists() ? table.ptr<float>() : nullptr, s);
-        cudaCheckLaunch();
+        const int64_t rotated = table.exists() ? N * H * D : 0, written = N * 2 * K * D;
+        const int64_t number_bytes = sizeof(Number), stored_bytes = sizeof(Stored);
+        launched("paged_write_kernel",
+                 {.reads = (rotated + written) * number_bytes + bytes_of(step.rows) +
+                           (rotated > 0 ? bytes_of(positions) + N * D * int64_t{sizeof(float)} : 0),
+                  .writes = rotated * number_bytes + written * stored_bytes +
+                            (scales ? N * 2 * K * int64_t{sizeof(float)} : 0),
+                  .flops = rotated > 0 ? 3.0 * static_cast<double>(N * (H + K) * D) : 0});
     });
 }
 
@@ -176,6 +183,9 @@ void paged_latent_write(const PagedStep& step, const HeadColumns& latent, const 
             step.pool.ptr<Stored>(), scales, latent.rows.ptr<Number>() + latent.column,
             key.rows.ptr<Number>() + key.column, latent.rows.cols(), key.rows.cols(), step.rows.ptr<int32_t>(), N,
             step.pool.shape[0] * step.pool.shape[1], narrow(R, "columns"), narrow(Dr, "columns"));
-        cudaCheckLaunch();
+        const int64_t n = N * (R + Dr), number_bytes = sizeof(Number), stored_bytes = sizeof(Stored);
+        launched("paged_latent_write_kernel",
+                 {.reads = n * number_bytes + bytes_of(step.rows),
+                  .writes = n * stored_bytes + (scales ? 2 * N * int64_t{sizeof(float)} : 0)});
     });
 }

@@ -194,7 +194,7 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
             x.ptr<float>(), logits.ptr<T>(), structs<SamplingRule>(rules), structs<LogitAdjustment>(adjustments),
             static_cast<int>(V), narrow(Vp, "columns of logits"), static_cast<int>(columns));
     });
-    cudaCheckLaunch();
+    launched("adjust_kernel", {.reads = bytes_of(logits, rules, adjustments), .writes = bytes_of(x)});
 }
 
 void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream) {
@@ -203,5 +203,5 @@ void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaSt
     distribution_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
         structs<SamplingDistribution>(distributions), x.ptr<float>(), structs<SamplingRule>(rules),
         static_cast<int>(x.shape[1]));
-    cudaCheckLaunch();
+    launched("distribution_kernel", {.reads = bytes_of(x, rules), .writes = bytes_of(distributions)});
 }
