@@ -23,6 +23,7 @@
 
 #include "llm.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace {
@@ -147,10 +148,29 @@ void embed_tokens_backward(const Pass& p, Tensor dout) {
     else use(dout);
 }
 
-// logits = head(norm(x))
+// The head in chunks of rows (--head-chunks): f(inp, dinp, logits, losses, targets) of each.
+bool has_head_chunks(const Activations& acts) { return acts.recompute.head_chunks > 1; }
+template <class F>
+void for_head_chunks(const Pass& p, F&& f) {
+    const Activations& acts = p.acts;
+    const int64_t N = acts.targets.n(), rows = acts.logits.rows();
+    for (int64_t first = 0; first < N; first += rows) {
+        const int64_t n = std::min(rows, N - first);
+        f(acts.final_norm.out.slice(first, n), p.workspace.dnorm.slice(first, n), acts.logits.slice(0, n),
+          acts.losses.slice(first, n), acts.targets.slice(first, n));
+    }
+}
+
+// logits = head(norm(x)). In chunks: the losses, where nothing but them is wanted.
 void apply_head(const Pass& p, const Residual& x) {
     norm_forward(p.model, p.model.final_norm, p.acts.final_norm, x, p.workspace, p.stream);
-    head_linear_forward(p.model, p.acts, p.acts.final_norm.out, p.stream);
+    if (!has_head_chunks(p.acts))
+        return head_linear_forward(p.model, p.acts, p.acts.logits, p.acts.final_norm.out, p.stream);
+    if (p.acts.training) return;
+    for_head_chunks(p, [&](Tensor inp, Tensor, Tensor logits, Tensor losses, Tensor targets) {
+        head_linear_forward(p.model, p.acts, logits, inp, p.stream);
+        cross_entropy_forward(losses, logits, targets, p.model.config.V, p.stream);
+    });
 }
 // Inference: the head is for the rows that a wanted token follows. The stream's rows are looked up as an embedding's.
 Residual wanted_rows(const Pass& p, const Residual& x) {
@@ -160,9 +180,20 @@ Residual wanted_rows(const Pass& p, const Residual& x) {
     return {p.acts.last, {}};
 }
 void apply_head_backward(const Pass& p, Tensor dx) {
-    const Workspace& ws = p.workspace;
-    head_linear_backward_input(p.model, p.acts, ws.dnorm, p.stream);
-    head_linear_backward_weight(p.model, p.acts, p.acts.final_norm.out, ws, p.stream);
+    Workspace ws = p.workspace;
+    const auto linear_backward = [&](Tensor inp, Tensor dinp, Tensor dlogits) {
+        head_linear_backward_input(p.model, p.acts, dinp, dlogits, p.stream);
+        head_linear_backward_weight(p.model, p.acts, dlogits, inp, ws, p.stream);
+    };
+    if (!has_head_chunks(p.acts)) linear_backward(p.acts.final_norm.out, ws.dnorm, p.acts.logits);
+    else
+        for_head_chunks(p, [&](Tensor inp, Tensor dinp, Tensor logits, Tensor losses, Tensor targets) {
+            head_linear_forward(p.model, p.acts, logits, inp, p.stream);
+            cross_entropy_forward_backward(losses, logits, targets, p.model.config.V, p.acts.dloss, p.stream);
+            linear_backward(inp, dinp, logits);
+            ws.accumulate = true;  // to what the chunks before have given the weight's gradient
+        });
+    ws.accumulate = p.workspace.accumulate;
     norm_backward(p.model, p.model.final_norm, p.acts.final_norm, dx, ws.dnorm, {}, ws, p.stream);
 }
 
@@ -219,11 +250,14 @@ static void divided_loss(const Model& model, Activations& acts, float dloss, cud
 }
 
 void loss_forward(const Model& model, Activations& acts, cudaStream_t stream) {
+    if (has_head_chunks(acts)) return;  // forward() has computed them
     if (model.tensor_parallel) return divided_loss(model, acts, NAN, stream);
     cross_entropy_forward(acts.losses, acts.logits, acts.targets, model.config.V, stream);
 }
 
 void loss_backward(const Model& model, Activations& acts, float dloss, cudaStream_t stream) {
+    acts.dloss = dloss;
+    if (has_head_chunks(acts)) return;  // left to the backward of the head
     if (model.tensor_parallel) return divided_loss(model, acts, dloss, stream);
     cross_entropy_forward_backward(acts.losses, acts.logits, acts.targets, model.config.V, dloss, stream);
 }

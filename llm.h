@@ -10,7 +10,9 @@
 // leave for later ones is in the cache then.
 void forward(const Model& model, Activations& acts, const Workspace& workspace, cudaStream_t stream,
              bool training = true);
-// logits -> losses. Forward only: the logits stay.
+// logits -> losses. Forward only: the logits stay. With --head-chunks (Recompute) there are never all logits: then
+// forward() computes the losses, unless it is a training step's; and loss_backward leaves them to backward(), or
+// head_backward(), which computes logits, losses and gradients of one chunk of rows after the other.
 void loss_forward(const Model& model, Activations& acts, cudaStream_t stream);
 // logits -> losses, and logits become d(dloss * sum of losses) / d logits.
 void loss_backward(const Model& model, Activations& acts, float dloss, cudaStream_t stream);

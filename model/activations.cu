@@ -96,7 +96,8 @@ Activations take(const Model& model, int64_t B, int64_t T, int64_t rows, int64_t
     take_losses(model, acts, arena);
     take_blocks(model, acts, n, keep_inputs, arena);
     const int64_t final_rows = acts.divided_rows ? rows : n_logits;
-    take_head(model, acts, final_rows, n_logits, arena.take("residual stream", dtype, {final_rows, c.C}), arena);
+    take_head(model, acts, final_rows, recompute.head_rows(n_logits),
+              arena.take("residual stream", dtype, {final_rows, c.C}), arena);
     return acts;
 }
 

@@ -148,23 +148,24 @@ void prefetch_rows(const BlockContext& b, Tensor inp) {
     if (ranks && !ranks->geometry() && !b.workspace.later) ranks->one_d().prefetch(inp, b.acts.divided_rows, b.stream);
 }
 
-void head_linear_forward(const Model& model, const Activations& acts, Tensor inp, cudaStream_t stream) {
+void head_linear_forward(const Model& model, const Activations& acts, Tensor logits, Tensor inp, cudaStream_t stream) {
     const bool is_step = acts.logit_rows.exists();
     const auto own = [&](Tensor to, Tensor from) {
         (is_step ? step_forward : linear_forward)(to, from, model.head.weight, {}, stream);
     };
-    Crossed{model, acts.divided_rows, model.head, stream}.forward(acts.logits, inp, {}, is_step, own);
+    Crossed{model, acts.divided_rows, model.head, stream}.forward(logits, inp, {}, is_step, own);
 }
-void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, cudaStream_t stream) {
+void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, Tensor dlogits,
+                                cudaStream_t stream) {
     const auto own = [&](Tensor to, Tensor from) { linear_backward_input(to, from, model.head.weight, false, stream); };
-    Crossed{model, acts.divided_rows, model.head, stream}.backward_input(dinp, acts.logits, own);
+    Crossed{model, acts.divided_rows, model.head, stream}.backward_input(dinp, dlogits, own);
 }
-void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, const Workspace& workspace,
-                                 cudaStream_t stream) {
+void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor dlogits, Tensor inp,
+                                 const Workspace& workspace, cudaStream_t stream) {
     const Crossed crossed{model, acts.divided_rows, model.head, stream};
-    if (!workspace.later) return crossed.backward_weight(acts.logits, inp, {}, workspace);
+    if (!workspace.later) return crossed.backward_weight(dlogits, inp, {}, workspace);
     crossed.finish_backward_input();
-    workspace.later->push(crossed.later(acts.logits, inp, {}));
+    workspace.later->push(crossed.later(dlogits, inp, {}));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -25,12 +25,13 @@ struct PieceTaker {
     const Model& model;
     const int64_t B, T;  // of this rank
     Arena& arena;
-    const int64_t rows;
+    const int64_t rows, head_rows;
     SavedTaker take;
 
     PieceTaker(const Model& its_model, int64_t all_B, int64_t its_T, const Recompute& recompute, Arena& its_arena)
         : model(its_model), B(sequences_of_rank(model, all_B)), T(its_T), arena(its_arena),
-          rows(rows_of_rank(model, B * T)), take(arena, model.precision.dtype, B, T, rows, recompute.selective) {}
+          rows(rows_of_rank(model, B * T)), head_rows(recompute.head_rows(B * T)),
+          take(arena, model.precision.dtype, B, T, rows, recompute.selective) {}
 
     BlockSaved set() { return take_block(model, take, {}); }
     Tensor input() { return take.keep_rows("residual stream", model.local.C); }
@@ -42,7 +43,7 @@ struct PieceTaker {
         Activations acts;
         acts.B = B, acts.T = T;
         take_losses(model, acts, arena);
-        take_head(model, acts, rows, B * T, {}, arena);
+        take_head(model, acts, rows, head_rows, {}, arena);
         return acts;
     }
     // Of the blocks between two kept inputs.

@@ -313,6 +313,13 @@ void save_model(const Model& model, const std::string& folder, const TokenIds& t
 struct Recompute {
     int64_t every = 0;  // blocks from one kept input to the next; 0: every block keeps everything
     bool selective = false;
+    // --head-chunks: a micro-batch's rows go through the head in so many parts, one after the other, and only one has
+    // logits at a time. 1: all at once.
+    int64_t head_chunks = 1;
+    // Of N rows those that have logits at a time. Eight rows of any width begin on 16 bytes, which products want.
+    int64_t head_rows(int64_t N) const {
+        return head_chunks == 1 ? N : std::min(N, round_up(ceil_div(N, head_chunks), 8));
+    }
 };
 Recompute parse_recompute(const std::string& text);  // "none", "full" (every = 1), "selective" or a number
 
@@ -357,7 +364,10 @@ struct Activations {
     Tensor embedded;                 // (N, C)
     std::vector<BlockSaved> blocks;  // L of them; with recomputation they share tensors
     NormSaved final_norm;
-    Tensor logits;  // (N, V_padded); the loss turns them into their own gradient
+    // (N, V_padded); the loss turns them into their own gradient. With head_chunks (head_rows(N), V_padded),
+    // which exist within a call only; their gradient is that of dloss times the losses.
+    Tensor logits;
+    float dloss = 0;
     // Tensor parallelism: tokens as rows of this rank's embedding; the numbers of cross_entropy_parts, (N), (N), (N, 2)
     Tensor local_tokens, max, all_max, sums;
     Tensor losses;          // (N) f32

@@ -171,10 +171,11 @@ void block_linear_backward_input(const BlockContext& b, const Linear& linear, Te
 // Now, or later, if the workspace has a queue. After backward_input of the same dout.
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp);
 // The three products of the head, which reads the residual stream as the first layer of a block does.
-void head_linear_forward(const Model& model, const Activations& acts, Tensor inp, cudaStream_t stream);
-void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, cudaStream_t stream);
-void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor inp, const Workspace& workspace,
-                                 cudaStream_t stream);  // now, or later
+void head_linear_forward(const Model& model, const Activations& acts, Tensor logits, Tensor inp, cudaStream_t stream);
+void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, Tensor dlogits,
+                                cudaStream_t stream);
+void head_linear_backward_weight(const Model& model, const Activations& acts, Tensor dlogits, Tensor inp,
+                                 const Workspace& workspace, cudaStream_t stream);  // now, or later
 // Before a sub-layer's backward: with sequence parallelism the other ranks' rows of its input travel meanwhile.
 void prefetch_rows(const BlockContext& b, Tensor inp);
 

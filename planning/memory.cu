@@ -63,7 +63,8 @@ void print_activations(const Trainer& t) {
     if (root > 1) choices.push_back({std::to_string(root), {.every = root}});
     choices.push_back({"full", {.every = 1}});
     const Recompute& r = t.options.recompute;
-    for (const auto& [name, choice] : choices) {
+    for (auto& [name, choice] : choices) {
+        choice.head_chunks = r.head_chunks;
         const int64_t n = std::max<int64_t>(1, choice.every);
         const double layer =
             (activation_bytes(t, choice, 2 * n) - activation_bytes(t, choice, n)) / static_cast<double>(n);

@@ -88,6 +88,13 @@ const DeviceSpec* named_spec(const std::string& name) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a step computes and moves
 
+// Each chunk of the head but the first reads the gradient of the head's weight, adds to it and writes it.
+double head_chunk_bytes(const Trainer& t, int64_t chunks) {
+    const double n_micro = static_cast<double>(t.local_batch / t.micro_batch);
+    return n_micro * static_cast<double>(chunks - 1) * 2 * static_cast<double>(t.config.V_padded() * t.config.C) *
+           static_cast<double>(dtype_bytes(t.options.precision.grad_dtype));
+}
+
 // Elements that the operations of a block read and write for one token, each operation by itself.
 Elements block_elements(const Config& c) {
     const double C = static_cast<double>(c.C);
@@ -136,7 +143,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // their norm, and read by the optimizer, which reads and writes what it updates and its states: here,
     // or on the host.
     cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) +
-                 3 * n * grad_bytes +
+                 3 * n * grad_bytes + head_chunk_bytes(t, o.recompute.head_chunks) +
                  (t.model.sharding.host_updates()
                       ? 0
                       : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
@@ -194,6 +201,26 @@ DeviceSpec device_spec(const std::string& name, DType dtype) {
 
 void expect_device_spec(const std::string& name) { named_spec(name); }
 
+// This run's --head-chunks, and beside 1 what 8 would be.
+static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
+    if (t.tensor_parallel) return;
+    const int64_t N = t.micro_batch * t.options.rank_seq(), own = t.options.recompute.head_chunks;
+    const double row =
+        static_cast<double>(t.config.V_padded()) * static_cast<double>(dtype_bytes(t.options.precision.dtype));
+    const auto print = [&](const char* before, int64_t chunks) {
+        std::printf("%s--head-chunks %lld: logits of %s", before, static_cast<long long>(chunks),
+                    human_bytes(static_cast<double>(Recompute{.head_chunks = chunks}.head_rows(N)) * row).c_str());
+        if (chunks == 1) return;
+        const double bytes = head_chunk_bytes(t, chunks);
+        std::printf(", %s more moved in a step (%s)", human_bytes(bytes).c_str(),
+                    human_seconds(bytes / spec.bytes_per_s).c_str());
+    };
+    print("  ", own);
+    if (own != 1) print("; ", 1);
+    else if (N >= 8) print("; ", 8);
+    std::printf("\n");
+}
+
 void print_time(Trainer& t) {
     if (t.pipeline) return print_pipeline_time(t);
     const TrainOptions& o = t.options;
@@ -223,6 +250,7 @@ void print_time(Trainer& t) {
     if (!overlaps) std::printf(" (on a CPU %g to %g times that)", spec.rest_least, spec.rest_most);
     std::printf(": a step takes %s to %s, %s to %s tokens/s\n", human_seconds(least).c_str(),
                 human_seconds(most).c_str(), human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
+    print_head_chunks(t, spec);
     const double total = static_cast<double>(t.memory.bytes());
     if (total > spec.bytes)
         std::printf(

@@ -23,7 +23,7 @@ steps() {
 steps --model models/gpt2.json
 steps --model models/gpt2_heads_of_8.json --dtype bf16 --attention mma
 steps --model models/gpt2_wide.json --dtype bf16 --grad-dtype same --attention hopper
-steps --model models/llama.json --dtype bf16 --recompute selective
+steps --model models/llama.json --dtype bf16 --recompute selective --head-chunks 5
 steps --model models/qwen3.json --dtype fp16
 steps --model models/qwen2.json --mask-documents --data documents
 steps --model models/deepseek.json --dtype bf16 --recompute 1

@@ -356,9 +356,9 @@ void run_parts(std::vector<std::unique_ptr<PartInFlight>>& ranks, const std::vec
                 rank.in_flight.take_head(acts, row(micro, S));
                 head_forward(rank.model, acts, rank.workspace, row(micro, S), stream);
                 loss_backward(rank.model, acts, 0.01f, stream);
+                head_backward(rank.model, acts, rank.workspace, dx(micro), stream);
                 const std::vector<float> its = to_floats(acts.losses);
                 losses.insert(losses.end(), its.begin(), its.end());
-                head_backward(rank.model, acts, rank.workspace, dx(micro), stream);
                 if (!splits) rank.in_flight.give_back_head(acts);
             }
             backward_blocks(rank.model, acts, rank.workspace, stage.first, stage.last, dx(micro), dx(micro), stream);
@@ -393,9 +393,9 @@ void check_parts(const PartsCase& c, const std::vector<ModelPart>& parts, const 
         whole.set_batch(batch(micro, 1), batch(micro, 2));
         forward(whole.model, whole.acts, whole.workspace, device().stream);
         loss_backward(whole.model, whole.acts, 0.01f, device().stream);
+        backward(whole.model, whole.acts, whole.workspace, device().stream);
         const std::vector<float> its = to_floats(whole.acts.losses);
         expected_losses.insert(expected_losses.end(), its.begin(), its.end());
-        backward(whole.model, whole.acts, whole.workspace, device().stream);
     }
     std::vector<std::unique_ptr<PartInFlight>> ranks;
     for (size_t r = 0; r < parts.size(); ++r) {
@@ -442,7 +442,8 @@ TEST_CASE("parts of a model, with all micro-batches in flight, have the bits of 
     std::vector<PartsCase> cases;
     for (const Config& config : small_models())
         for (const bool splits : {false, true}) cases.push_back({config, {}, {}, splits});
-    for (const Recompute& recompute : {Recompute{.selective = true}, Recompute{.every = 1}, Recompute{.every = 2}})
+    for (const Recompute& recompute :
+         {Recompute{.selective = true}, Recompute{.every = 1}, Recompute{.every = 2, .head_chunks = 3}})
         for (const Config& config : {small_gpt2(), small_qwen3()}) cases.push_back({config, {}, recompute});
     const Precision bf16{.dtype = DType::bf16, .grad_dtype = DType::f32, .master = true};
     for (const bool splits : {false, true}) {

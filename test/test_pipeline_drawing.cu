@@ -301,6 +301,7 @@ TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipelin
         {"--pp 2 --ranks 2 --zero 2", "--zero 2 with --pp"},
         {"--pp 2 --ranks 2 --offload optimizer", "--offload with --pp"},
         {"--pp 2 --ranks 2 --pipeline zb-h1 --recompute full", "--recompute full with --pipeline zb-h1"},
+        {"--pp 2 --ranks 2 --pipeline zb-h1 --head-chunks 2", "--head-chunks with --pipeline zb-h1"},
         {"--pp 2 --ranks 2 --pipeline pipedream", "--pipeline pipedream with --clip 1"},
         {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --micro-batches 2", "a step has one, and not 2"},
         {"--pp 2 --ranks 2 --pipeline 2bw --clip 0", "use --micro-batches 2"},

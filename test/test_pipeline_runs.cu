@@ -167,7 +167,7 @@ TEST_CASE("pipelines in 8 and 16 bits, with recomputation, masks and every kind 
         {"--dtype fp8 --fp8 current ", "1f1b zb-v"},
         {"--dtype fp8 --fp8 block ", "1f1b zb-v", "zb-v"},
         {"--recompute full ", recompute, ""},
-        {"--recompute 2 ", recompute, ""},
+        {"--recompute 2 --head-chunks 3 ", recompute, ""},
         {"--recompute selective ", recompute, ""},
         {"--recompute full --dtype fp8 ", "1f1b"},
         {"--mask-documents ", "1f1b interleaved zb-v", "zb-v"},

@@ -198,7 +198,7 @@ TEST_CASE("the plan is what the run takes", "[program][plan]") {
         "--dtype fp16 --optimizer adam --recompute 3 --batch 3",
         "--dtype fp8",
         "--dtype fp8 --fp8 block --optimizer lion --recompute full --master none",
-        "--model deepseek-tiny --dtype bf16 --recompute selective",
+        "--model deepseek-tiny --dtype bf16 --recompute selective --head-chunks 5",
         "--model deepseek-tiny --dtype fp8 --recompute 2 --optimizer muon",
         "--model mfa-tiny --dtype fp16 --recompute 2",
     };

@@ -50,8 +50,8 @@ const std::set<std::string> kAsynchronousFlags = {"--pp", "--pipeline", "--verti
 // Options of the run that a resumed one may be given anew: they do not touch the loss curve (beyond rounding).
 // Paths may change because the tokens are compared, by their checksum, and --steps by the rule of resumed_schedule().
 const std::set<std::string> kMayChange = {
-    "--val-every", "--sample",    "--keep", "--save-every", "--temperature", "--micro-batch", "--recompute",
-    "--attention", "--keep-best", "--data", "--val",        "--tokenizer",   "--steps"};
+    "--val-every",   "--sample",    "--keep",      "--save-every", "--temperature", "--micro-batch", "--recompute",
+    "--head-chunks", "--attention", "--keep-best", "--data",       "--val",         "--tokenizer",   "--steps"};
 // Those that may be given anew together with --steps and --schedule: a new schedule begins.
 const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", "--min-lr-ratio", "--decay-fraction"};
 // Those of kNotSaved that the command which continues the run should have, too, beside kPipelineFlags.
@@ -162,8 +162,10 @@ void add_precision_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
     precision.option("--master", typed.master,
                      "fp32: master weights beside 16-bit ones; none: bf16 alone, rounded stochastically; auto: fp32 "
                      "beside 16 bits");
-    precision.option("--grad-dtype", typed.grad_dtype,
-                     "of the weights' gradients: fp32, or same as the weights; auto: fp32 where micro-batches add up");
+    precision.option(
+        "--grad-dtype", typed.grad_dtype,
+        "of the weights' gradients: fp32, or same as the weights; auto: fp32 where micro-batches, or chunks of the\n"
+        "head, add up");
     precision.option("--loss-scale", typed.loss_scale, "dynamic, or a number; auto: dynamic for fp16, otherwise 1");
     precision.option("--loss-scale-start", o.loss_scale.start, "dynamic: the first scale");
     precision.option("--loss-scale-interval", o.loss_scale.interval,
@@ -181,6 +183,9 @@ void add_memory_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     memory.option("--recompute", typed.recompute,
                   "activations that the backward computes again: none, selective (norms and activation functions), "
                   "full (all but the blocks' inputs), or a number N (only every N-th block's input is kept)");
+    memory.option("--head-chunks", o.recompute.head_chunks,
+                  "parts of a micro-batch's tokens that go through the head one after the other: logits, the largest "
+                  "tensor, exist for one part at a time");
     memory.option("--offload", typed.offload,
                   "keep on the host: optimizer (states and master weights, updated there; during the backward with "
                   "--clip 0, otherwise after it, when the norm is known), params (also the weights; needs --zero 3), "

@@ -52,7 +52,8 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
           "weights, and float16 lacks the range");
     p.master = p.dtype != DType::f32 && typed.master != "none";
 
-    const bool accumulates = o.micro_batch != 0 && o.micro_batch < o.batch / o.data_ranks();
+    const bool accumulates =
+        (o.micro_batch != 0 && o.micro_batch < o.batch / o.data_ranks()) || o.recompute.head_chunks > 1;
     if (typed.grad_dtype == "auto") p.grad_dtype = accumulates ? DType::f32 : p.dtype;
     else if (typed.grad_dtype == "same") p.grad_dtype = p.dtype;
     else p.grad_dtype = dtype_from_name(typed.grad_dtype);
@@ -68,7 +69,14 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
     LossScaler check_it(o.loss_scale);
     check(p.dtype == DType::f16 || !o.loss_scale.dynamic,
           "--loss-scale dynamic is for --dtype fp16: bf16 and fp32 have the range of float32");
+    const int64_t head_chunks = o.recompute.head_chunks;
     o.recompute = parse_recompute(typed.recompute);
+    o.recompute.head_chunks = head_chunks;
+    check(head_chunks >= 1, "--head-chunks ", head_chunks, ": use 1 (all tokens at once) or more");
+    check(
+        head_chunks == 1 || o.tp == 1,
+        "--head-chunks with --tp: its ranks have divided the logits among them, and sum up the gradient of all rows of "
+        "the head's input at once; leave one of the two away");
     o.attention = flash_tier_from_name(typed.attention);
     expect_flash_tier(o.attention, p.dtype);
 }

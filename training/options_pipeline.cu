@@ -137,6 +137,9 @@ void settle_pipeline(TrainOptions& o, const TypedFlags& typed) {
     const bool splits = !o.asynchronous && make_schedule(schedule_options(o, step_micro_batches(o))).splits_backward;
     check(typed.recompute == "none" || !splits, "--recompute ", typed.recompute, " with --pipeline ", o.pipeline,
           ": the gradients by weight are computed later than what is computed again is there; use --pipeline 1f1b");
+    check(o.recompute.head_chunks == 1 || !splits, "--head-chunks with --pipeline ", o.pipeline,
+          ": the gradient of the head's weight is computed later, from the logits' gradient, which would have to stay; "
+          "use --pipeline 1f1b");
     check(typed.given.count("--sample") == 0 || o.sample_tokens == 0,
           "--sample with --pp: no rank has the whole model; leave it away, and let ./generate continue a prompt with a "
           "checkpoint");

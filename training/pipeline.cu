@@ -254,8 +254,8 @@ void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
         in_flight_.take_head(acts, out);
         head_forward(model, acts, workspace, out, stream);
         loss_backward(model, acts, dloss_, stream);
-        t_.add_losses_once(acts, stream);
         head_backward(model, acts, workspace, dx, stream);
+        t_.add_losses_once(acts, stream);
     }
     backward_blocks(model, acts, workspace, first, last, dx, dx, stream);
     if (action.stage == 0) embed_backward(model, acts, workspace, dx, stream);

@@ -172,12 +172,14 @@ void check_limits(const TrainOptions& o, const Config& config) {
     check(o.recompute.every <= config.L, "--recompute ", o.recompute.every, ": the model has only ", config.L,
           " blocks: use a smaller number, full or selective");
     expect_head_size(o.attention, o.precision.dtype, config.D, config.value_D());
-    if (o.precision.fp8 == Fp8Recipe::none) return;
     const int64_t local_batch = o.batch / o.data_ranks();
-    const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch;
+    const int64_t micro_batch = o.micro_batch == 0 ? local_batch : o.micro_batch, tokens = micro_batch * o.rank_seq();
+    check(o.recompute.head_chunks <= tokens, "--head-chunks ", o.recompute.head_chunks, ": a micro-batch has only ",
+          tokens, " tokens; use a smaller number");
+    if (o.precision.fp8 == Fp8Recipe::none) return;
     const Config of_rank = config_of_rank(config, tensor_layout(TensorMode::one_d, 0, static_cast<int>(o.tp)));
     for (const auto& [inputs, outputs] : block_linear_shapes(of_rank))
-        expect_fp8_sizes(o.precision.fp8, micro_batch * o.rank_seq(), inputs, outputs);
+        expect_fp8_sizes(o.precision.fp8, tokens, inputs, outputs);
 }
 
 }  // namespace

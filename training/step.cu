@@ -129,9 +129,9 @@ void accumulate_gradients(Trainer& t, int64_t step) {
             upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, stream);
             forward(t.model, t.acts, t.workspace, stream);
             loss_backward(t.model, t.acts, dloss, stream);
-            t.add_losses_once(t.acts, stream);
             t.workspace.accumulate = t.data_parallel.begin_backward(t.model, micro);
             backward(t.model, t.acts, t.workspace, stream);
+            t.add_losses_once(t.acts, stream);  // with --head-chunks it is the backward that has computed them
         }
         t.data_parallel.finish_grads(stream);
         add_shared_gradients(t, stream);

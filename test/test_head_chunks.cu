@@ -1,0 +1,75 @@
+// test/test_head_chunks.cu: the head in chunks of rows (--head-chunks): the losses and gradients of the head at once,
+// and logits of one chunk.
+#include "models.h"
+
+namespace {
+
+constexpr int64_t kB = 3, kT = 13, kN = kB * kT;  // 39 rows: the last chunk is a shorter one
+
+struct Pass {
+    std::vector<float> losses, evaluated;
+    std::map<std::string, std::vector<float>> gradients;
+    size_t logits_bytes, activation_bytes;
+};
+
+// A step's micro-batch that writes the gradients, which are NaN before; and the losses of an evaluation.
+Pass pass_of(const Config& config, const Precision& precision, int64_t chunks) {
+    TinyTrainer m(config, kB, kT, precision, {.every = 1, .head_chunks = chunks});
+    init_weights(m.model, 3);
+    std::vector<int32_t> tokens(kN), targets(kN);
+    for (size_t i = 0; i < tokens.size(); ++i)
+        tokens[i] = static_cast<int32_t>(i * 5 % 31),
+        targets[i] = static_cast<int32_t>(i * 7 % 37) - (i % 9 == 4 ? 99 : 0);
+    m.set_batch(tokens, targets);
+    const cudaStream_t stream = device().stream;
+    Pass pass;
+    forward(m.model, m.acts, m.workspace, stream, false);
+    loss_forward(m.model, m.acts, stream);
+    pass.evaluated = to_floats(m.acts.losses);
+    for (const Tensor& tensor : {m.model.grads, m.acts.losses})
+        cudaCheck(cudaMemset(tensor.data, 0xff, tensor.bytes()));
+    m.workspace.accumulate = false;
+    forward(m.model, m.acts, m.workspace, stream);
+    loss_backward(m.model, m.acts, 1.0f / kN, stream);
+    backward(m.model, m.acts, m.workspace, stream);
+    pass.losses = to_floats(m.acts.losses);
+    for (const Param& param : m.model.params) pass.gradients[param.name] = to_floats(param.grad);
+    pass.logits_bytes = m.acts.logits.bytes(), pass.activation_bytes = m.activations.bytes();
+    return pass;
+}
+
+}  // namespace
+
+TEST_CASE("the head in chunks of rows: losses and gradients of all rows at once", "[model][head_chunks]") {
+    for (const Config& config : {small_llama(), small_gpt2()})  // a head of its own, and a tied one
+        for (const Precision& precision : {Precision{}, Precision{DType::bf16, DType::f32, true}}) {
+            const Pass whole = pass_of(config, precision, 1);
+            const int64_t row = config.V_padded() * static_cast<int64_t>(dtype_bytes(precision.dtype));
+            CHECK(whole.evaluated == whole.losses);
+            for (const int64_t chunks : {2, 4, 39}) {
+                INFO(config.attention << ", " << dtype_name(precision.dtype) << ", " << chunks << " chunks");
+                const Pass parts = pass_of(config, precision, chunks);
+                CHECK(parts.losses == whole.losses);
+                CHECK(parts.evaluated == whole.losses);
+                CHECK(static_cast<int64_t>(parts.logits_bytes) == (chunks == 2 ? 24 : chunks == 4 ? 16 : 8) * row);
+                // Arenas hand out multiples of 256 bytes.
+                CHECK(whole.activation_bytes - parts.activation_bytes ==
+                      round_up(static_cast<int64_t>(whole.logits_bytes), 256) -
+                          round_up(static_cast<int64_t>(parts.logits_bytes), 256));
+                for (const auto& [name, values] : whole.gradients) {
+                    INFO(name);
+                    // The gradient of the head's weight is a sum over rows, cut into chunks; everything else follows
+                    // from the gradient of its input, whose rows are what they were.
+                    const bool is_heads = name == "lm_head.weight" || (config.tied && name.find("wte") != name.npos);
+                    if (!is_heads) {
+                        CHECK(parts.gradients.at(name) == values);
+                        continue;
+                    }
+                    // 39 products below 4 / 39 in size, and as many sums, rounded to float32 in another order
+                    for (size_t i = 0; i < values.size(); ++i)
+                        if (!(std::abs(parts.gradients.at(name)[i] - values[i]) <= 39 * 0x1p-24 * 4))
+                            FAIL(name << " differs at " << i);
+                }
+            }
+        }
+}
