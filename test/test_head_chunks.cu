@@ -9,7 +9,7 @@ constexpr int64_t kB = 3, kT = 13, kN = kB * kT;  // 39 rows: the last chunk is 
 struct Pass {
     std::vector<float> losses, evaluated;
     std::map<std::string, std::vector<float>> gradients;
-    size_t logits_bytes, activation_bytes;
+    int64_t logits_bytes, activation_bytes;
 };
 
 // A step's micro-batch that writes the gradients, which are NaN before; and the losses of an evaluation.
@@ -34,7 +34,7 @@ Pass pass_of(const Config& config, const Precision& precision, int64_t chunks) {
     backward(m.model, m.acts, m.workspace, stream);
     pass.losses = to_floats(m.acts.losses);
     for (const Param& param : m.model.params) pass.gradients[param.name] = to_floats(param.grad);
-    pass.logits_bytes = m.acts.logits.bytes(), pass.activation_bytes = m.activations.bytes();
+    pass.logits_bytes = bytes_of(m.acts.logits), pass.activation_bytes = static_cast<int64_t>(m.activations.bytes());
     return pass;
 }
 
@@ -51,11 +51,10 @@ TEST_CASE("the head in chunks of rows: losses and gradients of all rows at once"
                 const Pass parts = pass_of(config, precision, chunks);
                 CHECK(parts.losses == whole.losses);
                 CHECK(parts.evaluated == whole.losses);
-                CHECK(static_cast<int64_t>(parts.logits_bytes) == (chunks == 2 ? 24 : chunks == 4 ? 16 : 8) * row);
+                CHECK(parts.logits_bytes == (chunks == 2 ? 24 : chunks == 4 ? 16 : 8) * row);
                 // Arenas hand out multiples of 256 bytes.
                 CHECK(whole.activation_bytes - parts.activation_bytes ==
-                      round_up(static_cast<int64_t>(whole.logits_bytes), 256) -
-                          round_up(static_cast<int64_t>(parts.logits_bytes), 256));
+                      round_up(whole.logits_bytes, 256) - round_up(parts.logits_bytes, 256));
                 for (const auto& [name, values] : whole.gradients) {
                     INFO(name);
                     // The gradient of the head's weight is a sum over rows, cut into chunks; everything else follows
