@@ -98,6 +98,7 @@ void prepare(Run& run, Mesh& mesh) {
     t.reserve();
     t.world.meet_hosts();  // no collective before all have their memory
     run.step = run.first_step = set_weights(t);
+    choose_matmuls(t, run.data.train);
     if (run.is_first()) run.log.emplace(o.out, o.resume ? run.step : -1);
     if (!o.resume) print_sample(t, run.data, "sample before training");
     evaluate_init(run);

@@ -19,7 +19,9 @@
 //
 // Epilogues save a pass over D, and the rounding in between: they use the float32 sums before these are rounded to D's
 // type. The bias has one element for each ROW of D (for each output channel, in the trick above). GELU is the tanh
-// approximation.
+// approximation, here by the float32 operations of layers/gelu.cu. With AUX it is taken of the number as AUX has it,
+// rounded to AUX's type: so a program that computes D again from AUX gets D's bits. (NVIDIA does not say which of the
+// two it takes.)
 //
 // Names, numbers and rules are NVIDIA's, and what NVIDIA refuses is refused here, so that a program that runs on the
 // CPU does not fail on the GPU: CUBLAS_STATUS_INVALID_VALUE for arguments that contradict each other,
@@ -147,7 +149,7 @@ enum cublasLtEpilogue_t {
     CUBLASLT_EPILOGUE_RELU_BIAS = CUBLASLT_EPILOGUE_RELU | CUBLASLT_EPILOGUE_BIAS,
     CUBLASLT_EPILOGUE_GELU = 32,  // D = gelu(x)
     CUBLASLT_EPILOGUE_GELU_BIAS = CUBLASLT_EPILOGUE_GELU | CUBLASLT_EPILOGUE_BIAS,
-    CUBLASLT_EPILOGUE_GELU_AUX = CUBLASLT_EPILOGUE_GELU | 128,  // AUX = x,        D = gelu(x)
+    CUBLASLT_EPILOGUE_GELU_AUX = CUBLASLT_EPILOGUE_GELU | 128,  // AUX = x,        D = gelu(AUX)
     CUBLASLT_EPILOGUE_GELU_AUX_BIAS = CUBLASLT_EPILOGUE_GELU_AUX | CUBLASLT_EPILOGUE_BIAS,  // AUX = x + bias
     CUBLASLT_EPILOGUE_DGELU = 64 | 128,                                                     // D = x * gelu'(AUX)
     CUBLASLT_EPILOGUE_DGELU_BGRAD = CUBLASLT_EPILOGUE_DGELU | 16,  // and bias = sum of D over its columns
@@ -270,6 +272,12 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                                               cublasLtMatrixLayout_t c_layout, cublasLtMatrixLayout_t d_layout,
                                               cublasLtMatmulPreference_t preference, int requested_count,
                                               cublasLtMatmulHeuristicResult_t results[], int* returned_count);
+// Whether this algorithm, perhaps of another process, computes this multiplication: here, whether there is any, and
+// this is the one.
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
+                                       cublasLtMatrixLayout_t a_layout, cublasLtMatrixLayout_t b_layout,
+                                       cublasLtMatrixLayout_t c_layout, cublasLtMatrixLayout_t d_layout,
+                                       const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulHeuristicResult_t* result);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The multiplication. It is enqueued on the stream and returns; the descriptors may be destroyed at once. C and D may

@@ -394,6 +394,21 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     return CUBLAS_STATUS_SUCCESS;
 }
 
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation,
+                                       cublasLtMatrixLayout_t a_layout, cublasLtMatrixLayout_t b_layout,
+                                       cublasLtMatrixLayout_t c_layout, cublasLtMatrixLayout_t d_layout,
+                                       const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulHeuristicResult_t* result) {
+    if (!algorithm || !result) return CUBLAS_STATUS_INVALID_VALUE;
+    cublasLtMatmulPreferenceOpaque_t preference;
+    int found = 0;
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, operation, a_layout, b_layout, c_layout,
+                                                                 d_layout, &preference, 1, result, &found);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    return std::equal(std::begin(algorithm->data), std::end(algorithm->data), result->algo.data)
+               ? CUBLAS_STATUS_SUCCESS
+               : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const void* alpha, const void* A,
                               cublasLtMatrixLayout_t a_layout, const void* B, cublasLtMatrixLayout_t b_layout,
                               const void* beta, const void* C, cublasLtMatrixLayout_t c_layout, void* D,

@@ -64,23 +64,32 @@ void narrow(int32_t type, const float* from, void* to, int64_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The epilogues, on one column of a tile (n elements in float32). All loops vectorise.
 
-constexpr float gelu_c1 = 0.7978845608f, gelu_c3 = 0.044715f;  // gelu(x) = x / (1 + exp(-2 c1 (x + c3 x^3)))
+// GELU as in layers/gelu.cu, operation by operation, so with the same bits:  gelu(x) = x s(v),
+// v = sqrt(8/pi) (x + c x^3), s(v) = 1 / (1 + exp(-v)), of which exp(-|v|) gives both s(v) and 1 - s(v) with all
+// digits.
+constexpr float gelu_c1 = 1.5957691216057308f, gelu_c3 = 0.044715f;
+
+struct Sigmoid {
+    float value, complement;
+    explicit Sigmoid(float v) {
+        const float e = __expf(-std::fabs(v)), large = 1.0f / (1.0f + e), small = e * large;
+        value = v >= 0.0f ? large : small;
+        complement = v >= 0.0f ? small : large;
+    }
+};
 
 void apply_gelu(float* x, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-        const float u = gelu_c1 * (x[i] + gelu_c3 * x[i] * x[i] * x[i]);
-        x[i] = x[i] / (1.0f + __expf(-2.0f * u));
-    }
+    for (int64_t i = 0; i < n; ++i) x[i] *= Sigmoid(gelu_c1 * (x[i] + gelu_c3 * x[i] * x[i] * x[i])).value;
 }
 
-// x *= gelu'(z). With s = 1 / (1 + exp(-2u)), gelu = z s and gelu' = s + z s (1 - s) 2u'.
+// x *= gelu'(z) = s + z s (1 - s) v'.
 void apply_gelu_gradient(float* x, const float* z, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-        const float u = gelu_c1 * (z[i] + gelu_c3 * z[i] * z[i] * z[i]);
-        const float du = gelu_c1 * (1.0f + 3.0f * gelu_c3 * z[i] * z[i]);
-        const float s = 1.0f / (1.0f + __expf(-2.0f * u));
-        const float tail = s * (1.0f - s);  // 0 for large |z|, where du overflows
-        x[i] *= s + (tail > 0.0f ? z[i] * tail * 2.0f * du : tail);
+        const float square = z[i] * z[i];
+        const Sigmoid s(gelu_c1 * z[i] * (1.0f + gelu_c3 * square));
+        const float dv = gelu_c1 * (1.0f + 3.0f * gelu_c3 * square);
+        const float slope = z[i] * s.value * s.complement;  // 0 for large |z|, where v' overflows
+        x[i] *= s.value + (slope != 0.0f ? slope * dv : 0.0f);
     }
 }
 
@@ -254,7 +263,10 @@ class Tile {
             for (int64_t i = 0; i < rows; ++i) x[i] += bias[i];
         else if (p.has_bias())
             for (int64_t i = 0; i < rows; ++i) x[i] += bias[j];
-        if (p.writes_aux()) narrow(p.aux.type, x, p.aux.at(batch, row, column + j), rows);
+        if (p.writes_aux()) {
+            narrow(p.aux.type, x, p.aux.at(batch, row, column + j), rows);
+            if (p.aux.type != CUDA_R_32F) widen(p.aux.type, p.aux.at(batch, row, column + j), x, rows);
+        }
         if (p.has(CUBLASLT_EPILOGUE_RELU)) apply_relu(x, rows);
         if (p.has(CUBLASLT_EPILOGUE_GELU)) apply_gelu(x, rows);
         if (p.reads_aux()) {

@@ -305,7 +305,14 @@ void launch_quantise(const Target& to, const Tensor& inp, cudaStream_t stream) {
         quantise_kernel<T, Code, kShared, kStraight, kTransposed>
             <<<grid, kTileThreads, 0, stream>>>(to, inp.ptr<T>(), rows, cols);
     });
-    cudaCheckLaunch();
+    const int64_t in_rows = grid.x * rows, in_cols = grid.y * cols, squares = int64_t{grid.x} * grid.y;
+    const int64_t scales = kShared == Shared::row      ? in_rows
+                           : kShared == Shared::column ? in_cols
+                           : kShared == Shared::square ? 2 * squares
+                                                       : 1;
+    const int64_t recorded = to.recorded ? 4 : 0, codes = inp.n() * ((kStraight ? 1 : 0) + (kTransposed ? 1 : 0));
+    launched("quantise_kernel", {.reads = bytes_of(inp) + (kShared == Shared::tensor ? 4 : 0) + recorded,
+                                 .writes = codes + 4 * scales + recorded});
 }
 
 // The message names the flags that determine the size, because they are what the user can change.
@@ -403,7 +410,8 @@ void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream) {
         amax_kernel<T><<<n_blocks, kAmaxThreads, 0, stream>>>(amax.ptr<float>(), inp.ptr<T>(), inp.n(),
                                                               known ? known.ptr<float>() : nullptr);
     });
-    cudaCheckLaunch();
+    // What is known is 0 in the first step alone.
+    launched("amax_kernel", {.reads = known ? bytes_of(known) : bytes_of(inp, amax), .writes = bytes_of(amax)});
 }
 
 void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, Tensor recorded, cudaStream_t stream) {
@@ -488,7 +496,7 @@ void fp8_advance(Tensor states, cudaStream_t stream) {
     const int64_t n = states.shape[0];
     if (n == 0) return;
     advance_kernel<<<static_cast<unsigned>(ceil_div(n, 128)), 128, 0, stream>>>(states.ptr<float>(), n);
-    cudaCheckLaunch();
+    launched("advance_kernel", {.reads = bytes_of(states) - 8 * n, .writes = bytes_of(states)});
 }
 
 void fp8_linear_amax(Tensor saved, int64_t which, Tensor x, Fp8Recipe recipe, Tensor state, cudaStream_t stream) {

@@ -88,7 +88,7 @@ void gelu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
     dispatch(inp.dtype, [&](auto zero) {
         using T = decltype(zero);
         gelu_forward_kernel<T><<<blocks_for(n, kChunk<T>), 256, 0, stream>>>(out.ptr<T>(), inp.ptr<T>(), n);
-        cudaCheckLaunch();
+        launched("gelu_forward_kernel", {.reads = bytes_of(inp), .writes = bytes_of(out)});
     });
 }
 
@@ -102,6 +102,6 @@ void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) {
         using T = decltype(zero);
         gelu_backward_kernel<T>
             <<<blocks_for(n, kChunk<T>), 256, 0, stream>>>(dinp.ptr<T>(), dout.ptr<T>(), inp.ptr<T>(), n);
-        cudaCheckLaunch();
+        launched("gelu_backward_kernel", {.reads = bytes_of(dout, inp), .writes = bytes_of(dinp)});
     });
 }

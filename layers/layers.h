@@ -74,9 +74,33 @@ struct MatmulOptions {
     Tensor bias = {};
     Tensor a_scale = {}, b_scale = {};  // fp8 only
     MatmulScale a_scale_mode = MatmulScale::tensor, b_scale_mode = MatmulScale::tensor;
+    // One of these at most, without batches: what is done before the result is stored, where cuBLASLt has an epilogue
+    // for it; otherwise kernels do it after the product. In 16 bits they see the rounded product, an epilogue does not.
+    Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
+    Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
+    Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
+    Tensor scratch = {};      // f32, for a_row_sums: column_sum_scratch_n(K, M)
 };
 constexpr int64_t fp8_block_scale_cols(int64_t K) { return round_up(ceil_div(K, 128), 4); }
 void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
+
+// plain_matmul.cu: the same by a kernel of our own, one thread for each number of out, for the sizes that cuBLASLt has
+// no algorithm for. No fp8, and nothing of what may be done before the result is stored but the bias.
+void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
+
+// matmul_plan.cu: which of cuBLASLt's algorithms computes a product. Otherwise the one that its heuristic names first;
+// while tune_matmuls is on, the fastest of 16, timed when this thread first meets a product: that overwrites the
+// product's results several times, so it is for times at which nobody needs them. What follows on a GPU is the epilogue
+// or the kernels, whichever is faster.
+void tune_matmuls(bool on);
+// What was timed, or set: a line for each product of this thread, "PRODUCT: CHOICE  # what was measured". A choice is
+// an algorithm of this version of cuBLASLt, or "parts": without an epilogue.
+std::string matmul_choices();
+// From now on these are the choices; all others are forgotten. Error: a line that is none.
+void set_matmul_choices(const std::string& text);
+// Which of these times is the least: the first of those that are less than 1 % above it.
+size_t fastest(const std::vector<double>& seconds);
+
 // Throws, and says what to use instead, if this device has no fp8 products, or none with the scales of blocks.
 void expect_fp8_device(bool block_scales);
 
@@ -89,6 +113,10 @@ void expect_fp8_device(bool block_scales);
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
 // accumulate: dinp += instead of = (an activation that feeds two layers).
 void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, cudaStream_t stream);
+// A linear layer and GELU after it:   before (N, O) = inp weight^T + bias,   out = gelu(before)
+void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
+// GELU and a linear layer after it, out = gelu(before) weight^T:   dbefore (N, C) = (dout weight) * gelu'(before)
+void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream);
 // dbias optional.
 void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Tensor scratch,
                             cudaStream_t stream);

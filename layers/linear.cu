@@ -13,10 +13,15 @@
 //
 // Each product takes 2 N O C flops, so the backward takes twice as many as the forward: this is the "6 N" of the papers
 // on scaling laws. The weight is stored (O, C), as PyTorch stores it; no product needs a transposed copy, because
-// matmul reads either way. The bias is added by the forward product before it stores its result. The two gradients are
-// two functions: the layer below needs dinp at once, while dweight is needed only by the optimizer, so pipeline
-// schedules compute it at times when a rank would otherwise be idle.
+// matmul reads either way. The bias is added by the forward product before it stores its result, GELU is applied there,
+// and its derivative by the product of the backward; the bias' gradient is summed by the product that reads dout
+// anyway. (layers/matmul_plan.cu: where cuBLASLt can, and by kernels of their own elsewhere.) The two gradients are two
+// functions: the layer below needs dinp at once, while dweight is needed only by the optimizer, so pipeline schedules
+// compute it at times when a rank would otherwise be idle.
+#include "core/kernel.cuh"
 #include "layers/layers.h"
+
+constexpr int64_t kSumsGrain = 64;  // floats: scratch begins on 256 bytes, and so does what is behind the sums
 
 void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
     const char* name = "linear_forward";
@@ -46,8 +51,43 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     expect(name, "inp", inp, dout.dtype, {N, -1});
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : dout.dtype, {O, inp.shape[1]});
     if (dbias) expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : dout.dtype, {O});
-    matmul(dweight, dout, inp, {.transpose_a = true, .beta = accumulate ? 1.0f : 0.0f}, stream);
-    if (dbias) column_sum(dbias, dout, accumulate, scratch, stream);
+    MatmulOptions options{.transpose_a = true, .beta = accumulate ? 1.0f : 0.0f};
+    const bool one_dtype = dbias.dtype == dweight.dtype, rounds_twice = accumulate && dbias.dtype != DType::f32;
+    if (!dbias || !one_dtype || rounds_twice) {
+        matmul(dweight, dout, inp, options, stream);
+        if (dbias) column_sum(dbias, dout, accumulate, scratch, stream);
+        return;
+    }
+    // The product sums dout, which it reads, and writes the sums: to where they are added from, if they are.
+    const Tensor all = scratch_as(name, scratch, {linear_backward_scratch_n(N, O)});
+    const int64_t sums_n = round_up(O, kSumsGrain);
+    options.a_row_sums = accumulate ? all.slice(0, O) : dbias;
+    options.scratch = all.slice(sums_n, all.n() - sums_n);
+    matmul(dweight, dout, inp, options, stream);
+    if (accumulate) add_column_sums(dbias, options.a_row_sums.view({1, O}), true, stream);
 }
 
-int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return column_sum_scratch_n(N, O); }
+void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
+    const char* name = "linear_gelu_forward";
+    expect(name, "inp", inp, inp.dtype, {-1, -1});
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    expect(name, "weight", weight, inp.dtype, {-1, C});
+    const int64_t O = weight.shape[0];
+    expect(name, "out", out, inp.dtype, {N, O});
+    expect(name, "before", before, inp.dtype, {N, O});
+    if (bias) expect(name, "bias", bias, inp.dtype, {O});
+    matmul(out, inp, weight, {.transpose_b = true, .bias = bias, .before_gelu = before}, stream);
+}
+
+void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream) {
+    const char* name = "linear_gelu_backward_input";
+    expect(name, "dout", dout, dout.dtype, {-1, -1});
+    const int64_t N = dout.shape[0], O = dout.shape[1];
+    expect(name, "weight", weight, dout.dtype, {O, -1});
+    const int64_t C = weight.shape[1];
+    expect(name, "dbefore", dbefore, dout.dtype, {N, C});
+    expect(name, "before", before, dout.dtype, {N, C});
+    matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
+}
+
+int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return round_up(O, kSumsGrain) + column_sum_scratch_n(N, O); }

@@ -90,7 +90,7 @@ void swiglu_forward(Tensor out, Tensor inp, cudaStream_t stream) {
         constexpr int kN = decltype(chunk)::n;
         const RowLaunch to = row_launch(N, F, kN);
         swiglu_forward_kernel<T, kN><<<to.grid, to.block, 0, stream>>>(out.ptr<T>(), inp.ptr<T>(), F);
-        cudaCheckLaunch();
+        launched("swiglu_forward_kernel", {.reads = bytes_of(inp), .writes = bytes_of(out)});
     });
 }
 
@@ -105,6 +105,6 @@ void swiglu_backward(Tensor dinp, Tensor dout, Tensor inp, cudaStream_t stream) 
         constexpr int kN = decltype(chunk)::n;
         const RowLaunch to = row_launch(N, F, kN);
         swiglu_backward_kernel<T, kN><<<to.grid, to.block, 0, stream>>>(dinp.ptr<T>(), dout.ptr<T>(), inp.ptr<T>(), F);
-        cudaCheckLaunch();
+        launched("swiglu_backward_kernel", {.reads = bytes_of(dout, inp), .writes = bytes_of(dinp)});
     });
 }

@@ -136,6 +136,41 @@ void block_linear_backward_input(const BlockContext& b, const Linear& linear, Te
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dinp, dout, own);
 }
 
+// GELU is part of a product that this rank computes alone, in one of the types that cuBLASLt's epilogues have. 1D ranks
+// may compute some rows of it at a time.
+static bool has_gelu_epilogue(const BlockContext& b, const Linear& linear) {
+    const TensorParallel* const ranks = b.model.tensor_parallel;
+    return !linear.quantised.codes.exists() && !b.saved.fp8 && !has_cache(b) && !(ranks && ranks->geometry());
+}
+// Those rows of x which `part` is of whole.
+static Tensor same_rows(Tensor x, Tensor whole, Tensor part) {
+    const int64_t bytes = static_cast<char*>(part.data) - static_cast<char*>(whole.data);
+    return x.slice(bytes / (whole.cols() * static_cast<int64_t>(dtype_bytes(whole.dtype))), part.rows());
+}
+
+void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp) {
+    if (!has_gelu_epilogue(b, linear)) {
+        block_linear_forward(b, linear, before, inp);
+        return gelu_forward(out, before, b.stream);
+    }
+    const Tensor bias = linear.adds_bias ? linear.bias : Tensor{};
+    const auto own = [&](Tensor to, Tensor from) {
+        linear_gelu_forward(to, same_rows(before, out, to), from, linear.weight, bias, b.stream);
+    };
+    Crossed{b.model, b.acts.divided_rows, linear, b.stream}.forward(out, inp, bias, false, own);
+}
+void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dout,
+                                      Tensor before) {
+    if (!has_gelu_epilogue(b, linear)) {
+        block_linear_backward_input(b, linear, dbefore, dout);
+        return gelu_backward(dbefore, dbefore, before, b.stream);
+    }
+    const auto own = [&](Tensor to, Tensor from) {
+        linear_gelu_backward_input(to, from, linear.weight, same_rows(before, dbefore, to), b.stream);
+    };
+    Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dbefore, dout, own);
+}
+
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {
     const Tensor scales = b.saved.fp8 ? scaled_by(b, linear) : Tensor{};
     const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream};

@@ -23,7 +23,6 @@ void take_saved(SavedTaker& take, const Config& c, Slots& saved) {
 }
 void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
     gradients[kUpRows] = take.keep("gradients of activations", c.F);
-    gradients[kAct] = take.keep("gradients of activations", c.F);
 }
 int64_t scratch_n(const Model&, int64_t, int64_t) { return 0; }
 
@@ -32,24 +31,23 @@ void recompute(const BlockContext& b, const SubLayerParameters&, const Slots& sa
 }
 
 void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
-    block_linear_forward(b, p.linears[kUp], saved[kUpRows], inp);
-    gelu_forward(saved[kAct], saved[kUpRows], b.stream);
+    block_linear_gelu_forward(b, p.linears[kUp], saved[kAct], saved[kUpRows], inp);
     if (out.exists()) block_linear_forward(b, p.linears[kDown], out, saved[kAct]);
 }
 
 void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
               Tensor inp) {
-    const Tensor dup = b.workspace.dfeed_forward[kUpRows], dact = b.workspace.dfeed_forward[kAct];
-    block_linear_backward_input(b, p.linears[kDown], dact, dout);
+    const Tensor dup = b.workspace.dfeed_forward[kUpRows];
+    block_linear_gelu_backward_input(b, p.linears[kDown], dup, dout, saved[kUpRows]);
     block_linear_backward_weight(b, p.linears[kDown], dout, saved[kAct]);
-    gelu_backward(dup, dact, saved[kUpRows], b.stream);
     block_linear_backward_input(b, p.linears[kUp], dinp, dup);
     block_linear_backward_weight(b, p.linears[kUp], dup, inp);
 }
 
+// GELU is part of the products: one writes up beside its result, the other reads it.
 Elements elements(const Config& c) {
     const double F = static_cast<double>(c.F);
-    return {F + F, F + 2 * F};
+    return {F, F};
 }
 
 }  // namespace

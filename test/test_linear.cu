@@ -116,6 +116,40 @@ TEST_CASE("linear backward against float64", "[linear]") {
             }
 }
 
+TEST_CASE("linear and gelu in one call are the two calls", "[linear]") {
+    for (DType dtype : kFloatDTypes)
+        for (const Size& s : kSizes) {
+            const auto stream = device().stream;
+            Buffer inp(dtype, {s.N, s.C}, random_values(s.N * s.C, 1)),
+                up(dtype, {s.O, s.C}, random_values(s.O * s.C, 2)), bias(dtype, {s.O}, random_values(s.O, 3)),
+                before(dtype, {s.N, s.O}), act(dtype, {s.N, s.O}), before_2(dtype, {s.N, s.O}),
+                act_2(dtype, {s.N, s.O});
+            const std::string what = concat(" ", dtype_name(dtype), ", N ", s.N, ", C ", s.C, ", O ", s.O);
+            const double u = unit_roundoff(dtype);
+            linear_gelu_forward(act, before, inp, up, bias, stream);
+            linear_forward(before_2, inp, up, bias, stream);
+            gelu_forward(act_2, before_2, stream);
+            // A rounding of what gelu is taken of, of at most about 30, is all that may differ.
+            CHECK(before.bits() == before_2.bits());
+            if (device().is_cpu) CHECK(act.bits() == act_2.bits());
+            else check_close(act.values(), act_2.values(), 4 * u + 0x1p-20, 0, "gelu" + what);
+
+            Buffer down(dtype, {s.C, s.O}, random_values(s.C * s.O, 4)),
+                dout(dtype, {s.N, s.C}, random_values(s.N * s.C, 5)), dbefore(dtype, {s.N, s.O}),
+                dact(dtype, {s.N, s.O}), dbefore_2(dtype, {s.N, s.O});
+            linear_gelu_backward_input(dbefore, dout, down, before, stream);
+            linear_backward_input(dact, dout, down, false, stream);
+            gelu_backward(dbefore_2, dact, before, stream);
+            check_close(dbefore.values(), dbefore_2.values(), 2 * u + 0x1p-20, absolute(s.C),
+                        "before gelu, backward" + what);
+        }
+    Buffer x(DType::f32, {4, 8}), w(DType::f32, {5, 8}), y(DType::f32, {4, 5});
+    CHECK_THROWS_WITH(linear_gelu_forward(y, x, x, w, {}, device().stream),
+                      ContainsSubstring("linear_gelu_forward: before is f32 (4, 8), expected f32 (4, 5)"));
+    CHECK_THROWS_WITH(linear_gelu_backward_input(x, y, w, y, device().stream),
+                      ContainsSubstring("linear_gelu_backward_input: before"));
+}
+
 TEST_CASE("linear says what is wrong with its arguments", "[linear][errors]") {
     Buffer x(DType::f32, {4, 8}), w(DType::f32, {5, 8}), b(DType::f32, {5}), y(DType::f32, {4, 5}),
         half(DType::bf16, {4, 8});
@@ -136,7 +170,7 @@ TEST_CASE("linear says what is wrong with its arguments", "[linear][errors]") {
     CHECK_THROWS_WITH(linear_backward_weight(w, x, y, x, true, scratch, s),
                       ContainsSubstring("linear_backward_weight: dbias"));
     CHECK_THROWS_WITH(linear_backward_weight(w, b, y, x, true, scratch, s),
-                      ContainsSubstring("scratch is f32 (1), expected f32 of at least 5"));
+                      ContainsSubstring("scratch is f32 (1), expected f32 of at least 69"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {4, 8});
     CHECK_THROWS_WITH(linear_forward(y, shifted, w, b, s), ContainsSubstring("a starts at"));
 }

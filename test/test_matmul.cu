@@ -39,7 +39,8 @@ Tensor shaped(const Tensor& x, int64_t batch, int64_t rows, int64_t cols) {
     return batch == 0 ? x.view({rows, cols}) : x.view({batch, rows, cols});
 }
 
-void check_product(const Size& s, DType dtype, DType out_dtype, MatmulOptions o, bool with_bias) {
+void check_product(const Size& s, DType dtype, DType out_dtype, MatmulOptions o, bool with_bias,
+                   decltype(matmul)& multiply = matmul) {
     const int64_t batch = std::max<int64_t>(s.batch, 1);
     const Values a = rounded(random_values(batch * s.M * s.K, 1), dtype),
                  b = rounded(random_values(batch * s.K * s.N, 2), dtype);
@@ -50,8 +51,9 @@ void check_product(const Size& s, DType dtype, DType out_dtype, MatmulOptions o,
     Buffer bias_buffer(out_dtype, {s.N});
     if (o.beta != 0) out.set(before);  // otherwise it stays uninitialised, and in strict mode NaN: it must not be read
     if (with_bias) bias_buffer.set(bias), o.bias = bias_buffer;
-    matmul(shaped(out, s.batch, s.M, s.N), shaped(left, s.batch, o.transpose_a ? s.K : s.M, o.transpose_a ? s.M : s.K),
-           shaped(right, s.batch, o.transpose_b ? s.N : s.K, o.transpose_b ? s.K : s.N), o, device().stream);
+    multiply(shaped(out, s.batch, s.M, s.N),
+             shaped(left, s.batch, o.transpose_a ? s.K : s.M, o.transpose_a ? s.M : s.K),
+             shaped(right, s.batch, o.transpose_b ? s.N : s.K, o.transpose_b ? s.K : s.N), o, device().stream);
     // K products of normal numbers, whose sum grows like sqrt(K), in float32; one rounding to the output's type.
     check_close(out.values(), product(s, a, b, before, bias, o), unit_roundoff(out_dtype),
                 sum_error(s.K) * 4 * std::sqrt(static_cast<double>(s.K)) * (1 + std::abs(double{o.beta})) + 0x1p-25,
@@ -76,6 +78,179 @@ TEST_CASE("matmul against float64", "[matmul]") {
                     o.alpha = -1.5f, o.beta = 2.0f;
                     check_product(s, dtype, out_dtype, o, false);
                 }
+}
+
+// Products that cuBLASLt has no algorithm for, and of which float32 sums are in one order.
+TEST_CASE("plain matmul against float64", "[matmul]") {
+    for (const Size& s : kSizes)
+        for (DType dtype : kFloatDTypes)
+            for (DType out_dtype : {dtype, DType::f32})
+                for (int transposes = 0; transposes < 4; ++transposes) {
+                    MatmulOptions o;
+                    o.transpose_a = transposes & 1, o.transpose_b = transposes & 2;
+                    check_product(s, dtype, out_dtype, o, true, plain_matmul);
+                    o.alpha = -1.5f, o.beta = 2.0f;
+                    check_product(s, dtype, out_dtype, o, false, plain_matmul);
+                }
+}
+
+namespace {
+
+// Forgets what was chosen when a test ends.
+struct Choices {
+    explicit Choices(const std::string& text) { set_matmul_choices(text); }
+    ~Choices() { set_matmul_choices(""); }
+};
+
+Values gelu_of(const Values& x) {
+    Values y;
+    for (double v : x) y.push_back(0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v))));
+    return y;
+}
+double gelu_slope(double x) {
+    const double h = 1e-5;
+    return (gelu_of({x + h})[0] - gelu_of({x - h})[0]) / (2 * h);  // its error, h^2, is far below float32's
+}
+
+struct Epilogues {
+    std::vector<unsigned char> out, before, dout, sums, sum_product;
+};
+
+// The three epilogues against float64, at a size with 8 columns for each row of AUX and one without.
+Epilogues check_epilogues(DType dtype, int64_t M, int64_t N, int64_t K, const std::string& way) {
+    const double u = unit_roundoff(dtype);
+    const double sum = sum_error(K) * 4 * std::sqrt(static_cast<double>(K)) + 0x1p-25;
+    const std::string what = concat(way, " ", dtype_name(dtype), " ", M, " x ", N, " x ", K);
+    const Values a = rounded(random_values(M * K, 1), dtype), b = rounded(random_values(K * N, 2, 0.2), dtype),
+                 bias = rounded(random_values(N, 3), dtype), x = rounded(random_values(M * N, 4), dtype);
+    Buffer left(dtype, {M, K}, a), right(dtype, {K, N}, b), bias_buffer(dtype, {N}, bias), inp(dtype, {M, N}, x);
+    Buffer out(dtype, {M, N}), before(dtype, {M, N}), dout(dtype, {M, N}), sums(dtype, {K}), sum_product(dtype, {K, N});
+    Buffer scratch(DType::f32, {column_sum_scratch_n(M, K)}), rows(dtype, {M, N}, x);
+    const auto s = device().stream;
+
+    const Values plain = product({0, M, N, K}, a, b, Values(x.size()), {}, {});
+    const Values with_bias = product({0, M, N, K}, a, b, Values(x.size()), bias, {});
+    matmul(out, left, right, {.bias = bias_buffer, .before_gelu = before}, s);
+    check_close(before.values(), with_bias, u, sum, what + ": before gelu");
+    // |gelu'| < 1.13; in 16 bits gelu may be of the sum or of the rounded sum.
+    check_close(out.values(), gelu_of(with_bias), 3 * u + 0x1p-20, 1.2 * sum + 4 * u + 0x1p-20, what + ": gelu");
+
+    matmul(dout, left, right, {.gelu_input = inp}, s);
+    Values expected = plain;
+    for (size_t i = 0; i < x.size(); ++i) expected[i] *= gelu_slope(x[i]);
+    check_close(dout.values(), expected, 3 * u + 0x1p-20, 1.2 * sum + 0x1p-20, what + ": gelu'");
+
+    // out (K, N) = left^T rows: the sums are over the M rows of left, as a bias gradient's.
+    matmul(sum_product, left, rows, {.transpose_a = true, .a_row_sums = sums, .scratch = scratch}, s);
+    Values column(static_cast<size_t>(K));
+    for (int64_t m = 0; m < M; ++m)
+        for (int64_t k = 0; k < K; ++k) column[static_cast<size_t>(k)] += a[static_cast<size_t>(m * K + k)];
+    const double long_sum = sum_error(M) * 4 * std::sqrt(static_cast<double>(M)) + 0x1p-25;
+    check_close(sums.values(), column, u, long_sum, what + ": sums");
+    MatmulOptions transposed{.transpose_a = true};
+    check_close(sum_product.values(), product({0, K, N, M}, a, x, Values(static_cast<size_t>(K * N)), {}, transposed),
+                u, long_sum, what + ": product beside sums");
+    return {out.bits(), before.bits(), dout.bits(), sums.bits(), sum_product.bits()};
+}
+
+}  // namespace
+
+TEST_CASE("matmul: what follows a product, in its epilogue and by kernels", "[matmul]") {
+    for (DType dtype : kFloatDTypes)
+        for (const int64_t N : {40, 37}) {  // 37: cuBLASLt wants rows of AUX that are multiples of 8
+            const int64_t M = 70, K = 24;
+            const Epilogues fused = check_epilogues(dtype, M, N, K, "epilogue");
+            const std::string type = dtype_name(dtype), types = type + " " + type + " " + type;
+            const std::string size = concat(M, "x", N, "x", K, " ", types, " nn ");
+            const Choices in_parts(size + "bias_gelu: parts\n" + size + "gelu_derivative: parts\n" +
+                                   concat(K, "x", N, "x", M, " ", types, " tn row_sums: parts\n"));
+            LaunchNotes notes;
+            const Epilogues parts = check_epilogues(dtype, M, N, K, "parts");
+            std::vector<std::string> kernels;
+            for (const NotedLaunch& launch : notes.launches) kernels.push_back(launch.kernel);
+            CHECK(std::count(kernels.begin(), kernels.end(), "matmul") == 3);
+            CHECK(std::count(kernels.begin(), kernels.end(), "gelu_forward_kernel") == 1);
+            CHECK(std::count(kernels.begin(), kernels.end(), "gelu_backward_kernel") == 1);
+            // What can be computed again from what is kept has the same bits (selective recomputation).
+            if (device().is_cpu) CHECK(parts.out == fused.out);
+            if (device().is_cpu && dtype == DType::f32) CHECK(parts.dout == fused.dout);
+            CHECK(parts.before == fused.before);
+            CHECK(parts.sum_product == fused.sum_product);
+        }
+}
+
+TEST_CASE("matmul: one product for a linear layer and GELU", "[matmul]") {
+    Buffer a(DType::bf16, {32, 16}, random_values(512, 1)), b(DType::bf16, {16, 24}, random_values(384, 2)),
+        out(DType::bf16, {32, 24}), before(DType::bf16, {32, 24});
+    LaunchNotes notes;
+    matmul(out, a, b, {.before_gelu = before}, device().stream);
+    REQUIRE(notes.launches.size() == 1);
+    const NotedLaunch& launch = notes.launches[0];
+    CHECK(launch.kernel == "matmul");
+    CHECK(launch.cost.reads == 2 * (32 * 16 + 16 * 24));
+    CHECK(launch.cost.writes == 2 * 2 * 32 * 24);
+    CHECK(launch.cost.flops == 2.0 * 32 * 24 * 16);
+    CHECK(launch.cost.product == std::array<int64_t, 3>{32, 24, 16});
+}
+
+TEST_CASE("matmul takes the algorithm that was chosen, and ours where it is told to", "[matmul][choices]") {
+    Buffer a(DType::f32, {32, 7}, random_values(224, 1)), b(DType::f32, {7, 24}, random_values(168, 2)),
+        out(DType::f32, {32, 24});
+    const auto kernel_of = [&] {
+        LaunchNotes notes;
+        matmul(out, a, b, {}, device().stream);
+        REQUIRE(notes.launches.size() == 1);
+        return notes.launches[0].kernel;
+    };
+    const std::string name = "32x24x7 f32 f32 f32 nn plain";
+    CHECK(kernel_of() == "matmul");
+    {
+        const Choices ours(name + ": parts\n");
+        CHECK(kernel_of() == "plain_matmul_kernel");
+        CHECK(matmul_choices() == name + ": parts\n");
+    }
+    CHECK(matmul_choices().empty());
+    CHECK(kernel_of() == "matmul");
+    // An algorithm that this cuBLASLt does not know: its own first one.
+    const Choices unknown(name + ": 1.2.3.4.5.6.7.8  # 1.0 us\n");
+    CHECK(kernel_of() == "matmul");
+}
+
+TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
+    const Choices none("");
+    Buffer a(DType::f32, {64, 32}, random_values(2048, 1)), b(DType::f32, {32, 24}, random_values(768, 2)),
+        out(DType::f32, {64, 24}), before(DType::f32, {64, 24}), expected(DType::f32, {64, 24});
+    const auto run = [&] { matmul(out, a, b, {.before_gelu = before}, device().stream); };
+    run();
+    CHECK(matmul_choices().empty());
+    expected.set(out.values());
+    tune_matmuls(true);
+    run(), run();
+    tune_matmuls(false);
+    CHECK(out.values() == expected.values());
+    const std::string text = matmul_choices();
+    CHECK_THAT(text, ContainsSubstring("64x24x32 f32 f32 f32 nn gelu: "));
+    CHECK_THAT(text, ContainsSubstring(" us; "));
+    set_matmul_choices("");
+    set_matmul_choices(text);
+    CHECK(matmul_choices() == text);
+    run();
+    CHECK(out.values() == expected.values());
+
+    for (const std::string wrong : {"nonsense", "1x1x1 f32: 1.2.3", "x: 1.2.3.4.5.6.7.8.9", "x: 1.2.3.4.5.6.7.g",
+                                    ": parts", "x: parts  of it", "x: parts\nx: parts", "x: 1.2.3.4.5.6.7.8"}) {
+        INFO(wrong);
+        if (wrong == "x: 1.2.3.4.5.6.7.8") CHECK_NOTHROW(set_matmul_choices(wrong));
+        else CHECK_THROWS_WITH(set_matmul_choices(wrong), ContainsSubstring("choices of matrix products"));
+    }
+}
+
+TEST_CASE("the fastest of some times is the first that is hardly slower than the least", "[matmul][choices]") {
+    CHECK(fastest({3.0}) == 0);
+    CHECK(fastest({3.0, 2.0, 2.5}) == 1);
+    CHECK(fastest({2.01, 3.0, 2.0}) == 0);
+    CHECK(fastest({2.03, 3.0, 2.0}) == 2);
+    CHECK(fastest({INFINITY, 3.0, INFINITY}) == 1);
 }
 
 TEST_CASE("matmul in float32 is not done in TF32", "[matmul]") {
@@ -106,6 +281,21 @@ TEST_CASE("matmul with a kept plan reads the new addresses", "[matmul]") {
         matmul(out, a, b, {.alpha = static_cast<float>(scale), .bias = bias}, device().stream);
         CHECK(out.values() == Values(n * n, scale * scale * static_cast<double>(n) + scale));
     }
+}
+
+// ZeRO shifts parameters: the same product elsewhere has the same algorithm, because nothing else is asked for.
+TEST_CASE("matmul has one choice for a product, wherever its operands lie", "[matmul][choices]") {
+    const Choices none("");
+    Buffer a(DType::bf16, {1024}, random_values(1024, 1)), b(DType::bf16, {1024}, random_values(1024, 2)),
+        out(DType::bf16, {1024});
+    const auto at = [](const Buffer& buffer, int64_t shift) {
+        return make_tensor(static_cast<char*>(buffer.tensor().data) + shift, DType::bf16, {16, 16});
+    };
+    tune_matmuls(true);
+    for (const int64_t shift : {0, 16, 128, 1024}) matmul(at(out, shift), at(a, 0), at(b, shift), {}, device().stream);
+    tune_matmuls(false);
+    const std::string text = matmul_choices();
+    CHECK(std::count(text.begin(), text.end(), '\n') == 1);
 }
 
 TEST_CASE("matmul repeats bit for bit", "[matmul]") {

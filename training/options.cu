@@ -41,7 +41,9 @@ const std::set<std::string> kNotSaved = {"--help",
                                          "--micro-batches",
                                          "--draw",
                                          "--graph",
-                                         "--run-ahead"};
+                                         "--run-ahead",
+                                         "--tune-matmul",
+                                         "--verbose"};
 // Nor are these saved, except for the second list where --pipeline is asynchronous: gradients are then those of weights
 // some updates ago, of how many is decided by it.
 const std::set<std::string> kPipelineFlags = {"--pp",    "--pipeline",     "--chunks",        "--stages",
@@ -58,7 +60,7 @@ const std::set<std::string> kScheduleFlags = {"--schedule", "--lr", "--warmup", 
 const std::set<std::string> kRepeated = {"--ranks",   "--comm",    "--all-reduce", "--comm-timeout", "--ranks-per-node",
                                          "--dp-mode", "--zero",    "--bucket-mib", "--offload",      "--log-every",
                                          "--tp",      "--sp",      "--tp-mode",    "--tp-depth",     "--tp-overlap",
-                                         "--cp",      "--cp-mode", "--graph",      "--run-ahead"};
+                                         "--cp",      "--cp-mode", "--graph",      "--run-ahead",    "--tune-matmul"};
 
 // What other programs call these flags.
 const std::vector<Synonym> kSynonyms = {
@@ -174,6 +176,9 @@ void add_precision_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
     precision.option("--loss-scale-backoff", o.loss_scale.backoff, "dynamic: factor after an overflow");
     precision.option("--attention", typed.attention,
                      "units that compute attention: cores (fp32), mma, hopper (sm_90a), or auto");
+    precision.option("--tune-matmul", o.tune_matmul,
+                     "which of cuBLASLt's algorithms: on (each product's are timed once, and the fastest noted in\n"
+                     "~/.cache/llm.cu), off (its own first choice), or auto (on, on a GPU)");
     Heading hidden{line, ""};
     hidden.option("--inject-overflow", o.inject_overflow, "for tests: makes a gradient of this step infinite");
 }
@@ -330,6 +335,7 @@ void add_output_options(CommandLine& line, TrainOptions& o) {
                 "also keep the checkpoint with the lowest validation loss; it is saved when it is found");
     output.option("--log-every", o.log_every,
                   "steps between lines of progress; 0: every step, in a terminal on one line that changes");
+    output.flag("--verbose", o.verbose, "also print how each matrix product is computed");
     output.option("--stop-after", o.stop_after,
                   "save and end after this step, as Ctrl-C would; the schedule is that of --steps");
     output.flag("--resume", o.resume, "continue the run in --out, bit for bit; the folder and the data may have moved");

@@ -69,6 +69,8 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
     LossScaler check_it(o.loss_scale);
     check(p.dtype == DType::f16 || !o.loss_scale.dynamic,
           "--loss-scale dynamic is for --dtype fp16: bf16 and fp32 have the range of float32");
+    check(o.tune_matmul == "auto" || o.tune_matmul == "on" || o.tune_matmul == "off", "--tune-matmul ", o.tune_matmul,
+          ": use on, off or auto");
     const int64_t head_chunks = o.recompute.head_chunks;
     o.recompute = parse_recompute(typed.recompute);
     o.recompute.head_chunks = head_chunks;

@@ -51,6 +51,8 @@ struct TrainOptions {
     std::string dtype = "fp32";
     Precision precision;  // from --dtype, --master and --grad-dtype
     FlashTier attention = FlashTier::automatic;
+    std::string tune_matmul = "auto";
+    bool verbose = false;
     LossScaleOptions loss_scale;
     Recompute recompute;
     RankOptions ranks;
@@ -303,6 +305,18 @@ int64_t steps_at_once(const TrainOptions& options);
 // Does a rank update before the norm of all gradients is known? (pipeline_validation.cu)
 bool validates_later(const TrainOptions& options);
 int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are in the host's memory
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tune_matmul.cu: which of cuBLASLt's algorithms each product of the run has: --tune-matmul.
+
+// The choices are rank 0's, of its file and of what is timed now, on all ranks; for this it makes a step without an
+// update on the data of step 1: gradients and activations have no meaning afterwards. Collective; after set_weights.
+void choose_matmuls(Trainer& trainer, const BatchReader& data);
+// Where the choices are kept: for this GPU and this version of cuBLASLt. "" where there is no home folder.
+std::string matmul_file();
+// Its text: a line of what it is for, then matmul_choices(). Error, with what is wrong, for another one.
+std::string matmul_file_text(const std::string& choices);
+std::string choices_in_matmul_file(const std::string& text);
 
 struct StepResult {
     double loss, grad_norm;

@@ -1,0 +1,335 @@
+// How cuBLASLt computes a product: descriptions, epilogues, and the choice among its algorithms.
+//
+// cuBLASLt stores matrices by columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols,
+// rows) with leading dimension cols, so we ask for the transposed product and swap the factors:
+//
+//   out^T (N, M) = op(b)^T (N, K) op(a)^T (K, M)       its "A" is our b, its "B" is our a; a factor is transposed for
+//                                                      it where it is for us
+//
+// and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32,
+// before the one rounding to out's type. The sum of each row of op(a) is that of a column of its "B": BGRADB.
+//
+// It asks for a description of each matrix, and for an algorithm, of which it has hundreds. Its heuristic orders them
+// by type and shape, but which one is the fastest, only a clock knows. So each product of a run can be timed once
+// (tune_matmuls), and the choices kept in a file (training/tune_matmul.cu): cuBLASLt's algorithms are 64 bytes that mean the same in the same version of it. Both take
+// longer than a small product, so plans are kept in a table: after the first step nothing is searched.
+//
+// With an epilogue the choice has one candidate more: the product by itself, and kernels after it.
+#include "layers/matmul_plan.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <optional>
+
+namespace {
+
+constexpr int kCandidates = 16;
+constexpr uint32_t kAlignment = 16;  // bytes: where operands start (describe_product checks it)
+
+cudaDataType cuda_type(DType dtype) {
+    switch (dtype) {
+        case DType::f32: return CUDA_R_32F;
+        case DType::bf16: return CUDA_R_16BF;
+        case DType::f16: return CUDA_R_16F;
+        case DType::e4m3: return CUDA_R_8F_E4M3;
+        case DType::e5m2: return CUDA_R_8F_E5M2;
+        default: fail("matmul works on float tensors, not on ", dtype_name(dtype));
+    }
+}
+
+struct Plan {
+    cublasLtMatmulDescOpaque_t operation;
+    cublasLtMatrixLayoutOpaque_t a, b, out;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+struct Choice {
+    std::optional<cublasLtMatmulAlgo_t> algorithm;  // none: in parts
+    std::string measured;
+};
+
+// A thread drives one device (core.h), and needs no lock.
+thread_local std::map<Product, std::optional<Plan>> plans;  // none: in parts
+thread_local std::map<std::string, Choice> choices;         // by the product's name
+thread_local bool tuning = false;
+
+// Describes the row-major matrices (rows, cols) of one operand to cuBLASLt: column-major and transposed.
+void describe_operand(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t rows, int64_t cols,
+                      int64_t batch_count) {
+    cublasCheck(cublasLtMatrixLayoutInit(&layout, cuda_type(dtype), static_cast<uint64_t>(cols),
+                                         static_cast<uint64_t>(rows), cols));
+    const int32_t count = narrow(batch_count, "matmul: batch");
+    const int64_t stride = rows * cols;
+    cublasCheck(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &count, sizeof count));
+    cublasCheck(
+        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride));
+}
+
+template <class Value>
+void set(cublasLtMatmulDescOpaque_t& operation, cublasLtMatmulDescAttributes_t attribute, Value value) {
+    cublasCheck(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof value));
+}
+template <class Value>
+void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceAttributes_t attribute, Value value) {
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
+}
+
+// What changes from call to call of one plan: addresses.
+void set_addresses(Plan& plan, const MatmulOptions& options) {
+    if (options.bias) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.bias.data);
+    if (options.a_row_sums) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.a_row_sums.data);
+    const Tensor aux = options.before_gelu ? options.before_gelu : options.gelu_input;
+    if (aux) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux.data);
+    if (options.b_scale) set(plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, options.b_scale.data);
+    if (options.a_scale) set(plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, options.a_scale.data);
+}
+
+#if CUBLAS_VERSION >= 120900
+cublasLtMatmulMatrixScale_t cuda_scale_mode(MatmulScale mode) {
+    switch (mode) {
+        case MatmulScale::row128: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+        case MatmulScale::block128: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+        default: return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    }
+}
+#endif
+
+cublasLtEpilogue_t cuda_epilogue(Epilogue epilogue) {
+    switch (epilogue) {
+        case Epilogue::bias: return CUBLASLT_EPILOGUE_BIAS;
+        case Epilogue::gelu: return CUBLASLT_EPILOGUE_GELU_AUX;
+        case Epilogue::bias_gelu: return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+        case Epilogue::gelu_derivative: return CUBLASLT_EPILOGUE_DGELU;
+        case Epilogue::row_sums: return CUBLASLT_EPILOGUE_BGRADB;
+        default: return CUBLASLT_EPILOGUE_DEFAULT;
+    }
+}
+
+Plan describe(const Product& p, const MatmulOptions& options) {
+    if (is_fp8(p.a_dtype)) expect_fp8_device(p.a_scale_mode != MatmulScale::tensor);
+    Plan plan;
+    cublasCheck(cublasLtMatmulDescInit(&plan.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    set(plan.operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(plan.operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    if (p.epilogue != Epilogue::none) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, cuda_epilogue(p.epilogue));
+    if (options.before_gelu || options.gelu_input) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.N);
+    set_addresses(plan, options);
+#if CUBLAS_VERSION >= 120900
+    if (p.a_scale_mode != MatmulScale::tensor) {
+        set(plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, static_cast<int32_t>(cuda_scale_mode(p.b_scale_mode)));
+        set(plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, static_cast<int32_t>(cuda_scale_mode(p.a_scale_mode)));
+    }
+#endif
+    describe_operand(plan.a, p.a_dtype, p.transpose_a ? p.K : p.M, p.transpose_a ? p.M : p.K, p.batch_count);
+    describe_operand(plan.b, p.b_dtype, p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N, p.batch_count);
+    describe_operand(plan.out, p.out_dtype, p.M, p.N, p.batch_count);
+    return plan;
+}
+
+// The largest power of two, up to kAlignment, on whose multiples every row of a matrix starts.
+uint32_t row_alignment(int64_t cols, DType dtype) {
+    const uint64_t bits = static_cast<uint64_t>(cols) * dtype_bytes(dtype) | kAlignment;
+    return static_cast<uint32_t>(bits & (~bits + 1));
+}
+
+// What cuBLASLt's heuristic names, best first. Not told the alignment of the rows, it would return algorithms that need
+// 256-byte boundaries.
+std::vector<cublasLtMatmulAlgo_t> candidates_of(const Product& p, Plan& plan, int most) {
+    if ((p.epilogue == Epilogue::gelu || p.epilogue == Epilogue::bias_gelu ||
+         p.epilogue == Epilogue::gelu_derivative) &&
+        p.N % 8 != 0)
+        return {};  // its rule for AUX
+    cublasLtMatmulPreferenceOpaque_t preference;
+    cublasCheck(cublasLtMatmulPreferenceInit(&preference));
+    set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, row_alignment(p.transpose_b ? p.K : p.N, p.b_dtype));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, row_alignment(p.transpose_a ? p.M : p.K, p.a_dtype));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, row_alignment(p.N, p.out_dtype));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, row_alignment(p.N, p.out_dtype));
+
+    std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(most));
+    int n_found = 0;
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(device().blas, &plan.operation, &plan.b, &plan.a, &plan.out, &plan.out,
+                                       &preference, most, found.data(), &n_found);
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < n_found; ++i)
+        if (found[static_cast<size_t>(i)].state == CUBLAS_STATUS_SUCCESS)
+            algorithms.push_back(found[static_cast<size_t>(i)].algo);
+    return algorithms;
+}
+
+cublasStatus_t launch(Plan& plan, Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
+    set_addresses(plan, options);
+    return cublasLtMatmul(device().blas, &plan.operation, &options.alpha, b.data, &plan.b, a.data, &plan.a,
+                          &options.beta, out.data, &plan.out, out.data, &plan.out, &plan.algorithm,
+                          device().blas_workspace, device().blas_workspace_bytes, stream);
+}
+
+// A choice may be from a file.
+bool can_run(Plan& plan, const cublasLtMatmulAlgo_t& algorithm) {
+    cublasLtMatmulHeuristicResult_t result;
+    return cublasLtMatmulAlgoCheck(device().blas, &plan.operation, &plan.b, &plan.a, &plan.out, &plan.out, &algorithm,
+                                   &result) == CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= device().blas_workspace_bytes;
+}
+
+// The least of five, after a first one that is not counted.
+template <class Run>
+double seconds_of(Run&& run, cudaStream_t stream) {
+    double least = std::numeric_limits<double>::infinity();
+    for (int i = 0; i <= 5; ++i) {
+        cudaCheck(cudaStreamSynchronize(stream));
+        const double start = seconds_now();
+        if (!run()) return std::numeric_limits<double>::infinity();
+        cudaCheck(cudaStreamSynchronize(stream));
+        if (i > 0) least = std::min(least, seconds_now() - start);
+    }
+    return least;
+}
+
+Choice time_candidates(const Product& product, Plan& plan, const std::vector<cublasLtMatmulAlgo_t>& candidates,
+                       Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
+    std::vector<double> seconds;
+    for (const cublasLtMatmulAlgo_t& algorithm : candidates) {
+        plan.algorithm = algorithm;
+        const auto run = [&] { return launch(plan, out, a, b, options, stream) == CUBLAS_STATUS_SUCCESS; };
+        seconds.push_back(seconds_of(run, stream));
+    }
+    if (product.epilogue != Epilogue::none && product.epilogue != Epilogue::bias) {
+        const auto run = [&] { return multiply_in_parts(out, a, b, options, stream), true; };
+        seconds.push_back(seconds_of(run, stream));
+    }
+    const size_t best = fastest(seconds);
+    Choice choice;
+    if (best < candidates.size()) choice.algorithm = candidates[best];
+    char text[96];
+    std::snprintf(text, sizeof text, "%.1f us; %zu candidates, the first %.1f us", 1e6 * seconds[best], seconds.size(),
+                  1e6 * seconds[0]);
+    choice.measured = text;
+    return choice;
+}
+
+// A choice that is known, or made now.
+std::optional<Plan> make_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
+                              cudaStream_t stream) {
+    Plan plan = describe(product, options);
+    const std::string name = name_of(product);
+    auto known = choices.find(name);
+    const std::vector<cublasLtMatmulAlgo_t> candidates =
+        candidates_of(product, plan, tuning && known == choices.end() ? kCandidates : 1);
+    if (candidates.empty()) {
+        check(!is_fp8(product.a_dtype), "matmul: cuBLASLt has no algorithm for ", name);
+        return {};
+    }
+    if (tuning && known == choices.end())
+        known = choices.emplace(name, time_candidates(product, plan, candidates, out, a, b, options, stream)).first;
+    plan.algorithm = candidates[0];
+    if (known == choices.end()) return plan;
+    if (!known->second.algorithm) return {};
+    if (can_run(plan, *known->second.algorithm)) plan.algorithm = *known->second.algorithm;
+    return plan;
+}
+
+const char* epilogue_name(Epilogue epilogue) {
+    switch (epilogue) {
+        case Epilogue::bias: return "bias";
+        case Epilogue::gelu: return "gelu";
+        case Epilogue::bias_gelu: return "bias_gelu";
+        case Epilogue::gelu_derivative: return "gelu_derivative";
+        case Epilogue::row_sums: return "row_sums";
+        default: return "plain";
+    }
+}
+
+constexpr int kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
+
+std::string text_of(const Choice& choice) {
+    if (!choice.algorithm) return "parts";
+    std::string text;
+    for (const uint64_t word : choice.algorithm->data) {
+        char digits[20];
+        std::snprintf(digits, sizeof digits, "%s%llx", text.empty() ? "" : ".", static_cast<unsigned long long>(word));
+        text += digits;
+    }
+    return text;
+}
+
+// "parts", or eight hexadecimal words with dots between them.
+bool read_choice(const std::string& text, Choice& choice) {
+    if (text == "parts") return true;
+    cublasLtMatmulAlgo_t algorithm{};
+    const char* at = text.c_str();
+    for (int i = 0; i < kWords; ++i) {
+        char* end = nullptr;
+        if (!std::isxdigit(static_cast<unsigned char>(*at))) return false;
+        algorithm.data[i] = std::strtoull(at, &end, 16);
+        if (*end != (i + 1 < kWords ? '.' : 0)) return false;
+        at = end + 1;
+    }
+    choice.algorithm = algorithm;
+    return true;
+}
+
+}  // namespace
+
+std::string name_of(const Product& p) {
+    std::string name = concat(p.M, "x", p.N, "x", p.K, " ", dtype_name(p.a_dtype), " ", dtype_name(p.b_dtype), " ",
+                              dtype_name(p.out_dtype), " ", p.transpose_a ? "t" : "n", p.transpose_b ? "t" : "n", " ",
+                              epilogue_name(p.epilogue));
+    if (p.batch_count > 1) name += concat(" batch ", p.batch_count);
+    if (p.a_scale_mode != MatmulScale::tensor)
+        name += concat(" scales ", static_cast<int>(p.a_scale_mode), " ", static_cast<int>(p.b_scale_mode));
+    return name;
+}
+
+bool multiply_by_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
+                      cudaStream_t stream) {
+    auto at = plans.find(product);
+    if (at == plans.end()) at = plans.emplace(product, make_plan(product, out, a, b, options, stream)).first;
+    if (!at->second) return false;
+    cublasCheck(launch(*at->second, out, a, b, options, stream));
+    return true;
+}
+
+void tune_matmuls(bool on) {
+    tuning = on;
+    plans.clear();  // those that were made without timing
+}
+
+std::string matmul_choices() {
+    std::string text;
+    for (const auto& [name, choice] : choices)
+        text += concat(name, ": ", text_of(choice), choice.measured.empty() ? "" : "  # ", choice.measured, "\n");
+    return text;
+}
+
+void set_matmul_choices(const std::string& text) {
+    std::map<std::string, Choice> read;
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+        const size_t colon = line.find(": "), comment = line.find("  # ");
+        Choice choice;
+        const bool named = colon != std::string::npos && colon > 0 && (comment == std::string::npos || comment > colon);
+        const size_t first = colon + 2;
+        check(
+            named && read_choice(line.substr(first, comment == std::string::npos ? comment : comment - first), choice),
+            "choices of matrix products: '", line, "' is no line 'PRODUCT: CHOICE  # what was measured'");
+        if (comment != std::string::npos) choice.measured = line.substr(comment + 4);
+        check(read.emplace(line.substr(0, colon), choice).second, "choices of matrix products: '",
+              line.substr(0, colon), "' stands there twice");
+    }
+    choices = read;
+    plans.clear();
+}
+
+size_t fastest(const std::vector<double>& seconds) {
+    const double least = *std::min_element(seconds.begin(), seconds.end());
+    size_t i = 0;
+    while (seconds[i] > 1.01 * least) ++i;
+    return i;
+}

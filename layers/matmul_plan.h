@@ -1,0 +1,36 @@
+// layers/matmul_plan.h: between matmul.cu, which knows what a product is, and matmul_plan.cu, which knows how cuBLASLt
+// computes it.
+#pragma once
+
+#include "layers/layers.h"
+
+#include <string>
+
+inline bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
+
+// What follows the product in the same kernel: cuBLASLt's epilogues.
+enum class Epilogue : uint8_t { none, bias, gelu, bias_gelu, gelu_derivative, row_sums };
+
+// All that the choice of an algorithm depends on: two products that are equal here differ only in their addresses,
+// alpha and beta. How rows are aligned follows from it, because every operand starts on 16 bytes (at least: cuBLASLt is
+// told no more, so that a product has the same algorithm, and the same bits, wherever its operands lie).
+struct Product {
+    int64_t M, N, K, batch_count;
+    DType a_dtype, b_dtype, out_dtype;
+    bool transpose_a, transpose_b;
+    Epilogue epilogue;
+    MatmulScale a_scale_mode, b_scale_mode;
+    int device;
+    auto operator<=>(const Product&) const = default;
+};
+
+// "65536x3072x768 bf16 bf16 bf16 nt bias_gelu": M x N x K, types of a, b and out, what is transposed, the epilogue;
+// then the number of matrices and the kinds of scales where there is more than one.
+std::string name_of(const Product& product);
+
+// By cuBLASLt. False, with nothing done: it has no algorithm for this product, or another way was chosen.
+bool multiply_by_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
+                      cudaStream_t stream);
+// Without cuBLASLt's epilogue: the product, then kernels that do the same. A product without an epilogue: by our
+// kernel.
+void multiply_in_parts(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);

@@ -1,0 +1,54 @@
+// test/test_tune_matmul.cu: the file of cuBLASLt's algorithms, and runs with it. (What a choice is: test_matmul.cu.)
+#include "test.h"
+#include "train_runs.h"
+#include "training/training.h"
+
+#include <filesystem>
+
+TEST_CASE("the file of matrix products is for one GPU and one cuBLASLt", "[choices]") {
+    const std::string choices = "32x24x7 f32 f32 f32 nn plain: parts  # 1.0 us\n", text = matmul_file_text(choices);
+    CHECK(choices_in_matmul_file(text) == choices);
+    CHECK_THAT(text, ContainsSubstring("llm.cu matmul choices of " + device().name + ", cuBLASLt "));
+    for (const std::string& wrong :
+         {std::string(), choices, "llm.cu matmul choices of another GPU, cuBLASLt 1\n" + choices, text.substr(0, 20)})
+        CHECK_THROWS_WITH(choices_in_matmul_file(wrong),
+                          ContainsSubstring("its first line is not 'llm.cu matmul choices of "));
+}
+
+TEST_CASE("--tune-matmul times each product once, and later runs take what was chosen",
+          "[program][train_gpt][choices]") {
+    const TempFolder folder;
+    const std::string cache = "env XDG_CACHE_HOME=" + folder / "cache";
+    const auto run = [&](const std::string& out, const std::string& flags) {
+        const Outcome outcome = train("--steps 2 --out " + folder / out + " " + flags, cache);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        return outcome;
+    };
+    run("off", "--tune-matmul off");
+    run("auto", "");
+    const bool tunes = !device().is_cpu;
+    CHECK(std::filesystem::exists(folder / "cache") == tunes);  // a CPU has nothing to time
+    const Outcome first = run("first", "--tune-matmul on --verbose");
+    CHECK_THAT(first.out, ContainsSubstring(" us; "));
+    std::string file;
+    for (const auto& entry : std::filesystem::directory_iterator(folder / "cache/llm.cu")) file = entry.path();
+    const std::string text = read_text_file(file);
+    CHECK_THAT(first.out, ContainsSubstring(text.substr(text.find('\n') + 1)));
+    run("second", "--tune-matmul on");
+    CHECK(read_text_file(file) == text);
+    check_same_end(folder / "first", folder / "second");
+    // Every product of this model is one that our kernels follow or that has one algorithm here.
+    if (device().is_cpu) check_same_end(folder / "off", folder / "first");
+
+    run("ranks", "--tune-matmul on --ranks 2 --zero 3");
+
+    write_text_file(file, "nonsense\n");
+    const Outcome spoilt = run("spoilt", "--tune-matmul on");
+    CHECK_THAT(spoilt.err, ContainsSubstring(file + " is ignored, and will be written anew: its first line is not"));
+    CHECK_THAT(read_text_file(file), ContainsSubstring("llm.cu matmul choices of "));
+
+    const Outcome wrong = train("--steps 2 --tune-matmul maybe --out " + folder / "wrong", cache);
+    CHECK(wrong.status == 2);
+    CHECK_THAT(wrong.err, ContainsSubstring("--tune-matmul maybe: use on, off or auto"));
+}
