@@ -438,7 +438,7 @@ account:
 
 # ---- counting: are the bytes that launchers state those that the kernels touch? ------------------------------------------
 COUNTED := core/launches core/error $(patsubst %.cu,%,$(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu)) \
-           cpu/sgemm cpu/few_columns cpu/cublas_lt_multiply cpu/hopper_copies cpu/count_bytes
+           cpu/sgemm cpu/cublas_lt_multiply cpu/hopper_copies cpu/count_bytes
 COUNTED_OBJECTS := $(COUNTED:%=build/cpu-count/%.o)
 $(BUILD)/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
 count:

@@ -1,4 +1,5 @@
-// cpu/bf16_dots.cpp: sgemm.h's multiplication compiled for AVX-512 BF16, whatever processor the other files are compiled for.
+// cpu/bf16_dots.cpp: sgemm.h's multiplication compiled for AVX-512 BF16, whatever processor the other files are
+// compiled for.
 //
 // VDPBF16PS takes 16 sums and, for each, two pairs of bf16 numbers: x[1], x[0] and y[1], y[0], where [1] is the upper
 // half of a word of 32 bits. It computes

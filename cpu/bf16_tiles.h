@@ -1,5 +1,5 @@
-// cpu/bf16_tiles.h: products of bf16 matrices by AMX, an instruction that multiplies tiles. (bf16_tiles.cpp gives it the
-// processor's instructions, and test/test_cpu_bf16.cu the same in C++, for processors that have none.)
+// cpu/bf16_tiles.h: products of bf16 matrices by AMX, an instruction that multiplies tiles. (bf16_tiles.cpp gives it
+// the processor's instructions, and test/test_cpu_bf16.cu the same in C++, for processors that have none.)
 //
 // A tile register holds 16 rows of 16 words; a word is a float, or a pair of bf16 numbers. TDPBF16PS takes a tile x of
 // 16 rows of 32 k's, and a tile y of 16 pairs of k's for 16 columns (row l holds k's 2 l and 2 l + 1, a pair for each
@@ -15,9 +15,9 @@
 // last 32 are filled up with zeros. So an element's bits depend on its row of A and its column of B alone; they are not
 // those of float32's products, since even and odd k's have sums of their own.
 //
-// D is column-major, and a tile's rows are contiguous: so x is a tile of B (its columns are x's rows), y one of A, and a
-// tile of sums has 16 columns of D. The innermost loop keeps 2 x 2 tiles of sums, and loads two tiles of A and two of B
-// for four products, which take 64 cycles, the loads 32. The panels are sgemm.h's.
+// D is column-major, and a tile's rows are contiguous: so x is a tile of B (its columns are x's rows), y one of A, and
+// a tile of sums has 16 columns of D. The innermost loop keeps 2 x 2 tiles of sums, and loads two tiles of A and two of
+// B for four products, which take 64 cycles, the loads 32. The panels are sgemm.h's.
 #pragma once
 
 #include "sgemm.h"
@@ -131,7 +131,8 @@ void multiply_panel(const float* a, const float* b, int64_t rows, int64_t column
         }
 }
 
-// Up to 16 columns where A's rows are contiguous: each 16 rows x 32 k's of A are a tile x where they are, and B is the y.
+// Up to 16 columns where A's rows are contiguous: each 16 rows x 32 k's of A are a tile x where they are, and B is the
+// y.
 template <class Tiles>
 void multiply_few_with_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                              float beta, float* d, int64_t ld, float* space) {
@@ -175,7 +176,8 @@ inline int64_t space_of_tiles(int64_t columns, int64_t k) {
     return std::max(lines * tiles_along(std::min(k, panel_k)), side * tiles_along(k)) * side;
 }
 
-// What sgemm (cublas_lt.h) promises, of bf16 matrices. An object of the class Tiles exists while its registers are used.
+// What sgemm (cublas_lt.h) promises, of bf16 matrices. An object of the class Tiles exists while its registers are
+// used.
 template <class Tiles>
 void multiply_by_tiles(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                        float beta, float* d, int64_t ld, float* space) {

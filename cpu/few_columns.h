@@ -1,5 +1,6 @@
-// cpu/few_columns.h: D = alpha A B + beta D for up to 16 columns of B, where A's rows are contiguous: sgemm for products that use each
-// element of A a few times only. In a language model: a linear layer for a few tokens, A its weight.
+// cpu/few_columns.h: D = alpha A B + beta D for up to 16 columns of B, where A's rows are contiguous: sgemm for
+// products that use each element of A a few times only. In a language model: a linear layer for a few tokens, A its
+// weight.
 //
 // Such a product takes as long as A's bytes take to come from memory, and a packed copy of A would be written and read
 // once more. So A is read once, and is never written:

@@ -4,8 +4,8 @@
 //
 //   tiles   AMX multiplies tiles of 16 x 32 and 32 x 16 numbers (bf16_tiles.h): 16 times the rate of float32. The order
 //           of its sums is its own.
-//   dots    AVX-512 BF16 adds two products to each of 16 sums (bf16_dots.cpp): up to twice the rate. The order is that of
-//           float32's, and so are the bits, but for numbers below 1.2e-38, which it takes as zero.
+//   dots    AVX-512 BF16 adds two products to each of 16 sums (bf16_dots.cpp): up to twice the rate. The order is that
+//           of float32's, and so are the bits, but for numbers below 1.2e-38, which it takes as zero.
 //   exact   float32 products of the widened numbers. CUDA_CPU_EXACT=1 in the environment asks for it everywhere: the
 //           bits are then the same on all processors with fused multiply-add.
 //

@@ -4,8 +4,8 @@
 //   bench_report config MODEL               the model's config.json, which bench_torch.py reads too
 //   bench_report tokens MODEL FILE COUNT    a shard of uniformly random tokens
 //   bench_report results FOLDER             FOLDER/results.tsv -> the tables; FOLDER/kernels.png, FOLDER/training.png
-//   bench_report profile FOLDER             FOLDER/trace.tsv of one run, beside launches.tsv of its account -> the table
-//                                           of a step; FOLDER/profile.png
+//   bench_report profile FOLDER             FOLDER/trace.tsv of one run, launches.tsv of its account -> the table of a
+//                                           step; FOLDER/profile.png
 //   debug: make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_report results FOLDER
 //
 // results.tsv has a line for each number, tabs between:

@@ -148,8 +148,9 @@ void cross_entropy_fused(const Problem& p, cudaStream_t stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // 4. Kept: rung 3 reads each row twice, and between the two reads other blocks have read so much that no cache still
 // has it. Here a row waits in shared memory, which 50304 float32 numbers just fit into (201 of 227 KB on an H100; the
-// rung is left out where they do not): 2 N V numbers moved, the minimum. Each thread finds what it has put there itself,
-// so that there is no barrier more than in rung 3. One block has a multiprocessor for itself, so it has 1024 threads.
+// rung is left out where they do not): 2 N V numbers moved, the minimum. Each thread finds what it has put there
+// itself, so that there is no barrier more than in rung 3. One block has a multiprocessor for itself, so it has 1024
+// threads.
 
 constexpr int kKeptBlock = 1024;
 

@@ -10,8 +10,8 @@
 //   shared memory         227 KB a multiprocessor: two rows. One is loaded while the other one is stored.
 //
 // So a row waits in shared memory. A thread has 208 bytes of it (13 chunks of 16), so that 1024 threads share a
-// multiprocessor whatever the row's length is: rows up to 6.5 KB by a warp each, GPT-2's by 512 threads. Copies go there
-// without passing through registers, eight chunks ahead of the one that is computed with: 128 KB under way a
+// multiprocessor whatever the row's length is: rows up to 6.5 KB by a warp each, GPT-2's by 512 threads. Copies go
+// there without passing through registers, eight chunks ahead of the one that is computed with: 128 KB under way a
 // multiprocessor, where 3 TB/s of 132 of them need 23 KB in each microsecond that memory takes to answer.
 //
 // A row longer than a block's shared memory (LLaMA-3's: 128256 bf16, 250 KB) leaves its end in memory: with one block a

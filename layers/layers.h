@@ -232,7 +232,7 @@ void add_column_sums(Tensor dparam, Tensor partial, bool accumulate, cudaStream_
 // embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[positions[b,t],:]
 //   out (B, T, C), tokens (B, T) i32, wte (rows, C), wpe (at least T, C) optional
 //   positions (B, T) i32 optional: where in its document a token stands; without them t
-//   dwte[v,:] (+)= sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t);   dwpe in the same way
+//   dwte[v,:] (+)= sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t); dwpe likewise
 // A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);

@@ -59,8 +59,8 @@ struct SoftmaxStatistics {
 };
 
 // The statistics of the first n_valid numbers of a row, by the team of threads that shares it (layers/chunk.cuh); each
-// thread gets the result. load(x, i) gives a thread its chunk of the columns from i on. scratch: shared, 64 floats. Each
-// half is used once, so no barrier stands between the two.
+// thread gets the result. load(x, i) gives a thread its chunk of the columns from i on. scratch: shared, 64 floats.
+// Each half is used once, so no barrier stands between the two.
 template <int n, class Load>
 __device__ __forceinline__ SoftmaxStatistics softmax_statistics(const Load& load, int n_valid, float* scratch) {
     float max = -FLT_MAX, sum = 0.0f;

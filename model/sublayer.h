@@ -168,8 +168,8 @@ struct SubLayer {
 // at different times. (block_linear.cu)
 void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp);
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout);
-// The same with GELU after the layer: out = gelu(before), before = linear(inp); and before the layer, of which before is
-// the input: dbefore = gelu'(before) * what the layer's input gets. In one product where that can be.
+// The same with GELU after the layer: out = gelu(before), before = linear(inp); and before the layer, of which before
+// is the input: dbefore = gelu'(before) * what the layer's input gets. In one product where that can be.
 void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
 void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dout,
                                       Tensor before);

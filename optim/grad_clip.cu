@@ -99,8 +99,8 @@ __device__ __forceinline__ void store_pair(float* result, double sum) {
     result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
 }
 
-// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them. Block p has work if part p is the
-// first of its row.
+// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them. Block p has work if part p is
+// the first of its row.
 template <class T>
 __global__ void __launch_bounds__(kLastBlock)
     add_sums_kernel(float* __restrict__ results, const double* __restrict__ sums, const T* __restrict__ grads,

@@ -62,8 +62,8 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
 // launched it before it knows of that.
 void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan = false);
 
-// sum_squares of many parts of a flat array in two launches: each row of `sums` (k, 2) that has parts becomes the sum of
-// these, added in their order. A part has the same bits as by itself.
+// sum_squares of many parts of a flat array in two launches: each row of `sums` (k, 2) that has parts becomes the sum
+// of these, added in their order. A part has the same bits as by itself.
 class SquareSums {
   public:
     struct Part {

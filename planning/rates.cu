@@ -8,8 +8,8 @@
 namespace {
 
 // x[i] = uniform in [-1, 1), a function of (key, i); a thread writes the four of one draw. On the device, because the
-// host takes seconds for two 8192 x 8192 matrices. Their numbers matter: a product of zeros draws less power, and runs at
-// a higher clock than one of a training step.
+// host takes seconds for two 8192 x 8192 matrices. Their numbers matter: a product of zeros draws less power, and runs
+// at a higher clock than one of a training step.
 template <class T>
 __global__ void fill_uniform_kernel(T* x, int64_t n, uint64_t key) {
     const int64_t first = 4 * global_thread();

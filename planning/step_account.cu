@@ -6,8 +6,8 @@
 //     roofline = max(bytes / copy rate, FLOPs / matrix rate)          (Williams, Waterman & Patterson 2009)
 //
 // Which of the two it is follows from its arithmetic intensity, FLOPs / bytes, and from the device's, rate / rate: 266
-// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 540 FLOPs for each byte, and waits
-// for the tensor cores. A norm computes about one, and waits for memory, whatever the multiprocessors could do.
+// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 540 FLOPs for each byte, and
+// waits for the tensor cores. A norm computes about one, and waits for memory, whatever the multiprocessors could do.
 // Attention computes T / 2 FLOPs or more for each byte as long as its scores stay on the chip; written out and read
 // again, as in the papers before flash attention, they would make it wait for memory, too.
 //
@@ -15,8 +15,8 @@
 // runs. Launchers state what each launch costs (launched(), core/core.h). On the CPU device the memory of the run does
 // not even exist (only its addresses do), so that a laptop has the account of a step that fills an H100.
 //
-// predicted = roofline / (the share of it that such kernels reach) + the time between two launches. The shares are those
-// of public measurements, as the table kGroups says; `make profile` prints what a GPU measures beside them.
+// predicted = roofline / (the share of it that such kernels reach) + the time between two launches. The shares are
+// those of public measurements, as the table kGroups says; `make profile` prints what a GPU measures beside them.
 #include "planning/planning.h"
 
 #include <algorithm>
@@ -123,9 +123,9 @@ struct Row {  // a launch, or the sum of many
 struct Account {
     DeviceSpec spec;
     double rate = 0;  // FLOP/s that are reached
-    std::vector<NotedLaunch> launches;
-    std::vector<Row> rows;       // one for each launch
-    std::vector<size_t> groups;  // likewise
+    std::vector<NotedLaunch> launches = {};
+    std::vector<Row> rows = {};       // one for each launch
+    std::vector<size_t> groups = {};  // likewise
     double tokens = 0, model_flops = 0;
     std::vector<Row> by_group() const {
         std::vector<Row> sums(kNGroups);
@@ -231,7 +231,8 @@ std::string text_of(const Trainer& t, const Account& account) {
         if (groups[g].launches == 0) continue;
         const bool attends = g == kAttentionForward || g == kAttentionBackward,
                    computes = !moves_rows(g) && groups[g].intensity() > ridge;
-        // Attention's scores each take an exponential, for which there are fewer units: half of the roof is out of reach.
+        // Attention's scores each take an exponential, for which there are fewer units: half of the roof is out of
+        // reach.
         text += table_row(kGroups[g].name, groups[g],
                           attends    ? "exponentials, tensor cores"
                           : computes ? "tensor cores"

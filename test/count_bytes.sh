@@ -13,7 +13,7 @@ steps() {
     n_runs=$((n_runs + 1))
     rm -rf "$work/run"
     # One OS thread: the marks on bytes have no locks.
-    if ! OMP_NUM_THREADS=1 "$program" --data corpus.txt --batch 4 --micro-batch 2 --seq 33 --steps 2 --val-every 0 --save-every 0 \
+    if ! OMP_NUM_THREADS=1 CUDA_CPU_EXACT=1 "$program" --data corpus.txt --batch 4 --micro-batch 2 --seq 33 --steps 2 --val-every 0 --save-every 0 \
         --sample 0 --val-fraction 0 --out "$work/run" "$@" > "$work/log" 2>&1; then
         n_failed=$((n_failed + 1))
         echo "train_gpt $*:"

@@ -19,10 +19,12 @@ struct TinyTrainer {
     Tensor norm, norm_scratch;
 
     TinyTrainer(const Config& c, int64_t B, int64_t T, const Precision& precision = {}, const Recompute& recompute = {},
-                const std::string& optimizer_name = "adamw", bool documents = false)
+                const std::string& optimizer_name = "adamw", bool documents = false,
+                FlashTier tier = FlashTier::automatic)
         : config(c) {
         for (int pass = 0; pass < 2; ++pass) {
             model = build_model(config, precision, T, weights, grads, masters);
+            model.flash_tier = tier;
             optimizer = make_optimizer(optimizer_name, states, model.params, model.weights.n(), {});
             acts = take_activations(model, B, T, recompute, activations);
             workspace = take_workspace(model, B, T, true, activations);

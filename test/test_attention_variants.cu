@@ -105,8 +105,7 @@ TEST_CASE("a bf16 model trains alike on every tier of attention", "[model][preci
     const int64_t B = 1, T = config.T_max;
     const std::vector<int32_t> tokens = random_tokens(B * T, config.V, 1), targets = random_tokens(B * T, config.V, 2);
     const auto losses = [&](FlashTier tier) {
-        TinyTrainer m(config, B, T, {DType::bf16, DType::f32, true});
-        m.model.flash_tier = tier;
+        TinyTrainer m(config, B, T, {DType::bf16, DType::f32, true}, {}, "adamw", false, tier);
         init_weights(m.model, 3);
         m.set_batch(tokens, targets);
         std::vector<double> all;

@@ -56,9 +56,9 @@ Backward layernorm_gradient(const Values& dy, const Values& dsum, const Values& 
 }
 
 // One element; rows that are no whole chunks of 4, 8 or 32; rows of several threads on the GPU (from 17 columns on) and
-// on the CPU (from 2049 on), there of a warp with 24 or 32 columns a thread (from 513 on) and of a whole block (from 1025
-// on), and the widest. Row counts that leave warps and blocks part empty, and more rows than the backward's blocks and
-// threads have at a time.
+// on the CPU (from 2049 on), there of a warp with 24 or 32 columns a thread (from 513 on) and of a whole block (from
+// 1025 on), and the widest. Row counts that leave warps and blocks part empty, and more rows than the backward's blocks
+// and threads have at a time.
 struct Size {
     int64_t N, C;
 };

@@ -267,6 +267,7 @@ TEST_CASE("the embedding and its copy in the head stay equal through every optim
             const float numbers[2] = {1, 0.5f};
             copy_to_device(norm_scale, numbers);
             const std::vector<float> before = to_floats(embedding.value);
+            cudaCheck(cudaMemsetAsync(its.model.grads.data, 0, its.model.grads.bytes(), device().stream));
             for (int64_t t = 1; t <= 3; ++t) {
                 const std::vector<float> grads = normal_values(embedding.value.n() - embedding.padded_rows * config.C,
                                                                1, static_cast<uint64_t>(t), 1);

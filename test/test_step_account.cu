@@ -92,8 +92,8 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
     CHECK(number_before(account, " tokens/s predicted") >= 600e3);
     CHECK(account == slurp("dev/ACCOUNT.md"));  // `make account` writes it anew
     CHECK(slurp(folder / "account.png").substr(1, 3) == "PNG");
-    // FLOPs of the products: 6 for each weight that multiplies, and each token. Attention: two products forward and five
-    // backward, of the causal half.
+    // FLOPs of the products: 6 for each weight that multiplies, and each token. Attention: two products forward and
+    // five backward, of the causal half.
     double products = 0, attention = 0;
     const auto rows = read_tsv(folder / "launches.tsv");
     for (size_t i = 1; i < rows.size(); ++i) {

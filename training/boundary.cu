@@ -22,9 +22,9 @@
 // As one launch. A step of a small model is hundreds of kernels of a few microseconds, as long as it takes the host to
 // launch one. The launches of forward and backward, from the upload of the batch to the last gradient, are the same in
 // every step, but for the place of the batch and the loss scale: with --graph they become a CUDA graph for each of
-// these (StepGraphs). The first two steps are launched one by one, for kernels are loaded then, and cuBLASLt chooses its
-// algorithms. The few launches of norm and update stay outside: the learning rate, the number of updates and the seed
-// of stochastic rounding are their arguments.
+// these (StepGraphs). The first two steps are launched one by one, for kernels are loaded then, and cuBLASLt chooses
+// its algorithms. The few launches of norm and update stay outside: the learning rate, the number of updates and the
+// seed of stochastic rounding are their arguments.
 #include "training/training.h"
 
 #include <bit>

@@ -260,8 +260,8 @@ struct Trainer {
     // StepNumbers. Rows of units that are not here are 0.
     Tensor totals;
     std::optional<SquareSums> square_sums;  // of this rank's gradients, to the first rows of totals
-    // Pinned. A row is a sequence: those of two steps, which take turns (first_row), of all steps that are read at once,
-    // and last those of an evaluation.
+    // Pinned. A row is a sequence: those of two steps, which take turns (first_row), of all steps that are read at
+    // once, and last those of an evaluation.
     int32_t *host_tokens = nullptr, *host_targets = nullptr;
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
     int64_t batch_read = 0;                                        // the step whose batch was read last

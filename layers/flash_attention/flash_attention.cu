@@ -42,7 +42,8 @@
 // delta_t = sum_s P_ts dP_ts is softmax's own gradient. It looks like a sum over a row of the matrix, but
 // sum_s P_ts (do_t . v_s) = do_t . sum_s P_ts v_s = do_t . o_t: a sum over D columns, computed once, before the tiles.
 //
-// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So cores and mma have two kernels, which work like this:
+// Sums over s (dq) and sums over t (dk, dv) need opposite loops. So cores and mma have two kernels, which work like
+// this:
 //
 //     a block owns some rows, which stay; the others are read tile by tile; the rows' sums stay in registers
 //
@@ -225,8 +226,8 @@ struct BackwardScratch {
     }
 };
 
-// The pointers of the backward's scratch; returns how many counts there are. With less scratch than is best, as a caller
-// has that divides the same heads and tokens in another way, there are fewer slots.
+// The pointers of the backward's scratch; returns how many counts there are. With less scratch than is best, as a
+// caller has that divides the same heads and tokens in another way, there are fewer slots.
 int64_t take_scratch(const char* operation, FlashArguments& a, FlashTier tier, Tensor scratch) {
     HopperSums sums{};
     if (tier == FlashTier::hopper) sums = hopper_sums(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D);

@@ -39,15 +39,16 @@
 // depend on which block takes which item.
 //
 // Waiting is rare: the items of a head start one after the other, each with the last queries, and go the same way. For
-// a causal mask the first item is the longest. A head's sums lie in one of a few slots, as many as blocks can be at work
-// on: item b K + kv uses slot (b K + kv) % n_slots, and the first part of a tile waits until the last sum of the head
-// before it has been taken. In memory that is 34 slots instead of 768 for GPT-2 124M's 64 x 12 heads, 9 MB instead of
-// 201, which stay in L2.
+// a causal mask the first item is the longest. A head's sums lie in one of a few slots, as many as blocks can be at
+// work on: item b K + kv uses slot (b K + kv) % n_slots, and the first part of a tile waits until the last sum of the
+// head before it has been taken. In memory that is 34 slots instead of 768 for GPT-2 124M's 64 x 12 heads, 9 MB instead
+// of 201, which stay in L2.
 //
-// BYTES, a layer of that shape (T = 1024, D = 64): q, k, v, do and the results are 0.7 GB from and to memory, 0.23 ms at
-// 3 TB/s. q and do, read again for each of a head's 4.5 tiles of keys on average, and the parts of dq (32 KiB for 128 x
-// 128 pairs) are 0.9 GB each between L2 and the multiprocessors. The products are 0.26 TFLOP, 0.32 ms at 798 TFLOP/s.
-// Parts that each have a place of their own in memory, summed by a second kernel, would move 1.8 GB more: 0.6 ms.
+// BYTES, a layer of that shape (T = 1024, D = 64): q, k, v, do and the results are 0.7 GB from and to memory, 0.23 ms
+// at 3 TB/s. q and do, read again for each of a head's 4.5 tiles of keys on average, and the parts of dq (32 KiB for
+// 128 x 128 pairs) are 0.9 GB each between L2 and the multiprocessors. The products are 0.26 TFLOP, 0.32 ms at 798
+// TFLOP/s. Parts that each have a place of their own in memory, summed by a second kernel, would move 1.8 GB more: 0.6
+// ms.
 //
 // At the barriers:
 //

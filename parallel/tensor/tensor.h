@@ -97,7 +97,8 @@ class ColumnGeometry {
     virtual ~ColumnGeometry() = default;
 
     // As linear.cu's, on the blocks of this rank: weight (its O, its C), and rows and columns of activations as the
-    // layout says of the stream and of the inside. dweight is added to, or written; dbias is for the caller: a column sum of dout.
+    // layout says of the stream and of the inside. dweight is added to, or written; dbias is for the caller: a column
+    // sum of dout.
     virtual void forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing way, cudaStream_t stream) = 0;
     virtual void backward_input(Tensor dinp, Tensor dout, Tensor weight, Crossing way, cudaStream_t stream) = 0;
     virtual void backward_weight(Tensor dweight, Tensor dout, Tensor inp, Crossing way, bool accumulate,
