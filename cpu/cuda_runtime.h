@@ -209,7 +209,7 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
                             cuda_cpu::Place place = cuda_cpu::Place::here());
 namespace cuda_cpu {
 // From now on cudaMalloc gives addresses without memory: for work that is recorded (captured) and never runs, of any
-// size. What touches them faults. A copy or memset of such memory must be captured, too.
+// size. A kernel that runs and touches them faults; copies and memsets do nothing there.
 void take_addresses_alone(bool on);
 }  // namespace cuda_cpu
 template <class T>

@@ -55,6 +55,13 @@ bool is_known(const void* pointer, size_t bytes) {
     return find(pointer, bytes) != nullptr;
 }
 
+// Addresses without memory: a copy or memset that is not captured does nothing there.
+bool is_addresses(const void* pointer) {
+    const std::lock_guard lock(mutex);
+    const Allocation* allocation = find(pointer, 1);
+    return allocation && allocation->is_addresses;
+}
+
 constexpr size_t kHugePageBytes = 2 << 20;
 
 size_t available_bytes() {
@@ -193,7 +200,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
                             Place place) {
     if (bytes == 0) return cudaSuccess;
     if (!is_valid_copy(to, from, bytes, kind)) return remember(cudaErrorInvalidValue);
-    if (runs_at_once(stream)) return std::memmove(to, from, bytes), cudaSuccess;
+    if (runs_at_once(stream)) {
+        if (!takes_addresses_alone || (!is_addresses(to) && !is_addresses(from))) std::memmove(to, from, bytes);
+        return cudaSuccess;
+    }
     const Footprint footprint{"cudaMemcpyAsync", place, {{from, bytes, false}, {to, bytes, true}}};
     cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
     cudaStreamIsCapturing(stream, &capturing);
@@ -221,7 +231,10 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream, Place place) {
     if (bytes == 0) return cudaSuccess;
     if (!is_known(pointer, bytes)) return remember(cudaErrorInvalidValue);
-    if (runs_at_once(stream)) return std::memset(pointer, value, bytes), cudaSuccess;
+    if (runs_at_once(stream)) {
+        if (!takes_addresses_alone || !is_addresses(pointer)) std::memset(pointer, value, bytes);
+        return cudaSuccess;
+    }
     const auto set = [=] { std::memset(pointer, value, bytes); };
     return enqueue(stream, set, {"cudaMemsetAsync", place, {{pointer, bytes, true}}});
 }

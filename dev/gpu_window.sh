@@ -59,9 +59,9 @@ limited() {
     local limit=$1 status=0
     shift
     [ "$limit" -gt "$(left)" ] && limit=$(left)
-    [ "$limit" -lt 5 ] && echo "no time left" > "$work/out" && return 124
+    [ "$(left)" -lt 5 ] && echo "no time left" > "$work/out" && return 124
     { echo "==== $((SECONDS)) s, at most $limit s: $*"; } >> "$log"
-    timeout --kill-after=5 "$limit" "$@" > "$work/out" 2>&1 || status=$?
+    timeout --kill-after=2 "$limit" "$@" > "$work/out" 2>&1 || status=$?
     cat "$work/out" >> "$log"
     return $status
 }

@@ -162,8 +162,7 @@ Account account_of(Trainer& t) {
     cuda_cpu::take_addresses_alone(true);
 #endif
     account.rate = account.spec.reached_rate(o.precision.dtype);
-    if (device().is_cpu) capture([&] { t.reserve(); });  // tables and states would be set, in memory that is not there
-    else t.reserve();
+    t.reserve();
     LaunchNotes notes;
     const size_t n_nodes = capture([&] {
         accumulate_gradients(t, 1);

@@ -59,7 +59,8 @@ TEST_CASE("the account lists the launches of a run, in order", "[program][accoun
         REQUIRE((planned.status == 0 && run.status == 0));
         const std::vector<std::string> expected = kernels_of_account(account + "/launches.tsv");
         std::vector<std::string> seen;
-        for (const auto& row : read_tsv(profile)) seen.push_back(row[2]);
+        for (const auto& row : read_tsv(profile))
+            seen.push_back(row[2].substr(0, row[2].find('<')));  // without arguments of templates
         REQUIRE(expected.size() > 20);
         const auto at = std::find_end(seen.begin(), seen.end(), expected.begin(), expected.end());
         if (at == seen.end()) {  // where they part, of the last step
