@@ -147,11 +147,11 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const KeptRows rows = kept_rows(N, V, Vp, sizeof(T), kN, kScratch * sizeof(float));
-        const auto kernel = cross_entropy_kernel<T, kN, kBackward>;
         if (rows.shared_bytes > (48 << 10))  // more must be asked for
-            cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+            cudaCheck(cudaFuncSetAttribute(cross_entropy_kernel<T, kN, kBackward>,
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(rows.shared_bytes)));
-        kernel<<<rows.teams.grid, rows.teams.block, rows.shared_bytes, stream>>>(
+        cross_entropy_kernel<T, kN, kBackward><<<rows.teams.grid, rows.teams.block, rows.shared_bytes, stream>>>(
             losses.ptr<float>(), logits.ptr<T>(), targets.ptr<int>(), N, n_tokens, n_columns, dloss, rows.kept_n);
         launched("cross_entropy_kernel",
                  {.reads = bytes_of_tokens<T, kN>(logits, V) + bytes_of(targets),
