@@ -187,7 +187,7 @@ RULES = [
     Rule(r"make bench-cpu$", cores=True),
     Rule(r"\./train_gpt --account"),
     Rule(r"make account$", skip="writes dev/ACCOUNT.md; test/test_step_account.cu compares it"),
-    Rule(r"make count$", skip="compiles all kernels again; .ci/run runs it"),
+    Rule(r"make count$", skip="compiles all kernels again"),
     Rule(r"make (gpu-check|bench|profile|gpu-window)$", skip="takes minutes at toy sizes, too; test/test_harness.cu runs it"),
     Rule(r"make gpu-bundle$", skip="needs the network"),
     # doc/flags.md

@@ -403,6 +403,7 @@ void fp8_amax(Tensor amax, Tensor inp, Tensor known, cudaStream_t stream) {
     check(inp.data, name, ": inp is ", inp);
     expect_aligned(name, {{"inp", inp}});
     cudaCheck(cudaMemsetAsync(amax.data, 0, sizeof(float), stream));
+    launched("memset", {.writes = static_cast<int64_t>(sizeof(float))});
     const unsigned n_blocks = static_cast<unsigned>(ceil_div(inp.n(), kAmaxSpan));
     if (n_blocks == 0) return;
     dispatch_16_bit(name, inp.dtype, [&](auto zero) {
@@ -481,8 +482,10 @@ void fp8_quantise_weight(const Fp8Weight& to, Tensor weight, cudaStream_t stream
         target.scale_cols = to.forward.scale.cols(), target.scale_t_cols = to.backward.scale.cols();
         // cuBLASLt's manual does not say whether the padding is read: it is set to 0, so that it is never
         // uninitialised.
-        for (const Tensor& scale : {to.forward.scale, to.backward.scale})
+        for (const Tensor& scale : {to.forward.scale, to.backward.scale}) {
             cudaCheck(cudaMemsetAsync(scale.data, 0, scale.bytes(), stream));
+            launched("memset", {.writes = bytes_of(scale)});
+        }
         launch_quantise<__nv_fp8_e4m3, Shared::square, true, true>(target, weight, stream);
     } else {
         if (amax == AmaxFrom::here) fp8_amax(to.amax, weight, {}, stream);
