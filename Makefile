@@ -224,7 +224,7 @@ ONCE := $(HOST_TESTS) cpu_rewrite cpu_strict cpu_bf16 sampling_distribution
 
 LIBRARY_OBJECTS := $(LIBRARY:%.cu=$(BUILD)/%.o)
 ifeq ($(DEVICE),cpu)
-  LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp)))
+  LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp cpu/count_bytes.cpp,$(wildcard cpu/*.cpp)))
 endif
 
 .PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
