@@ -307,7 +307,7 @@ $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
 # In debug builds, too: nobody steps through it, and everybody waits for it.
-$(BUILD)/cpu/sgemm.o $(BUILD)/cpu/bf16_dots.o $(BUILD)/cpu/bf16_tiles.o: private CXXFLAGS += -O3
+$(BUILD)/cpu/sgemm.o $(BUILD)/cpu/bf16_dots.o $(BUILD)/cpu/bf16_tiles.o: private CXXFLAGS += -O3 -fno-sanitize=all
 
 DEVICE_PCH := $(if $(PCH),$(BUILD)/pch/device.h)
 $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp,$(wildcard cpu/*.cpp))): $(DEVICE_PCH:=.gch)
