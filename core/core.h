@@ -179,6 +179,11 @@ void expect(const char* operation, const char* argument, const Tensor& tensor, D
             std::initializer_list<int64_t> dims);
 // True if data is a multiple of `bytes` (16 for the 128-bit loads of the fast kernels).
 bool is_aligned(const void* data, size_t bytes);
+// Launchers: 16-byte loads need tensors that start on a 16-byte boundary.
+//     expect_aligned("rmsnorm_forward", {{"out", out}, {"inp", inp}});
+void expect_aligned(const char* operation, std::initializer_list<std::pair<const char*, Tensor>> arguments);
+// The start of an operation's f32 scratch, in the shape it needs now.
+Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims);
 
 // Copies of whole tensors to and from ordinary host memory, for initialisation, checkpoints and tests. They wait for
 // completion. The tensor may lie in any kind of memory that an arena has.

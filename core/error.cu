@@ -33,12 +33,6 @@ void cublas_check(cublasStatus_t status, const char* expression, const char* fil
          " at ", file, ":", line);
 }
 
-#ifdef COUNT_BYTES  // make count: a launch that states nothing is not counted
-namespace cuda_cpu {
-void count_launch(const char* kernel, int64_t reads, int64_t writes);
-}
-#endif
-
 void cuda_check_launch(const char* file, int line) {
 #ifdef COUNT_BYTES
     cuda_cpu::count_launch(nullptr, 0, 0);

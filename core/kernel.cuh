@@ -41,22 +41,6 @@ __device__ __forceinline__ void store_packed(T* address, const Packed<T, kN>& va
     *reinterpret_cast<Packed<T, kN>*>(address) = value;
 }
 
-// Launchers: 16-byte loads need tensors that start on a 16-byte boundary.
-//     expect_aligned("rmsnorm_forward", {{"out", out}, {"inp", inp}});
-inline void expect_aligned(const char* operation, std::initializer_list<std::pair<const char*, Tensor>> arguments) {
-    for (const auto& [name, tensor] : arguments)
-        check(is_aligned(tensor.data, 16), operation, ": ", name, " starts at ", tensor.data,
-              ", which is no multiple of 16 bytes");
-}
-// The start of an operation's f32 scratch, in the shape it needs now.
-inline Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims) {
-    const Tensor wanted = make_tensor(scratch.data, DType::f32, dims);
-    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ", scratch,
-          ", expected f32 of at least ", wanted.n(), " elements");
-    expect_aligned(operation, {{"scratch", scratch}});
-    return wanted;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Where am I
 

@@ -3,12 +3,6 @@
 
 #include <string_view>
 
-#ifdef COUNT_BYTES  // make count: cpu/count_bytes.cpp
-namespace cuda_cpu {
-void count_launch(const char* kernel, int64_t reads, int64_t writes);
-}
-#endif
-
 namespace {
 thread_local LaunchNotes* notes = nullptr;
 }

@@ -97,6 +97,19 @@ void expect(const char* operation, const char* argument, const Tensor& tensor, D
 
 bool is_aligned(const void* data, size_t bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
+void expect_aligned(const char* operation, std::initializer_list<std::pair<const char*, Tensor>> arguments) {
+    for (const auto& [name, tensor] : arguments)
+        check(is_aligned(tensor.data, 16), operation, ": ", name, " starts at ", tensor.data,
+              ", which is no multiple of 16 bytes");
+}
+Tensor scratch_as(const char* operation, const Tensor& scratch, std::initializer_list<int64_t> dims) {
+    const Tensor wanted = make_tensor(scratch.data, DType::f32, dims);
+    check(scratch && scratch.dtype == DType::f32 && scratch.n() >= wanted.n(), operation, ": scratch is ", scratch,
+          ", expected f32 of at least ", wanted.n(), " elements");
+    expect_aligned(operation, {{"scratch", scratch}});
+    return wanted;
+}
+
 void copy_to_device(const Tensor& tensor, const void* host) {
     if (tensor.n() == 0) return;
     cudaCheck(cudaMemcpyAsync(tensor.data, host, tensor.bytes(), cudaMemcpyDefault, device().stream));

@@ -211,6 +211,9 @@ namespace cuda_cpu {
 // From now on cudaMalloc gives addresses without memory: for work that is recorded (captured) and never runs, of any
 // size. A kernel that runs and touches them faults; copies and memsets do nothing there.
 void take_addresses_alone(bool on);
+// make count (cpu/count_bytes.cpp): what the launch just before has touched is held against this. A launch that states
+// nothing, nullptr, is not counted.
+void count_launch(const char* kernel, int64_t reads, int64_t writes);
 }  // namespace cuda_cpu
 template <class T>
 cudaError_t cudaMalloc(T** pointer, size_t bytes) {

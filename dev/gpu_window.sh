@@ -96,7 +96,7 @@ fi
 
 if wants smoke; then
     # "[hopper]" on a GPU: the copy engine, mbarriers and wgmma; and attention on them. One process each.
-    n_smoke=0
+    n_smoke=0 smoke_started=$SECONDS
     while read -r name; do
         n_smoke=$((n_smoke + 1))
         started=$SECONDS status=0
@@ -106,7 +106,7 @@ if wants smoke; then
         attention=mma
     done < <("$build/run_tests" --list-test-names-only "[hopper]~[model]" 2> /dev/null | sed 's/,/\\,/g' | grep . ||
         "$build/run_tests" --list-tests --verbosity quiet "[hopper]~[model]" | sed 's/,/\\,/g' | grep .)
-    row "smoke: $n_smoke kernels and pieces of them" "$([ $attention = auto ] && [ $n_smoke -gt 0 ] && echo 0 || echo 1)" "$SECONDS" \
+    row "smoke: $n_smoke kernels and pieces of them" "$([ $attention = auto ] && [ $n_smoke -gt 0 ] && echo 0 || echo 1)" $((SECONDS - smoke_started)) \
         "what follows uses --attention $attention"
 fi
 [ $attention = auto ] && train_flags="" || train_flags="--attention $attention"

@@ -18,28 +18,32 @@
 // anyway. (layers/matmul_plan.cu: where cuBLASLt can, and by kernels of their own elsewhere.) The two gradients are two
 // functions: the layer below needs dinp at once, while dweight is needed only by the optimizer, so pipeline schedules
 // compute it at times when a rank would otherwise be idle.
-#include "core/kernel.cuh"
 #include "layers/layers.h"
 
 constexpr int64_t kSumsGrain = 64;  // floats: scratch begins on 256 bytes, and so does what is behind the sums
 
-void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
-    const char* name = "linear_forward";
+static void check_forward(const char* name, Tensor out, Tensor inp, Tensor weight, Tensor bias) {
     expect(name, "inp", inp, inp.dtype, {-1, -1});
     const int64_t N = inp.shape[0], C = inp.shape[1];
     expect(name, "weight", weight, inp.dtype, {-1, C});
     const int64_t O = weight.shape[0];
     expect(name, "out", out, inp.dtype, {N, O});
     if (bias) expect(name, "bias", bias, inp.dtype, {O});
+}
+static void check_backward_input(const char* name, const char* dinp_name, Tensor dinp, Tensor dout, Tensor weight) {
+    expect(name, "dout", dout, dout.dtype, {-1, -1});
+    const int64_t N = dout.shape[0], O = dout.shape[1];
+    expect(name, "weight", weight, dout.dtype, {O, -1});
+    expect(name, dinp_name, dinp, dout.dtype, {N, weight.shape[1]});
+}
+
+void linear_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
+    check_forward("linear_forward", out, inp, weight, bias);
     matmul(out, inp, weight, {.transpose_b = true, .bias = bias}, stream);
 }
 
 void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, cudaStream_t stream) {
-    const char* name = "linear_backward_input";
-    expect(name, "dout", dout, dout.dtype, {-1, -1});
-    const int64_t N = dout.shape[0], O = dout.shape[1];
-    expect(name, "weight", weight, dout.dtype, {O, -1});
-    expect(name, "dinp", dinp, dout.dtype, {N, weight.shape[1]});
+    check_backward_input("linear_backward_input", "dinp", dinp, dout, weight);
     matmul(dinp, dout, weight, {.beta = accumulate ? 1.0f : 0.0f}, stream);
 }
 
@@ -68,25 +72,14 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 }
 
 void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
-    const char* name = "linear_gelu_forward";
-    expect(name, "inp", inp, inp.dtype, {-1, -1});
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    expect(name, "weight", weight, inp.dtype, {-1, C});
-    const int64_t O = weight.shape[0];
-    expect(name, "out", out, inp.dtype, {N, O});
-    expect(name, "before", before, inp.dtype, {N, O});
-    if (bias) expect(name, "bias", bias, inp.dtype, {O});
+    check_forward("linear_gelu_forward", out, inp, weight, bias);
+    expect("linear_gelu_forward", "before", before, inp.dtype, {out.shape[0], out.shape[1]});
     matmul(out, inp, weight, {.transpose_b = true, .bias = bias, .before_gelu = before}, stream);
 }
 
 void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream) {
-    const char* name = "linear_gelu_backward_input";
-    expect(name, "dout", dout, dout.dtype, {-1, -1});
-    const int64_t N = dout.shape[0], O = dout.shape[1];
-    expect(name, "weight", weight, dout.dtype, {O, -1});
-    const int64_t C = weight.shape[1];
-    expect(name, "dbefore", dbefore, dout.dtype, {N, C});
-    expect(name, "before", before, dout.dtype, {N, C});
+    check_backward_input("linear_gelu_backward_input", "dbefore", dbefore, dout, weight);
+    expect("linear_gelu_backward_input", "before", before, dout.dtype, {dbefore.shape[0], dbefore.shape[1]});
     matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
 }
 

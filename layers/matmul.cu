@@ -38,8 +38,7 @@ void expect_scale(const char* argument, const Tensor& scale, MatmulScale mode, i
         case MatmulScale::block128:
             expect("matmul", argument, scale, DType::f32, {ceil_div(rows, 128), fp8_block_scale_cols(K)});
     }
-    check(is_aligned(scale.data, 16), "matmul: ", argument, " starts at ", scale.data,
-          ", which is no multiple of 16 bytes");
+    expect_aligned("matmul", {{argument, scale}});
 }
 
 // What fp8 products require in addition to the others.
@@ -64,8 +63,7 @@ void expect_fp8_product(const Tensor& out, const Tensor& a, const Tensor& b, int
 
 void expect_vector(const char* argument, const Tensor& vector, DType dtype, int64_t n) {
     expect("matmul", argument, vector, dtype, {n});
-    check(is_aligned(vector.data, 16), "matmul: ", argument, " starts at ", vector.data,
-          ", which is no multiple of 16 bytes");
+    expect_aligned("matmul", {{argument, vector}});
 }
 
 // What is to be done before the result is stored.
@@ -82,7 +80,7 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
     const Tensor& x = options.before_gelu ? options.before_gelu : options.gelu_input;
     const char* const argument = options.before_gelu ? "before_gelu" : "gelu_input";
     expect("matmul", argument, x, out.dtype, {M, N});
-    check(is_aligned(x.data, 16), "matmul: ", argument, " starts at ", x.data, ", which is no multiple of 16 bytes");
+    expect_aligned("matmul", {{argument, x}});
     check(options.beta == 0.0f, "matmul: with ", argument, " beta must be 0, not ", options.beta);
     check(options.before_gelu || !options.bias, "matmul: gelu_input goes without a bias");
     if (options.gelu_input) return Epilogue::gelu_derivative;
@@ -100,8 +98,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
                                     int64_t cols) {
         if (batched) expect("matmul", argument, tensor, dtype, {batch_count, rows, cols});
         else expect("matmul", argument, tensor, dtype, {rows, cols});
-        check(is_aligned(tensor.data, 16), "matmul: ", argument, " starts at ", tensor.data,
-              ", which is no multiple of 16 bytes");
+        expect_aligned("matmul", {{argument, tensor}});
     };
     const bool fp8 = is_fp8(a.dtype) || is_fp8(b.dtype);
     // The result has the factors' type or is float32; that of 8-bit factors has 16 bits or is float32.

@@ -22,24 +22,7 @@ __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     adam_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, float* __restrict__ ms,
                 float* __restrict__ vs, const G* __restrict__ grads, const float* __restrict__ norm_scale,
                 const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, AdamUpdate<false> adam) {
-    const float scale = norm_scale[1];
-    const TileHere tile(tiles, n_tiles, tile_here<F>(), origin, scale);
-    if (tile.n == 0) return;  // here, too, so that the loop over threads is SIMD in every format
-    const TileDraws<F> draws(format, tile.entry);
-    for (int part = 0; part < kTileParts<F>; ++part) {
-        const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;
-        if (is_behind(tile, k)) return;
-        const PackEnd end(tile, k);
-        float g[kPack], w[kPack], m[kPack], v[kPack];
-        load_pack(g, grads + (tile.grads + k), end);
-        load_pack(w, values + (tile.values + k), end);
-        load_pack(m, ms + (tile.state + k), end);
-        load_pack(v, vs + (tile.state + k), end);
-        for (int l = 0; l < kPack; ++l) w[l] = adam(w[l], scale * g[l], tile.decay, m[l], v[l]);
-        store_pack(ms + (tile.state + k), m, end);
-        store_pack(vs + (tile.state + k), v, end);
-        store_weights(values, copy, w, tile, draws, part, k, end);
-    }
+    update_tile(values, copy, ms, vs, grads, norm_scale, tiles, n_tiles, origin, format, adam);
 }
 
 struct LaunchAdam {

@@ -152,40 +152,55 @@ __device__ __forceinline__ void store_weights(typename F::Value* values, typenam
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The kernel of optimizers with one state or none
+// The update, and the kernel of optimizers with one state or none
 
-// Here and not in the kernel, because device code may not call the host's string_view::empty.
+// Here and not in the function, because device code may not call the host's array::size.
 template <class Update>
-constexpr bool kHasState = !Update::kStates.empty();
+constexpr int kNStates = static_cast<int>(Update::kStates.size());
 
+// The update of this thread's elements, with the states a and b of those optimizers that have them.
 // No barrier: on the CPU device the threads of a block are a loop over consecutive elements, which g++ turns into SIMD.
 // __restrict__ says that no store changes what is loaded after it: these are all different arrays.
+template <class F, class G, class Update>
+__device__ __forceinline__ void update_tile(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
+                                            float* __restrict__ as, float* __restrict__ bs, const G* __restrict__ grads,
+                                            const float* __restrict__ norm_scale, const Tile* __restrict__ tiles,
+                                            int n_tiles, const TileOrigin& origin, const F& format,
+                                            const Update& update) {
+    constexpr int n_states = kNStates<Update>;
+    const float scale = norm_scale[1];  // of gradient clipping and loss scaling
+    const TileHere tile(tiles, n_tiles, tile_here<F>(), origin, scale);
+    if (tile.n == 0) return;  // here, too, so that the loop over threads is SIMD in every format
+    const TileDraws<F> draws(format, tile.entry);
+    for (int part = 0; part < kTileParts<F>; ++part) {
+        const unsigned k =
+            static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;  // first element, in the tile
+        if (is_behind(tile, k)) return;
+        const PackEnd end(tile, k);
+        float g[kPack], w[kPack], a[kPack], b[kPack];
+        load_pack(g, grads + (tile.grads + k), end);
+        load_pack(w, values + (tile.values + k), end);
+        if constexpr (n_states > 0) load_pack(a, as + (tile.state + k), end);
+        if constexpr (n_states > 1) load_pack(b, bs + (tile.state + k), end);
+        for (int l = 0; l < kPack; ++l) {
+            const float scaled = scale * g[l];
+            if constexpr (n_states == 0) w[l] = update(w[l], scaled, tile.decay);
+            else if constexpr (n_states == 1) w[l] = update(w[l], scaled, tile.decay, a[l]);
+            else w[l] = update(w[l], scaled, tile.decay, a[l], b[l]);
+        }
+        if constexpr (n_states > 0) store_pack(as + (tile.state + k), a, end);
+        if constexpr (n_states > 1) store_pack(bs + (tile.state + k), b, end);
+        store_weights(values, copy, w, tile, draws, part, k, end);
+    }
+}
+
 template <class Update, class F, class G>
 __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     elementwise_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
                        float* __restrict__ state, const G* __restrict__ grads, const float* __restrict__ norm_scale,
                        const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, Update update) {
-    const float scale = norm_scale[1];
-    const TileHere tile(tiles, n_tiles, tile_here<F>(), origin, scale);
-    if (tile.n == 0) return;  // here, too, so that the loop over threads is SIMD in every format
-    const TileDraws<F> draws(format, tile.entry);
-    for (int part = 0; part < kTileParts<F>; ++part) {
-        const unsigned k = static_cast<unsigned>(part * kDrawStride) + threadIdx.x * kPack;
-        if (is_behind(tile, k)) return;
-        const PackEnd end(tile, k);
-        float g[kPack], w[kPack];
-        load_pack(g, grads + (tile.grads + k), end);
-        load_pack(w, values + (tile.values + k), end);
-        if constexpr (!kHasState<Update>) {
-            for (int l = 0; l < kPack; ++l) w[l] = update(w[l], scale * g[l], tile.decay);
-        } else {
-            float a[kPack];
-            load_pack(a, state + (tile.state + k), end);
-            for (int l = 0; l < kPack; ++l) w[l] = update(w[l], scale * g[l], tile.decay, a[l]);
-            store_pack(state + (tile.state + k), a, end);
-        }
-        store_weights(values, copy, w, tile, draws, part, k, end);
-    }
+    update_tile(values, copy, state, static_cast<float*>(nullptr), grads, norm_scale, tiles, n_tiles, origin, format,
+                update);
 }
 
 // Launches it over tiles. The CPU device's rewriter sees .cu files only, so what it would write stands here.
@@ -227,7 +242,7 @@ LaunchCost update_cost(int64_t n, int64_t n_tiles, int64_t n_states) {
 // Launch::launch<F, G> queues the kernel.
 template <class Update, class Launch = LaunchElementwise<Update>>
 class Elementwise final : public Optimizer {
-    static constexpr int kN = static_cast<int>(Update::kStates.size());
+    static constexpr int kN = kNStates<Update>;
     static_assert(kN <= 2);
 
   public:

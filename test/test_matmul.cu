@@ -62,36 +62,39 @@ void check_product(const Size& s, DType dtype, DType out_dtype, MatmulOptions o,
                        o.alpha, ", beta ", o.beta, with_bias ? ", bias" : ""));
 }
 
-}  // namespace
-
-TEST_CASE("matmul against float64", "[matmul]") {
+// check(size, dtype, out_dtype, options) for all sizes and types, with either factor transposed and not.
+template <class F>
+void for_each_product(F&& check) {
     for (const Size& s : kSizes)
         for (DType dtype : kFloatDTypes)
             for (DType out_dtype : {dtype, DType::f32})
                 for (int transposes = 0; transposes < 4; ++transposes) {
                     MatmulOptions o;
                     o.transpose_a = transposes & 1, o.transpose_b = transposes & 2;
-                    check_product(s, dtype, out_dtype, o, false);
-                    check_product(s, dtype, out_dtype, o, true);
-                    o.alpha = 0.5f, o.beta = 1.0f;
-                    check_product(s, dtype, out_dtype, o, false);
-                    o.alpha = -1.5f, o.beta = 2.0f;
-                    check_product(s, dtype, out_dtype, o, false);
+                    check(s, dtype, out_dtype, o);
                 }
+}
+
+}  // namespace
+
+TEST_CASE("matmul against float64", "[matmul]") {
+    for_each_product([](const Size& s, DType dtype, DType out_dtype, MatmulOptions o) {
+        check_product(s, dtype, out_dtype, o, false);
+        check_product(s, dtype, out_dtype, o, true);
+        o.alpha = 0.5f, o.beta = 1.0f;
+        check_product(s, dtype, out_dtype, o, false);
+        o.alpha = -1.5f, o.beta = 2.0f;
+        check_product(s, dtype, out_dtype, o, false);
+    });
 }
 
 // Products that cuBLASLt has no algorithm for, and of which float32 sums are in one order.
 TEST_CASE("plain matmul against float64", "[matmul]") {
-    for (const Size& s : kSizes)
-        for (DType dtype : kFloatDTypes)
-            for (DType out_dtype : {dtype, DType::f32})
-                for (int transposes = 0; transposes < 4; ++transposes) {
-                    MatmulOptions o;
-                    o.transpose_a = transposes & 1, o.transpose_b = transposes & 2;
-                    check_product(s, dtype, out_dtype, o, true, plain_matmul);
-                    o.alpha = -1.5f, o.beta = 2.0f;
-                    check_product(s, dtype, out_dtype, o, false, plain_matmul);
-                }
+    for_each_product([](const Size& s, DType dtype, DType out_dtype, MatmulOptions o) {
+        check_product(s, dtype, out_dtype, o, true, plain_matmul);
+        o.alpha = -1.5f, o.beta = 2.0f;
+        check_product(s, dtype, out_dtype, o, false, plain_matmul);
+    });
 }
 
 namespace {
