@@ -278,14 +278,14 @@ void print_training(const Results& r, const std::string& folder) {
         std::printf("| %s | %lld | %s | %lld | %s | %s | %s | %s | %s |\n", t.model.c_str(),
                     static_cast<long long>(t.seq), t.who.c_str(), static_cast<long long>(t.batch),
                     t.tokens_per_s > 0 ? human_count(t.tokens_per_s).c_str() : "failed",
-                    t.tokens_per_s > 0 ? format("%.1f %%", 100 * mfu).c_str() : "",
+                    mfu > 0 ? format("%.1f %%", 100 * mfu).c_str() : "",
                     t.peak_bytes > 0 ? human_bytes(t.peak_bytes).c_str() : "", ratio_text(ratio).c_str(),
                     t.note.c_str());
         bars.push_back({concat(t.model, ", ", t.seq, " tokens: ", t.who), mfu, ratio, false});
     }
     std::printf(
         "\nMFU: operations of the model (causal attention counted half) per second over the matmul rate measured in "
-        "this run. "
+        "this run; empty where it measured none. "
         "Peak memory: the most that the device said was in use while the program ran, less what was in use before; on "
         "the CPU "
         "the program's resident set.\n");
@@ -348,6 +348,9 @@ std::string tidy_name(std::string name) {
 struct Event {
     double start_ns, duration_ns;
     std::string name;
+    bool ours;  // our kernels are all in anonymous namespaces, the libraries' are not
+
+    std::string base() const { return name.substr(0, name.find('<')); }
 };
 
 std::string lower(std::string text) {
@@ -360,31 +363,50 @@ bool is_adamw(const std::string& name) { return std::regex_search(lower(name), s
 
 bool is_copy(const std::string& name) { return lower(name).rfind("mem", 0) == 0; }  // memset, memcpy
 
-// Of each event of a step the launch of the account, or launches.size(). Both are in order. The libraries' names of
-// products are unknown, and one may be two kernels; the CPU device's trace has no copies.
-std::vector<size_t> match(const std::vector<std::string>& events, const std::vector<Launch>& launches) {
-    std::map<std::string, int> known;
-    for (const Launch& launch : launches) known[launch.kernel] = 1;
-    const auto base = [](const std::string& name) { return name.substr(0, name.find('<')); };
-    std::vector<size_t> found(events.size(), launches.size());
-    size_t next = 0;
-    for (size_t i = 0; i < events.size(); ++i) {
-        const std::string name = base(events[i]);
-        const bool is_product = name == "matmul" || (!is_copy(name) && known.count(name) == 0);
-        const auto fits = [&](const Launch& launch) {
-            return is_product      ? launch.kernel == "matmul"
-                   : is_copy(name) ? is_copy(launch.kernel)
-                                   : launch.kernel == name;
-        };
-        size_t at = next;
-        while (at < launches.size() && is_copy(launches[at].kernel) && !is_copy(name)) ++at;
-        if (at < launches.size() && fits(launches[at])) found[i] = at, next = at + 1;
-        else if (is_product && i > 0) found[i] = found[i - 1];  // its second kernel
-        else {
-            while (at < launches.size() && !fits(launches[at])) ++at;
-            if (at < launches.size()) found[i] = at, next = at + 1;
-        }
+// Of each event of a step the launch of the account that it belongs to, or launches.size(). Our kernels have the names
+// that the account gives them; a product has any name of the library's. But one product is a row of several events on a
+// GPU: cuBLASLt may fill its workspace first, and add up parts of K or sum a bias' gradient afterwards. And the CPU
+// device's trace has no copies. So the two rows are aligned, in order, such that most events find a launch (the longest
+// common subsequence, weighted); then the events that are left go to the product that they stand beside, or to a launch
+// of their name.
+std::vector<size_t> match(const std::vector<Event>& events, const std::vector<Launch>& launches) {
+    const size_t n_events = events.size(), n_launches = launches.size();
+    // Names as numbers, which are compared n_events * n_launches times. Zero is a product.
+    constexpr int kProduct = 0, kUnknown = -1;
+    std::map<std::string, int> known{{"matmul", kProduct}};
+    std::vector<int> launch_ids, event_ids;
+    for (const Launch& launch : launches)
+        launch_ids.push_back(known.try_emplace(launch.kernel, static_cast<int>(known.size())).first->second);
+    std::vector<int> weights;  // our names are sure; a fill is as likely to be the library's
+    for (const Event& event : events) {
+        const auto at = known.find(event.base());
+        const bool library = at == known.end() && !event.ours && !is_copy(event.name);
+        event_ids.push_back(at != known.end() ? at->second : library ? kProduct : kUnknown);
+        weights.push_back(is_copy(event.name) ? 1 : !library ? 4 : event.name.rfind("cublasLt::", 0) == 0 ? 2 : 3);
     }
+    // best(i, j): the most that events from i on can have with launches from j on.
+    std::vector<int> table((n_events + 1) * (n_launches + 1));
+    const auto best = [&](size_t i, size_t j) -> int& { return table[i * (n_launches + 1) + j]; };
+    for (size_t i = n_events; i-- > 0;)
+        for (size_t j = n_launches; j-- > 0;) {
+            best(i, j) = std::max(best(i + 1, j), best(i, j + 1));
+            if (event_ids[i] == launch_ids[j]) best(i, j) = std::max(best(i, j), weights[i] + best(i + 1, j + 1));
+        }
+    std::vector<size_t> found(n_events, n_launches);
+    for (size_t i = 0, j = 0; i < n_events && j < n_launches;) {
+        if (event_ids[i] == launch_ids[j] && best(i, j) == weights[i] + best(i + 1, j + 1)) found[i++] = j++;
+        else if (best(i, j) == best(i, j + 1)) ++j;
+        else ++i;
+    }
+    const auto is_product = [&](size_t launch) { return launch < n_launches && launch_ids[launch] == kProduct; };
+    for (size_t i = 1; i < n_events; ++i)  // after its product
+        if (found[i] == n_launches && event_ids[i] == kProduct && is_product(found[i - 1])) found[i] = found[i - 1];
+    for (size_t i = n_events; i-- > 1;)  // before it
+        if (found[i - 1] == n_launches && is_copy(events[i - 1].name) && is_product(found[i])) found[i - 1] = found[i];
+    for (size_t i = 0; i < n_events; ++i)
+        if (found[i] == n_launches && event_ids[i] > kProduct)
+            found[i] =
+                static_cast<size_t>(std::find(launch_ids.begin(), launch_ids.end(), event_ids[i]) - launch_ids.begin());
     return found;
 }
 
@@ -398,7 +420,9 @@ void profile(const std::string& folder) {
 
     std::vector<Event> events;
     for (const Row& row : read_tsv(folder + "/trace.tsv"))
-        if (row.size() == 3) events.push_back({number(row[0]), number(row[1]), tidy_name(row[2])});
+        if (row.size() == 3)
+            events.push_back({number(row[0]), number(row[1]), tidy_name(row[2]),
+                              row[2].find("(anonymous namespace)::") != std::string::npos});
     std::stable_sort(events.begin(), events.end(),
                      [](const Event& a, const Event& b) { return a.start_ns < b.start_ns; });
 
@@ -435,14 +459,16 @@ void profile(const std::string& folder) {
     std::map<std::pair<std::string, size_t>, Kernel> by_name;
     double busy_s = 0;
     for (size_t step = 1; step + 1 < ends.size(); ++step) {
-        std::vector<std::string> names;
-        for (size_t i = ends[step] + 1; i <= ends[step + 1]; ++i) names.push_back(events[i].name);
-        const std::vector<size_t> launch = match(names, launches);
-        for (size_t i = 0; i < names.size(); ++i) {
+        const auto begin = events.begin() + static_cast<std::ptrdiff_t>(ends[step] + 1),
+                   end = events.begin() + static_cast<std::ptrdiff_t>(ends[step + 1] + 1);
+        const std::vector<Event> step_events(begin, end);
+        const std::vector<size_t> launch = match(step_events, launches);
+        for (size_t i = 0; i < launch.size(); ++i) {
+            const Event& event = step_events[i];
             const size_t part = part_of(launch[i] < launches.size() ? launches[launch[i]].group : "not in the account");
-            Kernel& kernel = by_name[{names[i], part}];
-            kernel.name = names[i], kernel.part = part;
-            kernel.seconds += 1e-9 * events[ends[step] + 1 + i].duration_ns / static_cast<double>(n_steps);
+            Kernel& kernel = by_name[{event.name, part}];
+            kernel.name = event.name, kernel.part = part;
+            kernel.seconds += 1e-9 * event.duration_ns / static_cast<double>(n_steps);
             kernel.launches += 1.0 / static_cast<double>(n_steps);
         }
     }

@@ -169,6 +169,10 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
     std::snprintf(ratio, sizeof ratio, "| %.2f | note |", 0.5e12 / flops / 1000);
     CHECK_THAT(outcome.out, ContainsSubstring(ratio));
 
+    // A run that measured no limit has no MFU.
+    spit(folder / "results.tsv", "train\tours\ttiny\t64\t4\t1000\t0\tnote\n");
+    CHECK_THAT(run_shell(command).out, ContainsSubstring("| 4 | 1.0k |  |  |  | note |"));
+
     // Shapes that differ, and lines that nobody writes.
     for (const std::string bad :
          {"kernel\tours\ttiny\tgelu\tforward\tN=1\t1\t1\t1\nkernel\teager\ttiny\tgelu\tforward\tN=2\t1\t0\t0\n",
@@ -230,6 +234,70 @@ TEST_CASE("bench_report: a profile of three steps by hand", "[program][harness]"
     const Outcome few = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
     CHECK(few.status == 2);
     CHECK_THAT(few.err, ContainsSubstring("whole training steps"));
+}
+
+TEST_CASE("bench_report: a profile with the names and the extra kernels of a GPU's libraries", "[program][harness]") {
+    const TempFolder folder;
+    REQUIRE(run_shell(concat(program_path("dev/bench_report"), " config tiny > ", folder / "tiny.json")).status == 0);
+    spit(folder / "results.tsv", "limit\tours\tcopy\t1e9\nlimit\tours\tmatmul f32\t1e12\nstep\ttiny\t2\t16\tbf16\n");
+    // What a step on an H100 has: cuBLASLt fills its workspace before a product, adds up parts of K after it, or sums a
+    // bias' gradient. A bias' gradient is once in a kernel of ours that the account has elsewhere. Times in us.
+    const std::vector<std::pair<int64_t, std::string>> step = {
+        {1, "memcpy"},
+        {10, "void (anonymous namespace)::embedding_forward_kernel<__nv_bfloat16, 8>(__nv_bfloat16*, int const*)"},
+        {1, "memset"},
+        {1000, "nvjet_sm90_tst_96x128_64x7_2x1_v_bz_geluauxbias_auxt_TNN"},
+        {200, "void (anonymous namespace)::layernorm_forward_kernel<__nv_bfloat16, 8, 24>(__nv_bfloat16*, long)"},
+        {2, "memset"},
+        {3000, "nvjet_sm90_tst_176x128_64x5_1x2_h_bz_TNN"},
+        {700, "void (anonymous namespace)::cross_entropy_kernel<__nv_bfloat16, 8, true>(float*, __nv_bfloat16*)"},
+        {3, "memset"},
+        {2000, "sm90_xmma_gemm_bf16bf16_bf16f32_f32_nn_n_tilesize128x128x64_warpgroupsize1x1x1_aux_bf16_dgelu"},
+        {900, "nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_splitK_NTN"},
+        {30,
+         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams<float>)"},
+        {60, "void cublasLt::epilogue::impl::globalKernelBgradAB_v2<8, 128, __nv_bfloat16>(int, int, int)"},
+        {40, "void (anonymous namespace)::add_column_sums_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*)"},
+        {5, "void (anonymous namespace)::forgotten_kernel<float>(float*)"},
+        {20, "void (anonymous namespace)::add_column_sums_kernel<__nv_bfloat16>(__nv_bfloat16*, __nv_bfloat16*)"},
+        {8, "memset"},
+        {300, "void (anonymous namespace)::embedding_backward_kernel<__nv_bfloat16>(__nv_bfloat16*)"},
+        {500,
+         "void (anonymous namespace)::adamw_kernel<(anonymous namespace)::WeightFormat<float>, "
+         "__nv_bfloat16>(float*)"}};
+    std::string trace = "0\t500\tfill_kernel\n";
+    for (int64_t i = 1; i < 7; ++i) {
+        int64_t at = i * 10000000;
+        for (const auto& [us, name] : step) trace += concat(at, "\t", us * 1000, "\t", name, "\n"), at += us * 1000;
+    }
+    spit(folder / "trace.tsv", trace + "70000000\t1\tafter_kernel\n");
+    std::string launches = "kernel\tgroup\tM\tN\tK\treads\twrites\tscratch\tagain\tflops\troofline_s\tpredicted_s\n";
+    for (const auto& [kernel, group] :
+         std::vector<std::pair<std::string, std::string>>{{"memcpy", "copies"},
+                                                          {"embedding_forward_kernel", "embedding"},
+                                                          {"matmul", "block products"},
+                                                          {"layernorm_forward_kernel", "norms"},
+                                                          {"matmul", "head products"},
+                                                          {"cross_entropy_kernel", "cross-entropy"},
+                                                          {"matmul", "block products"},
+                                                          {"matmul", "block products"},
+                                                          {"add_column_sums_kernel", "column sums"},
+                                                          {"memset", "copies"},
+                                                          {"embedding_backward_kernel", "embedding"},
+                                                          {"adamw_kernel", "optimizer"}})
+        launches += concat(kernel, "\t", group, "\t0\t0\t0\t10\t10\t0\t0\t0\t1e-6\t1e-3\n");
+    spit(folder / "launches.tsv", launches);
+    const Outcome outcome = run_shell(concat(program_path("dev/bench_report"), " profile ", folder.path));
+    INFO(outcome.err << outcome.out);
+    REQUIRE(outcome.status == 0);
+    // A part, its time, its share of 10 ms, and 1 ms predicted for each of its launches.
+    for (const std::string row :
+         {"| block products | 3.994 | 39.9 % | 3.000 |", "| head products | 3.002 | 30.0 % | 1.000 |",
+          "| norms | 0.200 | 2.0 % | 1.000 |", "| cross-entropy | 0.700 | 7.0 % | 1.000 |",
+          "| column sums | 0.060 | 0.6 % | 1.000 |", "| embedding | 0.310 | 3.1 % | 2.000 |",
+          "| copies | 0.009 | 0.1 % | 2.000 |", "| optimizer | 0.500 | 5.0 % | 1.000 |",
+          "| not in the account | 0.005 | 0.1 % |"})
+        CHECK_THAT(outcome.out, ContainsSubstring(row));
 }
 
 TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]") {
