@@ -150,14 +150,32 @@ struct TensorMap {
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 constexpr uint64_t kMapTag = 0x54656e736f724d70u;
 
-TensorMap decode(unsigned thread, const CUtensorMap& map, unsigned rank, const void* shared, Here here) {
+TensorMap decode(unsigned thread, const CUtensorMap& map, const int* coordinates, unsigned rank, const void* shared,
+                 Here here) {
     TensorMap decoded;
     std::memcpy(&decoded, &map, sizeof decoded);
     if (decoded.tag != kMapTag || decoded.rank != rank)
         report_in(thread, "no tensor map",
                   "the map at " + place(here) + " is not one of a tensor of rank " + std::to_string(rank));
     check_aligned(thread, shared, 128, "a tile in shared memory", here);
+    if (coordinates[0] * int64_t{decoded.element_bytes} % 16 != 0)
+        report_in(thread, "illegal instruction",
+                  "the box at " + place(here) + " begins at element " + std::to_string(coordinates[0]) +
+                      " of its rows: the copy engine needs a multiple of 16 bytes");
     return decoded;
+}
+// What the copy engine does not check, and then writes elsewhere, or answers with an illegal instruction.
+void check_store(unsigned thread, const TensorMap& map, const int* coordinates, Here here) {
+    for (unsigned d = 0; d < map.rank; ++d)
+        if (coordinates[d] < 0)
+            report_in(thread, "illegal instruction",
+                      "the store at " + place(here) + " begins at " + std::to_string(coordinates[d]) +
+                          " in dimension " + std::to_string(d) + ": boxes that are stored begin inside of the tensor");
+    if (const uint64_t bytes = map.dims[0] * map.element_bytes; bytes % 16 != 0)
+        report_in(thread, "store behind a row",
+                  "the rows of the tensor at " + place(here) + " have " + std::to_string(bytes) +
+                      " bytes: the copy engine writes 16 at a time, and would write over the " +
+                      std::to_string(16 - bytes % 16) + " behind a row");
 }
 size_t box_bytes(const TensorMap& map) {
     size_t bytes = map.element_bytes;
@@ -224,7 +242,7 @@ void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Her
 }
 void tensor_load_by(unsigned thread, void* to, const CUtensorMap& encoded, const int* coordinates, unsigned rank,
                     void* barrier, Here here) {
-    const TensorMap map = decode(thread, encoded, rank, to, here);
+    const TensorMap map = decode(thread, encoded, coordinates, rank, to, here);
     int at[5] = {};
     std::copy(coordinates, coordinates + rank, at);
     const auto copy = [=] {
@@ -238,7 +256,8 @@ void tensor_load_by(unsigned thread, void* to, const CUtensorMap& encoded, const
 }
 void tensor_store_by(unsigned thread, const CUtensorMap& encoded, const int* coordinates, unsigned rank,
                      const void* from, Here here) {
-    const TensorMap map = decode(thread, encoded, rank, from, here);
+    const TensorMap map = decode(thread, encoded, coordinates, rank, from, here);
+    check_store(thread, map, coordinates, here);
     int at[5] = {};
     std::copy(coordinates, coordinates + rank, at);
     const uintptr_t tile = reinterpret_cast<uintptr_t>(from);

@@ -45,6 +45,11 @@ bool is_device_memory(const void* pointer, size_t bytes) {
     const Allocation* allocation = find(pointer, bytes);
     return allocation && allocation->kind != MemoryKind::pinned_host;
 }
+bool is_of_device(const void* pointer) {  // and no page of it can move to the host
+    const std::lock_guard lock(mutex);
+    const Allocation* allocation = find(pointer, 1);
+    return allocation && allocation->kind == MemoryKind::device;
+}
 bool is_managed(const void* pointer, size_t bytes) {
     const std::lock_guard lock(mutex);
     const Allocation* allocation = find(pointer, bytes);
@@ -223,10 +228,14 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     return capturing == cudaStreamCaptureStatusNone && !is_known(to, bytes) ? cudaStreamSynchronize(stream)
                                                                             : cudaSuccess;
 }
+// Of the calls without "Async" in their names only some wait. A copy from pageable memory returns when the bytes are in
+// a staging buffer, a copy or a memset inside of the device at once: streams that do not block the default stream may
+// come before them.
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, Place place) {
     if (const cudaError_t error = refuse_in_capture()) return error;
     if (const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, nullptr, place)) return error;
-    return cudaStreamSynchronize(nullptr);
+    const bool staged = !is_known(from, bytes), inside = is_of_device(from) && is_of_device(to);
+    return staged || inside ? cudaSuccess : cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t stream, Place place) {
     if (bytes == 0) return cudaSuccess;
@@ -241,5 +250,5 @@ cudaError_t cudaMemsetAsync(void* pointer, int value, size_t bytes, cudaStream_t
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes, Place place) {
     if (const cudaError_t error = refuse_in_capture()) return error;
     if (const cudaError_t error = cudaMemsetAsync(pointer, value, bytes, nullptr, place)) return error;
-    return cudaStreamSynchronize(nullptr);
+    return is_of_device(pointer) ? cudaSuccess : cudaStreamSynchronize(nullptr);
 }

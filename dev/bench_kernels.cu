@@ -367,7 +367,7 @@ void print_limits(DType dtype, double budget_s, int max_repeats) {
     const Operation copy{
         "", "", "", 0, 0, [=](Data& d) -> Launch {
             const Tensor from = d.floats({copy_n}), to = d.floats({copy_n});
-            if (!d.counting()) cudaCheck(cudaMemset(from.data, 1, from.bytes()));
+            if (!d.counting()) cudaCheck(cudaMemsetAsync(from.data, 1, from.bytes(), device().stream));
             return [=] {
                 cudaCheck(cudaMemcpyAsync(to.data, from.data, from.bytes(), cudaMemcpyDeviceToDevice, device().stream));
             };

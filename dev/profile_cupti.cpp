@@ -21,9 +21,9 @@
 
 namespace {
 
-// CUPTI gives a buffer back when it is full, and while the program runs only then if all of its records are complete: the
-// next one is begun meanwhile, and a large one that is never full keeps what a killed program did. 64 KiB are some 300
-// kernels, less than a step.
+// CUPTI gives a buffer back when it is full, and while the program runs only then if all of its records are complete:
+// the next one is begun meanwhile, and a large one that is never full keeps what a killed program did. 64 KiB are some
+// 300 kernels, less than a step.
 constexpr size_t kBufferBytes = 64 << 10;
 std::FILE* file = nullptr;
 

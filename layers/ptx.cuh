@@ -422,9 +422,11 @@ __device__ __forceinline__ void wait_for_count(const int* count, int value) {
 #endif
 }
 
-// Boxes of tensors (layers/tensor_map.h): the box whose first element has these coordinates, dimension 0 first.
-// Elements outside of the tensor are zero when loaded, count among the bytes, and are not stored. In shared memory a
-// box is packed, on a boundary of 128 bytes, with its chunks swizzled:
+// Boxes of tensors (layers/tensor_map.h): the box whose first element has these coordinates, dimension 0 first, of
+// which that of dimension 0 is a multiple of 16 bytes. Elements outside of the tensor are zero when loaded, count among
+// the bytes, and are not stored. But stores are of 16 bytes at a time: so rows of a tensor that is stored to have a
+// multiple of 16 bytes, what lies behind them would be overwritten; and a store's coordinates are not negative. In
+// shared memory a box is packed, on a boundary of 128 bytes, with its chunks swizzled:
 //
 //     The address of byte x of the packed box is start + x, and then its bits 4-6 (which 16-byte chunk of a line of
 //     128 bytes) are xored with its bits 7-9 (which line): all three for a swizzle of 128 bytes, the lower two for 64,

@@ -61,8 +61,8 @@ struct DeviceStep {
           positions(DType::i32, {1, s.N}) {
         page_table.set_integers(s.page_table), chunks.set_integers(s.chunks), rows.set_integers(s.rows);
         positions.set_integers(s.positions);
-        cudaCheck(cudaMemset(pool.tensor().data, 0xff, pool.tensor().bytes()));  // NaN
-        cudaCheck(cudaMemset(scales.tensor().data, 0xff, scales.tensor().bytes()));
+        for (const Tensor& tensor : {pool.tensor(), scales.tensor()})  // NaN
+            cudaCheck(cudaMemsetAsync(tensor.data, 0xff, tensor.bytes(), device().stream));
     }
     operator PagedStep() const { return {pool, scales, page_table, chunks, rows}; }
 };

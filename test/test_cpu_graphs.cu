@@ -23,6 +23,7 @@ struct Ints {
     Ints() {
         must(cudaMalloc(reinterpret_cast<void**>(&data), kN * sizeof(int)));
         must(cudaMemset(data, 0, kN * sizeof(int)));
+        must(cudaDeviceSynchronize());  // a memset does not wait, and the streams do not wait for it
     }
     Ints(const Ints&) = delete;
     ~Ints() { cudaFree(data); }

@@ -41,6 +41,7 @@ struct Ints {  // zeros
     explicit Ints(size_t n_) : n(n_) {
         REQUIRE(cudaMalloc(&data, n * sizeof(int)) == cudaSuccess);
         REQUIRE(cudaMemset(data, 0, n * sizeof(int)) == cudaSuccess);
+        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);  // a memset does not wait
     }
     Ints(const Ints&) = delete;
     ~Ints() { cudaFree(data); }
@@ -426,6 +427,7 @@ TEST_CASE("three devices, a thread each", "[.][three_devices]") {
         must(cudaEventCreate(&events[d]));
         must(cudaMalloc(&values[d], sizeof(int)));
         must(cudaMemset(values[d], 0, sizeof(int)));
+        must(cudaDeviceSynchronize());
     }
     must(cudaSetDevice(0));
     for (int step = 0; step < 12; ++step) {

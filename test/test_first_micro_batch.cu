@@ -20,8 +20,10 @@ void check_written(const char* what, DType dtype, const std::vector<std::vector<
                                                   : arena.take("gradient", dtype, {shape[0], shape[1]}));
         if (pass == 0) arena.reserve();
     }
-    for (const Tensor& gradient : added) cudaCheck(cudaMemset(gradient.data, 0, gradient.bytes()));
-    for (const Tensor& gradient : written) cudaCheck(cudaMemset(gradient.data, 0xff, gradient.bytes()));  // NaN
+    const auto fill = [](const std::vector<Tensor>& gradients, int value) {
+        for (const Tensor& x : gradients) cudaCheck(cudaMemsetAsync(x.data, value, x.bytes(), device().stream));
+    };
+    fill(added, 0), fill(written, 0xff);  // 0xff: NaN
     run(added, true);
     run(written, false);
     for (size_t i = 0; i < shapes.size(); ++i) CHECK(to_floats(written[i]) == to_floats(added[i]));
@@ -103,7 +105,7 @@ TEST_CASE("the first micro-batch writes every gradient of a model", "[model]") {
             for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<int32_t>(i * 5 % 31);
             m.set_batch(tokens, tokens);
             const auto gradients = [&](int fill, bool accumulate) {
-                cudaCheck(cudaMemset(m.model.grads.data, fill, m.model.grads.bytes()));
+                cudaCheck(cudaMemsetAsync(m.model.grads.data, fill, m.model.grads.bytes(), device().stream));
                 m.workspace.accumulate = accumulate;
                 forward(m.model, m.acts, m.workspace, device().stream);
                 loss_backward(m.model, m.acts, 1.0f / 14, device().stream);

@@ -27,7 +27,7 @@ Pass pass_of(const Config& config, const Precision& precision, int64_t chunks) {
     loss_forward(m.model, m.acts, stream);
     pass.evaluated = to_floats(m.acts.losses);
     for (const Tensor& tensor : {m.model.grads, m.acts.losses})
-        cudaCheck(cudaMemset(tensor.data, 0xff, tensor.bytes()));
+        cudaCheck(cudaMemsetAsync(tensor.data, 0xff, tensor.bytes(), stream));
     m.workspace.accumulate = false;
     forward(m.model, m.acts, m.workspace, stream);
     loss_backward(m.model, m.acts, 1.0f / kN, stream);

@@ -9,6 +9,7 @@
 // pass. A line that a report must name is marked "// <- case". Several of these mistakes go unnoticed on a GPU, most of
 // the time.
 #include "layers/ptx.cuh"
+#include "layers/tensor_map.h"
 
 #include <cmath>
 #include <cstdio>
@@ -33,6 +34,7 @@ struct Buffer {
     explicit Buffer(size_t n_) : n(n_) { must(cudaMalloc(&data, n * sizeof(float))); }
     explicit Buffer(const std::vector<float>& values) : Buffer(values.size()) {
         must(cudaMemcpy(data, values.data(), n * sizeof(float), cudaMemcpyHostToDevice));
+        must(cudaDeviceSynchronize());  // the bytes may still be on their way
     }
     ~Buffer() { cudaFree(data); }
     std::vector<float> read() const {
@@ -185,6 +187,17 @@ struct Streams {
         cudaEventDestroy(event);
     }
 };
+
+// A memset inside of the device does not wait, although its name does not say Async.
+bool missing_wait_for_memset(bool wrong) {
+    Buffer a(counting(1000)), b(1000);
+    Streams s;
+    must(cudaMemset(a.data, 0, 4000));  // <- missing_wait_for_memset
+    if (!wrong) must(cudaDeviceSynchronize());
+    add_kernel<<<4, 256, 0, s.first>>>(b.data, a.data, 1.0f, 1000);  // <- missing_wait_for_memset
+    must(cudaDeviceSynchronize());
+    return b.read()[999] == 1.0f;
+}
 
 // Who overwrites must wait for who reads.
 bool read_while_overwritten(bool wrong) {
@@ -696,6 +709,36 @@ bool graph_not_waited_for(bool wrong) {
     return c.read()[999] == 1001.0f;
 }
 
+// A box of 16 x 8 numbers goes through shared memory, from one tensor to another.
+__global__ void box_kernel(const __grid_constant__ CUtensorMap to, const __grid_constant__ CUtensorMap from, int from_x,
+                           int to_x) {
+    __shared__ __align__(8) uint64_t landed;
+    unsigned char* tile = shared_tiles();
+    if (threadIdx.x == 0) {
+        mbarrier_init(&landed, 1);
+        fence_proxy_async();
+        mbarrier_arrive_expect_tx(&landed, 512);
+        tensor_load<2>(tile, &from, {from_x, 0}, &landed);  // <- box_off_16_bytes
+        mbarrier_wait(&landed, 0);
+        tensor_store<2>(&to, {to_x, 0}, tile);  // <- store_at_negative store_of_odd_rows
+        bulk_commit();
+        bulk_wait<0>();
+    }
+}
+bool box(int from_x, int to_x, int64_t to_row) {
+    Buffer inp(counting(32 * 8)), out(counting(32 * 8));
+    const auto map = [](const Buffer& x, int64_t row) {
+        return make_tensor_map(x.data, DType::f32, {row, 8}, {32}, {16, 8}, 0);
+    };
+    // <- box_off_16_bytes store_at_negative store_of_odd_rows
+    box_kernel<<<1, 32, 2 * kTileAlignment>>>(map(out, to_row), map(inp, 30), from_x, to_x);
+    must(cudaDeviceSynchronize());
+    return out.read()[8] == 12.0f;
+}
+bool box_off_16_bytes(bool wrong) { return box(wrong ? 6 : 4, 0, 32); }
+bool store_at_negative(bool wrong) { return box(4, wrong ? -4 : 0, 32); }
+bool store_of_odd_rows(bool wrong) { return box(4, 0, wrong ? 30 : 28); }
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -704,8 +747,8 @@ struct Case {
 #define CASE(name) {#name, name}
 const Case cases[] = {
     CASE(missing_syncthreads), CASE(threads_in_order), CASE(missing_syncwarp), CASE(missing_second_syncwarp),
-    CASE(blocks_in_order), CASE(missing_event_wait), CASE(read_while_overwritten), CASE(recorded_too_early),
-    CASE(missing_wait_in_graph), CASE(graph_not_waited_for),
+    CASE(blocks_in_order), CASE(missing_event_wait), CASE(missing_wait_for_memset), CASE(read_while_overwritten),
+    CASE(recorded_too_early), CASE(missing_wait_in_graph), CASE(graph_not_waited_for),
     CASE(two_writers), CASE(writers_in_structures), CASE(missing_stream_sync), CASE(pinned_overwritten),
     CASE(uninitialised_device_memory), CASE(uninitialised_shared_memory), CASE(uninitialised_dynamic_shared_memory),
     CASE(past_the_end), CASE(past_an_odd_end), CASE(before_the_start), CASE(before_a_page), CASE(reads_past_the_end),
@@ -717,7 +760,8 @@ const Case cases[] = {
     CASE(missing_wgmma_commit), CASE(missing_wgmma_wait), CASE(released_too_early), CASE(operand_overwritten),
     CASE(fragment_overwritten), CASE(tile_off_the_pattern), CASE(registers_of_half_a_group), CASE(too_many_registers),
     CASE(ordinary_read_in_flight), CASE(missing_store_fence), CASE(missing_bulk_wait_read), CASE(missing_bulk_wait),
-    CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size),
+    CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size), CASE(box_off_16_bytes), CASE(store_at_negative),
+    CASE(store_of_odd_rows),
 };
 // clang-format on
 
