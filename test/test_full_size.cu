@@ -30,6 +30,7 @@ class Large {
     Large(DType dtype, std::initializer_list<int64_t> dims) : tensor_(make_tensor(nullptr, dtype, dims)) {
         cudaCheck(cudaMalloc(&tensor_.data, tensor_.bytes()));
         cudaCheck(cudaMemset(tensor_.data, 0xff, tensor_.bytes()));  // NaN: what nobody writes shows
+        cudaCheck(cudaDeviceSynchronize());                          // the device's stream does not wait for it
     }
     ~Large() { cudaFree(tensor_.data); }
     Large(const Large&) = delete;
