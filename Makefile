@@ -285,6 +285,10 @@ $(BUILD)/pch/%.h.gch: $(BUILD)/flags
 	@printf '#include <%s>\n' $(PCH_$*) > $(@:.gch=)
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(depend) -x c++-header -c $(@:.gch=) -o $@
 
+# Adam's update runs on the host, too (--offload), and gives the same bits there: nvcc would otherwise round some products and
+# sums once that g++ rounds twice. The kernels wait for memory.
+$(BUILD)/optim/adam.o $(BUILD)/optim/adamw.o: private NVCCFLAGS += -fmad=false
+
 # The page of generate --serve, as a string for C++.
 $(BUILD)/inference/server.o: $(BUILD)/inference/page.inc
 $(BUILD)/inference/server.o: private CXXFLAGS += -I$(BUILD)

@@ -162,13 +162,17 @@ cudaError_t refuse_in_capture() {
     return status;
 }
 
+// A wait for a stream that is not captured is refused like an allocation: an H100 says so (CUDA 13).
 cudaError_t refuse_wait(cudaStream_t of) {
     if (!any_capture()) return cudaSuccess;
-    const std::lock_guard lock(streams_mutex);
-    const Stream& stream = resolve(of);
-    if (stream.captured.capture) return invalidate(*stream.captured.capture, cudaErrorStreamCaptureUnsupported);
-    Capture* const blocking = is_default(stream) ? implicit_capture(stream.device) : nullptr;
-    return blocking ? invalidate(*blocking, cudaErrorStreamCaptureImplicit) : cudaSuccess;
+    {
+        const std::lock_guard lock(streams_mutex);
+        const Stream& stream = resolve(of);
+        if (stream.captured.capture) return invalidate(*stream.captured.capture, cudaErrorStreamCaptureUnsupported);
+        Capture* const blocking = is_default(stream) ? implicit_capture(stream.device) : nullptr;
+        if (blocking) return invalidate(*blocking, cudaErrorStreamCaptureImplicit);
+    }
+    return refuse_in_capture();
 }
 
 cudaError_t refuse_wait_for_device(int device) {

@@ -176,14 +176,14 @@ cudaError_t cudaMallocManaged(void** pointer, size_t bytes, unsigned) {
 }
 cudaError_t cudaMemPrefetchAsync(const void* pointer, size_t bytes, cudaMemLocation, unsigned, cudaStream_t stream,
                                  Place place) {
-    if (!is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
+    if (bytes == 0 || !is_managed(pointer, bytes)) return remember(cudaErrorInvalidValue);
     if (runs_at_once(stream)) return cudaSuccess;
     // No page moves here. But on a GPU a prefetch must not move pages while a kernel uses them: so it counts as a
     // write, and strict mode finds a missing wait.
     return enqueue(stream, [] {}, {"cudaMemPrefetchAsync", place, {{pointer, bytes, true}}});
 }
 cudaError_t cudaMemAdvise(const void* pointer, size_t bytes, cudaMemoryAdvise, cudaMemLocation) {
-    return is_managed(pointer, bytes) ? cudaSuccess : remember(cudaErrorInvalidValue);
+    return bytes > 0 && is_managed(pointer, bytes) ? cudaSuccess : remember(cudaErrorInvalidValue);
 }
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     struct sysinfo info {};

@@ -2,7 +2,8 @@
 # dev/gpu_check.sh BUILD_FOLDER: all checks of correctness that need a GPU.     make gpu-check
 #
 #   1. build        the programs, the tests and dev/, for the GPU found (sm_90a on Hopper)
-#   2. tests        the whole suite: kernels against float64, goldens, programs, ranks that share the GPU (test/run.sh)
+#   2. tests        the whole suite: kernels against float64, goldens, programs, ranks that share the GPU (test/run.sh); on a
+#                   GPU each test in a process of its own, so that a kernel which traps or hangs ends its own test only
 #   3. full size    the tests [full_size] at the sizes of GPT-2 and LLaMA, which tensors of billions of elements take
 #   4. sanitizers   compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the kernel tests, side by side,
 #                   every tensor in an allocation of its own
@@ -79,25 +80,26 @@ tags_of() {
     for name in "$@"; do tags+="${tags:+,}[#test_$name]"; done
     echo "$tags"
 }
+# each FILE FILTER [VARIABLE...]: these tests, each in a process of its own. What is left of the time ends them, not a signal.
+each() { run "${1%.txt}" "$out/$1" env TEST_RUNS="$out/runs" TEST_SECONDS=$(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)) "${@:3}" test/run_each.sh "$build" "$2"; }
 tests_end() { # from Catch2's last lines
     sed -nE 's/^(All tests passed.*|test cases:.*|No tests ran.*)/\1/p' "$1" | tail -n 1 | tr -s ' ' | tr '|' ','
 }
 if wants tests; then
     started=$SECONDS status=0
     if [ -z "$CHECK_TESTS" ]; then
-        run tests "$out/tests.txt" test/run.sh "$build" || status=$?
-        detail=$(tail -n 1 "$out/tests.txt")
+        run tests "$out/tests.txt" env TEST_SECONDS=$(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)) test/run.sh "$build" || status=$?
     else
         # shellcheck disable=SC2046,SC2086
-        run tests "$out/tests.txt" "$build/run_tests" -# "$(tags_of $CHECK_TESTS)" || status=$?
-        detail=$(tests_end "$out/tests.txt")
+        each tests.txt "$(tags_of $CHECK_TESTS)" || status=$?
     fi
-    add tests $status $((SECONDS - started)) "$detail"
+    add tests $status $((SECONDS - started)) "$(tail -n 1 "$out/tests.txt")"
 fi
 if wants full_size; then
     started=$SECONDS status=0
-    run "full size" "$out/full_size.txt" env LLM_FULL_SIZE=$([ $device = cuda ] && echo 1 || echo 0) "$build/run_tests" "[full_size]" || status=$?
-    add "full size" $status $((SECONDS - started)) "$(tests_end "$out/full_size.txt")"
+    # One at a time: each takes most of a GPU's memory.
+    each full_size.txt "[full_size]" LLM_FULL_SIZE=$([ $device = cuda ] && echo 1 || echo 0) TEST_JOBS=1 || status=$?
+    add "full size" $status $((SECONDS - started)) "$(tail -n 1 "$out/full_size.txt")"
 fi
 
 # The tests of kernels: those of the files in layers/, layers/flash_attention/ and optim/.
@@ -110,8 +112,8 @@ done
 filter=$(tags_of "${kernel_tests[@]}")
 if wants kernel_tests; then
     started=$SECONDS status=0
-    run "kernel tests" "$out/kernel_tests.txt" "$build/run_tests" -# "$filter" || status=$?
-    add "kernel tests" $status $((SECONDS - started)) "$(tests_end "$out/kernel_tests.txt")"
+    each kernel_tests.txt "$filter" || status=$?
+    add "kernel tests" $status $((SECONDS - started)) "$(tail -n 1 "$out/kernel_tests.txt")"
 fi
 if wants sanitizers && [ $device = cpu ]; then
     for seed in 1 2; do

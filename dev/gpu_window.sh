@@ -18,7 +18,7 @@
 #   SECONDS=540                       of all steps together
 #   WINDOW_STEPS="build smoke training profile kernels torch tests"
 #   MODEL=gpt2 BATCH=64 SEQ=1024 DTYPE=bf16      (on the CPU device: toys, fp32)
-#   SMOKE_SECONDS=25                  of one smoke test
+#   SMOKE_SECONDS=25                  of one smoke test; TEST_JOBS of them at a time (test/run_each.sh)
 #   LLM_PYTHON=python3                the Python that has PyTorch
 #   WINDOW_OUT=build/<device>/window
 set -u
@@ -96,18 +96,13 @@ fi
 
 if wants smoke; then
     # "[hopper]" on a GPU: the copy engine, mbarriers and wgmma; and attention on them. One process each.
-    n_smoke=0 smoke_started=$SECONDS
-    while read -r name; do
-        n_smoke=$((n_smoke + 1))
-        started=$SECONDS status=0
-        limited "$SMOKE_SECONDS" env LAUNCH_BLOCKING=1 OMP_NUM_THREADS=1 "$build/run_tests" "$name" || status=$?
-        [ $status = 0 ] && continue
-        row "smoke: ${name//|/ }" $status $((SECONDS - started)) "$(first_error | tr '|' '/' | cut -c 1-120)"
-        attention=mma
-    done < <("$build/run_tests" --list-test-names-only "[hopper]~[model]" 2> /dev/null | sed 's/,/\\,/g' | grep . ||
-        "$build/run_tests" --list-tests --verbosity quiet "[hopper]~[model]" | sed 's/,/\\,/g' | grep .)
-    row "smoke: $n_smoke kernels and pieces of them" "$([ $attention = auto ] && [ $n_smoke -gt 0 ] && echo 0 || echo 1)" $((SECONDS - smoke_started)) \
-        "what follows uses --attention $attention"
+    smoke_started=$SECONDS status=0
+    limited 150 env LAUNCH_BLOCKING=1 TEST_RUNS="$work/smoke" TEST_TIMEOUT="$SMOKE_SECONDS" TEST_SECONDS=140 test/run_each.sh "$build" "[hopper]~[model]" || status=$?
+    while read -r failed_test; do
+        row "smoke: ${failed_test//|/ }" 1 "" ""
+    done < <(sed -n 's/^FAILED: //p' "$work/out" | cut -c 1-200)
+    [ $status = 0 ] || attention=mma
+    row "smoke: kernels and pieces of them" $status $((SECONDS - smoke_started)) "$(last_line); what follows uses --attention $attention"
 fi
 [ $attention = auto ] && train_flags="" || train_flags="--attention $attention"
 

@@ -49,8 +49,11 @@ inline std::string mpirun_command(int n, int seconds = 60) {
 
 // Are the bytes that cudaMemGetInfo says were taken those that were planned? The CPU device counts bytes. A GPU hands
 // out memory in pieces of 2 MiB: each of the at most 16 arenas may take one more piece than its bytes, or lie in a
-// piece that was taken before it.
+// piece that was taken before it. While other tests use the GPU nobody can say: test/run_each.sh, which runs the tests
+// [alone] afterwards.
+inline bool gpu_is_shared() { return !device().is_cpu && std::getenv("LLM_GPU_SHARED") != nullptr; }
 inline bool taken_as_planned(double taken, double planned) {
+    if (gpu_is_shared()) return true;
     const double difference = std::abs(taken - planned);
     return device().is_cpu ? difference == 0 : difference <= 16 * 0x1p21;
 }

@@ -8,6 +8,8 @@
 #
 # Two runs go on at the same time, each mostly on one core: the tests of programs; and strict mode, then the other tests.
 #
+# On a GPU each test has a process of its own: test/run_each.sh.
+#
 # Each run leaves a log (test/main.cu writes it) and its output in BUILD_FOLDER/test_runs. Only what failed is shown.
 set -u
 cd "$(dirname "$0")/.."
@@ -15,6 +17,7 @@ cd "$(dirname "$0")/.."
 [ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
 build=$1
 shift
+[[ $build == build/cpu* ]] || exec test/run_each.sh "$build"
 runs=$build/test_runs
 rm -rf "$runs" && mkdir -p "$runs"
 
@@ -47,37 +50,12 @@ strict_runs() {
     for seed in 1 2 3; do CUDA_CPU_STRICT=$seed run "strict-seed-$seed" --filenames-as-tags "$filter"; done
 }
 
-if [[ $build == build/cpu* ]]; then
-    set -m  # a process group of its own, that ends with us
-    { strict_runs "$@"; run functions '~[.]~[program]'; } > "$runs/beside.txt" &
-    beside=$!
-    set +m
-    trap 'kill -- -$beside 2> /dev/null' EXIT
-    run programs '[program]~[.]'
-    wait "$beside"
-    cat "$runs/beside.txt"
-else
-    run normal
-fi
-
-# A log has one line for the start of a test, and one for its end: "passed|failed|skipped <bits>", tabs between. A test that
-# started and did not end has crashed or hung. One that read nothing back has no bits.
-awk -F '\t' '
-    function fail(name, why) { if (!(name in failed)) { failed[name] = 1; print "FAILED: " name " (" why ")" } }
-    FNR == 1 { finish(); run = FILENAME; sub(/.*\//, "", run); sub(/\.log$/, "", run) }
-    function finish() { if (running != "") fail(running, "ended " run ": a crash, or it hung"); running = "" }
-    $1 == "start" { running = $2; seen[$2] = 1; next }
-    {
-        running = ""
-        if ($1 == "failed") fail($2, run)
-        if ($1 == "skipped" && !($2 in skipped)) { skipped[$2] = 1; print "skipped: " $2 ": " $4 }
-        if ($1 == "passed" && ($2 in bits) && bits[$2] != $3) fail($2, "its results differ in their bits: " bits_run[$2] ", " run)
-        if ($1 == "passed" && !($2 in bits)) { bits[$2] = $3; bits_run[$2] = run }
-    }
-    END {
-        finish()
-        for (name in seen) if (name in failed) n_failed++; else if (name in skipped) n_skipped++; else n_passed++
-        if (n_passed + n_failed == 0) { print "no test ran"; n_failed = 1 }
-        printf "%d passed, %d failed%s\n", n_passed, n_failed, n_skipped ? ", " n_skipped " skipped" : ""
-        exit n_failed > 0
-    }' "$runs"/*.log
+set -m  # a process group of its own, that ends with us
+{ strict_runs "$@"; run functions '~[.]~[program]'; } > "$runs/beside.txt" &
+beside=$!
+set +m
+trap 'kill -- -$beside 2> /dev/null' EXIT
+run programs '[program]~[.]'
+wait "$beside"
+cat "$runs/beside.txt"
+awk -F '\t' -f test/summary.awk "$runs"/*.log

@@ -28,6 +28,7 @@ struct Buffer {
     explicit Buffer(size_t n_) : n(n_) {
         REQUIRE(cudaMalloc(&data, n * sizeof(T)) == cudaSuccess);
         REQUIRE(cudaMemset(data, 0, n * sizeof(T)) == cudaSuccess);
+        REQUIRE(cudaStreamSynchronize(nullptr) == cudaSuccess);  // the memset was put on a stream, no more
     }
     explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) {
         REQUIRE(cudaMemcpy(data, values.data(), n * sizeof(T), cudaMemcpyHostToDevice) == cudaSuccess);

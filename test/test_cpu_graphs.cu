@@ -210,8 +210,11 @@ TEST_CASE("what would wait for captured work is an error, and makes the capture 
     stream.begin();
     CHECK(fails_as(cudaErrorStreamCaptureUnsupported, cudaDeviceSynchronize()));
     check_void(stream);
-    stream.begin();
-    other.wait();  // this one is not captured
+    stream.begin();  // another stream, which is not captured: its wait is refused as cudaMalloc is, by the mode
+    CHECK(fails_as(cudaErrorStreamCaptureUnsupported, cudaStreamSynchronize(other)));
+    check_void(stream);
+    stream.begin(cudaStreamCaptureModeRelaxed);
+    other.wait();
     CHECK(status_of(stream) == cudaStreamCaptureStatusActive);
     const Graph nothing(stream);
     CHECK(nothing.n() == 0);

@@ -62,7 +62,7 @@ void check_refused(const std::string& program, const std::string& arguments, con
 
 }  // namespace
 
-TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]") {
+TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev][alone]") {
     const TempFolder folder;
     const std::string picture = folder / "law.png";
     const Outcome outcome =

@@ -19,7 +19,7 @@ TEST_CASE("greedy answers are those of transformers' generate", "[inference][eng
     }
 }
 
-TEST_CASE("inference takes the memory that it plans, and no more while it runs", "[inference][engine]") {
+TEST_CASE("inference takes the memory that it plans, and no more while it runs", "[inference][engine][alone]") {
     const auto free_bytes = [] {
         size_t free = 0, all = 0;
         cudaCheck(cudaMemGetInfo(&free, &all));
@@ -54,7 +54,7 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
         const double before = free_bytes();
         LoadedModel m(c.folder, "", c.dtype, c.format, c.options, c.draft);
         const double planned = static_cast<double>(m.device_bytes() - device().blas_workspace_bytes);
-        CHECK(free_bytes() == before);
+        CHECK(taken_as_planned(before - free_bytes(), 0));
         m.load();
         // In strict mode each tensor is an allocation of its own, in whole pages.
         if (std::getenv("CUDA_CPU_STRICT") == nullptr) CHECK(taken_as_planned(before - free_bytes(), planned));
@@ -71,7 +71,7 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
         }
         while (m.engine->step()) {
         }
-        CHECK(free_bytes() == loaded);
+        CHECK(taken_as_planned(loaded - free_bytes(), 0));  // a GPU loads kernels when they first run
     }
 }
 

@@ -39,6 +39,14 @@ void make_executable(const std::string& path, const std::string& text) {
     std::filesystem::permissions(path, std::filesystem::perms::owner_all);
 }
 
+// The beginning of a run_tests that pretends: it lists these tests, once, and logs that one passed.
+std::string pretend_to_test(const std::string& names) {
+    return concat("case \"$*\" in --list-test-names-only | *--list*'~[program]~[alone]~[.]'*) printf '", names,
+                  "\\n'; exit ;; *--list*) exit ;; esac\n",
+                  "[ -z \"$LLM_TEST_LOG\" ] || printf 'start\\t%s\\npassed\\t%s\\t0\\t\\n' \"$1\" \"$1\" > "
+                  "\"$LLM_TEST_LOG\"\n");
+}
+
 }  // namespace
 
 TEST_CASE("make bench: every operation and a training run, alone", "[program][harness]") {
@@ -171,7 +179,7 @@ TEST_CASE("bench_report: shares, ratios and MFU by hand", "[program][harness]") 
 
     // A run that measured no limit has no MFU.
     spit(folder / "results.tsv", "train\tours\ttiny\t64\t4\t1000\t0\tnote\n");
-    CHECK_THAT(run_shell(command).out, ContainsSubstring("| 4 | 1.0k |  |  |  | note |"));
+    CHECK_THAT(run_shell(command).out, ContainsSubstring("| 4 | 1k |  |  |  | note |"));
 
     // Shapes that differ, and lines that nobody writes.
     for (const std::string bad :
@@ -333,7 +341,8 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
     const std::string build = folder / "build-cuda", bin = folder / "bin";
     std::filesystem::create_directories(build);
     std::filesystem::create_directories(bin);
-    make_executable(build + "/run_tests", "echo 'All tests passed (3 assertions in 1 test case)'\n");
+    make_executable(build + "/run_tests",
+                    pretend_to_test("a test") + "echo 'All tests passed (3 assertions in 1 test case)'\n");
     make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
     make_executable(bin + "/compute-sanitizer",
                     "[ $2 = racecheck ] && { echo '========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 "
@@ -348,12 +357,13 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
         CHECK_THAT(table, ContainsSubstring(row));
 
     // Tests that fail, tests that take too long.
-    make_executable(build + "/run_tests", "echo 'test cases: 2 | 1 passed | 1 failed'; exit 1\n");
+    make_executable(build + "/run_tests",
+                    pretend_to_test("a test") + "echo 'test cases: 2 | 1 passed | 1 failed'; exit 1\n");
     const Outcome failing =
         run_script("gpu_check.sh",
                    concat("PATH=", bin, ":$PATH CHECK_STEPS=tests CHECK_TESTS=gelu CHECK_OUT=", folder.path), build);
     CHECK(failing.status == 1);
-    CHECK_THAT(failing.out, ContainsSubstring("| tests | FAILED |"));
+    CHECK_THAT(failing.out, ContainsSubstring("| tests | FAILED |") && ContainsSubstring("0 passed, 1 failed"));
     make_executable(build + "/run_tests", "sleep 60\n");
     const Outcome slow = run_script(
         "gpu_check.sh",
@@ -372,8 +382,9 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
     make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
     make_executable(
         build + "/run_tests",
-        "case $1 in --list*) printf 'works\\nhangs\\ntraps\\n' ;; hangs) trap '' TERM; while :; do sleep 1; done ;;"
-        " traps) echo 'CUDA: an illegal instruction was trapped: error'; exit 42 ;; *) echo ok ;; esac\n");
+        pretend_to_test("works\\nhangs\\ntraps") +
+            "case $1 in hangs) trap '' TERM; while :; do sleep 1; done ;;"
+            " traps) echo 'CUDA: an illegal instruction was trapped: error'; exit 42 ;; *) echo ok ;; esac\n");
     const Outcome outcome = run_script(
         "gpu_window.sh",
         concat("PATH=", bin,
@@ -382,19 +393,21 @@ TEST_CASE("make gpu-window: a kernel that hangs and one that traps do not stop t
     INFO(outcome.err << outcome.out);
     CHECK(outcome.status == 1);
     const std::string table = slurp(folder / "out/table.md");
-    for (const std::string row : {"gpu-window on NVIDIA Pretender, 1.2, 60 s", "| smoke: hangs | TIME LIMIT |",
-                                  "| smoke: traps | FAILED (42) |", "an illegal instruction was trapped",
-                                  "what follows uses --attention mma", "| training: gpt2, bf16, 64 x 1024 | FAILED"})
+    for (const std::string row :
+         {"gpu-window on NVIDIA Pretender, 1.2, 60 s", "| smoke: hangs (STOPPED after 1 s)",
+          "| smoke: traps (status 42, 0 s): CUDA: an illegal instruction was trapped",
+          "1 passed, 2 failed; what follows uses --attention mma", "| training: gpt2, bf16, 64 x 1024 | FAILED"})
         CHECK_THAT(table, ContainsSubstring(row));
     CHECK(count(table, "smoke: works") == 0);
     CHECK_THAT(outcome.out, ContainsSubstring(table));
-    CHECK_THAT(slurp(folder / "out/log.txt"), ContainsSubstring("run_tests works"));
 }
 
 TEST_CASE("make gpu-bundle: what a machine without a network lacks", "[program][harness]") {
     const TempFolder folder;
     const std::string bundle = folder / "bundle";
     const Outcome outcome = run_script("gpu_bundle.sh", "", bundle);
+    if (outcome.err.find("here: ./install.sh first") != std::string::npos)
+        SKIP_TEST("needs the packages that a bundle is made of: ./install.sh");
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     // The headers alone are enough for a program that uses all of them.

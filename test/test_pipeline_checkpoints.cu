@@ -82,7 +82,7 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
 }
 
 TEST_CASE("the plan of a pipeline has a row for each rank, and rank 0's memory is what the run takes",
-          "[program][ranks][pipeline]") {
+          "[program][ranks][pipeline][alone]") {
     Runs runs;
     for (const std::string schedule : {"1f1b", "zb-h1", "interleaved"}) {
         const std::string flags =

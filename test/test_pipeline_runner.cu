@@ -236,7 +236,7 @@ TEST_CASE("an evaluation's forwards go through the stages alone", "[pipeline]") 
     }
 }
 
-TEST_CASE("the measured bubble is the simulated one", "[pipeline]") {
+TEST_CASE("the measured bubble is the simulated one", "[pipeline][alone]") {
     if (strict()) SKIP_TEST("strict mode does not run streams when they could");
     // Long enough that what the runner itself takes, and the time until a thread goes on, do not count.
     Times times;

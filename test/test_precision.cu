@@ -184,7 +184,7 @@ TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "
     }
 }
 
-TEST_CASE("the plan is what the run takes", "[program][plan]") {
+TEST_CASE("the plan is what the run takes", "[program][plan][alone]") {
     const std::string combinations[] = {
         "--dtype fp32",
         "--dtype fp32 --optimizer sgd --recompute full",

@@ -69,7 +69,9 @@ double common_start(const RankState& state, HostTransport& control, bool process
 std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& state,
                                             const std::shared_ptr<HostTransport>& control, bool processes) {
     const RankOptions& options = state->options;
-    const bool own_gpus = !kCpuDevice && all_agree(*control, ranks_here(*state) <= device_count());
+    // Threads share this machine's GPUs, however many machines they pretend to be (ranks_per_node).
+    const int n_here = processes ? ranks_here(*state) : state->size;
+    const bool own_gpus = !kCpuDevice && all_agree(*control, n_here <= device_count());
     const std::string reason = kCpuDevice            ? "the device is the CPU"
                                : !nccl_is_built_in() ? "built without NCCL"
                                : !own_gpus           ? "ranks share a GPU"
@@ -78,8 +80,7 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
     const bool nccl = options.comm == "nccl" || (options.comm == "auto" && reason.empty());
     if (state->rank == 0 && !options.quiet) {
         std::printf("ranks    %d %s on %d device%s of %s; messages by %s (%s)\n", state->size,
-                    processes ? "processes (MPI)" : "threads of this process",
-                    std::min(processes ? ranks_here(*state) : state->size, device_count()),
+                    processes ? "processes (MPI)" : "threads of this process", std::min(n_here, device_count()),
                     device_count() == 1 ? "" : "s", device().name.c_str(),
                     nccl        ? "NCCL"
                     : processes ? "MPI"

@@ -90,7 +90,7 @@ void OffloadedUpdate::take_memory(Arena& pinned) {
         pages_ = all_pages();
         for (const auto& pages : pages_)
             for (const Tensor& tensor : pages)
-                if (tensor)  // home is the host
+                if (tensor && tensor.n() > 0)  // home is the host
                     cudaCheck(cudaMemAdvise(tensor.data, tensor.bytes(), cudaMemAdviseSetPreferredLocation,
                                             place_of_pages(false)));
         return;
