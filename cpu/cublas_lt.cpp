@@ -67,6 +67,9 @@ cublasStatus_t check_epilogue(const cublasLtMatmulDescOpaque_t& operation, const
                               const cublasLtMatrixLayoutOpaque_t& d, int32_t bias_type) {
     if (!epilogue_is_known(operation.epilogue)) return CUBLAS_STATUS_NOT_SUPPORTED;
     constexpr uint32_t uses_bias = CUBLASLT_EPILOGUE_BIAS | 16 | CUBLASLT_EPILOGUE_BGRADA | CUBLASLT_EPILOGUE_BGRADB;
+    // Seen on an H100, with cuBLASLt 13.0. Which of the attributes it is that does not fit, it does not say.
+    if (!(operation.epilogue & uses_bias) && (operation.bias || operation.bias_batch_stride != 0))
+        return CUBLAS_STATUS_INVALID_VALUE;
     if (operation.epilogue & uses_bias) {
         if (!operation.bias) return CUBLAS_STATUS_INVALID_VALUE;
         if (operation.bias_type != -1 && operation.bias_type != bias_type) return CUBLAS_STATUS_NOT_SUPPORTED;
@@ -139,6 +142,7 @@ cublasStatus_t check(const cublasLtMatmulDescOpaque_t& operation, const Layout& 
         case CUBLAS_COMPUTE_32F_FAST_TF32: break;
         default: return CUBLAS_STATUS_NOT_SUPPORTED;
     }
+    if (a.type != b.type && !(is_fp8(a.type) && is_fp8(b.type))) return CUBLAS_STATUS_INVALID_VALUE;
     if (operation.scale_type != CUDA_R_32F || operation.transpose_c != CUBLAS_OP_N || c.order != d.order)
         return CUBLAS_STATUS_NOT_SUPPORTED;
     if (operation.pointer_mode != CUBLASLT_POINTER_MODE_HOST && operation.pointer_mode != CUBLASLT_POINTER_MODE_DEVICE)
@@ -377,7 +381,6 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (!operation || !a_layout || !b_layout || !c_layout || !d_layout || !preference || !results || !returned_count ||
         requested_count < 1)
         return CUBLAS_STATUS_INVALID_VALUE;
-    *returned_count = 0;
     for (const uint32_t alignment :
          {preference->a_alignment, preference->b_alignment, preference->c_alignment, preference->d_alignment})
         if (alignment == 0 || (alignment & (alignment - 1)) != 0) return CUBLAS_STATUS_INVALID_VALUE;

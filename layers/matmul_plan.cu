@@ -7,7 +7,9 @@
 //                                                      it where it is for us
 //
 // and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32,
-// before the one rounding to out's type. The sum of each row of op(a) is that of a column of its "B": BGRADB.
+// before the one rounding to out's type. (On an H100 some of its kernels were seen to round before they add, too, and
+// so have one rounding more: for rows off 16 bytes, and with beta = 1.) The sum of each row of op(a) is that of a
+// column of its "B": BGRADB.
 //
 // It asks for a description of each matrix, and for an algorithm, of which it has hundreds. Its heuristic orders them
 // by type and shape, but which one is the fastest, only a clock knows. So each product of a run can be timed once
@@ -30,6 +32,8 @@ namespace {
 
 constexpr int kCandidates = 16;
 constexpr uint32_t kAlignment = 16;  // bytes: where operands start (describe_product checks it)
+// CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: where a kernel cuts K, its parts are added in float32, not in out's type.
+constexpr uint32_t kPartsInFloat32 = 2;
 
 cudaDataType cuda_type(DType dtype) {
     switch (dtype) {
@@ -147,6 +151,7 @@ std::vector<cublasLtMatmulAlgo_t> candidates_of(const Product& p, Plan& plan, in
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
+    if (p.out_dtype != DType::f32) set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, kPartsInFloat32);
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, row_alignment(p.transpose_b ? p.K : p.N, p.b_dtype));
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, row_alignment(p.transpose_a ? p.M : p.K, p.a_dtype));
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, row_alignment(p.N, p.out_dtype));

@@ -70,7 +70,8 @@ void check_close(const std::vector<double>& actual, const std::vector<double>& e
     double worst = 0;
     size_t at = 0;
     for (size_t i = 0; i < actual.size(); ++i) {
-        const double error = std::abs(actual[i] - expected[i]) / (absolute + relative * std::abs(expected[i]));
+        const double difference = std::abs(actual[i] - expected[i]);
+        const double error = difference == 0 ? 0 : difference / (absolute + relative * std::abs(expected[i]));
         if (!(error <= worst)) worst = error, at = i;  // NaN counts as worst
         if (std::isnan(error)) break;
     }

@@ -38,6 +38,19 @@ Pass pass_of(const Config& config, const Precision& precision, int64_t chunks) {
     return pass;
 }
 
+// The same bits. On a GPU cuBLASLt chooses an algorithm by the number of rows, so that the sums of each product may be
+// in another order: float32's errors, and of 16-bit logits another rounding here and there.
+void check_same(const std::vector<float>& got, const std::vector<float>& expected, DType dtype) {
+    if (device().is_cpu) {
+        CHECK((got == expected));
+        return;
+    }
+    REQUIRE(got.size() == expected.size());
+    std::vector<float> difference = expected;
+    for (size_t i = 0; i < got.size(); ++i) difference[i] -= got[i];
+    CHECK(norm_of(difference) <= (dtype == DType::f32 ? 1e-5 : model_error(dtype)) * norm_of(expected));
+}
+
 }  // namespace
 
 TEST_CASE("the head in chunks of rows: losses and gradients of all rows at once", "[model][head_chunks]") {
@@ -49,8 +62,8 @@ TEST_CASE("the head in chunks of rows: losses and gradients of all rows at once"
             for (const int64_t chunks : {2, 4, 39}) {
                 INFO(config.attention << ", " << dtype_name(precision.dtype) << ", " << chunks << " chunks");
                 const Pass parts = pass_of(config, precision, chunks);
-                CHECK(parts.losses == whole.losses);
-                CHECK(parts.evaluated == whole.losses);
+                check_same(parts.losses, whole.losses, precision.dtype);
+                check_same(parts.evaluated, whole.losses, precision.dtype);
                 CHECK(parts.logits_bytes == (chunks == 2 ? 24 : chunks == 4 ? 16 : 8) * row);
                 // Arenas hand out multiples of 256 bytes.
                 CHECK(whole.activation_bytes - parts.activation_bytes ==
@@ -60,8 +73,8 @@ TEST_CASE("the head in chunks of rows: losses and gradients of all rows at once"
                     // The gradient of the head's weight is a sum over rows, cut into chunks; everything else follows
                     // from the gradient of its input, whose rows are what they were.
                     const bool is_heads = name == "lm_head.weight" || (config.tied && name.find("wte") != name.npos);
-                    if (!is_heads) {
-                        CHECK(parts.gradients.at(name) == values);
+                    if (!is_heads || !device().is_cpu) {
+                        check_same(parts.gradients.at(name), values, precision.dtype);
                         continue;
                     }
                     // 39 products below 4 / 39 in size, and as many sums, rounded to float32 in another order
