@@ -45,8 +45,9 @@ constexpr int kWarps = 4, kOutputs = 2;  // warps of a block, outputs of a warp
 
 // Column c of output o has scale[o * n_blocks + (c >> shift)], or 1 where there are no scales. n columns a load; the
 // rows of inp from the last one on stand for those beyond N, which are not stored.
+// Without the 2, blocks of a multiprocessor, ptxas stops at 128 registers, and spills one.
 template <int n, int kRows, class T, class Code>
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kWarps* kWarp, 2)
     few_rows_kernel(T* out, const T* inp, const Code* codes, const float* scale, const T* bias, int64_t N, int64_t C,
                     int64_t O, int64_t n_blocks, int shift) {
     const int lane = threadIdx.x % kWarp;
