@@ -426,7 +426,7 @@ TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same
                        i * 37 % 60 / 10, i * 37 % 10, "; kill -9 $(pgrep -f -- '^", program_path("train_gpt"), " .*",
                        run, "' | tail -n 1) ) & ");
             const std::string command = concat("OMP_NUM_THREADS=1 ", mpirun_command(c.ranks), program_path("train_gpt"),
-                                               " --data ", text_file(), kRun, flags, " --out ", run);
+                                               kUntimed, " --data ", text_file(), kRun, flags, " --out ", run);
             const double start = seconds_now();
             const Outcome killed = run_shell(killer + command + "; status=$?; wait; exit $status");
             const double seconds = seconds_now() - start;

@@ -22,7 +22,7 @@ std::string host() {
 
 // A run for with_background.
 std::string command(const std::string& arguments) {
-    return concat("exec ", program_path("train_gpt"), " --data ", text_file(), kSmall, arguments);
+    return concat("exec ", program_path("train_gpt"), kUntimed, " --data ", text_file(), kSmall, arguments);
 }
 
 }  // namespace
@@ -322,7 +322,7 @@ TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const Outcome threads = train("--ranks 2 --zero 1 --stop-after 2 --out '" + run + "'");
     INFO(threads.err);
     REQUIRE(threads.status == 0);
-    const std::string command = concat(program, " --out '", run, "' --resume --ranks 2 --zero 1\n");
+    const std::string command = concat(program, " --out '", run, "' --resume", kUntimed, " --ranks 2 --zero 1\n");
     CHECK_THAT(threads.out, ContainsSubstring("Continue with:  " + command));
     if (!have_mpirun()) return;
     // The signal that mpirun passes on to its ranks, with the command that the run prints.

@@ -26,7 +26,7 @@ TEST_CASE("--tune-matmul times each product once, and later runs take what was c
         return outcome;
     };
     run("off", "--tune-matmul off");
-    run("auto", "");
+    run("auto", "--tune-matmul auto");
     const bool tunes = !device().is_cpu;
     CHECK(std::filesystem::exists(folder / "cache") == tunes);  // a CPU has nothing to time
     const Outcome first = run("first", "--tune-matmul on --verbose");
