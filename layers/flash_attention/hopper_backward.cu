@@ -51,8 +51,8 @@
 // on an H100 that took 3.72 ms where this takes 1.11, 768 heads of 1024 tokens and 64 columns.)
 //
 // A head's sums lie in one of a few slots, as many as blocks can be at work on: item b K + kv uses slot (b K + kv) %
-// n_slots, and the first part of a tile waits until the last sum of the head before it has been taken. In memory that is
-// 34 slots instead of 768 for GPT-2 124M's 64 x 12 heads, 9 MB instead of 201, which stay in L2.
+// n_slots, and the first part of a tile waits until the last sum of the head before it has been taken. In memory that
+// is 34 slots instead of 768 for GPT-2 124M's 64 x 12 heads, 9 MB instead of 201, which stay in L2.
 //
 // BYTES, a layer of that shape (T = 1024, D = 64): q, k, v, do and the results are 0.7 GB from and to memory, 0.23 ms
 // at 3 TB/s. q and do, read again for each of a head's 4.5 tiles of keys on average, and the parts of dq (32 KiB for
