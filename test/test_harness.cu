@@ -1,6 +1,5 @@
-// test/test_harness.cu: make bench, make profile, make gpu-check, make gpu-window and make gpu-bundle, at toy
-// sizes and with programs
-// that only pretend: what they will do on a GPU must not be found out there.
+// test/test_harness.cu: make bench, make profile, make gpu-check, make gpu-window and make gpu-bundle, at toy sizes and
+// with programs that only pretend: what they will do on a GPU must not be found out there.
 #include "llm.h"
 #include "program.h"
 
