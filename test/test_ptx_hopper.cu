@@ -394,25 +394,27 @@ void check_matmul(DType dtype, int64_t M, int64_t N, int64_t K) {
             b[static_cast<size_t>(kBMnMajor ? k * pitch(N) + n : n * pitch(K) + k)] =
                 b_values[static_cast<size_t>(n * K + k)];
     Buffer A(dtype, {M, pitch(K)}, a), B(dtype, {b_rows, pitch(b_columns)}, b);
-    Buffer C(dtype, {M, pitch(N)}, std::vector<double>(static_cast<size_t>(M * pitch(N)), 7.0));
-    const auto map = [&](const Buffer& x, int64_t rows, int64_t columns) {
-        return make_tensor_map(x.tensor().data, dtype, {columns, rows}, {pitch(columns)}, {64, 64}, 128);
+    const int64_t c_pitch = N + 8;
+    Buffer C(dtype, {M, c_pitch}, std::vector<double>(static_cast<size_t>(M * c_pitch), 7.0));
+    const auto map = [&](const Buffer& x, int64_t rows, int64_t columns, int64_t its_pitch) {
+        return make_tensor_map(x.tensor().data, dtype, {columns, rows}, {its_pitch}, {64, 64}, 128);
     };
     const size_t bytes = 5 * kTileBytes + 1024 + kTileAlignment;
     allow_shared(matmul_kernel<Number, kBMnMajor>, bytes);
     const dim3 grid(static_cast<unsigned>(ceil_div(N, int64_t{64})), static_cast<unsigned>(ceil_div(M, int64_t{64})));
     matmul_kernel<Number, kBMnMajor><<<grid, 256, bytes, device().stream>>>(
-        map(C, M, N), map(A, M, K), map(B, b_rows, b_columns), static_cast<int>(ceil_div(K, int64_t{64})));
+        map(C, M, N, c_pitch), map(A, M, K, pitch(K)), map(B, b_rows, b_columns, pitch(b_columns)),
+        static_cast<int>(ceil_div(K, int64_t{64})));
     cudaCheckLaunch();
     finish();
-    std::vector<double> expected(static_cast<size_t>(M * pitch(N)), 7.0);
+    std::vector<double> expected(static_cast<size_t>(M * c_pitch), 7.0);
     for (int64_t m = 0; m < M; ++m)
         for (int64_t n = 0; n < N; ++n) {
             double sum = 0;
             for (int64_t k = 0; k < K; ++k)
                 sum += a_values[static_cast<size_t>(m * K + k)] * b_values[static_cast<size_t>(n * K + k)];
             REQUIRE(std::abs(sum) <= 256);
-            expected[static_cast<size_t>(m * pitch(N) + n)] = sum;
+            expected[static_cast<size_t>(m * c_pitch + n)] = sum;
         }
     INFO(M << " x " << N << " x " << K << (kBMnMajor ? ", B N-major" : ", B K-major"));
     check_equal(C.values(), expected);
