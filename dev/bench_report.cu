@@ -384,6 +384,8 @@ std::vector<size_t> match(const std::vector<Event>& events, const std::vector<La
         event_ids.push_back(at != known.end() ? at->second : library ? kProduct : kUnknown);
         weights.push_back(is_copy(event.name) ? 1 : !library ? 4 : event.name.rfind("cublasLt::", 0) == 0 ? 2 : 3);
     }
+    check((n_events + 1) * (n_launches + 1) < size_t{1} << 29, "a step of ", n_events,
+          " kernels is too long to compare with its account: profile one with fewer micro-batches");
     // best(i, j): the most that events from i on can have with launches from j on.
     std::vector<int> table((n_events + 1) * (n_launches + 1));
     const auto best = [&](size_t i, size_t j) -> int& { return table[i * (n_launches + 1) + j]; };
