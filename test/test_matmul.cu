@@ -243,13 +243,18 @@ TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
     Buffer a(DType::f32, {64, 32}, random_values(2048, 1)), b(DType::f32, {32, 24}, random_values(768, 2)),
         out(DType::f32, {64, 24}), before(DType::f32, {64, 24}), expected(DType::f32, {64, 24});
     const auto run = [&] { matmul(out, a, b, {.before_gelu = before}, device().stream); };
+    // On a GPU the fastest algorithm may sum in another order than the first, and have another GELU.
+    const auto check_result = [&] {
+        if (device().is_cpu) CHECK((out.values() == expected.values()));
+        else check_close(out.values(), expected.values(), 0x1p-19, 0x1p-17, "the chosen algorithm");
+    };
     run();
     CHECK(matmul_choices().empty());
     expected.set(out.values());
     tune_matmuls(true);
     run(), run();
     tune_matmuls(false);
-    CHECK(out.values() == expected.values());
+    check_result();
     const std::string text = matmul_choices();
     CHECK_THAT(text, ContainsSubstring("64x24x32 f32 f32 f32 nn gelu: "));
     CHECK_THAT(text, ContainsSubstring(" us; "));
@@ -257,7 +262,7 @@ TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
     set_matmul_choices(text);
     CHECK(matmul_choices() == text);
     run();
-    CHECK(out.values() == expected.values());
+    check_result();
 
     for (const std::string wrong : {"nonsense", "1x1x1 f32: 1.2.3", "x: 1.2.3.4.5.6.7.8.9", "x: 1.2.3.4.5.6.7.g",
                                     ": parts", "x: parts  of it", "x: parts\nx: parts", "x: 1.2.3.4.5.6.7.8"}) {
