@@ -17,17 +17,48 @@
 //     place i     0  1  2  3  4  5                  order (of places)     1  4 | 0  2  3 | 5
 //     id          7  2  7  7  2  9                  their ids             2  2 | 7  7  7 | 9
 //
-// The sort is a radix sort: ids have 4-bit digits, and there is one pass for each digit, from the lowest to the
-// highest. A pass moves places with a smaller digit before those with a larger one, and keeps the order of places with
-// equal digits. A pass is three kernels, in which a thread owns a run of 32 neighbouring places:
+// The sort is a radix sort: ids have 8-bit digits, and there is one pass for each digit, from the lowest to the
+// highest: two for a vocabulary of up to 65535. A pass moves places with a smaller digit before those with a larger
+// one, and keeps the order of places with equal digits. A block of threads owns a stretch of neighbouring places, each
+// of its warps a share of it. A pass is two kernels:
 //
-//     count      how many places of each run have digit d            counts[d][run]
-//     scan       counts become the first position of (d, run)        sums over all (d', run') in front of it
-//     scatter    each run, from its first place on, puts its places at these positions
+//     count      how many places of each stretch have digit d        counts[stretch][d]
+//     scatter    position of a place = places with a smaller digit                                sums of counts
+//                                    + those with its digit in the stretches in front             sums of counts
+//                                    + those in the shares of the warps in front, of this stretch
+//                                    + those in front in its warp's own share
+//                each place goes to its position
 //
-// The work is proportional to the number of places, whatever the ids are. A list is never split into partial sums,
-// since that would change the order of additions. The columns of a long list are spread over many blocks, and its
-// threads load rows in advance.
+// As plain loops, with one stretch of one share:
+//
+//     for d:  next[d] = how many places have a digit < d
+//     for i:  sorted[next[digit(i)]++] = i
+//
+// A few ids are very frequent: a space is every tenth token of a text. So a list is cut into pieces of 128 places,
+// counted from its own beginning, and the last piece is what remains. A piece is added up from its first place to its
+// last. A list of one piece is added to its row of dtable at once. A list of several leaves a partial sum, a row of
+// float32, for each of them, and a further kernel adds these up, in order, and adds the result to dtable:
+//
+//     order      | 128 of id 2 | 128 of id 2 | 7 of id 2 | 3 of id 5 | 1 of id 6 | 128 of id 9 | 70 of id 9 | ...
+//                |____________________________________|  |           |           |__________________________|
+//     sums         partial 0     partial 1     partial 2   dtable[5]   dtable[6]   partial 3     partial 4
+//                  dtable[2] += (0 + 1) + 2                                        dtable[9] += 3 + 4
+//
+// As plain loops:
+//
+//     for each list, of id v:
+//         for each piece p of it:  partial[p] = 0;  for i in p, ascending:  partial[p] += dout[i,:]
+//         sum = 0;  for p, ascending:  sum += partial[p]
+//         dtable[v,:] += sum
+//
+// Block w of the first kernel has the pieces that begin at the positions [128 w, 128 (w + 1)) of the order: no more than
+// 255 places, whatever the ids are. Of the pieces of long lists at most one that is followed by another piece of its
+// list begins there (it has 128 places), and at most one that is the last of its list (128 places of that list are
+// in front of it). These two are the block's two rows of partial sums. And no more than one list of several pieces can
+// begin there, which the further kernel's block w adds up.
+//
+// The order of all additions follows from the places of a list alone. So a row has the same bits on every run, and
+// beside whatever other ids: a rank which has a part of the vocabulary gives its rows the bits that the whole gives them.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -36,10 +67,14 @@
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kDigitBits = 4, kDigits = 1 << kDigitBits;
-constexpr int kRun = 32;  // places that one thread counts and scatters
-// One block scans all counts. Its barriers are expensive on the CPU device, where a warp is enough.
-constexpr int kScanBlock = kOnCpu ? 32 : 1024;
+constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
+// Each block of scatter sums the counts of all stretches. So that this is little work, there are only so many.
+constexpr int64_t kStretch = 2048, kMostStretches = 128;
+// Threads of count and scatter. Barriers are expensive on the CPU device, where a warp is enough.
+constexpr int kSortBlock = kOnCpu ? kWarp : 256, kSortWarps = kSortBlock / kWarp;
+constexpr int kPiece = 128;             // places of a list that are added up as one
+constexpr int32_t kNoId = -2;           // of no place
+constexpr int kAhead = kOnCpu ? 1 : 4;  // places whose rows a thread loads at a time
 
 // One block per place. wpe and positions may be null. A token of -1 has no row.
 template <class T, int n>
@@ -62,60 +97,109 @@ __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const in
 // ---------------------------------------------------------------------------------------------------------------------
 // Sorting the places by their ids
 
-// order: the places in the order that the previous passes gave them; null in the first pass, where place k is the k-th.
-__device__ __forceinline__ int32_t place_at(const int32_t* order, int64_t k) {
-    return order ? order[k] : static_cast<int32_t>(k);
+// The places that one block has: at least kStretch, whole rounds of its threads, and the same on both devices.
+inline int64_t stretch_of(int64_t n_places) {
+    return std::max(kStretch, round_up(ceil_div(n_places, kMostStretches), 256));
 }
+inline int64_t n_stretches(int64_t n_places) { return ceil_div(n_places, stretch_of(n_places)); }
+
 __device__ __forceinline__ int digit_of(int32_t id, int shift) { return id >> shift & (kDigits - 1); }
 
-// One thread a run.
-__global__ void embedding_count_kernel(int32_t* counts, const int32_t* order, const int32_t* ids, int shift,
-                                       int64_t n_places, int64_t n_runs) {
-    const int64_t run = global_thread();
-    if (run >= n_runs) return;
-    int32_t count[kDigits] = {};
-    for (int64_t k = run * kRun; k < min((run + 1) * kRun, n_places); ++k)
-        ++count[digit_of(ids[place_at(order, k)], shift)];
-    for (int d = 0; d < kDigits; ++d) counts[d * n_runs + run] = count[d];  // neighbouring threads, neighbouring counts
+// One block a stretch. ids: in the order of the pass before.
+__global__ void __launch_bounds__(kSortBlock)
+    embedding_count_kernel(int32_t* counts, const int32_t* ids, int shift, int64_t n_places, int64_t stretch) {
+    __shared__ int32_t count[kDigits];
+    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) count[d] = 0;
+    __syncthreads();  // all are 0
+    const int64_t first = blockIdx.x * stretch, end = min(first + stretch, n_places);
+    for (int64_t k = first + threadIdx.x; k < end; k += kSortBlock) atomicAdd(&count[digit_of(ids[k], shift)], 1);
+    __syncthreads();  // all places are counted
+    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) counts[blockIdx.x * kDigits + d] = count[d];
 }
 
-// counts[i] <- sum of counts[0 ... i - 1]. One block; a thread owns n / kScanBlock neighbouring counts.
-__global__ void __launch_bounds__(kScanBlock) embedding_scan_kernel(int32_t* counts, int64_t n) {
-    __shared__ int32_t sums[kScanBlock];
-    const int64_t share = (n + kScanBlock - 1) / kScanBlock, first = threadIdx.x * share;
+// counts[d] <- sum of counts[0 ... d - 1]. One warp, whose lanes have 8 neighbouring digits each.
+__device__ __forceinline__ void scan_digits(int32_t* counts) {
+    constexpr int share = kDigits / kWarp;
+    const int lane = threadIdx.x % kWarp;
     int32_t own = 0;
-    for (int64_t i = first; i < min(first + share, n); ++i) own += counts[i];
-    sums[threadIdx.x] = own;
-    // After the round of `distance` sums[x] covers the 2 distance threads up to x.
-    for (unsigned distance = 1; distance < kScanBlock; distance *= 2) {
-        __syncthreads();  // all sums of the round before are written
-        const int32_t other = threadIdx.x >= distance ? sums[threadIdx.x - distance] : 0;
-        __syncthreads();  // all are read
-        sums[threadIdx.x] += other;
+    for (int d = lane * share; d < (lane + 1) * share; ++d) own += counts[d];
+    int32_t before = own;
+    // After the round of `distance` it covers the 2 distance lanes up to this one.
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int32_t other = __shfl_up_sync(kFullWarp, before, distance);
+        if (lane >= distance) before += other;
     }
-    int32_t before = sums[threadIdx.x] - own;
-    for (int64_t i = first; i < min(first + share, n); ++i) {
-        const int32_t count = counts[i];
-        counts[i] = before;
+    before -= own;
+    for (int d = lane * share; d < (lane + 1) * share; ++d) {
+        const int32_t count = counts[d];
+        counts[d] = before;
         before += count;
     }
 }
 
-// One thread a run. Integers only, and every position is written by one thread: the result is always the same.
-__global__ void embedding_scatter_kernel(int32_t* sorted, const int32_t* firsts, const int32_t* order,
-                                         const int32_t* ids, int shift, int64_t n_places, int64_t n_runs) {
-    const int64_t run = global_thread();
-    if (run >= n_runs) return;
-    int32_t next[kDigits];
-    for (int d = 0; d < kDigits; ++d) next[d] = firsts[d * n_runs + run];
-    for (int64_t k = run * kRun; k < min((run + 1) * kRun, n_places); ++k) {
-        const int32_t place = place_at(order, k);
-        sorted[next[digit_of(ids[place], shift)]++] = place;
+// The lanes of `among`, one bit each, whose digit is this lane's. Every lane of the warp takes part.
+__device__ __forceinline__ unsigned lanes_of_digit(int digit, unsigned among) {
+    for (int bit = 0; bit < kDigitBits; ++bit) {
+        const int has = digit >> bit & 1;
+        const unsigned have = __ballot_sync(kFullWarp, has);
+        among &= has ? have : ~have;
+    }
+    return among;
+}
+
+// One block a stretch. order: null in the first pass, where place k is the k-th. The atomics add up integers, and every
+// position is written by one thread: the result is always the same.
+__global__ void __launch_bounds__(kSortBlock)
+    embedding_scatter_kernel(int32_t* sorted_ids, int32_t* sorted, const int32_t* counts, const int32_t* ids,
+                             const int32_t* order, int shift, int64_t n_places, int64_t stretch) {
+    // next[w][d]: first how many places of warp w have digit d, later the position of the next one of them.
+    __shared__ int32_t next[kSortWarps][kDigits], totals[kDigits], in_front[kDigits];
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int64_t share = stretch / kSortWarps, first = blockIdx.x * stretch + warp * share,
+                  end = min(first + share, n_places);
+    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) {
+        int32_t total = 0, before = 0;
+#pragma unroll 8
+        for (unsigned b = 0; b < gridDim.x; ++b) {  // neighbouring threads, neighbouring counts
+            const int32_t count = counts[b * kDigits + d];
+            total += count;
+            if (b < blockIdx.x) before += count;
+        }
+        totals[d] = total, in_front[d] = before;
+        for (int w = 0; w < kSortWarps; ++w) next[w][d] = 0;
+    }
+    __syncthreads();  // totals are there, and all of next is 0
+    if (warp == 0) scan_digits(totals);
+    for (int64_t k = first + lane; k < end; k += kWarp) atomicAdd(&next[warp][digit_of(ids[k], shift)], 1);
+    __syncthreads();  // all places are counted, totals are scanned
+    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) {
+        int32_t position = totals[d] + in_front[d];
+        for (int w = 0; w < kSortWarps; ++w) {
+            const int32_t count = next[w][d];
+            next[w][d] = position;
+            position += count;
+        }
+    }
+    __syncthreads();                                   // next has positions
+    for (int64_t k0 = first; k0 < end; k0 += kWarp) {  // 32 neighbouring places in a round, a lane each
+        const int64_t k = k0 + lane;
+        const bool is_place = k < end;
+        const int32_t id = is_place ? ids[k] : 0;
+        const int digit = digit_of(id, shift);
+        const unsigned same = lanes_of_digit(digit, __ballot_sync(kFullWarp, is_place));
+        const int rank = __popc(same & ((1u << lane) - 1));
+        const int32_t position = next[warp][digit] + rank;
+        __syncwarp();  // all lanes have read next
+        if (is_place && rank == 0) next[warp][digit] += __popc(same);
+        __syncwarp();  // it is ready for the next round
+        if (!is_place) continue;
+        sorted_ids[position] = id;
+        sorted[position] = order ? order[k] : static_cast<int32_t>(k);
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Adding up
+// Adding up. ids: sorted; a list is where neighbours are equal. Its places are those of `order` at the same positions.
 
 // gradient += sum
 template <int n, class G>
@@ -126,42 +210,122 @@ __device__ __forceinline__ void add_chunk(G* gradient, float (&sum)[n], int64_t 
     store_chunk(gradient, sum, n_left);
 }
 
-// The first position after the list that begins at `first`. Most lists are short, so it looks 1, 2, 4, ... positions
-// ahead, and then bisects the last interval.
-__device__ __forceinline__ int64_t end_of_list(const int32_t* order, const int32_t* ids, int64_t first,
-                                               int64_t n_places) {
-    const int32_t id = ids[order[first]];
-    int64_t inside = first, step = 1;
-    for (; inside + step < n_places && ids[order[inside + step]] == id; step *= 2) inside += step;
-    int64_t outside = min(inside + step, n_places);  // a position after the list
+// The last position of the list of position k, going up (direction 1), or its first, going down (direction -1). Most
+// lists are short, so it looks 1, 2, 4, ... positions ahead, and then bisects the last interval.
+__device__ __forceinline__ int64_t border_of_list(const int32_t* ids, int64_t k, int direction, int64_t n_places) {
+    const int32_t id = ids[k];
+    const auto in_list = [&](int64_t distance) {
+        const int64_t at = k + direction * distance;
+        return at >= 0 && at < n_places && ids[at] == id;
+    };
+    int64_t inside = 0, step = 1;  // distances from k
+    for (; in_list(inside + step); step *= 2) inside += step;
+    int64_t outside = inside + step;
     while (outside - inside > 1) {
         const int64_t middle = (inside + outside) / 2;
-        (ids[order[middle]] == id ? inside : outside) = middle;
+        (in_list(middle) ? inside : outside) = middle;
     }
-    return outside;
+    return k + direction * inside;
+}
+__device__ __forceinline__ int64_t first_of_list(const int32_t* ids, int64_t k, int64_t n_places) {
+    return border_of_list(ids, k, -1, n_places);
+}
+__device__ __forceinline__ int64_t end_of_list(const int32_t* ids, int64_t k, int64_t n_places) {
+    return border_of_list(ids, k, 1, n_places) + 1;
 }
 
-// One thread for each position of `order` and n columns; only the threads of a list's first position have work: they
-// add up the whole list. G: type of the gradient.
+// The first position, from `from` on, at which a piece begins; n_places if there is none.
+__device__ __forceinline__ int64_t first_piece(const int32_t* ids, int64_t from, int64_t n_places) {
+    if (from >= n_places) return n_places;
+    const int64_t list = first_of_list(ids, from, n_places),
+                  its_next = list + (from - list + kPiece - 1) / kPiece * kPiece;
+    if (its_next < n_places && ids[its_next] == ids[from]) return its_next;
+    return end_of_list(ids, from, n_places);
+}
+
+// The columns of a thread. Rows that are whole chunks need no test for their end, and loads without a branch between
+// them are in flight together.
+template <int n>
+__device__ __forceinline__ int64_t first_column() {
+    return (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * n;
+}
+template <int n>
+__device__ __forceinline__ int64_t columns_left(int64_t C, int64_t c) {
+    return kOnCpu ? C - c : n;
+}
+
+// One block for kPiece positions, and the columns of its threads: the pieces that begin there. G: type of the gradient.
 template <class T, class G, int n>
-__global__ void embedding_backward_lists_kernel(G* dtable, const T* dout, const int32_t* ids, const int32_t* order,
-                                                int64_t n_places, int64_t C, int64_t n_rows) {
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t c = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * n;
-    if (first >= n_places || c >= C) return;
-    const int64_t id = ids[order[first]];
-    if (first > 0 && ids[order[first - 1]] == id) return;
-    if (id == -1) return;
-    if (id < 0 || id >= n_rows) __trap();
-    const int64_t end = end_of_list(order, ids, first, n_places);
+__global__ void __launch_bounds__(kBlock)
+    embedding_backward_pieces_kernel(G* dtable, float* partial, const T* dout, const int32_t* ids, const int32_t* order,
+                                     int64_t n_places, int64_t C, int64_t n_rows) {
+    // Of the positions from one before this block's to one after the last piece. Beyond all places: no row.
+    __shared__ int32_t id_at[2 * kPiece + 1], place_at[2 * kPiece + 1];
+    __shared__ int32_t borders[2];
+    const int64_t before = static_cast<int64_t>(blockIdx.x) * kPiece - 1;
+    for (int j = threadIdx.x; j < 2 * kPiece + 1; j += blockDim.x) {
+        const int64_t k = before + j;
+        const bool is_place = k >= 0 && k < n_places;
+        const int32_t id = is_place ? ids[k] : kNoId;
+        if (is_place && (id < -1 || id >= n_rows)) __trap();
+        id_at[j] = id, place_at[j] = is_place ? order[k] : 0;
+    }
+    for (int i = threadIdx.x; i < 2; i += blockDim.x)
+        borders[i] = static_cast<int32_t>(first_piece(ids, before + 1 + i * kPiece, n_places) - before);
+    __syncthreads();  // ids, places and borders are there
+    const int64_t c = first_column<n>(), n_left = columns_left<n>(C, c);
+    if (c >= C) return;
+    const int end = borders[1];
+    int piece = borders[0];  // where the current one begins
     float sum[n] = {};
-#pragma unroll 16  // 16 loads are in flight at a time; the additions keep their order
-    for (int64_t k = first; k < end; ++k) {
-        float x[n];
-        load_chunk(x, dout + order[k] * C + c, C - c);
+    for (int j0 = piece; j0 < end && id_at[j0] != -1; j0 += kAhead) {  // -1 is the last id
+        float x[kAhead][n], row[kAhead][n];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const int j = min(j0 + a, end - 1);
+            load_chunk(x[a], dout + place_at[j] * C + c, n_left);
+            // Only the last place of a list needs the row. To ask costs more than the others' loads, from the cache.
+            if (!kOnCpu || id_at[j + 1] != id_at[j]) load_chunk(row[a], dtable + max(id_at[j], 0) * C + c, n_left);
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const int j = j0 + a;
+            if (j >= end || id_at[j] == -1) break;
+            for (int l = 0; l < n; ++l) sum[l] += x[a][l];
+            const bool ends_list = id_at[j + 1] != id_at[j];
+            if (!ends_list && j + 1 < piece + kPiece) continue;
+            if (ends_list && id_at[piece - 1] != id_at[piece]) {  // the whole list
+                for (int l = 0; l < n; ++l) row[a][l] += sum[l];
+                store_chunk(dtable + id_at[j] * C + c, row[a], n_left);
+            } else {
+                store_chunk(partial + (2 * static_cast<int64_t>(blockIdx.x) + ends_list) * C + c, sum, n_left);
+            }
+            piece = j + 1;
+            for (int l = 0; l < n; ++l) sum[l] = 0.0f;
+        }
+    }
+}
+
+// One block for kPiece positions, and the columns of its threads: the list of several pieces that begins there, if
+// there is one. Then it reaches the next block's first position.
+template <class G, int n>
+__global__ void __launch_bounds__(kBlock)
+    embedding_backward_long_lists_kernel(G* dtable, const float* partial, const int32_t* ids, int64_t n_places,
+                                         int64_t C) {
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPiece, next = begin + kPiece;
+    const int64_t c = first_column<n>(), n_left = columns_left<n>(C, c);
+    if (c >= C || next >= n_places || ids[next] == -1 || ids[next - 1] != ids[next]) return;
+    if (begin > 0 && ids[begin - 1] == ids[next]) return;  // it begins in front of this block's positions
+    const int64_t first = first_of_list(ids, next, n_places), end = end_of_list(ids, next, n_places);
+    const int64_t n_pieces = (end - first + kPiece - 1) / kPiece;
+    if (n_pieces == 1) return;
+    const float* from = partial + 2 * static_cast<int64_t>(blockIdx.x) * C + c;  // of the list's first piece
+    float sum[n] = {}, x[n];
+    for (int64_t p = 0; p < n_pieces; ++p, from += 2 * C) {
+        load_chunk(x, p == n_pieces - 1 ? from + C : from, n_left);
         for (int l = 0; l < n; ++l) sum[l] += x[l];
     }
-    add_chunk(dtable + id * C + c, sum, C - c);
+    add_chunk(dtable + ids[next] * C + c, sum, n_left);
 }
 
 __global__ void ids_from_kernel(int32_t* out, const int32_t* ids, int32_t first, int32_t n, int64_t n_ids) {
@@ -176,12 +340,15 @@ template <class T, class G, int n>
 __global__ void embedding_backward_wpe_kernel(G* dwpe, const T* dout, int64_t B, int64_t C) {
     const int64_t t = blockIdx.x, T_length = gridDim.x;
     for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        float sum[n] = {}, x[n];
+        const int64_t n_left = columns_left<n>(C, c);
+        float sum[n] = {};
+#pragma unroll 8  // 8 loads are in flight at a time; the additions keep their order
         for (int64_t b = 0; b < B; ++b) {
-            load_chunk(x, dout + (b * T_length + t) * C + c, C - c);
+            float x[n];
+            load_chunk(x, dout + (b * T_length + t) * C + c, n_left);
             for (int l = 0; l < n; ++l) sum[l] += x[l];
         }
-        add_chunk(dwpe + t * C + c, sum, C - c);
+        add_chunk(dwpe + t * C + c, sum, n_left);
     }
 }
 
@@ -222,57 +389,70 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
               .flops = wpe ? static_cast<double>(out.n()) : 0.0});
 }
 
-int64_t embedding_backward_scratch_n(int64_t n_places) {
-    return 2 * n_places + kDigits * ceil_div(n_places, kRun);  // two orders, from one to the other; counts
+static int64_t n_partial(int64_t n_places, int64_t C) { return 2 * ceil_div(n_places, kPiece) * C; }
+
+int64_t embedding_backward_scratch_n(int64_t n_places, int64_t C) {
+    // Partial sums; ids and places in two orders, from one to the other; counts
+    return n_partial(n_places, C) + 4 * n_places + kDigits * n_stretches(n_places);
 }
 
+namespace {
+struct SortedPlaces {
+    const int32_t *ids, *order;
+};
+}  // namespace
+
 // The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows, or -1, all of whose digits are the
-// largest; equal ids in ascending order of places. Another id outside of the table may be sorted to any place, but it
-// always begins a list, and the kernel that adds up stops there.
-static const int32_t* sort_places(Tensor ids, int64_t n_rows, Tensor scratch, cudaStream_t stream) {
-    const int64_t n_places = ids.n(), n_runs = ceil_div(n_places, kRun);
-    int32_t* const orders[2] = {scratch.ptr<int32_t>(), scratch.ptr<int32_t>() + n_places};
-    int32_t* const counts = scratch.ptr<int32_t>() + 2 * n_places;
-    const unsigned blocks = static_cast<unsigned>(ceil_div(n_runs, kBlock));
+// largest; equal ids in ascending order of places. Another id outside of the table may be sorted to any place; the
+// kernel that adds up stops there. memory: 4 n_places + kDigits n_stretches.
+static SortedPlaces sort_places(Tensor ids, int64_t n_rows, int32_t* memory, cudaStream_t stream) {
+    const int64_t n_places = ids.n(), stretch = stretch_of(n_places);
+    const unsigned blocks = static_cast<unsigned>(n_stretches(n_places));
+    int32_t* const counts = memory + 4 * n_places;
     const int id_bits = std::bit_width(static_cast<uint64_t>(n_rows));  // so many bits, all ones, are no row's id
-    const int32_t* order = nullptr;
-    for (int pass = 0; pass == 0 || pass * kDigitBits < id_bits; ++pass) {
-        int32_t* const sorted = orders[pass % 2];
-        const int shift = pass * kDigitBits;
-        const int64_t counts_bytes = 4 * kDigits * n_runs, order_bytes = 4 * n_places,
-                      read_order = order ? order_bytes : 0;
-        embedding_count_kernel<<<blocks, kBlock, 0, stream>>>(counts, order, ids.ptr<int32_t>(), shift, n_places,
-                                                              n_runs);
+    SortedPlaces from{ids.ptr<int32_t>(), nullptr};
+    for (int shift = 0; shift == 0 || shift < id_bits; shift += kDigitBits) {
+        const bool is_first = shift == 0;
+        int32_t *const to_ids = memory + (shift / kDigitBits % 2) * 2 * n_places, *const to = to_ids + n_places;
+        const int64_t counts_bytes = 4 * kDigits * int64_t{blocks}, n_bytes = 4 * n_places;
+        embedding_count_kernel<<<blocks, kSortBlock, 0, stream>>>(counts, from.ids, shift, n_places, stretch);
         launched("embedding_count_kernel",
-                 {.reads = bytes_of(ids) + read_order, .writes = counts_bytes, .scratch = counts_bytes + read_order});
-        embedding_scan_kernel<<<1, kScanBlock, 0, stream>>>(counts, kDigits * n_runs);
-        launched("embedding_scan_kernel", {.reads = counts_bytes, .writes = counts_bytes, .scratch = 2 * counts_bytes});
-        embedding_scatter_kernel<<<blocks, kBlock, 0, stream>>>(sorted, counts, order, ids.ptr<int32_t>(), shift,
-                                                                n_places, n_runs);
-        launched("embedding_scatter_kernel", {.reads = bytes_of(ids) + counts_bytes + read_order,
-                                              .writes = order_bytes,
-                                              .scratch = counts_bytes + read_order + order_bytes});
-        order = sorted;
+                 {.reads = n_bytes, .writes = counts_bytes, .scratch = counts_bytes + (is_first ? 0 : n_bytes)});
+        embedding_scatter_kernel<<<blocks, kSortBlock, 0, stream>>>(to_ids, to, counts, from.ids, from.order, shift,
+                                                                    n_places, stretch);
+        launched("embedding_scatter_kernel", {.reads = counts_bytes + (is_first ? 1 : 2) * n_bytes,
+                                              .writes = 2 * n_bytes,
+                                              .scratch = counts_bytes + (is_first ? 2 : 4) * n_bytes});
+        from = {to_ids, to};
     }
-    return order;
+    return from;
 }
 
 // Adds dout to the rows of one table: row ids[i] gets dout[i].
 template <class T, class G, int n>
 static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor scratch, cudaStream_t stream) {
-    const int64_t C = dout.shape[2], n_places = dout.shape[0] * dout.shape[1];
-    const int32_t* order = sort_places(ids, dtable.shape[0], scratch, stream);
-    // At most a warp of columns in a block, so that the list of a frequent token is spread over many blocks.
-    const int64_t x = std::min<int64_t>(kWarp, ceil_div(C, n)), y = 2 * kBlock / x;
-    const dim3 grid(static_cast<unsigned>(ceil_div(n_places, y)), static_cast<unsigned>(ceil_div(C, x * n))),
-        block(static_cast<unsigned>(x), static_cast<unsigned>(y));
-    embedding_backward_lists_kernel<T, G, n><<<grid, block, 0, stream>>>(
-        dtable.ptr<G>(), dout.ptr<T>(), ids.ptr<int32_t>(), order, n_places, C, dtable.shape[0]);
-    const int64_t sums = bytes_of_rows(dtable, std::min(dtable.shape[0], n_places));
-    launched("embedding_backward_lists_kernel", {.reads = bytes_of(dout, ids) + 4 * n_places + sums,
-                                                 .writes = sums,
-                                                 .scratch = 4 * n_places,
-                                                 .flops = static_cast<double>(dout.n())});
+    const int64_t C = dout.shape[2], n_places = dout.shape[0] * dout.shape[1], n_rows = dtable.shape[0];
+    int32_t* const memory = scratch.ptr<int32_t>();
+    float* const partial = reinterpret_cast<float*>(memory);
+    const SortedPlaces sorted = sort_places(ids, n_rows, memory + n_partial(n_places, C), stream);
+    const int64_t x = std::min<int64_t>(kBlock, ceil_div(C, n));
+    const dim3 grid(static_cast<unsigned>(ceil_div(n_places, kPiece)), static_cast<unsigned>(ceil_div(C, x * n)));
+    const unsigned block = static_cast<unsigned>(x);
+    embedding_backward_pieces_kernel<T, G, n><<<grid, block, 0, stream>>>(
+        dtable.ptr<G>(), partial, dout.ptr<T>(), sorted.ids, sorted.order, n_places, C, n_rows);
+    // At the most: all places in rows of their own, or all in long lists.
+    const int64_t rows = bytes_of_rows(dtable, std::min(n_rows, n_places)), partial_bytes = 4 * n_partial(n_places, C);
+    launched("embedding_backward_pieces_kernel", {.reads = bytes_of(dout) + 8 * n_places + rows,
+                                                  .writes = rows + partial_bytes,
+                                                  .scratch = 8 * n_places + partial_bytes,
+                                                  .flops = static_cast<double>(dout.n())});
+    embedding_backward_long_lists_kernel<G, n>
+        <<<grid, block, 0, stream>>>(dtable.ptr<G>(), partial, sorted.ids, n_places, C);
+    const int64_t long_rows = bytes_of_rows(dtable, std::min(n_rows, n_places / (kPiece + 1)));
+    launched("embedding_backward_long_lists_kernel", {.reads = 4 * n_places + partial_bytes + long_rows,
+                                                      .writes = long_rows,
+                                                      .scratch = 4 * n_places + partial_bytes,
+                                                      .flops = static_cast<double>(n_partial(n_places, C))});
 }
 
 template <class T, class G, int n>
@@ -309,9 +489,10 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     if (dout.n() == 0) return;
     // The sort stores places as 32-bit integers.
     narrow(B * T_length, "embedding_backward: B T");
-    check(scratch && scratch.dtype == DType::i32 && scratch.n() >= embedding_backward_scratch_n(B * T_length), name,
-          ": scratch is ", scratch, ", expected i32 of at least ", embedding_backward_scratch_n(B * T_length),
-          " elements");
+    const int64_t scratch_n = embedding_backward_scratch_n(B * T_length, C);
+    check(scratch && scratch.dtype == DType::i32 && scratch.n() >= scratch_n, name, ": scratch is ", scratch,
+          ", expected i32 of at least ", scratch_n, " elements");
+    expect_aligned(name, {{"scratch", scratch}});
     dispatch_chunks(dout.dtype, C, [&](auto zero) {
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;

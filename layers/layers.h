@@ -232,16 +232,17 @@ void add_column_sums(Tensor dparam, Tensor partial, bool accumulate, cudaStream_
 // embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[positions[b,t],:]
 //   out (B, T, C), tokens (B, T) i32, wte (rows, C), wpe (at least T, C) optional
 //   positions (B, T) i32 optional: where in its document a token stands; without them t
-//   dwte[v,:] (+)= sum of dout[b,t,:] over the places where tokens[b,t] == v, in ascending (b,t); dwpe likewise
+//   dwte[v,:] (+)= sum of dout[b,t,:] over the places where tokens[b,t] == v; dwpe likewise. They are added in
+//   ascending (b,t): every 128 of them to a partial sum, then the partial sums to each other
 // A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
 // A token of -1 has no row here: it gives zeros (with wpe its position's row), and its gradient goes nowhere.
 // Without accumulate_wte the rows of all other tokens are 0, without accumulate_wpe those of all other positions.
-// scratch: i32, of at least embedding_backward_scratch_n(B T) elements.
+// scratch: i32, of at least embedding_backward_scratch_n(B T, C) elements.
 void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, bool accumulate_wte,
                         bool accumulate_wpe, Tensor scratch, cudaStream_t stream);
-int64_t embedding_backward_scratch_n(int64_t n_places);
+int64_t embedding_backward_scratch_n(int64_t n_places, int64_t C);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // layernorm.cu:  out = (x - mean) * rstd * weight + bias      x = inp, or x = inp + branch  (the residual add, fused)

@@ -189,7 +189,8 @@ Workspace take_workspace(const Model& model, int64_t B, int64_t T, bool training
         workspace.dnorm = take.keep_rows("gradients of activations", c.C);
         model.attention->take_gradients(take, model.local, workspace.dattention);
         model.feed_forward->take_gradients(take, model.local, workspace.dfeed_forward);
-        workspace.embedding_scratch = arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N)});
+        workspace.embedding_scratch =
+            arena.take("shared by layers", DType::i32, {embedding_backward_scratch_n(N, c.C)});
         // One piece of scratch for all layers: its contents are needed within a single call only.
         scratch_n = std::max({scratch_n, layernorm_backward_scratch_n(N, c.C), rmsnorm_backward_scratch_n(N, c.C),
                               model.attention->scratch_n(model, B, T), model.feed_forward->scratch_n(model, B, T)});

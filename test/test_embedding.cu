@@ -72,7 +72,7 @@ TEST_CASE("embedding backward against float64", "[embedding]") {
                 Values de = rounded(random_values(rows * C, 4), gradient_dtype),
                        dp = rounded(random_values((T + 2) * C, 5), gradient_dtype);
                 const std::vector<int32_t> ids = random_tokens(s);
-                Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T)}),
+                Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)}),
                     dout(dtype, {B, T, C}, dy);
                 Buffer dwte(gradient_dtype, {rows, C}, de), dwpe(gradient_dtype, {T + 2, C}, dp);
                 tokens.set_integers(ids);
@@ -112,7 +112,7 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
                 positions[static_cast<size_t>(i)] = begins ? 0 : positions[static_cast<size_t>(i - 1)] + 1;
             }
             Buffer tokens(DType::i32, {B, T}), places(DType::i32, {B, T}),
-                scratch(DType::i32, {embedding_backward_scratch_n(B * T)}), wte(dtype, {rows, C}, e),
+                scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)}), wte(dtype, {rows, C}, e),
                 wpe(dtype, {T, C}, p), out(dtype, {B, T, C}), dout(dtype, {B, T, C}, dy), dwpe(DType::f32, {T, C}, dp),
                 dwte(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C))),
                 dwte_without(DType::f32, {rows, C}, Values(static_cast<size_t>(rows * C)));
@@ -147,14 +147,31 @@ TEST_CASE("embedding with positions against float64", "[embedding]") {
         }
 }
 
-// Sums are ordered, so float32 loops in that order have the same bits. Ids of all kinds, at lengths around the sort's
-// runs of 32 places, with one digit of 4 bits and with several.
-TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]") {
+// The sums of dy's rows by ids, in float32 and in the order that layers/embedding.cu promises: ascending, every 128
+// places of an id to a partial sum, and these to each other.
+std::vector<float> sums_by_pieces(const std::vector<int32_t>& ids, const Values& dy, int64_t rows, int64_t C) {
+    std::vector<float> sums(static_cast<size_t>(rows * C)), piece = sums;
+    std::vector<int64_t> n_added(static_cast<size_t>(rows));
+    const auto end_piece = [&](int64_t row) {
+        for (int64_t c = 0; c < C; ++c) sums[at(row, c, C)] += std::exchange(piece[at(row, c, C)], 0.0f);
+    };
+    for (size_t k = 0; k < ids.size(); ++k) {
+        for (int64_t c = 0; c < C; ++c)
+            piece[at(ids[k], c, C)] += static_cast<float>(dy[at(static_cast<int64_t>(k), c, C)]);
+        if (++n_added[static_cast<size_t>(ids[k])] % 128 == 0) end_piece(ids[k]);
+    }
+    for (int64_t row = 0; row < rows; ++row) end_piece(row);
+    return sums;
+}
+
+// Sums are ordered, so float32 loops in that order have the same bits. Ids of all kinds, at lengths around a round of
+// the sort, 32 places, a piece, and a block's stretch, with one digit of 8 bits and with several.
+TEST_CASE("embedding backward adds in the order that it promises, to the bit", "[embedding]") {
     const int64_t C = 5;
     int i = 0;
-    for (int64_t N : {1, 31, 32, 33, 1000, 5000})
-        for (int64_t rows : {int64_t{1}, int64_t{16}, int64_t{17}, int64_t{4097}})
-            for (const char* kind : {"random", "skewed", "descending", "one id"}) {
+    for (int64_t N : {1, 31, 32, 33, 127, 128, 129, 256, 257, 2048, 2049, 5000})
+        for (int64_t rows : {int64_t{1}, int64_t{255}, int64_t{256}, int64_t{70000}})
+            for (const char* kind : {"random", "skewed", "descending", "one id", "two ids"}) {
                 const std::string ids_kind = kind;
                 std::vector<int32_t> ids(static_cast<size_t>(N));
                 for (size_t k = 0; k < ids.size(); ++k) {
@@ -162,17 +179,15 @@ TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]
                     ids[k] = ids_kind == "random"       ? static_cast<int32_t>(u * static_cast<double>(rows))
                              : ids_kind == "skewed"     ? static_cast<int32_t>(last * u * u * u * u)
                              : ids_kind == "descending" ? static_cast<int32_t>((N - 1 - static_cast<int64_t>(k)) % rows)
+                             : ids_kind == "two ids"    ? static_cast<int32_t>(u < 0.5 ? 0 : rows - 1)
                                                         : static_cast<int32_t>(rows - 1);
                 }
                 const Values dy = rounded(random_values(N * C, 8, 1000.0), DType::f32),
                              before = rounded(random_values(rows * C, 9), DType::f32);
-                std::vector<float> sums(static_cast<size_t>(rows * C));
-                for (int64_t k = 0; k < N; ++k)
-                    for (int64_t c = 0; c < C; ++c)
-                        sums[at(ids[static_cast<size_t>(k)], c, C)] += static_cast<float>(dy[at(k, c, C)]);
+                const std::vector<float> sums = sums_by_pieces(ids, dy, rows, C);
                 Values expected = before;
                 for (size_t k = 0; k < sums.size(); ++k) expected[k] = static_cast<float>(before[k]) + sums[k];
-                Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N)}),
+                Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N, C)}),
                     dout(DType::f32, {1, N, C}, dy), dwte(DType::f32, {rows, C}, before);
                 tokens.set_integers(ids);
                 embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
@@ -182,6 +197,37 @@ TEST_CASE("embedding backward adds in ascending order, to the bit", "[embedding]
             }
 }
 
+// As in a text: one id is every third place, so its list has hundreds of pieces, and another is every fifth; the others
+// are rare, and a tenth of all has no row. More places than the sort's blocks of the least size can have.
+TEST_CASE("embedding backward of very frequent ids against float64", "[embedding]") {
+    const int64_t N = 300000, C = 2, rows = 40000;
+    std::vector<int32_t> ids(static_cast<size_t>(N));
+    for (size_t k = 0; k < ids.size(); ++k) {
+        const double u = uniform(4, 4, k), v = uniform(4, 5, k);
+        ids[k] = u < 1.0 / 3     ? 1234
+                 : u < 8.0 / 15  ? 39999
+                 : u < 19.0 / 30 ? -1
+                                 : static_cast<int32_t>(v * static_cast<double>(rows));
+    }
+    for (DType dtype : {DType::f32, DType::bf16}) {
+        const Values dy = rounded(random_values(N * C, 6), dtype);
+        Values expected = rounded(random_values(rows * C, 7), DType::f32);
+        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N, C)}),
+            dout(dtype, {1, N, C}, dy), dwte(DType::f32, {rows, C}, expected), again(DType::f32, {rows, C}, expected);
+        tokens.set_integers(ids);
+        embedding_backward(dwte, {}, dout, tokens, {}, true, true, scratch, device().stream);
+        embedding_backward(again, {}, dout, tokens, {}, true, true, scratch, device().stream);
+        for (int64_t k = 0; k < N; ++k)
+            for (int64_t c = 0; c < C && ids[static_cast<size_t>(k)] != -1; ++c)
+                expected[at(ids[static_cast<size_t>(k)], c, C)] += dy[at(k, c, C)];
+        // Pieces of 128 normal numbers grow to 4 sqrt(128), and a sum of N / 3 / 128 < 800 of them to 4 sqrt(N / 3).
+        const double absolute = sum_error(128) * 4 * std::sqrt(128.0) + sum_error(800) * 4 * std::sqrt(N / 3.0);
+        check_close(dwte.values(), expected, unit_roundoff(DType::f32), absolute,
+                    concat("embedding dwte, frequent ids, ", dtype_name(dtype)));
+        CHECK((dwte.bits() == again.bits()));
+    }
+}
+
 // 16 times as many places, none of which recurs or all of which have the same id, may take 16 times as long. What grows
 // with the square takes 256 times as long, and fails by a factor of 4. Time is that of the processor, on one thread:
 // other programs on the machine do not make it longer.
@@ -189,7 +235,7 @@ TEST_CASE("embedding backward takes time in proportion to the number of places",
     const auto seconds = [](int64_t N, bool recurring) {
         std::vector<int32_t> ids(static_cast<size_t>(N));
         if (!recurring) std::iota(ids.begin(), ids.end(), 0);
-        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N)}),
+        Buffer tokens(DType::i32, {1, N}), scratch(DType::i32, {embedding_backward_scratch_n(N, 1)}),
             dout(DType::f32, {1, N, 1}, Values(static_cast<size_t>(N))),
             dwte(DType::f32, {N, 1}, Values(static_cast<size_t>(N)));
         tokens.set_integers(ids);
@@ -217,7 +263,7 @@ TEST_CASE("embedding backward is the transpose of embedding forward", "[embeddin
     const Case s{3, 17, 20, 9};
     const auto [B, T, C, rows] = s;
     const Values e = random_values(rows * C, 1), p = random_values(T * C, 2), dy = random_values(B * T * C, 3);
-    Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T)}),
+    Buffer tokens(DType::i32, {B, T}), scratch(DType::i32, {embedding_backward_scratch_n(B * T, C)}),
         wte(DType::f32, {rows, C}, e), wpe(DType::f32, {T, C}, p);
     Buffer out(DType::f32, {B, T, C}), dout(DType::f32, {B, T, C}, dy),
         dwte(DType::f32, {rows, C}, Values(rows * C, 0.0));
@@ -247,7 +293,7 @@ TEST_CASE("embedding stops at a token beyond the table", "[embedding][errors]") 
 
 TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors]") {
     Buffer out(DType::f32, {2, 3, 8}), tokens(DType::i32, {2, 3}), wte(DType::f32, {5, 8}), wpe(DType::f32, {3, 8});
-    Buffer scratch(DType::i32, {embedding_backward_scratch_n(6)}), places(DType::i32, {2, 6}),
+    Buffer scratch(DType::i32, {embedding_backward_scratch_n(6, 8)}), places(DType::i32, {2, 6}),
         short_wpe(DType::f32, {2, 8}), flat(DType::f32, {6, 8}), half(DType::bf16, {5, 8});
     const auto s = device().stream;
     CHECK_THROWS_WITH(embedding_forward(flat, tokens, {}, wte, wpe, s), ContainsSubstring("embedding_forward: out"));
@@ -263,7 +309,7 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
     CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, true, true, tokens, s),
-                      ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 28"));
+                      ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 296"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, places, wte, wpe, s),
                       ContainsSubstring("embedding_forward: positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, true, true, scratch, s),

@@ -154,7 +154,8 @@ class Summa : public ColumnGeometry {
             inputs_[b] = take(input), weights_[b] = take(weight), partial_[b] = take(std::max(input, gradient));
         }
         sum_ = take(gradient);
-        lookup_scratch_ = arena.take("blocks of other ranks", DType::i32, {embedding_backward_scratch_n(s.rows)});
+        lookup_scratch_ =
+            arena.take("blocks of other ranks", DType::i32, {embedding_backward_scratch_n(s.rows, s.columns)});
         if (s.whole_rows > 0) whole_rows_ = take(bytes(q_ * s.whole_rows * widest, s.dtype));
         const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
         const int64_t sample_n = s.whole_rows * std::max(widest, outputs);
