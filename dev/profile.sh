@@ -43,11 +43,6 @@ cp "$work/model.json" "$out/$name.json"
 } > "$out/results.tsv"
 "$build/dev/bench_report" tokens "$out/$name.json" "$work/tokens.bin" $((BATCH * SEQ * 20 + 10000)) 2>> "$log" || die "no tokens"
 
-# What each group of launches is predicted to take here: the same run's launches, recorded and not run.
-# shellcheck disable=SC2086
-"$build/train_gpt" --account --model "$out/$name.json" --dtype "$DTYPE" --batch "$BATCH" --seq "$SEQ" --sample 0 --out "$out" $TRAIN_FLAGS \
-    >> "$log" 2>&1 || die "no account"
-
 trace=$out/trace.tsv
 rm -f "$trace"
 if [ $device = cuda ]; then
@@ -70,6 +65,12 @@ done
 kill -9 $pid 2> /dev/null
 wait $pid 2> /dev/null
 [ "$rows" -gt 4 ] || die "train_gpt made no steps; the end of $log:"
+
+# What each group of launches is predicted to take here: the same run's launches, recorded and not run. After the run,
+# which leaves what it has chosen for each product (--tune-matmul).
+# shellcheck disable=SC2086
+"$build/train_gpt" --account --model "$out/$name.json" --dtype "$DTYPE" --batch "$BATCH" --seq "$SEQ" --sample 0 --out "$out" $TRAIN_FLAGS \
+    >> "$log" 2>&1 || die "no account"
 
 "$build/dev/bench_report" profile "$out" > "$out/profile.md" 2>> "$log" || die "no table; the end of $log:"
 cat "$out/profile.md"

@@ -152,6 +152,9 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
     const auto& [M, N, K] = cost.product;
     const bool wide = group == kBlockProducts && std::min(K, N) >= 1024;
     row.predicted = row.roofline / (wide ? kWideProduct : kGroups[group].share) + kBetweenLaunches;
+    // The sums of a product's factor, of which an H100's cuBLASLt makes a kernel of its own.
+    if (!moves_rows(group))
+        row.predicted += static_cast<double>(cost.again) / (account.spec.reached_bytes * kRowKernel);
     return row;
 }
 
@@ -163,6 +166,7 @@ Account account_of(Trainer& t) {
 #endif
     account.rate = account.spec.reached_rate(o.precision.dtype);
     t.reserve();
+    recall_matmuls(o);
     LaunchNotes notes;
     const size_t n_nodes = capture([&] {
         accumulate_gradients(t, 1);

@@ -38,7 +38,8 @@ inline const std::string kUntimed = " --tune-matmul off";
 // before: shell text in front of the program, such as "ulimit -f 8; exec". One OpenMP thread: the models of these
 // runs are so small that a second thread waits for longer than it computes, and other tests run at the same time.
 inline Outcome run_program(const std::string& name, const std::string& arguments, const std::string& before = "") {
-    const bool untimed = name == "train_gpt" && arguments.find("--tune-matmul") == std::string::npos;
+    const auto has = [&](const char* flag) { return arguments.find(flag) != std::string::npos; };
+    const bool untimed = name == "train_gpt" && !has("--tune-matmul") && !has("--draw");  // which trains nothing
     return run_shell(
         concat("export OMP_NUM_THREADS=1; ", before, " ", program_path(name), untimed ? kUntimed : "", " ", arguments));
 }

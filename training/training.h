@@ -312,6 +312,8 @@ int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are
 // The choices are rank 0's, of its file and of what is timed now, on all ranks; for this it makes a step without an
 // update on the data of step 1: gradients and activations have no meaning afterwards. Collective; after set_weights.
 void choose_matmuls(Trainer& trainer, const BatchReader& data);
+// Sets those of the file, and times nothing: for --account, which runs no step.
+void recall_matmuls(const TrainOptions& options);
 // Where the choices are kept: for this GPU and this version of cuBLASLt. "" where there is no home folder.
 std::string matmul_file();
 // Its text: a line of what it is for, then matmul_choices(). Error, with what is wrong, for another one.

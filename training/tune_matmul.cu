@@ -50,6 +50,9 @@ std::string choices_in_matmul_file(const std::string& text) {
 
 namespace {
 
+// A CPU has one algorithm.
+bool is_tuned(const TrainOptions& o) { return o.tune_matmul == "on" || (o.tune_matmul == "auto" && !device().is_cpu); }
+
 // Sets the choices of the file, if there is one. One that cannot be used is as good as none, but somebody should know.
 void read_choices(const std::string& path) {
     if (path.empty() || !std::filesystem::exists(path)) return;
@@ -82,9 +85,12 @@ bool can_rehearse(const Trainer& t) {
 
 }  // namespace
 
+void recall_matmuls(const TrainOptions& o) {
+    if (is_tuned(o)) read_choices(matmul_file());
+}
+
 void choose_matmuls(Trainer& t, const BatchReader& data) {
-    const std::string& asked = t.options.tune_matmul;
-    if (asked == "off" || (asked == "auto" && device().is_cpu)) return;  // a CPU has one algorithm
+    if (!is_tuned(t.options)) return;
     const std::string path = matmul_file();
     const bool is_first = t.world.rank == 0;
     set_matmul_choices("");
