@@ -11,8 +11,7 @@
 //
 // The forward copies rows. In the backward many places add to the same row of dtable. Atomic additions would add them
 // in another order on every run, and give other bits. Instead the places are sorted by their ids. The places of one id
-// are then neighbours, in ascending order: a list. For each list and each few columns, one thread adds up the list from
-// its first place to its last:
+// are then neighbours, in ascending order: a list, whose rows of dout are added up in that order:
 //
 //     place i     0  1  2  3  4  5                  order (of places)     1  4 | 0  2  3 | 5
 //     id          7  2  7  7  2  9                  their ids             2  2 | 7  7  7 | 9
@@ -34,10 +33,11 @@
 //     for d:  next[d] = how many places have a digit < d
 //     for i:  sorted[next[digit(i)]++] = i
 //
-// A few ids are very frequent: a space is every tenth token of a text. So a list is cut into pieces of 128 places,
-// counted from its own beginning, and the last piece is what remains. A piece is added up from its first place to its
-// last. A list of one piece is added to its row of dtable at once. A list of several leaves a partial sum, a row of
-// float32, for each of them, and a further kernel adds these up, in order, and adds the result to dtable:
+// A few ids are very frequent, as some words are, and one thread for a whole list would still add when all others have
+// long ended. So a list is cut into pieces of 128 places, counted from its own beginning, and the last piece is what
+// remains. A piece is added up from its first place to its last. A list of one piece is added to its row of dtable at
+// once. A list of several leaves a partial sum, a row of float32, for each of them, and a further kernel adds these up,
+// in order, and adds the result to dtable:
 //
 //     order      | 128 of id 2 | 128 of id 2 | 7 of id 2 | 3 of id 5 | 1 of id 6 | 128 of id 9 | 70 of id 9 | ...
 //                |____________________________________|  |           |           |__________________________|
@@ -51,14 +51,15 @@
 //         sum = 0;  for p, ascending:  sum += partial[p]
 //         dtable[v,:] += sum
 //
-// Block w of the first kernel has the pieces that begin at the positions [128 w, 128 (w + 1)) of the order: no more than
-// 255 places, whatever the ids are. Of the pieces of long lists at most one that is followed by another piece of its
-// list begins there (it has 128 places), and at most one that is the last of its list (128 places of that list are
+// Block w of the first kernel has the pieces that begin at the positions [128 w, 128 (w + 1)) of the order: no more
+// than 255 places, whatever the ids are. Of the pieces of long lists at most one that is followed by another piece of
+// its list begins there (it has 128 places), and at most one that is the last of its list (128 places of that list are
 // in front of it). These two are the block's two rows of partial sums. And no more than one list of several pieces can
 // begin there, which the further kernel's block w adds up.
 //
 // The order of all additions follows from the places of a list alone. So a row has the same bits on every run, and
-// beside whatever other ids: a rank which has a part of the vocabulary gives its rows the bits that the whole gives them.
+// beside whatever other ids: a rank that has a part of the vocabulary gives its rows the bits that the whole gives
+// them.
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
@@ -210,37 +211,35 @@ __device__ __forceinline__ void add_chunk(G* gradient, float (&sum)[n], int64_t 
     store_chunk(gradient, sum, n_left);
 }
 
-// The last position of the list of position k, going up (direction 1), or its first, going down (direction -1). Most
-// lists are short, so it looks 1, 2, 4, ... positions ahead, and then bisects the last interval.
-__device__ __forceinline__ int64_t border_of_list(const int32_t* ids, int64_t k, int direction, int64_t n_places) {
-    const int32_t id = ids[k];
-    const auto in_list = [&](int64_t distance) {
-        const int64_t at = k + direction * distance;
-        return at >= 0 && at < n_places && ids[at] == id;
-    };
-    int64_t inside = 0, step = 1;  // distances from k
-    for (; in_list(inside + step); step *= 2) inside += step;
-    int64_t outside = inside + step;
-    while (outside - inside > 1) {
-        const int64_t middle = (inside + outside) / 2;
-        (in_list(middle) ? inside : outside) = middle;
+// The first position of (below, end] at which holds() is true, which it is from there on; it is not asked about `end`.
+// Every lane of the warp takes part: each asks about one of 32 positions, and the interval between two of them remains.
+template <class Holds>
+__device__ __forceinline__ int64_t first_position(int64_t below, int64_t end, Holds holds) {
+    while (end - below > 1) {
+        const int64_t step = (end - below + kWarp - 1) / kWarp,
+                      position = below + (static_cast<int>(threadIdx.x % kWarp) + 1) * step;
+        const int first = __ffs(static_cast<int>(__ballot_sync(kFullWarp, position >= end || holds(position)))) - 1;
+        end = min(end, below + (first + 1) * step);
+        below += first * step;
     }
-    return k + direction * inside;
+    return end;
 }
-__device__ __forceinline__ int64_t first_of_list(const int32_t* ids, int64_t k, int64_t n_places) {
-    return border_of_list(ids, k, -1, n_places);
+// The first position, from `begin` on, of the list that position k is in; the first position after it, up to `end`.
+__device__ __forceinline__ int64_t first_of_list(const int32_t* ids, int64_t k, int64_t begin) {
+    const int32_t id = ids[k];
+    return first_position(begin - 1, k, [=](int64_t at) { return ids[at] == id; });
 }
-__device__ __forceinline__ int64_t end_of_list(const int32_t* ids, int64_t k, int64_t n_places) {
-    return border_of_list(ids, k, 1, n_places) + 1;
+__device__ __forceinline__ int64_t end_of_list(const int32_t* ids, int64_t k, int64_t end) {
+    const int32_t id = ids[k];
+    return first_position(k, end, [=](int64_t at) { return ids[at] != id; });
 }
 
-// The first position, from `from` on, at which a piece begins; n_places if there is none.
+// The first position, from `from` on, at which a piece begins; n_places if there is none. For a whole warp.
 __device__ __forceinline__ int64_t first_piece(const int32_t* ids, int64_t from, int64_t n_places) {
     if (from >= n_places) return n_places;
-    const int64_t list = first_of_list(ids, from, n_places),
-                  its_next = list + (from - list + kPiece - 1) / kPiece * kPiece;
-    if (its_next < n_places && ids[its_next] == ids[from]) return its_next;
-    return end_of_list(ids, from, n_places);
+    const int64_t list = first_of_list(ids, from, 0),
+                  its_next = min(list + (from - list + kPiece - 1) / kPiece * kPiece, n_places);
+    return its_next == from ? from : end_of_list(ids, from, its_next);
 }
 
 // The columns of a thread. Rows that are whole chunks need no test for their end, and loads without a branch between
@@ -266,11 +265,11 @@ __global__ void __launch_bounds__(kBlock)
     for (int j = threadIdx.x; j < 2 * kPiece + 1; j += blockDim.x) {
         const int64_t k = before + j;
         const bool is_place = k >= 0 && k < n_places;
-        const int32_t id = is_place ? ids[k] : kNoId;
+        const int32_t id = is_place ? ids[k] : kNoId, place = is_place ? order[k] : 0;
         if (is_place && (id < -1 || id >= n_rows)) __trap();
-        id_at[j] = id, place_at[j] = is_place ? order[k] : 0;
+        id_at[j] = id, place_at[j] = place;
     }
-    for (int i = threadIdx.x; i < 2; i += blockDim.x)
+    for (unsigned i = threadIdx.x / kWarp; i < 2; i += blockDim.x / kWarp)  // a warp each
         borders[i] = static_cast<int32_t>(first_piece(ids, before + 1 + i * kPiece, n_places) - before);
     __syncthreads();  // ids, places and borders are there
     const int64_t c = first_column<n>(), n_left = columns_left<n>(C, c);
@@ -314,11 +313,11 @@ __global__ void __launch_bounds__(kBlock)
                                          int64_t C) {
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPiece, next = begin + kPiece;
     const int64_t c = first_column<n>(), n_left = columns_left<n>(C, c);
-    if (c >= C || next >= n_places || ids[next] == -1 || ids[next - 1] != ids[next]) return;
+    if (next >= n_places || ids[next] == -1 || ids[next - 1] != ids[next]) return;
     if (begin > 0 && ids[begin - 1] == ids[next]) return;  // it begins in front of this block's positions
-    const int64_t first = first_of_list(ids, next, n_places), end = end_of_list(ids, next, n_places);
+    const int64_t first = first_of_list(ids, next, begin), end = end_of_list(ids, next, n_places);
     const int64_t n_pieces = (end - first + kPiece - 1) / kPiece;
-    if (n_pieces == 1) return;
+    if (n_pieces == 1 || c >= C) return;
     const float* from = partial + 2 * static_cast<int64_t>(blockIdx.x) * C + c;  // of the list's first piece
     float sum[n] = {}, x[n];
     for (int64_t p = 0; p < n_pieces; ++p, from += 2 * C) {
@@ -435,7 +434,7 @@ static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor scratch,
     int32_t* const memory = scratch.ptr<int32_t>();
     float* const partial = reinterpret_cast<float*>(memory);
     const SortedPlaces sorted = sort_places(ids, n_rows, memory + n_partial(n_places, C), stream);
-    const int64_t x = std::min<int64_t>(kBlock, ceil_div(C, n));
+    const int64_t x = std::min<int64_t>(kBlock, round_up(ceil_div(C, n), kWarp));  // whole warps
     const dim3 grid(static_cast<unsigned>(ceil_div(n_places, kPiece)), static_cast<unsigned>(ceil_div(C, x * n)));
     const unsigned block = static_cast<unsigned>(x);
     embedding_backward_pieces_kernel<T, G, n><<<grid, block, 0, stream>>>(
