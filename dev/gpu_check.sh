@@ -125,11 +125,12 @@ elif wants sanitizers; then
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
     tools=(memcheck racecheck initcheck synccheck)
     for tool in "${tools[@]}"; do
-        # In one process at a time the GPU waits for the host most of the time, so the four run side by side.
+        # The GPU waits for the host most of the time, so the four run side by side.
         {
             started=$SECONDS status=0
-            [ -z "$sanitizer" ] || timeout "$(seconds_left)" env ARENA_SEPARATE=1 "$sanitizer" --tool $tool --error-exitcode 86 \
-                --print-limit 20 "$build/run_tests" -# "$filter" > "$out/$tool.txt" 2>&1 || status=$?
+            [ -z "$sanitizer" ] || env ARENA_SEPARATE=1 TEST_WITH="$sanitizer --tool $tool --error-exitcode 86 --print-limit 20" \
+                TEST_RUNS="$out/runs-$tool" TEST_JOBS=$((($(nproc) + 3) / 4)) TEST_SECONDS=$(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)) \
+                test/run_each.sh "$build" "$filter" > "$out/$tool.txt" 2>&1 || status=$?
             echo "$status $((SECONDS - started))" > "$out/$tool.status"
         } &
     done
@@ -137,8 +138,9 @@ elif wants sanitizers; then
     for tool in "${tools[@]}"; do
         if [ -z "$sanitizer" ]; then add "$tool" absent 0 "no compute-sanitizer here" && continue; fi
         read -r status seconds < "$out/$tool.status"
-        { echo "==== $tool" && cat "$out/$tool.txt"; } >> "$log"
-        add "$tool" "$status" "$seconds" "$(grep -E '(ERROR|RACECHECK|HAZARD) SUMMARY' "$out/$tool.txt" | tail -n 1 | sed 's/^=* *//'); $(tests_end "$out/$tool.txt")"
+        found=$(grep -hE 'SUMMARY: [1-9]' "$out/runs-$tool"/*.out 2> /dev/null | head -n 1 | sed 's/^=* *//')
+        { echo "==== $tool" && cat "$out/$tool.txt" && grep -lE 'SUMMARY: [1-9]' "$out/runs-$tool"/*.out | xargs -r cat; } >> "$log" 2> /dev/null
+        add "$tool" "$status" "$seconds" "$(tail -n 1 "$out/$tool.txt")${found:+; $found}"
     done
 fi
 

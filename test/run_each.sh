@@ -15,6 +15,7 @@
 #   TEST_RUNS=BUILD_FOLDER/test_runs
 #   TEST_JOBS=12          tests at a time; not more than the cores
 #   TEST_TIMEOUT=180      seconds for one test
+#   TEST_WITH=            what each test is run with: "compute-sanitizer --tool racecheck"
 #   TEST_SECONDS=0        seconds for all: tests that it leaves no time for are counted; 0: no limit
 set -u
 cd "$(dirname "$0")/.."
@@ -32,7 +33,7 @@ if [ "$1" = --one ]; then
     # A test's name as Catch2 takes it; one that begins with "-" would be an option.
     spec=$(printf %s "$name" | sed -e 's/[][\\,"]/\\&/g' -e 's/^[-~*]/\\&/')
     status=0 started=$SECONDS
-    { LLM_TEST_LOG=$file.log timeout --kill-after=5 "$limit" "$RUN_TESTS" "$spec" > "$file.out" 2>&1 < /dev/null || status=$?; } 2> /dev/null
+    { LLM_TEST_LOG=$file.log timeout --kill-after=5 "$limit" ${TEST_WITH:-} "$RUN_TESTS" "$spec" > "$file.out" 2>&1 < /dev/null || status=$?; } 2> /dev/null
     if [ $is_cut = 1 ] && { [ $status = 124 ] || [ $status = 137 ]; }; then
         printf 'left out\t%s\n' "$name" > "$file.log"
         exit 0

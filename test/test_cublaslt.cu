@@ -254,8 +254,8 @@ void check(const Case& c, bool required = false) {
                     const double product = A.op(c.transpose_a, b, i, k) * B.op(c.transpose_b, b, k, j);
                     x += alpha * product, size += std::fabs(alpha * product);
                 }
-                // AUX and D may be of the product that has been rounded to their type.
-                const bool adds = c.beta != 0 || has(c, CUBLASLT_EPILOGUE_BIAS);
+                // AUX and D may be of the product that has been rounded to their type. (An H100's DGELU is.)
+                const bool adds = c.beta != 0 || has(c, CUBLASLT_EPILOGUE_BIAS) || reads_aux;
                 const double twice = of_nvidia() && adds ? rounding(c.d, x) : 0;
                 if (c.beta != 0) x += c.beta * C.at(b, i, j), size += std::fabs(c.beta * C.at(b, i, j));
                 if (has(c, CUBLASLT_EPILOGUE_BIAS)) x += bias.at(b, i, 0), size += std::fabs(bias.at(b, i, 0));
@@ -385,16 +385,17 @@ TEST_CASE("cublasLt: fp8 with scales", "[cublaslt]") {
             c.d_scale = out.bytes == 1 ? 96.0f : 1.0f;  // some values saturate e4m3
             c.beta = out.id == f16.id ? 0.5f : 0.0f, c.gap = 16;
             c.epilogue = CUBLASLT_EPILOGUE_BIAS;
-            check(c, out.bytes == 2);
+            check(c, !of_nvidia());
         }
 }
 
-// As many tokens as there are, in layers/matmul.cu.
+// As many tokens as there are, in layers/matmul.cu. An H100's cuBLASLt 13.0 supports neither these nor those above with
+// gaps and no workspace; test_fp8.cu and test_matmul.cu ask it for what the layers use.
 TEST_CASE("cublasLt: fp8 with any number of columns", "[cublaslt]") {
     for (const int64_t n : {1, 7, 33}) {
         Case c{.m = 48, .n = n, .k = 80, .transpose_a = true, .a = e4m3, .b = e4m3, .d = bf16};
         c.c = c.bias = bf16, c.gap = 16, c.epilogue = CUBLASLT_EPILOGUE_BIAS;
-        check(c, true);
+        check(c, !of_nvidia());
     }
 }
 
@@ -780,8 +781,8 @@ TEST_CASE("cublasLt: what does not fit is refused", "[cublaslt]") {
     Operation with_aux;
     with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE, uint32_t(CUBLASLT_EPILOGUE_GELU_AUX));
     with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, D2.device);
-    with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(9));  // not a multiple of 8
-    CHECK(multiply(with_aux, A, B, D) != CUBLAS_STATUS_SUCCESS);
+    with_aux.attribute(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t(9));           // not a multiple of 8
+    if (!of_nvidia()) CHECK(multiply(with_aux, A, B, D) != CUBLAS_STATUS_SUCCESS);  // float32: an H100's takes it
     Operation integer(CUBLAS_COMPUTE_32I);
     CHECK(refused(multiply(integer, A, B, D), CUBLAS_STATUS_NOT_SUPPORTED));
 
