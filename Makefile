@@ -258,7 +258,7 @@ endif
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS))
+FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@
@@ -287,7 +287,9 @@ $(BUILD)/pch/%.h.gch: $(BUILD)/flags
 
 # Adam's update runs on the host, too (--offload), and gives the same bits there: nvcc would otherwise round some products and
 # sums once that g++ rounds twice. The kernels wait for memory.
-$(BUILD)/optim/adam.o $(BUILD)/optim/adamw.o: private NVCCFLAGS += -fmad=false
+UNFUSED       := $(BUILD)/optim/adam.o $(BUILD)/optim/adamw.o
+UNFUSED_FLAGS := -fmad=false
+$(UNFUSED): private NVCCFLAGS += $(UNFUSED_FLAGS)
 
 # The page of generate --serve, as a string for C++.
 $(BUILD)/inference/server.o: $(BUILD)/inference/page.inc
