@@ -35,6 +35,8 @@ if [ -d gpu-bundle/mpi ] && ! command -v mpirun > /dev/null; then
 fi
 
 seconds_left() { if [ "$CHECK_SECONDS" = 0 ]; then echo 36000; else echo $((CHECK_SECONDS - SECONDS > 1 ? CHECK_SECONDS - SECONDS : 1)); fi; }
+# For test/run_each.sh: it ends by itself, before it is stopped.
+test_seconds() { echo $(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)); }
 wants() { [[ " $CHECK_STEPS " == *" $1 "* ]]; }
 # add NAME STATUS SECONDS DETAIL
 add() {
@@ -81,14 +83,14 @@ tags_of() {
     echo "$tags"
 }
 # each FILE FILTER [VARIABLE...]: these tests, each in a process of its own. What is left of the time ends them, not a signal.
-each() { run "${1%.txt}" "$out/$1" env TEST_RUNS="$out/runs" TEST_SECONDS=$(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)) "${@:3}" test/run_each.sh "$build" "$2"; }
+each() { run "${1%.txt}" "$out/$1" env TEST_RUNS="$out/runs" TEST_SECONDS=$(test_seconds) "${@:3}" test/run_each.sh "$build" "$2"; }
 tests_end() { # from Catch2's last lines
     sed -nE 's/^(All tests passed.*|test cases:.*|No tests ran.*)/\1/p' "$1" | tail -n 1 | tr -s ' ' | tr '|' ','
 }
 if wants tests; then
     started=$SECONDS status=0
     if [ -z "$CHECK_TESTS" ]; then
-        run tests "$out/tests.txt" env TEST_SECONDS=$(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)) test/run.sh "$build" || status=$?
+        run tests "$out/tests.txt" env TEST_SECONDS=$(test_seconds) test/run.sh "$build" || status=$?
     else
         # shellcheck disable=SC2046,SC2086
         each tests.txt "$(tags_of $CHECK_TESTS)" || status=$?
@@ -129,7 +131,7 @@ elif wants sanitizers; then
         {
             started=$SECONDS status=0
             [ -z "$sanitizer" ] || env ARENA_SEPARATE=1 TEST_WITH="$sanitizer --tool $tool --error-exitcode 86 --print-limit 20" \
-                TEST_RUNS="$out/runs-$tool" TEST_JOBS=$((($(nproc) + 3) / 4)) TEST_SECONDS=$(($(seconds_left) > 4 ? $(seconds_left) - 3 : 1)) \
+                TEST_RUNS="$out/runs-$tool" TEST_JOBS=$((($(nproc) + 3) / 4)) TEST_SECONDS=$(test_seconds) \
                 test/run_each.sh "$build" "$filter" > "$out/$tool.txt" 2>&1 || status=$?
             echo "$status $((SECONDS - started))" > "$out/$tool.status"
         } &

@@ -148,12 +148,11 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
             .flops = cost.flops};
     // What is no product of matrices computes on other units, but too little to wait for them.
     const bool multiplies = !moves_rows(group) && row.intensity() > 16;  // attention's delta reads rows, too
-    row.roofline = std::max(row.moved / account.spec.reached_bytes, multiplies ? row.flops / account.rate : 0);
+    // The sums of a product's factor, of which an H100's cuBLASLt makes a kernel of its own, after the product.
+    const double sums = moves_rows(group) ? 0 : static_cast<double>(cost.again) / account.spec.reached_bytes;
+    row.roofline = std::max(row.moved / account.spec.reached_bytes - sums, multiplies ? row.flops / account.rate : 0);
     const double share = moves_rows(group) || multiplies ? kGroups[group].share : kRowKernel;
-    row.predicted = row.roofline / share + kBetweenLaunches;
-    // The sums of a product's factor, of which an H100's cuBLASLt makes a kernel of its own.
-    if (!moves_rows(group))
-        row.predicted += static_cast<double>(cost.again) / (account.spec.reached_bytes * kRowKernel);
+    row.predicted = row.roofline / share + sums / kRowKernel + kBetweenLaunches;
     return row;
 }
 
