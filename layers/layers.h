@@ -79,7 +79,8 @@ struct MatmulOptions {
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
-    Tensor scratch = {};      // f32, for a_row_sums: column_sum_scratch_n(K, M)
+    Tensor column_sums = {};  // (N) f32, with gelu_input: written, the sum of each column of out as it is stored
+    Tensor scratch = {};      // f32; for a_row_sums column_sum_scratch_n(K, M), for column_sums (M, N)
 };
 constexpr int64_t fp8_block_scale_cols(int64_t K) { return round_up(ceil_div(K, 128), 4); }
 void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
@@ -88,13 +89,16 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
 // no algorithm for. No fp8, and nothing of what may be done before the result is stored but the bias.
 void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
 
-// matmul_plan.cu: which of cuBLASLt's algorithms computes a product. Otherwise the one that its heuristic names first;
-// while tune_matmuls is on, the fastest of 16, timed when this thread first meets a product: that overwrites the
-// product's results several times, so it is for times at which nobody needs them. What follows on a GPU is the epilogue
-// or the kernels, whichever is faster.
+// matmul_plan.cu: what computes a product: one of cuBLASLt's algorithms, on Hopper our own product (hopper_matmul.h), or
+// kernels without an epilogue. While tune_matmuls is on, the fastest of them, timed when this thread first meets a
+// product: that overwrites the product's results several times, so it is for times at which nobody needs them.
+// Otherwise the algorithm that cuBLASLt's heuristic names first, but ours for large products with GELU, its derivative
+// or sums, and kernels where neither can.
 void tune_matmuls(bool on);
+// Without times, this device chooses as an H100 does: for the account of a step that never runs.
+void choose_matmuls_as_hopper(bool on);
 // What was timed, or set: a line for each product of this thread, "PRODUCT: CHOICE  # what was measured". A choice is
-// an algorithm of this version of cuBLASLt, or "parts": without an epilogue.
+// an algorithm of this version of cuBLASLt, "hopper", or "parts": without an epilogue.
 std::string matmul_choices();
 // From now on these are the choices; all others are forgotten. Error: a line that is none.
 void set_matmul_choices(const std::string& text);
@@ -116,7 +120,10 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
 // A linear layer and GELU after it:   before (N, O) = inp weight^T + bias,   out = gelu(before)
 void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
 // GELU and a linear layer after it, out = gelu(before) weight^T:   dbefore (N, C) = (dout weight) * gelu'(before)
-void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream);
+//   dbias (C) (+)= sum over rows of dbefore, optional, with scratch of linear_backward_scratch_n(N, C): the gradient of
+//   the bias that is in `before`
+void linear_gelu_backward_input(Tensor dbefore, Tensor dbias, Tensor dout, Tensor weight, Tensor before,
+                                bool accumulate, Tensor scratch, cudaStream_t stream);
 // dbias optional.
 void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Tensor scratch,
                             cudaStream_t stream);

@@ -77,10 +77,22 @@ void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, T
     matmul(out, inp, weight, {.transpose_b = true, .bias = bias, .before_gelu = before}, stream);
 }
 
-void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream) {
-    check_backward_input("linear_gelu_backward_input", "dbefore", dbefore, dout, weight);
-    expect("linear_gelu_backward_input", "before", before, dout.dtype, {dbefore.shape[0], dbefore.shape[1]});
-    matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
+void linear_gelu_backward_input(Tensor dbefore, Tensor dbias, Tensor dout, Tensor weight, Tensor before,
+                                bool accumulate, Tensor scratch, cudaStream_t stream) {
+    const char* name = "linear_gelu_backward_input";
+    check_backward_input(name, "dbefore", dbefore, dout, weight);
+    const int64_t N = dbefore.shape[0], C = dbefore.shape[1];
+    expect(name, "before", before, dout.dtype, {N, C});
+    if (!dbias) return matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
+    expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : dout.dtype, {C});
+    // The product sums what it stores, in float32: to where the sums are added from, if they are, or rounded.
+    const Tensor all = scratch_as(name, scratch, {linear_backward_scratch_n(N, C)});
+    const int64_t sums_n = round_up(C, kSumsGrain);
+    const bool in_place = !accumulate && dbias.dtype == DType::f32;
+    const Tensor sums = in_place ? dbias : all.slice(0, C);
+    matmul(dbefore, dout, weight,
+           {.gelu_input = before, .column_sums = sums, .scratch = all.slice(sums_n, all.n() - sums_n)}, stream);
+    if (!in_place) add_column_sums(dbias, sums.view({1, C}), accumulate, stream);
 }
 
 int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return round_up(O, kSumsGrain) + column_sum_scratch_n(N, O); }

@@ -1,5 +1,6 @@
 // Matrix product: the operation that takes most of a language model's time. NVIDIA's cuBLASLt computes it (on the CPU
-// device: cpu/cublas_lt.cpp and cpu/sgemm.h). dev/matmul.cu writes it out, from the naive kernel to the fastest.
+// device: cpu/cublas_lt.cpp and cpu/sgemm.h), and on Hopper, where that is faster, a kernel of ours (hopper_matmul.cu).
+// dev/matmul.cu writes it out, from the naive kernel to the fastest.
 //
 //   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out + bias (N)        2 M N K flops
 //
@@ -14,8 +15,8 @@
 // Sums are float32 for every type, and float32 factors are not rounded to TF32. matmul_plan.cu says how cuBLASLt is
 // asked, and by which of its algorithms it multiplies; where it has none, plain_matmul.cu does.
 //
-// What often follows a product is done before its result is stored, where cuBLASLt can (an epilogue): it saves a pass
-// over memory, and a rounding. Otherwise kernels do it afterwards (multiply_in_parts). Which, follows from the
+// What often follows a product is done before its result is stored (an epilogue), where cuBLASLt or ours can: it saves
+// a pass over memory, and a rounding. Otherwise kernels do it afterwards (multiply_in_parts). Which, follows from the
 // product's sizes and types, and where products are timed (tune_matmuls) from what was measured.
 //
 // fp8. The tensor cores of Ada and Hopper multiply 8-bit floats twice as fast as 16-bit ones, but read them one way
@@ -69,6 +70,7 @@ void expect_vector(const char* argument, const Tensor& vector, DType dtype, int6
 // What is to be done before the result is stored.
 Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M, int64_t N) {
     const int asked = (options.before_gelu ? 1 : 0) + (options.gelu_input ? 1 : 0) + (options.a_row_sums ? 1 : 0);
+    check(!options.column_sums || options.gelu_input, "matmul: column_sums go with gelu_input alone");
     if (asked == 0) return options.bias ? Epilogue::bias : Epilogue::none;
     check(asked == 1 && out.ndim == 2 && !options.a_scale && !options.b_scale,
           "matmul: one of before_gelu, gelu_input and a_row_sums at most, without batches and not of fp8 factors");
@@ -83,7 +85,8 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
     expect_aligned("matmul", {{argument, x}});
     check(options.beta == 0.0f, "matmul: with ", argument, " beta must be 0, not ", options.beta);
     check(options.before_gelu || !options.bias, "matmul: gelu_input goes without a bias");
-    if (options.gelu_input) return Epilogue::gelu_derivative;
+    if (options.column_sums) expect_vector("column_sums", options.column_sums, DType::f32, N);
+    if (options.gelu_input) return options.column_sums ? Epilogue::gelu_derivative_sums : Epilogue::gelu_derivative;
     return options.bias ? Epilogue::bias_gelu : Epilogue::gelu;
 }
 
@@ -131,7 +134,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
 LaunchCost cost_of(const Product& p, Tensor out, Tensor a, Tensor b, const MatmulOptions& o) {
     const int64_t old = o.beta != 0.0f ? bytes_of(out) : 0, rows = p.batch_count * p.M;
     return {.reads = bytes_of(a, b, o.bias, o.gelu_input, o.a_scale, o.b_scale) + old,
-            .writes = bytes_of(out, o.before_gelu, o.a_row_sums),
+            .writes = bytes_of(out, o.before_gelu, o.a_row_sums, o.column_sums),
             .again = o.a_row_sums ? bytes_of(a) : 0,  // cuBLASLt sums the rows after the product
             .flops = 2.0 * static_cast<double>(rows) * static_cast<double>(p.N * p.K),
             .product = {rows, p.N, p.K}};
@@ -158,13 +161,22 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
     const Product product = describe_product(out, a, b, options);
     if (out.n() == 0) return;
     check(product.K > 0, "matmul: K is 0");
-    if (!multiply_by_plan(product, out, a, b, options, stream)) return multiply_in_parts(out, a, b, options, stream);
-    launched("matmul", cost_of(product, out, a, b, options));
+    switch (multiply_by_plan(product, out, a, b, options, stream)) {
+        case MatmulWay::cublas_lt: return launched("matmul", cost_of(product, out, a, b, options));
+        case MatmulWay::parts: return multiply_in_parts(out, a, b, options, stream);
+        case MatmulWay::hopper: return;  // it has said itself what it launched
+    }
 }
 
 void multiply_in_parts(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
     MatmulOptions product = options;
-    product.before_gelu = product.gelu_input = product.a_row_sums = product.scratch = {};
+    product.scratch = {};
+    if (options.column_sums) {
+        product.column_sums = {};
+        matmul(out, a, b, product, stream);
+        return column_sum(options.column_sums, out, false, options.scratch, stream);
+    }
+    product.before_gelu = product.gelu_input = product.a_row_sums = {};
     if (options.before_gelu) {
         matmul(options.before_gelu, a, b, product, stream);
         gelu_forward(out, options.before_gelu, stream);

@@ -1,4 +1,5 @@
-// How cuBLASLt computes a product: descriptions, epilogues, and the choice among its algorithms.
+// What computes a product: how cuBLASLt is asked for it (descriptions, epilogues), and the choice among its algorithms
+// and ours.
 //
 // cuBLASLt stores matrices by columns. The memory of a row-major X (rows, cols) is that of the column-major X^T (cols,
 // rows) with leading dimension cols, so we ask for the transposed product and swap the factors:
@@ -9,7 +10,7 @@
 // and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32,
 // before the one rounding to out's type. (On an H100 some of its kernels were seen to round before they add, too, and
 // so have one rounding more: for rows off 16 bytes, and with beta = 1.) The sum of each row of op(a) is that of a
-// column of its "B": BGRADB.
+// column of its "B": BGRADB. Its gradients of a bias have out's type, and ours of DGELU_BGRAD are float32.
 //
 // It asks for a description of each matrix, and for an algorithm, of which it has hundreds. Its heuristic orders them
 // by type and shape, but which one is the fastest, only a clock knows. So each product of a run can be timed once
@@ -17,8 +18,10 @@
 // mean the same in the same version of it. Both take longer than a small product, so plans are kept in a table: after
 // the first step nothing is searched.
 //
-// With an epilogue the choice has one candidate more: the product by itself, and kernels after it.
-#include "layers/matmul_plan.h"
+// The choice has up to two candidates more. Hopper has a product of ours (hopper_matmul.h); and with an epilogue, the
+// product by itself, and kernels after it. Without times, ours is taken for the epilogues that cuBLASLt was measured to
+// be slow at (dev/RESULTS.md): GELU, its derivative, and sums, where the product is large.
+#include "layers/hopper_matmul.h"
 
 #include <algorithm>
 #include <cctype>
@@ -53,14 +56,20 @@ struct Plan {
 };
 
 struct Choice {
-    std::optional<cublasLtMatmulAlgo_t> algorithm;  // none: in parts
-    std::string measured;
+    MatmulWay way = MatmulWay::parts;
+    cublasLtMatmulAlgo_t algorithm = {};  // cuBLASLt's
+    std::string measured = {};
+};
+
+struct PlannedWay {
+    MatmulWay way = MatmulWay::parts;
+    Plan plan = {};  // for cuBLASLt
 };
 
 // A thread drives one device (core.h), and needs no lock.
-thread_local std::map<Product, std::optional<Plan>> plans;  // none: in parts
-thread_local std::map<std::string, Choice> choices;         // by the product's name
-thread_local bool tuning = false;
+thread_local std::map<Product, PlannedWay> plans;
+thread_local std::map<std::string, Choice> choices;  // by the product's name
+thread_local bool tuning = false, as_hopper = false;
 
 // Describes the row-major matrices (rows, cols) of one operand to cuBLASLt: column-major and transposed.
 void describe_operand(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t rows, int64_t cols,
@@ -87,6 +96,7 @@ void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceA
 void set_addresses(Plan& plan, const MatmulOptions& options) {
     if (options.bias) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.bias.data);
     if (options.a_row_sums) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.a_row_sums.data);
+    if (options.column_sums) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.column_sums.data);
     const Tensor aux = options.before_gelu ? options.before_gelu : options.gelu_input;
     if (aux) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux.data);
     if (options.b_scale) set(plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, options.b_scale.data);
@@ -109,6 +119,7 @@ cublasLtEpilogue_t cuda_epilogue(Epilogue epilogue) {
         case Epilogue::gelu: return CUBLASLT_EPILOGUE_GELU_AUX;
         case Epilogue::bias_gelu: return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
         case Epilogue::gelu_derivative: return CUBLASLT_EPILOGUE_DGELU;
+        case Epilogue::gelu_derivative_sums: return CUBLASLT_EPILOGUE_DGELU_BGRAD;
         case Epilogue::row_sums: return CUBLASLT_EPILOGUE_BGRADB;
         default: return CUBLASLT_EPILOGUE_DEFAULT;
     }
@@ -141,13 +152,16 @@ uint32_t row_alignment(int64_t cols, DType dtype) {
     return static_cast<uint32_t>(bits & (~bits + 1));
 }
 
+bool reads_or_writes_aux(Epilogue epilogue) {
+    return epilogue == Epilogue::gelu || epilogue == Epilogue::bias_gelu || epilogue == Epilogue::gelu_derivative ||
+           epilogue == Epilogue::gelu_derivative_sums;
+}
+
 // What cuBLASLt's heuristic names, best first. Not told the alignment of the rows, it would return algorithms that need
 // 256-byte boundaries.
-std::vector<cublasLtMatmulAlgo_t> candidates_of(const Product& p, Plan& plan, int most) {
-    if ((p.epilogue == Epilogue::gelu || p.epilogue == Epilogue::bias_gelu ||
-         p.epilogue == Epilogue::gelu_derivative) &&
-        p.N % 8 != 0)
-        return {};  // its rule for AUX
+std::vector<cublasLtMatmulAlgo_t> algorithms_of(const Product& p, Plan& plan, int most) {
+    if (reads_or_writes_aux(p.epilogue) && p.N % 8 != 0) return {};  // its rule for AUX
+    if (p.epilogue == Epilogue::gelu_derivative_sums && p.out_dtype != DType::f32) return {};
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
@@ -198,47 +212,72 @@ double seconds_of(Run&& run, cudaStream_t stream) {
     return least;
 }
 
-Choice time_candidates(const Product& product, Plan& plan, const std::vector<cublasLtMatmulAlgo_t>& candidates,
-                       Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
+bool has_epilogue(Epilogue epilogue) { return epilogue != Epilogue::none && epilogue != Epilogue::bias; }
+
+// Without times.
+bool is_for_hopper(const Product& p) {
+    constexpr int64_t kLarge = 512;
+    return has_epilogue(p.epilogue) && std::min({p.M, p.N, p.K}) >= kLarge && (!device().is_cpu || as_hopper) &&
+           hopper_matmul_takes(p);
+}
+
+// What is worth timing here. (The CPU device has our product for Hopper, too: instruction by instruction.)
+std::vector<Choice> candidates_of(const Product& product, const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
+    std::vector<Choice> candidates;
+    for (const cublasLtMatmulAlgo_t& algorithm : algorithms)
+        candidates.push_back({.way = MatmulWay::cublas_lt, .algorithm = algorithm});
+    if (!device().is_cpu && hopper_matmul_takes(product)) candidates.push_back({.way = MatmulWay::hopper});
+    if (has_epilogue(product.epilogue) || candidates.empty()) candidates.push_back({.way = MatmulWay::parts});
+    return candidates;
+}
+
+Choice time_candidates(std::vector<Choice> candidates, Plan& plan, Tensor out, Tensor a, Tensor b,
+                       const MatmulOptions& options, cudaStream_t stream) {
     std::vector<double> seconds;
-    for (const cublasLtMatmulAlgo_t& algorithm : candidates) {
-        plan.algorithm = algorithm;
-        const auto run = [&] { return launch(plan, out, a, b, options, stream) == CUBLAS_STATUS_SUCCESS; };
-        seconds.push_back(seconds_of(run, stream));
-    }
-    if (product.epilogue != Epilogue::none && product.epilogue != Epilogue::bias) {
-        const auto run = [&] { return multiply_in_parts(out, a, b, options, stream), true; };
+    for (const Choice& candidate : candidates) {
+        plan.algorithm = candidate.algorithm;
+        const auto run = [&] {
+            if (candidate.way == MatmulWay::cublas_lt)
+                return launch(plan, out, a, b, options, stream) == CUBLAS_STATUS_SUCCESS;
+            (candidate.way == MatmulWay::hopper ? hopper_matmul : multiply_in_parts)(out, a, b, options, stream);
+            return true;
+        };
         seconds.push_back(seconds_of(run, stream));
     }
     const size_t best = fastest(seconds);
-    Choice choice;
-    if (best < candidates.size()) choice.algorithm = candidates[best];
     char text[96];
     std::snprintf(text, sizeof text, "%.1f us; %zu candidates, the first %.1f us", 1e6 * seconds[best], seconds.size(),
                   1e6 * seconds[0]);
-    choice.measured = text;
-    return choice;
+    candidates[best].measured = text;
+    return candidates[best];
 }
 
 // A choice that is known, or made now.
-std::optional<Plan> make_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
-                              cudaStream_t stream) {
-    Plan plan = describe(product, options);
+PlannedWay make_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
+                     cudaStream_t stream) {
+    PlannedWay planned{.plan = describe(product, options)};
+    Plan& plan = planned.plan;
     const std::string name = name_of(product);
     auto known = choices.find(name);
-    const std::vector<cublasLtMatmulAlgo_t> candidates =
-        candidates_of(product, plan, tuning && known == choices.end() ? kCandidates : 1);
-    if (candidates.empty()) {
-        check(!is_fp8(product.a_dtype), "matmul: cuBLASLt has no algorithm for ", name);
-        return {};
+    const bool times = tuning && known == choices.end();
+    const std::vector<cublasLtMatmulAlgo_t> algorithms = algorithms_of(product, plan, times ? kCandidates : 1);
+    check(!algorithms.empty() || !is_fp8(product.a_dtype), "matmul: cuBLASLt has no algorithm for ", name);
+    if (times) {
+        const Choice fastest = time_candidates(candidates_of(product, algorithms), plan, out, a, b, options, stream);
+        known = choices.emplace(name, fastest).first;
     }
-    if (tuning && known == choices.end())
-        known = choices.emplace(name, time_candidates(product, plan, candidates, out, a, b, options, stream)).first;
-    plan.algorithm = candidates[0];
-    if (known == choices.end()) return plan;
-    if (!known->second.algorithm) return {};
-    if (can_run(plan, *known->second.algorithm)) plan.algorithm = *known->second.algorithm;
-    return plan;
+    if (!algorithms.empty()) planned.way = MatmulWay::cublas_lt, plan.algorithm = algorithms[0];
+    if (known == choices.end()) {
+        if (is_for_hopper(product)) planned.way = MatmulWay::hopper;
+        return planned;
+    }
+    // A choice may be from a file, and what it names not be here: then it is none.
+    Choice& choice = known->second;
+    if (choice.way == MatmulWay::parts) planned.way = MatmulWay::parts;
+    else if (choice.way == MatmulWay::hopper && hopper_matmul_takes(product)) planned.way = MatmulWay::hopper;
+    else if (choice.way == MatmulWay::cublas_lt && can_run(plan, choice.algorithm))
+        planned.way = MatmulWay::cublas_lt, plan.algorithm = choice.algorithm;
+    return planned;
 }
 
 const char* epilogue_name(Epilogue epilogue) {
@@ -247,6 +286,7 @@ const char* epilogue_name(Epilogue epilogue) {
         case Epilogue::gelu: return "gelu";
         case Epilogue::bias_gelu: return "bias_gelu";
         case Epilogue::gelu_derivative: return "gelu_derivative";
+        case Epilogue::gelu_derivative_sums: return "gelu_derivative_sums";
         case Epilogue::row_sums: return "row_sums";
         default: return "plain";
     }
@@ -255,9 +295,9 @@ const char* epilogue_name(Epilogue epilogue) {
 constexpr int kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 
 std::string text_of(const Choice& choice) {
-    if (!choice.algorithm) return "parts";
+    if (choice.way != MatmulWay::cublas_lt) return choice.way == MatmulWay::hopper ? "hopper" : "parts";
     std::string text;
-    for (const uint64_t word : choice.algorithm->data) {
+    for (const uint64_t word : choice.algorithm.data) {
         char digits[20];
         std::snprintf(digits, sizeof digits, "%s%llx", text.empty() ? "" : ".", static_cast<unsigned long long>(word));
         text += digits;
@@ -265,19 +305,18 @@ std::string text_of(const Choice& choice) {
     return text;
 }
 
-// "parts", or eight hexadecimal words with dots between them.
+// "hopper", "parts", or eight hexadecimal words with dots between them.
 bool read_choice(const std::string& text, Choice& choice) {
-    if (text == "parts") return true;
-    cublasLtMatmulAlgo_t algorithm{};
+    choice.way = text == "hopper" ? MatmulWay::hopper : text == "parts" ? MatmulWay::parts : MatmulWay::cublas_lt;
+    if (choice.way != MatmulWay::cublas_lt) return true;
     const char* at = text.c_str();
     for (int i = 0; i < kWords; ++i) {
         char* end = nullptr;
         if (!std::isxdigit(static_cast<unsigned char>(*at))) return false;
-        algorithm.data[i] = std::strtoull(at, &end, 16);
+        choice.algorithm.data[i] = std::strtoull(at, &end, 16);
         if (*end != (i + 1 < kWords ? '.' : 0)) return false;
         at = end + 1;
     }
-    choice.algorithm = algorithm;
     return true;
 }
 
@@ -293,18 +332,23 @@ std::string name_of(const Product& p) {
     return name;
 }
 
-bool multiply_by_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
-                      cudaStream_t stream) {
+MatmulWay multiply_by_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
+                           cudaStream_t stream) {
     auto at = plans.find(product);
     if (at == plans.end()) at = plans.emplace(product, make_plan(product, out, a, b, options, stream)).first;
-    if (!at->second) return false;
-    cublasCheck(launch(*at->second, out, a, b, options, stream));
-    return true;
+    auto& [way, plan] = at->second;
+    if (way == MatmulWay::cublas_lt) cublasCheck(launch(plan, out, a, b, options, stream));
+    if (way == MatmulWay::hopper) hopper_matmul(out, a, b, options, stream);
+    return way;
 }
 
 void tune_matmuls(bool on) {
     tuning = on;
     plans.clear();  // those that were made without timing
+}
+void choose_matmuls_as_hopper(bool on) {
+    as_hopper = on;
+    plans.clear();
 }
 
 std::string matmul_choices() {

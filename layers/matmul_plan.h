@@ -1,5 +1,5 @@
-// layers/matmul_plan.h: between matmul.cu, which knows what a product is, and matmul_plan.cu, which knows how cuBLASLt
-// computes it.
+// layers/matmul_plan.h: between matmul.cu, which knows what a product is, and matmul_plan.cu, which knows what computes
+// it.
 #pragma once
 
 #include "layers/layers.h"
@@ -8,8 +8,8 @@
 
 inline bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
-// What follows the product in the same kernel: cuBLASLt's epilogues.
-enum class Epilogue : uint8_t { none, bias, gelu, bias_gelu, gelu_derivative, row_sums };
+// What follows the product in the same kernel: epilogues of cuBLASLt, and of ours for Hopper.
+enum class Epilogue : uint8_t { none, bias, gelu, bias_gelu, gelu_derivative, gelu_derivative_sums, row_sums };
 
 // All that the choice of an algorithm depends on: two products that are equal here differ only in their addresses,
 // alpha and beta. How rows are aligned follows from it, because every operand starts on 16 bytes (at least: cuBLASLt is
@@ -28,9 +28,11 @@ struct Product {
 // then the number of matrices and the kinds of scales where there is more than one.
 std::string name_of(const Product& product);
 
-// By cuBLASLt. False, with nothing done: it has no algorithm for this product, or another way was chosen.
-bool multiply_by_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
-                      cudaStream_t stream);
-// Without cuBLASLt's epilogue: the product, then kernels that do the same. A product without an epilogue: by our
-// kernel.
+// What computes a product: cuBLASLt; our own product for Hopper (hopper_matmul.h); or parts (multiply_in_parts).
+enum class MatmulWay : uint8_t { cublas_lt, hopper, parts };
+// By cuBLASLt or by ours, whichever has been chosen. MatmulWay::parts: nothing was done, because neither has the
+// product, or because parts were chosen.
+MatmulWay multiply_by_plan(const Product& product, Tensor out, Tensor a, Tensor b, const MatmulOptions& options,
+                           cudaStream_t stream);
+// Without this epilogue: the product, then kernels that do the same. A product without an epilogue: by our kernel.
 void multiply_in_parts(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);

@@ -166,7 +166,7 @@ void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linea
         return gelu_backward(dbefore, dbefore, before, b.stream);
     }
     const auto own = [&](Tensor to, Tensor from) {
-        linear_gelu_backward_input(to, from, linear.weight, same_rows(before, dbefore, to), b.stream);
+        linear_gelu_backward_input(to, {}, from, linear.weight, same_rows(before, dbefore, to), false, {}, b.stream);
     };
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dbefore, dout, own);
 }

@@ -140,7 +140,7 @@ TEST_CASE("linear and gelu in one call are the two calls", "[linear]") {
             Buffer down(dtype, {s.C, s.O}, random_values(s.C * s.O, 4)),
                 dout(dtype, {s.N, s.C}, random_values(s.N * s.C, 5)), dbefore(dtype, {s.N, s.O}),
                 dact(dtype, {s.N, s.O}), dbefore_2(dtype, {s.N, s.O});
-            linear_gelu_backward_input(dbefore, dout, down, before, stream);
+            linear_gelu_backward_input(dbefore, {}, dout, down, before, false, {}, stream);
             linear_backward_input(dact, dout, down, false, stream);
             gelu_backward(dbefore_2, dact, before, stream);
             check_close(dbefore.values(), dbefore_2.values(), 2 * u + 0x1p-20, absolute(s.C),
@@ -149,7 +149,7 @@ TEST_CASE("linear and gelu in one call are the two calls", "[linear]") {
     Buffer x(DType::f32, {4, 8}), w(DType::f32, {5, 8}), y(DType::f32, {4, 5});
     CHECK_THROWS_WITH(linear_gelu_forward(y, x, x, w, {}, device().stream),
                       ContainsSubstring("linear_gelu_forward: before is f32 (4, 8), expected f32 (4, 5)"));
-    CHECK_THROWS_WITH(linear_gelu_backward_input(x, y, w, y, device().stream),
+    CHECK_THROWS_WITH(linear_gelu_backward_input(x, {}, y, w, y, false, {}, device().stream),
                       ContainsSubstring("linear_gelu_backward_input: before"));
 }
 
