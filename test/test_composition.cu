@@ -241,15 +241,14 @@ std::vector<LogRow> losses_of(const std::string& flags, const std::string& out) 
     return read_csv_log(out + "/log.csv");
 }
 
-}  // namespace
-
-TEST_CASE("every pair of ways to train gives the losses of one rank", "[program][ranks][composition]") {
+// One quarter of the rows: quarters run at the same time where each test has a process (test/run_each.sh).
+void check_quarter(size_t quarter) {
     const TempFolder folder;
     std::vector<Row> rows = Pairs().rows();
     // The first rows have most of the pairs.
     if (!is_full()) rows.resize(std::min<size_t>(rows.size(), 12));
     std::map<std::string, std::vector<LogRow>> of_one_rank;
-    for (size_t r = 0; r < rows.size(); ++r) {
+    for (size_t r = quarter; r < rows.size(); r += 4) {
         const std::string flags = flags_of(rows[r], false), on_ranks = flags_of(rows[r], true);
         if (of_one_rank.count(flags) == 0) of_one_rank[flags] = losses_of(flags, folder / concat("one", r));
         const std::vector<LogRow>& expected = of_one_rank[flags];
@@ -263,6 +262,15 @@ TEST_CASE("every pair of ways to train gives the losses of one rank", "[program]
         std::filesystem::remove_all(folder / concat("ranks", r));
     }
 }
+
+}  // namespace
+
+TEST_CASE("every pair of ways to train gives the losses of one rank: a quarter", "[program][ranks][composition]") {
+    check_quarter(0);
+}
+TEST_CASE("every pair of ways to train: the second quarter", "[program][ranks][composition]") { check_quarter(1); }
+TEST_CASE("every pair of ways to train: the third quarter", "[program][ranks][composition]") { check_quarter(2); }
+TEST_CASE("every pair of ways to train: the last quarter", "[program][ranks][composition]") { check_quarter(3); }
 
 TEST_CASE("what does not go together is refused at the start, by both names", "[program][ranks][composition]") {
     const TempFolder folder;

@@ -33,6 +33,9 @@ bool torch_is_here() {
     return found;
 }
 
+// The sizes of the CPU device on a GPU, too, whose table is not to be kept.
+const std::string kToyBench = "KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 PRECISIONS=autocast RECORD=0 ";
+
 void make_executable(const std::string& path, const std::string& text) {
     spit(path, "#!/usr/bin/env bash\n" + text);
     std::filesystem::permissions(path, std::filesystem::perms::owner_all);
@@ -51,7 +54,7 @@ std::string pretend_to_test(const std::string& names) {
 TEST_CASE("make bench: every operation and a training run, alone", "[program][harness]") {
     const TempFolder folder;
     const Outcome outcome =
-        run_script("bench.sh", "OPPONENTS= KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 BENCH_OUT=" + folder.path);
+        run_script("bench.sh", kToyBench + "MODELS='toy-gpt2 tiny' OPPONENTS= BENCH_OUT=" + folder.path);
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
     const std::string table = slurp(folder / "results.md");
@@ -79,7 +82,7 @@ TEST_CASE("make bench: every operation and a training run, alone", "[program][ha
         double tokens_per_s = 0, bytes = 0;
         REQUIRE(std::sscanf(tsv.c_str() + tsv.find(line) + line.size(), "%lf %lf", &tokens_per_s, &bytes) == 2);
         CHECK(tokens_per_s > 0);
-        CHECK(bytes > 1e6);
+        if (!gpu_is_shared()) CHECK(bytes > 1e6);
     }
 }
 
@@ -87,13 +90,14 @@ TEST_CASE("make bench: PyTorch beside ours, at the same shapes", "[program][harn
     if (!torch_is_here()) SKIP_TEST("needs PyTorch; LLM_PYTHON names the Python that has it");
     const TempFolder folder;
     const Outcome outcome = run_script(
-        "bench.sh", "KERNEL_SECONDS=0.001 STEPS=2 SEQS=16 MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" + folder.path +
-                        " LLM_PYTHON=" + python());
+        "bench.sh", kToyBench + "MODELS=toy-gpt2 OPPONENTS=torch BENCH_OUT=" + folder.path + " LLM_PYTHON=" + python());
     INFO(outcome.err << outcome.out);
     REQUIRE(outcome.status == 0);
-    // Each operation has a ratio: the last column of its line is a number. bench_report has compared the shapes.
+    // Each operation has a ratio: the last column of its line is a number. bench_report has compared the shapes. Only
+    // ours has fp8, and ids that are not uniform.
     const std::string tsv = slurp(folder / "results.tsv");
-    CHECK_THAT(outcome.out, ContainsSubstring(concat("(", count(tsv, "kernel\tours\t"), " operations)")));
+    const size_t alone = count(tsv, "\tlinear up fp8 ") + count(tsv, "\tembedding, skewed ids\t");
+    CHECK_THAT(outcome.out, ContainsSubstring(concat("(", count(tsv, "kernel\tours\t") - alone, " operations)")));
     CHECK(count(outcome.out, "| PyTorch | 2 |") == 1);
     CHECK(count(outcome.err, "failed") == 0);
 }

@@ -169,10 +169,12 @@ TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "
     };
     const std::vector<double> exact = curve("--dtype fp32");
     CHECK(exact.back() < 0.6 * exact.front());  // it learns: the curves have something to differ about
-    // An H100, whose sums have other orders, was 0.0087 away where the curve falls fastest.
-    const double kFp16 = device().is_cpu ? 0.004 : 0.012;
-    const std::pair<const char*, double> precisions[] = {{"--dtype bf16", 0.004},
-                                                         {"--dtype fp16", kFp16},
+    // How far bf16 drifts is a matter of luck: with five seeds a CPU was 0.0005 to 0.0037 away, an H100, whose sums have
+    // other orders, 0.0044 with this one.
+    const double kBf16 = device().is_cpu ? 0.004 : 0.008;
+    // A loss scale that never overflows: a step that is skipped moves the whole curve, by up to 2 %.
+    const std::pair<const char*, double> precisions[] = {{"--dtype bf16", kBf16},
+                                                         {"--dtype fp16 --loss-scale-start 1024", 0.004},
                                                          {"--dtype bf16 --master none", 0.01},
                                                          {"--dtype fp8 --fp8 delayed", 0.015},
                                                          {"--dtype fp8 --fp8 current", 0.015},

@@ -140,7 +140,8 @@ TEST_CASE("the sample and documents in 2D, 2.5D and 3D", "[program][ranks][tenso
     std::filesystem::create_directories(runs.folder / "text");
     for (int i = 0; i < 30; ++i) spit(runs.folder / concat("text/", i, ".txt"), made_text(2 + i % 7));
     std::vector<std::string> samples, paths;
-    const std::string flags = "--mask-documents --sample 40 --data " + (runs.folder / "text") + " ";
+    // More tokens than the model has positions. Few: a sample ends after 10 s, and these ranks may share a GPU.
+    const std::string flags = "--mask-documents --sample 20 --data " + (runs.folder / "text") + " ";
     for (const std::string mesh :
          {"", "--ranks 4 --tp 4 --tp-mode 2d ", "--ranks 8 --tp 8 --tp-mode 2.5d ", "--ranks 8 --tp 8 --tp-mode 3d "}) {
         paths.push_back(runs.folder / std::to_string(runs.number++));
@@ -153,7 +154,7 @@ TEST_CASE("the sample and documents in 2D, 2.5D and 3D", "[program][ranks][tenso
         CHECK(samples.back() == samples[0]);
         check_same_run(paths.back(), paths[0], 1e-6);
     }
-    CHECK(samples[0].size() > 60);
+    CHECK(samples[0].size() > 45);
 }
 
 TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][ranks][tensor_parallel]") {

@@ -322,8 +322,13 @@ TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[progr
     };
     const std::vector<float> one = histories(""), two = histories("--ranks 2 --tp 2 ");
     REQUIRE(one.size() == two.size());
-    // The two last steps' largest values: in bf16 and 8 bits, through two blocks.
-    for (size_t i = 0; i < one.size(); ++i) CHECK(two[i] == Approx(one[i]).epsilon(0.05));
+    // The two last steps' largest values: in bf16 and 8 bits, through two blocks. The gradients of gate and up (of the
+    // third layer of each block's four) are products of three such numbers, and the largest one is of few that are
+    // large: one that e5m2 rounds up and not down, a quarter, shows. On an H100 one was 10 % off, on a CPU 4 %.
+    for (size_t i = 0; i < one.size(); ++i) {
+        const bool of_gate = i / kFp8StateN % 8 == 5;  // each layer has the states of its input and of its gradient
+        CHECK(two[i] == Approx(one[i]).epsilon(of_gate && !device().is_cpu ? 0.2 : 0.05));
+    }
 }
 
 TEST_CASE("--tp has the same bits under mpirun and as threads", "[program][ranks][tensor_parallel]") {
@@ -415,5 +420,5 @@ TEST_CASE("the command that continues a run with --tp and --sp is whole", "[prog
     Runs runs;
     const std::string run = runs.folder / "run";
     const Outcome stopped = runs.outcome("llama", "--ranks 2 --tp 2 --sp --stop-after 3 ", run);
-    if (!is_full()) CHECK_THAT(stopped.out, ContainsSubstring("--resume --ranks 2 --tp 2 --sp\n"));
+    if (!is_full()) CHECK_THAT(stopped.out, ContainsSubstring("--resume" + kUntimed + " --ranks 2 --tp 2 --sp\n"));
 }
