@@ -22,13 +22,10 @@
 //
 // Bytes: forward reads and writes each element once, backward reads two and writes one. Memory limits both.
 #include "layers/chunk.cuh"
+#include "layers/gelu.cuh"
 #include "layers/layers.h"
-#include "layers/sigmoid.cuh"
 
 namespace {
-
-constexpr float kSqrt8OverPi = 1.5957691216057308f;
-constexpr float kCubic = 0.044715f;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels. A thread does one chunk: elements [i, i + kChunk) of the flattened tensor.
@@ -40,10 +37,7 @@ __global__ void gelu_forward_kernel(T* out, const T* inp, int64_t n) {
     if (i >= n) return;
     float x[kN];
     load_chunk(x, inp + i, n - i);
-    for (int l = 0; l < kN; ++l) {
-        const float v = kSqrt8OverPi * (x[l] + kCubic * x[l] * x[l] * x[l]);
-        x[l] *= Sigmoid(v).value;  // y = x s(v)
-    }
+    for (int l = 0; l < kN; ++l) x[l] = gelu(x[l]);
     store_chunk(out + i, x, n - i);
 }
 
@@ -56,12 +50,7 @@ __global__ void gelu_backward_kernel(T* dinp, const T* dout, const T* inp, int64
     float x[kN], dy[kN];
     load_chunk(x, inp + i, n - i);
     load_chunk(dy, dout + i, n - i);
-    for (int l = 0; l < kN; ++l) {
-        const float square = x[l] * x[l];
-        const Sigmoid s(kSqrt8OverPi * x[l] * (1.0f + kCubic * square));
-        const float dv = kSqrt8OverPi * (1.0f + 3.0f * kCubic * square);  // v'
-        dy[l] *= s.value + x[l] * s.value * s.complement * dv;            // y = x s(v): by x, then by v
-    }
+    for (int l = 0; l < kN; ++l) dy[l] *= gelu_derivative(x[l]);
     store_chunk(dinp + i, dy, n - i);
 }
 

@@ -1,5 +1,386 @@
-// layers/hopper_matmul.cu: our own matrix product on Hopper's tensor cores.
+// Our own matrix product on Hopper's tensor cores, for what cuBLASLt is slow at: what follows a product.
+//
+//   P (M, N) = alpha a (M, K) op(b) (K, N)                                2 M N K flops
+//
+//   out = P + bias                       none, bias
+//   out = gelu(before)                   before = P + bias, which is written, too
+//   out = P gelu'(x)                     x (M, N) is read; sums[n] = sum over m of out[m][n]
+//
+// The tensor cores of a multiprocessor multiply 128 x 256 x 768 in 12288 clocks (K = 768, a small one). The 32768
+// results take 20 to 30 instructions each to finish, 256 or more for each of 128 threads: about half of that time, if
+// nothing waits for it. So finishing is the work of warps of their own, beside the products of the next tile:
+//
+//     producer    one thread     a, b: device to shared memory, three stages ahead            24 registers a thread
+//     consumers   2 x 128        wgmma; then alpha and bias, and the rounded tile to          176
+//                                shared memory
+//     finisher    128 threads    x from device memory, a panel ahead; out to device memory    136
+//
+//        producer ──full[i]──>  consumer 0 ──written[0]──>  finisher      panels: 64 rows of 64 columns, 4 for
+//                 <─empty[i]──  consumer 1 ──written[1]──>                each consumer, 64 KiB
+//                                          <──free[g]─────
+//
+// A consumer needs its panels back when its next tile is multiplied: the finisher has the time of a whole tile. (If the
+// consumers finished their own sums in registers, the tensor cores would wait: sums of two tiles do not fit.) What the
+// finisher reads is rounded, as it would be by a product without an epilogue: gelu(before) is what gelu_forward gives,
+// and P gelu'(x) what gelu_backward gives. A panel that only has to be stored, is stored by the copy engine.
+//
+// As many blocks as multiprocessors stay, and compute one tile after the other; the tiles are numbered along strips of
+// eight rows of tiles, so that blocks that run at the same time share rows of a and columns of b in L2.
+//
+// Column sums: the finisher sums the 128 rows of a tile, each warp every fourth row, then the warps in order; the sums
+// of the tiles are added by add_column_sums, down the rows. The order depends on the shape alone.
+#include "layers/gelu.cuh"
+#include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul.h"
 
-bool hopper_matmul_takes(const Product&) { return false; }
-void hopper_matmul(Tensor, Tensor, Tensor, const MatmulOptions&, cudaStream_t) { fail("hopper_matmul: no product"); }
+#include <algorithm>
+#include <limits>
+
+namespace {
+
+enum class Finish { store, gelu, gelu_derivative };
+
+constexpr int kStages = 3, kStrip = 8, kThreads = kGroup * (kConsumers + 1);
+constexpr int kFinishers = 3, kChunkRows = 16;       // warps; rows of a panel that a warp finishes at a time
+enum NamedBarriers : uint32_t { kBiasWritten = 1 };  // + consumer
+
+struct Shared {
+    unsigned char stages[kStages * kStageBytes];
+    unsigned char panels[kConsumers][kPanels * kPanelBytes];  // of the rounded tile
+    float2 bias[kConsumers][kTileColumns / 2];
+    Ring<kStages> ring;
+    uint64_t written[kConsumers], free[kConsumers];
+};
+constexpr size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
+static_assert(kSharedBytes <= 227 << 10);
+
+struct Grid {
+    int rows, columns, steps;  // tiles of out, and steps along K
+    __device__ __forceinline__ int tiles() const { return rows * columns; }
+    // Row and column of tile number i: down the rows of a strip, then to the next column of it.
+    __device__ __forceinline__ int2 at(int i) const {
+        const int strip = i / (kStrip * columns), first = strip * kStrip, in_strip = i % (kStrip * columns);
+        const int n_rows = min(kStrip, rows - first);  // the last strip may have fewer
+        return {first + in_strip % n_rows, in_strip / n_rows};
+    }
+};
+
+template <class Number>
+struct Arguments {
+    Number* out;
+    const Number *bias, *x;  // bias may be null; x: gelu_derivative
+    float* column_sums;      // (grid.rows, N), or null
+    int M, N;
+    float alpha;
+};
+
+template <class Number>
+__device__ __forceinline__ float2 unpack_pair(uint32_t bits) {
+    Number pair[2];
+    memcpy(pair, &bits, 4);
+    return {to_float(pair[0]), to_float(pair[1])};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Consumers
+
+// sums = alpha sums + bias. Each thread fetched two numbers of the tile's bias before the products; they pass them on.
+template <class Number>
+__device__ __forceinline__ void scale_and_add(Sums& sums, float alpha, bool has_bias, uint32_t own_bias, float2* bias,
+                                              int group) {
+    if (has_bias) {
+        bias[in_group()] = unpack_pair<Number>(own_bias);
+        named_barrier_sync(kBiasWritten + group, kGroup);
+    }
+#pragma unroll
+    for (int n = 0; n < kTileColumns / 8; ++n) {
+        const float2 add = has_bias ? bias[n * 4 + lane() % 4] : float2{0.0f, 0.0f};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sums[n][2 * half] = fmaf(alpha, sums[n][2 * half], add.x);
+            sums[n][2 * half + 1] = fmaf(alpha, sums[n][2 * half + 1], add.y);
+        }
+    }
+}
+
+// A consumer's 64 x 256 numbers, rounded, to its panels. A fragment's 8 columns are one 16-byte chunk of a panel's row.
+template <class Number>
+__device__ __forceinline__ void put_sums(unsigned char* panels, const Sums& sums) {
+    const int row = not_hoisted(warp_of_group() * 16 + lane() / 4);
+#pragma unroll
+    for (int n = 0; n < kTileColumns / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int byte = (row + half * 8) * kRowBytes + n % 8 * 16 + lane() % 4 * 4;
+            *reinterpret_cast<uint32_t*>(panels + n / 8 * kPanelBytes + swizzled<128>(byte)) =
+                pack<Number>(sums[n][2 * half], sums[n][2 * half + 1]);
+        }
+}
+
+template <class Number, bool kBTransposed>
+__device__ __forceinline__ void consume(Shared& shared, const Grid& grid, const Arguments<Number>& args, int group) {
+    Sums sums;
+    uint32_t round = 0, parity = 0;
+    for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x), parity ^= 1) {
+        const int n = grid.at(i).y * kTileColumns + 2 * in_group();
+        const bool has_bias = args.bias && n < args.N;
+        const uint32_t own_bias = has_bias ? *reinterpret_cast<const uint32_t*>(args.bias + n) : 0;
+        multiply_steps<Number, false, kBTransposed>(sums, shared.stages, shared.ring, round, grid.steps, group);
+        mbarrier_wait(&shared.free[group], parity ^ 1);  // the finisher has read the tile before
+        if (args.bias || args.alpha != 1.0f)
+            scale_and_add<Number>(sums, args.alpha, args.bias != nullptr, own_bias, shared.bias[group], group);
+        put_sums<Number>(shared.panels[group], sums);
+        fence_proxy_async();  // the copy engine may store them
+        __syncwarp();
+        if (lane() == 0) mbarrier_arrive(&shared.written[group]);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The finishers: three warps, to which the tile's four columns of panels, 128 x 64 numbers, are dealt out in turn. Eight
+// lanes have a row of a panel, a line of memory; a lane has eight columns, of every fourth row.
+//
+// GELU here, for a result that is rounded to 16 bits, in half of the instructions that layers/gelu.cu takes:
+//
+//   y  = x s                           s = 1 / (1 + 2^(-v log2 e)), which is 0 where the power is infinite
+//   y' = s + x v' (s - s^2)            s - s^2 loses digits where s is almost 1: up to 2^-23, times x v' < 36, because
+//                                      from x = 5.1 on s is 1
+
+// s(v), for v = sqrt(8/pi) (x + 0.044715 x^3).
+__device__ __forceinline__ float sigmoid_of_gelu(float x, float square) {
+    constexpr float kLog2e = 1.4426950408889634f;
+    return rcp_approx(1.0f + ex2_approx(x * fmaf(square, -kLog2e * kSqrt8OverPi * kCubic, -kLog2e * kSqrt8OverPi)));
+}
+__device__ __forceinline__ float short_gelu(float x) { return x * sigmoid_of_gelu(x, x * x); }
+__device__ __forceinline__ float short_gelu_derivative(float x) {
+    const float square = x * x, s = sigmoid_of_gelu(x, square);
+    const float slope = x * fmaf(square, 3.0f * kCubic * kSqrt8OverPi, kSqrt8OverPi);  // x v'
+    return fmaf(slope, fmaf(-s, s, s), s);
+}
+
+// A warp's part of a tile: panel number `panel` of each consumer. Part number n of a block is panel n % 4 of its tile
+// number n / 4, of which the mbarriers' phases have the same parity.
+struct Part {
+    int n;
+    __device__ __forceinline__ int panel() const { return n % kPanels; }
+    __device__ __forceinline__ int tile() const {
+        return static_cast<int>(blockIdx.x) + n / kPanels * static_cast<int>(gridDim.x);
+    }
+    __device__ __forceinline__ uint32_t parity() const { return static_cast<uint32_t>(n / kPanels) % 2; }
+    __device__ __forceinline__ Part next() const { return {n + kFinishers}; }
+};
+
+// What a lane has of 16 rows of a panel.
+template <class Number>
+using Chunk = Packed<Number>[kChunkRows / 4];
+
+// This lane's part of the rows of x from m on. The lane's first column is n.
+template <class Number>
+__device__ __forceinline__ void load_chunk(Chunk<Number>& x, const Arguments<Number>& args, int m, int n) {
+    const int n_rows = n < args.N ? args.M - m - lane() / 8 : 0;
+    const Number* from = args.x + static_cast<int64_t>(m + lane() / 8) * args.N + n;
+#pragma unroll
+    for (int r = 0; r < kChunkRows / 4; ++r, from += 4 * static_cast<int64_t>(args.N))
+        x[r] = 4 * r < n_rows ? load_packed(from) : Packed<Number>{};
+}
+
+// Finishes 16 rows of a panel, which are those of out from m on, and adds to the sums of this lane's columns what is
+// stored.
+template <class Number, Finish kFinish>
+__device__ __forceinline__ void finish_chunk(const unsigned char* rows, const Chunk<Number>& x,
+                                             const Arguments<Number>& args, int m, int n, float (&sums)[8]) {
+    const int n_rows = n < args.N ? args.M - m - lane() / 8 : 0;
+    Number* to = args.out + static_cast<int64_t>(m + lane() / 8) * args.N + n;
+#pragma unroll
+    for (int r = 0; r < kChunkRows / 4; ++r, to += 4 * static_cast<int64_t>(args.N)) {
+        const uint32_t byte = swizzled<128>((4 * r + lane() / 8) * kRowBytes + lane() % 8 * 16);
+        Packed<Number> y = load_packed(reinterpret_cast<const Number*>(rows + byte));
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            float low = to_float(y.v[i]), high = to_float(y.v[i + 1]);
+            if constexpr (kFinish == Finish::gelu) {
+                low = short_gelu(low), high = short_gelu(high);
+            } else {
+                low *= short_gelu_derivative(to_float(x[r].v[i]));
+                high *= short_gelu_derivative(to_float(x[r].v[i + 1]));
+            }
+            const uint32_t pair = pack<Number>(low, high);
+            memcpy(&y.v[i], &pair, 4);
+        }
+        if constexpr (kFinish == Finish::gelu_derivative)
+            for (int i = 0; i < 8; ++i) sums[i] += to_float(y.v[i]);  // beyond the edges P is 0
+        if (4 * r < n_rows) store_packed(to, y);
+    }
+}
+
+// The sums of a part's columns over its 128 rows, of which a lane has a quarter.
+__device__ __forceinline__ void store_sums(float* to, float (&sums)[8], bool inside) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        sums[i] += __shfl_xor_sync(kFullWarp, sums[i], 8);
+        sums[i] += __shfl_xor_sync(kFullWarp, sums[i], 16);
+    }
+    if (inside && lane() < 8)
+        for (int i = 0; i < 8; i += 4)
+            store_packed(to + i, Packed<float>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
+}
+
+template <class Number, Finish kFinish>
+__device__ __forceinline__ void finish(Shared& shared, const Grid& grid, const Arguments<Number>& args,
+                                       const CUtensorMap& stored, int finisher) {
+    constexpr bool kReads = kFinish == Finish::gelu_derivative;
+    constexpr int kChunks = kGroupRows / kChunkRows;  // of a panel
+    Chunk<Number> x, ahead;
+    const auto load_ahead = [&](Part part, int chunk) {
+        if (!kReads || part.tile() >= grid.tiles()) return;
+        const int2 at = grid.at(part.tile());
+        load_chunk<Number>(ahead, args, at.x * kTileRows + chunk * kChunkRows,
+                           at.y * kTileColumns + part.panel() * kPanelColumns + lane() % 8 * 8);
+    };
+    load_ahead({finisher}, 0);
+    for (Part part{finisher}; part.tile() < grid.tiles(); part = part.next()) {
+        const int2 at = grid.at(part.tile());
+        const int panel_n = at.y * kTileColumns + part.panel() * kPanelColumns, n = panel_n + lane() % 8 * 8;
+        float sums[8] = {};
+#pragma unroll 1
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+            const unsigned char* panel = shared.panels[consumer] + part.panel() * kPanelBytes;
+            const int m = at.x * kTileRows + consumer * kGroupRows;
+            mbarrier_wait(&shared.written[consumer], part.parity());
+            if (!kReads && lane() == 0) {
+                if (m < args.M && panel_n < args.N) tensor_store<2>(&stored, {panel_n, m}, panel);
+                bulk_commit();
+            }
+            if constexpr (kFinish != Finish::store) {
+#pragma unroll 1
+                for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+                    for (int r = 0; kReads && r < kChunkRows / 4; ++r) x[r] = ahead[r];
+                    const int next = consumer * kChunks + chunk + 1;
+                    if (next < kConsumers * kChunks) load_ahead(part, next);
+                    else load_ahead(part.next(), 0);
+                    finish_chunk<Number, kFinish>(panel + chunk * kChunkRows * kRowBytes, x, args,
+                                                  m + chunk * kChunkRows, n, sums);
+                }
+                __syncwarp();  // all lanes have read the panel
+            }
+            if (lane() == 0) {
+                if (!kReads) bulk_wait_read<0>();  // and so has the copy engine
+                mbarrier_arrive(&shared.free[consumer]);
+            }
+        }
+        if (kReads && args.column_sums)
+            store_sums(args.column_sums + static_cast<int64_t>(at.x) * args.N + n, sums, n < args.N);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernel. `stored`: what is stored as it is rounded, out or before.
+
+template <class Number, bool kBTransposed, Finish kFinish>
+__global__ void __launch_bounds__(kThreads, 1)
+    hopper_matmul_kernel(const __grid_constant__ Operands maps, const __grid_constant__ CUtensorMap stored, Grid grid,
+                         Arguments<Number> args) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_tiles());
+    const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);  // the same for a warp
+    if (threadIdx.x == 0) {
+        init_ring(shared.ring, kConsumers);
+        for (int i = 0; i < kConsumers; ++i)
+            mbarrier_init(&shared.written[i], kGroup / kWarp), mbarrier_init(&shared.free[i], kPanels);
+        fence_proxy_async();
+    }
+    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
+
+    if (group < kConsumers) {
+        take_registers<184>();
+        consume<Number, kBTransposed>(shared, grid, args, group);
+        return;
+    }
+    give_registers<136>();
+    if (warp_of_group() < kFinishers) {
+        finish<Number, kFinish>(shared, grid, args, stored, warp_of_group());
+    } else if (elect_one()) {
+        uint32_t round = 0;
+        for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x)) {
+            const int2 at = grid.at(i);
+            for (int step = 0; step < grid.steps; ++step, ++round)
+                load_step<false, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
+                                               at.y * kTileColumns, step * kStepK);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+Grid grid_of(int64_t M, int64_t N, int64_t K) {
+    return {narrow(ceil_div(M, int64_t{kTileRows}), "tiles"), narrow(ceil_div(N, int64_t{kTileColumns}), "tiles"),
+            narrow(ceil_div(K, int64_t{kStepK}), "steps")};
+}
+
+template <class Number, bool kBTransposed, Finish kFinish>
+void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* column_sums, cudaStream_t stream) {
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
+    const Grid grid = grid_of(M, N, K);
+    const int n_tiles = narrow(int64_t{grid.rows} * grid.columns, "tiles");
+    const Arguments<Number> args{out.ptr<Number>(),
+                                 o.bias ? o.bias.ptr<Number>() : nullptr,
+                                 o.gelu_input ? o.gelu_input.ptr<Number>() : nullptr,
+                                 column_sums,
+                                 narrow(M, "rows"),
+                                 narrow(N, "columns"),
+                                 o.alpha};
+    const auto kernel = hopper_matmul_kernel<Number, kBTransposed, kFinish>;
+    cudaCheck(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes)));
+    kernel<<<std::min(n_tiles, device().sm_count), kThreads, kSharedBytes, stream>>>(
+        operand_maps(a, false, b, kBTransposed), matrix_map(o.before_gelu ? o.before_gelu : out, kGroupRows), grid,
+        args);
+}
+
+template <bool kBTransposed, Finish kFinish>
+void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* column_sums, cudaStream_t stream) {
+    dispatch_16_bit(out.dtype, [&](auto zero) {
+        launch<decltype(zero), kBTransposed, kFinish>(out, a, b, o, column_sums, stream);
+    });
+}
+
+// Sums of a tile's columns: in the workspace.
+int64_t column_sums_n(int64_t M, int64_t N) { return ceil_div(M, int64_t{kTileRows}) * N; }
+
+}  // namespace
+
+bool hopper_matmul_takes(const Product& p) {
+    constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
+    const auto whole = [](int64_t n) { return n > 0 && n % 8 == 0 && n < kMost; };
+    if (!has_wgmma() || p.batch_count != 1 || !(p.a_dtype == DType::bf16 || p.a_dtype == DType::f16) ||
+        p.b_dtype != p.a_dtype || p.out_dtype != p.a_dtype || p.M < 1 || p.M > kMost || !whole(p.N) || !whole(p.K))
+        return false;
+    switch (p.epilogue) {
+        case Epilogue::bias:
+        case Epilogue::gelu:
+        case Epilogue::bias_gelu: return !p.transpose_a && p.transpose_b;
+        case Epilogue::gelu_derivative: return !p.transpose_a && !p.transpose_b;
+        case Epilogue::gelu_derivative_sums:
+            return !p.transpose_a && !p.transpose_b && column_sums_n(p.M, p.N) * sizeof(float) <= kWorkspaceBytes;
+        default: return false;
+    }
+}
+
+void hopper_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
+    float* const sums = o.column_sums ? matmul_workspace() : nullptr;
+    if (o.gelu_input) launch<false, Finish::gelu_derivative>(out, a, b, o, sums, stream);
+    else if (o.before_gelu) launch<true, Finish::gelu>(out, a, b, o, sums, stream);
+    else launch<true, Finish::store>(out, a, b, o, sums, stream);
+    const int64_t sums_bytes = o.column_sums ? column_sums_n(M, N) * static_cast<int64_t>(sizeof(float)) : 0;
+    launched("hopper_matmul_kernel",
+             {.reads = bytes_of(a, b, o.bias, o.gelu_input),
+              .writes = bytes_of(out, o.before_gelu) + sums_bytes,
+              .scratch = sums_bytes,
+              .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
+              .product = {M, N, K}});
+    if (o.column_sums)
+        add_column_sums(o.column_sums, make_tensor(sums, DType::f32, {ceil_div(M, int64_t{kTileRows}), N}), false,
+                        stream);
+}

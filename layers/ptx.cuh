@@ -147,6 +147,17 @@ __device__ __forceinline__ float ex2_approx(float x) {
     return y;
 #endif
 }
+// 1 / x, within 1 unit in the last place; results below 2^-126 are 0.
+__device__ __forceinline__ float rcp_approx(float x) {
+#ifdef CUDA_ON_CPU
+    const float y = 1.0f / x;
+    return fabsf(y) < 0x1p-126f ? 0.0f : y;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Asynchronous copies from device to shared memory. They pass the registers by: a thread starts a copy of 16 bytes,

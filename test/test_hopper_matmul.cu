@@ -1,0 +1,184 @@
+// test/test_hopper_matmul.cu: our product for Hopper against float64, with everything that may follow it. The CPU
+// device computes its instructions one by one (test_ptx_hopper.cu).
+#include "layers/hopper_matmul.h"
+
+#include "reference.h"
+
+namespace {
+
+using Values = std::vector<double>;
+
+#define NEEDS_HOPPER \
+    if (!has_wgmma()) SKIP_TEST("needs a GPU of compute capability 9.0")
+
+struct Size {
+    int64_t M, N, K;
+};
+// One number of a tile, one tile, several of which the last ones are parts, and several for each block of the CPU
+// device.
+const Size kSizes[] = {{1, 8, 8}, {128, 256, 64}, {130, 264, 72}, {300, 520, 328}, {70, 2056, 136}};
+const DType kHalfDTypes[] = {DType::bf16, DType::f16};
+
+Values transposed(const Values& x, int64_t rows, int64_t cols) {
+    Values y(x.size());
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < cols; ++j) y[static_cast<size_t>(j * rows + i)] = x[static_cast<size_t>(i * cols + j)];
+    return y;
+}
+
+// a (M, K) b (K, N).
+Values product(const Values& a, const Values& b, const Size& s) {
+    Values out(static_cast<size_t>(s.M * s.N));
+    for (int64_t m = 0; m < s.M; ++m)
+        for (int64_t k = 0; k < s.K; ++k)
+            for (int64_t n = 0; n < s.N; ++n)
+                out[static_cast<size_t>(m * s.N + n)] +=
+                    a[static_cast<size_t>(m * s.K + k)] * b[static_cast<size_t>(k * s.N + n)];
+    return out;
+}
+
+// Random operands of a product of size 1, as they lie in device memory, and what they multiply to.
+struct Operands {
+    Values a_values, b_values, expected;
+    Buffer a, b;
+    double error;  // of a sum in float32: K terms of size 1 / sqrt(K), in whatever order
+    Operands(const Size& s, DType dtype, bool transpose_a, bool transpose_b)
+        : a_values(rounded(random_values(s.M * s.K, 1), dtype)),
+          b_values(rounded(random_values(s.K * s.N, 2, 1 / std::sqrt(static_cast<double>(s.K))), dtype)),
+          expected(product(a_values, b_values, s)), a(dtype, {transpose_a ? s.K : s.M, transpose_a ? s.M : s.K},
+                                                      transpose_a ? transposed(a_values, s.M, s.K) : a_values),
+          b(dtype, {transpose_b ? s.N : s.K, transpose_b ? s.K : s.N},
+            transpose_b ? transposed(b_values, s.K, s.N) : b_values),
+          error(4 * sum_error(s.K)) {}
+};
+
+std::string name(const char* what, const Size& s, DType dtype) {
+    return concat(what, ", ", dtype_name(dtype), " ", s.M, " x ", s.N, " x ", s.K);
+}
+
+double gelu_of(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+double gelu_slope(double x) {
+    const double h = 1e-5;
+    return (gelu_of(x + h) - gelu_of(x - h)) / (2 * h);  // its error, h^2, is far below float32's
+}
+
+// The columns' sums of what a kernel has stored, in float32 and some order: rounding errors of the sums of sizes.
+void check_column_sums(const Values& sums, const Values& out, const Size& s, const std::string& what) {
+    Values expected(static_cast<size_t>(s.N)), sizes(static_cast<size_t>(s.N));
+    for (size_t i = 0; i < out.size(); ++i) {
+        expected[i % static_cast<size_t>(s.N)] += out[i];
+        sizes[i % static_cast<size_t>(s.N)] += std::abs(out[i]);
+    }
+    check_close(sums, expected, 0, sum_error(s.M) * largest(sizes), what);
+}
+
+}  // namespace
+
+TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    for (const Size& s : kSizes)
+        for (DType dtype : kHalfDTypes) {
+            const Operands x(s, dtype, false, true);
+            const Values bias = rounded(random_values(s.N, 3), dtype);
+            Buffer out(dtype, {s.M, s.N}), bias_buffer(dtype, {s.N}, bias);
+            const auto check = [&](double alpha, bool has_bias) {
+                MatmulOptions options{.transpose_b = true, .alpha = static_cast<float>(alpha)};
+                if (has_bias) options.bias = bias_buffer;
+                hopper_matmul(out, x.a, x.b, options, device().stream);
+                Values expected = x.expected;
+                for (size_t i = 0; i < expected.size(); ++i)
+                    expected[i] = alpha * expected[i] + (has_bias ? bias[i % bias.size()] : 0);
+                check_close(out.values(), expected, unit_roundoff(dtype), x.error + 0x1p-22,
+                            name(has_bias ? "bias" : "plain", s, dtype));
+            };
+            check(1, false);
+            check(1, true);
+            check(-0.75, true);
+            check(0.5, false);
+        }
+}
+
+TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    for (const Size& s : kSizes)
+        for (DType dtype : kHalfDTypes)
+            for (const bool has_bias : {false, true}) {
+                const Operands x(s, dtype, false, true);
+                const Values bias = rounded(random_values(s.N, 3, 2), dtype);
+                Buffer out(dtype, {s.M, s.N}), before(dtype, {s.M, s.N}), bias_buffer(dtype, {s.N}, bias);
+                MatmulOptions options{.transpose_b = true, .before_gelu = before};
+                if (has_bias) options.bias = bias_buffer;
+                hopper_matmul(out, x.a, x.b, options, device().stream);
+                Values expected = x.expected;
+                if (has_bias)
+                    for (size_t i = 0; i < expected.size(); ++i) expected[i] += bias[i % bias.size()];
+                const double u = unit_roundoff(dtype);
+                check_close(before.values(), expected, u, x.error + 0x1p-22, name("before gelu", s, dtype));
+                // gelu of the rounded numbers; below 2^-14 fp16 has fewer digits
+                Values y = before.values();
+                for (double& v : y) v = gelu_of(v);
+                check_close(out.values(), y, u + 0x1p-20, 0x1p-24, name("gelu", s, dtype));
+            }
+}
+
+TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sums", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    for (const Size& s : kSizes)
+        for (DType dtype : kHalfDTypes) {
+            const Operands x(s, dtype, false, false);
+            const Values at = rounded(random_values(s.M * s.N, 3, 3), dtype);
+            Buffer out(dtype, {s.M, s.N}), alone(dtype, {s.M, s.N}), inp(dtype, {s.M, s.N}, at);
+            Buffer sums(DType::f32, {s.N});
+            hopper_matmul(out, x.a, x.b, {.gelu_input = inp, .column_sums = sums}, device().stream);
+            Values expected = x.expected;
+            for (size_t i = 0; i < expected.size(); ++i) expected[i] *= gelu_slope(at[i]);
+            // Two roundings; the derivative has an absolute error of 36 2^-23 and is at most 1.13.
+            const double u = unit_roundoff(dtype);
+            check_close(out.values(), expected, 2 * u + u * u,
+                        1.13 * x.error + 36 * 0x1p-23 * largest(x.expected) + 0x1p-22, name("gelu'", s, dtype));
+            check_column_sums(sums.values(), out.values(), s, name("column sums", s, dtype));
+            hopper_matmul(alone, x.a, x.b, {.gelu_input = inp}, device().stream);
+            CHECK((alone.bits() == out.bits()));
+        }
+}
+
+TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    const Product good{.M = 70,
+                       .N = 24,
+                       .K = 16,
+                       .batch_count = 1,
+                       .a_dtype = DType::bf16,
+                       .b_dtype = DType::bf16,
+                       .out_dtype = DType::bf16,
+                       .transpose_b = false,
+                       .epilogue = Epilogue::gelu_derivative_sums};
+    CHECK(hopper_matmul_takes(good));
+    const auto takes = [&](auto change) {
+        Product product = good;
+        change(product);
+        return hopper_matmul_takes(product);
+    };
+    CHECK(takes([](Product& p) { p.a_dtype = p.b_dtype = p.out_dtype = DType::f16; }));
+    CHECK_FALSE(takes([](Product& p) { p.a_dtype = p.b_dtype = p.out_dtype = DType::f32; }));
+    CHECK_FALSE(takes([](Product& p) { p.b_dtype = DType::f16; }));
+    CHECK_FALSE(takes([](Product& p) { p.N = 20; }));
+    CHECK_FALSE(takes([](Product& p) { p.K = 20; }));
+    CHECK_FALSE(takes([](Product& p) { p.batch_count = 2; }));
+    CHECK_FALSE(takes([](Product& p) { p.transpose_a = true; }));
+
+    const int64_t M = 130, N = 24, K = 16;
+    Buffer a(DType::bf16, {M, K}, Values(M * K, 1.0)), b(DType::bf16, {K, N}, Values(K * N, 1.0)),
+        x(DType::bf16, {M, N}, Values(M * N, 0.0)), out(DType::bf16, {M, N}), sums(DType::f32, {N});
+    LaunchNotes notes;
+    hopper_matmul(out, a, b, {.gelu_input = x, .column_sums = sums}, device().stream);
+    CHECK(out.values() == Values(M * N, 8.0));  // 16, times a derivative of 1/2
+    CHECK(sums.values() == Values(N, 8.0 * M));
+    REQUIRE(notes.launches.size() == 2);
+    CHECK(notes.launches[0].kernel == "hopper_matmul_kernel");
+    CHECK(notes.launches[0].cost.reads == 2 * (M * K + K * N + M * N));
+    CHECK(notes.launches[0].cost.writes == 2 * M * N + 4 * 2 * N);  // sums of two tiles
+    CHECK(notes.launches[0].cost.scratch == 4 * 2 * N);
+    CHECK(notes.launches[0].cost.flops == 2.0 * M * N * K);
+    CHECK(notes.launches[1].kernel == "add_column_sums_kernel");
+}
