@@ -24,14 +24,15 @@
 // finisher reads is rounded, as it would be by a product without an epilogue: gelu(before) is what gelu_forward gives,
 // and P gelu'(x) what gelu_backward gives. A panel that only has to be stored, is stored by the copy engine.
 //
-// As many blocks as multiprocessors stay, and compute one tile after the other; the tiles are numbered along strips of
-// eight rows of tiles, so that blocks that run at the same time share rows of a and columns of b in L2.
+// As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
+// with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.
 //
 // Column sums: the finisher sums the 128 rows of a tile, each warp every fourth row, then the warps in order; the sums
 // of the tiles are added by add_column_sums, down the rows. The order depends on the shape alone.
 #include "layers/gelu.cuh"
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul.h"
+#include "layers/hopper_matmul_split.h"
 
 #include <algorithm>
 #include <limits>
@@ -40,7 +41,7 @@ namespace {
 
 enum class Finish { store, gelu, gelu_derivative };
 
-constexpr int kStages = 3, kStrip = 8, kThreads = kGroup * (kConsumers + 1);
+constexpr int kStages = 3, kThreads = kGroup * (kConsumers + 1);
 constexpr int kFinishers = 3, kChunkRows = 16;       // warps; rows of a panel that a warp finishes at a time
 enum NamedBarriers : uint32_t { kBiasWritten = 1 };  // + consumer
 
@@ -54,17 +55,6 @@ struct Shared {
 constexpr size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
 static_assert(kSharedBytes <= 227 << 10);
 
-struct Grid {
-    int rows, columns, steps;  // tiles of out, and steps along K
-    __device__ __forceinline__ int tiles() const { return rows * columns; }
-    // Row and column of tile number i: down the rows of a strip, then to the next column of it.
-    __device__ __forceinline__ int2 at(int i) const {
-        const int strip = i / (kStrip * columns), first = strip * kStrip, in_strip = i % (kStrip * columns);
-        const int n_rows = min(kStrip, rows - first);  // the last strip may have fewer
-        return {first + in_strip % n_rows, in_strip / n_rows};
-    }
-};
-
 template <class Number>
 struct Arguments {
     Number* out;
@@ -72,6 +62,7 @@ struct Arguments {
     float* column_sums;      // (grid.rows, N), or null
     int M, N;
     float alpha;
+    int steps;  // along K
 };
 
 template <class Number>
@@ -118,14 +109,15 @@ __device__ __forceinline__ void put_sums(unsigned char* panels, const Sums& sums
 }
 
 template <class Number, bool kBTransposed>
-__device__ __forceinline__ void consume(Shared& shared, const Grid& grid, const Arguments<Number>& args, int group) {
+__device__ __forceinline__ void consume(Shared& shared, const TileGrid& grid, const Arguments<Number>& args,
+                                        int group) {
     Sums sums;
     uint32_t round = 0, parity = 0;
     for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x), parity ^= 1) {
         const int n = grid.at(i).y * kTileColumns + 2 * in_group();
         const bool has_bias = args.bias && n < args.N;
         const uint32_t own_bias = has_bias ? *reinterpret_cast<const uint32_t*>(args.bias + n) : 0;
-        multiply_steps<Number, false, kBTransposed>(sums, shared.stages, shared.ring, round, grid.steps, group);
+        multiply_steps<Number, false, kBTransposed>(sums, shared.stages, shared.ring, round, args.steps, group);
         mbarrier_wait(&shared.free[group], parity ^ 1);  // the finisher has read the tile before
         if (args.bias || args.alpha != 1.0f)
             scale_and_add<Number>(sums, args.alpha, args.bias != nullptr, own_bias, shared.bias[group], group);
@@ -226,7 +218,7 @@ __device__ __forceinline__ void store_sums(float* to, float (&sums)[8], bool ins
 }
 
 template <class Number, Finish kFinish>
-__device__ __forceinline__ void finish(Shared& shared, const Grid& grid, const Arguments<Number>& args,
+__device__ __forceinline__ void finish(Shared& shared, const TileGrid& grid, const Arguments<Number>& args,
                                        const CUtensorMap& stored, int finisher) {
     constexpr bool kReads = kFinish == Finish::gelu_derivative;
     constexpr int kChunks = kGroupRows / kChunkRows;  // of a panel
@@ -279,8 +271,8 @@ __device__ __forceinline__ void finish(Shared& shared, const Grid& grid, const A
 
 template <class Number, bool kBTransposed, Finish kFinish>
 __global__ void __launch_bounds__(kThreads, 1)
-    hopper_matmul_kernel(const __grid_constant__ Operands maps, const __grid_constant__ CUtensorMap stored, Grid grid,
-                         Arguments<Number> args) {
+    hopper_matmul_kernel(const __grid_constant__ Operands maps, const __grid_constant__ CUtensorMap stored,
+                         TileGrid grid, Arguments<Number> args) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_tiles());
     const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);  // the same for a warp
     if (threadIdx.x == 0) {
@@ -303,7 +295,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint32_t round = 0;
         for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x)) {
             const int2 at = grid.at(i);
-            for (int step = 0; step < grid.steps; ++step, ++round)
+            for (int step = 0; step < args.steps; ++step, ++round)
                 load_step<false, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
                                                at.y * kTileColumns, step * kStepK);
         }
@@ -313,27 +305,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-Grid grid_of(int64_t M, int64_t N, int64_t K) {
-    return {narrow(ceil_div(M, int64_t{kTileRows}), "tiles"), narrow(ceil_div(N, int64_t{kTileColumns}), "tiles"),
-            narrow(ceil_div(K, int64_t{kStepK}), "steps")};
-}
-
 template <class Number, bool kBTransposed, Finish kFinish>
 void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* column_sums, cudaStream_t stream) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
-    const Grid grid = grid_of(M, N, K);
-    const int n_tiles = narrow(int64_t{grid.rows} * grid.columns, "tiles");
+    const TileGrid grid = tile_grid(M, N);
     const Arguments<Number> args{out.ptr<Number>(),
                                  o.bias ? o.bias.ptr<Number>() : nullptr,
                                  o.gelu_input ? o.gelu_input.ptr<Number>() : nullptr,
                                  column_sums,
                                  narrow(M, "rows"),
                                  narrow(N, "columns"),
-                                 o.alpha};
+                                 o.alpha,
+                                 narrow(ceil_div(K, int64_t{kStepK}), "steps")};
     const auto kernel = hopper_matmul_kernel<Number, kBTransposed, kFinish>;
     cudaCheck(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes)));
-    kernel<<<std::min(n_tiles, device().sm_count), kThreads, kSharedBytes, stream>>>(
+    kernel<<<std::min(grid.tiles(), device().sm_count), kThreads, kSharedBytes, stream>>>(
         operand_maps(a, false, b, kBTransposed), matrix_map(o.before_gelu ? o.before_gelu : out, kGroupRows), grid,
         args);
 }
@@ -346,34 +333,42 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* colum
 }
 
 // Sums of a tile's columns: in the workspace.
-int64_t column_sums_n(int64_t M, int64_t N) { return ceil_div(M, int64_t{kTileRows}) * N; }
+size_t column_sums_n(int64_t M, int64_t N) { return static_cast<size_t>(ceil_div(M, int64_t{kTileRows}) * N); }
 
 }  // namespace
 
 bool hopper_matmul_takes(const Product& p) {
     constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;
-    const auto whole = [](int64_t n) { return n > 0 && n % 8 == 0 && n < kMost; };
-    if (!has_wgmma() || p.batch_count != 1 || !(p.a_dtype == DType::bf16 || p.a_dtype == DType::f16) ||
-        p.b_dtype != p.a_dtype || p.out_dtype != p.a_dtype || p.M < 1 || p.M > kMost || !whole(p.N) || !whole(p.K))
+    const auto whole = [](int64_t n) { return n > 0 && n % 8 == 0 && n < kMost; };  // rows of 16-byte chunks
+    const bool half = p.a_dtype == DType::bf16 || p.a_dtype == DType::f16;
+    if (!has_wgmma() || p.batch_count != 1 || !half || p.b_dtype != p.a_dtype || !whole(p.K) || !whole(p.N) ||
+        p.M < 1 || p.M > kMost || (p.transpose_a && !whole(p.M)))
         return false;
+    const bool rounds = p.out_dtype == p.a_dtype;
     switch (p.epilogue) {
+        case Epilogue::none: return rounds || p.out_dtype == DType::f32;
+        case Epilogue::row_sums: return p.transpose_a && (rounds || p.out_dtype == DType::f32);
         case Epilogue::bias:
         case Epilogue::gelu:
-        case Epilogue::bias_gelu: return !p.transpose_a && p.transpose_b;
-        case Epilogue::gelu_derivative: return !p.transpose_a && !p.transpose_b;
+        case Epilogue::bias_gelu: return rounds && !p.transpose_a && p.transpose_b;
+        case Epilogue::gelu_derivative: return rounds && !p.transpose_a && !p.transpose_b;
         case Epilogue::gelu_derivative_sums:
-            return !p.transpose_a && !p.transpose_b && column_sums_n(p.M, p.N) * sizeof(float) <= kWorkspaceBytes;
-        default: return false;
+            return rounds && !p.transpose_a && !p.transpose_b && column_sums_n(p.M, p.N) * 4 <= kWorkspaceBytes;
     }
+    return false;
 }
 
 void hopper_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
-    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[o.transpose_a ? 0 : 1];
+    const bool finished = o.bias || o.gelu_input || o.before_gelu;
+    if (!finished && (o.transpose_a || o.beta != 0.0f || out.dtype == DType::f32 || hopper_matmul_cuts(M, N, K)))
+        return hopper_matmul_split(out, a, b, o, stream);
     float* const sums = o.column_sums ? matmul_workspace() : nullptr;
     if (o.gelu_input) launch<false, Finish::gelu_derivative>(out, a, b, o, sums, stream);
     else if (o.before_gelu) launch<true, Finish::gelu>(out, a, b, o, sums, stream);
-    else launch<true, Finish::store>(out, a, b, o, sums, stream);
-    const int64_t sums_bytes = o.column_sums ? column_sums_n(M, N) * static_cast<int64_t>(sizeof(float)) : 0;
+    else if (o.transpose_b) launch<true, Finish::store>(out, a, b, o, sums, stream);
+    else launch<false, Finish::store>(out, a, b, o, sums, stream);
+    const int64_t sums_bytes = o.column_sums ? static_cast<int64_t>(4 * column_sums_n(M, N)) : 0;
     launched("hopper_matmul_kernel",
              {.reads = bytes_of(a, b, o.bias, o.gelu_input),
               .writes = bytes_of(out, o.before_gelu) + sums_bytes,

@@ -38,6 +38,19 @@ using Sums = float[kTileColumns / 8][4];  // of a thread: its fragments of 64 x 
 struct Operands {
     CUtensorMap a, b;
 };
+
+// The tiles of out. Tile number i: down the rows of a strip of eight rows of tiles, then to the next column of it, so
+// that blocks that run at the same time share rows of a and columns of b, which they then find in the L2 cache.
+constexpr int kStrip = 8;
+struct TileGrid {
+    int rows, columns;
+    __host__ __device__ __forceinline__ int tiles() const { return rows * columns; }
+    __device__ __forceinline__ int2 at(int i) const {  // row and column
+        const int strip = i / (kStrip * columns), first = strip * kStrip, in_strip = i % (kStrip * columns);
+        const int n_rows = min(kStrip, rows - first);  // the last strip may have fewer
+        return {first + in_strip % n_rows, in_strip / n_rows};
+    }
+};
 template <int kStages>
 struct Ring {
     uint64_t full[kStages], empty[kStages];
@@ -99,6 +112,13 @@ __device__ __forceinline__ void multiply_steps(Sums& sums, const unsigned char* 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
+
+inline TileGrid tile_grid(int64_t M, int64_t N) {
+    const int rows = narrow(ceil_div(M, int64_t{kTileRows}), "tiles"),
+              columns = narrow(ceil_div(N, int64_t{kTileColumns}), "tiles");
+    narrow(int64_t{rows} * columns, "tiles");
+    return {rows, columns};
+}
 
 inline CUtensorMap matrix_map(const Tensor& x, int64_t box_rows) {
     return make_tensor_map(x.data, x.dtype, {x.shape[1], x.shape[0]}, {x.shape[1]}, {kPanelColumns, box_rows}, 128);

@@ -77,25 +77,27 @@ void check_column_sums(const Values& sums, const Values& out, const Size& s, con
 TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][hopper][matmul]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
-        for (DType dtype : kHalfDTypes) {
-            const Operands x(s, dtype, false, true);
-            const Values bias = rounded(random_values(s.N, 3), dtype);
-            Buffer out(dtype, {s.M, s.N}), bias_buffer(dtype, {s.N}, bias);
-            const auto check = [&](double alpha, bool has_bias) {
-                MatmulOptions options{.transpose_b = true, .alpha = static_cast<float>(alpha)};
-                if (has_bias) options.bias = bias_buffer;
-                hopper_matmul(out, x.a, x.b, options, device().stream);
-                Values expected = x.expected;
-                for (size_t i = 0; i < expected.size(); ++i)
-                    expected[i] = alpha * expected[i] + (has_bias ? bias[i % bias.size()] : 0);
-                check_close(out.values(), expected, unit_roundoff(dtype), x.error + 0x1p-22,
-                            name(has_bias ? "bias" : "plain", s, dtype));
-            };
-            check(1, false);
-            check(1, true);
-            check(-0.75, true);
-            check(0.5, false);
-        }
+        for (const bool transpose_b : {false, true})
+            for (DType dtype : kHalfDTypes) {
+                const Operands x(s, dtype, false, transpose_b);
+                const Values bias = rounded(random_values(s.N, 3), dtype);
+                Buffer out(dtype, {s.M, s.N}), bias_buffer(dtype, {s.N}, bias);
+                const auto check = [&](double alpha, bool has_bias) {
+                    MatmulOptions options{.transpose_b = transpose_b, .alpha = static_cast<float>(alpha)};
+                    if (has_bias) options.bias = bias_buffer;
+                    hopper_matmul(out, x.a, x.b, options, device().stream);
+                    Values expected = x.expected;
+                    for (size_t i = 0; i < expected.size(); ++i)
+                        expected[i] = alpha * expected[i] + (has_bias ? bias[i % bias.size()] : 0);
+                    check_close(out.values(), expected, unit_roundoff(dtype), x.error + 0x1p-22,
+                                name(has_bias ? "bias" : "plain", s, dtype));
+                };
+                check(1, false);
+                check(0.5, false);
+                if (!transpose_b) continue;
+                check(1, true);
+                check(-0.75, true);
+            }
 }
 
 TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul]") {
@@ -144,15 +146,9 @@ TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sum
 
 TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_matmul][hopper][matmul]") {
     NEEDS_HOPPER;
-    const Product good{.M = 70,
-                       .N = 24,
-                       .K = 16,
-                       .batch_count = 1,
-                       .a_dtype = DType::bf16,
-                       .b_dtype = DType::bf16,
-                       .out_dtype = DType::bf16,
-                       .transpose_b = false,
-                       .epilogue = Epilogue::gelu_derivative_sums};
+    Product good{};
+    good.M = 70, good.N = 24, good.K = 16, good.batch_count = 1;
+    good.a_dtype = good.b_dtype = good.out_dtype = DType::bf16, good.epilogue = Epilogue::gelu_derivative_sums;
     CHECK(hopper_matmul_takes(good));
     const auto takes = [&](auto change) {
         Product product = good;
@@ -166,6 +162,11 @@ TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_mat
     CHECK_FALSE(takes([](Product& p) { p.K = 20; }));
     CHECK_FALSE(takes([](Product& p) { p.batch_count = 2; }));
     CHECK_FALSE(takes([](Product& p) { p.transpose_a = true; }));
+    const auto row_sums = [](Product& p) { p.epilogue = Epilogue::row_sums, p.M = 72, p.transpose_a = true; };
+    CHECK(takes(row_sums));
+    CHECK(takes([&](Product& p) { row_sums(p), p.out_dtype = DType::f32; }));
+    CHECK_FALSE(takes([&](Product& p) { row_sums(p), p.transpose_a = false; }));
+    CHECK_FALSE(takes([&](Product& p) { row_sums(p), p.M = 70; }));
 
     const int64_t M = 130, N = 24, K = 16;
     Buffer a(DType::bf16, {M, K}, Values(M * K, 1.0)), b(DType::bf16, {K, N}, Values(K * N, 1.0)),
@@ -181,4 +182,93 @@ TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_mat
     CHECK(notes.launches[0].cost.scratch == 4 * 2 * N);
     CHECK(notes.launches[0].cost.flops == 2.0 * M * N * K);
     CHECK(notes.launches[1].kernel == "add_column_sums_kernel");
+}
+
+namespace {
+
+// As if this device had so many multiprocessors: K is cut for them.
+struct Multiprocessors {
+    int old = device().sm_count;
+    explicit Multiprocessors(int n) { device().sm_count = n; }
+    ~Multiprocessors() { device().sm_count = old; }
+};
+
+struct LongProduct {
+    Size size;
+    int multiprocessors;
+    const char* what;
+};
+const LongProduct kCuts[] = {
+    {{40, 72, 88}, 2, "one tile, whole"},
+    {{264, 520, 72}, 2, "tiles in rounds"},
+    {{128, 256, 2952}, 3, "one tile in three pieces"},
+    {{136, 256, 5832}, 3, "two tiles in three pieces: the second piece lies in both"},
+    {{128, 520, 4232}, 7, "three tiles in seven pieces: some lie inside of one"},
+    {{72, 1032, 5832}, 3, "a round of whole tiles, and two tiles in three pieces"},
+};
+
+}  // namespace
+
+TEST_CASE("hopper matmul: a long K is cut", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    for (const LongProduct& cut : kCuts)
+        for (DType dtype : kHalfDTypes)
+            for (int transposes = 0; transposes < 4; ++transposes) {
+                const bool transpose_a = transposes & 1, transpose_b = transposes & 2;
+                if (!transpose_a && !transpose_b && cut.size.K < 100) continue;  // that is not cut: above
+                if ((dtype == DType::f16 || transpose_b || !transpose_a) && cut.size.K > 4000) continue;  // minutes
+                const Size& s = cut.size;
+                const Multiprocessors so_many(cut.multiprocessors);
+                const Operands x(s, dtype, transpose_a, transpose_b);
+                for (DType out_dtype : {dtype, DType::f32}) {
+                    const Values before = rounded(random_values(s.M * s.N, 3), out_dtype);
+                    Buffer out(out_dtype, {s.M, s.N}), sums(out_dtype, {s.M});
+                    MatmulOptions options{.transpose_a = transpose_a, .transpose_b = transpose_b};
+                    if (transpose_a) options.a_row_sums = sums;
+                    const double u = out_dtype == DType::f32 ? 0 : unit_roundoff(out_dtype);
+                    const std::string what =
+                        concat(name(cut.what, s, dtype), " to ", dtype_name(out_dtype), " ", transposes);
+                    hopper_matmul(out, x.a, x.b, options, device().stream);
+                    check_close(out.values(), x.expected, u, x.error + 0x1p-22, what);
+                    if (transpose_a) {
+                        Values expected(static_cast<size_t>(s.M));
+                        for (size_t i = 0; i < x.a_values.size(); ++i)
+                            expected[i / static_cast<size_t>(s.K)] += x.a_values[i];
+                        const double size = 4 * std::sqrt(static_cast<double>(s.K));
+                        check_close(sums.values(), expected, u, sum_error(s.K) * size + 0x1p-22, what + ": row sums");
+                    }
+                    const std::vector<unsigned char> bits = out.bits();
+                    options.beta = 1.0f, options.alpha = -0.5f, options.a_row_sums = {};
+                    out.set(before);
+                    hopper_matmul(out, x.a, x.b, options, device().stream);
+                    Values expected = x.expected;
+                    for (size_t i = 0; i < expected.size(); ++i) expected[i] = before[i] - 0.5 * expected[i];
+                    check_close(out.values(), expected, u, x.error + 4 * 0x1p-22, what + ", added");
+                    options.beta = 0.0f, options.alpha = 1.0f;
+                    hopper_matmul(out, x.a, x.b, options, device().stream);
+                    CHECK((out.bits() == bits));
+                }
+            }
+}
+
+TEST_CASE("hopper matmul: the parts of a product", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    const Multiprocessors three(3);
+    const int64_t M = 72, N = 264, K = 6144;  // two tiles of 96 steps in three pieces, four parts
+    Buffer a(DType::bf16, {K, M}, Values(K * M, 1.0)), b(DType::bf16, {K, N}, Values(K * N, 0.5)),
+        out(DType::f32, {M, N}), sums(DType::f32, {M});
+    LaunchNotes notes;
+    hopper_matmul(out, a, b, {.transpose_a = true, .a_row_sums = sums}, device().stream);
+    CHECK(out.values() == Values(M * N, 3072.0));
+    CHECK(sums.values() == Values(M, 6144.0));
+    const int64_t parts = 4 * 4 * (128 * 256 + 128);
+    REQUIRE(notes.launches.size() == 2);
+    CHECK(notes.launches[0].kernel == "hopper_matmul_split_kernel");
+    CHECK(notes.launches[0].cost.reads == 2 * K * (M + N));
+    CHECK(notes.launches[0].cost.writes == parts);
+    CHECK(notes.launches[0].cost.scratch == parts);
+    CHECK(notes.launches[0].cost.flops == 2.0 * M * N * K);
+    CHECK(notes.launches[1].kernel == "add_parts_kernel");
+    CHECK(notes.launches[1].cost.reads == parts);
+    CHECK(notes.launches[1].cost.writes == 4 * M * (N + 1));
 }

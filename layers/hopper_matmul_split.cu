@@ -1,0 +1,324 @@
+// Our product on Hopper's tensor cores where K is long and out has few tiles: the gradients of weights.
+//
+//   out (M, N) = alpha op(a) (M, K) op(b) (K, N) + beta out          row_sums[m] = sum over k of op(a)[m][k]
+//
+// dweight (O, C) = dout^T (O, N) inp (N, C), of GPT-2's layers: K is 65536 tokens, and the 768 x 3072 numbers are 72
+// tiles, for 132 multiprocessors. So K is cut, and blocks that have parts of the same tile write float32 sums to the
+// workspace, which a second kernel adds in the order of the blocks: the result depends on the shape and on the number
+// of multiprocessors, and is the same on every run.
+//
+// THE CUT. Whole rounds of tiles, one for each block, are not cut. Those that are left, R < G tiles for G blocks, are a
+// line of R S steps (S = K / 64), cut into G equal pieces. A piece lies in one tile or in two neighbours, and there are
+// at most R + G - 1 parts of tiles. Here R = 3, G = 5:
+//
+//     tiles    |---------0---------|---------1---------|---------2---------|
+//     blocks   |-----0-----|-----1-----|-----2-----|-----3-----|-----4-----|
+//     parts    0           1   2       3           4     5     6                  block + tile
+//
+// THE ORDER OF K. Multiplied each from its first step on, the pieces would be at G different places of K at any time,
+// and each would fetch its rows of a and b from device memory for itself: 128 + 256 numbers for 32768 multiply-adds,
+// twice as many bytes as it has. So a block takes its steps in an order in which others are at the same place:
+//
+//     a piece of two tiles      of the second tile [0, y), then of the first one [x, S)
+//     a piece [x, x + n)        at time i the step that is i modulo n
+//
+// As x - y = S - n, at time i all blocks are at i, or n, 2 n, ... or S - n steps further on. They all started at the
+// same time and have the same work, so what one of them has fetched the others find in the L2 cache.
+//
+// Row sums: two warps, beside the consumers, read the panels of a, where a tile is the first of its row of tiles.
+//
+//     producer    one thread     as in hopper_matmul.cuh, four stages
+//     consumers   2 x 128        wgmma; a tile that is whole from registers to out, a part of one to the workspace
+//     summers     2 warps        the sums of a panel of op(a), 64 of m, over k
+#include "layers/hopper_matmul.cuh"
+#include "layers/hopper_matmul_split.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace {
+
+constexpr int kStages = 4, kThreads = kGroup * (kConsumers + 1);
+constexpr int kPartFloats = kTileRows * kTileColumns;
+
+struct Shared {
+    unsigned char stages[kStages * kStageBytes];
+    Ring<kStages> ring;
+};
+constexpr size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
+static_assert(kSharedBytes <= 227 << 10);
+
+// A block's steps of one tile: at time i step first + (i + turn) % n_steps.
+struct Segment {
+    int tile, first, n_steps, turn;
+    int part;  // -1: the whole tile
+    __device__ __forceinline__ int k(int i) const {
+        const int step = i + turn;
+        return (first + (step < n_steps ? step : step - n_steps)) * kStepK;
+    }
+};
+
+struct Schedule {
+    TileGrid grid;
+    int steps;        // S
+    int whole_tiles;  // tiles that are not cut
+    int cut_tiles;    // R: those behind them
+    int pieces;       // G, or fewer blocks; 0: nothing is cut
+
+    __host__ __device__ __forceinline__ int piece_begin(int piece) const {
+        return static_cast<int>(static_cast<int64_t>(piece) * cut_tiles * steps / pieces);
+    }
+    // Number i of this block; n_steps is 0 if it has fewer.
+    __device__ __forceinline__ Segment segment(int i) const {
+        const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+        if (block + i * blocks < whole_tiles) return {block + i * blocks, 0, steps, 0, -1};
+        i -= (whole_tiles - block + blocks - 1) / blocks;
+        if (block >= pieces || i > 1) return {};
+        const int begin = piece_begin(block), n = piece_begin(block + 1) - begin, tile = begin / steps,
+                  x = begin % steps, y = x + n - steps;
+        const Segment in_first{whole_tiles + tile, x, min(n, steps - x), y > 0 ? 0 : (n - x % n) % n, block + tile};
+        if (y <= 0) return i == 0 ? in_first : Segment{};
+        return i == 1 ? in_first : Segment{whole_tiles + tile + 1, 0, y, 0, block + tile + 1};
+    }
+};
+
+struct Result {
+    void *out, *row_sums;  // float, or the operands' type; row_sums may be null
+    bool is_float;
+    float *parts, *row_parts;  // in the workspace: (parts, 128, 256) and (parts, 128)
+    int64_t M, N;
+    float alpha, beta;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Stores
+
+template <class T>
+__device__ __forceinline__ void put_pair(T* to, float low, float high, float alpha, float beta) {
+    low *= alpha, high *= alpha;
+    if (beta != 0.0f) {
+        const Packed<T, 2> old = load_packed<T, 2>(to);
+        low += beta * to_float(old.v[0]), high += beta * to_float(old.v[1]);
+    }
+    store_packed(to, Packed<T, 2>{{from_float<T>(low), from_float<T>(high)}});
+}
+
+// f(row, column, low, high) for the pairs of neighbours that a thread has of a tile.
+template <class F>
+__device__ __forceinline__ void for_each_pair(const Sums& sums, int consumer, F&& f) {
+    const int row = consumer * kGroupRows + warp_of_group() * 16 + lane() / 4, column = lane() % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kTileColumns / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            f(row + half * 8, column + n * 8, sums[n][2 * half], sums[n][2 * half + 1]);
+}
+
+template <class T>
+__device__ __forceinline__ void store_whole(const Result& result, const Sums& sums, int2 at, int consumer) {
+    const int64_t m0 = static_cast<int64_t>(at.x) * kTileRows, n0 = static_cast<int64_t>(at.y) * kTileColumns;
+    T* const out = static_cast<T*>(result.out);
+    for_each_pair(sums, consumer, [&](int row, int column, float low, float high) {
+        const int64_t m = m0 + row, n = n0 + column;
+        if (m < result.M && n < result.N) put_pair(out + m * result.N + n, low, high, result.alpha, result.beta);
+    });
+}
+__device__ __forceinline__ void store_part(const Result& result, const Sums& sums, int part, int consumer) {
+    float* const to = result.parts + static_cast<int64_t>(part) * kPartFloats;
+    for_each_pair(sums, consumer, [&](int row, int column, float low, float high) {
+        store_packed(to + row * kTileColumns + column, Packed<float, 2>{{low, high}});
+    });
+}
+
+template <class Number>
+__device__ __forceinline__ void store_row_sum(const Result& result, int64_t m, float sum) {
+    if (m >= result.M) return;
+    if (result.is_float) static_cast<float*>(result.row_sums)[m] = sum;
+    else static_cast<Number*>(result.row_sums)[m] = from_float<Number>(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Summers. A panel of the transposed a has 64 rows (k) of 64 columns (m): eight lanes read a row, a lane has eight
+// columns of every fourth row.
+
+template <class Number>
+__device__ __forceinline__ void sum_rows(Shared& shared, const Schedule& schedule, const Result& result, int panel) {
+    uint32_t round = 0;
+    Segment segment = schedule.segment(0);
+    for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
+        const int2 at = schedule.grid.at(segment.tile);
+        float sums[8] = {};
+        for (int step = 0; step < segment.n_steps; ++step, ++round) {
+            const uint32_t i = round % kStages;
+            const unsigned char* rows = shared.stages + i * kStageBytes + panel * kPanelBytes;
+            mbarrier_wait(&shared.ring.full[i], round / kStages % 2);
+            if (at.y == 0) {
+#pragma unroll 4
+                for (int row = lane() / 8; row < kStepK; row += 4) {
+                    const uint32_t byte = swizzled<128>(row * kRowBytes + lane() % 8 * 16);
+                    const auto eight = load_packed(reinterpret_cast<const Number*>(rows + byte));
+                    for (int l = 0; l < 8; ++l) sums[l] += to_float(eight.v[l]);
+                }
+            }
+            __syncwarp();  // all lanes have read the panel
+            if (lane() == 0) mbarrier_arrive(&shared.ring.empty[i]);
+        }
+        if (at.y != 0) continue;
+        for (float& sum : sums) sum += __shfl_xor_sync(kFullWarp, sum, 8), sum += __shfl_xor_sync(kFullWarp, sum, 16);
+        if (lane() >= 8) continue;
+        const int row = panel * kPanelColumns + lane() * 8;
+        for (int l = 0; l < 8; ++l) {
+            if (segment.part >= 0) result.row_parts[segment.part * kTileRows + row + l] = sums[l];
+            else store_row_sum<Number>(result, static_cast<int64_t>(at.x) * kTileRows + row + l, sums[l]);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernels
+
+template <class Number, bool kATransposed, bool kBTransposed>
+__global__ void __launch_bounds__(kThreads, 1)
+    hopper_matmul_split_kernel(const __grid_constant__ Operands maps, Schedule schedule, Result result) {
+    Shared& shared = *reinterpret_cast<Shared*>(shared_tiles());
+    const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);  // the same for a warp
+    if (threadIdx.x == 0) {
+        init_ring(shared.ring, kConsumers + (result.row_sums ? kConsumers : 0));
+        fence_proxy_async();
+    }
+    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
+
+    uint32_t round = 0;
+    Segment segment = schedule.segment(0);
+    if (group < kConsumers) {
+        take_registers<200>();
+        Sums sums;
+        for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
+            multiply_steps<Number, kATransposed, kBTransposed>(sums, shared.stages, shared.ring, round, segment.n_steps,
+                                                               group);
+            const int2 at = schedule.grid.at(segment.tile);
+            if (segment.part >= 0) store_part(result, sums, segment.part, group);
+            else if (result.is_float) store_whole<float>(result, sums, at, group);
+            else store_whole<Number>(result, sums, at, group);
+        }
+        return;
+    }
+    give_registers<96>();
+    if (warp_of_group() < kConsumers) {
+        if (kATransposed && result.row_sums) sum_rows<Number>(shared, schedule, result, warp_of_group());
+    } else if (warp_of_group() == kConsumers && elect_one()) {
+        for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
+            const int2 at = schedule.grid.at(segment.tile);
+            for (int i = 0; i < segment.n_steps; ++i, ++round)
+                load_step<kATransposed, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
+                                                      at.y * kTileColumns, segment.k(i));
+        }
+    }
+}
+
+// Adds the parts of a tile (blockIdx.y), in the order of the blocks that have written them. A thread has four
+// neighbours of a row; the first block of a tile that has row sums adds those, too.
+constexpr int kAddThreads = 256, kAddBlocks = kPartFloats / 4 / kAddThreads;
+
+template <class Number, class Out>
+__global__ void add_parts_kernel(Schedule schedule, Result result) {
+    const int tile = static_cast<int>(blockIdx.y), steps = schedule.steps, end = (tile + 1) * steps;
+    const int2 at = schedule.grid.at(schedule.whole_tiles + tile);
+    const int i = static_cast<int>(blockIdx.x) * kAddThreads + static_cast<int>(threadIdx.x);
+    const int row = i / (kTileColumns / 4), column = i % (kTileColumns / 4) * 4;
+    const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row, n = at.y * kTileColumns + column;
+    int first = static_cast<int>(static_cast<int64_t>(tile) * schedule.pieces / schedule.cut_tiles);
+    while (schedule.piece_begin(first + 1) <= tile * steps) ++first;
+
+    Packed<float> sum{};
+    float row_sum = 0.0f;
+    const bool has_row_sum = result.row_sums && at.y == 0 && i < kTileRows;
+    for (int piece = first; piece < schedule.pieces && schedule.piece_begin(piece) < end; ++piece) {
+        const int64_t part = piece + tile;
+        const auto four = load_packed(result.parts + part * kPartFloats + row * kTileColumns + column);
+        for (int l = 0; l < 4; ++l) sum.v[l] += four.v[l];
+        if (has_row_sum) row_sum += result.row_parts[part * kTileRows + i];
+    }
+    if (has_row_sum) store_row_sum<Number>(result, static_cast<int64_t>(at.x) * kTileRows + i, row_sum);
+    if (m >= result.M || n >= result.N) return;
+    Out* const to = static_cast<Out*>(result.out) + m * result.N + n;
+    put_pair(to, sum.v[0], sum.v[1], result.alpha, result.beta);
+    put_pair(to + 2, sum.v[2], sum.v[3], result.alpha, result.beta);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers
+
+constexpr int64_t kPartBytes = (kPartFloats + kTileRows) * static_cast<int64_t>(sizeof(float));
+
+// What is left behind whole rounds is cut if that saves more than the parts cost: about 30 us to write, read and add
+// them, the time of 30 steps. Blocks are left idle rather than cut a tile unevenly, if they are few.
+Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
+    const TileGrid grid = tile_grid(M, N);
+    const int blocks = device().sm_count, tiles = grid.tiles(), steps = narrow(ceil_div(K, int64_t{kStepK}), "steps");
+    const int left = tiles % blocks;
+    Schedule schedule{grid, steps, tiles, 0, 0};
+    int pieces = blocks;
+    if (left > 0 && blocks / left * left * 100 >= blocks * 94) pieces = blocks / left * left;
+    const bool saves = static_cast<int64_t>(pieces - left) * steps > int64_t{30} * pieces;
+    if (left == 0 || !saves || (left + pieces - 1) * kPartBytes > static_cast<int64_t>(kWorkspaceBytes) ||
+        static_cast<int64_t>(left) * steps > std::numeric_limits<int>::max() / 2)
+        return schedule;
+    schedule.whole_tiles = tiles - left, schedule.cut_tiles = left, schedule.pieces = pieces;
+    return schedule;
+}
+
+template <class Number, bool kATransposed, bool kBTransposed>
+void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tensor b, cudaStream_t stream) {
+    const auto kernel = hopper_matmul_split_kernel<Number, kATransposed, kBTransposed>;
+    cudaCheck(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes)));
+    const int blocks = std::max(std::min(schedule.whole_tiles, device().sm_count), schedule.pieces);
+    kernel<<<blocks, kThreads, kSharedBytes, stream>>>(operand_maps(a, kATransposed, b, kBTransposed), schedule,
+                                                       result);
+}
+
+template <class Number>
+void add_parts(const Schedule& schedule, const Result& result, cudaStream_t stream) {
+    const dim3 grid(kAddBlocks, static_cast<unsigned>(schedule.cut_tiles));
+    if (result.is_float) add_parts_kernel<Number, float><<<grid, kAddThreads, 0, stream>>>(schedule, result);
+    else add_parts_kernel<Number, Number><<<grid, kAddThreads, 0, stream>>>(schedule, result);
+}
+
+}  // namespace
+
+bool hopper_matmul_cuts(int64_t M, int64_t N, int64_t K) { return schedule_of(M, N, K).pieces > 0; }
+
+void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[o.transpose_a ? 0 : 1];
+    const Schedule schedule = schedule_of(M, N, K);
+    const int64_t n_parts = schedule.pieces > 0 ? schedule.cut_tiles + schedule.pieces - 1 : 0;
+    float* const parts = n_parts > 0 ? matmul_workspace() : nullptr;
+    const Result result{
+        out.data, o.a_row_sums.data, out.dtype == DType::f32, parts, parts + n_parts * kPartFloats, M, N, o.alpha,
+        o.beta};
+    dispatch_16_bit(a.dtype, [&](auto zero) {
+        using Number = decltype(zero);
+        dispatch_bool(o.transpose_a, [&](auto a_transposed) {
+            dispatch_bool(o.transpose_b, [&](auto b_transposed) {
+                launch_split<Number, decltype(a_transposed)::value, decltype(b_transposed)::value>(schedule, result, a,
+                                                                                                   b, stream);
+            });
+        });
+    });
+    // Of out and its row sums each tile has the same share here.
+    const int64_t result_bytes = bytes_of(out, o.a_row_sums), old_bytes = o.beta != 0.0f ? bytes_of(out) : 0;
+    const int64_t tiles = schedule.grid.tiles(), cut = schedule.cut_tiles, part_bytes = n_parts * kPartBytes;
+    launched("hopper_matmul_split_kernel",
+             {.reads = bytes_of(a, b) + old_bytes - old_bytes * cut / tiles,
+              .writes = result_bytes - result_bytes * cut / tiles + part_bytes,
+              .scratch = part_bytes,
+              .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
+              .product = {M, N, K}});
+    if (n_parts == 0) return;
+    dispatch_16_bit(a.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
+    launched("add_parts_kernel", {.reads = part_bytes + old_bytes * cut / tiles,
+                                  .writes = result_bytes * cut / tiles,
+                                  .scratch = part_bytes,
+                                  .flops = static_cast<double>(n_parts * kPartFloats)});
+}
