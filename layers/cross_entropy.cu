@@ -51,21 +51,27 @@ __global__ void __launch_bounds__(kMostRowThreads)
     const SoftmaxStatistics softmax = softmax_statistics<kN>([&](float(&x)[kN], int v) { its.load(x, v); }, V, scratch);
     // The thread that will overwrite the target's logit is the one that reads it: so no barrier is needed in between. A
     // target beyond the vocabulary has no logit: its loss is NaN, and the training loop stops at that.
-    if (target / kN % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x))
-        losses[row] = target < V ? logf(softmax.sum) + (softmax.max - to_float(x_row[target])) : NAN;
+    const bool has_target = target / kN % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
+    const float target_logit = has_target && target < V ? to_float(x_row[target]) : NAN;
+    if (has_target) losses[row] = logf(softmax.sum) + (softmax.max - target_logit);
 
     if (!kBackward) return;
     const float scale = dloss / softmax.sum;
+    const auto gradient = [&](float x) { return __expf(x - softmax.max) * scale; };  // of what is not the target
+    float x[kN];
     int v = first;
-    for (; v < V; v += stride) {
-        float x[kN];
+    for (; v + kN <= V; v += stride) {
         its.load_again(x, v);
-        for (int l = 0; l < kN; ++l) {
-            const float gradient = __expf(x[l] - softmax.max) * scale - (v + l == target ? dloss : 0.0f);
-            x[l] = v + l < V ? gradient : 0.0f;
-        }
+        for (int l = 0; l < kN; ++l) x[l] = gradient(x[l]);
         store_chunk(x_row + v, x, Vp - v);
     }
+    if (v < V) {  // a chunk of which not all are tokens: the last one
+        its.load_again(x, v);
+        for (int l = 0; l < kN; ++l) x[l] = v + l < V ? gradient(x[l]) : 0.0f;
+        store_chunk(x_row + v, x, Vp - v);
+        v += stride;
+    }
+    if (has_target && target < V) x_row[target] = from_float<T>(gradient(target_logit) - dloss);
     for (; v < Vp; v += stride) store_zeros<kN>(x_row + v, Vp - v);
 }
 

@@ -67,8 +67,13 @@ __device__ __forceinline__ SoftmaxStatistics softmax_statistics(const Load& load
     const int first = static_cast<int>(threadIdx.x) * n, stride = static_cast<int>(blockDim.x) * n;
     if (first < n_valid) {
         OnlineSoftmax<n> online;
-        for (int i = first; i < n_valid; i += stride) {
-            float x[n];
+        float x[n];
+        int i = first;
+        for (; i + n <= n_valid; i += stride) {
+            load(x, i);
+            online.add(x);
+        }
+        if (i < n_valid) {  // a chunk that is valid in part: the last one
             load(x, i);
             for (int l = 0; l < n; ++l) x[l] = i + l < n_valid ? x[l] : -INFINITY;
             online.add(x);
