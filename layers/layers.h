@@ -364,7 +364,7 @@ void rope_backward(Tensor dqkv, Tensor positions, Tensor table, int64_t H, int64
 //   lse[b,h,t]     = log(sum over s of exp(score)), f32
 //   Backward: from lse and out the probabilities are computed again, tile by tile. dq, dk, dv are written (=).
 // f32 runs on CUDA cores, bf16 and f16 on tensor cores. Heads have D columns (q, k) and Dv columns (v, out), any number
-// up to 192; where a head does not start and end at multiples of 16 bytes, 16-bit loads are slower and the hopper tier
+// up to 256; where a head does not start and end at multiples of 16 bytes, 16-bit loads are slower and the hopper tier
 // cannot run. T is any length from 1 on. Any heads of one call may be parts of the same rows (MLA, packed qkv).
 
 struct QkvHeads {

@@ -18,7 +18,7 @@ namespace {
 
 // A team of threads, which waits for no other, has one head of one token.
 constexpr int kTeam = kOnCpu ? 1 : kWarp, kTeams = 8;  // threads of a team, teams of a block
-constexpr int64_t kMaxD = 192;                         // as the attention
+constexpr int64_t kMaxD = 256;                         // as the attention
 constexpr float kLargestCode = 448.0f;                 // of e4m3
 
 __device__ __forceinline__ void wait_for_team() {

@@ -84,16 +84,16 @@ std::vector<Case> grid() {
                                63, 64, 65, 66, 79, 95, 96, 97, 111, 127, 128, 129, 130, 145, 161};  // 31
     const int64_t heads[][2] = {{1, 1}, {2, 1}, {4, 2}, {2, 2}, {3, 1}};
     const int64_t sizes[][2] = {{16, 16},   {32, 32},   {64, 64},   {80, 80}, {96, 96},
-                                {128, 128}, {192, 128}, {192, 192}, {40, 24}};
+                                {128, 128}, {192, 128}, {192, 192}, {40, 24}, {256, 256}, {200, 256}};
     const int64_t windows[] = {0, 1, 0, 7, 0, 64, 33};
     std::vector<Case> cases;
     for (int64_t i = 0; i < 217; ++i) {
         Case c{};
         c.T = lengths[i % 31];
         c.H = heads[i % 5][0], c.K = heads[i % 5][1];
-        c.D = sizes[i % 9][0], c.Dv = sizes[i % 9][1];
+        c.D = sizes[i % 11][0], c.Dv = sizes[i % 11][1];
         c.B = i / 2 % 3 == 0 ? 2 : 1;
-        c.causal = i % 11 < 7;
+        c.causal = i % 13 < 8;
         c.window = windows[i % 7];
         c.layout = static_cast<int>(i % 3);
         if (i % 4 == 1 && c.T > 2) c.lengths = {c.T / 3, c.T - c.T / 3 - c.T / 5, c.T / 5};
@@ -155,6 +155,7 @@ TEST_CASE("flash attention on hopper when all stages are filled again", "[flash]
     check_case({1, 600, 1, 1, 64, 64, true, 0, {}, 0}, DType::f16, {FlashTier::hopper}, 2);
     check_case({1, 400, 1, 1, 192, 128, true, 150, {100, 290, 10}, 2}, DType::bf16, {FlashTier::hopper}, 3);
     check_case({3, 130, 4, 4, 64, 64, true, 0, {}, 0}, DType::bf16, {FlashTier::hopper}, 4);  // heads in sections
+    check_case({1, 270, 1, 1, 256, 256, true, 0, {}, 0}, DType::bf16, {FlashTier::hopper}, 5);
 }
 
 // The second panel of a tile of values has nothing in it: the copy engine brings zeros, and is given it to store.
@@ -184,9 +185,9 @@ TEST_CASE("flash attention against float64, any head size", "[flash]") {
 
 TEST_CASE("head sizes that a tier cannot have are named before a kernel runs", "[flash]") {
     for (DType dtype : kFloatDTypes)
-        for (int64_t D : {1, 12, 192}) CHECK_NOTHROW(expect_head_size(FlashTier::automatic, dtype, D, D));
-    CHECK_THROWS_WITH(expect_head_size(FlashTier::automatic, DType::bf16, 193, 64),
-                      ContainsSubstring("heads of 193 columns (values: 64) are beyond the 192"));
+        for (int64_t D : {1, 12, 256}) CHECK_NOTHROW(expect_head_size(FlashTier::automatic, dtype, D, D));
+    CHECK_THROWS_WITH(expect_head_size(FlashTier::automatic, DType::bf16, 257, 64),
+                      ContainsSubstring("heads of 257 columns (values: 64) are beyond the 256"));
     CHECK_THROWS_WITH(expect_head_size(FlashTier::mma, DType::f32, 64, 64), ContainsSubstring("use cores or auto"));
     if (!has_wgmma()) return;
     CHECK_NOTHROW(expect_head_size(FlashTier::hopper, DType::bf16, 40, 24));
@@ -338,8 +339,8 @@ TEST_CASE("flash attention names what is wrong", "[flash]") {
         CHECK_THROWS_WITH(forward(out, flash.lse, q, k, v, options), message(words));
         q = heads.q, k = heads.k, v = heads.v, out = flash.out_heads, options = flash.options;
     };
-    q.D = k.D = 200;
-    wrong("heads of q have 200 columns; 1 to 192 are possible");
+    q.D = k.D = 264;
+    wrong("heads of q have 264 columns; 1 to 256 are possible");
     v.D = 0;
     wrong("heads of v have 0 columns");
     k.count = v.count = 3;

@@ -128,7 +128,7 @@ void flash_backward_cores(const FlashArguments& a, cudaStream_t stream) {
         allow_shared(flash_dk_dv_kernel<Number, T>, dk_dv_bytes);
         flash_dk_dv_kernel<Number, T><<<grid_of<T>(a, a.k.count), threads, dk_dv_bytes, stream>>>(
             shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
-        launched("flash_dk_dv_kernel", dk_dv_cost(a));
+        launched("flash_dk_dv_kernel", key_sums_cost(a, KeySums::both));
         allow_shared(flash_dq_kernel<Number, T>, dq_bytes);
         flash_dq_kernel<Number, T><<<grid_of<T>(a, a.q.count), threads, dq_bytes, stream>>>(
             shape_of(a), Heads<Number>(a.dq), dout, a.lse, a.delta, q, k, v);

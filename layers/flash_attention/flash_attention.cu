@@ -130,7 +130,10 @@ void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadC
 // ---------------------------------------------------------------------------------------------------------------------
 // Checks
 
-constexpr int64_t kMaxD = 192;
+constexpr int64_t kMaxD = 256;
+// More columns than kSmallD take more shared memory than GPUs of compute capability 8.6 and 8.9 have: 99 KiB.
+constexpr int64_t kSmallD = 192;
+constexpr int kLargeBytes = 112 << 10;
 
 void check_heads(const char* operation, const char* name, const HeadColumns& heads, DType dtype, int64_t B, int64_t T,
                  int64_t count, int64_t D) {
@@ -276,6 +279,11 @@ void expect_head_size(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
     expect_flash_tier(tier, dtype);
     check(D >= 1 && D <= kMaxD && Dv >= 1 && Dv <= kMaxD, "attention: heads of ", D, " columns (values: ", Dv,
           ") are beyond the ", kMaxD, " that its kernels can have: use more and smaller heads");
+    int shared_bytes = 0;
+    cudaCheck(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
+    check(std::max(D, Dv) <= kSmallD || shared_bytes >= kLargeBytes, "attention: heads of more than ", kSmallD,
+          " columns need ", kLargeBytes >> 10, " KiB of shared memory a block, and this GPU has ", shared_bytes >> 10,
+          ": use more and smaller heads");
     check(tier != FlashTier::hopper || (D % 8 == 0 && Dv % 8 == 0), "attention on 'hopper' needs head sizes that are ",
           "multiples of 8, not ", D, " (values: ", Dv, "): use mma or auto");
 }

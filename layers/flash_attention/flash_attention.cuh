@@ -202,10 +202,24 @@ inline LaunchCost dq_cost(const FlashArguments& a) {
             .writes = bytes_of(a.dq),
             .flops = product_flops(a, 2 * a.q.D + a.v.D)};
 }
-inline LaunchCost dk_dv_cost(const FlashArguments& a) {
+// What a kernel that owns keys sums. The registers of a thread do not hold dk and dv of heads of more than 192 columns:
+// then there is a kernel for each, and S is computed once more. dv needs S only, dk dP, too.
+enum class KeySums { both, dk, dv };
+inline LaunchCost key_sums_cost(const FlashArguments& a, KeySums sums) {
+    const bool dk = sums != KeySums::dv, dv = sums != KeySums::dk;
     return {.reads = bytes_of(a.q, a.k, a.v, a.out) + 2 * row_floats_bytes(a) + document_bytes(a),
-            .writes = bytes_of(a.dk, a.dv),
-            .flops = product_flops(a, 2 * a.q.D + 2 * a.v.D)};
+            .writes = (dk ? bytes_of(a.dk) : 0) + (dv ? bytes_of(a.dv) : 0),
+            .flops = product_flops(a, a.q.D + (dk ? a.q.D + a.v.D : 0) + (dv ? a.v.D : 0))};
+}
+// Calls f with each of the kernels for heads of kD columns: f(std::integral_constant of a KeySums).
+template <int kD, class F>
+void for_key_sums(F&& f) {
+    if constexpr (kD <= 192) {
+        f(std::integral_constant<KeySums, KeySums::both>());
+    } else {
+        f(std::integral_constant<KeySums, KeySums::dk>());
+        f(std::integral_constant<KeySums, KeySums::dv>());
+    }
 }
 
 // Calls f with the smallest of the sizes that kernels are compiled for which holds heads of D and Dv columns. The

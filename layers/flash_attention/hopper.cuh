@@ -30,7 +30,7 @@
 namespace {
 
 using HopperSizes = HeadSizes<HeadSize<64, 64>, HeadSize<80, 80>, HeadSize<96, 96>, HeadSize<128, 128>,
-                              HeadSize<192, 128>, HeadSize<192, 192>>;
+                              HeadSize<192, 128>, HeadSize<192, 192>, HeadSize<256, 256>>;
 
 constexpr int kGroup = 128, kConsumers = 2, kHopperThreads = kGroup * (kConsumers + 1);
 constexpr int kGroupRows = 64, kBlockRows = kGroupRows * kConsumers;

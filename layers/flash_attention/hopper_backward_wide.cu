@@ -9,6 +9,9 @@
 //                           128 rows     others, stages                  registers of a consumer's thread
 //     D = Dv = 192  dq      q, do        k, v of 64 keys, 2 stages       96 dq, 32 S, 32 dP, 16 dS
 //                   dk, dv  k, v         q, do of 16 queries, 3 stages   192 dk and dv, 8 S, 8 dP, 4 P, 4 dS
+//     D = Dv = 256  dq      q, do        k, v of 32 keys, 2 stages       128 dq, 16 S, 16 dP, 8 dS
+//                   dk      k, v         q, do of 32 queries, 3 stages   128 dk, 16 S, 16 dP, 8 dS
+//                   dv      the same                                     128 dv, 16 S, 8 P
 //
 // The work of a consumer on one tile of others. Time runs downwards; what is side by side happens at the same time:
 //
@@ -36,7 +39,7 @@
 
 namespace {
 
-using WideSizes = HeadSizes<HeadSize<192, 128>, HeadSize<192, 192>>;
+using WideSizes = HeadSizes<HeadSize<192, 128>, HeadSize<192, 192>, HeadSize<256, 256>>;
 
 enum NamedBarriers : uint32_t { kRowsWritten = 1 };  // + consumer
 constexpr int kMaxStages = 3;
@@ -60,10 +63,10 @@ struct BackwardTile {
     static_assert(kStages <= kMaxStages && kSharedBytes <= 227 << 10);
 };
 template <int kD, int kDv>
-using DqTile = BackwardTile<kD, kDv, 64, kDv <= 128 ? 3 : 2, 0>;
+using DqTile = BackwardTile<kD, kDv, kD <= 192 ? 64 : 32, kDv <= 128 ? 3 : 2, 0>;
 // Others: as many as dk and dv leave registers for.
 template <int kD, int kDv>
-using DkDvTile = BackwardTile<kD, kDv, kDv <= 128 ? 32 : 16, 3, 2>;
+using DkDvTile = BackwardTile<kD, kDv, kDv <= 128 || 192 < kD ? 32 : 16, 3, 2>;
 
 template <int kStages>
 __device__ __forceinline__ void init_barriers(Barriers& barriers, uint32_t n_fillers) {
@@ -226,7 +229,7 @@ __device__ __forceinline__ void produce_queries(const DkDvMaps& maps, unsigned c
         }
 }
 
-template <class Number, class T>
+template <class Number, class T, KeySums kSums>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     flash_dk_dv_hopper_kernel(Shape shape, const __grid_constant__ DkDvMaps maps, const float* lse,
                               const float* delta) {
@@ -272,8 +275,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
                 continue;
             }
             start_scores<Number, typename T::RowX, typename T::OtherX>(scores[0], k_rows, q_tile);      // S^T
-            start_scores<Number, typename T::RowY, typename T::OtherY>(dscores[0], v_rows, dout_tile);  // dP^T = v do^T
-            wgmma_wait<1>(scores[0]);
+            if constexpr (kSums != KeySums::dv)
+                start_scores<Number, typename T::RowY, typename T::OtherY>(dscores[0], v_rows, dout_tile);  // dP^T
+            wgmma_wait<kSums == KeySums::dv ? 0 : 1>(scores[0]);
             if (view.needs_mask(t0, T::kOthers))
                 apply_mask<false>(scores, mask, b, group_row + not_hoisted(in_group) / kWarp * 16, t0);
 #pragma unroll
@@ -281,28 +285,34 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], scale2, -lse2[n * 8 + i % 2]));
-            pack_fragments<Number>(P, scores);
-            start_columns<Number, typename T::OtherY>(dv[0], P[0], dout_tile);  // dv = P^T do
-            wgmma_wait<1>(dscores[0]);
+            if constexpr (kSums != KeySums::dk) {
+                pack_fragments<Number>(P, scores);
+                start_columns<Number, typename T::OtherY>(dv[0], P[0], dout_tile);  // dv = P^T do
+            }
+            if constexpr (kSums != KeySums::dv) {
+                wgmma_wait<kSums == KeySums::dk ? 0 : 1>(dscores[0]);
 #pragma unroll
-            for (int n = 0; n < T::kOthers / 8; ++n)
+                for (int n = 0; n < T::kOthers / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + i % 2]);
-            pack_fragments<Number>(dS, dscores);
-            start_columns<Number, typename T::OtherX>(dk[0], dS[0], q_tile);  // dk = scale dS^T q
-            wgmma_wait<0>(dk[0], dv[0], P[0], dS[0]);
+                    for (int i = 0; i < 4; ++i)
+                        dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + i % 2]);
+                pack_fragments<Number>(dS, dscores);
+                start_columns<Number, typename T::OtherX>(dk[0], dS[0], q_tile);  // dk = scale dS^T q
+            }
+            if constexpr (kSums == KeySums::both) wgmma_wait<0>(dk[0], dv[0], P[0], dS[0]);
+            else if constexpr (kSums == KeySums::dk) wgmma_wait<0>(dk[0], dS[0]);
+            else wgmma_wait<0>(dv[0], P[0]);
             release(&barriers.empty[ring.stage()]);
         }
 
     const float one[2] = {1.0f, 1.0f}, factor[2] = {shape.scale, shape.scale};
-    put_rows<Number, typename T::RowX>(k_rows, dk[0], factor);
-    put_rows<Number, typename T::RowY>(v_rows, dv[0], one);
+    if constexpr (kSums != KeySums::dv) put_rows<Number, typename T::RowX>(k_rows, dk[0], factor);
+    if constexpr (kSums != KeySums::dk) put_rows<Number, typename T::RowY>(v_rows, dv[0], one);
     fence_proxy_async();
     named_barrier_sync(kRowsWritten + group, kGroup);
     if (in_group == 0 && group_row < mask.T) {
-        store_panels<typename T::RowX>(maps.dk, kv, group_row, b, k_rows);
-        store_panels<typename T::RowY>(maps.dv, kv, group_row, b, v_rows);
+        if constexpr (kSums != KeySums::dv) store_panels<typename T::RowX>(maps.dk, kv, group_row, b, k_rows);
+        if constexpr (kSums != KeySums::dk) store_panels<typename T::RowY>(maps.dv, kv, group_row, b, v_rows);
         bulk_commit(), bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
     }
 }
@@ -315,16 +325,17 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         constexpr int kD = decltype(size)::kD, kDv = decltype(size)::kDv;
         const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, int64_t{kBlockRows})),
                        B = static_cast<unsigned>(a.B);
-        {
+        for_key_sums<kD>([&](auto sums) {
             using T = DkDvTile<kD, kDv>;
+            constexpr KeySums kSums = decltype(sums)::value;
             const DkDvMaps maps{head_map(a.k, kBlockRows),   head_map(a.v, kBlockRows),  head_map(a.q, T::kOthers),
                                 head_map(a.out, T::kOthers), head_map(a.dk, kGroupRows), head_map(a.dv, kGroupRows)};
-            allow_shared(flash_dk_dv_hopper_kernel<Number, T>, T::kSharedBytes);
-            flash_dk_dv_hopper_kernel<Number, T>
+            allow_shared(flash_dk_dv_hopper_kernel<Number, T, kSums>, T::kSharedBytes);
+            flash_dk_dv_hopper_kernel<Number, T, kSums>
                 <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kHopperThreads, T::kSharedBytes, stream>>>(
                     shape_of(a), maps, a.lse, a.delta);
-            launched("flash_dk_dv_hopper_kernel", dk_dv_cost(a));
-        }
+            launched("flash_dk_dv_hopper_kernel", key_sums_cost(a, kSums));
+        });
         using T = DqTile<kD, kDv>;
         const DqMaps maps{head_map(a.q, kBlockRows), head_map(a.out, kBlockRows), head_map(a.k, T::kOthers),
                           head_map(a.v, T::kOthers), head_map(a.dq, kGroupRows)};

@@ -42,7 +42,7 @@ enum NamedBarriers : uint32_t { kTurn = 1, kRowsWritten = 3, kOutFree = 5 };  //
 template <int kD_, int kDv_>
 struct ForwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
-    static constexpr int kKeys = kD <= 128 ? 128 : 64;
+    static constexpr int kKeys = kD <= 128 ? 128 : kD <= 192 ? 64 : 32;
     static constexpr int kStages = kD <= 64 || (kD <= 192 && kDv <= 128 && kKeys == 64) ? 3 : 2;
     using Q = Panels<kGroupRows, kD>;  // of one consumer, as the output
     using Out = Panels<kGroupRows, kDv>;

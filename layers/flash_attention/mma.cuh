@@ -31,7 +31,7 @@
 namespace {
 
 using MmaSizes = HeadSizes<HeadSize<32, 32>, HeadSize<64, 64>, HeadSize<96, 96>, HeadSize<128, 128>, HeadSize<192, 128>,
-                           HeadSize<192, 192>>;
+                           HeadSize<192, 192>, HeadSize<256, 256>>;
 
 constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 

@@ -7,6 +7,8 @@
 //               rows                    others, streaming past     registers (D = 128)
 //     dq        q, do of 64 queries     k, v of 32 keys            64 for dq, 32 for S and dP
 //     dk, dv    k, v of 64 keys         q, do of 32 queries        128 for dk and dv, 32 for S and dP
+//
+// At D = 256 dk and dv would take 256 registers: one kernel sums dk, another one dv (KeySums).
 #include "layers/flash_attention/mma.cuh"
 
 namespace {
@@ -16,7 +18,7 @@ struct BackwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
     static constexpr int kRowTiles = kD <= 64 ? 2 : 1;  // more would not fit into 255 registers
     static constexpr int kOthers =
-        kD <= 128 ? 32 : 16;  // nor more than this into 99 KiB of shared memory (sm_86, sm_89)
+        kD <= 128 ? 32 : 16;  // nor, up to 192 columns, more than this into 99 KiB (sm_86, sm_89)
     static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarpRows * kWarps;
     // Elements of two tiles, one after the other: (q, do) or (k, v).
     static constexpr int kRowsPair = kRows * (kPitch<kD> + kPitch<kDv>),
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // head. It computes S^T and dP^T, with keys as rows; lse and delta belong to the others, and are stored next to their
 // tiles.
 
-template <class Number, class T>
+template <class Number, class T, KeySums kSums>
 __global__ void __launch_bounds__(kThreads, 2)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
                        const float* delta, Heads<const Number> q, Heads<const Number> k, Heads<const Number> v) {
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         Fragments<T::kRowTiles, T::kOthers> scores, dscores;
         multiply_scores<T::kD>(scores, k_rows, q_tile);  // S^T
         if (view.needs_mask(t0, T::kOthers)) apply_mask<false>(scores, mask, b, first_row, t0);
-        multiply_scores<T::kDv>(dscores, v_rows, dout_tile);  // dP^T = v do^T
+        if constexpr (kSums != KeySums::dv) multiply_scores<T::kDv>(dscores, v_rows, dout_tile);  // dP^T = v do^T
 #pragma unroll
         for (int m = 0; m < T::kRowTiles; ++m)
 #pragma unroll
@@ -165,23 +167,30 @@ __global__ void __launch_bounds__(kThreads, 2)
                 for (int i = 0; i < 4; ++i) {
                     const int t = n * 8 + 2 * in_quad() + i % 2;
                     scores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -lse2[t]));
-                    dscores[m][n][i] = scores[m][n][i] * (dscores[m][n][i] - deltas[t]);
+                    if constexpr (kSums != KeySums::dv)
+                        dscores[m][n][i] = scores[m][n][i] * (dscores[m][n][i] - deltas[t]);
                 }
         Packs<T::kRowTiles, T::kOthers> P, dS;
-        pack_fragments<Number>(P, scores);
-        pack_fragments<Number>(dS, dscores);
-        multiply_columns(dv_acc, P, dout_tile);  // dv = P^T do
-        multiply_columns(dk_acc, dS, q_tile);    // dk = scale dS^T q
+        if constexpr (kSums != KeySums::dk) {
+            pack_fragments<Number>(P, scores);
+            multiply_columns(dv_acc, P, dout_tile);  // dv = P^T do
+        }
+        if constexpr (kSums != KeySums::dv) {
+            pack_fragments<Number>(dS, dscores);
+            multiply_columns(dk_acc, dS, q_tile);  // dk = scale dS^T q
+        }
     }
     float factor[T::kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < T::kRowTiles; ++m) factor[m][0] = factor[m][1] = 1.0f;
-    store_rows(dv.head(b, kv) + first_row * dv.token_stride, dv.token_stride, dv_acc, factor, mask.T - first_row,
-               shape.Dv, shape.packed);
+    if constexpr (kSums != KeySums::dk)
+        store_rows(dv.head(b, kv) + first_row * dv.token_stride, dv.token_stride, dv_acc, factor, mask.T - first_row,
+                   shape.Dv, shape.packed);
 #pragma unroll
     for (int m = 0; m < T::kRowTiles; ++m) factor[m][0] = factor[m][1] = shape.scale;
-    store_rows(dk.head(b, kv) + first_row * dk.token_stride, dk.token_stride, dk_acc, factor, mask.T - first_row,
-               shape.D, shape.packed);
+    if constexpr (kSums != KeySums::dv)
+        store_rows(dk.head(b, kv) + first_row * dk.token_stride, dk.token_stride, dk_acc, factor, mask.T - first_row,
+                   shape.D, shape.packed);
 }
 
 template <class Number>
@@ -190,11 +199,14 @@ void launch(const FlashArguments& a, cudaStream_t stream) {
         using T = BackwardTile<decltype(size)::kD, decltype(size)::kDv>;
         const Heads<const Number> dout(a.out), q(a.q), k(a.k), v(a.v);
         const unsigned tiles = static_cast<unsigned>(ceil_div(a.T, T::kRows)), B = static_cast<unsigned>(a.B);
-        allow_shared(flash_dk_dv_kernel<Number, T>, T::kSharedBytes);
-        flash_dk_dv_kernel<Number, T>
-            <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kThreads, T::kSharedBytes, stream>>>(
-                shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
-        launched("flash_dk_dv_kernel", dk_dv_cost(a));
+        for_key_sums<T::kD>([&](auto sums) {
+            constexpr KeySums kSums = decltype(sums)::value;
+            allow_shared(flash_dk_dv_kernel<Number, T, kSums>, T::kSharedBytes);
+            flash_dk_dv_kernel<Number, T, kSums>
+                <<<dim3(tiles, static_cast<unsigned>(a.k.count), B), kThreads, T::kSharedBytes, stream>>>(
+                    shape_of(a), Heads<Number>(a.dk), Heads<Number>(a.dv), dout, a.lse, a.delta, q, k, v);
+            launched("flash_dk_dv_kernel", key_sums_cost(a, kSums));
+        });
         allow_shared(flash_dq_kernel<Number, T>, T::kSharedBytes);
         flash_dq_kernel<Number, T>
             <<<dim3(tiles, static_cast<unsigned>(a.q.count), B), kThreads, T::kSharedBytes, stream>>>(

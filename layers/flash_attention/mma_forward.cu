@@ -15,7 +15,7 @@ struct ForwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
     static constexpr int kRowTiles = kDv <= 128 ? 2 : 1;  // more would not fit into 255 registers
     static constexpr int kWarpRows = 16 * kRowTiles, kRows = kWarpRows * kWarps,
-                         kKeys = kRowTiles == 2 && kDv > 64 ? 48 : 64;
+                         kKeys = (kRowTiles == 2 && kDv > 64) || kDv > 192 ? 48 : 64;
     static constexpr int kQElements = kRows * kPitch<kD>, kKElements = kKeys * kPitch<kD>,
                          kVElements = kKeys * kPitch<kDv>;
     static constexpr size_t kSharedBytes = 2 * (kQElements + kKElements + kVElements);

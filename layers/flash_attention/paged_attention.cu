@@ -43,7 +43,7 @@ namespace {
 
 constexpr int kSplit = 256;           // keys
 constexpr int64_t kSplitRows = 1024;  // rows times heads of a step whose splits have blocks of their own
-constexpr int64_t kMaxD = 192;        // of grouped-query attention: as flash attention, which computes whole prompts
+constexpr int64_t kMaxD = 256;        // of grouped-query attention: as flash attention, which computes whole prompts
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Splits
