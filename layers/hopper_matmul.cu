@@ -10,10 +10,9 @@
 // results take 20 to 30 instructions each to finish, 256 or more for each of 128 threads: about half of that time, if
 // nothing waits for it. So finishing is the work of warps of their own, beside the products of the next tile:
 //
-//     producer    one thread     a, b: device to shared memory, three stages ahead            24 registers a thread
-//     consumers   2 x 128        wgmma; then alpha and bias, and the rounded tile to          176
-//                                shared memory
-//     finisher    128 threads    x from device memory, a panel ahead; out to device memory    136
+//     producer    one thread     a, b: device to shared memory, three stages ahead
+//     consumers   2 x 128        wgmma; then alpha and bias, and the rounded tile to shared memory
+//     finishers   3 warps        x from device memory, half a panel ahead; out to device memory
 //
 //        producer ──full[i]──>  consumer 0 ──written[0]──>  finisher      panels: 64 rows of 64 columns, 4 for
 //                 <─empty[i]──  consumer 1 ──written[1]──>                each consumer, 64 KiB
@@ -42,7 +41,7 @@ namespace {
 enum class Finish { store, gelu, gelu_derivative };
 
 constexpr int kStages = 3, kThreads = kGroup * (kConsumers + 1);
-constexpr int kFinishers = 3, kChunkRows = 16;       // warps; rows of a panel that a warp finishes at a time
+constexpr int kFinishers = 3, kChunkRows = 32;       // warps; rows of a panel that a warp finishes at a time
 enum NamedBarriers : uint32_t { kBiasWritten = 1 };  // + consumer
 
 struct Shared {
@@ -68,7 +67,7 @@ struct Arguments {
 template <class Number>
 __device__ __forceinline__ float2 unpack_pair(uint32_t bits) {
     Number pair[2];
-    memcpy(pair, &bits, 4);
+    memcpy(static_cast<void*>(pair), &bits, 4);
     return {to_float(pair[0]), to_float(pair[1])};
 }
 
@@ -162,46 +161,52 @@ struct Part {
     __device__ __forceinline__ Part next() const { return {n + kFinishers}; }
 };
 
-// What a lane has of 16 rows of a panel.
+// Half a panel, 32 rows, in device memory, and how many of a lane's rows lie in out: from its first one on every fourth.
 template <class Number>
-using Chunk = Packed<Number>[kChunkRows / 4];
+struct Rows {
+    int64_t first;  // this lane's first number: offset in x and out
+    int n_rows;
+    __device__ __forceinline__ Rows(const TileGrid& grid, const Arguments<Number>& args, Part part, int chunk) {
+        const int2 at = grid.at(min(part.tile(), grid.tiles() - 1));
+        const int m = at.x * kTileRows + chunk * kChunkRows + lane() / 8,
+                  n = at.y * kTileColumns + part.panel() * kPanelColumns + lane() % 8 * 8;
+        first = static_cast<int64_t>(m) * args.N + n;
+        n_rows = part.tile() < grid.tiles() && n < args.N ? args.M - m : 0;
+    }
+};
 
-// This lane's part of the rows of x from m on. The lane's first column is n.
-template <class Number>
-__device__ __forceinline__ void load_chunk(Chunk<Number>& x, const Arguments<Number>& args, int m, int n) {
-    const int n_rows = n < args.N ? args.M - m - lane() / 8 : 0;
-    const Number* from = args.x + static_cast<int64_t>(m + lane() / 8) * args.N + n;
-#pragma unroll
-    for (int r = 0; r < kChunkRows / 4; ++r, from += 4 * static_cast<int64_t>(args.N))
-        x[r] = 4 * r < n_rows ? load_packed(from) : Packed<Number>{};
-}
-
-// Finishes 16 rows of a panel, which are those of out from m on, and adds to the sums of this lane's columns what is
-// stored.
+// Finishes 32 rows of a panel, and adds to the sums of this lane's columns what is stored. x holds these rows' numbers,
+// each of which is replaced, when it has been used, by one of the rows after them: so 4 KiB a warp are always on their
+// way.
 template <class Number, Finish kFinish>
-__device__ __forceinline__ void finish_chunk(const unsigned char* rows, const Chunk<Number>& x,
-                                             const Arguments<Number>& args, int m, int n, float (&sums)[8]) {
-    const int n_rows = n < args.N ? args.M - m - lane() / 8 : 0;
-    Number* to = args.out + static_cast<int64_t>(m + lane() / 8) * args.N + n;
+__device__ __forceinline__ void finish_rows(const unsigned char* rows, Packed<Number> (&x)[kChunkRows / 4],
+                                            const Arguments<Number>& args, const Rows<Number>& here,
+                                            const Rows<Number>& next, float (&sums)[8]) {
+    const int64_t step = 4 * static_cast<int64_t>(args.N);
+    Number* to = args.out + here.first;
+    const Number* from = args.x + next.first;
 #pragma unroll
-    for (int r = 0; r < kChunkRows / 4; ++r, to += 4 * static_cast<int64_t>(args.N)) {
+    for (int r = 0; r < kChunkRows / 4; ++r, to += step, from += step) {
         const uint32_t byte = swizzled<128>((4 * r + lane() / 8) * kRowBytes + lane() % 8 * 16);
         Packed<Number> y = load_packed(reinterpret_cast<const Number*>(rows + byte));
+        const Packed<Number> at = x[r];
+        if constexpr (kFinish == Finish::gelu_derivative)
+            x[r] = 4 * r < next.n_rows ? load_packed(from) : Packed<Number>{};
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             float low = to_float(y.v[i]), high = to_float(y.v[i + 1]);
             if constexpr (kFinish == Finish::gelu) {
                 low = short_gelu(low), high = short_gelu(high);
             } else {
-                low *= short_gelu_derivative(to_float(x[r].v[i]));
-                high *= short_gelu_derivative(to_float(x[r].v[i + 1]));
+                low *= short_gelu_derivative(to_float(at.v[i]));
+                high *= short_gelu_derivative(to_float(at.v[i + 1]));
             }
             const uint32_t pair = pack<Number>(low, high);
-            memcpy(&y.v[i], &pair, 4);
+            memcpy(static_cast<void*>(&y.v[i]), &pair, 4);
         }
         if constexpr (kFinish == Finish::gelu_derivative)
             for (int i = 0; i < 8; ++i) sums[i] += to_float(y.v[i]);  // beyond the edges P is 0
-        if (4 * r < n_rows) store_packed(to, y);
+        if (4 * r < here.n_rows) store_packed(to, y);
     }
 }
 
@@ -222,14 +227,12 @@ __device__ __forceinline__ void finish(Shared& shared, const TileGrid& grid, con
                                        const CUtensorMap& stored, int finisher) {
     constexpr bool kReads = kFinish == Finish::gelu_derivative;
     constexpr int kChunks = kGroupRows / kChunkRows;  // of a panel
-    Chunk<Number> x, ahead;
-    const auto load_ahead = [&](Part part, int chunk) {
-        if (!kReads || part.tile() >= grid.tiles()) return;
-        const int2 at = grid.at(part.tile());
-        load_chunk<Number>(ahead, args, at.x * kTileRows + chunk * kChunkRows,
-                           at.y * kTileColumns + part.panel() * kPanelColumns + lane() % 8 * 8);
-    };
-    load_ahead({finisher}, 0);
+    Packed<Number> x[kChunkRows / 4];
+    Rows<Number> here(grid, args, {finisher}, 0);
+#pragma unroll
+    for (int r = 0; kReads && r < kChunkRows / 4; ++r)
+        x[r] = 4 * r < here.n_rows ? load_packed(args.x + here.first + 4 * r * static_cast<int64_t>(args.N))
+                                   : Packed<Number>{};
     for (Part part{finisher}; part.tile() < grid.tiles(); part = part.next()) {
         const int2 at = grid.at(part.tile());
         const int panel_n = at.y * kTileColumns + part.panel() * kPanelColumns, n = panel_n + lane() % 8 * 8;
@@ -246,13 +249,11 @@ __device__ __forceinline__ void finish(Shared& shared, const TileGrid& grid, con
             if constexpr (kFinish != Finish::store) {
 #pragma unroll 1
                 for (int chunk = 0; chunk < kChunks; ++chunk) {
-#pragma unroll
-                    for (int r = 0; kReads && r < kChunkRows / 4; ++r) x[r] = ahead[r];
-                    const int next = consumer * kChunks + chunk + 1;
-                    if (next < kConsumers * kChunks) load_ahead(part, next);
-                    else load_ahead(part.next(), 0);
-                    finish_chunk<Number, kFinish>(panel + chunk * kChunkRows * kRowBytes, x, args,
-                                                  m + chunk * kChunkRows, n, sums);
+                    const int i = consumer * kChunks + chunk;
+                    const Rows<Number> next(grid, args, i + 1 < kConsumers * kChunks ? part : part.next(),
+                                            (i + 1) % (kConsumers * kChunks));
+                    finish_rows<Number, kFinish>(panel + chunk * kChunkRows * kRowBytes, x, args, here, next, sums);
+                    here = next;
                 }
                 __syncwarp();  // all lanes have read the panel
             }
@@ -284,11 +285,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 
     if (group < kConsumers) {
-        take_registers<184>();
+        take_registers<176>();
         consume<Number, kBTransposed>(shared, grid, args, group);
         return;
     }
-    give_registers<136>();
+    give_registers<152>();
     if (warp_of_group() < kFinishers) {
         finish<Number, kFinish>(shared, grid, args, stored, warp_of_group());
     } else if (elect_one()) {
