@@ -33,8 +33,7 @@
 
 namespace {
 
-using Sizes = HeadSizes<HeadSize<32, 32>, HeadSize<64, 64>, HeadSize<128, 128>, HeadSize<192, 192>,
-                        HeadSize<256, 256>>;
+using Sizes = HeadSizes<HeadSize<32, 32>, HeadSize<64, 64>, HeadSize<128, 128>, HeadSize<192, 192>, HeadSize<256, 256>>;
 
 template <int kD_, int kDv_>
 struct Tile {

@@ -229,6 +229,45 @@ __device__ __forceinline__ void produce_queries(const DkDvMaps& maps, unsigned c
         }
 }
 
+// One tile of queries, with the 2 kOthers numbers lse2 and delta.
+template <class Number, class T, KeySums kSums>
+__device__ __forceinline__ void add_queries(Fragments<1, T::kD>& dk, Fragments<1, T::kDv>& dv,
+                                            const unsigned char* k_rows, const unsigned char* q_tile,
+                                            const float* statistics, const Mask& mask, const View& view, int b,
+                                            int group_row, int t0, float scale2) {
+    const unsigned char *v_rows = k_rows + T::RowX::kBytes, *dout_tile = q_tile + T::OtherX::kBytes;
+    const float *lse2 = statistics + not_hoisted(2 * in_quad()), *deltas = lse2 + T::kOthers;  // this thread's queries
+    Fragments<1, T::kOthers> scores, dscores;
+    Packs<1, T::kOthers> P, dS;
+    start_scores<Number, typename T::RowX, typename T::OtherX>(scores[0], k_rows, q_tile);  // S^T
+    if constexpr (kSums != KeySums::dv)
+        start_scores<Number, typename T::RowY, typename T::OtherY>(dscores[0], v_rows, dout_tile);  // dP^T
+    wgmma_wait<kSums == KeySums::dv ? 0 : 1>(scores[0]);
+    if (view.needs_mask(t0, T::kOthers))
+        apply_mask<false>(scores, mask, b, group_row + not_hoisted(static_cast<int>(threadIdx.x) % kGroup) / kWarp * 16,
+                          t0);
+#pragma unroll
+    for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], scale2, -lse2[n * 8 + i % 2]));
+    if constexpr (kSums != KeySums::dk) {
+        pack_fragments<Number>(P, scores);
+        start_columns<Number, typename T::OtherY>(dv[0], P[0], dout_tile);  // dv = P^T do
+    }
+    if constexpr (kSums != KeySums::dv) {
+        wgmma_wait<kSums == KeySums::dk ? 0 : 1>(dscores[0]);
+#pragma unroll
+        for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + i % 2]);
+        pack_fragments<Number>(dS, dscores);
+        start_columns<Number, typename T::OtherX>(dk[0], dS[0], q_tile);  // dk = scale dS^T q
+    }
+    if constexpr (kSums == KeySums::both) wgmma_wait<0>(dk[0], dv[0], P[0], dS[0]);
+    else if constexpr (kSums == KeySums::dk) wgmma_wait<0>(dk[0], dS[0]);
+    else wgmma_wait<0>(dv[0], P[0]);
+}
+
 template <class Number, class T, KeySums kSums>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     flash_dk_dv_hopper_kernel(Shape shape, const __grid_constant__ DkDvMaps maps, const float* lse,
@@ -256,52 +295,21 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     const int group_row = s0 + group * kGroupRows;
     const View view = view_of<false>(mask, b, group_row, kGroupRows);
     const float scale2 = shape.scale * kLog2e;
-    Fragments<1, T::kOthers> scores, dscores;
     Fragments<1, T::kD> dk;
     Fragments<1, T::kDv> dv;
-    Packs<1, T::kOthers> P, dS;
     clear(dk), clear(dv);
     Ring<T::kStages> ring;
     mbarrier_wait(&barriers.rows_full, 0);
     for (int head = 0; head < n_heads; ++head)
         for (int t0 = queries.first; t0 < queries.end; t0 += T::kOthers, ring.next()) {
             mbarrier_wait(&barriers.full[ring.stage()], ring.parity());
-            const unsigned char *q_tile = stages + ring.stage() * T::kStageBytes,
-                                *dout_tile = q_tile + T::OtherX::kBytes;
-            const float *lse2 = statistics + ring.stage() * 2 * T::kOthers + not_hoisted(2 * in_quad()),
-                        *deltas = lse2 + T::kOthers;  // of this thread's first query
+            const unsigned char* q_tile = stages + ring.stage() * T::kStageBytes;
             if (!view.overlaps(t0, T::kOthers)) {
                 release(&barriers.empty[ring.stage()]);
                 continue;
             }
-            start_scores<Number, typename T::RowX, typename T::OtherX>(scores[0], k_rows, q_tile);      // S^T
-            if constexpr (kSums != KeySums::dv)
-                start_scores<Number, typename T::RowY, typename T::OtherY>(dscores[0], v_rows, dout_tile);  // dP^T
-            wgmma_wait<kSums == KeySums::dv ? 0 : 1>(scores[0]);
-            if (view.needs_mask(t0, T::kOthers))
-                apply_mask<false>(scores, mask, b, group_row + not_hoisted(in_group) / kWarp * 16, t0);
-#pragma unroll
-            for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], scale2, -lse2[n * 8 + i % 2]));
-            if constexpr (kSums != KeySums::dk) {
-                pack_fragments<Number>(P, scores);
-                start_columns<Number, typename T::OtherY>(dv[0], P[0], dout_tile);  // dv = P^T do
-            }
-            if constexpr (kSums != KeySums::dv) {
-                wgmma_wait<kSums == KeySums::dk ? 0 : 1>(dscores[0]);
-#pragma unroll
-                for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + i % 2]);
-                pack_fragments<Number>(dS, dscores);
-                start_columns<Number, typename T::OtherX>(dk[0], dS[0], q_tile);  // dk = scale dS^T q
-            }
-            if constexpr (kSums == KeySums::both) wgmma_wait<0>(dk[0], dv[0], P[0], dS[0]);
-            else if constexpr (kSums == KeySums::dk) wgmma_wait<0>(dk[0], dS[0]);
-            else wgmma_wait<0>(dv[0], P[0]);
+            add_queries<Number, T, kSums>(dk, dv, k_rows, q_tile, statistics + ring.stage() * 2 * T::kOthers, mask,
+                                          view, b, group_row, t0, scale2);
             release(&barriers.empty[ring.stage()]);
         }
 

@@ -106,6 +106,40 @@ __global__ void __launch_bounds__(kThreads, 2)
 // head. It computes S^T and dP^T, with keys as rows; lse and delta belong to the others, and are stored next to their
 // tiles.
 
+// One tile of queries, with the 2 kOthers numbers lse2 and delta.
+template <class Number, class T, KeySums kSums>
+__device__ __forceinline__ void add_queries(Fragments<T::kRowTiles, T::kD>& dk_acc,
+                                            Fragments<T::kRowTiles, T::kDv>& dv_acc, const Number* k_rows,
+                                            const Number* v_rows, const Number* q_tile, const float* lse2,
+                                            const Mask& mask, const View& view, int b, int first_row, int t0,
+                                            float scale2) {
+    const Number* dout_tile = q_tile + T::kOthers * kPitch<T::kD>;
+    const float* deltas = lse2 + T::kOthers;
+    Fragments<T::kRowTiles, T::kOthers> scores, dscores;
+    multiply_scores<T::kD>(scores, k_rows, q_tile);  // S^T
+    if (view.needs_mask(t0, T::kOthers)) apply_mask<false>(scores, mask, b, first_row, t0);
+    if constexpr (kSums != KeySums::dv) multiply_scores<T::kDv>(dscores, v_rows, dout_tile);  // dP^T = v do^T
+#pragma unroll
+    for (int m = 0; m < T::kRowTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < T::kOthers / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int t = n * 8 + 2 * in_quad() + i % 2;
+                scores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -lse2[t]));
+                if constexpr (kSums != KeySums::dv) dscores[m][n][i] = scores[m][n][i] * (dscores[m][n][i] - deltas[t]);
+            }
+    Packs<T::kRowTiles, T::kOthers> P, dS;
+    if constexpr (kSums != KeySums::dk) {
+        pack_fragments<Number>(P, scores);
+        multiply_columns(dv_acc, P, dout_tile);  // dv = P^T do
+    }
+    if constexpr (kSums != KeySums::dv) {
+        pack_fragments<Number>(dS, dscores);
+        multiply_columns(dk_acc, dS, q_tile);  // dk = scale dS^T q
+    }
+}
+
 template <class Number, class T, KeySums kSums>
 __global__ void __launch_bounds__(kThreads, 2)
     flash_dk_dv_kernel(Shape shape, Heads<Number> dk, Heads<Number> dv, Heads<const Number> dout, const float* lse,
@@ -150,35 +184,13 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (next >= queries.end && head + 1 < group) ++head, next = queries.first;
         if (next < queries.end) load_queries(kv * group + head, next, buffer ^ 1);
         cp_async_commit();
-        const Number *q_tile = others + buffer * T::kOthersPair, *dout_tile = q_tile + T::kOthers * kPitch<T::kD>;
-        const float *lse2 = statistics + buffer * 2 * T::kOthers, *deltas = lse2 + T::kOthers;
+        const Number* q_tile = others + buffer * T::kOthersPair;
+        const float* lse2 = statistics + buffer * 2 * T::kOthers;
         buffer ^= 1;
         if (!view.overlaps(t0, T::kOthers)) continue;
 
-        Fragments<T::kRowTiles, T::kOthers> scores, dscores;
-        multiply_scores<T::kD>(scores, k_rows, q_tile);  // S^T
-        if (view.needs_mask(t0, T::kOthers)) apply_mask<false>(scores, mask, b, first_row, t0);
-        if constexpr (kSums != KeySums::dv) multiply_scores<T::kDv>(dscores, v_rows, dout_tile);  // dP^T = v do^T
-#pragma unroll
-        for (int m = 0; m < T::kRowTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < T::kOthers / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int t = n * 8 + 2 * in_quad() + i % 2;
-                    scores[m][n][i] = ex2_approx(fmaf(scores[m][n][i], scale2, -lse2[t]));
-                    if constexpr (kSums != KeySums::dv)
-                        dscores[m][n][i] = scores[m][n][i] * (dscores[m][n][i] - deltas[t]);
-                }
-        Packs<T::kRowTiles, T::kOthers> P, dS;
-        if constexpr (kSums != KeySums::dk) {
-            pack_fragments<Number>(P, scores);
-            multiply_columns(dv_acc, P, dout_tile);  // dv = P^T do
-        }
-        if constexpr (kSums != KeySums::dv) {
-            pack_fragments<Number>(dS, dscores);
-            multiply_columns(dk_acc, dS, q_tile);  // dk = scale dS^T q
-        }
+        add_queries<Number, T, kSums>(dk_acc, dv_acc, k_rows, v_rows, q_tile, lse2, mask, view, b, first_row, t0,
+                                      scale2);
     }
     float factor[T::kRowTiles][2];
 #pragma unroll
