@@ -1,4 +1,4 @@
-// dev/matmul.cu: the matrix product, eleven times.
+// dev/matmul.cu: the matrix product, twelve times.
 //
 //   out (M, N) = a (M, K) b (K, N)          all row-major; f32, bf16 or f16, sums in float32;  2 M N K flops
 //
@@ -26,6 +26,7 @@
 //            (... --rung 9 --dtype bf16 --size 130x264x328: the rungs on tensor cores need 16 bits)
 #include "dev/ladder.h"
 #include "dev/matmul_tensor_cores.cuh"
+#include "layers/hopper_matmul.h"
 
 #include <limits>
 
@@ -363,7 +364,7 @@ void matmul_mma_stages(const Problem& p, cudaStream_t stream) { launch_mma<3>(p,
 // ---------------------------------------------------------------------------------------------------------------------
 // 9. wgmma and the copy engine (TMA): the second kernel of matmul_tensor_cores.cuh.
 
-// Why rungs 9 and 10 cannot run; null: they can.
+// Why rungs 9 to 11 cannot run; null: they can.
 const char* no_wgmma(const Problem& p) {
     if (!has_wgmma()) return "needs a GPU of compute capability 9.0 (Hopper)";
     if (p.K % 8 != 0 || p.N % 8 != 0) return "needs rows of whole 16 bytes: N and K multiples of 8";
@@ -406,7 +407,13 @@ void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 11. The product: cuBLASLt (cpu/sgemm.h on the CPU device), layers/matmul.cu.
+// 11. The product for Hopper, layers/hopper_matmul.cu: rung 10, and what follows a product (a bias, GELU, its derivative,
+// sums) is done by warps of their own, beside the next tile. Where few tiles are left for the last round, K is cut.
+
+void matmul_hopper(const Problem& p, cudaStream_t stream) { hopper_matmul(p.out, p.a, p.b, {}, stream); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// 12. The product: cuBLASLt (cpu/sgemm.h on the CPU device), layers/matmul.cu.
 //     For 16-bit numbers it uses the tensor cores.
 
 void matmul_product(const Problem& p, cudaStream_t stream) { matmul(p.out, p.a, p.b, {}, stream); }
@@ -473,6 +480,7 @@ void climb(Ladder& ladder) {
     tensor_rung("wgmma", "operands in shared memory; a producer, two consumers", matmul_wgmma, why_no_wgmma);
     tensor_rung("persistent", "128 x 256; the next tile is loaded while this one is stored", matmul_wgmma_persistent,
                 why_no_wgmma);
+    tensor_rung("product (Hopper)", "warps of their own finish a tile; a long K is cut", matmul_hopper, why_no_wgmma);
     rung("product", "cuBLASLt", matmul_product);
 }
 

@@ -6,28 +6,30 @@
 //   out = gelu(before)                   before = P + bias, which is written, too
 //   out = P gelu'(x)                     x (M, N) is read; sums[n] = sum over m of out[m][n]
 //
-// The tensor cores of a multiprocessor multiply 128 x 256 x 768 in 12288 clocks (K = 768, a small one). The 32768
-// results take 20 to 30 instructions each to finish, 256 or more for each of 128 threads: about half of that time, if
-// nothing waits for it. So finishing is the work of warps of their own, beside the products of the next tile:
+// The tensor cores of a multiprocessor multiply 128 x 256 x 768 (K = 768 is a small one) in 12288 clocks. Its 32768
+// results take 10 to 20 instructions each to finish, 128 at a time: 2500 to 5000 clocks, and as many more as its threads
+// wait for memory. Consumers that finished their own sums would leave the tensor cores idle meanwhile, because the sums
+// of two tiles do not fit into registers. So finishing is the work of warps of their own, beside the products of the
+// next tile:
 //
-//     producer    one thread     a, b: device to shared memory, three stages ahead
-//     consumers   2 x 128        wgmma; then alpha and bias, and the rounded tile to shared memory
-//     finishers   3 warps        x from device memory, half a panel ahead; out to device memory
+//     producer    one thread    a, b: from device memory to three stages of shared memory
+//     consumers   2 x 128       the products; then alpha and bias, and the rounded tile to panels of shared memory
+//     finishers   3 warps       the panels to device memory, by way of GELU or gelu'(x)
 //
-//        producer ──full[i]──>  consumer 0 ──written[0]──>  finisher      panels: 64 rows of 64 columns, 4 for
-//                 <─empty[i]──  consumer 1 ──written[1]──>                each consumer, 64 KiB
-//                                          <──free[g]─────
+//        producer  ──full[i]──>   consumer 0   ──written[0]──>   finishers      panels: 64 rows of 64 columns, four
+//                  <─empty[i]──                <──free[0]────                   for each consumer, 64 KiB in all
+//                  ──full[i]──>   consumer 1   ──written[1]──>
+//                  <─empty[i]──                <──free[1]────
 //
-// A consumer needs its panels back when its next tile is multiplied: the finisher has the time of a whole tile. (If the
-// consumers finished their own sums in registers, the tensor cores would wait: sums of two tiles do not fit.) What the
-// finisher reads is rounded, as it would be by a product without an epilogue: gelu(before) is what gelu_forward gives,
-// and P gelu'(x) what gelu_backward gives. A panel that only has to be stored, is stored by the copy engine.
+// A consumer needs its panels back when its next tile is multiplied: the finishers have the time of a whole tile. What
+// they read is rounded to 16 bits, as a product without an epilogue would have stored it. They are a line of memory
+// wide: they read x and write out in whole lines. What needs no finishing (P, or before) the copy engine stores.
 //
 // As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
 // with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.
 //
-// Column sums: the finisher sums the 128 rows of a tile, each warp every fourth row, then the warps in order; the sums
-// of the tiles are added by add_column_sums, down the rows. The order depends on the shape alone.
+// Column sums: a finisher sums its columns over the 128 rows of a tile, and add_column_sums adds the tiles' sums. The
+// order depends on the shape alone.
 #include "layers/gelu.cuh"
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul.h"

@@ -76,7 +76,7 @@ struct Schedule {
         if (block >= pieces || i > 1) return {};
         const int begin = piece_begin(block), n = piece_begin(block + 1) - begin, tile = begin / steps,
                   x = begin % steps, y = x + n - steps;
-        const Segment in_first{whole_tiles + tile, x, min(n, steps - x), y > 0 ? 0 : (n - x % n) % n, block + tile};
+        const Segment in_first{whole_tiles + tile, x, min(n, steps - x), y > 0 ? 0 : n - x % n, block + tile};
         if (y <= 0) return i == 0 ? in_first : Segment{};
         return i == 1 ? in_first : Segment{whole_tiles + tile + 1, 0, y, 0, block + tile + 1};
     }
