@@ -73,6 +73,7 @@ cublasStatus_t check_epilogue(const cublasLtMatmulDescOpaque_t& operation, const
     if (operation.epilogue & uses_bias) {
         if (!operation.bias) return CUBLAS_STATUS_INVALID_VALUE;
         if (operation.bias_type != -1 && operation.bias_type != bias_type) return CUBLAS_STATUS_NOT_SUPPORTED;
+        if ((operation.epilogue & 16) && is_fp8(d.type)) return CUBLAS_STATUS_NOT_SUPPORTED;  // D has been scaled
     }
     if (operation.epilogue & 128) {  // AUX
         const int64_t length = int64_t(d.order == CUBLASLT_ORDER_COL ? d.rows : d.columns);

@@ -22,7 +22,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <vector>
 
 #include "cublas_lt.h"
 #include "cuda_fp8.h"
@@ -154,12 +153,11 @@ float* scratch(size_t floats) {
     return buffer.get();
 }
 
-// One running multiplication: what its tiles have in common, and where they store their parts of sums over all of D.
+// One running multiplication: what its tiles have in common, and where they store what is found over all of D.
 struct Run {
     const Multiplication& p;
     Tiling tiling;
-    float alpha, beta;                   // all scales included, but those of blocks
-    std::vector<double> gradient_parts;  // of the bias: [batch][tile across the sum][m or n]
+    float alpha, beta;  // all scales included, but those of blocks
     std::mutex amax_mutex;
     float amax = 0;
 };
@@ -273,17 +271,6 @@ class Tile {
             widen(p.aux.type, p.aux.at(batch, row, column + j), column_space, rows);
             apply_gelu_gradient(x, column_space, rows);
         }
-        if (p.sums_gradient_of_d()) {
-            const Tiling& tiling = run.tiling;
-            if (p.bias_along_rows) {
-                double* const sums =
-                    &run.gradient_parts[size_t((batch * tiling.columns.count + column_tile) * p.m + row)];
-                for (int64_t i = 0; i < rows; ++i) sums[i] += double(x[i]);
-            } else {
-                double& sum = run.gradient_parts[size_t((batch * tiling.rows.count + row_tile) * p.n + column + j)];
-                for (int64_t i = 0; i < rows; ++i) sum += double(x[i]);
-            }
-        }
     }
 
     Run& run;
@@ -304,38 +291,25 @@ void store_bias_gradient(const Multiplication& p, int64_t batch, int64_t first, 
     }
 }
 
-// DGELU_BGRAD: the tiles' parts, added in the order of the tiles.
-void finish_gradient_of_d(const Run& run) {
-    const Multiplication& p = run.p;
-    const int64_t length = p.bias_along_rows ? p.m : p.n;
-    const int64_t parts = p.bias_along_rows ? run.tiling.columns.count : run.tiling.rows.count;
-    for (int64_t batch = 0; batch < p.batch_count; ++batch) {
-        std::vector<double> sums(size_t(length), 0.0);
-        for (int64_t part = 0; part < parts; ++part)
-            for (int64_t i = 0; i < length; ++i)
-                sums[size_t(i)] += run.gradient_parts[size_t((batch * parts + part) * length + i)];
-        store_bias_gradient(p, batch, 0, sums.data(), length);
-    }
-}
-
-// BGRADA and BGRADB: the sums of the rows of `matrix` (op(A), or op(B) transposed), `rows` x k.
-void sum_rows(const Multiplication& p, const Matrix& matrix, int64_t rows, int threads) {
+// The sums of the rows of `matrix`, `rows` x `columns`, in double precision, from the first column to the last:
+// BGRADA of op(A), BGRADB of op(B) transposed, DGELU_BGRAD of D as it is stored.
+void sum_rows(const Multiplication& p, const Matrix& matrix, int64_t rows, int64_t columns, int threads) {
     constexpr int64_t block = 256;
     const int64_t blocks = divide_up(rows, block);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows * p.k * p.batch_count > 100'000)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows * columns * p.batch_count > 100'000)
     for (int64_t task = 0; task < blocks * p.batch_count; ++task) {
         const int64_t batch = task / blocks, first = task % blocks * block, count = std::min(block, rows - first);
         float values[block];
         double sums[block] = {};
         if (matrix.row_stride == 1) {
-            for (int64_t k = 0; k < p.k; ++k) {
+            for (int64_t k = 0; k < columns; ++k) {
                 widen(matrix.type, matrix.at(batch, first, k), values, count);
                 for (int64_t i = 0; i < count; ++i) sums[i] += double(values[i]);
             }
         } else {
             for (int64_t i = 0; i < count; ++i)
-                for (int64_t k = 0; k < p.k; k += block) {
-                    const int64_t length = std::min(block, p.k - k);
+                for (int64_t k = 0; k < columns; k += block) {
+                    const int64_t length = std::min(block, columns - k);
                     widen(matrix.type, matrix.at(batch, first + i, k), values, length);
                     for (int64_t j = 0; j < length; ++j) sums[i] += double(values[j]);
                 }
@@ -355,11 +329,8 @@ void multiply(const Multiplication& p) {
     const float alpha = p.device_alpha ? *p.device_alpha : p.alpha, beta = p.device_beta ? *p.device_beta : p.beta;
     const int threads = os_threads();
     const float scales = p.has_block_scales() ? 1.0f : value(p.a_scale) * value(p.b_scale);
-    Run run{p, choose_tiling(p, threads), alpha * scales, beta * value(p.c_scale), {}, {}};
+    Run run{p, choose_tiling(p, threads), alpha * scales, beta * value(p.c_scale), {}};
     const int64_t tasks = run.tiling.count(p.batch_count);
-    if (p.sums_gradient_of_d())
-        run.gradient_parts.resize(
-            size_t(p.batch_count * (p.bias_along_rows ? run.tiling.columns.count * p.m : run.tiling.rows.count * p.n)));
 
     // Static: matrix b of a batch is always computed by the same thread, whose cache may still hold it.
     const double multiply_adds = double(p.m) * double(p.n) * double(p.k) * double(p.batch_count);
@@ -370,9 +341,10 @@ void multiply(const Multiplication& p) {
         for (int64_t task = 0; task < tasks; ++task) Tile(run, task).compute();
     }
 
-    if (p.sums_gradient_of_d()) finish_gradient_of_d(run);
-    if (p.has(CUBLASLT_EPILOGUE_BGRADA)) sum_rows(p, p.a, p.m, threads);
-    if (p.has(CUBLASLT_EPILOGUE_BGRADB)) sum_rows(p, p.b.transposed(), p.n, threads);
+    if (p.sums_gradient_of_d() && p.bias_along_rows) sum_rows(p, p.d, p.m, p.n, threads);
+    if (p.sums_gradient_of_d() && !p.bias_along_rows) sum_rows(p, p.d.transposed(), p.n, p.m, threads);
+    if (p.has(CUBLASLT_EPILOGUE_BGRADA)) sum_rows(p, p.a, p.m, p.k, threads);
+    if (p.has(CUBLASLT_EPILOGUE_BGRADB)) sum_rows(p, p.b.transposed(), p.n, p.k, threads);
     if (p.d_amax) *p.d_amax = run.amax;
 }
 

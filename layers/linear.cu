@@ -85,14 +85,13 @@ void linear_gelu_backward_input(Tensor dbefore, Tensor dbias, Tensor dout, Tenso
     expect(name, "before", before, dout.dtype, {N, C});
     if (!dbias) return matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
     expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : dout.dtype, {C});
-    // The product sums what it stores, in float32: to where the sums are added from, if they are, or rounded.
+    // The product sums what it stores, and writes the sums: to where they are added from, in float32, if they are.
     const Tensor all = scratch_as(name, scratch, {linear_backward_scratch_n(N, C)});
     const int64_t sums_n = round_up(C, kSumsGrain);
-    const bool in_place = !accumulate && dbias.dtype == DType::f32;
-    const Tensor sums = in_place ? dbias : all.slice(0, C);
+    const Tensor sums = accumulate ? all.slice(0, C) : dbias;
     matmul(dbefore, dout, weight,
            {.gelu_input = before, .column_sums = sums, .scratch = all.slice(sums_n, all.n() - sums_n)}, stream);
-    if (!in_place) add_column_sums(dbias, sums.view({1, C}), accumulate, stream);
+    if (accumulate) add_column_sums(dbias, sums.view({1, C}), true, stream);
 }
 
 int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return round_up(O, kSumsGrain) + column_sum_scratch_n(N, O); }

@@ -85,7 +85,8 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
     expect_aligned("matmul", {{argument, x}});
     check(options.beta == 0.0f, "matmul: with ", argument, " beta must be 0, not ", options.beta);
     check(options.before_gelu || !options.bias, "matmul: gelu_input goes without a bias");
-    if (options.column_sums) expect_vector("column_sums", options.column_sums, DType::f32, N);
+    if (const Tensor& sums = options.column_sums)
+        expect_vector("column_sums", sums, sums.dtype == DType::f32 ? DType::f32 : out.dtype, N);
     if (options.gelu_input) return options.column_sums ? Epilogue::gelu_derivative_sums : Epilogue::gelu_derivative;
     return options.bias ? Epilogue::bias_gelu : Epilogue::gelu;
 }
@@ -123,6 +124,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
             .a_dtype = a.dtype,
             .b_dtype = b.dtype,
             .out_dtype = out.dtype,
+            .sums_dtype = options.column_sums ? options.column_sums.dtype : out.dtype,
             .transpose_a = options.transpose_a,
             .transpose_b = options.transpose_b,
             .epilogue = epilogue_of(out, options, M, N),

@@ -10,7 +10,7 @@
 // and bias, one number for each column of out, is one for each row of out^T: what its bias epilogue adds, in float32,
 // before the one rounding to out's type. (On an H100 some of its kernels were seen to round before they add, too, and
 // so have one rounding more: for rows off 16 bytes, and with beta = 1.) The sum of each row of op(a) is that of a
-// column of its "B": BGRADB. Its gradients of a bias have out's type, and ours of DGELU_BGRAD are float32.
+// column of its "B": BGRADB.
 //
 // It asks for a description of each matrix, and for an algorithm, of which it has hundreds. Its heuristic orders them
 // by type and shape, but which one is the fastest, only a clock knows. So each product of a run can be timed once
@@ -161,7 +161,7 @@ bool reads_or_writes_aux(Epilogue epilogue) {
 // 256-byte boundaries.
 std::vector<cublasLtMatmulAlgo_t> algorithms_of(const Product& p, Plan& plan, int most) {
     if (reads_or_writes_aux(p.epilogue) && p.N % 8 != 0) return {};  // its rule for AUX
-    if (p.epilogue == Epilogue::gelu_derivative_sums && p.out_dtype != DType::f32) return {};
+    if (p.sums_dtype != p.out_dtype) return {};                      // its gradients of a bias have out's type
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
@@ -329,6 +329,7 @@ std::string name_of(const Product& p) {
     if (p.batch_count > 1) name += concat(" batch ", p.batch_count);
     if (p.a_scale_mode != MatmulScale::tensor)
         name += concat(" scales ", static_cast<int>(p.a_scale_mode), " ", static_cast<int>(p.b_scale_mode));
+    if (p.sums_dtype != p.out_dtype) name += concat(" sums ", dtype_name(p.sums_dtype));
     return name;
 }
 

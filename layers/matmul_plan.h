@@ -16,7 +16,7 @@ enum class Epilogue : uint8_t { none, bias, gelu, bias_gelu, gelu_derivative, ge
 // told no more, so that a product has the same algorithm, and the same bits, wherever its operands lie).
 struct Product {
     int64_t M, N, K, batch_count;
-    DType a_dtype, b_dtype, out_dtype;
+    DType a_dtype, b_dtype, out_dtype, sums_dtype;  // sums_dtype: of column_sums; without them out_dtype
     bool transpose_a, transpose_b;
     Epilogue epilogue;
     MatmulScale a_scale_mode, b_scale_mode;
@@ -25,7 +25,7 @@ struct Product {
 };
 
 // "65536x3072x768 bf16 bf16 bf16 nt bias_gelu": M x N x K, types of a, b and out, what is transposed, the epilogue;
-// then the number of matrices and the kinds of scales where there is more than one.
+// then the number of matrices, the kinds of scales and the type of column_sums, where they are not the usual ones.
 std::string name_of(const Product& product);
 
 // What computes a product: cuBLASLt; our own product for Hopper (hopper_matmul.h); or parts (multiply_in_parts).

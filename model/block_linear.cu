@@ -4,6 +4,8 @@
 //   backward_input    dinp = dout W                    the layer before waits for it
 //   backward_weight   dW (+)= dout^T inp, dbias        nobody waits for it before the update: it may come later
 //
+// (The bias' gradient of a layer before GELU comes with backward_input of the layer behind it, whose product has dout.)
+//
 // A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be
 // idle. WeightGradients is the queue for that: what an entry needs is kept until run(). With tensor parallelism the
 // ranks compute it together then, with one exception: 1D has gathered all rows of the gradient for a layer that writes
@@ -33,16 +35,14 @@ void step_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream
     else few_rows_forward(out, inp, weight, bias, stream);
 }
 
-void own_backward_weight(const Linear& linear, Tensor dout, Tensor inp, Tensor scaled_by, const Workspace& workspace,
-                         cudaStream_t stream) {
+void own_backward_weight(const Linear& linear, Tensor dbias, Tensor dout, Tensor inp, Tensor scaled_by,
+                         const Workspace& workspace, cudaStream_t stream) {
     const bool accumulate = workspace.accumulate;
     const Tensor scratch = workspace.scratch;
     const Fp8Recipe recipe = linear.fp8.recipe;
     if (recipe == Fp8Recipe::none)
-        linear_backward_weight(linear.dweight, linear.dbias, dout, inp, accumulate, scratch, stream);
-    else
-        fp8_linear_backward_weight(linear.dweight, linear.dbias, dout, inp, scaled_by, recipe, accumulate, scratch,
-                                   stream);
+        linear_backward_weight(linear.dweight, dbias, dout, inp, accumulate, scratch, stream);
+    else fp8_linear_backward_weight(linear.dweight, dbias, dout, inp, scaled_by, recipe, accumulate, scratch, stream);
 }
 
 // Tensor parallelism: products of layers that read the residual stream, or write it, with other ranks. `own` is the
@@ -52,6 +52,7 @@ struct Crossed {
     const bool divided_rows;  // Activations'
     const Linear& linear;
     const cudaStream_t stream;
+    const Tensor dbias = {};  // of backward_weight, if it is to be computed
 
     bool is_alone() const { return !model.tensor_parallel || linear.crossing == Crossing::inside; }
     bool enters() const { return linear.crossing == Crossing::enters; }
@@ -75,12 +76,12 @@ struct Crossed {
     }
     void backward_weight(Tensor dout, Tensor inp, Tensor scaled_by, const Workspace& workspace) const {
         const auto own = [&](Tensor all_dout, Tensor all_inp) {
-            own_backward_weight(linear, all_dout, all_inp, scaled_by, workspace, stream);
+            own_backward_weight(linear, dbias, all_dout, all_inp, scaled_by, workspace, stream);
         };
         if (is_alone()) own(dout, inp);
         else if (geometry()) {
             geometry()->backward_weight(linear.dweight, dout, inp, linear.crossing, workspace.accumulate, stream);
-            if (linear.dbias) column_sum(linear.dbias, dout, workspace.accumulate, workspace.scratch, stream);
+            if (dbias) column_sum(dbias, dout, workspace.accumulate, workspace.scratch, stream);
         } else if (enters())
             one_d().enter_backward_weight(
                 inp, divided_rows, [&](Tensor all) { own(dout, all); }, stream);
@@ -93,9 +94,9 @@ struct Crossed {
     }
     // The same later, from a dout that stays until then.
     WeightGradients::Compute later(Tensor dout, Tensor inp, Tensor scaled_by) const {
-        return [&model = model, divided = divided_rows, &linear = linear, dout, inp, scaled_by](
+        return [&model = model, divided = divided_rows, &linear = linear, dbias = dbias, dout, inp, scaled_by](
                    const Workspace& workspace, cudaStream_t at_run) {
-            Crossed{model, divided, linear, at_run}.backward_weight(dout, inp, scaled_by, workspace);
+            Crossed{model, divided, linear, at_run, dbias}.backward_weight(dout, inp, scaled_by, workspace);
         };
     }
     // A layer of a block: dout is copied.
@@ -104,8 +105,9 @@ struct Crossed {
         if (!is_one_d() || enters()) return queue.push(later(queue.keep(dout, stream), inp, scaled_by));
         one_d().leave_backward_weight(dout, divided_rows, [&](Tensor all) {
             const Tensor kept = queue.keep(all, stream);
-            queue.push([&linear = linear, kept, inp, scaled_by](const Workspace& workspace, cudaStream_t at_run) {
-                own_backward_weight(linear, kept, inp, scaled_by, workspace, at_run);
+            queue.push([&linear = linear, dbias = dbias, kept, inp, scaled_by](const Workspace& workspace,
+                                                                               cudaStream_t at_run) {
+                own_backward_weight(linear, dbias, kept, inp, scaled_by, workspace, at_run);
             });
         });
     }
@@ -159,21 +161,28 @@ void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tens
     };
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.forward(out, inp, bias, false, own);
 }
-void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dout,
-                                      Tensor before) {
+bool block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dbias,
+                                      Tensor dout, Tensor before) {
     if (!has_gelu_epilogue(b, linear)) {
         block_linear_backward_input(b, linear, dbefore, dout);
-        return gelu_backward(dbefore, dbefore, before, b.stream);
+        gelu_backward(dbefore, dbefore, before, b.stream);
+        return false;
     }
+    bool has_dbias = false;
     const auto own = [&](Tensor to, Tensor from) {
-        linear_gelu_backward_input(to, {}, from, linear.weight, same_rows(before, dbefore, to), false, {}, b.stream);
+        has_dbias = dbias.exists() && to.rows() == dbefore.rows();
+        linear_gelu_backward_input(to, has_dbias ? dbias : Tensor{}, from, linear.weight,
+                                   same_rows(before, dbefore, to), b.workspace.accumulate, b.workspace.scratch,
+                                   b.stream);
     };
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dbefore, dout, own);
+    return has_dbias;
 }
 
-void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {
+void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp,
+                                  bool has_dbias) {
     const Tensor scales = b.saved.fp8 ? scaled_by(b, linear) : Tensor{};
-    const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream};
+    const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream, has_dbias ? Tensor{} : linear.dbias};
     if (b.workspace.later) crossed.push(dout, inp, scales, *b.workspace.later);
     else crossed.backward_weight(dout, inp, scales, b.workspace);
 }

@@ -39,7 +39,8 @@ TEST_CASE("gradients of parameters are written where they do not accumulate", "[
             const Buffer x(dtype, {N, C}, random_values(N * C, 1)), dy(dtype, {N, C}, random_values(N * C, 2)),
                 dout(dtype, {N, O}, random_values(N * O, 3)), weight(dtype, {C}, random_values(C, 4)),
                 mean(DType::f32, {N}, random_values(N, 5, 0.01)), rstd(DType::f32, {N}, std::vector<double>(N, 1.0)),
-                dx(dtype, {N, C}), parts(DType::f32, {N, 2}), scratch(DType::f32, {1 << 16});
+                matrix(dtype, {O, C}, random_values(O * C, 6)), dx(dtype, {N, C}), parts(DType::f32, {N, 2}),
+                scratch(DType::f32, {1 << 16});
             Buffer tokens(DType::i32, {B, T}), positions(DType::i32, {B, T}), lists(DType::i32, {1 << 12});
             std::vector<int32_t> ids(N), places(N);
             for (size_t i = 0; i < ids.size(); ++i)
@@ -57,6 +58,9 @@ TEST_CASE("gradients of parameters are written where they do not accumulate", "[
             };
             check("linear", {{O, C}, {O}}, [&](const Gradients& d, bool accumulate) {
                 linear_backward_weight(d[0], d[1], dout, x, accumulate, scratch, s);
+            });
+            check("GELU before a linear layer", {{C}}, [&](const Gradients& d, bool accumulate) {
+                linear_gelu_backward_input(dx, d[0], dout, matrix, x, accumulate, scratch, s);
             });
             check("column sum", {{C}, {C}}, [&](const Gradients& d, bool accumulate) {
                 column_sum(d[0], x, accumulate, scratch, s);
