@@ -181,6 +181,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
     Mesh mesh(world, axes);
     std::optional<Trainer> trainer;
     std::optional<RunData> data;
+    if (options.account) stand_in_for(options.device_spec);
     if (fault.empty()) fault = open_run(options, mesh, trainer, data);
     if (options.plan && !started_by_mpirun()) {  // the other ranks do not exist
         if (!fault.empty()) fail(fault);

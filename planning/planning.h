@@ -36,6 +36,8 @@ struct DeviceSpec {
     // All but the products takes so many times as long as its bytes, at least and at most, and then products wait.
     // 0: it takes as long as its bytes, at the same time as products.
     double rest_least = 0, rest_most = 0;
+    int sm_count = 0;  // streaming multiprocessors
+    bool is_hopper = false;
     double rate(DType dtype) const { return dtype == DType::f32 ? f32 : f16; }
     double reached_rate(DType dtype) const { return reached_f16 / f16 * rate(dtype); }  // float32: the same share
 };
@@ -46,6 +48,9 @@ void print_time(Trainer& trainer);  // the plan's part on FLOPs, bytes moved and
 // step_account.cu: --account: every launch of a step with what it moves, computes and takes. The step is captured and
 // never runs. With --out also as account.md, account.png and launches.tsv. Ends the use of this Trainer.
 void print_step_account(Trainer& trainer);
+// Before the Trainer of an account: from now on the CPU device divides work as the GPU of this --device-spec does, and
+// chooses products like it. What never runs may do so.
+void stand_in_for(const std::string& device_spec);
 
 // rates.cu: measured on this device
 double measure_matmul_rate(DType dtype);  // of a large product, in FLOP/s: what a step's FLOP/s are held against

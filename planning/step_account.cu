@@ -13,7 +13,8 @@
 //
 // The launches are not written down here a second time: a step of this run is captured, as for a CUDA graph, and never
 // runs. Launchers state what each launch costs (launched(), core/core.h). On the CPU device the memory of the run does
-// not even exist (only its addresses do), so that a laptop has the account of a step that fills an H100.
+// not even exist (only its addresses do), so that a laptop has the account of a step that fills an H100. It stands in
+// for the GPU of --device-spec: with as many multiprocessors, and on Hopper with the products that are chosen there.
 //
 // predicted = roofline / (the share of it that such kernels reach) + the time between two launches. The shares are
 // those that an H100 reached, as the table kGroups says; `make profile` prints what a GPU measures beside them.
@@ -49,6 +50,7 @@ const Group kGroups[] = {
     {"activation function", "gelu|swiglu", kRowKernel, "row kernels reach 0.9 of a copy"},
     {"rotations and heads", "rope|heads|latent|residual", kRowKernel, "as row kernels"},
     {"column sums", "column_sum", 0.73, "measured"},
+    {"parts of products", "add_parts", kRowKernel, "as row kernels"},
     {"cross-entropy", "cross_entropy|losses|head_rows", 0.76, "measured"},
     {"embedding", "embedding|ids_from", 0.80, "measured"},
     {"8-bit casts", "fp8|quantise|amax|transpose", kRowKernel, "as row kernels"},

@@ -31,7 +31,9 @@ const DeviceSpec kSpecs[] = {
      .source = "NVIDIA H200 data sheet; H100 architecture white paper, table 2 (SXM5)",
      .reached_f16 = 790e12,
      .reached_bytes = 4.3e12,
-     .reached_source = "measured on one H200: bf16 products of 8192 x 8192 random numbers; a copy"},
+     .reached_source = "measured on one H200: bf16 products of 8192 x 8192 random numbers; a copy",
+     .sm_count = 132,
+     .is_hopper = true},
     {.name = "h100",
      .f32 = 66.9e12,
      .f16 = 989.4e12,
@@ -41,7 +43,9 @@ const DeviceSpec kSpecs[] = {
      .source = "NVIDIA H100 architecture white paper, table 2 (SXM5)",
      .reached_f16 = 798e12,
      .reached_bytes = 3.0e12,
-     .reached_source = "measured on one H100 SXM: bf16 products of 8192 x 8192 random numbers; a copy"},
+     .reached_source = "measured on one H100 SXM: bf16 products of 8192 x 8192 random numbers; a copy",
+     .sm_count = 132,
+     .is_hopper = true},
     {.name = "a100",
      .f32 = 19.5e12,
      .f16 = 312e12,
@@ -51,7 +55,8 @@ const DeviceSpec kSpecs[] = {
      .source = "NVIDIA A100 80GB data sheet (SXM)",
      .reached_f16 = 257e12,
      .reached_bytes = 0.9 * 2.039e12,
-     .reached_source = "measured on one A100: fp16 products of 8192 x 8192 random numbers; 0.9 of the bandwidth"},
+     .reached_source = "measured on one A100: fp16 products of 8192 x 8192 random numbers; 0.9 of the bandwidth",
+     .sm_count = 108},
     {.name = "4090",
      .f32 = 82.6e12,
      .f16 = 165.2e12,
@@ -61,7 +66,8 @@ const DeviceSpec kSpecs[] = {
      .source = "NVIDIA Ada GPU architecture white paper, appendix A",
      .reached_f16 = 0.9 * 165.2e12,
      .reached_bytes = 0.9 * 1.008e12,
-     .reached_source = "0.9 of the data sheet"},
+     .reached_source = "0.9 of the data sheet",
+     .sm_count = 128},
 };
 
 // Calibrated on two cores of an AMD EPYC (Zen 3, g++ 12, 117 GFLOP/s and 22 GB/s as rates.cu measures them), where
@@ -200,6 +206,13 @@ DeviceSpec device_spec(const std::string& name, DType dtype) {
 }
 
 void expect_device_spec(const std::string& name) { named_spec(name); }
+
+void stand_in_for(const std::string& name) {
+    const DeviceSpec* const spec = named_spec(name);
+    if (!device().is_cpu || !spec) return;
+    device().sm_count = spec->sm_count;
+    choose_matmuls_as_hopper(spec->is_hopper);
+}
 
 // This run's --head-chunks, and beside 1 what 8 would be.
 static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
