@@ -22,7 +22,7 @@
 // Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name>
 // <rate>".
 #include "dev/fill.cuh"
-#include "layers/layers.h"
+#include "layers/hopper_matmul.h"
 #include "llm.h"
 
 #include <CLI/CLI.hpp>
@@ -87,6 +87,26 @@ struct Operation {
     std::function<Launch(Data&)> prepare;  // takes the tensors, and returns what is timed
 };
 
+// The operation with its product computed in each of the ways that this device has: ", cublaslt" in its name means the
+// algorithm that cuBLASLt's heuristic names first, and ", parts" that kernels follow cuBLASLt's product.
+void add_ways(std::vector<Operation>& table, const Operation& operation, const Product& product) {
+    Product without_sums = product;
+    if (product.epilogue == Epilogue::gelu_derivative_sums) without_sums.epilogue = Epilogue::gelu_derivative;
+    for (const std::string way : {"cublaslt", "hopper", "parts"}) {
+        if (way == "hopper" && (device().is_cpu || !hopper_matmul_takes(product))) continue;
+        Operation forced = operation;
+        forced.name += ", " + way;
+        std::string choices = name_of(product) + ": " + way + "\n";
+        if (without_sums != product) choices += name_of(without_sums) + ": cublaslt\n";
+        forced.prepare = [choices, prepare = operation.prepare](Data& d) {
+            const Launch launch = prepare(d);
+            set_matmul_choices(choices);
+            return launch;
+        };
+        table.push_back(forced);
+    }
+}
+
 bool has_fp8(Fp8Recipe recipe) {
     try {
         expect_fp8_device(recipe);
@@ -150,6 +170,60 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     linear("linear up", (gpt2 ? F : 2 * F), C, gpt2);
     linear("linear down", C, F, gpt2);
     linear("linear head", Vp, C, false);
+
+    // Products with what follows them in GPT-2's training, as the first micro-batch of a step has them.
+    const auto product_of = [&](int64_t M, int64_t N_, int64_t K_, bool transpose_a, bool transpose_b,
+                                Epilogue epilogue) {
+        return Product{.M = M,
+                       .N = N_,
+                       .K = K_,
+                       .batch_count = 1,
+                       .a_dtype = dtype,
+                       .b_dtype = dtype,
+                       .out_dtype = dtype,
+                       .sums_dtype = dtype,
+                       .transpose_a = transpose_a,
+                       .transpose_b = transpose_b,
+                       .epilogue = epilogue,
+                       .a_scale_mode = MatmulScale::tensor,
+                       .b_scale_mode = MatmulScale::tensor,
+                       .device = device().index};
+    };
+    const std::string ncf = concat("N=", N, " C=", C, " F=", F);
+    const double weight = static_cast<double>(F * C) * e;
+    if (gpt2) {
+        add_ways(table,
+                 {"linear up gelu", "forward", ncf, x + 2 * f + weight, 2 * f / e * static_cast<double>(C),
+                  [=](Data& d) -> Launch {
+                      const Tensor out = d.empty({N, F}), before = d.empty({N, F}), inp = d.random({N, C}),
+                                   w = d.random({F, C}, 0.02f), b = d.random({F});
+                      return [=] { linear_gelu_forward(out, before, inp, w, b, s); };
+                  }},
+                 product_of(N, F, C, false, true, Epilogue::bias_gelu));
+        add_ways(table,
+                 {"linear down gelu derivative and bias", "backward input", ncf, x + 2 * f + weight,
+                  2 * f / e * static_cast<double>(C),
+                  [=](Data& d) -> Launch {
+                      const Tensor dbefore = d.empty({N, F}), dbias = d.empty({F}), dout = d.random({N, C}),
+                                   w = d.random({C, F}, 0.02f), before = d.random({N, F}),
+                                   scratch = d.floats({linear_backward_scratch_n(N, F)});
+                      return [=] { linear_gelu_backward_input(dbefore, dbias, dout, w, before, false, scratch, s); };
+                  }},
+                 product_of(N, F, C, false, false, Epilogue::gelu_derivative_sums));
+        for (const auto& [name, O, I] : {std::tuple{"linear qkv and bias", Q, C},
+                                         {"linear attn_out and bias", C, C},
+                                         {"linear down and bias", C, F}})
+            add_ways(table,
+                     {name, "backward weight", concat("N=", N, " C=", I, " O=", O),
+                      (rows * static_cast<double>(O + I) + static_cast<double>(O * I)) * e,
+                      2 * rows * static_cast<double>(O * I),
+                      [=, O = O, I = I](Data& d) -> Launch {
+                          const Tensor dw = d.empty({O, I}), db = d.empty({O}), dout = d.random({N, O}),
+                                       inp = d.random({N, I}), scratch = d.floats({linear_backward_scratch_n(N, O)});
+                          return [=] { linear_backward_weight(dw, db, dout, inp, false, scratch, s); };
+                      }},
+                     product_of(O, I, N, true, false, Epilogue::row_sums));
+    }
 
     // The widest of a block's linear layers on 8-bit floats. Its limit is that of 16-bit products:
     // it may be above 100 %.
@@ -355,6 +429,7 @@ double seconds_of(const Launch& launch, double budget_s, int max_repeats) {
 
 double time_operation(const Operation& operation, DType dtype, double budget_s, int max_repeats) {
     Data data(dtype);
+    set_matmul_choices("");
     operation.prepare(data);
     data.arena.reserve();
     const Launch launch = operation.prepare(data);

@@ -57,7 +57,7 @@ struct Plan {
 
 struct Choice {
     MatmulWay way = MatmulWay::parts;
-    cublasLtMatmulAlgo_t algorithm = {};  // cuBLASLt's
+    std::optional<cublasLtMatmulAlgo_t> algorithm = {};  // cuBLASLt's; none: the one that its heuristic names first
     std::string measured = {};
 };
 
@@ -221,6 +221,20 @@ bool is_for_hopper(const Product& p) {
            hopper_matmul_takes(p);
 }
 
+constexpr const char* kWayNames[] = {"cublaslt", "hopper", "parts"};  // MatmulWay's
+constexpr int kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
+
+std::string text_of(const Choice& choice) {
+    if (!choice.algorithm) return kWayNames[static_cast<size_t>(choice.way)];
+    std::string text;
+    for (const uint64_t word : choice.algorithm->data) {
+        char digits[20];
+        std::snprintf(digits, sizeof digits, "%s%llx", text.empty() ? "" : ".", static_cast<unsigned long long>(word));
+        text += digits;
+    }
+    return text;
+}
+
 // What is worth timing here. (The CPU device has our product for Hopper, too: instruction by instruction.)
 std::vector<Choice> candidates_of(const Product& product, const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
     std::vector<Choice> candidates;
@@ -235,7 +249,7 @@ Choice time_candidates(std::vector<Choice> candidates, Plan& plan, Tensor out, T
                        const MatmulOptions& options, cudaStream_t stream) {
     std::vector<double> seconds;
     for (const Choice& candidate : candidates) {
-        plan.algorithm = candidate.algorithm;
+        if (candidate.algorithm) plan.algorithm = *candidate.algorithm;
         const auto run = [&] {
             if (candidate.way == MatmulWay::cublas_lt)
                 return launch(plan, out, a, b, options, stream) == CUBLAS_STATUS_SUCCESS;
@@ -244,11 +258,16 @@ Choice time_candidates(std::vector<Choice> candidates, Plan& plan, Tensor out, T
         };
         seconds.push_back(seconds_of(run, stream));
     }
+    const auto us = [&](size_t i) {
+        char text[32];
+        std::snprintf(text, sizeof text, "%.1f us", 1e6 * seconds[i]);
+        return std::string(text);
+    };
     const size_t best = fastest(seconds);
-    char text[96];
-    std::snprintf(text, sizeof text, "%.1f us; %zu candidates, the first %.1f us", 1e6 * seconds[best], seconds.size(),
-                  1e6 * seconds[0]);
-    candidates[best].measured = text;
+    std::string measured = concat(us(best), "; ", seconds.size(), " candidates, the first ", us(0));
+    for (size_t i = 1; i < candidates.size(); ++i)
+        if (candidates[i].way != MatmulWay::cublas_lt) measured += concat(", ", text_of(candidates[i]), " ", us(i));
+    candidates[best].measured = measured;
     return candidates[best];
 }
 
@@ -275,8 +294,8 @@ PlannedWay make_plan(const Product& product, Tensor out, Tensor a, Tensor b, con
     Choice& choice = known->second;
     if (choice.way == MatmulWay::parts) planned.way = MatmulWay::parts;
     else if (choice.way == MatmulWay::hopper && hopper_matmul_takes(product)) planned.way = MatmulWay::hopper;
-    else if (choice.way == MatmulWay::cublas_lt && can_run(plan, choice.algorithm))
-        planned.way = MatmulWay::cublas_lt, plan.algorithm = choice.algorithm;
+    else if (choice.algorithm && can_run(plan, *choice.algorithm))
+        planned.way = MatmulWay::cublas_lt, plan.algorithm = *choice.algorithm;
     return planned;
 }
 
@@ -292,28 +311,19 @@ const char* epilogue_name(Epilogue epilogue) {
     }
 }
 
-constexpr int kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
-
-std::string text_of(const Choice& choice) {
-    if (choice.way != MatmulWay::cublas_lt) return choice.way == MatmulWay::hopper ? "hopper" : "parts";
-    std::string text;
-    for (const uint64_t word : choice.algorithm.data) {
-        char digits[20];
-        std::snprintf(digits, sizeof digits, "%s%llx", text.empty() ? "" : ".", static_cast<unsigned long long>(word));
-        text += digits;
-    }
-    return text;
-}
-
-// "hopper", "parts", or eight hexadecimal words with dots between them.
+// The name of a way, or an algorithm of cuBLASLt's: eight hexadecimal words with dots between them.
 bool read_choice(const std::string& text, Choice& choice) {
-    choice.way = text == "hopper" ? MatmulWay::hopper : text == "parts" ? MatmulWay::parts : MatmulWay::cublas_lt;
-    if (choice.way != MatmulWay::cublas_lt) return true;
+    for (const MatmulWay way : {MatmulWay::cublas_lt, MatmulWay::hopper, MatmulWay::parts}) {
+        choice.way = way;
+        if (text == text_of(choice)) return true;
+    }
+    choice.way = MatmulWay::cublas_lt;
+    cublasLtMatmulAlgo_t& algorithm = choice.algorithm.emplace();
     const char* at = text.c_str();
     for (int i = 0; i < kWords; ++i) {
         char* end = nullptr;
         if (!std::isxdigit(static_cast<unsigned char>(*at))) return false;
-        choice.algorithm.data[i] = std::strtoull(at, &end, 16);
+        algorithm.data[i] = std::strtoull(at, &end, 16);
         if (*end != (i + 1 < kWords ? '.' : 0)) return false;
         at = end + 1;
     }

@@ -281,10 +281,10 @@ TEST_CASE("matmul takes the algorithm that was chosen, and ours where it is told
     }
     CHECK(matmul_choices().empty());
     CHECK(kernel_of() == "matmul");
-    {
-        const Choices hopper(name + ": hopper\n");  // which has no float32 products
+    for (const std::string choice : {"hopper", "cublaslt"}) {  // ours for Hopper has no float32 products
+        const Choices these(name + ": " + choice + "\n");
         CHECK(kernel_of() == "matmul");
-        CHECK(matmul_choices() == name + ": hopper\n");
+        CHECK(matmul_choices() == name + ": " + choice + "\n");
     }
     // An algorithm that this cuBLASLt does not know: its own first one.
     const Choices unknown(name + ": 1.2.3.4.5.6.7.8  # 1.0 us\n");
@@ -311,6 +311,7 @@ TEST_CASE("matmul: choices are timed, written and read", "[matmul][choices]") {
     const std::string text = matmul_choices();
     CHECK_THAT(text, ContainsSubstring("64x24x32 f32 f32 f32 nn gelu: "));
     CHECK_THAT(text, ContainsSubstring(" us; "));
+    CHECK_THAT(text, ContainsSubstring(" us, parts "));
     set_matmul_choices("");
     set_matmul_choices(text);
     CHECK(matmul_choices() == text);
