@@ -5,12 +5,13 @@
 
 #include <filesystem>
 
-TEST_CASE("the file of matrix products is for one GPU and one cuBLASLt", "[choices]") {
+TEST_CASE("the file of matrix products is for one GPU, one cuBLASLt and one of our kernels", "[choices]") {
     const std::string choices = "32x24x7 f32 f32 f32 nn plain: parts  # 1.0 us\n", text = matmul_file_text(choices);
     CHECK(choices_in_matmul_file(text) == choices);
     CHECK_THAT(text, ContainsSubstring("llm.cu matmul choices of " + device().name + ", cuBLASLt "));
     for (const std::string& wrong :
-         {std::string(), choices, "llm.cu matmul choices of another GPU, cuBLASLt 1\n" + choices, text.substr(0, 20)})
+         {std::string(), choices, "llm.cu matmul choices of another GPU, cuBLASLt 1\n" + choices, text.substr(0, 20),
+          text.substr(0, text.find(", hopper")) + "\n" + choices})
         CHECK_THROWS_WITH(choices_in_matmul_file(wrong),
                           ContainsSubstring("its first line is not 'llm.cu matmul choices of "));
 }

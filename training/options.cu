@@ -177,8 +177,8 @@ void add_precision_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
     precision.option("--attention", typed.attention,
                      "units that compute attention: cores (fp32), mma, hopper (sm_90a), or auto");
     precision.option("--tune-matmul", o.tune_matmul,
-                     "which of cuBLASLt's algorithms: on (each product's are timed once, and the fastest noted in\n"
-                     "~/.cache/llm.cu), off (its own first choice), or auto (on, on a GPU)");
+                     "what computes a product, of cuBLASLt's algorithms and our kernels: on (they are timed once, and\n"
+                     "the fastest noted in ~/.cache/llm.cu), off (fixed choices), or auto (on, on a GPU)");
     Heading hidden{line, ""};
     hidden.option("--inject-overflow", o.inject_overflow, "for tests: makes a gradient of this step infinite");
 }

@@ -1,13 +1,13 @@
-// training/tune_matmul.cu: which of cuBLASLt's algorithms each product of the run has.
+// training/tune_matmul.cu: what computes each product of the run.
 //
-// cuBLASLt's heuristic names up to 16 algorithms for a product, its favourite first; a clock often prefers another one
-// (layers/matmul_plan.cu). What was measured once is kept in a file, so that the next run on this GPU has the same
-// algorithms, and with them the same bits:
+// cuBLASLt's heuristic names up to 16 algorithms for a product, its favourite first; a clock often prefers another one,
+// or our product for Hopper, or kernels behind a product (layers/matmul_plan.cu). What was measured once is kept in a
+// file, so that the next run on this GPU has the same choices, and with them the same bits:
 //
 //   ~/.cache/llm.cu/matmul-NVIDIA_H100_80GB_HBM3-130000.txt                        ($XDG_CACHE_HOME for ~/.cache)
 //
-//     llm.cu matmul choices of NVIDIA H100 80GB HBM3, cuBLASLt 130000
-//     65536x3072x768 bf16 bf16 bf16 nt bias_gelu: 1f.2.0.0.0.0.0.0  # 431.0 us; 17 candidates, the first 452.1 us
+//     llm.cu matmul choices of NVIDIA H100 80GB HBM3, cuBLASLt 130000, hopper 1
+//     65536x3072x768 bf16 bf16 bf16 nt bias_gelu: 1f.2.0.0.0.0.0.0  # 431.0 us; 18 candidates, the first 452.1 us, ...
 //     ...
 //
 // All ranks have rank 0's choices: what several ranks compute alike must have the same bits on each of them. Products
@@ -17,6 +17,7 @@
 // The rehearsal is a step without an update: forward and backward of the first batch. Its results are overwritten when
 // the first step begins.
 #include "io/io.h"
+#include "layers/hopper_matmul.h"
 #include "training/training.h"
 
 #include <cstdio>
@@ -36,7 +37,8 @@ std::string matmul_file() {
 }
 
 static std::string first_line() {
-    return concat("llm.cu matmul choices of ", device().name, ", cuBLASLt ", cublasLtGetVersion());
+    return concat("llm.cu matmul choices of ", device().name, ", cuBLASLt ", cublasLtGetVersion(), ", hopper ",
+                  kHopperMatmulVersion);
 }
 
 std::string matmul_file_text(const std::string& choices) { return first_line() + "\n" + choices; }
