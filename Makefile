@@ -104,11 +104,11 @@ ifneq ($(SANITIZE),)
   EMULATED_FLAGS :=
 endif
 
-# make count: what reads and writes device memory is compiled with a call before each load and store (cpu/count_bytes.cpp).
+# make count: what reads and writes device memory is compiled with a call before each load and store (cpu/count_bytes.cpp). The
+# sanitizer's own library is not linked.
 ifeq ($(COUNT),1)
   BUILD          := $(BUILD)-count
-  OPTIMIZE       := -O1 -fsanitize=kernel-address --param asan-instrumentation-with-call-threshold=0 --param asan-stack=0 \
-                    --param asan-globals=0 -DCOUNT_BYTES
+  OPTIMIZE       := -O1 -fsanitize=thread --param tsan-instrument-func-entry-exit=0 -DCOUNT_BYTES
   LIGHT_FLAGS    :=
   EMULATED_FLAGS :=
   CORES_FLAGS    :=
@@ -268,10 +268,11 @@ light_flags  = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS)) $(if $(filter $(EMULAT
 depend       = -MD -MP -MT $@ -MF $(basename $(@:.gch=)).d
 
 # Precompiled headers: what every file of the product includes, and what every test does, is read once instead of in each. A
-# file still has to include what it uses: the CUDA build compiles without them, and so does make PCH=.
-PCH         ?= $(filter cpu,$(DEVICE))
-PCH_product := core/core.h algorithm functional
-PCH_test    := test/test.h algorithm functional
+# file still has to include what it uses: the CUDA build reads only the house's two headers so, and make PCH= none.
+PCH         ?= 1
+PCH_std     := $(if $(filter cpu,$(DEVICE)),algorithm functional)
+PCH_product := core/core.h $(PCH_std)
+PCH_test    := test/test.h $(PCH_std)
 PCH_device  := device.h algorithm map memory mutex vector  # what the files of the CPU device include
 NO_PCH      := test/main  # which defines what Catch2's header looks at
 pch_of       = $(if $(PCH),$(if $(filter $(NO_PCH),$(1)),,$(BUILD)/pch/$(if $(filter test/test_% test/reference,$(1)),test,product).h))
@@ -312,6 +313,11 @@ $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(say) CXX $*.cu
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
+ifneq ($(SANITIZE),)
+# Simulated tables take most of the time of the tests under sanitizers: less than half of it like this.
+$(BUILD)/parallel/pipeline/%.o: private CXXFLAGS += -Og
+endif
+
 # In debug builds, too: nobody steps through it, and everybody waits for it.
 $(BUILD)/cpu/sgemm.o $(BUILD)/cpu/bf16_dots.o $(BUILD)/cpu/bf16_tiles.o: private CXXFLAGS += -O3 -fno-sanitize=all
 
@@ -331,7 +337,7 @@ $(BUILD)/%.o: %.cu $(BUILD)/flags
 	    $(if $(Q),printf '  NVCC  %s\n' $<;,set -x;) \
 	    $(CACHED_NVCC) $(NVCCFLAGS) $(ARCHFLAGS) -MD -MP -MT $@ -MF $(@:.o=.d) -c $< -o $@ $(call report,$(@:.o=.ptxas)); \
 	else \
-	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(depend) -x c++ -c $< -o $@; \
+	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) $(depend) -x c++ -c $< -o $@; \
 	fi
 
 # No kernel of the product spills registers, on an A100 and on an H100. For that of the two which this build is not for, the
@@ -443,15 +449,20 @@ account:
 	@cp build/account/account.md dev/ACCOUNT.md && cp build/account/account.png doc/account.png
 
 # ---- counting: are the bytes that launchers state those that the kernels touch? ------------------------------------------
-COUNTED := core/launches core/error $(patsubst %.cu,%,$(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu)) \
-           cpu/sgemm cpu/cublas_lt_multiply cpu/hopper_copies cpu/count_bytes
+# Of a training step: without the kernels of inference, and products.
+UNCOUNTED := $(addprefix layers/,draw_tokens few_rows% flash_attention/merge flash_attention/paged% hopper_matmul% \
+             log_probabilities paged_write plain_matmul sampling)
+COUNTED := core/launches core/error cpu/hopper_copies $(filter-out $(UNCOUNTED),$(patsubst %.cu,%,\
+           $(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu)))
 COUNTED_OBJECTS := $(COUNTED:%=build/cpu-count/%.o)
 $(BUILD)/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
 count:
 	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o build/cpu/libllm.a
-	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED_OBJECTS)
+	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED_OBJECTS) build/cpu-count/cpu/count_bytes.o
 	$(say) LINK build/cpu-count/train_gpt
-	$(Q)$(CXX) -fopenmp $(COUNTED_OBJECTS) build/cpu/train_gpt.o build/cpu/libllm.a $(LDLIBS) -o build/cpu-count/train_gpt
+	$(Q)ld -r --wrap=memcpy --wrap=memmove --wrap=memset $(COUNTED_OBJECTS) -o build/cpu-count/counted.o
+	$(Q)$(CXX) -fopenmp build/cpu-count/counted.o build/cpu-count/cpu/count_bytes.o build/cpu/train_gpt.o build/cpu/libllm.a \
+	    $(LDLIBS) -o build/cpu-count/train_gpt
 	@test/count_bytes.sh build/cpu-count/train_gpt
 
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------

@@ -1,6 +1,7 @@
 // test/test_train_gpt.cu: the training program from outside. Resuming, being killed, bad input, what it leaves behind.
 #include "io/io.h"
 #include "optim/optim.h"
+#include "run_models.h"
 #include "train_runs.h"
 
 #include <algorithm>
@@ -63,7 +64,8 @@ TEST_CASE("twenty steps equal ten, a stop, and ten more, bit for bit", "[program
           "--dtype fp16 --loss-scale-interval 3 --optimizer adam8bit", "--dtype fp8",
           "--dtype fp8 --fp8 current --recompute 2 --micro-batch 1", "--dtype fp8 --fp8 block --recompute selective"})
         variants.push_back(" " + precision + " ");
-    for (const std::string& flags : variants) {
+    for (const std::string& variant : variants) {
+        const std::string flags = variant + "--model " + model_file("deep-gqa") + " ";
         INFO(flags);
         const std::string whole = folder / "whole", parts = folder / "parts";
         const bool waits = flags.find("fp16") != std::string::npos || flags.find("fp8") != std::string::npos;
