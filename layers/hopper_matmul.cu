@@ -42,19 +42,35 @@ namespace {
 
 enum class Finish { store, gelu, gelu_derivative };
 
-constexpr int kStages = 3, kThreads = kGroup * (kConsumers + 1);
-constexpr int kFinishers = 3, kChunkRows = 32;       // warps; rows of a panel that a warp finishes at a time
 enum NamedBarriers : uint32_t { kBiasWritten = 1 };  // + consumer
 
+// Tiles that the finishers compute on have 192 columns: so a consumer's thread has 96 sums instead of 128, and there
+// are registers for 16 warps.
+template <Finish kFinish>
+struct Roles {
+    static constexpr bool kStores = kFinish == Finish::store;
+    using Tile = TileOf<kStores ? 4 : 3>;
+    static constexpr int kStages = kStores ? 3 : 4, kThreads = kGroup * (kConsumers + (kStores ? 1 : 2));
+    static constexpr int kConsumerRegisters = kStores ? 184 : kFinish == Finish::gelu ? 152 : 136;
+    static constexpr int kOtherRegisters = kStores ? 136 : kFinish == Finish::gelu ? 104 : 120;
+    static constexpr int kPartColumns = kStores ? Tile::kColumns : 32;  // what one finisher has of a tile
+    static constexpr int kFinishers = Tile::kColumns / kPartColumns;
+    static_assert(kConsumers * kConsumerRegisters + kOtherRegisters * (kThreads / kGroup - kConsumers) <=
+                  kThreads / kGroup * (65536 / kThreads / 8 * 8));
+};
+
+template <Finish kFinish>
 struct Shared {
-    unsigned char stages[kStages * kStageBytes];
-    unsigned char panels[kConsumers][kPanels * kPanelBytes];  // of the rounded tile
-    float2 bias[kConsumers][kTileColumns / 2];
-    Ring<kStages> ring;
+    using R = Roles<kFinish>;
+    unsigned char stages[R::kStages * R::Tile::kStageBytes];
+    unsigned char panels[kConsumers][R::Tile::kPanels * kPanelBytes];  // of the rounded tile
+    float2 bias[kConsumers][R::Tile::kColumns / 2];
+    Ring<R::kStages> ring;
     uint64_t written[kConsumers], free[kConsumers];
 };
-constexpr size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
-static_assert(kSharedBytes <= 227 << 10);
+template <Finish kFinish>
+constexpr size_t kSharedBytes = sizeof(Shared<kFinish>) + kTileAlignment;
+static_assert(std::max(kSharedBytes<Finish::store>, kSharedBytes<Finish::gelu>) <= 227 << 10);
 
 template <class Number>
 struct Arguments {
@@ -76,16 +92,16 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t bits) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Consumers
 
-// sums = alpha sums + bias. Each thread fetched two numbers of the tile's bias before the products; they pass them on.
-template <class Number>
-__device__ __forceinline__ void scale_and_add(Sums& sums, float alpha, bool has_bias, uint32_t own_bias, float2* bias,
-                                              int group) {
+// sums = alpha sums + bias. Each thread has fetched two numbers of the tile's bias before the products: `own`.
+template <class Number, int kFragments>
+__device__ __forceinline__ void scale_and_add(float (&sums)[kFragments][4], float alpha, bool has_bias, uint32_t own,
+                                              float2* bias, int group) {
     if (has_bias) {
-        bias[in_group()] = unpack_pair<Number>(own_bias);
+        if (in_group() < kFragments * 4) bias[in_group()] = unpack_pair<Number>(own);
         named_barrier_sync(kBiasWritten + group, kGroup);
     }
 #pragma unroll
-    for (int n = 0; n < kTileColumns / 8; ++n) {
+    for (int n = 0; n < kFragments; ++n) {
         const float2 add = has_bias ? bias[n * 4 + lane() % 4] : float2{0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -95,12 +111,12 @@ __device__ __forceinline__ void scale_and_add(Sums& sums, float alpha, bool has_
     }
 }
 
-// A consumer's 64 x 256 numbers, rounded, to its panels. A fragment's 8 columns are one 16-byte chunk of a panel's row.
-template <class Number>
-__device__ __forceinline__ void put_sums(unsigned char* panels, const Sums& sums) {
+// A consumer's 64 rows, rounded, to its panels. A fragment's 8 columns are one 16-byte chunk of a panel's row.
+template <class Number, int kFragments>
+__device__ __forceinline__ void put_sums(unsigned char* panels, const float (&sums)[kFragments][4]) {
     const int row = not_hoisted(warp_of_group() * 16 + lane() / 4);
 #pragma unroll
-    for (int n = 0; n < kTileColumns / 8; ++n)
+    for (int n = 0; n < kFragments; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int byte = (row + half * 8) * kRowBytes + n % 8 * 16 + lane() % 4 * 4;
@@ -109,19 +125,23 @@ __device__ __forceinline__ void put_sums(unsigned char* panels, const Sums& sums
         }
 }
 
-template <class Number, bool kBTransposed>
-__device__ __forceinline__ void consume(Shared& shared, const TileGrid& grid, const Arguments<Number>& args,
+template <class Number, bool kBTransposed, Finish kFinish>
+__device__ __forceinline__ void consume(Shared<kFinish>& shared, const TileGrid& grid, const Arguments<Number>& args,
                                         int group) {
-    Sums sums;
+    using Tile = typename Roles<kFinish>::Tile;
+    const bool has_bias = kFinish != Finish::gelu_derivative && args.bias;
+    typename Tile::Sums sums;
     uint32_t round = 0, parity = 0;
     for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x), parity ^= 1) {
-        const int n = grid.at(i).y * kTileColumns + 2 * in_group();
-        const bool has_bias = args.bias && n < args.N;
-        const uint32_t own_bias = has_bias ? *reinterpret_cast<const uint32_t*>(args.bias + n) : 0;
-        multiply_steps<Number, false, kBTransposed>(sums, shared.stages, shared.ring, round, args.steps, group);
-        mbarrier_wait(&shared.free[group], parity ^ 1);  // the finisher has read the tile before
-        if (args.bias || args.alpha != 1.0f)
-            scale_and_add<Number>(sums, args.alpha, args.bias != nullptr, own_bias, shared.bias[group], group);
+        uint32_t own_bias = 0;
+        if (has_bias && 2 * in_group() < Tile::kColumns) {
+            const int n = grid.at(i).y * Tile::kColumns + 2 * in_group();
+            if (n < args.N) own_bias = *reinterpret_cast<const uint32_t*>(args.bias + n);
+        }
+        multiply_steps<Tile, Number, false, kBTransposed>(sums, shared.stages, shared.ring, round, args.steps, group);
+        mbarrier_wait(&shared.free[group], parity ^ 1);  // the finishers have read the tile before
+        if (has_bias || args.alpha != 1.0f)
+            scale_and_add<Number>(sums, args.alpha, has_bias, own_bias, shared.bias[group], group);
         put_sums<Number>(shared.panels[group], sums);
         fence_proxy_async();  // the copy engine may store them
         __syncwarp();
@@ -130,8 +150,10 @@ __device__ __forceinline__ void consume(Shared& shared, const TileGrid& grid, co
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The finishers: three warps, to which the tile's four columns of panels, 128 x 64 numbers, are dealt out in turn. Eight
-// lanes have a row of a panel, a line of memory; a lane has eight columns, of every fourth row.
+// The finishers: six warps with 128 x 32 numbers of a tile each, first 64 rows of consumer 0, then those of consumer 1.
+// Four lanes have a row, 64 bytes, and a lane has eight columns of every eighth
+// row. Which rows eight neighbouring lanes have, r and r + 4, follows from the swizzle: their 16-byte chunks then are in
+// different banks.
 //
 // GELU here, for a result that is rounded to 16 bits, in half of the instructions that layers/gelu.cu takes:
 //
@@ -151,49 +173,51 @@ __device__ __forceinline__ float short_gelu_derivative(float x) {
     return fmaf(slope, fmaf(-s, s, s), s);
 }
 
-// A warp's part of a tile: panel number `panel` of each consumer. Part number n of a block is panel n % 4 of its tile
-// number n / 4, of which the mbarriers' phases have the same parity.
-struct Part {
-    int n;
-    __device__ __forceinline__ int panel() const { return n % kPanels; }
-    __device__ __forceinline__ int tile() const {
-        return static_cast<int>(blockIdx.x) + n / kPanels * static_cast<int>(gridDim.x);
-    }
-    __device__ __forceinline__ uint32_t parity() const { return static_cast<uint32_t>(n / kPanels) % 2; }
-    __device__ __forceinline__ Part next() const { return {n + kFinishers}; }
-};
+// One thread: panels of a consumer's 64 rows, from a tile's column on, to device memory by the copy engine. It reads them
+// until bulk_wait_read.
+template <class Tile, int kPanels, class Number>
+__device__ __forceinline__ void store_panels(const CUtensorMap& map, const unsigned char* panels,
+                                             const Arguments<Number>& args, int2 at, int consumer, int column) {
+    const int m = at.x * kTileRows + consumer * kGroupRows, n = at.y * Tile::kColumns + column;
+    for (int p = 0; p < kPanels; ++p)
+        if (m < args.M && n + p * kPanelColumns < args.N)
+            tensor_store<2>(&map, {n + p * kPanelColumns, m}, panels + p * kPanelBytes);
+    bulk_commit();
+}
 
-// Half a panel, 32 rows, in device memory, and how many of a lane's rows lie in out: from its first one on every fourth.
-template <class Number>
+constexpr int kLaneRows = kGroupRows / 8;  // of a consumer's 64
+__device__ __forceinline__ int first_row_of_lane() { return lane() / 8 + lane() / 4 % 2 * 4; }
+__device__ __forceinline__ int first_column_of_lane() { return lane() % 4 * 8; }
+
+// This lane's numbers of a part's 64 rows of one consumer, in x and in out: where the first one is, and how many of the
+// rows from there on lie in out.
 struct Rows {
-    int64_t first;  // this lane's first number: offset in x and out
+    int64_t first;
     int n_rows;
-    __device__ __forceinline__ Rows(const TileGrid& grid, const Arguments<Number>& args, Part part, int chunk) {
-        const int2 at = grid.at(min(part.tile(), grid.tiles() - 1));
-        const int m = at.x * kTileRows + chunk * kChunkRows + lane() / 8,
-                  n = at.y * kTileColumns + part.panel() * kPanelColumns + lane() % 8 * 8;
-        first = static_cast<int64_t>(m) * args.N + n;
-        n_rows = part.tile() < grid.tiles() && n < args.N ? args.M - m : 0;
+    __device__ __forceinline__ Rows(int M, int N, int m, int n) {
+        first = static_cast<int64_t>(m) * N + n;
+        n_rows = n < N ? M - m : 0;
     }
 };
 
-// Finishes 32 rows of a panel, and adds to the sums of this lane's columns what is stored. x holds these rows' numbers,
-// each of which is replaced, when it has been used, by one of the rows after them: so 4 KiB a warp are always on their
-// way.
+// Finishes a part's 64 rows of one consumer, which lie in a panel, and adds to the sums of this lane's columns what is
+// stored. x holds these rows' numbers, each of which is replaced, when it has been used, by one of the rows after them:
+// so 4 KiB a warp are always on their way.
 template <class Number, Finish kFinish>
-__device__ __forceinline__ void finish_rows(const unsigned char* rows, Packed<Number> (&x)[kChunkRows / 4],
-                                            const Arguments<Number>& args, const Rows<Number>& here,
-                                            const Rows<Number>& next, float (&sums)[8]) {
-    const int64_t step = 4 * static_cast<int64_t>(args.N);
+__device__ __forceinline__ void finish_rows(const unsigned char* panel, int column, Packed<Number> (&x)[kLaneRows],
+                                            const Arguments<Number>& args, const Rows& here, const Rows& next,
+                                            float (&sums)[8]) {
+    const int64_t step = 8 * static_cast<int64_t>(args.N);
+    const unsigned char* rounded =
+        panel + swizzled<128>(first_row_of_lane() * kRowBytes + 2 * (column + first_column_of_lane()));
     Number* to = args.out + here.first;
     const Number* from = args.x + next.first;
 #pragma unroll
-    for (int r = 0; r < kChunkRows / 4; ++r, to += step, from += step) {
-        const uint32_t byte = swizzled<128>((4 * r + lane() / 8) * kRowBytes + lane() % 8 * 16);
-        Packed<Number> y = load_packed(reinterpret_cast<const Number*>(rows + byte));
+    for (int r = 0; r < kLaneRows; ++r, to += step, from += step) {
+        Packed<Number> y = load_packed(reinterpret_cast<const Number*>(rounded + r * 8 * kRowBytes));
         const Packed<Number> at = x[r];
         if constexpr (kFinish == Finish::gelu_derivative)
-            x[r] = 4 * r < next.n_rows ? load_packed(from) : Packed<Number>{};
+            x[r] = 8 * r < next.n_rows ? load_packed(from) : Packed<Number>{};
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
             float low = to_float(y.v[i]), high = to_float(y.v[i + 1]);
@@ -208,99 +232,114 @@ __device__ __forceinline__ void finish_rows(const unsigned char* rows, Packed<Nu
         }
         if constexpr (kFinish == Finish::gelu_derivative)
             for (int i = 0; i < 8; ++i) sums[i] += to_float(y.v[i]);  // beyond the edges P is 0
-        if (4 * r < here.n_rows) store_packed(to, y);
+        if (8 * r < here.n_rows) store_packed(to, y);
     }
 }
 
-// The sums of a part's columns over its 128 rows, of which a lane has a quarter.
+// The sums of a part's columns over its 128 rows, of which a lane has an eighth.
 __device__ __forceinline__ void store_sums(float* to, float (&sums)[8], bool inside) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        sums[i] += __shfl_xor_sync(kFullWarp, sums[i], 8);
-        sums[i] += __shfl_xor_sync(kFullWarp, sums[i], 16);
-    }
-    if (inside && lane() < 8)
+    for (int i = 0; i < 8; ++i)
+        for (int distance = 4; distance < kWarp; distance *= 2)
+            sums[i] += __shfl_xor_sync(kFullWarp, sums[i], distance);
+    if (inside && lane() < 4)
         for (int i = 0; i < 8; i += 4)
             store_packed(to + i, Packed<float>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
 }
 
+// A finisher has the columns from `column` on of every tile.
 template <class Number, Finish kFinish>
-__device__ __forceinline__ void finish(Shared& shared, const TileGrid& grid, const Arguments<Number>& args,
-                                       const CUtensorMap& stored, int finisher) {
+__device__ __forceinline__ void finish(Shared<kFinish>& shared, const TileGrid& grid, const Arguments<Number>& args,
+                                       const CUtensorMap& stored, int column) {
     constexpr bool kReads = kFinish == Finish::gelu_derivative;
-    constexpr int kChunks = kGroupRows / kChunkRows;  // of a panel
-    Packed<Number> x[kChunkRows / 4];
-    Rows<Number> here(grid, args, {finisher}, 0);
+    const auto rows_of = [&](int tile, int consumer) {
+        const int2 at = grid.at(min(tile, grid.tiles() - 1));  // behind the last tile: any
+        return Rows(args.M, args.N, at.x * kTileRows + consumer * kGroupRows + first_row_of_lane(),
+                    at.y * Roles<kFinish>::Tile::kColumns + column + first_column_of_lane());
+    };
+    int tile = static_cast<int>(blockIdx.x);
+    Rows here = rows_of(tile, 0);
+    Packed<Number> x[kLaneRows];
 #pragma unroll
-    for (int r = 0; kReads && r < kChunkRows / 4; ++r)
-        x[r] = 4 * r < here.n_rows ? load_packed(args.x + here.first + 4 * r * static_cast<int64_t>(args.N))
+    for (int r = 0; kReads && r < kLaneRows; ++r)
+        x[r] = 8 * r < here.n_rows ? load_packed(args.x + here.first + 8 * r * static_cast<int64_t>(args.N))
                                    : Packed<Number>{};
-    for (Part part{finisher}; part.tile() < grid.tiles(); part = part.next()) {
-        const int2 at = grid.at(part.tile());
-        const int panel_n = at.y * kTileColumns + part.panel() * kPanelColumns, n = panel_n + lane() % 8 * 8;
+    for (uint32_t parity = 0; tile < grid.tiles(); tile += static_cast<int>(gridDim.x), parity ^= 1) {
         float sums[8] = {};
 #pragma unroll 1
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
-            const unsigned char* panel = shared.panels[consumer] + part.panel() * kPanelBytes;
-            const int m = at.x * kTileRows + consumer * kGroupRows;
-            mbarrier_wait(&shared.written[consumer], part.parity());
-            if (!kReads && lane() == 0) {
-                if (m < args.M && panel_n < args.N) tensor_store<2>(&stored, {panel_n, m}, panel);
-                bulk_commit();
-            }
-            if constexpr (kFinish != Finish::store) {
-#pragma unroll 1
-                for (int chunk = 0; chunk < kChunks; ++chunk) {
-                    const int i = consumer * kChunks + chunk;
-                    const Rows<Number> next(grid, args, i + 1 < kConsumers * kChunks ? part : part.next(),
-                                            (i + 1) % (kConsumers * kChunks));
-                    finish_rows<Number, kFinish>(panel + chunk * kChunkRows * kRowBytes, x, args, here, next, sums);
-                    here = next;
-                }
-                __syncwarp();  // all lanes have read the panel
-            }
+            const unsigned char* panel = shared.panels[consumer] + column / kPanelColumns * kPanelBytes;
+            const Rows next = consumer + 1 < kConsumers ? rows_of(tile, consumer + 1)
+                                                        : rows_of(tile + static_cast<int>(gridDim.x), 0);
+            mbarrier_wait(&shared.written[consumer], parity);
+            if (!kReads && column % kPanelColumns == 0 && lane() == 0)
+                store_panels<typename Roles<kFinish>::Tile, 1>(stored, panel, args, grid.at(tile), consumer, column);
+            finish_rows<Number, kFinish>(panel, column % kPanelColumns, x, args, here, next, sums);
+            here = next;
+            __syncwarp();  // all lanes have read the panel
             if (lane() == 0) {
                 if (!kReads) bulk_wait_read<0>();  // and so has the copy engine
                 mbarrier_arrive(&shared.free[consumer]);
             }
         }
-        if (kReads && args.column_sums)
-            store_sums(args.column_sums + static_cast<int64_t>(at.x) * args.N + n, sums, n < args.N);
+        if (!kReads || !args.column_sums) continue;
+        const int2 at = grid.at(tile);
+        const int n = at.y * Roles<kFinish>::Tile::kColumns + column + first_column_of_lane();
+        store_sums(args.column_sums + static_cast<int64_t>(at.x) * args.N + n, sums, n < args.N);
     }
+}
+
+// One thread: tiles that are only stored.
+template <class Number>
+__device__ __forceinline__ void store_tiles(Shared<Finish::store>& shared, const TileGrid& grid,
+                                            const Arguments<Number>& args, const CUtensorMap& stored) {
+    using Tile = Roles<Finish::store>::Tile;
+    uint32_t parity = 0;
+    for (int tile = static_cast<int>(blockIdx.x); tile < grid.tiles(); tile += static_cast<int>(gridDim.x), parity ^= 1)
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+            mbarrier_wait(&shared.written[consumer], parity);
+            store_panels<Tile, Tile::kPanels>(stored, shared.panels[consumer], args, grid.at(tile), consumer, 0);
+            bulk_wait_read<0>();
+            mbarrier_arrive(&shared.free[consumer]);
+        }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel. `stored`: what is stored as it is rounded, out or before.
 
 template <class Number, bool kBTransposed, Finish kFinish>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Roles<kFinish>::kThreads, 1)
     hopper_matmul_kernel(const __grid_constant__ Operands maps, const __grid_constant__ CUtensorMap stored,
                          TileGrid grid, Arguments<Number> args) {
-    Shared& shared = *reinterpret_cast<Shared*>(shared_tiles());
-    const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);  // the same for a warp
+    using R = Roles<kFinish>;
+    using Tile = typename R::Tile;
+    auto& shared = *reinterpret_cast<Shared<kFinish>*>(shared_tiles());
+    const int warp = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarp, 0), group = warp * kWarp / kGroup;
     if (threadIdx.x == 0) {
         init_ring(shared.ring, kConsumers);
         for (int i = 0; i < kConsumers; ++i)
-            mbarrier_init(&shared.written[i], kGroup / kWarp), mbarrier_init(&shared.free[i], kPanels);
+            mbarrier_init(&shared.written[i], kGroup / kWarp), mbarrier_init(&shared.free[i], R::kFinishers);
         fence_proxy_async();
     }
     __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
 
     if (group < kConsumers) {
-        take_registers<176>();
-        consume<Number, kBTransposed>(shared, grid, args, group);
+        take_registers<R::kConsumerRegisters>();
+        consume<Number, kBTransposed, kFinish>(shared, grid, args, group);
         return;
     }
-    give_registers<152>();
-    if (warp_of_group() < kFinishers) {
-        finish<Number, kFinish>(shared, grid, args, stored, warp_of_group());
-    } else if (elect_one()) {
+    give_registers<R::kOtherRegisters>();
+    const int finisher = warp - kConsumers * kGroup / kWarp;
+    if (finisher < R::kFinishers) {
+        if constexpr (!R::kStores) finish<Number, kFinish>(shared, grid, args, stored, finisher * R::kPartColumns);
+        else if (elect_one()) store_tiles<Number>(shared, grid, args, stored);
+    } else if (finisher == R::kFinishers && elect_one()) {
         uint32_t round = 0;
         for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x)) {
             const int2 at = grid.at(i);
             for (int step = 0; step < args.steps; ++step, ++round)
-                load_step<false, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
-                                               at.y * kTileColumns, step * kStepK);
+                load_step<Tile, false, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
+                                                     at.y * Tile::kColumns, step * kStepK);
         }
     }
 }
@@ -311,7 +350,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Number, bool kBTransposed, Finish kFinish>
 void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* column_sums, cudaStream_t stream) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
-    const TileGrid grid = tile_grid(M, N);
+    using R = Roles<kFinish>;
+    const TileGrid grid = tile_grid<typename R::Tile>(M, N);
     const Arguments<Number> args{out.ptr<Number>(),
                                  o.bias ? o.bias.ptr<Number>() : nullptr,
                                  o.gelu_input ? o.gelu_input.ptr<Number>() : nullptr,
@@ -321,11 +361,11 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* colum
                                  o.alpha,
                                  narrow(ceil_div(K, int64_t{kStepK}), "steps")};
     const auto kernel = hopper_matmul_kernel<Number, kBTransposed, kFinish>;
-    cudaCheck(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes)));
-    kernel<<<std::min(grid.tiles(), device().sm_count), kThreads, kSharedBytes, stream>>>(
-        operand_maps(a, false, b, kBTransposed), matrix_map(o.before_gelu ? o.before_gelu : out, kGroupRows), grid,
-        args);
+    cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(kSharedBytes<kFinish>)));
+    kernel<<<std::min(grid.tiles(), device().sm_count), R::kThreads, kSharedBytes<kFinish>, stream>>>(
+        operand_maps<typename R::Tile>(a, false, b, kBTransposed),
+        matrix_map(o.before_gelu ? o.before_gelu : out, kGroupRows), grid, args);
 }
 
 template <bool kBTransposed, Finish kFinish>
@@ -350,7 +390,8 @@ bool hopper_matmul_takes(const Product& p) {
     const bool rounds = p.out_dtype == p.a_dtype;
     switch (p.epilogue) {
         case Epilogue::none: return rounds || p.out_dtype == DType::f32;
-        case Epilogue::row_sums: return p.transpose_a && (rounds || p.out_dtype == DType::f32);
+        case Epilogue::row_sums:
+            return p.transpose_a && (rounds || p.out_dtype == DType::f32) && hopper_matmul_sums_rows(p.M, p.N);
         case Epilogue::bias:
         case Epilogue::gelu:
         case Epilogue::bias_gelu: return rounds && !p.transpose_a && p.transpose_b;

@@ -25,11 +25,13 @@
 // As x - y = S - n, at time i all blocks are at i, or n, 2 n, ... or S - n steps further on. They all started at the
 // same time and have the same work, so what one of them has fetched the others find in the L2 cache.
 //
-// Row sums: two warps, beside the consumers, read the panels of a, where a tile is the first of its row of tiles.
-//
 //     producer    one thread     as in hopper_matmul.cuh, four stages
 //     consumers   2 x 128        wgmma; a tile that is whole from registers to out, a part of one to the workspace
-//     summers     2 warps        the sums of a panel of op(a), 64 of m, over k
+//
+// Row sums are products, too: of a's tile and 16 x 8 ones. It lies in shared memory already, and its products with 8
+// columns take an eighth of the time of those with 256. Every tile of a row of tiles would have the same sums; so that
+// none has more work than the others, each of them sums a C-th of the steps, where there are C columns of tiles. A last
+// kernel adds them.
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul_split.h"
 
@@ -38,11 +40,13 @@
 
 namespace {
 
+using Tile = TileOf<4>;
 constexpr int kStages = 4, kThreads = kGroup * (kConsumers + 1);
-constexpr int kPartFloats = kTileRows * kTileColumns;
+constexpr int kPartFloats = kTileRows * Tile::kColumns;
 
 struct Shared {
-    unsigned char stages[kStages * kStageBytes];
+    unsigned char stages[kStages * Tile::kStageBytes];
+    uint32_t ones[16 * 8 / 2];  // 16-bit: column m of op(a), times these, is its sum
     Ring<kStages> ring;
 };
 constexpr size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
@@ -52,10 +56,7 @@ static_assert(kSharedBytes <= 227 << 10);
 struct Segment {
     int tile, first, n_steps, turn;
     int part;  // -1: the whole tile
-    __device__ __forceinline__ int k(int i) const {
-        const int step = i + turn;
-        return (first + (step < n_steps ? step : step - n_steps)) * kStepK;
-    }
+    __device__ __forceinline__ int step(int i) const { return first + i + turn - (i + turn < n_steps ? 0 : n_steps); }
 };
 
 struct Schedule {
@@ -76,7 +77,8 @@ struct Schedule {
         if (block >= pieces || i > 1) return {};
         const int begin = piece_begin(block), n = piece_begin(block + 1) - begin, tile = begin / steps,
                   x = begin % steps, y = x + n - steps;
-        const Segment in_first{whole_tiles + tile, x, min(n, steps - x), y > 0 ? 0 : n - x % n, block + tile};
+        const Segment in_first{whole_tiles + tile, x, min(n, steps - x), y > 0 || x % n == 0 ? 0 : n - x % n,
+                               block + tile};
         if (y <= 0) return i == 0 ? in_first : Segment{};
         return i == 1 ? in_first : Segment{whole_tiles + tile + 1, 0, y, 0, block + tile + 1};
     }
@@ -85,7 +87,8 @@ struct Schedule {
 struct Result {
     void *out, *row_sums;  // float, or the operands' type; row_sums may be null
     bool is_float;
-    float *parts, *row_parts;  // in the workspace: (parts, 128, 256) and (parts, 128)
+    float *parts, *row_parts;  // in the workspace: (parts, 128, 256), and (parts + whole tiles, 128)
+    int n_parts;
     int64_t M, N;
     float alpha, beta;
 };
@@ -105,73 +108,59 @@ __device__ __forceinline__ void put_pair(T* to, float low, float high, float alp
 
 // f(row, column, low, high) for the pairs of neighbours that a thread has of a tile.
 template <class F>
-__device__ __forceinline__ void for_each_pair(const Sums& sums, int consumer, F&& f) {
-    const int row = consumer * kGroupRows + warp_of_group() * 16 + lane() / 4, column = lane() % 4 * 2;
+__device__ __forceinline__ void for_each_pair(const Tile::Sums& sums, int consumer, F&& f) {
+    const int row = not_hoisted(consumer * kGroupRows + warp_of_group() * 16 + lane() / 4),
+              column = not_hoisted(lane() % 4 * 2);
 #pragma unroll
-    for (int n = 0; n < kTileColumns / 8; ++n)
+    for (int n = 0; n < Tile::kColumns / 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             f(row + half * 8, column + n * 8, sums[n][2 * half], sums[n][2 * half + 1]);
 }
 
 template <class T>
-__device__ __forceinline__ void store_whole(const Result& result, const Sums& sums, int2 at, int consumer) {
-    const int64_t m0 = static_cast<int64_t>(at.x) * kTileRows, n0 = static_cast<int64_t>(at.y) * kTileColumns;
+__device__ __forceinline__ void store_whole(const Result& result, const Tile::Sums& sums, int2 at, int consumer) {
+    const int64_t m0 = static_cast<int64_t>(at.x) * kTileRows, n0 = static_cast<int64_t>(at.y) * Tile::kColumns;
     T* const out = static_cast<T*>(result.out);
     for_each_pair(sums, consumer, [&](int row, int column, float low, float high) {
         const int64_t m = m0 + row, n = n0 + column;
         if (m < result.M && n < result.N) put_pair(out + m * result.N + n, low, high, result.alpha, result.beta);
     });
 }
-__device__ __forceinline__ void store_part(const Result& result, const Sums& sums, int part, int consumer) {
+__device__ __forceinline__ void store_part(const Result& result, const Tile::Sums& sums, int part, int consumer) {
     float* const to = result.parts + static_cast<int64_t>(part) * kPartFloats;
     for_each_pair(sums, consumer, [&](int row, int column, float low, float high) {
-        store_packed(to + row * kTileColumns + column, Packed<float, 2>{{low, high}});
+        store_packed(to + row * Tile::kColumns + column, Packed<float, 2>{{low, high}});
     });
 }
 
-template <class Number>
-__device__ __forceinline__ void store_row_sum(const Result& result, int64_t m, float sum) {
-    if (m >= result.M) return;
-    if (result.is_float) static_cast<float*>(result.row_sums)[m] = sum;
-    else static_cast<Number*>(result.row_sums)[m] = from_float<Number>(sum);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
-// Summers. A panel of the transposed a has 64 rows (k) of 64 columns (m): eight lanes read a row, a lane has eight
-// columns of every fourth row.
+// Row sums
 
-template <class Number>
-__device__ __forceinline__ void sum_rows(Shared& shared, const Schedule& schedule, const Result& result, int panel) {
-    uint32_t round = 0;
-    Segment segment = schedule.segment(0);
-    for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
-        const int2 at = schedule.grid.at(segment.tile);
-        float sums[8] = {};
-        for (int step = 0; step < segment.n_steps; ++step, ++round) {
-            const uint32_t i = round % kStages;
-            const unsigned char* rows = shared.stages + i * kStageBytes + panel * kPanelBytes;
-            mbarrier_wait(&shared.ring.full[i], round / kStages % 2);
-            if (at.y == 0) {
-#pragma unroll 4
-                for (int row = lane() / 8; row < kStepK; row += 4) {
-                    const uint32_t byte = swizzled<128>(row * kRowBytes + lane() % 8 * 16);
-                    const auto eight = load_packed(reinterpret_cast<const Number*>(rows + byte));
-                    for (int l = 0; l < 8; ++l) sums[l] += to_float(eight.v[l]);
-                }
-            }
-            __syncwarp();  // all lanes have read the panel
-            if (lane() == 0) mbarrier_arrive(&shared.ring.empty[i]);
-        }
-        if (at.y != 0) continue;
-        for (float& sum : sums) sum += __shfl_xor_sync(kFullWarp, sum, 8), sum += __shfl_xor_sync(kFullWarp, sum, 16);
-        if (lane() >= 8) continue;
-        const int row = panel * kPanelColumns + lane() * 8;
-        for (int l = 0; l < 8; ++l) {
-            if (segment.part >= 0) result.row_parts[segment.part * kTileRows + row + l] = sums[l];
-            else store_row_sum<Number>(result, static_cast<int64_t>(at.x) * kTileRows + row + l, sums[l]);
-        }
+// Steps are this column's of tiles in runs of 32: so few that all columns have the same work at any time, and so many
+// that it does not matter that a run's last products are waited for.
+constexpr int kRun = 32;
+
+// The products of a segment, and the sums of its rows of op(a) over those of its steps that are column at.y's.
+template <class Number, bool kATransposed, bool kBTransposed>
+__device__ __forceinline__ void multiply_and_sum(Tile::Sums& sums, Shared& shared, const Result& result,
+                                                 const Segment& segment, int2 at, int columns, uint32_t& round,
+                                                 int group) {
+    RowSums row_sums = {};
+    for (int i = 0, n = 0; i < segment.n_steps; i += n) {
+        const int step = segment.step(i), before_turn = segment.n_steps - segment.turn;
+        n = min(kRun - step % kRun, (i < before_turn ? before_turn : segment.n_steps) - i);
+        if (step / kRun % columns == at.y)
+            multiply_steps<Tile, Number, kATransposed, kBTransposed, true>(sums, shared.stages, shared.ring, round, n,
+                                                                           group, i > 0, row_sums, shared.ones);
+        else
+            multiply_steps<Tile, Number, kATransposed, kBTransposed>(sums, shared.stages, shared.ring, round, n, group,
+                                                                     i > 0);
     }
+    const int part = segment.part >= 0 ? segment.part : result.n_parts + segment.tile;
+    float* const to = result.row_parts + static_cast<int64_t>(part) * kTileRows + group * kGroupRows +
+                      warp_of_group() * 16 + lane() / 4;
+    if (lane() % 4 == 0) to[0] = row_sums[0][0], to[8] = row_sums[0][2];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -182,86 +171,103 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper_matmul_split_kernel(const __grid_constant__ Operands maps, Schedule schedule, Result result) {
     Shared& shared = *reinterpret_cast<Shared*>(shared_tiles());
     const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kGroup, 0);  // the same for a warp
-    if (threadIdx.x == 0) {
-        init_ring(shared.ring, kConsumers + (result.row_sums ? kConsumers : 0));
-        fence_proxy_async();
-    }
-    __syncthreads();  // the mbarriers are initialised. This is the last barrier of all threads
+    if (threadIdx.x < sizeof shared.ones / sizeof *shared.ones) shared.ones[threadIdx.x] = pack<Number>(1.0f, 1.0f);
+    if (threadIdx.x == 0) init_ring(shared.ring, kConsumers);
+    fence_proxy_async();
+    __syncthreads();  // ones and mbarriers are there. This is the last barrier of all threads
 
     uint32_t round = 0;
     Segment segment = schedule.segment(0);
     if (group < kConsumers) {
-        take_registers<200>();
-        Sums sums;
+        take_registers<232>();
+        Tile::Sums sums;
         for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
-            multiply_steps<Number, kATransposed, kBTransposed>(sums, shared.stages, shared.ring, round, segment.n_steps,
-                                                               group);
             const int2 at = schedule.grid.at(segment.tile);
+            if (kATransposed && result.row_sums)
+                multiply_and_sum<Number, kATransposed, kBTransposed>(sums, shared, result, segment, at,
+                                                                     schedule.grid.columns, round, group);
+            else
+                multiply_steps<Tile, Number, kATransposed, kBTransposed>(sums, shared.stages, shared.ring, round,
+                                                                         segment.n_steps, group);
             if (segment.part >= 0) store_part(result, sums, segment.part, group);
             else if (result.is_float) store_whole<float>(result, sums, at, group);
             else store_whole<Number>(result, sums, at, group);
         }
         return;
     }
-    give_registers<96>();
-    if (warp_of_group() < kConsumers) {
-        if (kATransposed && result.row_sums) sum_rows<Number>(shared, schedule, result, warp_of_group());
-    } else if (warp_of_group() == kConsumers && elect_one()) {
-        for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
-            const int2 at = schedule.grid.at(segment.tile);
-            for (int i = 0; i < segment.n_steps; ++i, ++round)
-                load_step<kATransposed, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
-                                                      at.y * kTileColumns, segment.k(i));
-        }
+    give_registers<40>();
+    if (warp_of_group() > 0 || !elect_one()) return;
+    for (int s = 1; segment.n_steps > 0; segment = schedule.segment(s++)) {
+        const int2 at = schedule.grid.at(segment.tile);
+        for (int i = 0; i < segment.n_steps; ++i, ++round)
+            load_step<Tile, kATransposed, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
+                                                        at.y * Tile::kColumns, segment.step(i) * kStepK);
     }
 }
 
-// Adds the parts of a tile (blockIdx.y), in the order of the blocks that have written them. A thread has four
-// neighbours of a row; the first block of a tile that has row sums adds those, too.
+// f(part) for the parts of cut tile number `tile`, in the order of the blocks that have written them.
+template <class F>
+__device__ __forceinline__ void for_each_part(const Schedule& schedule, int tile, F&& f) {
+    const int begin = tile * schedule.steps, end = begin + schedule.steps;
+    int piece = static_cast<int>(static_cast<int64_t>(tile) * schedule.pieces / schedule.cut_tiles);
+    while (schedule.piece_begin(piece + 1) <= begin) ++piece;
+    for (; piece < schedule.pieces && schedule.piece_begin(piece) < end; ++piece) f(static_cast<int64_t>(piece) + tile);
+}
+
+// Adds the parts of a tile (blockIdx.y). A thread has four neighbours of a row.
 constexpr int kAddThreads = 256, kAddBlocks = kPartFloats / 4 / kAddThreads;
 
-template <class Number, class Out>
+template <class Out>
 __global__ void add_parts_kernel(Schedule schedule, Result result) {
-    const int tile = static_cast<int>(blockIdx.y), steps = schedule.steps, end = (tile + 1) * steps;
+    const int tile = static_cast<int>(blockIdx.y);
     const int2 at = schedule.grid.at(schedule.whole_tiles + tile);
     const int i = static_cast<int>(blockIdx.x) * kAddThreads + static_cast<int>(threadIdx.x);
-    const int row = i / (kTileColumns / 4), column = i % (kTileColumns / 4) * 4;
-    const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row, n = at.y * kTileColumns + column;
-    int first = static_cast<int>(static_cast<int64_t>(tile) * schedule.pieces / schedule.cut_tiles);
-    while (schedule.piece_begin(first + 1) <= tile * steps) ++first;
-
+    const int row = i / (Tile::kColumns / 4), column = i % (Tile::kColumns / 4) * 4;
+    const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row, n = at.y * Tile::kColumns + column;
     Packed<float> sum{};
-    float row_sum = 0.0f;
-    const bool has_row_sum = result.row_sums && at.y == 0 && i < kTileRows;
-    for (int piece = first; piece < schedule.pieces && schedule.piece_begin(piece) < end; ++piece) {
-        const int64_t part = piece + tile;
-        const auto four = load_packed(result.parts + part * kPartFloats + row * kTileColumns + column);
+    for_each_part(schedule, tile, [&](int64_t part) {
+        const auto four = load_packed(result.parts + part * kPartFloats + row * Tile::kColumns + column);
         for (int l = 0; l < 4; ++l) sum.v[l] += four.v[l];
-        if (has_row_sum) row_sum += result.row_parts[part * kTileRows + i];
-    }
-    if (has_row_sum) store_row_sum<Number>(result, static_cast<int64_t>(at.x) * kTileRows + i, row_sum);
+    });
     if (m >= result.M || n >= result.N) return;
     Out* const to = static_cast<Out*>(result.out) + m * result.N + n;
     put_pair(to, sum.v[0], sum.v[1], result.alpha, result.beta);
     put_pair(to + 2, sum.v[2], sum.v[3], result.alpha, result.beta);
 }
 
+// Adds the row sums of a row of tiles (blockIdx.x), along its columns: a thread has one row.
+template <class Out>
+__global__ void add_row_sums_kernel(Schedule schedule, Result result) {
+    const int row = static_cast<int>(threadIdx.x);
+    const int64_t m = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
+    float sum = 0.0f;
+    for (int column = 0; column < schedule.grid.columns; ++column) {
+        const int tile = schedule.grid.tile(static_cast<int>(blockIdx.x), column);
+        const auto add = [&](int64_t part) { sum += result.row_parts[part * kTileRows + row]; };
+        if (tile < schedule.whole_tiles) add(result.n_parts + tile);
+        else for_each_part(schedule, tile - schedule.whole_tiles, add);
+    }
+    if (m < result.M) static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-constexpr int64_t kPartBytes = (kPartFloats + kTileRows) * static_cast<int64_t>(sizeof(float));
+constexpr int64_t kPartBytes = kPartFloats * sizeof(float), kRowPartBytes = kTileRows * sizeof(float);
 
 // What is left behind whole rounds is cut if that saves more than the parts cost: about 30 us to write, read and add
 // them, the time of 30 steps. Blocks are left idle rather than cut a tile unevenly, if they are few.
 Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
-    const TileGrid grid = tile_grid(M, N);
+    const TileGrid grid = tile_grid<Tile>(M, N);
     const int blocks = device().sm_count, tiles = grid.tiles(), steps = narrow(ceil_div(K, int64_t{kStepK}), "steps");
     const int left = tiles % blocks;
     Schedule schedule{grid, steps, tiles, 0, 0};
     int pieces = blocks;
     if (left > 0 && blocks / left * left * 100 >= blocks * 94) pieces = blocks / left * left;
     const bool saves = static_cast<int64_t>(pieces - left) * steps > int64_t{30} * pieces;
-    if (left == 0 || !saves || (left + pieces - 1) * kPartBytes > static_cast<int64_t>(kWorkspaceBytes) ||
+    if (left == 0 || !saves ||
+        (left + pieces - 1) * (kPartBytes + kRowPartBytes) + (tiles - left) * kRowPartBytes >
+            static_cast<int64_t>(kWorkspaceBytes) ||
         static_cast<int64_t>(left) * steps > std::numeric_limits<int>::max() / 2)
         return schedule;
     schedule.whole_tiles = tiles - left, schedule.cut_tiles = left, schedule.pieces = pieces;
@@ -274,29 +280,42 @@ void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tens
     cudaCheck(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes)));
     const int blocks = std::max(std::min(schedule.whole_tiles, device().sm_count), schedule.pieces);
-    kernel<<<blocks, kThreads, kSharedBytes, stream>>>(operand_maps(a, kATransposed, b, kBTransposed), schedule,
+    kernel<<<blocks, kThreads, kSharedBytes, stream>>>(operand_maps<Tile>(a, kATransposed, b, kBTransposed), schedule,
                                                        result);
 }
 
-template <class Number>
+template <class Out>
 void add_parts(const Schedule& schedule, const Result& result, cudaStream_t stream) {
     const dim3 grid(kAddBlocks, static_cast<unsigned>(schedule.cut_tiles));
-    if (result.is_float) add_parts_kernel<Number, float><<<grid, kAddThreads, 0, stream>>>(schedule, result);
-    else add_parts_kernel<Number, Number><<<grid, kAddThreads, 0, stream>>>(schedule, result);
+    add_parts_kernel<Out><<<grid, kAddThreads, 0, stream>>>(schedule, result);
+}
+template <class Out>
+void add_row_sums(const Schedule& schedule, const Result& result, cudaStream_t stream) {
+    add_row_sums_kernel<Out><<<schedule.grid.rows, kTileRows, 0, stream>>>(schedule, result);
 }
 
 }  // namespace
 
 bool hopper_matmul_cuts(int64_t M, int64_t N, int64_t K) { return schedule_of(M, N, K).pieces > 0; }
+bool hopper_matmul_sums_rows(int64_t M, int64_t N) {
+    return tile_grid<Tile>(M, N).tiles() * kRowPartBytes <= static_cast<int64_t>(kWorkspaceBytes);
+}
 
 void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[o.transpose_a ? 0 : 1];
     const Schedule schedule = schedule_of(M, N, K);
-    const int64_t n_parts = schedule.pieces > 0 ? schedule.cut_tiles + schedule.pieces - 1 : 0;
-    float* const parts = n_parts > 0 ? matmul_workspace() : nullptr;
-    const Result result{
-        out.data, o.a_row_sums.data, out.dtype == DType::f32, parts, parts + n_parts * kPartFloats, M, N, o.alpha,
-        o.beta};
+    const int n_parts = schedule.pieces > 0 ? schedule.cut_tiles + schedule.pieces - 1 : 0;
+    float* const parts = n_parts > 0 || o.a_row_sums ? matmul_workspace() : nullptr;
+    const Result result{.out = out.data,
+                        .row_sums = o.a_row_sums.data,
+                        .is_float = out.dtype == DType::f32,
+                        .parts = parts,
+                        .row_parts = parts + static_cast<int64_t>(n_parts) * kPartFloats,
+                        .n_parts = n_parts,
+                        .M = M,
+                        .N = N,
+                        .alpha = o.alpha,
+                        .beta = o.beta};
     dispatch_16_bit(a.dtype, [&](auto zero) {
         using Number = decltype(zero);
         dispatch_bool(o.transpose_a, [&](auto a_transposed) {
@@ -306,19 +325,27 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
             });
         });
     });
-    // Of out and its row sums each tile has the same share here.
-    const int64_t result_bytes = bytes_of(out, o.a_row_sums), old_bytes = o.beta != 0.0f ? bytes_of(out) : 0;
-    const int64_t tiles = schedule.grid.tiles(), cut = schedule.cut_tiles, part_bytes = n_parts * kPartBytes;
+    // Each tile has the same share of out here.
+    const int64_t old_bytes = o.beta != 0.0f ? bytes_of(out) : 0, tiles = schedule.grid.tiles(),
+                  cut = schedule.cut_tiles, part_bytes = n_parts * kPartBytes,
+                  row_bytes = o.a_row_sums ? (n_parts + schedule.whole_tiles) * kRowPartBytes : 0;
     launched("hopper_matmul_split_kernel",
              {.reads = bytes_of(a, b) + old_bytes - old_bytes * cut / tiles,
-              .writes = result_bytes - result_bytes * cut / tiles + part_bytes,
-              .scratch = part_bytes,
+              .writes = bytes_of(out) - bytes_of(out) * cut / tiles + part_bytes + row_bytes,
+              .scratch = part_bytes + row_bytes,
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
-    if (n_parts == 0) return;
-    dispatch_16_bit(a.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
-    launched("add_parts_kernel", {.reads = part_bytes + old_bytes * cut / tiles,
-                                  .writes = result_bytes * cut / tiles,
-                                  .scratch = part_bytes,
-                                  .flops = static_cast<double>(n_parts * kPartFloats)});
+    if (n_parts > 0) {
+        dispatch(out.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
+        launched("add_parts_kernel", {.reads = part_bytes + old_bytes * cut / tiles,
+                                      .writes = bytes_of(out) * cut / tiles,
+                                      .scratch = part_bytes,
+                                      .flops = static_cast<double>(n_parts) * kPartFloats});
+    }
+    if (!o.a_row_sums) return;
+    dispatch(out.dtype, [&](auto zero) { add_row_sums<decltype(zero)>(schedule, result, stream); });
+    launched("add_row_sums_kernel", {.reads = row_bytes,
+                                     .writes = bytes_of(o.a_row_sums),
+                                     .scratch = row_bytes,
+                                     .flops = static_cast<double>(row_bytes / 4)});
 }
