@@ -31,7 +31,26 @@ __device__ __forceinline__ void load_noise(float (&noise)[4], const SamplingRule
 }
 constexpr float kLargestNoise = 23;  // -log E of the smallest u, 2^-33, is 22.9
 
-__global__ void __launch_bounds__(kThreads)
+// The scores of tokens v to v + 3, of which the largest becomes `best` if it is larger.
+__device__ __forceinline__ void draw_quad(float& best, int& token, const float* x, int v,
+                                          const SamplingDistribution& its, const SamplingRule& rule) {
+    float score[4], noise[4] = {}, largest = -INFINITY;
+    for (int i = 0; i < 4; ++i) {
+        const float d = (x[i] - its.max) * its.inverse_temperature;
+        score[i] = x[i] >= its.threshold && d >= its.log_min_p ? d : -INFINITY;
+        largest = fmaxf(largest, score[i]);
+    }
+    if (largest + kLargestNoise <= best) return;  // whatever the noise is
+    if (its.inverse_temperature != 0) load_noise(noise, rule, v / 4);
+    for (int i = 0; i < 4; ++i) {
+        score[i] += noise[i];
+        if (score[i] > best) best = score[i], token = v + i;
+    }
+}
+
+constexpr int kDrawThreads = kOnCpu ? 1 : 1024;
+
+__global__ void __launch_bounds__(kDrawThreads)
     draw_kernel(int* results, const float* x_rows, const SamplingDistribution* distributions, const SamplingRule* rules,
                 int columns, int result_columns) {
     __shared__ uint64_t scratch[kWarp];
@@ -39,28 +58,16 @@ __global__ void __launch_bounds__(kThreads)
     const float* x_row = x_rows + row * columns;
     const SamplingDistribution its = distributions[row];
     const SamplingRule& rule = rules[row];
-    const bool is_greedy = its.inverse_temperature == 0;
     float best = -INFINITY;  // of this thread's tokens
     int token = -1;
-    for (int v = static_cast<int>(threadIdx.x) * kN; its.is_valid && v < columns; v += kThreads * kN) {
-        float x[kN];
-        load_chunk(x, x_row + v, kN);
-        for (int q = 0; q < kN; q += 4) {
-            float score[4], noise[4] = {}, largest = -INFINITY;
-            for (int i = 0; i < 4; ++i) {
-                const float d = (x[q + i] - its.max) * its.inverse_temperature;
-                score[i] = x[q + i] >= its.threshold && d >= its.log_min_p ? d : -INFINITY;
-                largest = fmaxf(largest, score[i]);
-            }
-            if (largest + kLargestNoise <= best) continue;  // whatever the noise is
-            if (!is_greedy) load_noise(noise, rule, (v + q) / 4);
-            for (int i = 0; i < 4; ++i) {
-                score[i] += noise[i];
-                if (score[i] > best) best = score[i], token = v + q + i;
-            }
-        }
+    constexpr int kStride = kDrawThreads * kN;
+    for (int v = static_cast<int>(threadIdx.x) * kN; its.is_valid && v < columns; v += kAhead * kStride) {
+        float x[kAhead][kN];
+        load_ahead<kDrawThreads>(x, x_row, v, columns);
+        for (int k = 0; k < kAhead; ++k)
+            for (int q = 0; q < kN; q += 4) draw_quad(best, token, &x[k][q], v + k * kStride + q, its, rule);
     }
-    const uint64_t key = team_largest(token < 0 ? 0 : token_key(best, token), scratch);
+    const uint64_t key = team_largest<kDrawThreads>(token < 0 ? 0 : token_key(best, token), scratch);
     if (threadIdx.x == 0) results[row * result_columns] = key == 0 ? -1 : token_of(key);
 }
 
@@ -70,7 +77,7 @@ void draw_tokens(Tensor results, Tensor x, Tensor distributions, Tensor rules, c
     const int64_t rows = expect_rows("draw_tokens", x, distributions, rules);
     expect("draw_tokens", "results", results, DType::i32, {rows, -1});
     if (rows == 0) return;
-    draw_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
+    draw_kernel<<<static_cast<unsigned>(rows), kDrawThreads, 0, stream>>>(
         results.ptr<int>(), x.ptr<float>(), structs<SamplingDistribution>(distributions), structs<SamplingRule>(rules),
         static_cast<int>(x.shape[1]), narrow(results.shape[1], "columns of results"));
     launched("draw_kernel", {.reads = bytes_of(x, distributions, rules),

@@ -23,14 +23,17 @@
 // are added in a butterfly. Neither depends on N: a row gets the same bits alone and among any others, in prefill and
 // in decoding. cuBLASLt chooses its algorithm by the shape, and promises no such thing.
 //
-// GPU: a warp has two rows of the weight and up to 16 rows of inp. A lane loads 16 bytes of each row of the weight, and
-// then the same columns of each row of inp, which every warp reads and which therefore lie in the caches. 16 rows take
-// 16 multiply-adds for each weight: the CUDA cores of an H100 (33 T a second) then take longer than its memory (3.3 TB
-// a second) for codes of 8 bits. Where weight and inp both have 16 bits, tensor cores multiply: few_rows_mma.cu.
+// GPU: a warp has two rows of the weight and up to 16 rows of inp. A lane loads 16 bytes of each row of the weight, of
+// several chunks before it waits for the first, and before the launch in front of this one, which makes inp, has ended
+// (early_launch.cuh: the weight may not be what that launch writes). Then it loads the same columns of each row of inp,
+// which every warp reads and which therefore lie in the caches. 16 rows take 16 multiply-adds for each weight: the CUDA
+// cores of an H100 (33 T a second) then take longer than its memory (3.3 TB a second) for codes of 8 bits. Where weight
+// and inp both have 16 bits, tensor cores multiply: few_rows_mma.cu.
 //
 // CPU: one thread takes eight rows of the weight, 128 columns at a time: widens them, and the same columns of inp, to
 // float32 in the nearest cache, and multiplies these. Its 32 lanes are those of vector instructions.
 #include "layers/chunk.cuh"
+#include "layers/early_launch.cuh"
 #include "layers/few_rows.cuh"
 
 namespace {
@@ -43,6 +46,14 @@ constexpr int kMostRows = 16;                      // of inp, that share each lo
 
 constexpr int kWarps = 4, kOutputs = 2;  // warps of a block, outputs of a warp
 
+// Chunks of n columns that are on their way at a time, of each output: as many as there are registers for beside the
+// sums, and, for kernels of columns one by one or of many multiplications for a chunk, as keep the code short.
+template <int n, int kRows>
+constexpr int kAhead = n == 1       ? 1
+                       : kRows <= 4 ? 32 / n
+                       : n == 4     ? 4
+                                    : 1;
+
 // Column c of output o has scale[o * n_blocks + (c >> shift)], or 1 where there are no scales. n columns a load; the
 // rows of inp from the last one on stand for those beyond N, which are not stored.
 // Without the 2, blocks of a multiprocessor, ptxas stops at 128 registers, and spills one.
@@ -50,26 +61,41 @@ template <int n, int kRows, class T, class Code>
 __global__ void __launch_bounds__(kWarps* kWarp, 2)
     few_rows_kernel(T* out, const T* inp, const Code* codes, const float* scale, const T* bias, int64_t N, int64_t C,
                     int64_t O, int64_t n_blocks, int shift) {
+    let_next_start();
     const int lane = threadIdx.x % kWarp;
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kMostRows;
     const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp) * kOutputs;
-    if (first >= O) return;
+    if (first >= O) return wait_for_previous();
     float sums[kOutputs][kRows] = {};
-    for (int64_t c = lane * n; c < C; c += kWarp * n) {
-        float w[kOutputs][n];
+    bool waited = false;
+    for (int64_t first_c = lane * n; first_c < C || !waited; first_c += kAhead<n, kRows> * kWarp * n) {
+        Packed<Code, n> ahead[kAhead<n, kRows>][kOutputs] = {};
 #pragma unroll
-        for (int k = 0; k < kOutputs; ++k) {
-            const int64_t o = min(first + k, O - 1);
-            load_chunk(w[k], codes + o * C + c, C - c);
-            const float s = scale ? scale[o * n_blocks + (c >> shift)] : 1.0f;
-            for (int i = 0; i < n; ++i) w[k][i] *= s;
-        }
+        for (int a = 0; a < kAhead<n, kRows>; ++a)
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            float x[n];
-            load_chunk(x, inp + min(first_row + r, N - 1) * C + c, C - c);
-            for (int k = 0; k < kOutputs; ++k)
-                for (int i = 0; i < n; ++i) sums[k][r] = fmaf(x[i], w[k][i], sums[k][r]);
+            for (int k = 0; k < kOutputs; ++k) {
+                const int64_t c = first_c + a * kWarp * n;
+                if (c < C) ahead[a][k] = load_packed<Code, n>(codes + min(first + k, O - 1) * C + c);
+            }
+        if (!waited) wait_for_previous();
+        waited = true;
+#pragma unroll
+        for (int a = 0; a < kAhead<n, kRows>; ++a) {
+            const int64_t c = first_c + a * kWarp * n;
+            if (c >= C) break;
+            float w[kOutputs][n];
+#pragma unroll
+            for (int k = 0; k < kOutputs; ++k) {
+                const float s = scale ? scale[min(first + k, O - 1) * n_blocks + (c >> shift)] : 1.0f;
+                for (int i = 0; i < n; ++i) w[k][i] = to_float(ahead[a][k].v[i]) * s;
+            }
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                float x[n];
+                load_chunk(x, inp + min(first_row + r, N - 1) * C + c, C - c);
+                for (int k = 0; k < kOutputs; ++k)
+                    for (int i = 0; i < n; ++i) sums[k][r] = fmaf(x[i], w[k][i], sums[k][r]);
+            }
         }
     }
 #pragma unroll
@@ -216,8 +242,9 @@ void launch_few_rows(const Tensor& out, const Tensor& inp, const Code* codes, co
 #endif
     } else {
         const auto launch = [&]<int n, int kRows>(std::integer_sequence<int, n, kRows>) {
-            few_rows_kernel<n, kRows, T, Code><<<grid(kWarps * kOutputs), kWarps * kWarp, 0, stream>>>(
-                to, from, codes, scale, bias_from, N, C, O, n_blocks, shift);
+            EarlyLaunch(grid(kWarps * kOutputs), kWarps * kWarp, 0, stream)(
+                "few_rows_kernel", few_rows_kernel<n, kRows, T, Code>, to, from, codes, scale, bias_from, N, C, O,
+                n_blocks, shift);
         };
         const auto launch_rows = [&]<int n>(std::integer_sequence<int, n>) {
             if (N == 1) launch(std::integer_sequence<int, n, 1>());
@@ -286,6 +313,23 @@ void few_rows_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaSt
             launch_few_rows<T, T>(out, inp, weight.ptr<T>(), nullptr, bias, 1, 0, stream);
         else few_rows_mma_forward(out, inp, weight, bias, stream);
     });
+}
+
+void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias,
+                                Activation activation, cudaStream_t stream) {
+    const char* name = "few_rows_activated_forward";
+    const bool gated = activation == Activation::swiglu;
+    check(activation != Activation::none, name, ": no activation: use few_rows_forward");
+    expect_few_rows(name, before, inp, bias, weight.shape[0]);
+    expect(name, "weight", weight, inp.dtype, {-1, inp.shape[1]});
+    check(!gated || weight.shape[0] % 2 == 0, name, ": the weight ", weight, " has no two halves");
+    expect(name, "out", out, inp.dtype, {inp.shape[0], weight.shape[0] / (gated ? 2 : 1)});
+    expect_aligned(name, {{"out", out}, {"weight", weight}});
+    if (!kOnCpu && inp.dtype != DType::f32 && inp.shape[0] <= kMostRows && out.n() > 0)
+        return few_rows_mma_forward(out, inp, weight, bias, stream, 0, activation);
+    few_rows_forward(before, inp, weight, bias, stream);
+    if (gated) swiglu_forward(out, before, stream);
+    else gelu_forward(out, before, stream);
 }
 
 void quantised_linear_forward(Tensor out, Tensor inp, const QuantisedWeight& weight, Tensor bias, cudaStream_t stream) {

@@ -11,15 +11,23 @@
 //   out = ((sum_0 + sum_1) + sum_2) + ... + sum_7 + bias
 //
 // The instruction adds 16 products to a sum in an order of its own, the same for every element of its result. So what a
-// block computes, 16 outputs x 8 rows or 64 x 64, is a matter of speed:
+// block computes is a matter of speed:
 //
-//   a block              reads for each multiply-add
-//   16 outputs x 8 rows  the weight once for up to 8 rows: the limit is the memory, as it is for one row
-//   16 x 32
+//   a block               reads for each multiply-add
+//    8 outputs x  8 rows  the weight once for up to 8 rows (or 16, 32): the limit is the memory, as it is for one row
+//   16 outputs x  8 rows
+//   16 x 16, 16 x 32
 //   32 x 32
-//   64 x 64              (64 + 64) 2 / (64 64) = 1/16 byte, of the second-level cache
+//   64 x 64               (64 + 64) 2 / (64 64) = 1/16 byte, of the second-level cache
 //
-// The largest is taken of which there are enough for all multiprocessors.
+// For many rows the largest is taken of which there are enough for all multiprocessors. For up to 8 rows the 16 outputs
+// are halved where they would not make four blocks for each multiprocessor: then half of the instruction's A is zero,
+// which costs nothing, and twice as many warps ask the memory for weights. They ask for all that they need, or for
+// kAhead chunks of it, before they wait for any.
+//
+// Of up to 8 rows the block also computes what follows a feed-forward's first product, GELU or SwiGLU, of the product
+// rounded to T, as the kernels that do it by themselves read it. For SwiGLU a block has 8 outputs and the 8 that stand
+// O / 2 rows of the weight behind them: gates and what they multiply.
 //
 // The weight is the instruction's A (16 outputs x 16 columns), inp its B (16 columns x 8 rows): both with neighbouring
 // columns in a register, as they lie in memory. An instruction does not care which 16 of the columns it is given, as
@@ -30,7 +38,9 @@
 //   first instruction     0 1 2 3        8 9 10 11        16 17 18 19     24 25 26 27
 //   second instruction    4 5 6 7        12 13 14 15      20 21 22 23     28 29 30 31
 #include "core/kernel.cuh"
+#include "layers/early_launch.cuh"
 #include "layers/few_rows.cuh"
+#include "layers/gelu.cuh"
 #include "layers/ptx.cuh"
 
 namespace {
@@ -39,7 +49,21 @@ constexpr int kWarps = 8, kThreads = kWarps * kWarp;
 constexpr int kChunkColumns = 32, kLaneColumns = 8;
 
 struct FewRowsShape {
-    int64_t N, C, O;
+    int64_t N, C, O;  // O: rows of the weight
+    int64_t second;   // which row of the weight is output 8 of a block: 8, or O / 2
+    int64_t columns;  // of out
+    Activation activation;
+};
+
+// What a block computes: kOutputs = 8 or kFragments fragments of 16 outputs, and kRowTiles of 8 rows.
+template <int kOutputs_, int kRowTiles_>
+struct Tile {
+    static constexpr int kOutputs = kOutputs_, kRowTiles = kRowTiles_, kRows = 8 * kRowTiles;
+    static constexpr int kHalves = kOutputs == 8 ? 1 : 2, kFragments = kOutputs == 8 ? 1 : kOutputs / 16;
+    static constexpr int kAhead = kOutputs == 8 ? 12 : kOutputs == 16 ? 4 : 1;  // chunks of a warp: see above
+    static constexpr int kFragmentOutputs = 8 * kHalves, kPitch = kRows + 1;
+    using Sums = float[kFragments][kRowTiles][4];
+    using Shared = float[kWarps][kFragmentOutputs][kPitch];  // a fragment's sums of each warp
 };
 
 // Eight neighbouring columns of a row: four registers of two.
@@ -63,89 +87,147 @@ __device__ __forceinline__ Columns load_columns(const T* row, int64_t c, int64_t
     return columns;
 }
 
-// sums += weight inp of one chunk. Fragment (i, j): outputs 16 i ... and rows 8 j ... of the block. Outputs and rows
-// behind the last one stand for it: what becomes of them is not stored.
-template <int kOutputTiles, int kRowTiles, bool kWhole, class T>
-__device__ __forceinline__ void add_chunk(float (&sums)[kOutputTiles][kRowTiles][4], const T* inp, const T* weight,
-                                          int64_t row0, int64_t output0, int64_t c, const FewRowsShape& s) {
-    const int group = static_cast<int>(threadIdx.x) % kWarp / 4;
-    Columns w[kOutputTiles][2], x[kRowTiles];
+// Fragment (i, j): outputs 16 i ... and rows 8 j ... of the block. Outputs and rows behind the last one stand for it:
+// what becomes of them is not stored.
+template <class Its, bool kWhole, class T>
+struct Operands {
+    const T *inp, *weight;
+    const FewRowsShape& s;
+    int64_t output0, row0;
+    int group, column;  // of this lane: output or row of a fragment, and first column of a chunk
+
+    __device__ __forceinline__ void load_weight(Columns (&w)[Its::kFragments][Its::kHalves], int64_t chunk) const {
 #pragma unroll
-    for (int i = 0; i < kOutputTiles; ++i)
+        for (int i = 0; i < Its::kFragments; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            w[i][half] = load_columns<kWhole>(weight + min(output0 + 16 * i + 8 * half + group, s.O - 1) * s.C, c, s.C);
+            for (int half = 0; half < Its::kHalves; ++half) {
+                const int64_t o = min(output0 + 16 * i + half * s.second + group, s.O - 1);
+                w[i][half] = load_columns<kWhole>(weight + o * s.C, chunk * kChunkColumns + column, s.C);
+            }
+    }
+    __device__ __forceinline__ void load_inp(Columns (&x)[Its::kRowTiles], int64_t chunk) const {
 #pragma unroll
-    for (int j = 0; j < kRowTiles; ++j)
-        x[j] = load_columns<kWhole>(inp + min(row0 + 8 * j + group, s.N - 1) * s.C, c, s.C);
+        for (int j = 0; j < Its::kRowTiles; ++j)
+            x[j] = load_columns<kWhole>(inp + min(row0 + 8 * j + group, s.N - 1) * s.C, chunk * kChunkColumns + column,
+                                        s.C);
+    }
+};
+
+// sums += weight inp of one chunk.
+template <class Its, class T>
+__device__ __forceinline__ void add_chunk(typename Its::Sums& sums, const Columns (&w)[Its::kFragments][Its::kHalves],
+                                          const Columns (&x)[Its::kRowTiles]) {
 #pragma unroll
     for (int step = 0; step < 4; step += 2)
 #pragma unroll
-        for (int i = 0; i < kOutputTiles; ++i) {
-            const uint32_t a[4] = {w[i][0].pairs[step], w[i][1].pairs[step], w[i][0].pairs[step + 1],
-                                   w[i][1].pairs[step + 1]};
+        for (int i = 0; i < Its::kFragments; ++i) {
+            const Columns zeros = {}, &first = w[i][0], &second = Its::kHalves == 1 ? zeros : w[i][Its::kHalves - 1];
+            const uint32_t a[4] = {first.pairs[step], second.pairs[step], first.pairs[step + 1],
+                                   second.pairs[step + 1]};
 #pragma unroll
-            for (int j = 0; j < kRowTiles; ++j) mma_m16n8k16<T>(sums[i][j], a, &x[j].pairs[step]);
+            for (int j = 0; j < Its::kRowTiles; ++j) mma_m16n8k16<T>(sums[i][j], a, &x[j].pairs[step]);
         }
 }
 
-// total = total + this warp's sums; the first warp's are the first. total: (rows, outputs) of the block.
-template <int kOutputTiles, int kRowTiles>
-__device__ __forceinline__ void add_to(float* total, const float (&sums)[kOutputTiles][kRowTiles][4], bool first) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+// This warp's sums over its chunks.
+template <class Its, bool kWhole, class T>
+__device__ __forceinline__ void add_columns(typename Its::Sums& sums, const Operands<Its, kWhole, T>& operands,
+                                            int warp) {
+    constexpr int kAhead = Its::kAhead, kGroup = kAhead < 4 ? kAhead : 4;  // chunks of inp that are loaded at a time
+    const int64_t n_chunks = (operands.s.C + kChunkColumns - 1) / kChunkColumns;
+    bool waited = false;
+    for (int64_t first = warp; first < n_chunks || !waited; first += kWarps * kAhead) {
+        Columns w[kAhead][Its::kFragments][Its::kHalves];
 #pragma unroll
-    for (int i = 0; i < kOutputTiles; ++i)
+        for (int k = 0; k < kAhead; ++k) operands.load_weight(w[k], first + k * kWarps);
+        if (!waited) wait_for_previous();
+        waited = true;
 #pragma unroll
-        for (int j = 0; j < kRowTiles; ++j)
+        for (int k0 = 0; k0 < kAhead; k0 += kGroup) {
+            Columns x[kGroup][Its::kRowTiles];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int output = 16 * i + e / 2 * 8 + lane / 4, row = 8 * j + lane % 4 * 2 + e % 2;
-                float& its = total[row * (16 * kOutputTiles) + output];
-                its = first ? sums[i][j][e] : its + sums[i][j][e];
-            }
+            for (int k = 0; k < kGroup; ++k) operands.load_inp(x[k], first + (k0 + k) * kWarps);
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k)
+                if (first + (k0 + k) * kWarps < n_chunks) add_chunk<Its, T>(sums, w[k0 + k], x[k]);
+        }
+    }
+}
+
+// The sums of all warps for one output of a fragment and one row of the block: in the order of the warps.
+template <class Its>
+__device__ __forceinline__ float add_warps(const typename Its::Shared& of_warps, int output, int row) {
+    float sum = of_warps[0][output][row];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) sum += of_warps[w][output][row];
+    return sum;
+}
+template <class T>
+__device__ __forceinline__ float rounded_product(float sum, const T* bias, int64_t output) {
+    return to_float(from_float<T>(sum + (bias ? to_float(bias[output]) : 0.0f)));
+}
+
+// Stores fragment i of the block, whose sums are in shared memory.
+template <class Its, class T>
+__device__ __forceinline__ void store_fragment(T* out, const T* bias, const typename Its::Shared& of_warps,
+                                               int64_t output0, int64_t row0, const FewRowsShape& s) {
+    const bool gated = s.activation == Activation::swiglu;
+    const int width = gated ? 8 : Its::kFragmentOutputs;
+    for (int k = static_cast<int>(threadIdx.x); k < Its::kRows * width; k += kThreads) {
+        const int o = k % width, r = k / width;
+        const int64_t output = output0 + o, row = row0 + r;
+        if (row >= s.N || output >= s.columns) continue;
+        float y = rounded_product(add_warps<Its>(of_warps, o, r), bias, output);
+        if (s.activation == Activation::gelu) y = gelu(y);
+        if constexpr (Its::kHalves == 2)
+            if (gated) y = rounded_product(add_warps<Its>(of_warps, 8 + o, r), bias, s.second + output) * silu(y);
+        out[row * s.columns + output] = from_float<T>(y);
+    }
 }
 
 // Block (outputs, rows).
-template <int kOutputTiles, int kRowTiles, bool kWhole, class T>
+template <int kOutputs, int kRowTiles, bool kWhole, class T>
 __global__ void __launch_bounds__(kThreads)
     few_rows_mma_kernel(T* out, const T* inp, const T* weight, const T* bias, FewRowsShape s) {
-    constexpr int kOutputs = 16 * kOutputTiles, kRows = 8 * kRowTiles;
-    __shared__ float total[kRows * kOutputs];
+    using Its = Tile<kOutputs, kRowTiles>;
+    let_next_start();
+    __shared__ typename Its::Shared of_warps;
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int64_t output0 = static_cast<int64_t>(blockIdx.x) * kOutputs,
-                  row0 = static_cast<int64_t>(blockIdx.y) * kRows;
-    float sums[kOutputTiles][kRowTiles][4] = {};
-#pragma unroll(kOutputTiles == 1 ? 4 : 1)  // for few rows: more loads at a time
-    for (int64_t chunk = warp; chunk * kChunkColumns < s.C; chunk += kWarps)
-        add_chunk<kOutputTiles, kRowTiles, kWhole>(sums, inp, weight, row0, output0,
-                                                   chunk * kChunkColumns + lane % 4 * kLaneColumns, s);
-    for (int w = 0; w < kWarps; ++w) {
-        if (warp == w) add_to(total, sums, w == 0);
-        __syncthreads();  // the sums of warp w are in total
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kOutputs; i += kThreads) {
-        const int64_t row = row0 + i / kOutputs, output = output0 + i % kOutputs;
-        if (row < s.N && output < s.O)
-            out[row * s.O + output] = from_float<T>(total[i] + (bias ? to_float(bias[output]) : 0.0f));
+    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * Its::kRows,
+                  output0 = static_cast<int64_t>(blockIdx.x) * (s.activation == Activation::swiglu ? 8 : kOutputs);
+    typename Its::Sums sums = {};
+    add_columns(sums, Operands<Its, kWhole, T>{inp, weight, s, output0, row0, lane / 4, lane % 4 * kLaneColumns}, warp);
+#pragma unroll
+    for (int i = 0; i < Its::kFragments; ++i) {
+        if (i > 0) __syncthreads();  // the fragment before it has been stored
+#pragma unroll
+        for (int j = 0; j < kRowTiles; ++j)
+#pragma unroll
+            for (int e = 0; e < 2 * Its::kHalves; ++e)
+                of_warps[warp][e / 2 * 8 + lane / 4][8 * j + lane % 4 * 2 + e % 2] = sums[i][j][e];
+        __syncthreads();  // the sums of all warps are there
+        store_fragment<Its>(out, bias, of_warps, output0 + 16 * i, row0, s);
     }
 }
 
 }  // namespace
 
-void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream, int64_t n_blocks) {
-    const FewRowsShape s{inp.shape[0], inp.shape[1], out.shape[1]};
+void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream, int64_t n_blocks,
+                          Activation activation) {
+    const bool gated = activation == Activation::swiglu;
+    const int64_t N = inp.shape[0], O = weight.shape[0];
+    const FewRowsShape s{N, inp.shape[1], O, gated ? O / 2 : 8, out.shape[1], activation};
     if (n_blocks == 0) n_blocks = device().sm_count;
     const auto tiles = [&](int64_t n_outputs, int64_t n_rows) {
-        return dim3(static_cast<unsigned>(ceil_div(s.O, 16 * n_outputs)),
+        return dim3(static_cast<unsigned>(ceil_div(s.columns, gated ? 8 : n_outputs)),
                     static_cast<unsigned>(ceil_div(s.N, 8 * n_rows)));
     };
     const auto are_enough = [&](const dim3& grid) { return int64_t{grid.x} * grid.y >= n_blocks; };
-    const auto launch = [&]<class T, int kOutputTiles, int kRowTiles>(
-                            T, std::integer_sequence<int, kOutputTiles, kRowTiles>) {
+    const auto launch = [&]<class T, int kOutputs, int kRowTiles>(T, std::integer_sequence<int, kOutputs, kRowTiles>) {
+        const EarlyLaunch start(tiles(kOutputs, kRowTiles), kThreads, 0, stream);
         const auto launch_columns = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-            few_rows_mma_kernel<kOutputTiles, kRowTiles, kWhole, T>
-                <<<tiles(kOutputTiles, kRowTiles), kThreads, 0, stream>>>(out.ptr<T>(), inp.ptr<T>(), weight.ptr<T>(),
-                                                                          bias ? bias.ptr<T>() : nullptr, s);
+            start("few_rows_mma_kernel", few_rows_mma_kernel<kOutputs, kRowTiles, kWhole, T>, out.ptr<T>(),
+                  inp.ptr<T>(), weight.ptr<T>(), bias ? bias.ptr<T>() : nullptr, s);
         };
         if (s.C % kLaneColumns == 0) launch_columns(std::true_type());
         else launch_columns(std::false_type());
@@ -154,10 +236,14 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
                                          .flops = 2.0 * static_cast<double>(s.N) * static_cast<double>(s.C * s.O)});
     };
     const auto launch_tiles = [&](auto zero) {
-        if (s.N <= 8) launch(zero, std::integer_sequence<int, 1, 1>());
-        else if (s.N > 32 && are_enough(tiles(4, 8))) launch(zero, std::integer_sequence<int, 4, 8>());
-        else if (are_enough(tiles(2, 4))) launch(zero, std::integer_sequence<int, 2, 4>());
-        else launch(zero, std::integer_sequence<int, 1, 4>());
+        const bool halved = !gated && ceil_div(s.O, 16) < 4 * n_blocks;
+        if (s.N <= 8 && halved) launch(zero, std::integer_sequence<int, 8, 1>());
+        else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1>());
+        else if (s.N <= 16 && halved) launch(zero, std::integer_sequence<int, 8, 2>());
+        else if (s.N <= 16) launch(zero, std::integer_sequence<int, 16, 2>());
+        else if (s.N > 32 && are_enough(tiles(64, 8))) launch(zero, std::integer_sequence<int, 64, 8>());
+        else if (are_enough(tiles(32, 4))) launch(zero, std::integer_sequence<int, 32, 4>());
+        else launch(zero, std::integer_sequence<int, 16, 4>());
     };
     if (inp.dtype == DType::bf16) launch_tiles(__nv_bfloat16{});
     else launch_tiles(__half{});

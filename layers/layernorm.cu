@@ -27,6 +27,7 @@
 // read once and kept in registers; norm.cuh says how. m and r are saved: 2 N floats.
 //
 // rmsnorm.cu is the same without means: read it first. Rows of more than 8192 channels do not fit.
+#include "layers/early_launch.cuh"
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -36,6 +37,8 @@ template <class T, int n, int kColumns>
 __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     layernorm_forward_kernel(T* out, T* sum, float* mean, float* rstd, const T* inp, const T* branch,
                              const T* __restrict__ weight, const T* __restrict__ bias, int64_t N, int C, float eps) {
+    let_next_start();
+    wait_for_previous();
     constexpr int K = kColumns / n;
     __shared__ float scratch[2][kWarp];  // one for each sum: the first may still be read while the second is written
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -140,8 +143,9 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
     dispatch_rows(inp.dtype, C, C, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
-        layernorm_forward_kernel<T, Row::n, Row::kColumns><<<grid, geometry.block, 0, stream>>>(
-            out.ptr<T>(), branch ? sum.ptr<T>() : nullptr, mean.ptr<float>(), rstd.ptr<float>(), inp.ptr<T>(),
+        EarlyLaunch(grid, geometry.block, 0, stream)(
+            "layernorm_forward_kernel", layernorm_forward_kernel<T, Row::n, Row::kColumns>, out.ptr<T>(),
+            branch ? sum.ptr<T>() : nullptr, mean.ptr<float>(), rstd.ptr<float>(), inp.ptr<T>(),
             branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), bias.ptr<T>(), N, C, eps);
     });
     launched("layernorm_forward_kernel", {.reads = bytes_of(inp, branch, weight, bias),

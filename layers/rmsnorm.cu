@@ -23,6 +23,7 @@
 //
 // What is normalised may also be heads inside of wider rows (Qwen3's queries and keys; the latents of MLA and MFA):
 // then row r of the kernels is head r % heads of token r / heads. A plain row is treated as a single head.
+#include "layers/early_launch.cuh"
 #include "layers/layers.h"
 #include "layers/norm.cuh"
 
@@ -52,6 +53,8 @@ template <class T, int n, int kColumns>
 __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     rmsnorm_forward_kernel(NormRows<T> out, T* sum, float* rstd, NormRows<const T> inp, const T* branch,
                            const T* __restrict__ weight, int64_t N, int C, float eps) {
+    let_next_start();
+    wait_for_previous();
     constexpr int K = kColumns / n;
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -131,8 +134,9 @@ void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor
     dispatch_rows(inp.rows.dtype, C, chunk_columns, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
-        rmsnorm_forward_kernel<T, Row::n, Row::kColumns><<<grid, geometry.block, 0, stream>>>(
-            norm_rows<T>(out), branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), norm_rows<const T>(inp),
+        EarlyLaunch(grid, geometry.block, 0, stream)(
+            "rmsnorm_forward_kernel", rmsnorm_forward_kernel<T, Row::n, Row::kColumns>, norm_rows<T>(out),
+            branch ? sum.ptr<T>() : nullptr, rstd.ptr<float>(), norm_rows<const T>(inp),
             branch ? branch.ptr<T>() : nullptr, weight.ptr<T>(), N, C, eps);
     });
     launched("rmsnorm_forward_kernel", {.reads = bytes_of(inp, branch, weight),

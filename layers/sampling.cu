@@ -25,22 +25,27 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------------
 // Adjusted logits
 
+constexpr int kPieceColumns = kOnCpu ? 1 << 18 : 2048;  // of a row, for a block: a GPU needs many that read
+
+// Block (row, piece of it).
 template <class T, int n>
 __global__ void __launch_bounds__(kThreads)
     adjust_kernel(float* x_rows, const T* logits, const SamplingRule* rules, const LogitAdjustment* adjustments, int V,
                   int Vp, int columns) {
     const int64_t row = blockIdx.x;
+    const int first = static_cast<int>(blockIdx.y) * kPieceColumns, end = min(first + kPieceColumns, columns);
     float* x_row = x_rows + row * columns;
-    for (int v = static_cast<int>(threadIdx.x) * n; v < columns; v += kThreads * n) {
+    for (int v = first + static_cast<int>(threadIdx.x) * n; v < end; v += kThreads * n) {
         float x[n] = {};
         if (v < V) load_chunk(x, logits + row * Vp + v, Vp - v);
         for (int l = 0; l < n; ++l) x[l] = v + l < V ? x[l] : -INFINITY;
         store_chunk(x_row + v, x, columns - v);
     }
-    team_barrier();  // the whole row is in x
+    team_barrier();  // the whole piece is in x
     const SamplingRule& rule = rules[row];
     for (int i = static_cast<int>(threadIdx.x); i < rule.n_adjustments; i += kThreads) {
         const LogitAdjustment& a = adjustments[rule.first_adjustment + i];
+        if (a.token < first || a.token >= end) continue;
         float x = x_row[a.token] + a.bias;
         if (a.is_seen) x = x > 0 ? x / rule.repetition : x * rule.repetition;
         if (a.n_times > 0) x -= rule.presence + rule.frequency * static_cast<float>(a.n_times);
@@ -141,13 +146,14 @@ __global__ void __launch_bounds__(kThreads)
 
     float largest[kN];
     for (int l = 0; l < kN; ++l) largest[l] = -INFINITY;
-    for (int v = static_cast<int>(threadIdx.x) * kN; v < columns; v += kThreads * kN) {
-        float x[kN];
-        load_chunk(x, x_row + v, kN);
-        for (int l = 0; l < kN; ++l) {
-            const float number = x[l] == x[l] ? x[l] : INFINITY;  // NaN is as wrong as infinity
-            largest[l] = largest[l] > number ? largest[l] : number;
-        }
+    for (int v = static_cast<int>(threadIdx.x) * kN; v < columns; v += kAhead * kThreads * kN) {
+        float x[kAhead][kN];
+        load_ahead<kThreads>(x, x_row, v, columns);
+        for (int k = 0; k < kAhead; ++k)
+            for (int l = 0; l < kN; ++l) {
+                const float number = x[k][l] == x[k][l] ? x[k][l] : INFINITY;  // NaN is as wrong as infinity
+                largest[l] = largest[l] > number ? largest[l] : number;
+            }
     }
     const float max = team_reduce<Max>(fold_chunk<Max>(largest), scratch);
     const bool is_valid = max > -INFINITY && max < INFINITY, is_greedy = rule.inverse_temperature == 0;
@@ -190,7 +196,8 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
     if (rows == 0) return;
     dispatch_chunks(logits.dtype, row_n_of_chunks(logits), [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
-        adjust_kernel<T, decltype(chunk)::n><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
+        const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(columns, kPieceColumns)));
+        adjust_kernel<T, decltype(chunk)::n><<<grid, kThreads, 0, stream>>>(
             x.ptr<float>(), logits.ptr<T>(), structs<SamplingRule>(rules), structs<LogitAdjustment>(adjustments),
             static_cast<int>(V), narrow(Vp, "columns of logits"), static_cast<int>(columns));
     });

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int kThreads = kOnCpu ? 1 : 256;  // of the block that has a row
 constexpr int kN = kChunk<float>;
+constexpr int kAhead = kOnCpu ? 1 : 4;  // chunks that a thread asks for before it waits for the first
 constexpr int64_t kMostTokens = int64_t{1} << 18;
 
 // A barrier, where the block has more than one thread.
@@ -31,17 +32,29 @@ __device__ __forceinline__ uint64_t token_key(float x, int v) {
 }
 __device__ __forceinline__ int token_of(uint64_t key) { return static_cast<int>(~static_cast<uint32_t>(key)); }
 
-// The largest key of the block's threads; every thread gets it. scratch: shared, for one call between two barriers.
+// The largest key of the block's threads, n_threads; every thread gets it. scratch: shared, for one call between two
+// barriers.
+template <int n_threads = kThreads>
 __device__ __forceinline__ uint64_t team_largest(uint64_t key, uint64_t* scratch) {
-    if (kThreads == 1) return key;
+    if (n_threads == 1) return key;
     for (int o = kWarp / 2; o > 0; o /= 2) {
         const uint64_t other = __shfl_xor_sync(kFullWarp, key, o);
         key = key > other ? key : other;
     }
     if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = key;
     __syncthreads();  // the warps' largest are in scratch
-    for (int w = 0; w < kThreads / kWarp; ++w) key = key > scratch[w] ? key : scratch[w];
+    for (int w = 0; w < n_threads / kWarp; ++w) key = key > scratch[w] ? key : scratch[w];
     return key;
+}
+
+// The chunks that this thread of n_threads has at v, v + n_threads kN, ...: kAhead of them, -infinity behind the row.
+template <int n_threads>
+__device__ __forceinline__ void load_ahead(float (&x)[kAhead][kN], const float* x_row, int v, int columns) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+        for (int l = 0; l < kN; ++l) x[k][l] = -INFINITY;
+        if (v + k * n_threads * kN < columns) load_chunk(x[k], x_row + v + k * n_threads * kN, kN);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// layers/sigmoid.cuh: 1 / (1 + exp(-x)) without overflow and without cancellation.
+// layers/sigmoid.cuh: 1 / (1 + exp(-x)) without overflow and without cancellation, and what is made of it.
 #pragma once
 
 #include "core/kernel.cuh"
@@ -19,5 +19,8 @@ struct Sigmoid {
         complement = x >= 0.0f ? small : large;
     }
 };
+
+// swiglu.cu
+__device__ __forceinline__ float silu(float g) { return g * Sigmoid(g).value; }
 
 }  // namespace

@@ -40,7 +40,7 @@ __global__ void swiglu_forward_kernel(T* out, const T* inp, int64_t F) {
     float g[kN], u[kN];
     load_chunk(g, gate + f, F - f);
     load_chunk(u, gate + F + f, F - f);
-    for (int l = 0; l < kN; ++l) u[l] *= g[l] * Sigmoid(g[l]).value;  // y = silu(g) u
+    for (int l = 0; l < kN; ++l) u[l] *= silu(g[l]);
     store_chunk(out + row * F + f, u, F - f);
 }
 

@@ -35,8 +35,7 @@ void recompute(const BlockContext& b, const SubLayerParameters&, const Slots& sa
 }
 
 void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp) {
-    block_linear_forward(b, p.linears[kGateUp], saved[kGateUpRows], inp);
-    swiglu_forward(saved[kAct], saved[kGateUpRows], b.stream);
+    block_linear_swiglu_forward(b, p.linears[kGateUp], saved[kAct], saved[kGateUpRows], inp);
     if (out.exists()) block_linear_forward(b, p.linears[kDown], out, saved[kAct]);
 }
 

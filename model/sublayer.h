@@ -9,6 +9,7 @@
 // sublayers.cu has the table of them. feed_forward_gelu.cu is the shortest, and the one to copy.
 #pragma once
 
+#include "layers/decode.h"
 #include "model/model.h"
 
 #include <cmath>
@@ -175,6 +176,8 @@ void block_linear_backward_input(const BlockContext& b, const Linear& linear, Te
 void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
 bool block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dbias,
                                       Tensor dout, Tensor before);
+// A linear layer of gates and what they multiply, and SwiGLU after it.
+void block_linear_swiglu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
 // Now, or later, if the workspace has a queue. After backward_input of the same dout. has_dbias: the bias' gradient is
 // there already.
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp,
@@ -254,9 +257,14 @@ inline void attend_backward(const BlockContext& b, const QkvHeads& dheads, const
 // Keys and values to their pages, and the attention over all that is there: of GQA, and of MFA with one key head.
 inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, const HeadColumns& out,
                             const QkvHeads& heads) {
-    const bool rotates = b.model.local.family == Family::llama;
-    paged_write(paged_step(b), heads.q, heads.k, heads.v, RopePairs::halves, b.acts.positions,
-                rotates ? rope_rows(b) : Tensor{}, b.stream);
-    paged_attention_forward(out, heads.q, heads.k.count, paged_step(b), flash_options(b, p).scale, p.window,
-                            b.workspace.scratch, b.stream);
+    const PagedStep step = paged_step(b);
+    const Tensor table = b.model.local.family == Family::llama ? rope_rows(b) : Tensor{}, scratch = b.workspace.scratch;
+    const float scale = flash_options(b, p).scale;
+    // A sequence of several new tokens has fewer chunks.
+    const bool decodes = step.chunks.shape[0] == b.acts.T && step.page_table.shape[0] == b.acts.T;
+    if (decodes)
+        return paged_decode_forward(out, heads.q, heads.k, heads.v, step, RopePairs::halves, b.acts.positions, table,
+                                    scale, p.window, scratch, b.stream);
+    paged_write(step, heads.q, heads.k, heads.v, RopePairs::halves, b.acts.positions, table, b.stream);
+    paged_attention_forward(out, heads.q, heads.k.count, step, scale, p.window, scratch, b.stream);
 }

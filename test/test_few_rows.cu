@@ -156,8 +156,17 @@ TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[
             Buffer inp(dtype, {most, C}, random_values(most * C, 1)), weight(dtype, {O, C}, random_values(O * C, 2)),
                 bias(dtype, {O}, random_values(O, 3)), all(dtype, {most, O}), few(dtype, {most, O});
             few_rows_mma_forward(all, inp, weight, bias, device().stream, 1);
-            for (const auto& [n, n_blocks] :
-                 {std::pair<int64_t, int64_t>{1, 1}, {7, 1}, {8, 1}, {9, 1}, {32, 1}, {33, 5}, {61, 99}, {61, 1}})
+            for (const auto& [n, n_blocks] : {std::pair<int64_t, int64_t>{1, 1},
+                                              {1, 99},
+                                              {7, 1},
+                                              {8, 99},
+                                              {9, 1},
+                                              {16, 99},
+                                              {17, 1},
+                                              {32, 1},
+                                              {33, 5},
+                                              {61, 99},
+                                              {61, 1}})
                 for (const int64_t first : {0, 8}) {  // rows of 780 bytes: on 16-byte boundaries
                     INFO(dtype_name(dtype) << " C " << C << ": rows " << first << " to " << first + n - 1);
                     const Tensor part = few.tensor().slice(0, n);
@@ -165,6 +174,29 @@ TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[
                     CHECK((to_floats(part) == to_floats(all.tensor().slice(first, n))));
                 }
         }
+}
+
+// In one launch the bits are those of two.
+TEST_CASE("few rows on tensor cores: a product and an activation after it", "[few_rows]") {
+    const cudaStream_t stream = device().stream;
+    for (const DType dtype : {DType::bf16, DType::f16})
+        for (const int64_t C : {70, 3 * 8 * 32 * 12 + 40})  // the second: more chunks than a warp loads ahead
+            for (const int64_t N : {1, 5, 8, 11, 16})
+                for (const int64_t F : {8, 35})
+                    for (const int64_t n_blocks : {1, 99}) {  // outputs of a block: 16, 8
+                        INFO(dtype_name(dtype) << " N " << N << " C " << C << " F " << F << ", " << n_blocks);
+                        Buffer inp(dtype, {N, C}, random_values(N * C, 1)), before(dtype, {N, 2 * F}),
+                            weight(dtype, {2 * F, C}, random_values(2 * F * C, 2, 0.05)),
+                            bias(dtype, {2 * F}, random_values(2 * F, 3)), gated(dtype, {N, F}), apart(dtype, {N, F}),
+                            wide(dtype, {N, 2 * F}), wide_apart(dtype, {N, 2 * F});
+                        few_rows_mma_forward(before, inp, weight, bias, stream, 1);
+                        few_rows_mma_forward(gated, inp, weight, bias, stream, n_blocks, Activation::swiglu);
+                        few_rows_mma_forward(wide, inp, weight, bias, stream, n_blocks, Activation::gelu);
+                        swiglu_forward(apart, before, stream);
+                        gelu_forward(wide_apart, before, stream);
+                        CHECK(gated.bits() == apart.bits());
+                        CHECK(wide.bits() == wide_apart.bits());
+                    }
 }
 
 TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {

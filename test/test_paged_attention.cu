@@ -1,12 +1,13 @@
 // test/test_paged_attention.cu: attention over a cache in pages gives the bits of flash attention over whole sequences;
 // what is in the pages is what rope gives; with codes of 8 bits the error is that of the codes.
+#include "layers/flash_attention/paged_attention.cuh"
 #include "paged_step.h"
 
 #include <cmath>
 
 namespace {
 
-struct Heads {
+struct HeadCounts {
     int64_t H, K, D;
     int64_t width() const { return (H + 2 * K) * D; }
 };
@@ -16,7 +17,7 @@ std::vector<unsigned char> last_bytes(const std::vector<unsigned char>& bytes, s
 }
 
 // flash_attention_forward on CUDA cores, of one sequence.
-std::vector<unsigned char> flash(const Values& qkv, DType dtype, int64_t T, const Heads& h, float scale,
+std::vector<unsigned char> flash(const Values& qkv, DType dtype, int64_t T, const HeadCounts& h, float scale,
                                  int64_t window) {
     Buffer rows(dtype, {1, T, h.width()}, qkv), out(dtype, {1, T, h.H * h.D}), lse(DType::f32, {1, h.H, T});
     const QkvHeads heads = qkv_heads(rows, h.H, h.K);
@@ -25,13 +26,13 @@ std::vector<unsigned char> flash(const Values& qkv, DType dtype, int64_t T, cons
     return out.bits();
 }
 
-Buffer scratch_for(const Step& s, const Heads& h) {
+Buffer scratch_for(const Step& s, const HeadCounts& h) {
     return Buffer(DType::f32, {1 + paged_attention_scratch_n(s.N, h.H, h.D, s.table_columns * s.page_size)});
 }
 
 // Writes a step and attends, without rope.
-void attend(const Buffer& out, const Buffer& qkv, const DeviceStep& step, const Step& s, const Heads& h, float scale,
-            int64_t window) {
+void attend(const Buffer& out, const Buffer& qkv, const DeviceStep& step, const Step& s, const HeadCounts& h,
+            float scale, int64_t window) {
     const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
     const Buffer scratch = scratch_for(s, h);
     paged_write(step, heads.q, heads.k, heads.v, RopePairs::halves, {}, {}, device().stream);
@@ -45,7 +46,7 @@ TEST_CASE("attention over pages has the bits of flash attention", "[paged]") {
         std::vector<int64_t> lengths;
         int64_t page_size;
         std::vector<int64_t> chunk_rows;
-        Heads heads;
+        HeadCounts heads;
         int64_t window;
     };
     const Case cases[] = {{{1, 70, 33}, 1, {1}, {3, 3, 8}, 0},        {{131, 5, 64}, 16, {5}, {4, 1, 64}, 0},
@@ -56,7 +57,7 @@ TEST_CASE("attention over pages has the bits of flash attention", "[paged]") {
         if (dtype != DType::f32 && !device().is_cpu) continue;
         for (const Case& c : cases) {
             const Step s(c.lengths, c.page_size, c.chunk_rows);
-            const Heads& h = c.heads;
+            const HeadCounts& h = c.heads;
             const float scale = 1 / std::sqrt(static_cast<float>(h.D));
             const Values values = random_values(s.N * h.width(), 1, 1.5);
             Buffer qkv(dtype, {1, s.N, h.width()}, values), out(dtype, {1, s.N, h.H * h.D});
@@ -76,7 +77,7 @@ TEST_CASE("attention over pages has the bits of flash attention", "[paged]") {
 
 // In 16 bits a GPU cuts a long context into splits, which have blocks of their own where a step has few rows.
 TEST_CASE("a row's attention has the same bits in a prompt's chunks and alone", "[paged]") {
-    const Heads h{2, 1, 16};
+    const HeadCounts h{2, 1, 16};
     for (DType dtype : kFloatDTypes)
         for (int64_t window : {0, 300}) {
             const Step s({7, 590}, 16, {32});
@@ -97,8 +98,105 @@ TEST_CASE("a row's attention has the same bits in a prompt's chunks and alone", 
         }
 }
 
+// The last token of each sequence, once by paged_write and paged_attention_forward among the chunks of prompts, once by
+// the kernel of a GPU that decodes (on the CPU device, too), which also writes it.
+TEST_CASE("one launch writes a row and attends with the bits of two", "[paged]") {
+    struct Case {
+        std::vector<int64_t> lengths;
+        int64_t page_size;
+        HeadCounts heads;
+        int64_t window;
+        bool rotates;
+        RopePairs pairs;
+    };
+    const Case cases[] = {{{1, 40, 33, 2}, 16, {3, 3, 64}, 0, true, RopePairs::halves},
+                          {{131, 5}, 1, {4, 1, 8}, 0, false, RopePairs::halves},
+                          {{290, 600}, 17, {6, 2, 32}, 0, true, RopePairs::neighbours},
+                          {{300, 65}, 16, {10, 1, 80}, 70, true, RopePairs::halves},
+                          {{66, 31, 2}, 17, {8, 2, 128}, 0, false, RopePairs::halves},
+                          {{530}, 16, {3, 1, 192}, 300, true, RopePairs::halves}};
+    for (DType dtype : kFloatDTypes)
+        for (const Case& c : cases) {
+            const HeadCounts& h = c.heads;
+            const int64_t n = static_cast<int64_t>(c.lengths.size()), width = h.width();
+            // Chunks of up to 31 rows, and one more row for each last token.
+            Step s(c.lengths, c.page_size, {31});
+            Integers chunks, last_chunks, last_rows, last_positions;
+            for (size_t i = 0; i < s.chunks.size(); i += 4) {
+                const int32_t row = s.chunks[i], rows = s.chunks[i + 1], sequence = s.chunks[i + 2],
+                              first = s.chunks[i + 3];
+                const bool is_last = first + rows == c.lengths[static_cast<size_t>(sequence)];
+                if (!is_last || rows > 1)
+                    for (const int32_t x : {row, rows - is_last, sequence, first}) chunks.push_back(x);
+                if (!is_last) continue;
+                const int32_t last = row + rows - 1;
+                for (const int32_t x : {last, 1, sequence, first + rows - 1}) chunks.push_back(x);
+                for (const int32_t x : {sequence, 1, sequence, first + rows - 1}) last_chunks.push_back(x);
+                last_rows.push_back(s.rows[static_cast<size_t>(last)]);
+                last_positions.push_back(s.positions[static_cast<size_t>(last)]);
+            }
+            s.chunks = chunks;
+            const Values values = random_values(s.N * width, 3, 1.5);
+            Values last_values;
+            int64_t first = 0;
+            for (const int64_t length : c.lengths) {
+                const Values row = some_rows(values, (first += length) - 1, 1, width);
+                last_values.insert(last_values.end(), row.begin(), row.end());
+            }
+            Buffer table(DType::f32, {600, h.D});
+            rope_table(table, rope_frequencies(h.D, 100.0, {}), 1.1);
+            const Tensor turns = c.rotates ? table.tensor() : Tensor{};
+            const float scale = 1 / std::sqrt(static_cast<float>(h.D));
+            Buffer qkv(dtype, {1, s.N, width}, values), out(dtype, {1, s.N, h.H * h.D});
+            const DeviceStep prompt(s, dtype, 2 * h.K * h.D, 2 * h.K);
+            const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
+            paged_write(prompt, heads.q, heads.k, heads.v, c.pairs, prompt.positions, turns, device().stream);
+            paged_attention_forward({out, h.H, h.D}, heads.q, h.K, prompt, scale, c.window, scratch_for(s, h),
+                                    device().stream);
+
+            // The same pool without the last rows.
+            const std::vector<unsigned char> whole = prompt.pool.bits();
+            std::vector<unsigned char> without = whole;
+            const size_t bytes = static_cast<size_t>(h.D) * dtype_bytes(dtype);
+            for (const int32_t row : last_rows)
+                for (int64_t head = 0; head < 2 * h.K; ++head) {
+                    const int64_t place = (row / s.page_size * 2 * h.K + head) * s.page_size + row % s.page_size;
+                    std::fill_n(without.begin() + place * static_cast<int64_t>(bytes), bytes, 0xff);
+                }
+            copy_to_device(prompt.pool, without.data());
+            Buffer last(dtype, {1, n, width}, last_values), again(dtype, {1, n, h.H * h.D}),
+                positions(DType::i32, {1, n}), rows(DType::i32, {n}), one_each(DType::i32, {n, 4});
+            positions.set_integers(last_positions), rows.set_integers(last_rows), one_each.set_integers(last_chunks);
+            PagedStep step = prompt;
+            step.chunks = one_each, step.rows = rows;
+            const QkvHeads now = qkv_heads(last, h.H, h.K);
+            const NewHeads fresh{now.k, now.v, c.pairs, positions, turns};
+            const HeadColumns to{again, h.H, h.D};
+            paged_decode("test", {to, now.q, h.K, 2 * h.K, h.K, h.D, scale, c.window}, step, &fresh, scratch_for(s, h),
+                         device().stream);
+            INFO(dtype_name(dtype) << ", pages of " << c.page_size << ", D = " << h.D << ", window " << c.window);
+            std::vector<unsigned char> expected;
+            first = 0;
+            const std::vector<unsigned char> all = out.bits();
+            const int64_t row_bytes = h.H * static_cast<int64_t>(bytes);
+            for (const int64_t length : c.lengths) {
+                first += length;
+                expected.insert(expected.end(), all.begin() + (first - 1) * row_bytes, all.begin() + first * row_bytes);
+            }
+            CHECK(again.bits() == expected);
+            CHECK((prompt.pool.bits() == whole));
+            // The rows are in the pool now.
+            Buffer rotated(dtype, {1, n, width}, last_values), third(dtype, {1, n, h.H * h.D});
+            const HeadColumns q = qkv_heads(rotated, h.H, h.K).q;
+            if (c.rotates) rope_forward(q, c.pairs, positions, table, device().stream);
+            paged_decode("test", {{third, h.H, h.D}, q, h.K, 2 * h.K, h.K, h.D, scale, c.window}, step, nullptr,
+                         scratch_for(s, h), device().stream);
+            CHECK(third.bits() == expected);
+        }
+}
+
 TEST_CASE("paged_write rotates as rope does", "[paged]") {
-    const Heads h{3, 2, 10};
+    const HeadCounts h{3, 2, 10};
     const Step s({5, 9}, 4, {32});
     Buffer table(DType::f32, {s.N, h.D});
     rope_table(table, rope_frequencies(h.D, 100.0, {}), 1.1);
@@ -128,11 +226,11 @@ TEST_CASE("paged_write rotates as rope does", "[paged]") {
 // probability by a factor between e^-2d and e^2d; values are off by their own error. All of it stays below this bound,
 // computed for each row; float32 sums add nothing that can be seen beside it (1e-5).
 TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged]") {
-    const Heads h{4, 2, 24};
+    const HeadCounts h{4, 2, 24};
     const Step s({37}, 16, {32, 1});
     const double scale = 1 / std::sqrt(24.0);
     Values values = random_values(s.N * h.width(), 4);
-    // Heads of keys and values differ in size, so that each needs its own scale. Queries are small: with scores that
+    // HeadCounts of keys and values differ in size, so that each needs its own scale. Queries are small: with scores that
     // move far the bound would be too wide to find a mistake.
     for (size_t i = 0; i < values.size(); ++i) {
         const int64_t head = static_cast<int64_t>(i) / h.D;
@@ -187,7 +285,7 @@ TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged]") 
 }
 
 TEST_CASE("paged attention refuses what does not fit", "[paged]") {
-    const Heads h{4, 2, 8};
+    const HeadCounts h{4, 2, 8};
     const Step s({5}, 4, {32});
     Buffer qkv(DType::f32, {1, s.N, h.width()}, random_values(s.N * h.width(), 5)),
         out(DType::f32, {1, s.N, h.H * h.D});

@@ -32,10 +32,14 @@
 // of speed: the second where the step has few rows (kSplitRows), for chunks of one row. In f32, and on the CPU device,
 // there is one split: the sums are one chain, and the bits are flash attention's.
 //
+// A step in which each sequence has one row is computed by another kernel on a GPU, in the same order: paged_decode.cuh.
+//
 // BYTES: each block reads (t + 1) 2 D numbers once. A step that decodes reads the whole cache of its sequences, K
 // (t + 1) 2 D numbers each, and computes 4 D H/K flops for every pair of a key and a value: its limit is the memory.
+#include "layers/flash_attention/paged_decode.cuh"
 #include "layers/flash_attention/paged_tile.cuh"
 
+#include <algorithm>
 #include <climits>
 #include <numeric>
 
@@ -47,19 +51,6 @@ constexpr int64_t kMaxD = 256;        // of grouped-query attention: as flash at
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Splits
-
-// Joins a split to those before it: sums l and outputs o times these factors, whole powers of two.
-struct Join {
-    float max, old_factor, factor;
-    __device__ __forceinline__ Join(float old_max, float its_max) : max(its_max > old_max ? its_max : old_max) {
-        old_factor = power_of_two(old_max - max), factor = power_of_two(its_max - max);
-    }
-};
-
-// partial (N, H, n_splits, 2 + Dv): of one split of a row the maximum, the sum, the unfinished output.
-__device__ __forceinline__ int64_t partial_offset(int64_t row, int head, int split, const PagedShape& s) {
-    return ((row * s.H + head) * s.n_splits + split) * (2 + s.Dv);
-}
 
 // Nothing has been read: of this split, or of all.
 __device__ __forceinline__ void clear(float* o, float* max, float* sum, int n_rows, const PagedShape& s) {
@@ -156,6 +147,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 // Block (chunk, head): joins the splits of a chunk of one row. Each thread has columns of its own.
 template <class Number>
 __global__ void join_splits_kernel(Heads<Number> out, const float* partial, const int4* chunks, PagedShape s) {
+    let_next_start();
+    wait_for_previous();
     const PagedChunk chunk = load_chunk_of(chunks, static_cast<int>(blockIdx.x), s);
     const int head = static_cast<int>(blockIdx.y), first = max(0, chunk.position - s.window + 1) / s.split,
               end = chunk.position / s.split + 1;
@@ -235,13 +228,44 @@ void dispatch_pool(const char* operation, DType dtype, DType pool, F&& f) {
 
 }  // namespace
 
+// Joins the splits of chunks of one row.
+template <class Number>
+static void join_splits(const PagedAttention& a, const float* partial, const PagedStep& step, const PagedShape& s,
+                        cudaStream_t stream) {
+    const int64_t n_chunks = step.chunks.shape[0], partial_bytes = s.N * s.H * s.n_splits * (2 + s.Dv) * 4;
+    const dim3 grid(static_cast<unsigned>(n_chunks), static_cast<unsigned>(s.H));
+    EarlyLaunch(grid, 64, 0, stream)("join_splits_kernel", join_splits_kernel<Number>, Heads<Number>(a.out), partial,
+                                     reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>()), s);
+    launched("join_splits_kernel",
+             {.reads = partial_bytes + bytes_of(step.chunks), .writes = bytes_of(a.out), .scratch = partial_bytes});
+}
+
+// What the splits leave for join_splits, if they have blocks of their own.
+static float* partial_in(const char* operation, Tensor scratch, const PagedShape& s) {
+    return s.parallel ? scratch_as(operation, scratch, {s.N, s.H, s.n_splits, 2 + s.Dv}).ptr<float>() : nullptr;
+}
+
+// How many rows of the pool the sequences have, only the device knows: keys and values are not counted.
+static LaunchCost cost_of(const PagedAttention& a, const PagedStep& step, const PagedShape& s) {
+    const int64_t partial_bytes = s.parallel ? s.N * s.H * s.n_splits * (2 + s.Dv) * 4 : 0;
+    return {.reads = bytes_of(a.q, step.page_table, step.chunks),
+            .writes = s.parallel ? partial_bytes : bytes_of(a.out),
+            .scratch = partial_bytes};
+}
+
+static bool can_decode(const PagedAttention& a, const PagedStep& step) {
+    const int64_t row_bytes = a.q.D * static_cast<int64_t>(dtype_bytes(step.pool.dtype));
+    return step.chunks.shape[0] == a.q.rows.shape[1] && a.values > 0 && a.q.D == a.out.D && a.q.D % 2 == 0 &&
+           a.q.D <= kMaxD && row_bytes % 16 == 0;
+}
+
 void paged_attention(const char* operation, const PagedAttention& a, const PagedStep& step, Tensor scratch,
                      cudaStream_t stream) {
+    if (!kOnCpu && can_decode(a, step)) return paged_decode(operation, a, step, nullptr, scratch, stream);
     check_step(operation, a, step);
     const PagedShape s = shape_of(a, step);
     const int64_t n_chunks = step.chunks.shape[0];
-    float* partial = nullptr;
-    if (s.parallel) partial = scratch_as(operation, scratch, {s.N, s.H, s.n_splits, 2 + s.Dv}).ptr<float>();
+    float* partial = partial_in(operation, scratch, s);
     const dim3 grid(static_cast<unsigned>(n_chunks), static_cast<unsigned>(a.K * s.tiles),
                     static_cast<unsigned>(s.parallel ? s.n_splits : 1));
     const auto* chunks = reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>());
@@ -254,27 +278,88 @@ void paged_attention(const char* operation, const PagedAttention& a, const Paged
             paged_attention_kernel<Number, Stored, kN><<<grid, kThreads, Shared::bytes(s), stream>>>(
                 Heads<Number>(a.out), partial, Heads<const Number>(a.q), Pool<Stored>(step),
                 step.page_table.ptr<int32_t>(), chunks, s);
-            // How many rows of the pool the sequences have, only the device knows: keys and values are not counted.
-            const int64_t partial_bytes = s.parallel ? s.N * s.H * s.n_splits * (2 + s.Dv) * 4 : 0;
-            launched("paged_attention_kernel", {.reads = bytes_of(a.q, step.page_table, step.chunks),
-                                                .writes = s.parallel ? partial_bytes : bytes_of(a.out),
-                                                .scratch = partial_bytes});
+            launched("paged_attention_kernel", cost_of(a, step, s));
         };
         if (kOnCpu || std::gcd(s.D, s.Dv) % kChunk<Stored> == 0) launch(std::integral_constant<int, kChunk<Stored>>{});
         else launch(std::integral_constant<int, 1>{});
-        if (!s.parallel) return;
-        join_splits_kernel<Number>
-            <<<dim3(static_cast<unsigned>(n_chunks), static_cast<unsigned>(s.H)), 64, 0, stream>>>(Heads<Number>(a.out),
-                                                                                                   partial, chunks, s);
-        const int64_t partial_bytes = s.N * s.H * s.n_splits * (2 + s.Dv) * 4;
-        launched("join_splits_kernel",
-                 {.reads = partial_bytes + bytes_of(step.chunks), .writes = bytes_of(a.out), .scratch = partial_bytes});
+        if (s.parallel) join_splits<Number>(a, partial, step, s, stream);
     });
 }
 
-void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64_t K, const PagedStep& step,
-                             float scale, int64_t window, Tensor scratch, cudaStream_t stream) {
-    const char* operation = "paged_attention_forward";
+static DecodeShape decode_shape(const PagedAttention& a, const PagedStep& step) {
+    DecodeShape d{};
+    d.s = shape_of(a, step);
+    const int64_t row_bytes = a.q.D * static_cast<int64_t>(dtype_bytes(step.pool.dtype)),
+                  longest = int64_t{d.s.table_columns} * d.s.P;
+    d.queries = static_cast<int>(std::clamp<int64_t>(kMostItems / d.s.D, 1, std::min(kMostQueries, d.s.group)));
+    // Neighbouring threads read neighbouring keys, an odd number of 16 bytes apart: no two of eight in the same banks.
+    d.key_pitch = static_cast<int>((row_bytes / 16 | 1) * 16), d.value_pitch = static_cast<int>(row_bytes);
+    d.pass = kDecodeThreads;
+    while (d.pass > kTileKeys && (d.pass * (d.key_pitch + d.value_pitch) > kPassBytes || d.pass / 2 >= longest))
+        d.pass /= 2;
+    return d;
+}
+
+template <class Number>
+static NewRows<Number> new_rows_of(const PagedStep& step, const NewHeads* fresh) {
+    if (!fresh) return {};
+    const HeadColumns &k = fresh->k, &v = fresh->v;
+    const bool rotates = fresh->table.exists();
+    return {k.rows.ptr<Number>() + k.column,
+            v.rows.ptr<Number>() + v.column,
+            k.rows.cols(),
+            v.rows.cols(),
+            k.head_stride(),
+            v.head_stride(),
+            step.rows.ptr<int32_t>(),
+            rotates ? fresh->positions.ptr<int32_t>() : nullptr,
+            rotates ? fresh->table.ptr<float>() : nullptr,
+            rotates ? fresh->table.shape[0] : 0,
+            fresh->pairs == RopePairs::neighbours};
+}
+
+void paged_decode(const char* operation, const PagedAttention& a, const PagedStep& step, const NewHeads* fresh,
+                  Tensor scratch, cudaStream_t stream) {
+    check_step(operation, a, step);
+    const DecodeShape d = decode_shape(a, step);
+    const PagedShape& s = d.s;
+    float* partial = partial_in(operation, scratch, s);
+    const dim3 grid(static_cast<unsigned>(s.N), static_cast<unsigned>(a.K * ceil_div(s.group, d.queries)),
+                    static_cast<unsigned>(s.parallel ? s.n_splits : 1));
+    dispatch_pool(operation, a.q.rows.dtype, step.pool.dtype, [&](auto number, auto stored) {
+        using Number = decltype(number);
+        using Stored = decltype(stored);
+        if constexpr (std::is_same_v<Number, Stored> || kQuantised<Stored>) {
+            allow_shared(paged_decode_kernel<Number, Stored>, DecodeShared::bytes(d));
+            EarlyLaunch(grid, kDecodeThreads, DecodeShared::bytes(d), stream)(
+                "paged_decode_kernel", paged_decode_kernel<Number, Stored>, Heads<Number>(a.out), partial,
+                Heads<const Number>(a.q), Pool<Stored>(step), step.page_table.ptr<int32_t>(),
+                reinterpret_cast<const int4*>(step.chunks.ptr<int32_t>()), new_rows_of<Number>(step, fresh), d);
+            LaunchCost cost = cost_of(a, step, s);
+            if (fresh) {
+                const int64_t written = s.N * 2 * a.K * s.D * int64_t{sizeof(Number)};
+                cost.reads += written + bytes_of(step.rows), cost.writes += written;
+            }
+            launched("paged_decode_kernel", cost);
+            if (s.parallel) join_splits<Number>(a, partial, step, s, stream);
+        }
+    });
+}
+
+static void expect_new_heads(const char* operation, const PagedAttention& a, const PagedStep& step,
+                             const NewHeads& fresh) {
+    const DType dtype = a.q.rows.dtype;
+    const int64_t N = a.q.rows.shape[1], D = a.q.D;
+    expect_heads(operation, "k", fresh.k, dtype, 1, N, a.K, D);
+    expect_heads(operation, "v", fresh.v, dtype, 1, N, a.K, D);
+    expect(operation, "step.rows", step.rows, DType::i32, {N});
+    if (!fresh.table.exists()) return;
+    expect(operation, "table", fresh.table, DType::f32, {-1, D});
+    expect(operation, "positions", fresh.positions, DType::i32, {1, N});
+}
+
+static PagedAttention grouped_queries(const char* operation, const HeadColumns& out, const HeadColumns& q, int64_t K,
+                                      const PagedStep& step, float scale, int64_t window) {
     const DType dtype = q.rows.dtype;
     expect(operation, "q", q.rows, dtype, {1, -1, -1});
     const int64_t H = q.count, D = q.D, N = q.rows.shape[1];
@@ -286,7 +371,27 @@ void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64
     expect_heads(operation, "out", out, dtype, 1, N, H, D);
     check(step.pool.dtype == dtype || step.pool.dtype == DType::e4m3, operation, ": step.pool is ", step.pool,
           ", expected ", dtype_name(dtype), " or e4m3");
-    paged_attention(operation, {out, q, K, 2 * K, K, D, scale, window}, step, scratch, stream);
+    return {out, q, K, 2 * K, K, D, scale, window};
+}
+
+void paged_attention_forward(const HeadColumns& out, const HeadColumns& q, int64_t K, const PagedStep& step,
+                             float scale, int64_t window, Tensor scratch, cudaStream_t stream) {
+    const char* operation = "paged_attention_forward";
+    paged_attention(operation, grouped_queries(operation, out, q, K, step, scale, window), step, scratch, stream);
+}
+
+void paged_decode_forward(const HeadColumns& out, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
+                          const PagedStep& step, RopePairs pairs, Tensor positions, Tensor table, float scale,
+                          int64_t window, Tensor scratch, cudaStream_t stream) {
+    const char* operation = "paged_decode_forward";
+    const PagedAttention a = grouped_queries(operation, out, q, k.count, step, scale, window);
+    if (kOnCpu || step.pool.dtype == DType::e4m3 || !can_decode(a, step)) {
+        paged_write(step, q, k, v, pairs, positions, table, stream);
+        return paged_attention(operation, a, step, scratch, stream);
+    }
+    const NewHeads fresh{k, v, pairs, positions, table};
+    expect_new_heads(operation, a, step, fresh);
+    paged_decode(operation, a, step, &fresh, scratch, stream);
 }
 
 int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_length) {

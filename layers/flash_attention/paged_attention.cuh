@@ -21,3 +21,15 @@ constexpr int64_t kMaxLatentColumns = 1024;  // D of MLA: queries and outputs of
 // Checks the step (pool, page table, chunks) too.
 void paged_attention(const char* operation, const PagedAttention& arguments, const PagedStep& step, Tensor scratch,
                      cudaStream_t stream);
+
+// New keys and values, and how they are rotated on their way to the pool; without a table they are not.
+struct NewHeads {
+    HeadColumns k, v;
+    RopePairs pairs;
+    Tensor positions, table;
+};
+// A step of one row for each chunk, on a GPU: paged_decode.cuh, whose heads have an even number of columns, and rows of
+// a multiple of 16 bytes in the pool. fresh: the new keys and values are not in the pool yet, and belong there;
+// otherwise nullptr. Arguments have been checked, but for the step.
+void paged_decode(const char* operation, const PagedAttention& arguments, const PagedStep& step, const NewHeads* fresh,
+                  Tensor scratch, cudaStream_t stream);

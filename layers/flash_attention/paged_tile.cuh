@@ -24,7 +24,7 @@ constexpr bool kQuantised = std::is_same_v<Stored, __nv_fp8_e4m3>;
 
 template <class Stored>
 struct Pool {
-    const Stored* numbers;
+    Stored* numbers;
     const float* scales;
     explicit Pool(const PagedStep& step)
         : numbers(step.pool.ptr<Stored>()), scales(kQuantised<Stored> ? step.scales.ptr<float>() : nullptr) {}
@@ -76,6 +76,22 @@ struct PagedTile {
         return chunk.position + (first + r) / s.group;
     }
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Splits
+
+// Joins a split to those before it: sums l and outputs o times these factors, whole powers of two.
+struct Join {
+    float max, old_factor, factor;
+    __device__ __forceinline__ Join(float old_max, float its_max) : max(its_max > old_max ? its_max : old_max) {
+        old_factor = power_of_two(old_max - max), factor = power_of_two(its_max - max);
+    }
+};
+
+// partial (N, H, n_splits, 2 + Dv): of one split of a row the maximum, the sum, the unfinished output.
+__device__ __forceinline__ int64_t partial_offset(int64_t row, int head, int split, const PagedShape& s) {
+    return ((row * s.H + head) * s.n_splits + split) * (2 + s.Dv);
+}
 
 #if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+// layers/early_launch.cuh: kernels that start before the one in front of them in the stream has ended.
+//
+// A step that decodes is a chain of short kernels. Each needs what the one before it has written, but not at once: its
+// blocks have to start, and it reads weights, which nobody writes. On Hopper and later GPUs a kernel can say that the
+// next one may start now, beside it, and the next one where it waits until the one before it has ended and everything
+// that it wrote can be read ("programmatic dependent launch" in NVIDIA's manual):
+//
+//     kernel n      ----- let_next_start() --------------------------- end
+//     kernel n + 1           start, weights to registers ... wait_for_previous() | reads what n has written -----
+//
+// What holds for such a kernel:
+//
+//   - it is launched by EarlyLaunch, which is <<<>>> with that permission;
+//   - before wait_for_previous() it reads only what no launch of the last few has written, such as weights, and writes
+//     nothing. Every thread calls it, so that a kernel never ends before the one in front of it: what holds for two
+//     neighbours then holds for all in the stream;
+//   - it may call let_next_start() at any time, also if the next one is launched as always, and waits.
+//
+// Older GPUs, and the CPU device, run one kernel after the other, and both functions do nothing.
+#pragma once
+
+#include "core/kernel.cuh"
+
+namespace {
+
+__device__ __forceinline__ void let_next_start() {
+#if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous() {
+#if !defined(CUDA_ON_CPU) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// EarlyLaunch(grid, block, shared_bytes, stream)("kernel", kernel, arguments...):
+// kernel<<<grid, block, shared_bytes, stream>>>(arguments...)
+struct EarlyLaunch {
+    const dim3 grid, block;
+    const size_t shared_bytes;
+    const cudaStream_t stream;
+    const char* const file;
+    const int line;
+
+    EarlyLaunch(dim3 its_grid, dim3 its_block, size_t its_shared_bytes, cudaStream_t its_stream,
+                const char* its_file = __builtin_FILE(), int its_line = __builtin_LINE())
+        : grid(its_grid), block(its_block), shared_bytes(its_shared_bytes), stream(its_stream), file(its_file),
+          line(its_line) {}
+
+    template <class... Parameters, class... Arguments>
+    void operator()([[maybe_unused]] const char* name, void (*kernel)(Parameters...), Arguments... arguments) const {
+#ifdef CUDA_ON_CPU
+        cuda_cpu::launch(name, file, line, cuda_cpu::Configuration(grid, block, shared_bytes, stream), kernel,
+                         static_cast<Parameters>(arguments)...);
+#else
+        static const bool is_possible = [] {
+            int major = 0;
+            cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
+            return major >= 9;
+        }();
+        cudaLaunchAttribute permission{};
+        permission.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        permission.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t configuration{};
+        configuration.gridDim = grid, configuration.blockDim = block;
+        configuration.dynamicSmemBytes = shared_bytes, configuration.stream = stream;
+        configuration.attrs = &permission, configuration.numAttrs = is_possible ? 1 : 0;
+        cudaCheck(cudaLaunchKernelEx(&configuration, kernel, static_cast<Parameters>(arguments)...));
+#endif
+    }
+};
+
+}  // namespace

@@ -1,0 +1,309 @@
+// layers/flash_attention/paged_decode.cuh: attention over a cache in pages where each sequence has one row: a step that
+// decodes. Included by paged_attention.cu, whose kernel computes any step, and defines what is computed here: in the
+// same order of every sum, but with few waits one after the other, because a block of such a step has little else to
+// do. The longest chain for a context of up to kPassBytes:
+//
+//     chunk -> pages -> keys and values, all of them at a time -> scores -> probabilities -> outputs
+//
+// A block of kDecodeThreads threads has up to eight query heads of one key head. For a pass, of up to 256 keys:
+//
+//     copies       16 bytes each, of keys and values as they are stored, to shared memory
+//     scores       a thread has a key, and multiplies its columns with all queries
+//     maxima       of each tile of 32 keys, a warp; each thread adds up what the maximum was behind tiles before its own
+//     outputs      a thread has a column of a query: o = o 2^(m - m') + P value, and l the same with 1 for the value
+//
+// The block may also do what comes before the attention (paged_write.cu): it rotates queries and the new key, and
+// writes the new key and value to their page. All else that it reads was there when the step began. So it is asked for
+// before the launch in front of this one, the product that makes queries, keys and values, has ended (early_launch.cuh).
+#pragma once
+
+#include "layers/early_launch.cuh"
+#include "layers/flash_attention/paged_tile.cuh"
+#include "layers/ptx.cuh"
+#include "layers/rope.cuh"
+
+namespace {
+
+constexpr int kDecodeThreads = 256, kTileKeys = kWarp;
+constexpr int kMostQueries = 8, kMostItems = 512;  // queries of a block, and times columns
+constexpr int kPassBytes = 72 << 10;               // of keys and values in shared memory
+
+// The step's new keys and values, which stand in no page yet. keys == nullptr: they do, and queries are rotated.
+template <class Number>
+struct NewRows {
+    const Number *keys, *values;
+    int64_t key_stride, value_stride, key_head_stride, value_head_stride;
+    const int32_t *rows, *positions;  // rows: of the pool
+    const float* table;               // of rotations, or nullptr
+    int64_t n_positions;
+    bool neighbours;
+};
+
+struct DecodeShape {
+    PagedShape s;
+    int queries, pass;           // most queries of a block; keys of a pass
+    int key_pitch, value_pitch;  // bytes of a row in shared memory
+};
+
+// Shared memory. Items are columns of queries: item r Dv + c.
+struct DecodeShared {
+    int64_t* rows;                      // (pass): of the pool
+    char *keys, *values;                // (pass) rows
+    float *q, *probs, *tile_max, *max;  // (queries, D), (queries, pass), (queries, tiles), (queries)
+    float *key_scales, *value_scales;   // (pass): of codes
+    float *o, *sum;                     // (items): of the split that is being read
+    float *all_o, *all_sum, *all_max;   // (items): of the splits before it
+
+    __device__ __forceinline__ explicit DecodeShared(const DecodeShape& d) {
+        char* next = dynamic_shared<char>();
+        const auto bytes = [&](int n) { return (next += n) - n; };
+        const auto floats = [&](int n) { return reinterpret_cast<float*>(bytes(4 * n)); };
+        keys = bytes(d.pass * d.key_pitch), values = bytes(d.pass * d.value_pitch);
+        rows = reinterpret_cast<int64_t*>(bytes(8 * d.pass));
+        q = floats(d.queries * d.s.D), probs = floats(d.queries * d.pass);
+        tile_max = floats(d.queries * d.pass / kTileKeys), max = floats(d.queries);
+        key_scales = floats(d.pass), value_scales = floats(d.pass);
+        const int items = d.queries * d.s.Dv;
+        o = floats(items), sum = floats(items), all_o = floats(items), all_sum = floats(items), all_max = floats(items);
+    }
+    static size_t bytes(const DecodeShape& d) {
+        const int floats = d.queries * (d.s.D + d.pass + d.pass / kTileKeys + 1 + 5 * d.s.Dv) + 2 * d.pass;
+        return static_cast<size_t>(d.pass * (d.key_pitch + d.value_pitch + 8) + 4 * floats);
+    }
+};
+
+// The key head and query heads of a block, of a chunk of one row.
+struct DecodeBlock {
+    PagedChunk chunk;
+    int head, first, n, begin, end;  // first: query head; [begin, end): keys that it sees
+    __device__ __forceinline__ DecodeBlock(const PagedChunk& its_chunk, int y, const DecodeShape& d)
+        : chunk(its_chunk) {
+        const int tiles = (d.s.group + d.queries - 1) / d.queries, in_group = y % tiles * d.queries;
+        head = y / tiles, first = head * d.s.group + in_group, n = min(d.queries, d.s.group - in_group);
+        begin = max(0, chunk.position - d.s.window + 1), end = chunk.position + 1;
+    }
+};
+
+// Starts the copies of n keys and values, those of the pool; the pass's rows are in at.rows.
+template <class Stored>
+__device__ __forceinline__ void copy_rows(const DecodeShared& at, const Pool<Stored>& pool, int n,
+                                          const DecodeShape& d) {
+    constexpr int kPack = 16 / sizeof(Stored);
+    const int packs = d.s.D / kPack;
+    const int64_t to_values = static_cast<int64_t>(d.s.values) * d.s.P * d.s.D;
+    for (int i = threadIdx.x; i < n * packs; i += kDecodeThreads) {
+        const int j = i / packs, pack = i % packs;
+        const Stored* key = pool.numbers + at.rows[j] * d.s.D + pack * kPack;
+        cp_async_16(at.keys + j * d.key_pitch + pack * 16, key);
+        cp_async_16(at.values + j * d.value_pitch + pack * 16, key + to_values);
+    }
+    cp_async_commit();
+    if constexpr (kQuantised<Stored>)
+        for (int j = threadIdx.x; j < n; j += kDecodeThreads) {
+            at.key_scales[j] = pool.scales[at.rows[j]];
+            at.value_scales[j] = pool.scales[at.rows[j] + static_cast<int64_t>(d.s.values) * d.s.P];
+        }
+}
+
+// Rotates the pair i of a head of D columns, or leaves it as it is; calls store(column, number) for both.
+template <class Number, class Store>
+__device__ __forceinline__ void rotate_pair(const Number* head, const float* turns, int i, int D, bool neighbours,
+                                            const Store& store) {
+    const int first = neighbours ? 2 * i : i, second = neighbours ? 2 * i + 1 : i + D / 2;
+    float x1 = to_float(head[first]), x2 = to_float(head[second]);
+    if (turns) rotate_point(x1, x2, turns[i], turns[D / 2 + i]);
+    store(first, from_float<Number>(x1));
+    store(second, from_float<Number>(x2));
+}
+
+// The rotations of the new row's position.
+template <class Number>
+__device__ __forceinline__ const float* turns_of(const NewRows<Number>& fresh, int row, int D) {
+    if (!fresh.keys || !fresh.table) return nullptr;
+    const int64_t position = fresh.positions[row];
+    if (position < 0 || position >= fresh.n_positions) __trap();
+    return fresh.table + position * D;
+}
+
+template <class Number>
+__device__ __forceinline__ void load_queries(const DecodeShared& at, const DecodeBlock& block, Heads<const Number> q,
+                                             const NewRows<Number>& fresh, const DecodeShape& d) {
+    const int D = d.s.D;
+    const float* turns = turns_of(fresh, block.chunk.row, D);
+    for (int i = threadIdx.x; i < block.n * (D / 2); i += kDecodeThreads) {
+        const int r = i / (D / 2);
+        float* to = at.q + r * D;
+        rotate_pair(q.head(0, block.first + r) + block.chunk.row * q.token_stride, turns, i % (D / 2), D,
+                    fresh.neighbours, [&](int column, Number x) { to[column] = to_float(x); });
+    }
+}
+
+// The new key and value to place j of the pass, and, `stores`, to the pool.
+template <class Number, class Stored>
+__device__ __forceinline__ void add_new_row(const DecodeShared& at, const DecodeBlock& block, const Pool<Stored>& pool,
+                                            const NewRows<Number>& fresh, int j, bool stores, const DecodeShape& d) {
+    const PagedShape& s = d.s;
+    const int64_t row = fresh.rows[block.chunk.row];
+    if (row < 0 || row >= static_cast<int64_t>(s.n_pages) * s.P) __trap();
+    Stored* const pool_key = pool.numbers + ((row / s.P * s.page_heads + block.head) * s.P + row % s.P) * s.D;
+    Stored* const pool_value = pool_key + static_cast<int64_t>(s.values) * s.P * s.D;
+    Stored* const key = reinterpret_cast<Stored*>(at.keys + j * d.key_pitch);
+    Stored* const value = reinterpret_cast<Stored*>(at.values + j * d.value_pitch);
+    const Number* from = fresh.keys + block.chunk.row * fresh.key_stride + block.head * fresh.key_head_stride;
+    const float* turns = turns_of(fresh, block.chunk.row, s.D);
+    for (int i = threadIdx.x; i < s.D / 2; i += kDecodeThreads)
+        rotate_pair(from, turns, i, s.D, fresh.neighbours, [&](int column, Number x) {
+            key[column] = x;
+            if (stores) pool_key[column] = x;
+        });
+    from = fresh.values + block.chunk.row * fresh.value_stride + block.head * fresh.value_head_stride;
+    for (int c = threadIdx.x; c < s.D; c += kDecodeThreads) {
+        value[c] = from[c];
+        if (stores) pool_value[c] = from[c];
+    }
+}
+
+// x[r] = scale log2(e) dot(query r, key j): a sum in ascending order of the columns.
+template <class Stored>
+__device__ __forceinline__ void compute_scores(float (&x)[kMostQueries], const DecodeShared& at, int n_queries, int j,
+                                               const DecodeShape& d) {
+    constexpr int kPack = 16 / sizeof(Stored);
+    const Stored* key = reinterpret_cast<const Stored*>(at.keys + j * d.key_pitch);
+    for (int c = 0; c < d.s.D; c += kPack) {
+        const Packed<Stored> pack = load_packed(key + c);
+        float k[kPack];
+        for (int l = 0; l < kPack; ++l) k[l] = to_float(pack.v[l]);
+        if constexpr (kQuantised<Stored>)
+            for (int l = 0; l < kPack; ++l) k[l] *= at.key_scales[j];
+#pragma unroll
+        for (int r = 0; r < kMostQueries; ++r)
+            if (r < n_queries)
+                for (int l = 0; l < kPack; ++l) x[r] = fmaf(k[l], at.q[r * d.s.D + c + l], x[r]);
+    }
+}
+
+// The probabilities of n keys, as powers of two below the maximum behind their tile.
+template <class Stored>
+__device__ __forceinline__ void compute_decode_probs(const DecodeShared& at, int n_queries, int n,
+                                                     const DecodeShape& d) {
+    const int j = static_cast<int>(threadIdx.x), tile = j / kTileKeys, tiles = d.pass / kTileKeys;
+    float x[kMostQueries] = {};
+    if (j < n) compute_scores<Stored>(x, at, n_queries, j, d);
+#pragma unroll
+    for (int r = 0; r < kMostQueries; ++r) {
+        if (r >= n_queries) continue;
+        x[r] = j < n ? x[r] * d.s.factor : kMasked;
+        const float whole = rintf(warp_max(x[r]));
+        if (j % kTileKeys == 0 && tile < tiles) at.tile_max[r * tiles + tile] = whole;
+    }
+    __syncthreads();  // the tiles' maxima are there
+#pragma unroll
+    for (int r = 0; r < kMostQueries; ++r) {
+        if (r >= n_queries || j >= n) continue;
+        float max = at.max[r];
+        for (int w = 0; w <= tile; ++w) max = at.tile_max[r * tiles + w] > max ? at.tile_max[r * tiles + w] : max;
+        at.probs[r * d.pass + j] = exp2_below(x[r], max);
+    }
+    __syncthreads();  // the probabilities are there
+}
+
+// Adds n keys to o and sum of each item: sums in ascending order of the keys.
+template <class Stored>
+__device__ __forceinline__ void add_decode_values(const DecodeShared& at, int n_queries, int n, const DecodeShape& d) {
+    const int Dv = d.s.Dv, tiles = d.pass / kTileKeys;
+    for (int item = threadIdx.x; item < n_queries * Dv; item += kDecodeThreads) {
+        const int r = item / Dv, c = item % Dv;
+        float o = at.o[item], sum = at.sum[item], max = at.max[r];
+        for (int tile = 0; tile * kTileKeys < n; ++tile) {
+            const float its_max = at.tile_max[r * tiles + tile], larger = its_max > max ? its_max : max;
+            const float factor = power_of_two(max - larger);
+            o *= factor, sum *= factor, max = larger;
+            const int j0 = tile * kTileKeys, end = min(n, j0 + kTileKeys);
+            const float* probs = at.probs + r * d.pass;
+#pragma unroll 8
+            for (int j = j0; j < end; ++j) {
+                float value = to_float(reinterpret_cast<const Stored*>(at.values + j * d.value_pitch)[c]);
+                if constexpr (kQuantised<Stored>) value *= at.value_scales[j];
+                o = fmaf(value, probs[j], o);
+                sum += probs[j];
+            }
+        }
+        at.o[item] = o, at.sum[item] = sum;
+    }
+    __syncthreads();  // the tiles' maxima have been read, keys and values too
+    for (int r = threadIdx.x; r < n_queries; r += kDecodeThreads)
+        for (int tile = 0; tile * kTileKeys < n; ++tile)
+            at.max[r] = at.tile_max[r * tiles + tile] > at.max[r] ? at.tile_max[r * tiles + tile] : at.max[r];
+}
+
+// Block (chunk, key head and queries, split). Where splits have no blocks of their own, one does all.
+template <class Number, class Stored>
+__global__ void __launch_bounds__(kDecodeThreads)
+    paged_decode_kernel(Heads<Number> out, float* partial, Heads<const Number> q, Pool<Stored> pool,
+                        const int32_t* page_table, const int4* chunks, NewRows<Number> fresh, DecodeShape d) {
+    let_next_start();
+    const PagedShape& s = d.s;
+    if (!fresh.keys) wait_for_previous();
+    const DecodeBlock block(load_chunk_of(chunks, static_cast<int>(blockIdx.x), s), static_cast<int>(blockIdx.y), d);
+    if (block.chunk.n != 1) __trap();
+    const DecodeShared at(d);
+    const int32_t* pages = page_table + int64_t{block.chunk.sequence} * s.table_columns;
+    const int first_split = block.begin / s.split, end_split = (block.end - 1) / s.split + 1;
+    const int z = static_cast<int>(blockIdx.z);
+    const bool nothing = s.parallel && (z < first_split || z >= end_split);
+    const int n_items = block.n * s.Dv;
+    bool waited = false;
+    for (int split = s.parallel ? z : first_split; !nothing && split < (s.parallel ? z + 1 : end_split); ++split) {
+        const int begin = max(block.begin, split * s.split), end = min(block.end, (split + 1) * s.split);
+        for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) at.o[i] = 0.0f, at.sum[i] = 0.0f;
+        for (int r = threadIdx.x; r < block.n; r += kDecodeThreads) at.max[r] = kNothingYet;
+        for (int s0 = begin; s0 < end; s0 += d.pass) {
+            const int n = min(d.pass, end - s0);
+            const bool has_new = fresh.keys && s0 + n == block.end;
+            for (int j = threadIdx.x; j < n; j += kDecodeThreads) {
+                const int position = s0 + j, page = pages[position / s.P];
+                if (page < 0 || page >= s.n_pages) __trap();
+                at.rows[j] = (int64_t{page} * s.page_heads + block.head) * s.P + position % s.P;
+            }
+            __syncthreads();  // the rows are there
+            copy_rows(at, pool, has_new ? n - 1 : n, d);
+            if (!waited) {
+                wait_for_previous();
+                waited = true;
+                load_queries(at, block, q, fresh, d);
+            }
+            if constexpr (std::is_same_v<Number, Stored>)
+                if (has_new) add_new_row(at, block, pool, fresh, n - 1, block.first % s.group == 0, d);
+            cp_async_wait<0>();
+            __syncthreads();  // keys, values and queries are there
+            compute_decode_probs<Stored>(at, block.n, n, d);
+            add_decode_values<Stored>(at, block.n, n, d);
+        }
+        __syncthreads();  // the split's maxima are there
+        for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) {
+            const int r = i / s.Dv, c = i % s.Dv;
+            if (s.parallel) {
+                float* its = partial + partial_offset(block.chunk.row, block.first + r, z, s);
+                if (c == 0) its[0] = at.max[r], its[1] = at.sum[i];
+                its[2 + c] = at.o[i];
+                continue;
+            }
+            const Join join(split == first_split ? kNothingYet : at.all_max[i], at.max[r]);
+            const float before = split == first_split ? 0.0f : at.all_o[i],
+                        sum_before = split == first_split ? 0.0f : at.all_sum[i];
+            at.all_max[i] = join.max;
+            at.all_o[i] = before * join.old_factor + at.o[i] * join.factor;
+            at.all_sum[i] = sum_before * join.old_factor + at.sum[i] * join.factor;
+        }
+        __syncthreads();  // maxima have been read
+    }
+    if (!waited) wait_for_previous();
+    if (s.parallel) return;
+    for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) {
+        const int r = i / s.Dv, c = i % s.Dv;
+        out.head(0, block.first + r)[block.chunk.row * out.token_stride + c] =
+            from_float<Number>(at.all_o[i] * (1.0f / at.all_sum[i]));
+    }
+}
+
+}  // namespace
