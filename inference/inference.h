@@ -200,7 +200,7 @@ class Sampler {
     std::vector<int32_t> places_;  // (V): where the adjustment of a token of the row at work is, or -1
     Tensor host_tables_, tables_;  // rules, adjustments
     Tensor x_, distributions_;     // (max_rows, ...)
-    Tensor host_results_, results_;
+    Tensor results_;               // pinned: kernels write them, the host reads them
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

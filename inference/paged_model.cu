@@ -38,9 +38,18 @@ void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::
         host_pools_ = take_cache_pools(model_, sizes.n_host_pages, sizes.page_size, dtype, pinned);
     acts_ = take_step_activations(model_, pools_, largest, activations);
     workspace_ = take_step_workspace(model_, largest, max_length, activations);
-    const auto like = [&](const Tensor& tensor) { return pinned.take("tables of a step", DType::i32, {tensor.n()}); };
-    tables_ = {like(acts_.tokens),     like(acts_.positions), like(acts_.cache_rows),
-               like(acts_.page_table), like(acts_.chunks),    like(acts_.logit_rows)};
+    tables_.tokens = pinned.take("tables of a step", DType::i32, {acts_.tokens.n()});
+    // The others side by side, as they are on the device (model/cached_step.cu).
+    std::pair<Tensor*, const Tensor*> others[] = {{&tables_.chunks, &acts_.chunks},
+                                                  {&tables_.positions, &acts_.positions},
+                                                  {&tables_.cache_rows, &acts_.cache_rows},
+                                                  {&tables_.logit_rows, &acts_.logit_rows},
+                                                  {&tables_.page_table, &acts_.page_table}};
+    int64_t n = 0;
+    for (const auto& [mine, its] : others) n += its->n();
+    const Tensor all = pinned.take("tables of a step", DType::i32, {n});
+    n = 0;
+    for (const auto& [mine, its] : others) *mine = all.slice((n += its->n()) - its->n(), its->n());
 }
 
 void PagedModel::copy_pages(std::span<const PageCopy> copies) {
@@ -125,11 +134,13 @@ std::vector<Tensor> PagedModel::filled_tables(const StepSizes& s) const {
 // What a step puts on the stream: the tables and the forward.
 void PagedModel::launch(Activations& acts, const StepSizes& sizes) {
     const cudaStream_t stream = device().stream;
-    const std::vector<Tensor> from = filled_tables(sizes), to = {acts.tokens,     acts.positions, acts.cache_rows,
-                                                                 acts.page_table, acts.chunks,    acts.logit_rows};
-    for (size_t i = 0; i < to.size(); ++i)
-        if (to[i].n() > 0)
-            cudaCheck(cudaMemcpyAsync(to[i].data, from[i].data, to[i].bytes(), cudaMemcpyHostToDevice, stream));
+    const auto copy = [&](const Tensor& to, const Tensor& from, int64_t n) {
+        cudaCheck(cudaMemcpyAsync(to.data, from.data, static_cast<size_t>(n) * sizeof(int32_t), cudaMemcpyHostToDevice,
+                                  stream));
+    };
+    copy(acts.tokens, tables_.tokens, sizes.tokens);
+    const int64_t first_page = tables_.page_table.ptr<int32_t>() - tables_.chunks.ptr<int32_t>();
+    copy(acts.chunks, tables_.chunks, first_page + sizes.sequences * sizes.pages);
     ::forward(model_, acts, of_step(workspace_, sizes), stream, false);
 }
 

@@ -1,7 +1,8 @@
 // Sampling on the host: from options and tokens to the tables that the kernels read (layers/sampling.cu), and back.
 //
-// A step copies one table to the device (a rule for each row, and adjustments of single logits), launches the
-// kernels, and copies one table of results back.
+// A step copies one table to the device (a rule for each row, and adjustments of single logits) and launches the
+// kernels. What they find, a few numbers a row, they write to pinned memory, where the host reads it: a copy would be
+// one more thing to wait for.
 #include "inference/inference.h"
 
 #include <algorithm>
@@ -67,9 +68,8 @@ void Sampler::take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pin
     const int64_t tables_n = max_rows * kStructN<SamplingRule> + V * kStructN<LogitAdjustment>;
     const int64_t results_n = max_rows * (2 + 2 * kMostLogprobs);
     host_tables_ = pinned.take("sampling", DType::i32, {tables_n});
-    host_results_ = pinned.take("sampling", DType::i32, {results_n});
+    results_ = pinned.take("sampling", DType::i32, {results_n});
     tables_ = device.take("sampling", DType::i32, {tables_n});
-    results_ = device.take("sampling", DType::i32, {results_n});
     x_ = device.take("sampling", DType::f32, {max_rows, sampling_columns(V)});
     distributions_ = device.take("sampling", DType::i32, {max_rows, kStructN<SamplingDistribution>});
     rules_.reserve(static_cast<size_t>(max_rows));
@@ -131,7 +131,7 @@ void Sampler::add_rule(const SamplingRow& row) {
     n_top_ = std::max<int64_t>(n_top_, rule.n_top);
 }
 
-// One copy to the device, the kernels, one copy back.
+// One copy to the device, and the kernels.
 void Sampler::launch(Tensor logits, cudaStream_t stream) {
     const int64_t rows = logits.shape[0];
     const Tensor x = x_.slice(0, rows), distributions = distributions_.slice(0, rows);
@@ -152,12 +152,11 @@ void Sampler::launch(Tensor logits, cudaStream_t stream) {
     sampling_distributions(distributions, x, rules, stream);
     draw_tokens(results, x, distributions, rules, stream);
     if (n_top_ >= 0) log_probabilities(results, logits, rules, V_, stream);
-    cudaCheck(cudaMemcpyAsync(host_results_.data, results.data, results.bytes(), cudaMemcpyDeviceToHost, stream));
     cudaCheck(cudaStreamSynchronize(stream));
 }
 
 Sampled Sampler::result(size_t row) const {
-    const int32_t* numbers = host_results_.ptr<int32_t>() + static_cast<int64_t>(row) * result_columns(n_top_);
+    const int32_t* numbers = results_.ptr<int32_t>() + static_cast<int64_t>(row) * result_columns(n_top_);
     const auto logprob = [&](int64_t column) { return std::bit_cast<float>(numbers[column]); };
     Sampled sampled{numbers[0], 0, {}};
     const int64_t n_top = rules_[row].n_top;

@@ -54,6 +54,22 @@ constexpr int kAhead = n == 1       ? 1
                        : n == 4     ? 4
                                     : 1;
 
+// Codes as floats. A GPU converts integers at an eighth of the rate of additions. So the code plus 128, a byte, becomes
+// the lowest byte of the float 2^23, and 2^23 + 128 is subtracted: both are exact.
+template <int n, class Code>
+__device__ __forceinline__ void widen_codes(float (&w)[n], const Packed<Code, n>& codes) {
+    if constexpr (std::is_same_v<Code, int8_t> && n % 4 == 0) {
+        uint32_t words[n / 4];
+        memcpy(words, &codes, n);
+        for (int i = 0; i < n; ++i) {
+            const uint32_t byte = (words[i / 4] ^ 0x80808080u) >> 8 * (i % 4) & 0xffu;
+            w[i] = __uint_as_float(0x4b000000u | byte) - 8388736.0f;
+        }
+    } else {
+        for (int i = 0; i < n; ++i) w[i] = to_float(codes.v[i]);
+    }
+}
+
 // Column c of output o has scale[o * n_blocks + (c >> shift)], or 1 where there are no scales. n columns a load; the
 // rows of inp from the last one on stand for those beyond N, which are not stored.
 // Without the 2, blocks of a multiprocessor, ptxas stops at 128 registers, and spills one.
@@ -87,7 +103,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 2)
 #pragma unroll
             for (int k = 0; k < kOutputs; ++k) {
                 const float s = scale ? scale[min(first + k, O - 1) * n_blocks + (c >> shift)] : 1.0f;
-                for (int i = 0; i < n; ++i) w[k][i] = to_float(ahead[a][k].v[i]) * s;
+                widen_codes(w[k], ahead[a][k]);
+                for (int i = 0; i < n; ++i) w[k][i] *= s;
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {

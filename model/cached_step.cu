@@ -23,11 +23,18 @@ CachePools take_cache_pools(const Model& model, int64_t n_pages, int64_t page_si
 
 Activations take_step_activations(const Model& model, const CachePools& pools, const StepSizes& largest, Arena& arena) {
     Activations acts = take_forward_activations(model, 1, largest.tokens, largest.logits, arena);
-    acts.positions = arena.take("tokens", DType::i32, {1, largest.tokens});
-    acts.cache_rows = arena.take("tokens", DType::i32, {largest.tokens});
-    acts.page_table = arena.take("page tables", DType::i32, {largest.sequences * largest.pages});
-    acts.chunks = arena.take("page tables", DType::i32, {largest.chunks, 4});
-    acts.logit_rows = arena.take("tokens", DType::i32, {largest.logits});
+    // The tables lie side by side, in this order, so that one copy fills them. The pages are the last, because only
+    // those that a step uses are copied.
+    const int64_t N = largest.tokens, n_pages = largest.sequences * largest.pages;
+    const Tensor tables =
+        arena.take("tables of a step", DType::i32, {4 * largest.chunks + 2 * N + largest.logits + n_pages});
+    int64_t first = 0;
+    const auto take = [&](int64_t n) { return tables.slice((first += n) - n, n); };
+    acts.chunks = take(4 * largest.chunks).view({largest.chunks, 4});
+    acts.positions = take(N).view({1, N});
+    acts.cache_rows = take(N);
+    acts.logit_rows = take(largest.logits);
+    acts.page_table = take(n_pages);
     acts.last = arena.take("residual stream", model.precision.dtype, {largest.logits, model.local.C});
     for (size_t l = 0; l < acts.blocks.size(); ++l) {
         acts.blocks[l].cache = pools.layers[l];

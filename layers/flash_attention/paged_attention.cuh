@@ -2,6 +2,7 @@
 // attention (paged_attention.cu, where the kernels are) and MLA (paged_latent_attention.cu).
 #pragma once
 
+#include "layers/decode.h"
 #include "layers/flash_attention/flash_attention.cuh"
 
 // H query heads of D columns over K heads of keys (D) and values (the first Dv columns of their rows).
