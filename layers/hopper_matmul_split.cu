@@ -214,14 +214,34 @@ __device__ __forceinline__ void for_each_part(const Schedule& schedule, int tile
     for (; piece < schedule.pieces && schedule.piece_begin(piece) < end; ++piece) f(static_cast<int64_t>(piece) + tile);
 }
 
-// Adds the parts of a tile (blockIdx.y). A thread has four neighbours of a row.
+// The row sums of a row of tiles, along its columns: a thread has one row.
+template <class Out>
+__device__ __forceinline__ void add_row_sums(const Schedule& schedule, const Result& result, int tile_row, int row) {
+    const int64_t m = static_cast<int64_t>(tile_row) * kTileRows + row;
+    float sum = 0.0f;
+    for (int column = 0; column < schedule.grid.columns; ++column) {
+        const int tile = schedule.grid.tile(tile_row, column);
+        const auto add = [&](int64_t part) { sum += result.row_parts[part * kTileRows + row]; };
+        if (tile < schedule.whole_tiles) add(result.n_parts + tile);
+        else for_each_part(schedule, tile - schedule.whole_tiles, add);
+    }
+    if (m < result.M) static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
+}
+
+// Adds the parts of the cut tiles (blockIdx.y), a thread four neighbours of a row; and then, with row sums, those of the
+// rows of tiles.
 constexpr int kAddThreads = 256, kAddBlocks = kPartFloats / 4 / kAddThreads;
 
 template <class Out>
 __global__ void add_parts_kernel(Schedule schedule, Result result) {
-    const int tile = static_cast<int>(blockIdx.y);
+    const int tile = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+    if (tile >= schedule.cut_tiles) {
+        if (blockIdx.x == 0 && thread < kTileRows)
+            add_row_sums<Out>(schedule, result, tile - schedule.cut_tiles, thread);
+        return;
+    }
     const int2 at = schedule.grid.at(schedule.whole_tiles + tile);
-    const int i = static_cast<int>(blockIdx.x) * kAddThreads + static_cast<int>(threadIdx.x);
+    const int i = static_cast<int>(blockIdx.x) * kAddThreads + thread;
     const int row = i / (Tile::kColumns / 4), column = i % (Tile::kColumns / 4) * 4;
     const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row, n = at.y * Tile::kColumns + column;
     Packed<float> sum{};
@@ -233,21 +253,6 @@ __global__ void add_parts_kernel(Schedule schedule, Result result) {
     Out* const to = static_cast<Out*>(result.out) + m * result.N + n;
     put_pair(to, sum.v[0], sum.v[1], result.alpha, result.beta);
     put_pair(to + 2, sum.v[2], sum.v[3], result.alpha, result.beta);
-}
-
-// Adds the row sums of a row of tiles (blockIdx.x), along its columns: a thread has one row.
-template <class Out>
-__global__ void add_row_sums_kernel(Schedule schedule, Result result) {
-    const int row = static_cast<int>(threadIdx.x);
-    const int64_t m = static_cast<int64_t>(blockIdx.x) * kTileRows + row;
-    float sum = 0.0f;
-    for (int column = 0; column < schedule.grid.columns; ++column) {
-        const int tile = schedule.grid.tile(static_cast<int>(blockIdx.x), column);
-        const auto add = [&](int64_t part) { sum += result.row_parts[part * kTileRows + row]; };
-        if (tile < schedule.whole_tiles) add(result.n_parts + tile);
-        else for_each_part(schedule, tile - schedule.whole_tiles, add);
-    }
-    if (m < result.M) static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -286,19 +291,16 @@ void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tens
 
 template <class Out>
 void add_parts(const Schedule& schedule, const Result& result, cudaStream_t stream) {
-    const dim3 grid(kAddBlocks, static_cast<unsigned>(schedule.cut_tiles));
+    const int rows_of_tiles = result.row_sums ? schedule.grid.rows : 0;
+    const dim3 grid(kAddBlocks, static_cast<unsigned>(schedule.cut_tiles + rows_of_tiles));
     add_parts_kernel<Out><<<grid, kAddThreads, 0, stream>>>(schedule, result);
-}
-template <class Out>
-void add_row_sums(const Schedule& schedule, const Result& result, cudaStream_t stream) {
-    add_row_sums_kernel<Out><<<schedule.grid.rows, kTileRows, 0, stream>>>(schedule, result);
 }
 
 }  // namespace
 
 bool hopper_matmul_cuts(int64_t M, int64_t N, int64_t K) { return schedule_of(M, N, K).pieces > 0; }
 bool hopper_matmul_sums_rows(int64_t M, int64_t N) {
-    return tile_grid<Tile>(M, N).tiles() * kRowPartBytes <= static_cast<int64_t>(kWorkspaceBytes);
+    return 2 * tile_grid<Tile>(M, N).tiles() * kRowPartBytes <= static_cast<int64_t>(kWorkspaceBytes);
 }
 
 void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
@@ -335,17 +337,10 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
               .scratch = part_bytes + row_bytes,
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
-    if (n_parts > 0) {
-        dispatch(out.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
-        launched("add_parts_kernel", {.reads = part_bytes + old_bytes * cut / tiles,
-                                      .writes = bytes_of(out) * cut / tiles,
-                                      .scratch = part_bytes,
-                                      .flops = static_cast<double>(n_parts) * kPartFloats});
-    }
-    if (!o.a_row_sums) return;
-    dispatch(out.dtype, [&](auto zero) { add_row_sums<decltype(zero)>(schedule, result, stream); });
-    launched("add_row_sums_kernel", {.reads = row_bytes,
-                                     .writes = bytes_of(o.a_row_sums),
-                                     .scratch = row_bytes,
-                                     .flops = static_cast<double>(row_bytes / 4)});
+    if (n_parts == 0 && !o.a_row_sums) return;
+    dispatch(out.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
+    launched("add_parts_kernel", {.reads = part_bytes + row_bytes + old_bytes * cut / tiles,
+                                  .writes = bytes_of(out) * cut / tiles + bytes_of(o.a_row_sums),
+                                  .scratch = part_bytes + row_bytes,
+                                  .flops = static_cast<double>((part_bytes + row_bytes) / 4)});
 }
