@@ -1,7 +1,7 @@
 // inference/step_graphs.cu: launches of many kernels as one.
 //
-// A step that decodes has a hundred and more launches (twelve blocks of eleven kernels), each of which takes the host
-// some microseconds, and the GPU less where a step has few rows: it waits for the host. A CUDA graph is a list of
+// A step that decodes has about a hundred launches (twelve blocks of seven or eight kernels), each of which takes the
+// host some microseconds, and the GPU less where a step has few rows: it waits for the host. A CUDA graph is a list of
 // launches that the host starts all at once. What a launch is given is part of the graph: pointers, and the sizes that
 // grids and strides follow from. So there is a graph for each key, the sizes of a step, and what changes from step to
 // step (tokens, positions, page tables) lies in memory, always the same, from which the graph's first nodes copy it to
