@@ -6,30 +6,30 @@
 //   out = gelu(before)                   before = P + bias, which is written, too
 //   out = P gelu'(x)                     x (M, N) is read; sums[n] = sum over m of out[m][n]
 //
-// The tensor cores of a multiprocessor multiply 128 x 256 x 768 (K = 768 is a small one) in 12288 clocks. Its 32768
-// results take 10 to 20 instructions each to finish, 128 at a time: 2500 to 5000 clocks, and as many more as its threads
-// wait for memory. Consumers that finished their own sums would leave the tensor cores idle meanwhile, because the sums
-// of two tiles do not fit into registers. So finishing is the work of warps of their own, beside the products of the
-// next tile:
+// The tensor cores of a multiprocessor multiply 128 x 192 x 768 (K = 768 is a small one) in 9216 clocks. Its 24576
+// results take 12 to 18 instructions each to finish, two of them slow, and a warp waits more often than it computes: a
+// lane was seen to need about 70 clocks for one. Consumers that finished their own sums would leave the tensor cores
+// idle meanwhile, because the sums of two tiles do not fit into registers. So finishing is the work of warps of their
+// own, beside the products of the next tile:
 //
-//     producer    one thread    a, b: from device memory to three stages of shared memory
+//     producer    one thread    a, b: from device memory to stages of shared memory
 //     consumers   2 x 128       the products; then alpha and bias, and the rounded tile to panels of shared memory
-//     finishers   3 warps       the panels to device memory, by way of GELU or gelu'(x)
+//     finishers   six warps     the panels to device memory, by way of GELU or gelu'(x)
 //
-//        producer  ──full[i]──>   consumer 0   ──written[0]──>   finishers      panels: 64 rows of 64 columns, four
-//                  <─empty[i]──                <──free[0]────                   for each consumer, 64 KiB in all
+//        producer  ──full[i]──>   consumer 0   ──written[0]──>   finishers      panels: 64 rows of 64 columns, three
+//                  <─empty[i]──                <──free[0]────                   for each consumer, 48 KiB in all
 //                  ──full[i]──>   consumer 1   ──written[1]──>
 //                  <─empty[i]──                <──free[1]────
 //
 // A consumer needs its panels back when its next tile is multiplied: the finishers have the time of a whole tile. What
-// they read is rounded to 16 bits, as a product without an epilogue would have stored it. They are a line of memory
-// wide: they read x and write out in whole lines. What needs no finishing (P, or before) the copy engine stores.
+// they read is rounded to 16 bits, as a product without an epilogue would have stored it. What needs no finishing (P,
+// or before) the copy engine stores; where that is all, one thread is enough, and the tiles have 256 columns.
 //
 // As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
 // with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.
 //
-// Column sums: a finisher sums its columns over the 128 rows of a tile, and add_column_sums adds the tiles' sums. The
-// order depends on the shape alone.
+// Column sums: a finisher has 32 columns, and sums them over the 128 rows of a tile; add_column_sums adds the tiles'
+// sums. The order depends on the shape alone.
 #include "layers/gelu.cuh"
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul.h"
@@ -45,7 +45,8 @@ enum class Finish { store, gelu, gelu_derivative };
 enum NamedBarriers : uint32_t { kBiasWritten = 1 };  // + consumer
 
 // Tiles that the finishers compute on have 192 columns: so a consumer's thread has 96 sums instead of 128, and there
-// are registers for 16 warps.
+// are registers for 16 warps. (A product with 256 columns needs more than the 128 that a thread of 16 warps starts
+// with.)
 template <Finish kFinish>
 struct Roles {
     static constexpr bool kStores = kFinish == Finish::store;
@@ -53,7 +54,7 @@ struct Roles {
     static constexpr int kStages = kStores ? 3 : 4, kThreads = kGroup * (kConsumers + (kStores ? 1 : 2));
     static constexpr int kConsumerRegisters = kStores ? 184 : kFinish == Finish::gelu ? 152 : 136;
     static constexpr int kOtherRegisters = kStores ? 136 : kFinish == Finish::gelu ? 104 : 120;
-    static constexpr int kPartColumns = kStores ? Tile::kColumns : 32;  // what one finisher has of a tile
+    static constexpr int kPartColumns = kStores ? Tile::kColumns : 32;  // of a tile, for one finisher
     static constexpr int kFinishers = Tile::kColumns / kPartColumns;
     static_assert(kConsumers * kConsumerRegisters + kOtherRegisters * (kThreads / kGroup - kConsumers) <=
                   kThreads / kGroup * (65536 / kThreads / 8 * 8));
@@ -151,9 +152,8 @@ __device__ __forceinline__ void consume(Shared<kFinish>& shared, const TileGrid&
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The finishers: six warps with 128 x 32 numbers of a tile each, first 64 rows of consumer 0, then those of consumer 1.
-// Four lanes have a row, 64 bytes, and a lane has eight columns of every eighth
-// row. Which rows eight neighbouring lanes have, r and r + 4, follows from the swizzle: their 16-byte chunks then are in
-// different banks.
+// Four lanes have a row, 64 bytes, and a lane has eight columns of every eighth row. Which rows eight neighbouring
+// lanes have, r and r + 4, follows from the swizzle: their 16-byte chunks then are in different banks.
 //
 // GELU here, for a result that is rounded to 16 bits, in half of the instructions that layers/gelu.cu takes:
 //
@@ -173,8 +173,8 @@ __device__ __forceinline__ float short_gelu_derivative(float x) {
     return fmaf(slope, fmaf(-s, s, s), s);
 }
 
-// One thread: panels of a consumer's 64 rows, from a tile's column on, to device memory by the copy engine. It reads them
-// until bulk_wait_read.
+// One thread: panels of a consumer's 64 rows, from a tile's column on, to device memory by the copy engine. It reads
+// them until bulk_wait_read.
 template <class Tile, int kPanels, class Number>
 __device__ __forceinline__ void store_panels(const CUtensorMap& map, const unsigned char* panels,
                                              const Arguments<Number>& args, int2 at, int consumer, int column) {
@@ -189,8 +189,8 @@ constexpr int kLaneRows = kGroupRows / 8;  // of a consumer's 64
 __device__ __forceinline__ int first_row_of_lane() { return lane() / 8 + lane() / 4 % 2 * 4; }
 __device__ __forceinline__ int first_column_of_lane() { return lane() % 4 * 8; }
 
-// This lane's numbers of a part's 64 rows of one consumer, in x and in out: where the first one is, and how many of the
-// rows from there on lie in out.
+// This lane's numbers of a finisher's 64 rows, in x and in out: where the first one is, and how many of the rows from
+// there on lie in out.
 struct Rows {
     int64_t first;
     int n_rows;
@@ -200,9 +200,9 @@ struct Rows {
     }
 };
 
-// Finishes a part's 64 rows of one consumer, which lie in a panel, and adds to the sums of this lane's columns what is
-// stored. x holds these rows' numbers, each of which is replaced, when it has been used, by one of the rows after them:
-// so 4 KiB a warp are always on their way.
+// Finishes a finisher's 64 rows of a panel, and adds to the sums of this lane's columns what is stored. x holds these
+// rows' numbers, each of which is replaced, when it has been used, by one of the rows after them: so 4 KiB a warp are
+// always on their way.
 template <class Number, Finish kFinish>
 __device__ __forceinline__ void finish_rows(const unsigned char* panel, int column, Packed<Number> (&x)[kLaneRows],
                                             const Arguments<Number>& args, const Rows& here, const Rows& next,
@@ -236,7 +236,7 @@ __device__ __forceinline__ void finish_rows(const unsigned char* panel, int colu
     }
 }
 
-// The sums of a part's columns over its 128 rows, of which a lane has an eighth.
+// The sums of a finisher's columns over the 128 rows of a tile, of which a lane has an eighth.
 __device__ __forceinline__ void store_sums(float* to, float (&sums)[8], bool inside) {
 #pragma unroll
     for (int i = 0; i < 8; ++i)

@@ -3,10 +3,10 @@
 //
 //   out (M, N) = op(a) (M, K) op(b) (K, N)
 //
-// A block has 128 x 256 numbers of out at a time (or 128 x 192), and goes through K in steps of 64. A stage of shared memory holds the
-// operands of a step, in panels of 64 x 64 numbers: 64 rows of 128 bytes, as the copy engine (TMA) writes them with its
-// swizzle of 128 bytes, and as wgmma reads them. Rows of a panel are rows of the operand as it lies in device memory,
-// so nothing is ever transposed; which way it lies is in wgmma's descriptor:
+// A block has 128 x 256 numbers of out at a time (or 128 x 192), and goes through K in steps of 64. A stage of shared
+// memory holds the operands of a step, in panels of 64 x 64 numbers: 64 rows of 128 bytes, as the copy engine (TMA)
+// writes them with its swizzle of 128 bytes, and as wgmma reads them. Rows of a panel are rows of the operand as it
+// lies in device memory, so nothing is ever transposed; which way it lies is in wgmma's descriptor:
 //
 //                   not transposed                               transposed
 //     a  16 KiB     (M, K): 128 rows of 64 k, K-major            (K, M): 2 panels, 64 rows of 64 m, M-major
@@ -16,7 +16,7 @@
 // 128 x 256 x 64 multiply-adds for 48 KiB, 1024 clocks of the tensor cores.
 //
 //     producer     one thread       wait(empty[i])   announce the bytes, start the copies of a and b to stage i
-//     consumers    two groups of    wait(full[i])    start the products of stage i;   those of the step before are done:
+//     consumers    two groups of    wait(full[i])    start the products of stage i;  those of the step before are done:
 //                  128 threads                       arrive(empty[i - 1])
 //
 // Beyond the edges of an operand the copy engine writes zeros, so M, N and K need not be multiples of anything but the
@@ -54,11 +54,12 @@ struct TileGrid {
         const int n_rows = min(kStrip, rows - first);  // the last strip may have fewer
         return {first + in_strip % n_rows, in_strip / n_rows};
     }
-    __device__ __forceinline__ int tile(int row, int column) const {
+    __device__ __forceinline__ int tile(int row, int column) const {  // its number
         const int first = row / kStrip * kStrip;
         return first * columns + column * min(kStrip, rows - first) + row - first;
     }
 };
+
 template <int kStages>
 struct Ring {
     uint64_t full[kStages], empty[kStages];

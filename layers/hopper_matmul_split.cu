@@ -16,8 +16,8 @@
 //     parts    0           1   2       3           4     5     6                  block + tile
 //
 // THE ORDER OF K. Multiplied each from its first step on, the pieces would be at G different places of K at any time,
-// and each would fetch its rows of a and b from device memory for itself: 128 + 256 numbers for 32768 multiply-adds,
-// twice as many bytes as it has. So a block takes its steps in an order in which others are at the same place:
+// and each would fetch its rows of a and b for itself: 768 bytes for 32768 multiply-adds, for all blocks together twice
+// as many as device memory gives. So a block takes its steps in an order in which others are at the same place:
 //
 //     a piece of two tiles      of the second tile [0, y), then of the first one [x, S)
 //     a piece [x, x + n)        at time i the step that is i modulo n
@@ -228,8 +228,8 @@ __device__ __forceinline__ void add_row_sums(const Schedule& schedule, const Res
     if (m < result.M) static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
 }
 
-// Adds the parts of the cut tiles (blockIdx.y), a thread four neighbours of a row; and then, with row sums, those of the
-// rows of tiles.
+// Adds the parts of the cut tiles (blockIdx.y), a thread four neighbours of a row; and then, with row sums, those of
+// the rows of tiles.
 constexpr int kAddThreads = 256, kAddBlocks = kPartFloats / 4 / kAddThreads;
 
 template <class Out>
