@@ -7,10 +7,10 @@
 //   out = P gelu'(x)                     x (M, N) is read; sums[n] = sum over m of out[m][n]
 //
 // The tensor cores of a multiprocessor multiply 128 x 192 x 768 (K = 768 is a small one) in 9216 clocks. Its 24576
-// results take 12 to 18 instructions each to finish, two of them slow, and a warp waits more often than it computes: a
-// lane was seen to need about 70 clocks for one. Consumers that finished their own sums would leave the tensor cores
-// idle meanwhile, because the sums of two tiles do not fit into registers. So finishing is the work of warps of their
-// own, beside the products of the next tile:
+// results take 12 to 18 instructions each to finish, 128 at a time: up to 3500 clocks, if no warp waited for memory or
+// for an exponential. Consumers that finished their own sums would leave the tensor cores idle meanwhile, because the
+// sums of two tiles do not fit into registers. So finishing is the work of warps of their own, beside the products of
+// the next tile:
 //
 //     producer    one thread    a, b: from device memory to stages of shared memory
 //     consumers   2 x 128       the products; then alpha and bias, and the rounded tile to panels of shared memory
