@@ -279,11 +279,13 @@ void expect_head_size(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
     expect_flash_tier(tier, dtype);
     check(D >= 1 && D <= kMaxD && Dv >= 1 && Dv <= kMaxD, "attention: heads of ", D, " columns (values: ", Dv,
           ") are beyond the ", kMaxD, " that its kernels can have: use more and smaller heads");
-    int shared_bytes = 0;
-    cudaCheck(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
-    check(std::max(D, Dv) <= kSmallD || shared_bytes >= kLargeBytes, "attention: heads of more than ", kSmallD,
-          " columns need ", kLargeBytes >> 10, " KiB of shared memory a block, and this GPU has ", shared_bytes >> 10,
-          ": use more and smaller heads");
+    if (std::max(D, Dv) > kSmallD) {
+        int shared_bytes = 0;
+        cudaCheck(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
+        check(shared_bytes >= kLargeBytes, "attention: heads of more than ", kSmallD, " columns need ",
+              kLargeBytes >> 10, " KiB of shared memory a block, and this GPU has ", shared_bytes >> 10,
+              ": use more and smaller heads");
+    }
     check(tier != FlashTier::hopper || (D % 8 == 0 && Dv % 8 == 0), "attention on 'hopper' needs head sizes that are ",
           "multiples of 8, not ", D, " (values: ", Dv, "): use mma or auto");
 }
