@@ -6,7 +6,8 @@
 # time, and if all that it read back from the device was the same every time, bit for bit. For the tests of programs, and for
 # those in the files ONCE (test/test_ONCE.cu), once is enough.
 #
-# Two runs go on at the same time, each mostly on one core: the tests of programs; and strict mode, then the other tests.
+# Three runs go on at the same time, each mostly on one core: the tests of programs; strict mode; and the other tests, behind
+# those of programs that wait for each other, which need no core.
 #
 # On a GPU each test has a process of its own: test/run_each.sh.
 #
@@ -51,11 +52,13 @@ strict_runs() {
 }
 
 set -m  # a process group of its own, that ends with us
-{ strict_runs "$@"; run functions '~[.]~[program]'; } > "$runs/beside.txt" &
-beside=$!
+strict_runs "$@" > "$runs/strict.txt" &
+strict=$!
+{ run messages '[comm][program]~[.]'; run functions '~[.]~[program]'; } > "$runs/functions.txt" &
+functions=$!
 set +m
-trap 'kill -- -$beside 2> /dev/null' EXIT
-run programs '[program]~[.]'
-wait "$beside"
-cat "$runs/beside.txt"
+trap 'kill -- -$strict -$functions 2> /dev/null' EXIT
+run programs '[program]~[comm]~[.]'
+wait "$strict" "$functions"
+cat "$runs/strict.txt" "$runs/functions.txt"
 awk -F '\t' -f test/summary.awk "$runs"/*.log
