@@ -407,8 +407,9 @@ void matmul_wgmma_persistent(const Problem& p, cudaStream_t stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// 11. The product for Hopper, layers/hopper_matmul.cu: rung 10, and what follows a product (a bias, GELU, its derivative,
-// sums) is done by warps of their own, beside the next tile. Where few tiles are left for the last round, K is cut.
+// 11. The product for Hopper, layers/hopper_matmul.cu: rung 10, and what follows a product (a bias, GELU, its
+// derivative, sums) is done by warps of their own, beside the next tile. Where few tiles are left for the last round, K
+// is cut.
 
 void matmul_hopper(const Problem& p, cudaStream_t stream) { hopper_matmul(p.out, p.a, p.b, {}, stream); }
 
