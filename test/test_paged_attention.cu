@@ -230,7 +230,7 @@ TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged]") 
     const Step s({37}, 16, {32, 1});
     const double scale = 1 / std::sqrt(24.0);
     Values values = random_values(s.N * h.width(), 4);
-    // HeadCounts of keys and values differ in size, so that each needs its own scale. Queries are small: with scores that
+    // Heads of keys and values differ in size, so that each needs its own scale. Queries are small: with scores that
     // move far the bound would be too wide to find a mistake.
     for (size_t i = 0; i < values.size(); ++i) {
         const int64_t head = static_cast<int64_t>(i) / h.D;
