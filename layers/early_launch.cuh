@@ -34,6 +34,13 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+// Asks for what lies at this address, in device memory, which is then in the second-level cache.
+__device__ __forceinline__ void prefetch_to_cache([[maybe_unused]] const void* address) {
+#ifndef CUDA_ON_CPU
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 // EarlyLaunch(grid, block, shared_bytes, stream)("kernel", kernel, arguments...):
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments...)
 struct EarlyLaunch {

@@ -163,24 +163,37 @@ __device__ __forceinline__ float add_warps(const typename Its::Shared& of_warps,
     return sum;
 }
 template <class T>
-__device__ __forceinline__ float rounded_product(float sum, const T* bias, int64_t output) {
-    return to_float(from_float<T>(sum + (bias ? to_float(bias[output]) : 0.0f)));
+__device__ __forceinline__ float rounded_product(float sum, T bias) {
+    return to_float(from_float<T>(sum + to_float(bias)));
+}
+
+// The biases that this thread adds to a fragment.
+template <class T>
+struct Biases {
+    T first, second;  // second: for SwiGLU
+};
+template <class Its, class T>
+__device__ __forceinline__ Biases<T> load_biases(const T* bias, int64_t output0, const FewRowsShape& s) {
+    const bool gated = s.activation == Activation::swiglu;
+    const int64_t output = output0 + static_cast<int>(threadIdx.x) % (gated ? 8 : Its::kFragmentOutputs);
+    const auto load = [&](int64_t o) { return bias && o < s.O ? bias[o] : from_float<T>(0.0f); };
+    return {load(output), load(gated ? s.second + output : s.O)};
 }
 
 // Stores fragment i of the block, whose sums are in shared memory.
 template <class Its, class T>
-__device__ __forceinline__ void store_fragment(T* out, const T* bias, const typename Its::Shared& of_warps,
+__device__ __forceinline__ void store_fragment(T* out, const Biases<T>& biases, const typename Its::Shared& of_warps,
                                                int64_t output0, int64_t row0, const FewRowsShape& s) {
     const bool gated = s.activation == Activation::swiglu;
-    const int width = gated ? 8 : Its::kFragmentOutputs;
+    const int width = gated ? 8 : Its::kFragmentOutputs;  // which divides the threads: each has one output
     for (int k = static_cast<int>(threadIdx.x); k < Its::kRows * width; k += kThreads) {
         const int o = k % width, r = k / width;
         const int64_t output = output0 + o, row = row0 + r;
         if (row >= s.N || output >= s.columns) continue;
-        float y = rounded_product(add_warps<Its>(of_warps, o, r), bias, output);
+        float y = rounded_product(add_warps<Its>(of_warps, o, r), biases.first);
         if (s.activation == Activation::gelu) y = gelu(y);
         if constexpr (Its::kHalves == 2)
-            if (gated) y = rounded_product(add_warps<Its>(of_warps, 8 + o, r), bias, s.second + output) * silu(y);
+            if (gated) y = rounded_product(add_warps<Its>(of_warps, 8 + o, r), biases.second) * silu(y);
         out[row * s.columns + output] = from_float<T>(y);
     }
 }
@@ -195,6 +208,10 @@ __global__ void __launch_bounds__(kThreads)
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * Its::kRows,
                   output0 = static_cast<int64_t>(blockIdx.x) * (s.activation == Activation::swiglu ? 8 : kOutputs);
+    // They come from memory, too. (Otherwise there is no register left for them.)
+    constexpr bool kEarly = Its::kFragments == 1 && kWhole;
+    Biases<T> biases = {};
+    if constexpr (kEarly) biases = load_biases<Its>(bias, output0, s);
     typename Its::Sums sums = {};
     add_columns(sums, Operands<Its, kWhole, T>{inp, weight, s, output0, row0, lane / 4, lane % 4 * kLaneColumns}, warp);
 #pragma unroll
@@ -206,7 +223,8 @@ __global__ void __launch_bounds__(kThreads)
             for (int e = 0; e < 2 * Its::kHalves; ++e)
                 of_warps[warp][e / 2 * 8 + lane / 4][8 * j + lane % 4 * 2 + e % 2] = sums[i][j][e];
         __syncthreads();  // the sums of all warps are there
-        store_fragment<Its>(out, bias, of_warps, output0 + 16 * i, row0, s);
+        if constexpr (!kEarly) biases = load_biases<Its>(bias, output0 + 16 * i, s);
+        store_fragment<Its>(out, biases, of_warps, output0 + 16 * i, row0, s);
     }
 }
 
@@ -230,7 +248,7 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
                   inp.ptr<T>(), weight.ptr<T>(), bias ? bias.ptr<T>() : nullptr, s);
         };
         if (s.C % kLaneColumns == 0) launch_columns(std::true_type());
-        else launch_columns(std::false_type());
+        else if constexpr (kOutputs < 64) launch_columns(std::false_type());
         launched("few_rows_mma_kernel", {.reads = bytes_of(inp, weight, bias),
                                          .writes = bytes_of(out),
                                          .flops = 2.0 * static_cast<double>(s.N) * static_cast<double>(s.C * s.O)});
@@ -241,7 +259,8 @@ void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cu
         else if (s.N <= 8) launch(zero, std::integer_sequence<int, 16, 1>());
         else if (s.N <= 16 && halved) launch(zero, std::integer_sequence<int, 8, 2>());
         else if (s.N <= 16) launch(zero, std::integer_sequence<int, 16, 2>());
-        else if (s.N > 32 && are_enough(tiles(64, 8))) launch(zero, std::integer_sequence<int, 64, 8>());
+        else if (s.N > 32 && s.C % kLaneColumns == 0 && are_enough(tiles(64, 8)))
+            launch(zero, std::integer_sequence<int, 64, 8>());
         else if (are_enough(tiles(32, 4))) launch(zero, std::integer_sequence<int, 32, 4>());
         else launch(zero, std::integer_sequence<int, 16, 4>());
     };

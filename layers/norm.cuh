@@ -26,6 +26,7 @@
 #pragma once
 
 #include "layers/chunk.cuh"
+#include "layers/early_launch.cuh"
 
 #include <algorithm>
 #include <bit>
@@ -135,6 +136,14 @@ __device__ __forceinline__ void load_columns(float (&x)[n], const T* row, int c,
     if (c < C) load_chunk(x, row + c, n_left<n>(C - c));
     else
         for (int i = 0; i < n; ++i) x[i] = 0.0f;
+}
+// Asks for a thread's columns of a weight while the launch that makes the rows has not ended (early_launch.cuh). With
+// many rows the first ones have brought it to the caches.
+template <int K, int n, class T>
+__device__ __forceinline__ void prefetch_columns(const T* weight, int C, int64_t N) {
+    if (kOnCpu || N > 16) return;
+    for (int k = 0; k < K; ++k)
+        if (chunk_column<K, n>(k) < C) prefetch_to_cache(weight + chunk_column<K, n>(k));
 }
 // All loads are under way before the first is waited for.
 template <int K, int n, class T>

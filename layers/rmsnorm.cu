@@ -53,9 +53,10 @@ template <class T, int n, int kColumns>
 __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     rmsnorm_forward_kernel(NormRows<T> out, T* sum, float* rstd, NormRows<const T> inp, const T* branch,
                            const T* __restrict__ weight, int64_t N, int C, float eps) {
-    let_next_start();
-    wait_for_previous();
     constexpr int K = kColumns / n;
+    let_next_start();
+    prefetch_columns<K, n>(weight, C, N);
+    wait_for_previous();
     __shared__ float scratch[kWarp];
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int row_C = row < N ? C : 0;  // beyond the last row there is nothing to load or store
