@@ -214,30 +214,37 @@ __device__ __forceinline__ void for_each_part(const Schedule& schedule, int tile
     for (; piece < schedule.pieces && schedule.piece_begin(piece) < end; ++piece) f(static_cast<int64_t>(piece) + tile);
 }
 
-// The row sums of a row of tiles, along its columns: a thread has one row.
+constexpr int kAddThreads = 256, kAddWarps = kAddThreads / kWarp, kAddBlocks = kPartFloats / 4 / kAddThreads;
+
+// The row sums of a row of tiles: 32 rows a block, a lane has one of them, and a warp every eighth column of tiles.
 template <class Out>
-__device__ __forceinline__ void add_row_sums(const Schedule& schedule, const Result& result, int tile_row, int row) {
-    const int64_t m = static_cast<int64_t>(tile_row) * kTileRows + row;
+__device__ __forceinline__ void add_row_sums(const Schedule& schedule, const Result& result, int tile_row, int first,
+                                             float (&sums)[kAddWarps][kWarp]) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, row = first + lane();
     float sum = 0.0f;
-    for (int column = 0; column < schedule.grid.columns; ++column) {
+    for (int column = warp; column < schedule.grid.columns; column += kAddWarps) {
         const int tile = schedule.grid.tile(tile_row, column);
         const auto add = [&](int64_t part) { sum += result.row_parts[part * kTileRows + row]; };
         if (tile < schedule.whole_tiles) add(result.n_parts + tile);
         else for_each_part(schedule, tile - schedule.whole_tiles, add);
     }
-    if (m < result.M) static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
+    sums[warp][lane()] = sum;
+    __syncthreads();  // every warp's sums are in shared memory; the first warp adds them up
+    const int64_t m = static_cast<int64_t>(tile_row) * kTileRows + row;
+    if (warp > 0 || m >= result.M) return;
+    for (int w = 1; w < kAddWarps; ++w) sum += sums[w][lane()];
+    static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
 }
 
 // Adds the parts of the cut tiles (blockIdx.y), a thread four neighbours of a row; and then, with row sums, those of
 // the rows of tiles.
-constexpr int kAddThreads = 256, kAddBlocks = kPartFloats / 4 / kAddThreads;
-
 template <class Out>
 __global__ void add_parts_kernel(Schedule schedule, Result result) {
+    __shared__ float sums[kAddWarps][kWarp];
     const int tile = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
     if (tile >= schedule.cut_tiles) {
-        if (blockIdx.x == 0 && thread < kTileRows)
-            add_row_sums<Out>(schedule, result, tile - schedule.cut_tiles, thread);
+        if (blockIdx.x < kTileRows / kWarp)
+            add_row_sums<Out>(schedule, result, tile - schedule.cut_tiles, static_cast<int>(blockIdx.x) * kWarp, sums);
         return;
     }
     const int2 at = schedule.grid.at(schedule.whole_tiles + tile);
