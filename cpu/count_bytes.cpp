@@ -1,8 +1,8 @@
 // cpu/count_bytes.cpp: counts the bytes of device memory that a kernel touches (make count). Only that build has it.
 //
 // g++ -fsanitize=thread puts a call before every load and store, and the functions that are called are ours, instead of
-// the library that looks for races with them; copies of whole ranges are calls of memcpy and its like, which the Makefile
-// gives other names. So a byte of an allocation gets a mark when it is read, and another when it is written; after a
+// the library that looks for races with them; copies of whole ranges are calls of memcpy and its like, to which the
+// Makefile gives other names. So a byte of an allocation gets a mark when it is read, and another when it is written; after a
 // launch the marks are counted, and held against what the launcher states (launched(), core/core.h).
 //
 // One OS thread: the marks have no locks.
@@ -100,8 +100,8 @@ void count_launch(const char* kernel, int64_t reads, int64_t writes) {
     if (!kernel || !std::exchange(counts, true) || is_known || others.count(kernel) > 0) return;
     Verdict& verdict = verdicts[kernel];
     ++verdict.launches;
-    // Which rows of a table these read, or write, follows from the data, and in Hopper's attention which parts are added
-    // to others: they state the most that there can be.
+    // Which rows of a table these read, or write, follows from the data, and in the attention of Hopper which parts are
+    // added to others: they state the most that there can be.
     static const std::set<std::string> lists = {"embedding_backward_pieces_kernel",
                                                 "embedding_backward_long_lists_kernel", "flash_backward_hopper_kernel"};
     static const std::set<std::string> tables = {"rope_kernel", "embedding_forward_kernel", "adam8bit_kernel"};

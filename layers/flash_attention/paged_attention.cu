@@ -32,7 +32,8 @@
 // of speed: the second where the step has few rows (kSplitRows), for chunks of one row. In f32, and on the CPU device,
 // there is one split: the sums are one chain, and the bits are flash attention's.
 //
-// A step in which each sequence has one row is computed by another kernel on a GPU, in the same order: paged_decode.cuh.
+// A step in which each sequence has one row is computed by another kernel on a GPU, in the same order:
+// paged_decode.cuh.
 //
 // BYTES: each block reads (t + 1) 2 D numbers once. A step that decodes reads the whole cache of its sequences, K
 // (t + 1) 2 D numbers each, and computes 4 D H/K flops for every pair of a key and a value: its limit is the memory.
