@@ -2,8 +2,8 @@
 //
 // g++ -fsanitize=thread puts a call before every load and store, and the functions that are called are ours, instead of
 // the library that looks for races with them; copies of whole ranges are calls of memcpy and its like, to which the
-// Makefile gives other names. So a byte of an allocation gets a mark when it is read, and another when it is written; after a
-// launch the marks are counted, and held against what the launcher states (launched(), core/core.h).
+// Makefile gives other names. So a byte of an allocation gets a mark when it is read, and another when it is written;
+// after a launch the marks are counted, and held against what the launcher states (launched(), core/core.h).
 //
 // One OS thread: the marks have no locks.
 #include "races.h"
