@@ -538,9 +538,10 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* start, uint32_t
     const auto field = [](uint32_t bytes) { return static_cast<uint64_t>(bytes >> 4 & 0x3fff); };
     return field(shared_address(start)) | field(leading_bytes) << 16 | field(stride_bytes) << 32 | mode << 62;
 }
-// The same tile, so many bytes further on.
+// The same tile, so many bytes further on: one addition, where a descriptor takes six instructions. No carry leaves the
+// lower half, because shared memory ends before its field does.
 __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, uint32_t n_bytes) {
-    return descriptor + (n_bytes >> 4);
+    return (descriptor >> 32 << 32) | (static_cast<uint32_t>(descriptor) + (n_bytes >> 4));
 }
 
 // A compiler does not know that a product is asynchronous. For it D is there at once, and A's registers are free again:

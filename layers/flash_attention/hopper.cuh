@@ -100,12 +100,14 @@ template <class Number, class X, class Y>
 __device__ __forceinline__ void start_scores(float (&scores)[Y::kRows / 8][4], const unsigned char* x,
                                              const unsigned char* y) {
     static_assert(X::kColumns == Y::kColumns);
+    const uint64_t first_x = wgmma_descriptor<128>(x, 0, 8 * kRowBytes),
+                   first_y = wgmma_descriptor<128>(y, 0, 8 * kRowBytes);
     wgmma_fence(scores);
 #pragma unroll
     for (int k = 0; k < X::kColumns; k += 16) {
         const int panel = k / kPanelColumns, byte = k % kPanelColumns * 2;
-        wgmma_m64k16<Number>(scores, wgmma_descriptor<128>(x + panel * X::kPanelBytes + byte, 0, 8 * kRowBytes),
-                             wgmma_descriptor<128>(y + panel * Y::kPanelBytes + byte, 0, 8 * kRowBytes), k > 0);
+        wgmma_m64k16<Number>(scores, wgmma_advance(first_x, panel * X::kPanelBytes + byte),
+                             wgmma_advance(first_y, panel * Y::kPanelBytes + byte), k > 0);
     }
     wgmma_commit();
 }
@@ -115,17 +117,16 @@ template <class Number, class Y>
 __device__ __forceinline__ void start_columns(float (&acc)[Y::kColumns / 8][4], uint32_t (&P)[Y::kRows / 16][4],
                                               const unsigned char* y, bool accumulate = true) {
     constexpr int kWhole = Y::kColumns / 64 * 8, kRest = Y::kColumns / 8 - kWhole;  // in fragments of 8 columns
+    const uint64_t first = wgmma_descriptor<128>(y, Y::kPanelBytes, 8 * kRowBytes);
     wgmma_fence(acc, P);
 #pragma unroll
     for (int k = 0; k < Y::kRows / 16; ++k) {
-        const unsigned char* y_rows = y + k * 16 * kRowBytes;
+        const uint64_t rows = wgmma_advance(first, k * 16 * kRowBytes);
         const bool add = accumulate || k > 0;
-        wgmma_m64k16<Number, true>(reinterpret_cast<float(&)[kWhole][4]>(acc[0]), P[k],
-                                   wgmma_descriptor<128>(y_rows, Y::kPanelBytes, 8 * kRowBytes), add);
+        wgmma_m64k16<Number, true>(reinterpret_cast<float(&)[kWhole][4]>(acc[0]), P[k], rows, add);
         if constexpr (kRest > 0)
-            wgmma_m64k16<Number, true>(
-                reinterpret_cast<float(&)[kRest][4]>(acc[kWhole]), P[k],
-                wgmma_descriptor<128>(y_rows + kWhole / 8 * Y::kPanelBytes, Y::kPanelBytes, 8 * kRowBytes), add);
+            wgmma_m64k16<Number, true>(reinterpret_cast<float(&)[kRest][4]>(acc[kWhole]), P[k],
+                                       wgmma_advance(rows, kWhole / 8 * Y::kPanelBytes), add);
     }
     wgmma_commit();
 }

@@ -386,18 +386,17 @@ template <class Number, class T>
 __device__ __forceinline__ void start_dq(float (&dq)[T::kPiece / 8][4], const unsigned char* dS,
                                          const unsigned char* keys) {
     constexpr int kWhole = T::kPiece / 64 * 8, kRest = T::kPiece / 8 - kWhole;
+    const uint64_t first_row = wgmma_descriptor<128>(dS, T::Scores::kPanelBytes, 8 * kRowBytes),
+                   first_key = wgmma_descriptor<128>(keys, T::K::kPanelBytes, 8 * kRowBytes);
     wgmma_fence(dq);
 #pragma unroll
     for (int k = 0; k < kBlockRows / 16; ++k) {
-        const uint64_t rows = wgmma_descriptor<128>(dS + k * 16 * kRowBytes, T::Scores::kPanelBytes, 8 * kRowBytes);
-        const unsigned char* columns = keys + k * 16 * kRowBytes;
-        wgmma_m64k16<Number, true, true>(reinterpret_cast<float(&)[kWhole][4]>(dq[0]), rows,
-                                         wgmma_descriptor<128>(columns, T::K::kPanelBytes, 8 * kRowBytes), k > 0);
+        const uint64_t rows = wgmma_advance(first_row, k * 16 * kRowBytes),
+                       columns = wgmma_advance(first_key, k * 16 * kRowBytes);
+        wgmma_m64k16<Number, true, true>(reinterpret_cast<float(&)[kWhole][4]>(dq[0]), rows, columns, k > 0);
         if constexpr (kRest > 0)
-            wgmma_m64k16<Number, true, true>(
-                reinterpret_cast<float(&)[kRest][4]>(dq[kWhole]), rows,
-                wgmma_descriptor<128>(columns + kWhole / 8 * T::K::kPanelBytes, T::K::kPanelBytes, 8 * kRowBytes),
-                k > 0);
+            wgmma_m64k16<Number, true, true>(reinterpret_cast<float(&)[kRest][4]>(dq[kWhole]), rows,
+                                             wgmma_advance(columns, kWhole / 8 * T::K::kPanelBytes), k > 0);
     }
     wgmma_commit();
 }
@@ -479,60 +478,100 @@ struct Consumer {
         }
     }
 
-    // dk and dv of this consumer's 64 keys, S^T = k q^T and dP^T = v do^T of one stage: queries from t0 on.
-    __device__ __forceinline__ void add_stage(float (&dk)[T::kD / 8][4], float (&dv)[T::kDv / 8][4], const View& view,
+    using Scores = Fragments<1, T::kOthers>;
+    using Factors = Packs<1, T::kOthers>;
+    __device__ __forceinline__ const unsigned char* q_of(const Ring<T::kStages>& at) const {
+        return tiles + T::kFirstStage + at.stage() * T::kStageBytes;
+    }
+    // S^T = k q^T and dP^T = v do^T
+    __device__ __forceinline__ void start_stage(Scores& S, Scores& dP, const Ring<T::kStages>& at) {
+        const unsigned char *k_rows = tiles + not_hoisted(group * kGroupRows * kRowBytes), *q_tile = q_of(at);
+        start_scores<Number, typename T::K, typename T::Q>(S[0], k_rows, q_tile);
+        start_scores<Number, typename T::V, typename T::Dout>(dP[0], k_rows + T::K::kBytes, q_tile + T::Q::kBytes);
+    }
+    // S is there. P, and dv += P^T do; when dP is there, dS and dk += dS^T q.
+    __device__ __forceinline__ void add_stage(Scores& S, Scores& dP, Factors& P, Factors& dS, float (&dk)[T::kD / 8][4],
+                                              float (&dv)[T::kDv / 8][4], const Ring<T::kStages>& at, const View& view,
                                               const Round& round, int t0, int step) {
-        const unsigned char *k_rows = tiles + not_hoisted(group * kGroupRows * kRowBytes),
-                            *v_rows = k_rows + T::K::kBytes;
-        const unsigned char *q_tile = tiles + T::kFirstStage + ring.stage() * T::kStageBytes,
-                            *dout_tile = q_tile + T::Q::kBytes;
+        const unsigned char *q_tile = q_of(at), *dout_tile = q_tile + T::Q::kBytes;
         // Of this thread's first query.
-        const float* lse2 = reinterpret_cast<float*>(tiles + T::kFirstStatistics) + ring.stage() * 2 * T::kOthers +
+        const float* lse2 = reinterpret_cast<float*>(tiles + T::kFirstStatistics) + at.stage() * 2 * T::kOthers +
                             not_hoisted(2 * in_quad());
         const float* deltas = lse2 + T::kOthers;
-        Fragments<1, T::kOthers> scores, dscores;
-        Packs<1, T::kOthers> P, dS;
-        start_scores<Number, typename T::K, typename T::Q>(scores[0], k_rows, q_tile);
-        start_scores<Number, typename T::V, typename T::Dout>(dscores[0], v_rows, dout_tile);
-        wgmma_wait<1>(scores[0]);
         if (view.needs_mask(t0, T::kOthers)) {
             const int warp_row = round.j * kBlockRows + not_hoisted(static_cast<int>(threadIdx.x)) / kWarp * 16;
-            apply_mask<false>(scores, a.shape.mask, round.b, warp_row, t0);
+            apply_mask<false>(S, a.shape.mask, round.b, warp_row, t0);
         }
 #pragma unroll
         for (int n = 0; n < T::kOthers / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                scores[0][n][i] = ex2_approx(fmaf(scores[0][n][i], a.scale2, -lse2[n * 8 + i % 2]));
-        pack_fragments<Number>(P, scores);
+            for (int i = 0; i < 4; ++i) S[0][n][i] = ex2_approx(fmaf(S[0][n][i], a.scale2, -lse2[n * 8 + i % 2]));
+        pack_fragments<Number>(P, S);
         start_columns<Number, typename T::Dout>(dv, P[0], dout_tile);  // dv = P^T do
-        wgmma_wait<1>(dscores[0]);
+        wgmma_wait<1>(dP[0]);
 #pragma unroll
         for (int n = 0; n < T::kOthers / 8; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) dscores[0][n][i] = scores[0][n][i] * (dscores[0][n][i] - deltas[n * 8 + i % 2]);
-        pack_fragments<Number>(dS, dscores);
+            for (int i = 0; i < 4; ++i) dP[0][n][i] = S[0][n][i] * (dP[0][n][i] - deltas[n * 8 + i % 2]);
+        pack_fragments<Number>(dS, dP);
         put_scores<T>(tiles, dS[0], group, step);
         start_columns<Number, typename T::Q>(dk, dS[0], q_tile);  // dk = scale dS^T q
+    }
+    __device__ __forceinline__ void release_stage() {
+        arrive_by_warp(&barriers().empty[ring.stage()]);
+        ring.next();
+    }
+
+    // A stage by itself.
+    __device__ __forceinline__ void run_step(float (&dk)[T::kD / 8][4], float (&dv)[T::kDv / 8][4], const View& view,
+                                             const Round& round, int step) {
+        const int t0 = round.i * kBlockRows + step * T::kOthers;
+        const bool loaded = View{barriers().seen_by, {}}.overlaps(t0, T::kOthers);
+        if (loaded) mbarrier_wait(&barriers().full[ring.stage()], ring.parity());
+        if (view.overlaps(t0, T::kOthers)) {
+            Scores S, dP;
+            Factors P, dS;
+            start_stage(S, dP, ring);
+            wgmma_wait<1>(S[0]);
+            add_stage(S, dP, P, dS, dk, dv, ring, view, round, t0, step);
+            wgmma_wait<0>(dk, dv, P[0], dS[0]);
+        } else {
+            const uint32_t zeros[T::kOthers / 16][4] = {};
+            put_scores<T>(tiles, zeros, group, step);
+        }
+        if (loaded) release_stage();
+    }
+    // Both stages of a round: the first products of the second one start before the last ones of the first one end.
+    __device__ __forceinline__ void run_both(float (&dk)[T::kD / 8][4], float (&dv)[T::kDv / 8][4], const View& view,
+                                             const Round& round) {
+        const int t0 = round.i * kBlockRows;
+        Scores S, dP;
+        Factors P, dS;
+        mbarrier_wait(&barriers().full[ring.stage()], ring.parity());
+        start_stage(S, dP, ring);
+        wgmma_wait<1>(S[0]);
+        add_stage(S, dP, P, dS, dk, dv, ring, view, round, t0, 0);
+        Ring<T::kStages> second = ring;
+        second.next();
+        mbarrier_wait(&barriers().full[second.stage()], second.parity());
+        start_stage(S, dP, second);
+        wgmma_wait<1>(S[0], dk, dv, P[0], dS[0]);
+        release_stage();
+        add_stage(S, dP, P, dS, dk, dv, ring, view, round, t0 + T::kOthers, 1);
         wgmma_wait<0>(dk, dv, P[0], dS[0]);
+        release_stage();
     }
 
     __device__ __forceinline__ void run_round(float (&dk)[T::kD / 8][4], float (&dv)[T::kDv / 8][4],
                                               const Round& round) {
         const View& view = barriers().views[group];
-        for (int step = 0; step < T::kSteps; ++step) {
-            const int t0 = round.i * kBlockRows + step * T::kOthers;
-            const bool loaded = View{barriers().seen_by, {}}.overlaps(t0, T::kOthers);
-            if (loaded) mbarrier_wait(&barriers().full[ring.stage()], ring.parity());
-            if (view.overlaps(t0, T::kOthers)) {
-                add_stage(dk, dv, view, round, t0, step);
-            } else {
-                const uint32_t zeros[T::kOthers / 16][4] = {};
-                put_scores<T>(tiles, zeros, group, step);
-            }
-            if (!loaded) continue;
-            arrive_by_warp(&barriers().empty[ring.stage()]);
-            ring.next();
+        const int t0 = round.i * kBlockRows;
+        static_assert(T::kSteps == 2);
+        if (view.overlaps(t0, T::kOthers) && view.overlaps(t0 + T::kOthers, T::kOthers)) {
+            run_both(dk, dv, view, round);
+        } else {
+            run_step(dk, dv, view, round, 0);
+            run_step(dk, dv, view, round, 1);
         }
         fence_proxy_async();
         named_barrier_sync(kDsWritten, kConsumers * kGroup);
