@@ -152,7 +152,7 @@ enum cublasLtEpilogue_t {
     CUBLASLT_EPILOGUE_GELU_AUX = CUBLASLT_EPILOGUE_GELU | 128,  // AUX = x,        D = gelu(AUX)
     CUBLASLT_EPILOGUE_GELU_AUX_BIAS = CUBLASLT_EPILOGUE_GELU_AUX | CUBLASLT_EPILOGUE_BIAS,  // AUX = x + bias
     CUBLASLT_EPILOGUE_DGELU = 64 | 128,                                                     // D = x * gelu'(AUX)
-    CUBLASLT_EPILOGUE_DGELU_BGRAD = CUBLASLT_EPILOGUE_DGELU | 16,  // and bias = sum of D over its columns
+    CUBLASLT_EPILOGUE_DGELU_BGRAD = CUBLASLT_EPILOGUE_DGELU | 16,  // and bias = sum of D, as stored, over its columns
     CUBLASLT_EPILOGUE_BGRADA = 256,                                // D = x, bias[i] = sum_k op(A)[i, k]
     CUBLASLT_EPILOGUE_BGRADB = 512,                                // D = x, bias[j] = sum_k op(B)[k, j]
 };

@@ -79,7 +79,7 @@ struct MatmulOptions {
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
-    Tensor column_sums = {};  // (N) f32, with gelu_input: written, the sum of each column of out as it is stored
+    Tensor column_sums = {};  // (N) f32 or of out's type, with gelu_input: written, the sum of each column of out
     Tensor scratch = {};      // f32; for a_row_sums column_sum_scratch_n(K, M), for column_sums (M, N)
 };
 constexpr int64_t fp8_block_scale_cols(int64_t K) { return round_up(ceil_div(K, 128), 4); }
@@ -98,7 +98,7 @@ void tune_matmuls(bool on);
 // Without times, this device chooses as an H100 does: for the account of a step that never runs.
 void choose_matmuls_as_hopper(bool on);
 // What was timed, or set: a line for each product of this thread, "PRODUCT: CHOICE  # what was measured". A choice is
-// an algorithm of this version of cuBLASLt, "hopper", or "parts": without an epilogue.
+// an algorithm of this version of cuBLASLt, "cublaslt" (its first), "hopper", or "parts": without an epilogue.
 std::string matmul_choices();
 // From now on these are the choices; all others are forgotten. Error: a line that is none.
 void set_matmul_choices(const std::string& text);

@@ -307,7 +307,7 @@ bool validates_later(const TrainOptions& options);
 int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are in the host's memory
 
 // ---------------------------------------------------------------------------------------------------------------------
-// tune_matmul.cu: which of cuBLASLt's algorithms each product of the run has: --tune-matmul.
+// tune_matmul.cu: what computes each product of the run: --tune-matmul.
 
 // The choices are rank 0's, of its file and of what is timed now, on all ranks; for this it makes a step without an
 // update on the data of step 1: gradients and activations have no meaning afterwards. Collective; after set_weights.
