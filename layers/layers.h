@@ -89,7 +89,7 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
 // no algorithm for. No fp8, and nothing of what may be done before the result is stored but the bias.
 void plain_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
 
-// matmul_plan.cu: what computes a product: one of cuBLASLt's algorithms, on Hopper our own product (hopper_matmul.h), or
+// matmul_plan.cu: what computes a product: one of cuBLASLt's algorithms, on Hopper our own (hopper_matmul.h), or
 // kernels without an epilogue. While tune_matmuls is on, the fastest of them, timed when this thread first meets a
 // product: that overwrites the product's results several times, so it is for times at which nobody needs them.
 // Otherwise the algorithm that cuBLASLt's heuristic names first, but ours for large products with GELU, its derivative
