@@ -131,7 +131,7 @@ elif wants sanitizers; then
         # at: a kernel that shall trap does so in another (test/test_embedding.cu).
         {
             started=$SECONDS status=0
-            [ -z "$sanitizer" ] || env ARENA_SEPARATE=1 TEST_WITH="$sanitizer --target-processes application-only --tool $tool --error-exitcode 86 --print-limit 20" \
+            [ -z "$sanitizer" ] || env ARENA_SEPARATE=1 TEST_WITH="$sanitizer --tool $tool --error-exitcode 86 --print-limit 20 --target-processes application-only" \
                 TEST_RUNS="$out/runs-$tool" TEST_JOBS=$((($(nproc) + 3) / 4)) TEST_SECONDS=$(test_seconds) \
                 test/run_each.sh "$build" "$filter" > "$out/$tool.txt" 2>&1 || status=$?
             echo "$status $((SECONDS - started))" > "$out/$tool.status"

@@ -162,6 +162,9 @@ bool reads_or_writes_aux(Epilogue epilogue) {
 std::vector<cublasLtMatmulAlgo_t> algorithms_of(const Product& p, Plan& plan, int most) {
     if (reads_or_writes_aux(p.epilogue) && p.N % 8 != 0) return {};  // its rule for AUX
     if (p.sums_dtype != p.out_dtype) return {};                      // its gradients of a bias have out's type
+    // In 16 bits its DGELU_BGRAD sums what has not been rounded, and only where sums have 16 bits, too: the first
+    // micro-batch would sum other numbers than those that are added to it. On an H100 it is the slowest way as well.
+    if (p.epilogue == Epilogue::gelu_derivative_sums && p.out_dtype != DType::f32 && !device().is_cpu) return {};
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));

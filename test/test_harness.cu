@@ -350,7 +350,7 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
     make_executable(bin + "/compute-sanitizer",
                     "[ $2 = racecheck ] && { echo '========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 "
                     "warnings)'; exit 86; }\n"
-                    "echo \"========= ERROR SUMMARY: 0 errors\"; shift 6; \"$@\"\n");
+                    "echo \"========= ERROR SUMMARY: 0 errors\"; shift 8; \"$@\"\n");
     const Outcome pretended = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH ", variables), build);
     INFO(pretended.err << pretended.out);
     CHECK(pretended.status == 1);

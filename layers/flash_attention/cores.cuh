@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply_scores(typename T::Scores& scores, cons
         multiply(scores[i], rows + first_row<T>(), T::kPitch, others + other_of<T>(i, 0) * T::kOtherPitch,
                  T::kThreadsX * T::kOtherPitch, 1, T::kD);
         for (int m = 0; m < T::kMScores; ++m)
-            for (int r = 0; r < T::kR; ++r) scores[i][m][r] *= factor;
+            for (int r = 0; r < T::kR; ++r) scores[i][m][r] = __fmul_rn(scores[i][m][r], factor);
     }
 }
 // A[c][r] += sum_j P[j][r] others[j][c], for this thread's rows and columns.

@@ -193,7 +193,7 @@ __device__ __forceinline__ void compute_decode_probs(const DecodeShared& at, int
 #pragma unroll
     for (int r = 0; r < kMostQueries; ++r) {
         if (r >= n_queries) continue;
-        x[r] = j < n ? x[r] * d.s.factor : kMasked;
+        x[r] = j < n ? __fmul_rn(x[r], d.s.factor) : kMasked;
         const float whole = rintf(warp_max(x[r]));
         if (j % kTileKeys == 0 && tile < tiles) at.tile_max[r * tiles + tile] = whole;
     }

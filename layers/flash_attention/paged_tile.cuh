@@ -284,7 +284,7 @@ __device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile&
         const int t = tile.position_of(r, s), first = t - s.window + 1 - s0, end = t + 1 - s0;
         float x[kLanes];
         for (int l = 0; l < kLanes; ++l)
-            x[l] = j + l >= first && j + l < end ? at.probs[r * kKeys + j + l] * s.factor : kMasked;
+            x[l] = j + l >= first && j + l < end ? __fmul_rn(at.probs[r * kKeys + j + l], s.factor) : kMasked;
         float largest = fold_chunk<Larger>(x);
         if constexpr (kRowThreads > 1) largest = warp_max(largest);
         const float whole = rintf(largest), before = at.max[r], larger = whole > before ? whole : before;
