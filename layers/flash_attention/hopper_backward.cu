@@ -91,6 +91,9 @@ struct BackwardTile {
     static constexpr int kD = kD_, kDv = kDv_;
     static constexpr int kOthers = 64, kSteps = kBlockRows / kOthers;
     static constexpr int kStages = kD <= 64 ? 3 : 2;
+    // Do the products of a round's two stages overlap? More columns leave no registers for it.
+    static constexpr bool kOverlap = kD <= 80;
+    static_assert(kSteps == 2);
     using K = Panels<kBlockRows, kD>;
     using V = Panels<kBlockRows, kDv>;
     using Q = Panels<kOthers, kD>;
@@ -566,13 +569,10 @@ struct Consumer {
                                               const Round& round) {
         const View& view = barriers().views[group];
         const int t0 = round.i * kBlockRows;
-        static_assert(T::kSteps == 2);
-        if (view.overlaps(t0, T::kOthers) && view.overlaps(t0 + T::kOthers, T::kOthers)) {
+        if (T::kOverlap && view.overlaps(t0, T::kOthers) && view.overlaps(t0 + T::kOthers, T::kOthers))
             run_both(dk, dv, view, round);
-        } else {
-            run_step(dk, dv, view, round, 0);
-            run_step(dk, dv, view, round, 1);
-        }
+        else
+            for (int step = 0; step < T::kSteps; ++step) run_step(dk, dv, view, round, step);
         fence_proxy_async();
         named_barrier_sync(kDsWritten, kConsumers * kGroup);
         if (round.query(group) < a.shape.mask.T) add_dq(round);
