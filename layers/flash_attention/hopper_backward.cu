@@ -22,9 +22,10 @@
 //     consumer, over all 128 keys                                 dq to shared memory;  arrive(staged)
 //
 // While one consumer computes exponentials the other one multiplies: exponentials and the rest take about half of the
-// time that the products of a tile take, so within a round the two alternate without a barrier between them. All
-// products of a stage are complete before the first of the next one starts (if a product continues into the next round
-// of the loop, the compiler inserts a wait after each product: its warning C7515).
+// time that the products of a tile take, so within a round the two alternate without a barrier between them. S^T and
+// dP^T of a round's second stage start before dv and dk of the first one are complete, where registers hold all of them
+// (run_both). All products of a round are complete before the first of the next one starts (if a product continues into
+// the next round of the loop, the compiler inserts a wait after each product: its warning C7515).
 //
 // THE ORDER OF DQ'S SUM. Query tile i gets a part from each tile of keys j that it sees, in descending order of j: so a
 // run repeats bit for bit. Each consumer has a writer, a thread of the producer's group, which waits until the parts
@@ -63,7 +64,8 @@
 // At the barriers:
 //
 //     round_full[i], round_empty[i]   what the next round is: the producer finds out for consumers and writers
-//     keys_full, keys_empty           k and v of the item's keys, and which queries see them
+//     keys_full, keys_empty           k and v of the item's keys, and which queries see them: consumers and the
+//                                     loader, which may be late where it has nothing to load, have read them
 //     full[i]        q and do of stage i, and their lse and delta, which the 32 lanes of the producer's warp write by
 //                    ordinary stores (rows of T floats start on no boundary that the copy engine takes)
 //     empty[i]       each of the eight warps of the consumers releases a stage by itself: a group that skips a stage
@@ -218,7 +220,8 @@ __device__ __forceinline__ void init_barriers(Barriers<T>& barriers) {
             mbarrier_init(&barriers.round_full[i], 1);
             mbarrier_init(&barriers.round_empty[i], kWarps + 1 + kConsumers);  // the loader, the writers
         }
-        mbarrier_init(&barriers.keys_full, 1), mbarrier_init(&barriers.keys_empty, kWarps);
+        mbarrier_init(&barriers.keys_full, 1);
+        mbarrier_init(&barriers.keys_empty, kWarps + 1);  // the loader, which reads seen_by
         for (int i = 0; i < T::kStages; ++i)
             mbarrier_init(&barriers.full[i], 1 + kWarp), mbarrier_init(&barriers.empty[i], kWarps);
         for (int g = 0; g < kConsumers; ++g)
@@ -305,6 +308,7 @@ __device__ __forceinline__ void load(const Arguments& a, const Maps& maps, unsig
         mbarrier_wait(&barriers.round_full[box.stage()], box.parity());
         const Round& round = barriers.rounds[box.stage()];
         if (round.i == Round::kEnd) return;
+        if (round.i == Round::kEndOfItem) arrive_by_warp(&barriers.keys_empty);
         for (int step = 0; step < T::kSteps && round.i != Round::kEndOfItem; ++step) {
             const int t0 = round.i * kBlockRows + step * T::kOthers;
             if (!View{barriers.seen_by, {}}.overlaps(t0, T::kOthers)) continue;
