@@ -15,7 +15,8 @@ void few_rows_activated_forward(Tensor out, Tensor before, Tensor inp, Tensor we
 
 // flash_attention/paged_attention.cu. paged_write and paged_attention_forward of a step in which each sequence has one
 // new token: N rows, chunks and rows of the page table. The bits are those of the two. On a GPU, for most sizes, it is
-// one launch, which leaves q as it is; the two rotate it.
+// one launch, which leaves q as it is; the two rotate it. It reads chunks, page table and the older rows of the pool
+// before the launches in front have ended (early_launch.cuh).
 void paged_decode_forward(const HeadColumns& out, const HeadColumns& q, const HeadColumns& k, const HeadColumns& v,
                           const PagedStep& step, RopePairs pairs, Tensor positions, Tensor table, float scale,
                           int64_t window, Tensor scratch, cudaStream_t stream);

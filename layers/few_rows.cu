@@ -25,8 +25,8 @@
 //
 // GPU: a warp has two rows of the weight and up to 16 rows of inp. A lane loads 16 bytes of each row of the weight, of
 // several chunks before it waits for the first, and before the launch in front of this one, which makes inp, has ended
-// (early_launch.cuh: the weight may not be what that launch writes). Then it loads the same columns of each row of inp,
-// which every warp reads and which therefore lie in the caches. 16 rows take 16 multiply-adds for each weight: the CUDA
+// (early_launch.cuh, which says what may be read so early). Then it loads the same columns of each row of inp, which
+// every warp reads and which therefore lie in the caches. 16 rows take 16 multiply-adds for each weight: the CUDA
 // cores of an H100 (33 T a second) then take longer than its memory (3.3 TB a second) for codes of 8 bits. Where weight
 // and inp both have 16 bits, tensor cores multiply: few_rows_mma.cu.
 //

@@ -6,6 +6,6 @@
 // few_rows_mma.cu: few_rows_forward of 16-bit numbers on tensor cores. Its arguments, which have been checked. The
 // tiles of a block are the largest of which there are n_blocks (0: as many as the device has multiprocessors). The bits
 // are the same with any. With an activation N is at most 16; with SwiGLU out has half as many columns as the weight
-// has rows. The weight may not be what the launch just before writes (early_launch.cuh).
+// has rows. Weight and bias are read before the launches in front have ended (early_launch.cuh).
 void few_rows_mma_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream, int64_t n_blocks = 0,
                           Activation activation = Activation::none);

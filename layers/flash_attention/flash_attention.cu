@@ -11,6 +11,7 @@
 //     hopper_backward_wide.cu                              its backward where registers do not hold all in one pass
 //     merge.cu               attention over two sets of keys from that over each
 //     paged_attention.cu, paged_tile.cuh, paged_latent_attention.cu         the forward over a cache in pages
+//     paged_decode.cuh       the same for steps that decode
 //
 // The climb from a naive kernel to these, rung by rung, is dev/attention_forward.cu and dev/attention_backward.cu.
 //
