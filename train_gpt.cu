@@ -26,12 +26,11 @@ void train_step(Trainer& t, const BatchReader& data, int64_t step) {
     read_batch(t, data, step);  // sequences [(step - 1) batch, step batch) of the run; each rank reads its share
     launch_as_graph(t, step, [&] {
         accumulate_gradients(t, step);  // for each micro-batch: forward, scaled loss, backward, in --dtype
+        clip_gradients(t, step);        // norm of all; unscale, check, clip: on the device
     });
-    const bool stop = take_stop_request(t.options, step);
-    clip_gradients(t, stop);         // norm of all; unscale, check, clip: on the device
-    update_weights(t, step);         // the optimizer's step in float32, and its 16-bit copy for the next forward
-    t.world.end_step();              // for traces: evaluation and samples are no part of it
-    request_numbers(t, step, stop);  // loss and norm; a norm that is infinite: nothing was updated
+    update_weights(t, step);   // the optimizer's step in float32, and its 16-bit copy for the next forward
+    t.world.end_step();        // for traces: evaluation and samples are no part of it
+    request_numbers(t, step);  // loss and norm; a norm that is infinite: nothing was updated
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ Account account_of(Trainer& t) {
     LaunchNotes notes;
     const size_t n_nodes = capture([&] {
         accumulate_gradients(t, 1);
-        clip_gradients(t, false);
+        clip_gradients(t, 1);
         update_weights(t, 1);
     });
     // A GPU may do one product in two kernels; on the CPU device each piece of work is one node.

@@ -20,11 +20,14 @@
 // behind it must not either: the factor of the gradients, NaN, stays NaN (clip_scale).
 //
 // As one launch. A step of a small model is hundreds of kernels of a few microseconds, as long as it takes the host to
-// launch one. The launches of forward and backward, from the upload of the batch to the last gradient, are the same in
-// every step, but for the place of the batch and the loss scale: with --graph they become a CUDA graph for each of
-// these (StepGraphs). The first two steps are launched one by one, for kernels are loaded then, and cuBLASLt chooses
-// its algorithms. The few launches of norm and update stay outside: the learning rate, the number of updates and the
-// seed of stochastic rounding are their arguments.
+// launch one. The launches of forward, backward and norm, from the upload of the batch to the factor of the gradients,
+// are the same in every step, but for the place of the batch and the loss scale: with --graph they become a CUDA graph
+// for each of these (StepGraphs). The first two steps are launched one by one, for kernels are loaded then, and
+// cuBLASLt chooses its algorithms.
+// The update follows the graph: what kernels are given is part of a graph, and they are given the learning rate and the
+// number of updates. For AdamW and most others that is one launch, and there is nothing to gain: if the kernel read
+// these numbers from memory, a launch or a copy would have to bring them there. Adafactor has six launches a unit, Muon
+// 30 a matrix, and fp8 quantises the weights; the host launches these while the device works on the graph.
 #include "training/training.h"
 
 #include <bit>

@@ -315,7 +315,7 @@ void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
 void add_launch_options(CommandLine& line, TypedFlags& typed) {
     Heading launches{line, "Launches"};
     launches.option("--graph", typed.graph,
-                    "launch forward and backward as one CUDA graph: on, off, or auto: on a GPU, with one rank");
+                    "launch forward, backward and norm as one CUDA graph: on, off, or auto: on a GPU, with one rank");
     launches.option("--run-ahead", typed.run_ahead,
                     "launch a step before the numbers of the one before are read: on, off, or auto: on a GPU, where "
                     "nothing depends on them");

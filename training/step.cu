@@ -175,8 +175,9 @@ void add_stop_and_norm(Trainer& t, bool stop, double clip) {
                1.0f / static_cast<float>(t.scaler.scale), stream, t.options.run_ahead);
 }
 
-void clip_gradients(Trainer& t, bool stop) {
+void clip_gradients(Trainer& t, int64_t step) {
     add_squares(t);
+    const bool stop = t.world.size > 1 && take_stop_request(t.options, step);
     add_stop_and_norm(t, stop, t.options.clip);
 }
 
@@ -220,8 +221,8 @@ StepNumbers read_numbers(Trainer& t, cudaStream_t stream) {
 }
 
 // The step counts as an update from here on; where it was none, read_back takes that back.
-void request_numbers(Trainer& t, int64_t step, bool stop) {
-    t.end_of(step).asked_to_stop = stop;
+void request_numbers(Trainer& t, int64_t step) {
+    t.end_of(step).asked_to_stop = t.world.size == 1 && take_stop_request(t.options, step);
     copy_numbers(t.end_of(step), t, device().stream);
     ++t.updates;
 }

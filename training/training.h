@@ -227,7 +227,7 @@ constexpr int64_t kStepNumberRows = sizeof(StepNumbers) / (2 * sizeof(float));
 struct StepEnd {
     StepNumbers* numbers = nullptr;  // pinned
     cudaEvent_t arrived = nullptr;   // the numbers are there
-    bool asked_to_stop = false;      // this rank, before the step's norm was launched
+    bool asked_to_stop = false;      // of one rank alone; several agree (StepNumbers::stop_count)
 };
 
 class Pipeline;
@@ -524,9 +524,9 @@ void read_batch(Trainer& trainer, const BatchReader& data, int64_t step);
 void read_batch_to(int64_t row, const Trainer& trainer, const BatchReader& data, int64_t step);
 // Device: all micro-batches forward and backward, on many ranks with the reduction of the gradients.
 void accumulate_gradients(Trainer& trainer, int64_t step);
-// The norm of all gradients, and from it the factor that removes the loss scale and clips. stop:
-// this rank was asked to stop.
-void clip_gradients(Trainer& trainer, bool stop);
+// The norm of all gradients, and from it the factor that removes the loss scale and clips. Several ranks learn with the
+// norm whether one of them was asked to stop after this step.
+void clip_gradients(Trainer& trainer, int64_t step);
 // Its parts: the squares of this rank's gradients; and the sums over all ranks, with the factor.
 void add_squares(Trainer& trainer);
 void set_stop(Trainer& trainer, bool stop);
@@ -534,8 +534,8 @@ void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
 void apply_optimizers(Trainer& trainer, int64_t step);  // the same without advancing fp8's histories
-// Asks the device for the step's loss and norm, behind its work. stop: as clip_gradients was told.
-void request_numbers(Trainer& trainer, int64_t step, bool stop);
+// Asks the device for the step's loss and norm, behind its work. One rank finds here whether it was asked to stop.
+void request_numbers(Trainer& trainer, int64_t step);
 // Waits until they are there. Error if the loss or, except in float16, the norm is not finite.
 StepResult read_back(Trainer& trainer, const BatchReader& data, int64_t step);
 // diagnosis.cu: what is known of a step whose loss or gradients are not finite, and what to do, in one line. Runs its
@@ -559,7 +559,7 @@ void inject_overflow(const Trainer& trainer, int64_t step, cudaStream_t stream);
 void settle_boundary(TrainOptions& options, const TypedFlags& typed);
 // May step + 1 be launched before the numbers of `step`, which has been launched, are read?
 bool may_run_ahead(Trainer& trainer, int64_t step);
-// With --graph `launches`, those of this step's gradients, are one launch from the third step on.
+// With --graph `launches`, those of this step's gradients and norm, are one launch from the third step on.
 void launch_as_graph(Trainer& trainer, int64_t step, const std::function<void()>& launches);
 // Does an evaluation follow the step, if there is held-out text; or a checkpoint that is not the last?
 bool evaluates_after(const TrainOptions& options, int64_t step);
