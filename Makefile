@@ -258,7 +258,7 @@ endif
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 # Objects are made again when the flags change: $(BUILD)/flags holds those of the last build.
-FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
+FLAGS_NOW = $(subst ','\'',$(CXX) $(CXXFLAGS) $(MPI_CFLAGS) $(NCCL_CFLAGS) $(HTTPLIB_CFLAGS) $(LIGHT) $(LIGHT_FLAGS) $(EMULATED) $(EMULATED_FLAGS) $(CORES) $(CORES_FLAGS) $(PCH) $(PCH_product) $(PCH_test) $(NVCC) $(NVCCFLAGS) $(ARCHFLAGS) $(UNFUSED) $(UNFUSED_FLAGS))
 $(BUILD)/flags: force
 	@mkdir -p $(BUILD)
 	@printf '%s\n' '$(FLAGS_NOW)' | cmp -s - $@ || printf '%s\n' '$(FLAGS_NOW)' > $@

@@ -17,7 +17,7 @@
 
 // Gives every parameter its place in the flat arrays. Fused matrices (q, k and v; gate and up) get one place; their
 // parts are rows of it, under names of their own. (parameters.cu)
-// With tensor parallelism each rank has some rows, or some columns, of most matrices of a sub-layer: Part and Columns
+// With tensor parallelism each rank has some rows, or some columns, of most matrices of a sub-layer: Part and Crossing
 // say which; the sizes are those of the whole model.
 class Placer {
   public:

@@ -90,7 +90,7 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
     const std::string account = slurp(folder / "account.md");
     CHECK(number_before(account, " launches.") <= 324);  // the goal is 230
     CHECK(number_before(account, " times the bytes that it must") <= 1.15);
-    CHECK(number_before(account, " tokens/s predicted") >= 560e3);  // measured: 559e3 to 574e3
+    CHECK(number_before(account, " tokens/s predicted") >= 600e3);  // measured: 599e3
     CHECK(account == slurp("dev/ACCOUNT.md"));                      // `make account` writes it anew
     CHECK(slurp(folder / "account.png").substr(1, 3) == "PNG");
     // FLOPs of the products: 6 for each weight that multiplies, and each token. Attention: two products forward and

@@ -38,18 +38,8 @@ constexpr int kWarps = 4, kThreads = kWarps * kWarp;
 template <int kColumns>
 constexpr int kPitch = kColumns + 8;  // of a row in shared memory, in elements
 
-// x, as a number of which the compiler does not know that it is the same in every round of a loop. What follows from it
-// is computed where it is used: kept in registers throughout the loop, beside the sums, it would not leave enough of
-// the 255 for these.
-__device__ __forceinline__ int unknown(int x) {
-#ifndef CUDA_ON_CPU
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
-
 // This thread's place in a fragment.
-__device__ __forceinline__ int lane() { return unknown(static_cast<int>(threadIdx.x)) % kWarp; }
+__device__ __forceinline__ int lane() { return not_hoisted(static_cast<int>(threadIdx.x)) % kWarp; }
 __device__ __forceinline__ int quad() { return lane() / 4; }     // g: row g and g + 8 of a fragment
 __device__ __forceinline__ int in_quad() { return lane() % 4; }  // t: columns 2t and 2t + 1
 __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
@@ -80,7 +70,7 @@ __device__ __forceinline__ void clear(float (&acc)[kRowTiles][kColumns][4]) {
 template <int kRows, int kColumns, class Number>
 __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int64_t stride, int n, int D, bool packed) {
     if (!packed) {
-        for (int i = unknown(static_cast<int>(threadIdx.x)); i < kRows * kColumns; i += kThreads) {
+        for (int i = not_hoisted(static_cast<int>(threadIdx.x)); i < kRows * kColumns; i += kThreads) {
             const int row = i / kColumns, column = i % kColumns;
             tile[row * kPitch<kColumns> + column] =
                 row < n && column < D ? head[row * stride + column] : from_float<Number>(0.0f);
@@ -89,7 +79,7 @@ __device__ __forceinline__ void load_tile(Number* tile, const Number* head, int6
     }
     constexpr int kPacks = kColumns / 8;  // 16 bytes each; neighbouring threads take neighbouring ones
 #pragma unroll 1
-    for (int i = unknown(static_cast<int>(threadIdx.x)); i < kRows * kPacks; i += kThreads) {
+    for (int i = not_hoisted(static_cast<int>(threadIdx.x)); i < kRows * kPacks; i += kThreads) {
         const int row = i / kPacks, column = i % kPacks * 8;
         const bool there = row < n && column < D;
         cp_async_16(tile + row * kPitch<kColumns> + column, there ? head + row * stride + column : head, there);

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
     const Interval keys =
         view_of<true>(mask, b, t0, T::kRows).any;  // of the block; a warp skips what none of its rows sees
     const auto load_keys = [&](int s) {
-        load_tile<T::kKeys, T::kD>(k_tile, k.head(b, unknown(kv)) + s * k.token_stride, k.token_stride,
+        load_tile<T::kKeys, T::kD>(k_tile, k.head(b, not_hoisted(kv)) + s * k.token_stride, k.token_stride,
                                    min(T::kKeys, keys.end - s), shape.D, shape.packed);
     };
     load_tile<T::kRows, T::kD>(q_tile, q.head(b, h) + t0 * q.token_stride, q.token_stride, min(T::kRows, mask.T - t0),
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int s0 = keys.first; s0 < keys.end; s0 += T::kKeys) {
         cp_async_wait<0>();
         __syncthreads();  // the keys are complete, and all warps have finished reading the values of the previous tile
-        load_tile<T::kKeys, T::kDv>(v_tile, v.head(b, unknown(kv)) + s0 * v.token_stride, v.token_stride,
+        load_tile<T::kKeys, T::kDv>(v_tile, v.head(b, not_hoisted(kv)) + s0 * v.token_stride, v.token_stride,
                                     min(T::kKeys, keys.end - s0), shape.Dv, shape.packed);
         cp_async_commit();
         const bool work = view.overlaps(s0, T::kKeys);
