@@ -11,7 +11,6 @@
 
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 
 namespace {
 
@@ -37,7 +36,6 @@ std::vector<int32_t> parse_ids(const std::string& text) {
 void report_cache(const Engine& engine, const GenerateOptions& o) {
     std::printf("%s", engine.cache_report().text().c_str());
     if (o.pictures.empty()) return;
-    std::filesystem::create_directories(o.pictures);
     const bool continuous = o.engine.scheduler.batching == Batching::continuous;
     const std::pair<std::string, Timeline> timeline[] = {
         {continuous ? "continuous batching" : "static batches", engine.timeline()}};
@@ -78,11 +76,11 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
         for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
         if (streams) std::printf("%s", piece.text.c_str()), std::fflush(stdout);
     };
-    if (streams) std::printf("%s", o.prompt.c_str()), std::fflush(stdout);
     const int64_t prompt_n = std::ssize(request.prompt);
     const double start = seconds_now();
     double first = 0;
-    requests.add(std::move(request));
+    requests.add(std::move(request));  // Error where it cannot be answered: before anything is printed
+    if (streams) std::printf("%s", o.prompt.c_str()), std::fflush(stdout);
     while (requests.step())
         if (first == 0) first = seconds_now();
     const double end = seconds_now();
@@ -157,7 +155,9 @@ void print_plan(LoadedModel& model) {
     std::printf("cache    %lld pages of %lld tokens, %s each (%s per token)\n", static_cast<long long>(e.cache.n_pages),
                 static_cast<long long>(e.cache.page_size), human_bytes(page).c_str(),
                 human_bytes(page / static_cast<double>(e.cache.page_size)).c_str());
-    for (int64_t length = 128; length <= e.scheduler.max_length; length *= 2)
+    const int64_t longest = e.scheduler.max_length;
+    for (int64_t length = std::min<int64_t>(128, longest), last = 0; last < longest;
+         last = length, length = std::min(2 * length, longest))
         std::printf("         %lld sequences of %lld tokens fit\n",
                     static_cast<long long>(
                         std::min(e.cache.n_pages / ceil_div(length, e.cache.page_size), e.scheduler.max_sequences)),
@@ -171,6 +171,7 @@ int generate(GenerateOptions options, Comm* ranks) {
     const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
     LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
     if (options.plan) return print_plan(model), 0;
+    if (!options.pictures.empty()) make_folder(options.pictures);
     model.load();
     if (ranks) ranks->meet_hosts();  // no collective before all have their memory
     if (ranks && ranks->rank > 0) return model.engine->follow(), 0;
@@ -182,6 +183,7 @@ int generate(GenerateOptions options, Comm* ranks) {
     else if (options.serve) serve(model, options);
     else answer_prompt(model, options);
     if (ranks) model.engine->end_followers();
+    check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written (is the disk full?)");
     return status;
 }
 

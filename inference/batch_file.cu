@@ -4,7 +4,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -13,47 +16,94 @@ namespace {
 
 // What names a request: its "id", or else the number of its line, from 1.
 std::string id_of(const Json::Value& line, int64_t number) {
-    return has(line, "id") ? JsonText(member(line, "id")).str() : std::to_string(number);
+    const Json::Value& id = member(line, "id");
+    return id.isNull() ? std::to_string(number) : JsonText(id).str();
 }
 
-template <class T>
-void read_field(const Json::Value& line, const char* name, T& value) {
-    const char* const expected = std::is_integral_v<T>                         ? "a whole number"
-                                 : std::is_floating_point_v<T>                 ? "a number"
-                                 : std::is_same_v<T, std::vector<std::string>> ? "a list of texts"
-                                                                               : "a list of whole numbers";
-    check(!has(line, name) || read_value(member(line, name), value), "\"", name, "\" is ",
-          JsonText(member(line, name)).str(), ": expected ", expected);
-}
+// The fields of a line. One that we do not know is refused: "temprature", ignored, would be noticed by nobody.
+class Fields {
+  public:
+    explicit Fields(const Json::Value& line) : line_(line) {}
+
+    // False if it is not there.
+    template <class T>
+    bool read(const char* name, T& to) {
+        const char* const expected = std::is_integral_v<T>                         ? "a whole number"
+                                     : std::is_floating_point_v<T>                 ? "a number"
+                                     : std::is_same_v<T, std::string>              ? "a text"
+                                     : std::is_same_v<T, std::vector<std::string>> ? "a list of texts"
+                                                                                   : "a list of whole numbers";
+        known_.push_back(name);
+        const bool is_there = has(line_, name);
+        check(!is_there || read_value(member(line_, name), to), "\"", name, "\" is ",
+              JsonText(member(line_, name)).str(), ": expected ", expected);
+        return is_there;
+    }
+    void refuse_unknown() const {
+        std::string all = "id";
+        for (const std::string& name : known_) all += ", " + name;
+        for (const std::string& name : line_.getMemberNames())
+            check(name == "id" || std::ranges::count(known_, name) > 0, "\"", name,
+                  "\": a request has no such field; it can have ", all);
+    }
+
+  private:
+    const Json::Value& line_;
+    std::vector<std::string> known_;
+};
 
 TextRequest read_request(const Json::Value& line, const LoadedModel& model, const GenerateOptions& options) {
     TextRequest request = text_request(options, model);
-    check(has(line, "prompt") != has(line, "prompt_ids"), "give \"prompt\" or \"prompt_ids\", one of them");
-    if (has(line, "prompt")) {
-        std::string prompt;
-        check(read_value(member(line, "prompt"), prompt),
-              "\"prompt\" is no text: ", JsonText(member(line, "prompt")).str());
-        request.prompt = encode_prompt(model, prompt);
-    } else {
-        read_field(line, "prompt_ids", request.prompt);
-    }
+    Fields fields(line);
+    std::string prompt;
+    const bool has_text = fields.read("prompt", prompt), has_ids = fields.read("prompt_ids", request.prompt);
+    check(has_text != has_ids, "give \"prompt\" or \"prompt_ids\", one of them");
+    if (has_text) request.prompt = encode_prompt(model, prompt);
     SamplingOptions& s = request.sampling;
-    read_field(line, "tokens", request.max_tokens);
-    read_field(line, "samples", request.n);
-    read_field(line, "stop", request.stop);
-    read_field(line, "temperature", s.temperature);
-    read_field(line, "top_k", s.top_k);
-    read_field(line, "top_p", s.top_p);
-    read_field(line, "min_p", s.min_p);
-    read_field(line, "repetition_penalty", s.repetition_penalty);
-    read_field(line, "presence_penalty", s.presence_penalty);
-    read_field(line, "frequency_penalty", s.frequency_penalty);
-    read_field(line, "seed", s.seed);
+    fields.read("tokens", request.max_tokens);
+    fields.read("samples", request.n);
+    fields.read("stop", request.stop);
+    fields.read("temperature", s.temperature);
+    fields.read("top_k", s.top_k);
+    fields.read("top_p", s.top_p);
+    fields.read("min_p", s.min_p);
+    fields.read("repetition_penalty", s.repetition_penalty);
+    fields.read("presence_penalty", s.presence_penalty);
+    fields.read("frequency_penalty", s.frequency_penalty);
+    fields.read("seed", s.seed);
+    fields.refuse_unknown();
     return request;
 }
 
+std::ifstream open_requests(const std::string& path, const std::string& out) {
+    check(!is_folder(path), "--batch ", path, ": it is a folder, a file is needed");
+    std::ifstream file(path);
+    check(file.good(), "--batch ", path, ": cannot be read: ", std::strerror(errno));
+    std::error_code ignored;
+    check(!std::filesystem::equivalent(path, out, ignored), "--out ", out,
+          ": this is the file of the requests; give another one for the answers");
+    return file;
+}
+
+std::ofstream open_answers(const std::string& path) {
+    std::ofstream file(path, std::ios::binary | std::ios::app);
+    check(file.good(), "--out ", path, ": cannot be written: ", std::strerror(errno));
+    return file;
+}
+
+// Is this the last line of a batch that was killed while it wrote it?
+bool is_half_answer(const std::string& line) {
+    constexpr std::string_view begins = "{\"id\":";  // what JsonText writes of an answer
+    if (!line.starts_with(begins.substr(0, line.size()))) return false;
+    try {
+        return has(parse_json(line, "the line"), "finish_reason");  // only its line end is missing
+    } catch (const Error&) {
+        return true;
+    }
+}
+
 // The answers that the file has already, as (id, sample), and the ids of requests that have all of theirs. A process
-// that was killed may have left half a line, which is removed.
+// that was killed may have left half a line, which is removed. What no batch has written is never touched.
 struct Done {
     std::set<std::pair<std::string, uint64_t>> answers;
     std::map<std::string, int64_t> n_answers;
@@ -61,40 +111,46 @@ struct Done {
 };
 Done read_done(const std::string& path) {
     Done done;
+    std::error_code ignored;
+    if (!std::filesystem::is_regular_file(path, ignored)) return done;  // none yet; or a pipe, which keeps nothing
     std::ifstream file(path, std::ios::binary);
     std::string line;
     std::streamoff whole = 0;
+    const auto check_ours = [&](bool is_ours) {
+        check(is_ours, "--out ", path, ": this line is no answer of a batch: ", line.substr(0, 80),
+              "; give another file");
+    };
     int64_t number = 0;
     while (std::getline(file, line) && !file.eof()) {
         const Json::Value answer = parse_json(line, concat("--out ", path, ", line ", ++number));
-        check(has(answer, "id"), "--out ", path, ": this line is no answer of a batch: ", line.substr(0, 80),
-              "; give another file");
+        check_ours(has(answer, "id") && has(answer, "finish_reason"));
         const std::string id = JsonText(member(answer, "id")).str();
         uint64_t sample = 0;
         int64_t samples = 1;
-        read_field(answer, "sample", sample);
-        read_field(answer, "samples", samples);
+        Fields fields(answer);
+        fields.read("sample", sample);
+        fields.read("samples", samples);
         done.answers.insert({id, sample});
         if (++done.n_answers[id] >= samples) done.requests.insert(id);
         whole = file.tellg();
     }
-    if (file.is_open()) file.close(), std::filesystem::resize_file(path, static_cast<uintmax_t>(whole));
+    if (line.empty()) return done;
+    check_ours(is_half_answer(line));
+    std::error_code error;
+    std::filesystem::resize_file(path, static_cast<uintmax_t>(whole), error);
+    check(!error, "--out ", path, ": cannot be written: ", error.message());
     return done;
 }
 
 class BatchRun {
   public:
     BatchRun(LoadedModel& model, Requests& requests, const GenerateOptions& options)
-        : model_(model), requests_(requests), options_(options), done_(read_done(options.out)),
-          out_(options.out, std::ios::binary | std::ios::app) {
-        check(out_.good(), "--out ", options.out, ": cannot be written");
-    }
+        : model_(model), requests_(requests), options_(options), in_(open_requests(options.batch, options.out)),
+          done_(read_done(options.out)), out_(open_answers(options.out)) {}
 
     BatchCount run() {
-        std::ifstream file(options_.batch);
-        check(file.good(), "--batch ", options_.batch, ": cannot be read");
         std::string text;
-        for (int64_t number = 1; std::getline(file, text); ++number) {
+        for (int64_t number = 1; std::getline(in_, text); ++number) {
             if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
             submit(text, number);
             // Enough wait that a step is always full; the rest of the file need not be in memory.
@@ -137,6 +193,8 @@ class BatchRun {
             const Json::Value line = parse_json(text, "the line");
             check(line.isObject(), "this is no JSON object");
             id = id_of(line, number);
+            check(ids_.insert(id).second, "a line before this one has the id ", id,
+                  ", too; give each its own, so that answers can be told apart");
             if (done_.requests.count(id)) {
                 ++count_.done_before;
                 return;
@@ -178,8 +236,10 @@ class BatchRun {
     LoadedModel& model_;
     Requests& requests_;
     const GenerateOptions& options_;
+    std::ifstream in_;
     const Done done_;
     std::ofstream out_;
+    std::set<std::string> ids_;  // of the lines so far
     BatchCount count_;
     const double tell_every_ = isatty(STDERR_FILENO) ? 1 : 10;  // seconds
     double told_ = seconds_now();                               // when progress was printed, and

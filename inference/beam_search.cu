@@ -19,8 +19,8 @@ BeamSearch::BeamSearch(const BeamOptions& options) : options_(options) {
     check(std::abs(options.length_penalty) <= 100, "length_penalty is ", options.length_penalty,
           "; it must be from -100 to 100");
     check(n_tokens() <= kMostLogprobs, "n_beams is ", options.n_beams, ": with ", options.stop_tokens.size(),
-          " stop tokens each beam needs its ", n_tokens(), " most probable tokens; at most ", kMostLogprobs,
-          " can be had");
+          " stop tokens each beam needs its ", n_tokens(), " most probable tokens, and at most ", kMostLogprobs,
+          " can be had: use fewer beams");
 }
 
 int64_t BeamSearch::n_tokens() const {

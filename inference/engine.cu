@@ -241,8 +241,10 @@ void Engine::propose_drafts() {
         for (const auto& sequence : request->sequences) {
             sequence->draft.clear();
             if (sequence->tokens.size() == request->prompt.size() || request->beams) continue;
-            if (options_.lookup > 0)
-                sequence->draft = lookups_[sequence.get()].propose(sequence->tokens, options_.lookup);
+            if (options_.lookup > 0)  // the last token of the answer is drawn by the model in any case
+                sequence->draft = lookups_[sequence.get()].propose(
+                    sequence->tokens,
+                    std::min(options_.lookup, request->max_tokens - answer_length(*request, *sequence) - 1));
             const bool draws = sequence->cached && !model_.cache.is_swapped(*sequence->cached) &&
                                sequence->computed_n + 1 == std::ssize(sequence->tokens);
             if (draft_ && draws) drafted.push_back({request, sequence.get()});

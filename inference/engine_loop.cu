@@ -105,6 +105,12 @@ auto EngineLoop::between_steps(F f) -> decltype(f()) {
 void EngineLoop::check_room(int64_t n_requests) const {
     if (ending_) throw HttpError(503, "the server is ending, and takes no further requests");
     const Scheduler& scheduler = requests_.engine().scheduler();
+    const int64_t most = scheduler.options().max_sequences + options_.max_waiting;
+    if (n_requests > most)
+        throw HttpError(400,
+                        concat(n_requests, " prompts in one request: send at most ", most,
+                               " at a time (--max-sequences, --max-waiting)"),
+                        "", "prompt");
     const int64_t free = std::max<int64_t>(0, scheduler.options().max_sequences - scheduler.n_running());
     if (scheduler.n_waiting() + n_requests > free + options_.max_waiting)
         throw HttpError(429,

@@ -795,8 +795,11 @@ std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& 
 // computed again, so that a batch that was stopped goes on where it was. Lines that are no requests are told on stderr.
 //
 //   {"id": 7, "prompt": "..."}   also "prompt_ids" instead of "prompt"; "tokens", "temperature", "top_k", "top_p",
-//                                "min_p", "seed", "samples", "stop", ... as the flags, which are their defaults
+//                                "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+//                                "samples", "stop", as the flags, which are their defaults. No two ids are the same.
 //   {"id": 7, "text": "...", "ids": [..], "finish_reason": "stop"}       several samples: a line each, with "sample"
+//
+// Error where a file cannot be used; a file at `out` that no batch has written stays as it is.
 struct BatchCount {
     int64_t done_before = 0, done = 0, refused = 0, tokens = 0, prompt_tokens = 0;
 };

@@ -171,6 +171,12 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
     check(o.beams == 0 || (o.beams >= o.samples && o.stop.empty()), "--beams ", o.beams,
           ": it must be at least --samples, and cannot be combined with --stop");
+    check(o.beams == 0 || !(o.chat || o.serve), "--beams is for --prompt, --prompt-ids and --batch");
+    check(o.samples == 1 || !o.chat, "--samples ", o.samples, ": a conversation has one answer to a message");
+    const int64_t most = std::min(o.engine.scheduler.max_sequences, o.engine.scheduler.step_tokens);
+    check(std::max(o.samples, o.beams) <= most, o.beams > 0 ? "--beams " : "--samples ", std::max(o.samples, o.beams),
+          ": they are computed together, and at most ", most, " can be (--max-sequences, --step-tokens)");
+    check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");
     check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
                                                           : "--out is the file for the answers of --batch");
 }

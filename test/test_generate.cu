@@ -43,7 +43,7 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const std::string own_draft = "--draft " + trained_run();
     for (const std::string setting :
          {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4", "--preempt swap", "--cache-pages 2",
-          own_draft.c_str(), "--batching static", "--max-length 24", "--graphs on"})
+          "--lookup 1000000000", own_draft.c_str(), "--batching static", "--max-length 24", "--graphs on"})
         CHECK(generate(ids + " " + setting).out == plain.out);
     CHECK(generate(ids + " --temperature 0 --tp 2").out == generate(ids + " --temperature 0").out);
     CHECK(generate(ids + " --seed 4").out != plain.out);
@@ -82,14 +82,44 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     spit(out, whole.substr(0, whole.size() - 20));
     CHECK(generate(call).status == 0);
     CHECK(slurp(out) == whole);
-    spit(in, slurp(in) + "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n");
+    spit(in, slurp(in) +
+                 "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n{\"id\": 9, \"prompt\": \"y\"}\n" +
+                 "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
     CHECK_THAT(refused.err, ContainsSubstring("line 5: the line: not valid JSON at line 1, column 1"));
-    CHECK_THAT(refused.err, ContainsSubstring("line 6: \"prompt\" is no text: 3"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 6: \"prompt\" is 3: expected a text"));
     CHECK_THAT(refused.err, ContainsSubstring("line 7: top_p"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 3 refused"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 8: a line before this one has the id 9, too"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 9: \"max_tokens\": a request has no such field; it can have id, "));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 5 refused"));
+}
+
+TEST_CASE("a batch changes no file but one of its own answers", "[generate][program]") {
+    const TempFolder folder;
+    const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
+    spit(in, "{\"id\": 1, \"prompt\": \"Line\"}\n{\"id\": 2, \"prompt\": \"x\"}");
+    const auto refused = [&](const std::string& batch, const std::string& answers, const std::string& words) {
+        const Outcome outcome = generate("--batch " + batch + " --out " + answers);
+        INFO(outcome.err);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring(words));
+    };
+    for (const std::string text : {"a text of a person", "{\"id\": 7, \"prompt\": \"y\"}", "{\"id\": 7}\n{\"id\":"}) {
+        spit(out, text);  // without a line end, as a killed batch leaves its file
+        refused(in, out, "this line is no answer of a batch");
+        CHECK(slurp(out) == text);
+    }
+    std::filesystem::remove(out);
+    const std::string before = slurp(in);
+    refused(in, in, "this is the file of the requests");
+    CHECK(slurp(in) == before);
+    refused(folder / "no", out, "cannot be read: No such file");
+    refused(folder.path, out, "it is a folder");
+    CHECK(!std::filesystem::exists(out));
+    refused(in, folder.path, "cannot be written: Is a directory");
+    refused(in, "/dev/full", "cannot be written");
 }
 
 TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[generate][program]") {
@@ -98,6 +128,7 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
+    CHECK_THAT(generate("--plan --max-length 100").out, ContainsSubstring("64 sequences of 100 tokens fit"));
     const Outcome plan = generate("--plan --max-sequences 3 --page-size 8 --draft " + trained_run());
     CHECK_THAT(plan.out, ContainsSubstring("sequences of 128 tokens fit"));
     CHECK_THAT(plan.out, ContainsSubstring("weights of the draft"));
@@ -143,14 +174,24 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--chat --template vicuna", "--template vicuna: use chatml, qwen2, qwen, qwen3"},
         {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
         {"--batch no.jsonl", "--batch needs --out"},
+        {"--chat --samples 2", "a conversation has one answer to a message"},
+        {"--serve --beams 2", "--beams is for --prompt, --prompt-ids and --batch"},
+        {"--chat --ids", "--ids is for --prompt and --prompt-ids"},
+        {"--prompt a --samples 65", "--samples 65: they are computed together, and at most 64 can be"},
+        {"--prompt a --beams 40", "use fewer beams"},
+        {"--prompt a --pictures /proc/p", "cannot make the folder /proc/p"},
+        {"--serve --host nobody.invalid", "--host nobody.invalid: no such address"},
         {"--chat --pictures p", "--pictures is for --batch and --prompt"}};
     for (const auto& [arguments, words] : wrong) {
         const Outcome outcome = generate(arguments);
         INFO(arguments);
         CHECK(outcome.status == 2);
+        CHECK(outcome.out.empty());
         CHECK_THAT(outcome.err, ContainsSubstring(words));
         CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
     }
+    CHECK(run_shell(program_path("generate") + " --tokens 2 --prompt a --model " + trained_run() + " > /dev/full")
+              .status == 2);
     const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
     CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
 }

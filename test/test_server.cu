@@ -314,6 +314,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": "a", "max_tokens": 1.5})"), 400, "expected a whole number", "max_tokens");
     refused(post(R"({"prompt": "a", "max_tokens": 0})"), 400, "at least 1", "max_tokens");
     refused(post(R"({"prompt": "a", "n": 100})"), 400, "1 to 64", "n");
+    std::string prompts = "[1]";  // more than could ever run and wait: no status that says "try again"
+    for (int i = 0; i < 320; ++i) prompts += ",[1]";
+    refused(post("{\"prompt\": [" + prompts + "]}"), 400, "321 prompts in one request: send at most 320", "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
     refused(post(R"({"prompt": "a", "logit_bias": {"x": 1}})"), 400, "logit_bias", "logit_bias");
