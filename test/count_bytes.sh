@@ -29,7 +29,7 @@ steps --model models/qwen2.json --mask-documents --data documents
 steps --model models/deepseek.json --dtype bf16 --recompute 1
 steps --model models/mfa.json --dtype bf16 --master none
 for recipe in delayed current block; do steps --model models/llama_wide.json --dtype fp8 --fp8 $recipe --seq 48; done
-for optimizer in sgd momentum adagrad adam lion adam8bit adafactor muon; do
+for optimizer in sgd momentum adagrad rmsprop adam lion adam8bit adafactor muon; do
     steps --model models/narrow_llama.json --optimizer $optimizer --batch 2 --seq 16
 done
 [ $n_failed = 0 ] && echo "$n_runs runs: every launch touches the bytes that its launcher states"
