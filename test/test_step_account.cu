@@ -62,6 +62,17 @@ TEST_CASE("the account lists the launches of a run, in order", "[program][accoun
         for (const auto& row : read_tsv(profile))
             seen.push_back(row[2].substr(0, row[2].find('<')));  // without arguments of templates
         REQUIRE(expected.size() > 20);
+        // What is launched behind the norm is the optimizer's, whatever the kernel does, or quantises the new weights.
+        const auto launches = read_tsv(account + "/launches.tsv");
+        const auto is_clip = [](const std::vector<std::string>& row) { return row[0] == "clip_scale_kernel"; };
+        const auto clip = std::find_if(launches.begin(), launches.end(), is_clip);
+        REQUIRE(clip != launches.end());
+        CHECK((*clip)[1] == "gradient norm");
+        for (auto launch = clip + 1; launch != launches.end(); ++launch) {
+            INFO((*launch)[0]);
+            const bool is_product = (*launch)[2] != "0", is_cast = (*launch)[1] == "8-bit casts";
+            CHECK((is_cast || (*launch)[1] == (is_product ? "optimizer's products" : "optimizer")));
+        }
         const auto at = std::find_end(seen.begin(), seen.end(), expected.begin(), expected.end());
         if (at == seen.end()) {  // where they part, of the last step
             const size_t first = seen.size() - std::min(seen.size(), expected.size());
