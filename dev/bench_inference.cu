@@ -6,8 +6,9 @@
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_inference --model tiny
 //
 // One sequence     every token reads all weights once: the limit is weights / bandwidth of the memory.
-// Many sequences   lengths are log-normal, as those of conversations are. Static batches wait for their longest answer;
-//                  continuous batching replaces each answer that has ended by the next request.
+// Many sequences   lengths are log-normal, with the means of the instructions in Kwon et al. 2023 (arXiv:2309.06180,
+//                  the Alpaca data: prompts of 19.3 tokens, answers of 58.5). Static batches wait for their longest
+//                  answer; continuous batching replaces each answer that has ended by the next request.
 // Under load       requests arrive at random, at a part of the rate that the machine can serve: how long until the
 //                  first token comes?
 #include "inference/inference.h"
@@ -101,10 +102,10 @@ std::vector<int32_t> prompt_of(const Config& config, int64_t n, uint64_t seed) {
     return prompt;
 }
 
-// Lengths like those of conversations: log-normal, with a median of `middle`, a tenth of them beyond 3.6 times that.
-int64_t length_of(uint64_t which, uint64_t key, double middle, int64_t most) {
+// A log-normal length: half of them are below 0.6 times the mean, and a tenth beyond 2.2 times.
+int64_t length_of(uint64_t which, uint64_t key, double mean, int64_t most) {
     const double normal = normal_values(1, 1.0, which, key)[0];
-    return std::clamp<int64_t>(std::llround(middle * std::exp(normal)), 1, most);
+    return std::clamp<int64_t>(std::llround(mean * std::exp(normal - 0.5)), 1, most);
 }
 std::deque<Request> mixed_requests(const Bench& bench, int64_t n) {
     std::deque<Request> requests;
@@ -112,8 +113,8 @@ std::deque<Request> mixed_requests(const Bench& bench, int64_t n) {
         Request& request = requests.emplace_back();
         request.id = id;
         const uint64_t which = static_cast<uint64_t>(id);
-        request.prompt = prompt_of(bench.config, length_of(which, 1, 24, bench.max_length / 2), which);
-        request.max_tokens = length_of(which, 2, 32, bench.max_length / 2);
+        request.prompt = prompt_of(bench.config, length_of(which, 1, 19.3, bench.max_length / 2), which);
+        request.max_tokens = length_of(which, 2, 58.5, bench.max_length / 2);
         request.sampling.temperature = 0;
     }
     return requests;
