@@ -449,21 +449,22 @@ account:
 	@cp build/account/account.md dev/ACCOUNT.md && cp build/account/account.png doc/account.png
 
 # ---- counting: are the bytes that launchers state those that the kernels touch? ------------------------------------------
-# Of a training step: without the kernels of inference, and products.
-UNCOUNTED := $(addprefix layers/,draw_tokens few_rows% flash_attention/merge flash_attention/paged% hopper_matmul% \
-             log_probabilities paged_write plain_matmul sampling)
-COUNTED := core/launches core/error cpu/hopper_copies $(filter-out $(UNCOUNTED),$(patsubst %.cu,%,\
-           $(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu)))
+# The kernels of training and of inference, in train_gpt and in the tests that have the tag [counted].
+COUNTED := core/launches core/error cpu/hopper_copies \
+           $(patsubst %.cu,%,$(wildcard layers/*.cu layers/flash_attention/*.cu optim/*.cu))
 COUNTED_OBJECTS := $(COUNTED:%=build/cpu-count/%.o)
+COUNTED_TESTS = test/main test/reference $(patsubst %.cu,%,$(shell grep -l '\[counted\]' test/test_*.cu))
+LINK_COUNTED = $(CXX) -fopenmp build/cpu-count/counted.o build/cpu-count/cpu/count_bytes.o
 $(BUILD)/cpu/count_bytes.o: private CXXFLAGS += -fno-sanitize=all -O2
 count:
-	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o build/cpu/libllm.a
+	@$(MAKE) -s DEVICE=cpu build/cpu/train_gpt.o $(COUNTED_TESTS:%=build/cpu/%.o) build/cpu/libllm.a
 	@$(MAKE) -s DEVICE=cpu COUNT=1 $(COUNTED_OBJECTS) build/cpu-count/cpu/count_bytes.o
-	$(say) LINK build/cpu-count/train_gpt
+	$(say) LINK 'build/cpu-count/train_gpt and run_tests'
 	$(Q)ld -r --wrap=memcpy --wrap=memmove --wrap=memset $(COUNTED_OBJECTS) -o build/cpu-count/counted.o
-	$(Q)$(CXX) -fopenmp build/cpu-count/counted.o build/cpu-count/cpu/count_bytes.o build/cpu/train_gpt.o build/cpu/libllm.a \
-	    $(LDLIBS) -o build/cpu-count/train_gpt
-	@test/count_bytes.sh build/cpu-count/train_gpt
+	$(Q)$(LINK_COUNTED) build/cpu/train_gpt.o build/cpu/libllm.a $(LDLIBS) -o build/cpu-count/train_gpt
+	$(Q)$(LINK_COUNTED) $(COUNTED_TESTS:%=build/cpu/%.o) build/cpu/libllm.a $(catch2_library) $(LDLIBS) \
+	    -o build/cpu-count/run_tests
+	@test/count_bytes.sh build/cpu-count/train_gpt build/cpu-count/run_tests
 
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------
 # Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.

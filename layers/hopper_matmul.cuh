@@ -49,7 +49,7 @@ constexpr int kStrip = 8;
 struct TileGrid {
     int rows, columns;
     __host__ __device__ __forceinline__ int tiles() const { return rows * columns; }
-    __device__ __forceinline__ int2 at(int i) const {  // row and column
+    __host__ __device__ __forceinline__ int2 at(int i) const {  // row and column
         const int strip = i / (kStrip * columns), first = strip * kStrip, in_strip = i % (kStrip * columns);
         const int n_rows = min(kStrip, rows - first);  // the last strip may have fewer
         return {first + in_strip % n_rows, in_strip / n_rows};

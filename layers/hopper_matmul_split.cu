@@ -296,6 +296,17 @@ void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tens
                                                        result);
 }
 
+// How many numbers of out are in tiles that are cut: those at its edges have fewer than others.
+int64_t cut_numbers(const Schedule& schedule, int64_t M, int64_t N) {
+    int64_t n = 0;
+    for (int i = 0; i < schedule.cut_tiles; ++i) {
+        const int2 at = schedule.grid.at(schedule.whole_tiles + i);
+        n += std::min<int64_t>(kTileRows, M - int64_t{at.x} * kTileRows) *
+             std::min<int64_t>(Tile::kColumns, N - int64_t{at.y} * Tile::kColumns);
+    }
+    return n;
+}
+
 template <class Out>
 void add_parts(const Schedule& schedule, const Result& result, cudaStream_t stream) {
     const int rows_of_tiles = result.row_sums ? schedule.grid.rows : 0;
@@ -334,20 +345,19 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
             });
         });
     });
-    // Each tile has the same share of out here.
-    const int64_t old_bytes = o.beta != 0.0f ? bytes_of(out) : 0, tiles = schedule.grid.tiles(),
-                  cut = schedule.cut_tiles, part_bytes = n_parts * kPartBytes,
+    const int64_t cut_bytes = cut_numbers(schedule, M, N) * static_cast<int64_t>(dtype_bytes(out.dtype)),
+                  whole_bytes = bytes_of(out) - cut_bytes, part_bytes = n_parts * kPartBytes,
                   row_bytes = o.a_row_sums ? (n_parts + schedule.whole_tiles) * kRowPartBytes : 0;
     launched("hopper_matmul_split_kernel",
-             {.reads = bytes_of(a, b) + old_bytes - old_bytes * cut / tiles,
-              .writes = bytes_of(out) - bytes_of(out) * cut / tiles + part_bytes + row_bytes,
+             {.reads = bytes_of(a, b) + (o.beta != 0.0f ? whole_bytes : 0),
+              .writes = whole_bytes + part_bytes + row_bytes,
               .scratch = part_bytes + row_bytes,
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
     if (n_parts == 0 && !o.a_row_sums) return;
     dispatch(out.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
-    launched("add_parts_kernel", {.reads = part_bytes + row_bytes + old_bytes * cut / tiles,
-                                  .writes = bytes_of(out) * cut / tiles + bytes_of(o.a_row_sums),
+    launched("add_parts_kernel", {.reads = part_bytes + row_bytes + (o.beta != 0.0f ? cut_bytes : 0),
+                                  .writes = cut_bytes + bytes_of(o.a_row_sums),
                                   .scratch = part_bytes + row_bytes,
                                   .flops = static_cast<double>((part_bytes + row_bytes) / 4)});
 }

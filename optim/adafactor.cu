@@ -242,9 +242,9 @@ __global__ void __launch_bounds__(kBlock)
 
 template <class F, class G>
 __global__ void __launch_bounds__(kThreads)
-    apply_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, Partials p,
-                 const G* __restrict__ grads, const float* __restrict__ rows, const float* __restrict__ cols,
-                 const float* __restrict__ norm_scale, Tables tables, float eps, float decay_step, F format) {
+    adafactor_apply_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, Partials p,
+                           const G* __restrict__ grads, const float* __restrict__ rows, const float* __restrict__ cols,
+                           const float* __restrict__ norm_scale, Tables tables, float eps, float decay_step, F format) {
     const Place tile = tables.tiles[blockIdx.x];
     const Matrix m = tables.matrices[tile.matrix];
     const int col = tile.col + static_cast<int>(threadIdx.x), end = min(tile.row + kTile, m.R);
@@ -332,13 +332,15 @@ class Adafactor final : public Optimizer {
     // Sums of squares -> factors, mean(row) and rms(W); sums of U^2 -> alpha. They read no weights and no gradients.
     void find_factors(const Partials& p, const Tables& tables, const float* norm, float rest, cudaStream_t stream);
     void find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream);
-    // What the kernels move, in bytes: so many numbers of the states (lines: of the matrices here), of scratch; and the
-    // tables of tiles, of lines, of matrices.
-    int64_t tile_bytes() const { return static_cast<int64_t>(tile_table_.bytes() + matrix_table_.bytes()); }
-    int64_t line_bytes() const { return static_cast<int64_t>(line_table_.bytes() + matrix_table_.bytes()); }
-    int64_t partial_bytes() const { return std::ssize(tiles_) * 2 * kTile * int64_t{sizeof(float)}; }
-    int64_t factor_bytes() const { return (n_rows_ + n_cols_) * int64_t{sizeof(float)}; }
-    int64_t scale_bytes() const { return std::ssize(matrices_) * int64_t{sizeof(MatrixScale)}; }
+    // What the kernels move, in bytes: the tables of matrices (of which they read some fields), of tiles, of lines; a
+    // number for each tile, for each matrix; the factors of the matrices here.
+    int64_t matrix_bytes() const { return static_cast<int64_t>(matrix_table_.bytes()); }
+    int64_t tile_bytes() const { return static_cast<int64_t>(tile_table_.bytes()) + matrix_bytes(); }
+    int64_t line_bytes() const { return static_cast<int64_t>(line_table_.bytes()) + matrix_bytes(); }
+    int64_t of_tiles() const { return std::ssize(tiles_) * int64_t{sizeof(float)}; }
+    int64_t of_matrices() const { return std::ssize(matrices_) * int64_t{sizeof(float)}; }
+    int64_t factor_bytes() const { return n_factors_ * int64_t{sizeof(float)}; }
+    int64_t whole_factor_bytes() const { return n_whole_factors_ * int64_t{sizeof(float)}; }
     Tensor divided(int64_t first, int64_t n) const {
         return scratch_.slice(scratch_n() - divided_n_ - n_cut_ + first, n);
     }
@@ -348,8 +350,12 @@ class Adafactor final : public Optimizer {
     OptimizerOptions options_;
     std::vector<Matrix> matrices_;
     std::vector<Place> tiles_, lines_, whole_lines_;
-    int64_t n_elements_ = 0;             // of all matrices
-    int64_t n_rows_ = 0, n_cols_ = 0;    // of all factors
+    int64_t n_elements_ = 0;           // of all matrices
+    int64_t n_rows_ = 0, n_cols_ = 0;  // of all factors
+    int64_t n_factors_ = 0;            // of the matrices as they lie here; of these, those of matrices that are cut
+    int64_t n_cut_factors_ = 0;
+    int64_t n_whole_factors_ = 0;        // of the whole matrices that are cut
+    int64_t n_tile_sums_ = 0;            // of rows and columns of tiles, without those behind a matrix' last
     int64_t divided_n_ = 0, n_cut_ = 0;  // sums of matrices that are cut, but for those of U^2; such matrices
     Tensor rows_, cols_, matrix_table_, tile_table_, line_table_, whole_line_table_, scratch_;
     SumOverRanks sum_;
@@ -392,6 +398,7 @@ void Adafactor::add_matrix(const Param& param) {
              .rows = {},
              .cols = {}};
     n_rows_ += R, n_cols_ += C, n_elements_ += R * C;
+    n_factors_ += R + C, n_tile_sums_ += R * ceil_div(C, kTile) + C * ceil_div(R, kTile);
     if (param.cut.exists()) {
         const Cut& cut = param.cut;
         m.place = place_in_whole(param);
@@ -404,6 +411,7 @@ void Adafactor::add_matrix(const Param& param) {
         if (!is_vector) m.cols.first = cut.first_col;
         m.whole_row_first = n_rows_, m.whole_col_first = n_cols_, m.sum_first = divided_n_;
         n_rows_ += m.whole_R, n_cols_ += m.whole_C, divided_n_ += m.whole_R + m.whole_C + 1;
+        n_cut_factors_ += R + C, n_whole_factors_ += m.whole_R + m.whole_C;
         add_lines(whole_lines_, index, m.whole_R, m.whole_C);
     }
     matrices_.push_back(m);
@@ -415,43 +423,50 @@ void Adafactor::find_factors(const Partials& p, const Tables& tables, const floa
                              cudaStream_t stream) {
     float *const rows = rows_.ptr<float>(), *const cols = cols_.ptr<float>();
     const int n_lines = static_cast<int>(lines_.size()), n_matrices = static_cast<int>(matrices_.size());
-    const int64_t divided_bytes = (divided_n_ + n_cut_) * int64_t{sizeof(float)};
+    const int64_t divided_bytes = (divided_n_ + n_cut_) * int64_t{sizeof(float)},
+                  cut_bytes = n_cut_factors_ * int64_t{sizeof(float)};
     if (n_cut_ > 0) {
         cudaCheck(cudaMemsetAsync(p.divided, 0, static_cast<size_t>(divided_bytes), stream));
         launched("memset", {.writes = divided_bytes});
     }
     if (n_lines > 0) {
         factors_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, p, norm, tables, rest);
-        launched("factors_kernel", {.reads = partial_bytes() + factor_bytes() + line_bytes(),
-                                    .writes = factor_bytes(),
-                                    .scratch = partial_bytes()});
+        const int64_t sums_bytes = n_tile_sums_ * int64_t{sizeof(float)};
+        launched("factors_kernel", {.reads = sums_bytes + factor_bytes() - cut_bytes + line_bytes() + 4,
+                                    .writes = factor_bytes(),  // of matrices that are cut: sums
+                                    .scratch = sums_bytes + cut_bytes});
     }
     if (n_cut_ > 0) {
         part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.w_sums, tables, false);
-        launched("part_sums_kernel", {.reads = std::ssize(tiles_) * 4, .writes = n_cut_ * 4});
+        launched("part_sums_kernel", {.reads = of_tiles() + matrix_bytes(), .writes = n_cut_ * 4});
         sum_(divided(0, divided_n_), stream);
         divided_factors_kernel<<<static_cast<unsigned>(whole_lines_.size()), kTile, 0, stream>>>(rows, cols, p, norm,
                                                                                                  tables, rest);
-        launched("divided_factors_kernel", {.reads = divided_bytes + factor_bytes(), .writes = factor_bytes()});
+        launched(
+            "divided_factors_kernel",
+            {.reads = 2 * whole_factor_bytes() + static_cast<int64_t>(whole_line_table_.bytes()) + matrix_bytes() + 4,
+             .writes = whole_factor_bytes()});
         if (n_lines > 0) {
             factors_of_part_kernel<<<n_lines, kTile, 0, stream>>>(rows, cols, tables);
-            launched("factors_of_part_kernel", {.reads = factor_bytes(), .writes = factor_bytes()});
+            launched("factors_of_part_kernel", {.reads = cut_bytes + line_bytes(), .writes = cut_bytes});
         }
     }
     scales_kernel<<<n_matrices, kBlock, 0, stream>>>(p, rows, tables);
-    launched("scales_kernel", {.reads = n_rows_ * 4 + std::ssize(tiles_) * 4, .writes = scale_bytes()});
+    launched("scales_kernel", {.reads = n_rows_ * 4 + of_tiles() + n_cut_ * 4 + matrix_bytes(),
+                               .writes = 2 * of_matrices()});  // all but alpha
 }
 
 void Adafactor::find_lengths(const Partials& p, const Tables& tables, float relative_lr, cudaStream_t stream) {
     const int n_matrices = static_cast<int>(matrices_.size());
     if (n_cut_ > 0) {
         part_sums_kernel<<<n_matrices, kBlock, 0, stream>>>(p, p.u_sums, tables, true);
-        launched("part_sums_kernel", {.reads = std::ssize(tiles_) * 4, .writes = n_cut_ * 4});
+        launched("part_sums_kernel", {.reads = of_tiles() + matrix_bytes(), .writes = n_cut_ * 4});
         sum_(divided(divided_n_, n_cut_), stream);
     }
     lengths_kernel<<<n_matrices, kBlock, 0, stream>>>(p, tables, options_.min_scale, relative_lr,
                                                       options_.clip_threshold);
-    launched("lengths_kernel", {.reads = std::ssize(tiles_) * 4 + scale_bytes(), .writes = scale_bytes()});
+    launched("lengths_kernel",
+             {.reads = of_tiles() + n_cut_ * 4 + of_matrices() + matrix_bytes(), .writes = of_matrices()});
 }
 
 void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,
@@ -488,26 +503,28 @@ void Adafactor::step_units(size_t, size_t, const Weights& weights, Tensor grads,
                       copy_bytes = F::has_copy ? n_elements_ * static_cast<int64_t>(sizeof(typename F::Copy)) : 0;
         if (n_tiles > 0) {
             squares_kernel<<<n_tiles, kThreads, 0, stream>>>(p, values, g, norm, tables);
-            launched("squares_kernel", {.reads = value_bytes + grad_bytes + tile_bytes(),
-                                        .writes = partial_bytes() + n_tiles * 4,
-                                        .scratch = partial_bytes() + n_tiles * 4,
+            const int64_t sums_bytes = (2 * kTile + 1) * of_tiles();
+            launched("squares_kernel", {.reads = value_bytes + grad_bytes + tile_bytes() + 4,
+                                        .writes = sums_bytes,
+                                        .scratch = sums_bytes,
                                         .flops = 6 * n});
         }
         find_factors(p, tables, norm, rest, stream);
         if (n_tiles > 0) {
             sizes_kernel<<<n_tiles, kThreads, 0, stream>>>(p, g, rows, cols, norm, tables, options_.eps);
-            launched("sizes_kernel", {.reads = grad_bytes + factor_bytes() + tile_bytes() + scale_bytes(),
-                                      .writes = n_tiles * 4,
-                                      .scratch = n_tiles * 4,
+            launched("sizes_kernel", {.reads = grad_bytes + factor_bytes() + tile_bytes() + of_matrices() + 4,
+                                      .writes = of_tiles(),
+                                      .scratch = of_tiles(),
                                       .flops = 7 * n});
         }
         find_lengths(p, tables, relative_lr, stream);
         if (n_tiles == 0) return;
-        apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols, norm,
-                                                             tables, options_.eps, decay_step, format);
-        launched("apply_kernel", {.reads = value_bytes + grad_bytes + factor_bytes() + tile_bytes() + scale_bytes(),
-                                  .writes = value_bytes + copy_bytes,
-                                  .flops = 10 * n});
+        adafactor_apply_kernel<F, G><<<n_tiles, kThreads, 0, stream>>>(values, copy_of<F>(weights), p, g, rows, cols,
+                                                                       norm, tables, options_.eps, decay_step, format);
+        launched("adafactor_apply_kernel",
+                 {.reads = value_bytes + grad_bytes + factor_bytes() + tile_bytes() + 2 * of_matrices() + 4,
+                  .writes = value_bytes + copy_bytes,
+                  .flops = 10 * n});
     });
 }
 

@@ -165,9 +165,10 @@ __global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, 
 // kBlock doubles per chunk. (Rounded up, so that it is never 0.)
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
-// Stage 1 of n_blocks, which read `whole` elements and leave n_sums; stage 2, which reads the other `rest`.
+// Stage 1 of n_blocks, which read `whole` elements and leave n_sums; stage 2, which reads the other `rest`, and the
+// results of the n_longer_rows rows that have several parts.
 static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTables& tables, int64_t n_rows,
-                        int64_t n_blocks, int64_t whole, int64_t rest, cudaStream_t stream) {
+                        int64_t n_longer_rows, int64_t n_blocks, int64_t whole, int64_t rest, cudaStream_t stream) {
     const int64_t n_sums = whole / kRows * static_cast<int64_t>(sizeof(double));
     const int64_t of_blocks = tables.blocks ? n_blocks * static_cast<int64_t>(sizeof(ChunkBlock)) : 0,
                   of_parts = tables.parts ? tables.n_parts * static_cast<int64_t>(sizeof(SummedPart)) : 0;
@@ -187,10 +188,11 @@ static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTab
         }
         add_sums_kernel<T><<<narrow(tables.n_parts, "sum_squares: the number of parts"), kLastBlock, 0, stream>>>(
             sums.ptr<float>(), scratch, from, tables);
-        launched("add_sums_kernel", {.reads = n_sums + rest * bytes + of_parts,
-                                     .writes = n_rows * 2 * int64_t{sizeof(float)},
-                                     .scratch = n_sums,
-                                     .flops = 2.0 * static_cast<double>(rest)});
+        launched("add_sums_kernel",
+                 {.reads = n_sums + rest * bytes + of_parts + n_longer_rows * 2 * int64_t{sizeof(float)},
+                  .writes = n_rows * 2 * int64_t{sizeof(float)},
+                  .scratch = n_sums,
+                  .flops = 2.0 * static_cast<double>(rest)});
     });
 }
 
@@ -201,7 +203,7 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) 
     check(scratch.dtype == DType::f32 && scratch.n() >= grad_norm_scratch_n(n), "sum_squares: scratch is ", scratch,
           ", expected at least f32 (", grad_norm_scratch_n(n), ")");
     check(is_aligned(scratch.data, sizeof(double)), "sum_squares: scratch must be on an 8-byte boundary");
-    launch_sums(sum, grads, reinterpret_cast<double*>(scratch.ptr<float>()), {nullptr, nullptr, 1, n}, 1,
+    launch_sums(sum, grads, reinterpret_cast<double*>(scratch.ptr<float>()), {nullptr, nullptr, 1, n}, 1, 0,
                 ceil_div(n_chunks, kBlockChunks), n_chunks * kChunkN, n % kChunkN, stream);
 }
 
@@ -238,8 +240,13 @@ void SquareSums::add_up(Tensor sums, Tensor grads, cudaStream_t stream) const {
     const int64_t whole = n_chunks_ * kChunkN;
     const SumTables tables = {static_cast<const ChunkBlock*>(blocks_.data), static_cast<const SummedPart*>(parts_.data),
                               n_parts_, 0};
-    launch_sums(sums, grads, static_cast<double*>(scratch_.data), tables, n_rows_, n_blocks_, whole, n_ - whole,
-                stream);
+    constexpr int64_t kWords = sizeof(SummedPart) / sizeof(int64_t);
+    const auto row_of = [&](int64_t part) { return host_parts_[static_cast<size_t>((part + 1) * kWords - 1)]; };
+    int64_t n_longer_rows = 0;
+    for (int64_t p = 1; p < n_parts_; ++p)
+        n_longer_rows += row_of(p) == row_of(p - 1) && (p == 1 || row_of(p - 2) != row_of(p));
+    launch_sums(sums, grads, static_cast<double*>(scratch_.data), tables, n_rows_, n_longer_rows, n_blocks_, whole,
+                n_ - whole, stream);
 }
 
 void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan) {

@@ -178,7 +178,8 @@ TEST_CASE("zigzag: each token is some rank's, rows are in order, and causal work
     CHECK_THROWS_WITH(make_zigzag(5, 4), ContainsSubstring("use --seq 8"));
 }
 
-TEST_CASE("heads are copied, added, spread and collected between rows of any two types", "[context_parallel]") {
+TEST_CASE("heads are copied, added, spread and collected between rows of any two types",
+          "[context_parallel][counted]") {
     const int64_t B = 2, T = 7, whole_T = 20, count = 3;
     const TokenChunks chunks{3, {2, 11}};
     const cudaStream_t stream = device().stream;
@@ -227,7 +228,7 @@ TEST_CASE("heads are copied, added, spread and collected between rows of any two
     CHECK_THROWS_WITH(copy_heads({a, 1, 4}, {a, 1, 3}, stream), ContainsSubstring("expected 1 of 4"));
 }
 
-TEST_CASE("two parts of attention are merged by their lse, against float64", "[context_parallel]") {
+TEST_CASE("two parts of attention are merged by their lse, against float64", "[context_parallel][counted]") {
     const int64_t B = 2, T = 19, H = 3, D = 10, n = B * H * T;
     for (const DType dtype : kFloatDTypes) {
         const std::vector<double> x = rounded(random_values(B * T * H * D, 1), dtype),

@@ -141,7 +141,7 @@ void check_norm(int64_t N, int64_t C, int n_ranks, DType dtype, bool centred) {
 
 }  // namespace
 
-TEST_CASE("norms of rows that ranks divide by columns, against float64", "[divided_norm]") {
+TEST_CASE("norms of rows that ranks divide by columns, against float64", "[divided_norm][counted]") {
     const int64_t own = norm_row_columns;
     for (const int64_t threads : {own, int64_t{16}}) {  // as this device shares a row among threads, and as a GPU does
         norm_row_columns = threads;

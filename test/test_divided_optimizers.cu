@@ -144,7 +144,8 @@ double root_mean_square(const std::vector<float>& x) {
 
 }  // namespace
 
-TEST_CASE("an optimizer of divided parameters gives the weights of the whole ones", "[optim][tensor_parallel]") {
+TEST_CASE("an optimizer of divided parameters gives the weights of the whole ones",
+          "[optim][tensor_parallel][counted]") {
     const std::vector<Divided> params = divided_params();
     for (const std::string& name : optimizer_names()) {
         const std::vector<std::vector<float>> one = updated(name, 1, DType::f32, false);

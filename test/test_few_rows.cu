@@ -81,7 +81,7 @@ const Size kSizes[] = {{1, 1}, {37, 131}, {9, 272}, {65, 640}, {70, 7}};
 
 }  // namespace
 
-TEST_CASE("few rows: a product with any number of rows", "[few_rows]") {
+TEST_CASE("few rows: a product with any number of rows", "[few_rows][counted]") {
     for (const DType dtype : kFloatDTypes)
         for (const auto& [O, C] : kSizes)
             for (const int64_t N : {1, 2, 3, 16, 17, 33, 70}) {
@@ -98,7 +98,7 @@ TEST_CASE("few rows: a product with any number of rows", "[few_rows]") {
             }
 }
 
-TEST_CASE("few rows: quantised weights, any number of rows", "[few_rows]") {
+TEST_CASE("few rows: quantised weights, any number of rows", "[few_rows][counted]") {
     for (const WeightFormat format : kFormats)
         for (const DType dtype : kFloatDTypes)
             for (const auto& [O, C] : kSizes) {
@@ -149,7 +149,7 @@ TEST_CASE("few rows: a row has the same bits in every batch", "[few_rows]") {
 }
 
 // Every size of tile, with columns that are whole packs, and not.
-TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[few_rows]") {
+TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[few_rows][counted]") {
     const int64_t most = 69, O = 70;
     for (const DType dtype : {DType::bf16, DType::f16})
         for (const int64_t C : {390, 392}) {
@@ -176,27 +176,36 @@ TEST_CASE("few rows on tensor cores: a row has the same bits in every batch", "[
         }
 }
 
+namespace {
+
 // In one launch the bits are those of two.
-TEST_CASE("few rows on tensor cores: a product and an activation after it", "[few_rows]") {
+void check_activated(DType dtype, int64_t C) {
     const cudaStream_t stream = device().stream;
-    for (const DType dtype : {DType::bf16, DType::f16})
-        for (const int64_t C : {70, 3 * 8 * 32 * 12 + 40})  // the second: more chunks than a warp loads ahead
-            for (const int64_t N : {1, 5, 8, 11, 16})
-                for (const int64_t F : {8, 35})
-                    for (const int64_t n_blocks : {1, 99}) {  // outputs of a block: 16, 8
-                        INFO(dtype_name(dtype) << " N " << N << " C " << C << " F " << F << ", " << n_blocks);
-                        Buffer inp(dtype, {N, C}, random_values(N * C, 1)), before(dtype, {N, 2 * F}),
-                            weight(dtype, {2 * F, C}, random_values(2 * F * C, 2, 0.05)),
-                            bias(dtype, {2 * F}, random_values(2 * F, 3)), gated(dtype, {N, F}), apart(dtype, {N, F}),
-                            wide(dtype, {N, 2 * F}), wide_apart(dtype, {N, 2 * F});
-                        few_rows_mma_forward(before, inp, weight, bias, stream, 1);
-                        few_rows_mma_forward(gated, inp, weight, bias, stream, n_blocks, Activation::swiglu);
-                        few_rows_mma_forward(wide, inp, weight, bias, stream, n_blocks, Activation::gelu);
-                        swiglu_forward(apart, before, stream);
-                        gelu_forward(wide_apart, before, stream);
-                        CHECK(gated.bits() == apart.bits());
-                        CHECK(wide.bits() == wide_apart.bits());
-                    }
+    for (const int64_t N : {1, 5, 8, 11, 16})
+        for (const int64_t F : {8, 35})
+            for (const int64_t n_blocks : {1, 99}) {  // outputs of a block: 16, 8
+                INFO(dtype_name(dtype) << " N " << N << " C " << C << " F " << F << ", " << n_blocks);
+                Buffer inp(dtype, {N, C}, random_values(N * C, 1)), before(dtype, {N, 2 * F}),
+                    weight(dtype, {2 * F, C}, random_values(2 * F * C, 2, 0.05)),
+                    bias(dtype, {2 * F}, random_values(2 * F, 3)), gated(dtype, {N, F}), apart(dtype, {N, F}),
+                    wide(dtype, {N, 2 * F}), wide_apart(dtype, {N, 2 * F});
+                few_rows_mma_forward(before, inp, weight, bias, stream, 1);
+                few_rows_mma_forward(gated, inp, weight, bias, stream, n_blocks, Activation::swiglu);
+                few_rows_mma_forward(wide, inp, weight, bias, stream, n_blocks, Activation::gelu);
+                swiglu_forward(apart, before, stream);
+                gelu_forward(wide_apart, before, stream);
+                CHECK(gated.bits() == apart.bits());
+                CHECK(wide.bits() == wide_apart.bits());
+            }
+}
+
+}  // namespace
+
+TEST_CASE("few rows on tensor cores: a product and an activation after it", "[few_rows][counted]") {
+    for (const DType dtype : {DType::bf16, DType::f16}) check_activated(dtype, 70);
+}
+TEST_CASE("few rows on tensor cores: an activation after more chunks than a warp loads ahead", "[few_rows]") {
+    for (const DType dtype : {DType::bf16, DType::f16}) check_activated(dtype, 3 * 8 * 32 * 12 + 40);
 }
 
 TEST_CASE("few rows: codes are rounded to nearest, and the largest weight has the largest code", "[few_rows]") {

@@ -33,7 +33,7 @@ TEST_CASE("gelu: the reference's derivative is that of the reference", "[gelu]")
         CHECK(gelu_derivative(x[i]) == Approx(derivative).margin(1e-8));
 }
 
-TEST_CASE("gelu against float64", "[gelu]") {
+TEST_CASE("gelu against float64", "[gelu][counted]") {
     for (DType dtype : kFloatDTypes)
         for (int64_t n : kSizes) {
             const auto x = rounded(random_values(n, 2, 3.0), dtype), dy = rounded(random_values(n, 3), dtype);

@@ -37,7 +37,7 @@ double reference_norm(const std::vector<double>& values) {
 
 }  // namespace
 
-TEST_CASE("grad_norm equals float64, for every size and dtype", "[grad_clip]") {
+TEST_CASE("grad_norm equals float64, for every size and dtype", "[grad_clip][counted]") {
     for (DType dtype : kFloatDTypes)
         for (int64_t n : kSizes) {
             const std::vector<double> values = rounded(random_values(n, 7, 0.01), dtype);
@@ -185,7 +185,7 @@ TEST_CASE("grad_norm refuses wrong arguments", "[grad_clip]") {
                    ContainsSubstring("unscale is"));
 }
 
-TEST_CASE("sums of squares of many parts have the bits of each by itself", "[grad_clip]") {
+TEST_CASE("sums of squares of many parts have the bits of each by itself", "[grad_clip][counted]") {
     // Parts that begin on no boundary, are shorter and longer than a chunk, and leave gaps of NaN. Row 4 has two parts,
     // rows 0 and 3 none.
     const std::vector<SquareSums::Part> parts = {

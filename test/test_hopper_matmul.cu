@@ -102,7 +102,7 @@ TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][hopper][matmul
             }
 }
 
-TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul]") {
+TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
         for (DType dtype : kHalfDTypes)
@@ -125,7 +125,8 @@ TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul]")
             }
 }
 
-TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sums", "[hopper_matmul][hopper][matmul]") {
+TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sums",
+          "[hopper_matmul][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
         for (DType dtype : kHalfDTypes) {
@@ -146,7 +147,7 @@ TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sum
         }
 }
 
-TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_matmul][hopper][matmul]") {
+TEST_CASE("hopper matmul says what it takes", "[hopper_matmul][hopper][matmul]") {
     NEEDS_HOPPER;
     Product good{};
     good.M = 70, good.N = 24, good.K = 16, good.batch_count = 1;
@@ -169,7 +170,10 @@ TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_mat
     CHECK(takes([&](Product& p) { row_sums(p), p.out_dtype = DType::f32; }));
     CHECK_FALSE(takes([&](Product& p) { row_sums(p), p.transpose_a = false; }));
     CHECK_FALSE(takes([&](Product& p) { row_sums(p), p.M = 70; }));
+}
 
+TEST_CASE("hopper matmul says what it launches", "[hopper_matmul][hopper][matmul][counted]") {
+    NEEDS_HOPPER;
     const int64_t M = 130, N = 24, K = 16;
     Buffer a(DType::bf16, {M, K}, Values(M * K, 1.0)), b(DType::bf16, {K, N}, Values(K * N, 1.0)),
         x(DType::bf16, {M, N}, Values(M * N, 0.0)), out(DType::bf16, {M, N}), sums(DType::f32, {N});
@@ -184,6 +188,16 @@ TEST_CASE("hopper matmul says what it takes, and what it launches", "[hopper_mat
     CHECK(notes.launches[0].cost.scratch == 4 * 2 * N);
     CHECK(notes.launches[0].cost.flops == 2.0 * M * N * K);
     CHECK(notes.launches[1].kernel == "add_column_sums_kernel");
+
+    Buffer bias(DType::bf16, {N}, Values(N, 1.0)), b_transposed(DType::bf16, {N, K}, Values(K * N, 1.0));
+    hopper_matmul(out, a, b, {}, device().stream);
+    CHECK(out.values() == Values(M * N, 16.0));
+    hopper_matmul(out, a, b_transposed, {.transpose_b = true, .bias = bias}, device().stream);
+    CHECK(out.values() == Values(M * N, 17.0));
+    REQUIRE(notes.launches.size() == 4);
+    CHECK(notes.launches[2].cost.reads == 2 * (M * K + K * N));
+    CHECK(notes.launches[3].cost.reads == 2 * (M * K + K * N + N));
+    for (const size_t i : {2, 3}) CHECK(notes.launches[i].cost.writes == 2 * M * N);
 }
 
 namespace {
@@ -253,7 +267,7 @@ TEST_CASE("hopper matmul: a long K is cut", "[hopper_matmul][hopper][matmul]") {
             }
 }
 
-TEST_CASE("hopper matmul: the parts of a product", "[hopper_matmul][hopper][matmul]") {
+TEST_CASE("hopper matmul: the parts of a product", "[hopper_matmul][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     const Multiprocessors three(3);
     const int64_t M = 72, N = 264, K = 6144;  // two tiles of 96 steps in three pieces, four parts
@@ -273,4 +287,22 @@ TEST_CASE("hopper matmul: the parts of a product", "[hopper_matmul][hopper][matm
     CHECK(notes.launches[1].kernel == "add_parts_kernel");
     CHECK(notes.launches[1].cost.reads == parts + rows);
     CHECK(notes.launches[1].cost.writes == 4 * M * (N + 1));
+}
+
+// Of out's columns the last tile has few, and that tile is cut: the others are not.
+TEST_CASE("hopper matmul: the parts of the last tile of a row", "[hopper_matmul][hopper][matmul][counted]") {
+    NEEDS_HOPPER;
+    const Multiprocessors two(2);
+    const int64_t M = 72, N = 520, K = 4000;  // three tiles of 63 steps: a round of two, and one in two pieces
+    Buffer a(DType::bf16, {K, M}, Values(K * M, 1.0)), b(DType::bf16, {K, N}, Values(K * N, 0.5)),
+        out(DType::f32, {M, N}, Values(M * N, 1.0));
+    LaunchNotes notes;
+    hopper_matmul(out, a, b, {.transpose_a = true, .beta = 1.0f}, device().stream);
+    CHECK(out.values() == Values(M * N, 2001.0));
+    const int64_t parts = 2 * 4 * 128 * 256;
+    REQUIRE(notes.launches.size() == 2);
+    CHECK(notes.launches[0].cost.reads == 2 * K * (M + N) + 4 * M * 512);
+    CHECK(notes.launches[0].cost.writes == parts + 4 * M * 512);
+    CHECK(notes.launches[1].cost.reads == parts + 4 * M * 8);
+    CHECK(notes.launches[1].cost.writes == 4 * M * 8);
 }

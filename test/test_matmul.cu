@@ -104,7 +104,7 @@ TEST_CASE("matmul against float64", "[matmul]") {
 }
 
 // Products that cuBLASLt has no algorithm for, and of which float32 sums are in one order.
-TEST_CASE("plain matmul against float64", "[matmul]") {
+TEST_CASE("plain matmul against float64", "[matmul][counted]") {
     for_each_product([](const Size& s, DType dtype, DType out_dtype, MatmulOptions o) {
         check_product(s, dtype, out_dtype, o, true, plain_matmul);
         o.alpha = -1.5f, o.beta = 2.0f;

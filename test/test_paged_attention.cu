@@ -98,104 +98,113 @@ TEST_CASE("a row's attention has the same bits in a prompt's chunks and alone", 
         }
 }
 
+namespace {
+
+struct Decoded {
+    std::vector<int64_t> lengths;
+    int64_t page_size;
+    HeadCounts heads;
+    int64_t window;
+    bool rotates;
+    RopePairs pairs;
+};
+
 // The last token of each sequence, once by paged_write and paged_attention_forward among the chunks of prompts, once by
 // the kernel of a GPU that decodes (on the CPU device, too), which also writes it.
-TEST_CASE("one launch writes a row and attends with the bits of two", "[paged]") {
-    struct Case {
-        std::vector<int64_t> lengths;
-        int64_t page_size;
-        HeadCounts heads;
-        int64_t window;
-        bool rotates;
-        RopePairs pairs;
-    };
-    const Case cases[] = {{{1, 40, 33, 2}, 16, {3, 3, 64}, 0, true, RopePairs::halves},
-                          {{131, 5}, 1, {4, 1, 8}, 0, false, RopePairs::halves},
-                          {{290, 600}, 17, {6, 2, 32}, 0, true, RopePairs::neighbours},
-                          {{300, 65}, 16, {10, 1, 80}, 70, true, RopePairs::halves},
-                          {{66, 31, 2}, 17, {8, 2, 128}, 0, false, RopePairs::halves},
-                          {{530}, 16, {3, 1, 192}, 300, true, RopePairs::halves}};
-    for (DType dtype : kFloatDTypes)
-        for (const Case& c : cases) {
-            const HeadCounts& h = c.heads;
-            const int64_t n = static_cast<int64_t>(c.lengths.size()), width = h.width();
-            // Chunks of up to 31 rows, and one more row for each last token.
-            Step s(c.lengths, c.page_size, {31});
-            Integers chunks, last_chunks, last_rows, last_positions;
-            for (size_t i = 0; i < s.chunks.size(); i += 4) {
-                const int32_t row = s.chunks[i], rows = s.chunks[i + 1], sequence = s.chunks[i + 2],
-                              first = s.chunks[i + 3];
-                const bool is_last = first + rows == c.lengths[static_cast<size_t>(sequence)];
-                if (!is_last || rows > 1)
-                    for (const int32_t x : {row, rows - is_last, sequence, first}) chunks.push_back(x);
-                if (!is_last) continue;
-                const int32_t last = row + rows - 1;
-                for (const int32_t x : {last, 1, sequence, first + rows - 1}) chunks.push_back(x);
-                for (const int32_t x : {sequence, 1, sequence, first + rows - 1}) last_chunks.push_back(x);
-                last_rows.push_back(s.rows[static_cast<size_t>(last)]);
-                last_positions.push_back(s.positions[static_cast<size_t>(last)]);
-            }
-            s.chunks = chunks;
-            const Values values = random_values(s.N * width, 3, 1.5);
-            Values last_values;
-            int64_t first = 0;
-            for (const int64_t length : c.lengths) {
-                const Values row = some_rows(values, (first += length) - 1, 1, width);
-                last_values.insert(last_values.end(), row.begin(), row.end());
-            }
-            Buffer table(DType::f32, {600, h.D});
-            rope_table(table, rope_frequencies(h.D, 100.0, {}), 1.1);
-            const Tensor turns = c.rotates ? table.tensor() : Tensor{};
-            const float scale = 1 / std::sqrt(static_cast<float>(h.D));
-            Buffer qkv(dtype, {1, s.N, width}, values), out(dtype, {1, s.N, h.H * h.D});
-            const DeviceStep prompt(s, dtype, 2 * h.K * h.D, 2 * h.K);
-            const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
-            paged_write(prompt, heads.q, heads.k, heads.v, c.pairs, prompt.positions, turns, device().stream);
-            paged_attention_forward({out, h.H, h.D}, heads.q, h.K, prompt, scale, c.window, scratch_for(s, h),
-                                    device().stream);
+void check_decode(const Decoded& c, DType dtype) {
+    const HeadCounts& h = c.heads;
+    const int64_t n = static_cast<int64_t>(c.lengths.size()), width = h.width();
+    // Chunks of up to 31 rows, and one more row for each last token.
+    Step s(c.lengths, c.page_size, {31});
+    Integers chunks, last_chunks, last_rows, last_positions;
+    for (size_t i = 0; i < s.chunks.size(); i += 4) {
+        const int32_t row = s.chunks[i], rows = s.chunks[i + 1], sequence = s.chunks[i + 2], first = s.chunks[i + 3];
+        const bool is_last = first + rows == c.lengths[static_cast<size_t>(sequence)];
+        if (!is_last || rows > 1)
+            for (const int32_t x : {row, rows - is_last, sequence, first}) chunks.push_back(x);
+        if (!is_last) continue;
+        const int32_t last = row + rows - 1;
+        for (const int32_t x : {last, 1, sequence, first + rows - 1}) chunks.push_back(x);
+        for (const int32_t x : {sequence, 1, sequence, first + rows - 1}) last_chunks.push_back(x);
+        last_rows.push_back(s.rows[static_cast<size_t>(last)]);
+        last_positions.push_back(s.positions[static_cast<size_t>(last)]);
+    }
+    s.chunks = chunks;
+    const Values values = random_values(s.N * width, 3, 1.5);
+    Values last_values;
+    int64_t first = 0;
+    for (const int64_t length : c.lengths) {
+        const Values row = some_rows(values, (first += length) - 1, 1, width);
+        last_values.insert(last_values.end(), row.begin(), row.end());
+    }
+    Buffer table(DType::f32, {600, h.D});
+    rope_table(table, rope_frequencies(h.D, 100.0, {}), 1.1);
+    const Tensor turns = c.rotates ? table.tensor() : Tensor{};
+    const float scale = 1 / std::sqrt(static_cast<float>(h.D));
+    Buffer qkv(dtype, {1, s.N, width}, values), out(dtype, {1, s.N, h.H * h.D});
+    const DeviceStep prompt(s, dtype, 2 * h.K * h.D, 2 * h.K);
+    const QkvHeads heads = qkv_heads(qkv, h.H, h.K);
+    paged_write(prompt, heads.q, heads.k, heads.v, c.pairs, prompt.positions, turns, device().stream);
+    paged_attention_forward({out, h.H, h.D}, heads.q, h.K, prompt, scale, c.window, scratch_for(s, h), device().stream);
 
-            // The same pool without the last rows.
-            const std::vector<unsigned char> whole = prompt.pool.bits();
-            std::vector<unsigned char> without = whole;
-            const size_t bytes = static_cast<size_t>(h.D) * dtype_bytes(dtype);
-            for (const int32_t row : last_rows)
-                for (int64_t head = 0; head < 2 * h.K; ++head) {
-                    const int64_t place = (row / s.page_size * 2 * h.K + head) * s.page_size + row % s.page_size;
-                    std::fill_n(without.begin() + place * static_cast<int64_t>(bytes), bytes, 0xff);
-                }
-            copy_to_device(prompt.pool, without.data());
-            Buffer last(dtype, {1, n, width}, last_values), again(dtype, {1, n, h.H * h.D}),
-                positions(DType::i32, {1, n}), rows(DType::i32, {n}), one_each(DType::i32, {n, 4});
-            positions.set_integers(last_positions), rows.set_integers(last_rows), one_each.set_integers(last_chunks);
-            PagedStep step = prompt;
-            step.chunks = one_each, step.rows = rows;
-            const QkvHeads now = qkv_heads(last, h.H, h.K);
-            const NewHeads fresh{now.k, now.v, c.pairs, positions, turns};
-            const HeadColumns to{again, h.H, h.D};
-            paged_decode("test", {to, now.q, h.K, 2 * h.K, h.K, h.D, scale, c.window}, step, &fresh, scratch_for(s, h),
-                         device().stream);
-            INFO(dtype_name(dtype) << ", pages of " << c.page_size << ", D = " << h.D << ", window " << c.window);
-            std::vector<unsigned char> expected;
-            first = 0;
-            const std::vector<unsigned char> all = out.bits();
-            const int64_t row_bytes = h.H * static_cast<int64_t>(bytes);
-            for (const int64_t length : c.lengths) {
-                first += length;
-                expected.insert(expected.end(), all.begin() + (first - 1) * row_bytes, all.begin() + first * row_bytes);
-            }
-            CHECK(again.bits() == expected);
-            CHECK((prompt.pool.bits() == whole));
-            // The rows are in the pool now.
-            Buffer rotated(dtype, {1, n, width}, last_values), third(dtype, {1, n, h.H * h.D});
-            const HeadColumns q = qkv_heads(rotated, h.H, h.K).q;
-            if (c.rotates) rope_forward(q, c.pairs, positions, table, device().stream);
-            paged_decode("test", {{third, h.H, h.D}, q, h.K, 2 * h.K, h.K, h.D, scale, c.window}, step, nullptr,
-                         scratch_for(s, h), device().stream);
-            CHECK(third.bits() == expected);
+    // The same pool without the last rows.
+    const std::vector<unsigned char> whole = prompt.pool.bits();
+    std::vector<unsigned char> without = whole;
+    const size_t bytes = static_cast<size_t>(h.D) * dtype_bytes(dtype);
+    for (const int32_t row : last_rows)
+        for (int64_t head = 0; head < 2 * h.K; ++head) {
+            const int64_t place = (row / s.page_size * 2 * h.K + head) * s.page_size + row % s.page_size;
+            std::fill_n(without.begin() + place * static_cast<int64_t>(bytes), bytes, 0xff);
         }
+    copy_to_device(prompt.pool, without.data());
+    Buffer last(dtype, {1, n, width}, last_values), again(dtype, {1, n, h.H * h.D}), positions(DType::i32, {1, n}),
+        rows(DType::i32, {n}), one_each(DType::i32, {n, 4});
+    positions.set_integers(last_positions), rows.set_integers(last_rows), one_each.set_integers(last_chunks);
+    PagedStep step = prompt;
+    step.chunks = one_each, step.rows = rows;
+    const QkvHeads now = qkv_heads(last, h.H, h.K);
+    const NewHeads fresh{now.k, now.v, c.pairs, positions, turns};
+    const HeadColumns to{again, h.H, h.D};
+    paged_decode("test", {to, now.q, h.K, 2 * h.K, h.K, h.D, scale, c.window}, step, &fresh, scratch_for(s, h),
+                 device().stream);
+    INFO(dtype_name(dtype) << ", pages of " << c.page_size << ", D = " << h.D << ", window " << c.window);
+    std::vector<unsigned char> expected;
+    first = 0;
+    const std::vector<unsigned char> all = out.bits();
+    const int64_t row_bytes = h.H * static_cast<int64_t>(bytes);
+    for (const int64_t length : c.lengths) {
+        first += length;
+        expected.insert(expected.end(), all.begin() + (first - 1) * row_bytes, all.begin() + first * row_bytes);
+    }
+    CHECK(again.bits() == expected);
+    CHECK((prompt.pool.bits() == whole));
+    // The rows are in the pool now.
+    Buffer rotated(dtype, {1, n, width}, last_values), third(dtype, {1, n, h.H * h.D});
+    const HeadColumns q = qkv_heads(rotated, h.H, h.K).q;
+    if (c.rotates) rope_forward(q, c.pairs, positions, table, device().stream);
+    paged_decode("test", {{third, h.H, h.D}, q, h.K, 2 * h.K, h.K, h.D, scale, c.window}, step, nullptr,
+                 scratch_for(s, h), device().stream);
+    CHECK(third.bits() == expected);
 }
 
-TEST_CASE("paged_write rotates as rope does", "[paged]") {
+}  // namespace
+
+TEST_CASE("one launch writes a row and attends with the bits of two", "[paged][counted]") {
+    for (DType dtype : kFloatDTypes) {
+        check_decode({{1, 40, 33, 2}, 16, {3, 3, 64}, 0, true, RopePairs::halves}, dtype);
+        check_decode({{131, 5}, 1, {4, 1, 8}, 0, false, RopePairs::halves}, dtype);
+        check_decode({{66, 31, 2}, 17, {8, 2, 128}, 0, false, RopePairs::halves}, dtype);
+    }
+}
+TEST_CASE("one launch for long sequences has the bits of two", "[paged]") {
+    for (DType dtype : kFloatDTypes) {
+        check_decode({{290, 600}, 17, {6, 2, 32}, 0, true, RopePairs::neighbours}, dtype);
+        check_decode({{300, 65}, 16, {10, 1, 80}, 70, true, RopePairs::halves}, dtype);
+        check_decode({{530}, 16, {3, 1, 192}, 300, true, RopePairs::halves}, dtype);
+    }
+}
+
+TEST_CASE("paged_write rotates as rope does", "[paged][counted]") {
     const HeadCounts h{3, 2, 10};
     const Step s({5, 9}, 4, {32});
     Buffer table(DType::f32, {s.N, h.D});
@@ -225,7 +234,7 @@ TEST_CASE("paged_write rotates as rope does", "[paged]") {
 // by 2^-10 of the scale. So keys shift a score by at most d = scale * sum over x of |q_x| error(k_x), and a
 // probability by a factor between e^-2d and e^2d; values are off by their own error. All of it stays below this bound,
 // computed for each row; float32 sums add nothing that can be seen beside it (1e-5).
-TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged]") {
+TEST_CASE("attention over e4m3 pages is as near as the codes allow", "[paged][counted]") {
     const HeadCounts h{4, 2, 24};
     const Step s({37}, 16, {32, 1});
     const double scale = 1 / std::sqrt(24.0);

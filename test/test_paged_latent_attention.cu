@@ -88,7 +88,7 @@ void run(const Buffer& out, const Inputs& in, const Size& s, const Step& its, DT
 
 }  // namespace
 
-TEST_CASE("paged latent attention against float64 with expanded keys and values", "[paged][latent]") {
+TEST_CASE("paged latent attention against float64 with expanded keys and values", "[paged][latent][counted]") {
     for (DType dtype : kFloatDTypes)
         for (const Size& s : kSizes) {
             const Inputs in(s, dtype);
@@ -131,7 +131,8 @@ TEST_CASE("a token's latent attention does not depend on pages, chunks and neigh
 // As of keys and values (test_paged_attention.cu): with one scale for the latent and one for the shared key, each
 // number is off by at most 2^-4 of itself or 2^-10 of its scale. Then the attention itself is as exact as without
 // codes.
-TEST_CASE("paged latent attention over e4m3 pages is that of the numbers that the codes stand for", "[paged][latent]") {
+TEST_CASE("paged latent attention over e4m3 pages is that of the numbers that the codes stand for",
+          "[paged][latent][counted]") {
     const Size s{{37}, 3, 40, 16, 24, 12, 16, {32}};
     const Step its(s.lengths, s.page_size, s.chunk_rows);
     Inputs in(s, DType::f32);

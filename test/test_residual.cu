@@ -2,7 +2,7 @@
 #include "layers/layers.h"
 #include "reference.h"
 
-TEST_CASE("residual_add rounds the exact sum once", "[residual]") {
+TEST_CASE("residual_add rounds the exact sum once", "[residual][counted]") {
     for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
         for (const int64_t C : {8, 24, 768}) {
             const int64_t N = 7;

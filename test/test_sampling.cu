@@ -3,7 +3,7 @@
 
 #include <fstream>
 
-TEST_CASE("sampling: each option against a sort in float64", "[sampling]") {
+TEST_CASE("sampling: each option against a sort in float64", "[sampling][counted]") {
     const int64_t V = 53, padding = 11, n_rows = 300;
     const std::vector<double> x = logits_with_ties(V, 5);
     Buffer logits(DType::f32, {n_rows, V + padding}, repeated(x, n_rows, padding));
@@ -17,7 +17,7 @@ TEST_CASE("sampling: each option against a sort in float64", "[sampling]") {
     }
 }
 
-TEST_CASE("sampling: V of 1 and 50257, in every dtype", "[sampling]") {
+TEST_CASE("sampling: V of 1 and 50257, in every dtype", "[sampling][counted]") {
     for (DType dtype : kFloatDTypes)
         for (int64_t V : {1, 50257}) {
             const int64_t n_rows = 2, padding = 47;
@@ -81,7 +81,7 @@ TEST_CASE("sampling: -0 equals 0, and what options leave only one token", "[samp
           std::vector<int64_t>{0, 0, 0, 64, 0});
 }
 
-TEST_CASE("sampling: a row draws the same alone, among others, and again", "[sampling]") {
+TEST_CASE("sampling: a row draws the same alone, among others, and again", "[sampling][counted]") {
     for (int64_t V : {53, 3001}) {
         const std::vector<Case> all = cases();
         const int64_t n_rows = 3 * std::ssize(all), Vp = V + 7;
@@ -118,7 +118,8 @@ TEST_CASE("sampling: a row draws the same alone, among others, and again", "[sam
     }
 }
 
-TEST_CASE("sampling: log-probabilities of the token and of the most probable ones, before all options", "[sampling]") {
+TEST_CASE("sampling: log-probabilities of the token and of the most probable ones, before all options",
+          "[sampling][counted]") {
     for (DType dtype : kFloatDTypes)
         for (int64_t V : {1, 53, 4001}) {
             const int64_t Vp = V + 3;

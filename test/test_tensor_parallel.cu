@@ -55,7 +55,7 @@ TEST_CASE("cuts: all ranks together have each element once, and pieces say where
 }
 
 TEST_CASE("the loss of a divided vocabulary is that of the whole, against float64",
-          "[tensor_parallel][cross_entropy]") {
+          "[tensor_parallel][cross_entropy][counted]") {
     const int64_t N = 37, V = 301;
     const cudaStream_t stream = device().stream;
     const float dloss = 0.37f;
@@ -129,7 +129,7 @@ TEST_CASE("the loss of a divided vocabulary is that of the whole, against float6
     }
 }
 
-TEST_CASE("the embedding of a divided vocabulary adds up to the whole", "[tensor_parallel][embedding]") {
+TEST_CASE("the embedding of a divided vocabulary adds up to the whole", "[tensor_parallel][embedding][counted]") {
     const int64_t B = 3, T = 70, C = 20, V = 33;
     const cudaStream_t stream = device().stream;
     const std::vector<double> table = random_values(V * C, 1), dy = random_values(B * T * C, 2);
