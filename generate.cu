@@ -70,7 +70,9 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
     request.prompt = o.prompt_ids.empty() ? encode_prompt(model, o.prompt) : parse_ids(o.prompt_ids);
     std::vector<Answer> answers(static_cast<size_t>(o.samples));
     const bool streams = o.samples == 1 && !o.ids;
+    bool failed = false;
     request.ready = [&](const AnswerPiece& piece) {
+        failed |= piece.is_error();
         Answer& answer = answers[piece.sample];
         answer.text += piece.text;
         for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
@@ -93,6 +95,7 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
     }
     if (!o.pictures.empty()) report_cache(*model.engine, o);
     std::fflush(stdout);
+    check(!failed, kNotFinite);
     if (!isatty(STDERR_FILENO)) return;
     std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s%s]\n",
                  static_cast<long long>(prompt_n), human_seconds(first - start).c_str(),

@@ -218,7 +218,7 @@ def main():
     parser.add_argument("--mb", type=float, default=10, help="megabytes of text")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, of which the best counts")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     texts = documents(args.mb, args.seed)
     broken = broken_documents(texts, args.seed)
     with tempfile.TemporaryDirectory() as scratch:

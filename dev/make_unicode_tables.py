@@ -5,6 +5,7 @@
 
 newer_characters: what the regex engine of `tokenizers` knows and Python's unicodedata, of version 14 as the PCRE2 of
 Debian 12, does not (or has in another class); each with an older one of the same class. The classes come from the engine.
+punctuation: what the pre-tokenizer Punctuation of `tokenizers` takes, whose own table is of Unicode 8.
 never_normalized: what utf8proc reorders, composes or replaces and the normalizers of `tokenizers`, which are older, do not.
 """
 import ctypes
@@ -12,7 +13,7 @@ import sys
 import unicodedata
 
 import tokenizers
-from tokenizers import Regex, normalizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 SCALARS = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 ALL = "".join(SCALARS)
@@ -25,21 +26,26 @@ def members_of(regex):
     return set(ALL) - set(normalizers.Replace(Regex(regex), "").normalize_str(ALL))
 
 
-def stand_ins():
-    """[(character, older character like it)]"""
+def punctuation():
+    step = pre_tokenizers.Punctuation("isolated")
+    return {c for c in SCALARS if len(step.pre_tokenize_str("a" + c + "a")) == 3}
+
+
+def stand_ins(isolated):
+    """[(character, older character like it)]. isolated: as by punctuation()"""
     class_of = {c: name for name in CLASSES for c in members_of(rf"\p{{{name}}}")}
     scripts = {name: members_of(rf"\p{{{name}}}") for name in SCRIPTS}
     oldest, newer = {}, []
     for c in SCALARS:
         if c not in class_of:
             continue
-        key = (class_of[c], len(c.encode()), tuple(c in scripts[name] for name in SCRIPTS))
+        key = (class_of[c], len(c.encode()), tuple(c in scripts[name] for name in SCRIPTS), c in isolated)
         if unicodedata.category(c) == class_of[c]:
             oldest.setdefault(key, c)
         else:
             newer.append((c, key))
     # U+180E is no white space, but PCRE2 takes it for one: U+200B is of the same class (Cf) and length.
-    return sorted([("\u180e", "\u200b")] + [(c, oldest.get(key) or oldest[key[0], key[1], (False,) * len(SCRIPTS)])
+    return sorted([("\u180e", "\u200b")] + [(c, oldest.get(key) or oldest[*key[:2], (False,) * len(SCRIPTS), key[3]])
                                             for c, key in newer])
 
 
@@ -94,7 +100,8 @@ def main():
     if unicodedata.unidata_version != "14.0.0":
         sys.exit(f"this needs a Python whose unicodedata is of version 14.0.0 (Python 3.11), not {unicodedata.unidata_version}")
     library = utf8proc()
-    likes = dict(stand_ins())
+    isolated = punctuation()
+    likes = dict(stand_ins(isolated))
     print("// io/unicode_tables.h: in what PCRE2 and utf8proc differ from the libraries of Hugging Face's tokenizers.")
     print("// Made by dev/make_unicode_tables.py: do not edit.")
     print(f"// tokenizers {tokenizers.__version__}; utf8proc {library.utf8proc_version().decode()}"
@@ -104,8 +111,11 @@ def main():
     print("struct StandIn {\n    uint32_t first, last, like;\n};")
     print("constexpr StandIn newer_characters[] = {")
     print_rows(f"{{0x{a:X}, 0x{b:X}, 0x{ord(like):X}}}," for a, b, like in ranges_of(likes, likes.get))
+    print("\nstruct CodePointRange {\n    uint32_t first, last;\n};")
+    print("// What the pre-tokenizer Punctuation takes for punctuation: that of ASCII and of Unicode 8.")
+    print("constexpr CodePointRange punctuation[] = {")
+    print_rows(f"{{0x{a:X}, 0x{b:X}}}," for a, b, _ in ranges_of(isolated))
     print("\n// Characters that the normalizers of tokenizers do not change or reorder, and utf8proc does.")
-    print("struct CodePointRange {\n    uint32_t first, last;\n};")
     print("constexpr CodePointRange never_normalized[] = {")
     print_rows(f"{{0x{a:X}, 0x{b:X}}}," for a, b, _ in ranges_of(never_normalized(library)))
 

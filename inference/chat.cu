@@ -60,12 +60,13 @@ TextRequest next_request(const LoadedModel& model, const GenerateOptions& o, con
 // Prints the answer as it comes, and returns it.
 std::string answer(Requests& requests, TextRequest request) {
     std::string text;
-    bool ended = false;
+    bool ended = false, failed = false;
     request.ready = [&](const AnswerPiece& piece) {
         std::printf("%s", piece.text.c_str());
         std::fflush(stdout);
         text += piece.text;
         ended = piece.finish_reason != nullptr;
+        failed = piece.is_error();
     };
     const int64_t id = requests.add(std::move(request));
     g_interrupted = 0;
@@ -73,6 +74,7 @@ std::string answer(Requests& requests, TextRequest request) {
     if (!ended) requests.cancel(id);  // what was said so far belongs to the conversation
     g_interrupted = 0;
     std::printf("%s\n", ended ? "" : " [stopped]");
+    check(!failed, kNotFinite);
     return text;
 }
 

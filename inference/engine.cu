@@ -179,9 +179,10 @@ void Engine::advance_beams(Request& request, std::span<const Sampled> drawn) {
     BeamSearch& search = searches_.at(&request);
     std::vector<std::vector<TokenLogprob>> top;
     for (const Sampled& row : drawn) top.push_back(row.top);
-    search.step(top);
-    if (search.beams().empty()) {
-        const std::vector<BeamAnswer> answers = search.answers();
+    const bool finite = std::ranges::all_of(drawn, [](const Sampled& row) { return row.token >= 0; });
+    if (finite) search.step(top);
+    if (!finite || search.beams().empty()) {
+        const std::vector<BeamAnswer> answers = finite ? search.answers() : std::vector<BeamAnswer>();
         for (const auto& sequence : request.sequences)
             cache_report_.finished(std::ssize(request.prompt), answer_length(request, *sequence) + 1);
         end_request(request);

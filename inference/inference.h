@@ -603,7 +603,8 @@ class Engine {
     // Nothing of it is used by the engine any more; of the request neither, when its last answer has ended.
     std::function<void(Request& request, uint64_t sample, const char* reason)> answer_ended;
 
-    // The answers of a beam search, the best first. Nothing of the request is used by the engine any more.
+    // The answers of a beam search, the best first; none where the logits are not finite. Nothing of the request is
+    // used by the engine any more.
     std::function<void(Request& request, const std::vector<BeamAnswer>& answers)> beams_ended;
     // The request stays where it is until all its answers have ended.
     void add(Request& request);
@@ -674,8 +675,11 @@ struct AnswerPiece {
     uint64_t sample = 0;                  // which answer of the request
     std::string text;                     // whole characters, and none that a stop string may begin with
     std::vector<Sampled> tokens;          // since the last piece; their text may come with a later one
-    const char* finish_reason = nullptr;  // of the last piece: "stop", "length", or "error"
+    const char* finish_reason = nullptr;  // of the last piece: "stop", "length", or "error" (logits are not finite)
+    bool is_error() const { return finish_reason != nullptr && std::string_view(finish_reason) == "error"; }
 };
+constexpr const char* kNotFinite =
+    "the model's logits are not finite: its weights may be damaged, or their products too large for --dtype";
 
 struct TextRequest {
     std::vector<int32_t> prompt;

@@ -99,6 +99,8 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
             for (const int32_t token : tokens) piece.tokens.push_back({.token = token, .logprob = 0, .top = {}});
             if (r->text.ready) r->text.ready(piece);
         }
+        for (size_t i = 0; answers.empty() && i < static_cast<size_t>(r->text.n); ++i)
+            if (r->text.ready) r->text.ready({.sample = i, .text = "", .tokens = {}, .finish_reason = "error"});
     };
 }
 

@@ -4,6 +4,7 @@
 // that is not known here is refused: a tokenizer that is nearly right trains and samples without an error, and badly.
 #include "io/json.h"
 #include "io/tokenizer_parts.h"
+#include "io/unicode_tables.h"
 
 #include <algorithm>
 #include <limits>
@@ -31,6 +32,17 @@ std::vector<const Json::Value*> steps_of(const Json::Value& node, const char* ke
     if (!list.isNull() && !list.isArray()) return {&list};  // is refused as a step
     for (const Json::Value& step : list) steps.push_back(&step);
     return steps;
+}
+
+// What the pre-tokenizer Punctuation isolates, as a pattern.
+std::string punctuation_class() {
+    std::string characters = "[";
+    const auto put = [&](uint32_t code) {
+        if (code < 0x80) characters += '\\';
+        append_utf8(characters, code);
+    };
+    for (const auto& [first, last] : punctuation) put(first), characters += '-', put(last);
+    return characters + ']';
 }
 
 class Reader {
@@ -146,7 +158,8 @@ void Reader::read_pre_tokenizer() {
         if (type == "Split") steps.push_back(split(pattern(step), behavior(step, ""), flag(step, "invert")));
         else if (type == "Digits")
             split_by("\\p{N}", flag(step, "individual_digits") ? SplitBehavior::isolated : SplitBehavior::contiguous);
-        else if (type == "Punctuation") split_by("[\\p{P}$+<=>^`|~]", behavior(step, "Isolated"));
+        else if (type == "Punctuation")
+            steps.push_back(split(Regex(punctuation_class(), parts_.file), behavior(step, "Isolated")));
         else if (type == "Whitespace") steps.push_back(split_off_white_space());
         else if (type == "WhitespaceSplit") split_by("\\s", SplitBehavior::removed);
         else if (type == "Metaspace") {

@@ -150,6 +150,30 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     CHECK(std::abs(rounded / exact - 1) < 0.01);
 }
 
+TEST_CASE("a model whose logits are not finite is said to be one", "[generate][program]") {
+    const TempFolder folder;
+    std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");
+    const std::string path = folder / "model/model.safetensors";
+    std::string weights = slurp(path);
+    uint64_t header = 0;
+    std::memcpy(&header, weights.data(), sizeof header);
+    spit(path, weights.replace(8 + header, std::string::npos, weights.size() - 8 - header, '\xff'));  // NaN each
+    spit(folder / "in", "{\"prompt\": \"a\", \"samples\": 2}\n");
+    const std::string model = "--model " + (folder / "model");
+    for (const std::string way : {"", " --beams 3 --samples 2"}) {
+        const Outcome outcome = run_program("generate", model + " --prompt a --tokens 3" + way);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring("the model's logits are not finite"));
+        const std::string out = folder / "out";
+        std::filesystem::remove(out);
+        const std::string beams = way.empty() ? "" : " --beams 3";
+        CHECK(run_program("generate", model + beams + " --batch " + (folder / "in") + " --out " + out).status == 0);
+        REQUIRE(lines_of(out).size() == 2);
+        for (const json& line : lines_of(out)) CHECK(line["finish_reason"] == "error");
+    }
+    CHECK_THAT(run_program("generate", model + " --chat", "echo a |").out, ContainsSubstring("not finite"));
+}
+
 TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") {
     const TempFolder folder;
     const std::pair<std::string, std::string> wrong[] = {

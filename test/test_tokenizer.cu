@@ -251,6 +251,21 @@ TEST_CASE("characters: bytes or the unknown token for those that the vocabulary 
     CHECK(with("unk_token", "?", "byte_fallback", true)->encode("!\u00e8b") == Ids{5, 8, 1});
 }
 
+// The step of Hugging Face's library knows the punctuation of Unicode 8, whatever its patterns know. Here U+061D is of
+// Unicode 14, U+1B7F and U+11B00 of Unicode 16; U+2E42 and U+10100 of Unicode 7 and 4, and U+166D was punctuation then.
+TEST_CASE("Punctuation isolates what was punctuation in Unicode 8") {
+    const auto tokenizer = small_tokenizer([](json& f) {
+        f["pre_tokenizer"] = parsed_json(R"({"type": "Punctuation"})");
+        f["decoder"] = parsed_json(R"({"type": "Fuse"})");
+        f["model"]["unk_token"] = "?", f["model"]["fuse_unk"] = true;  // one for each word without known letters
+        f["model"]["vocab"]["?"] = 5;
+    });
+    for (const char* const other : {"\u061d", "\u1b7f", "\U00011b00", "\u00e9"})
+        CHECK(tokenizer->encode(std::string(other) + other) == Ids{5});
+    for (const char* const mark : {"!", "-", "[", "\\", "]", "^", "`", "~", "$", "\u2e42", "\U00010100", "\u166d"})
+        CHECK(tokenizer->encode(std::string(mark) + mark) == Ids{5, 5});
+}
+
 TEST_CASE("added tokens that take white space with them, or must stand alone") {
     auto tokenizer = small_tokenizer([](json& f) {
         f["added_tokens"] = value(JsonText::array(
