@@ -123,6 +123,12 @@ void dispatch_chunks(DType dtype, int64_t row_n, F&& f) {
     });
 }
 
+// What is read of logits whose first V columns are tokens, in chunks of kN.
+template <class T, int kN>
+int64_t bytes_of_tokens(const Tensor& logits, int64_t V) {
+    return logits.shape[0] * std::min(round_up(V, kN), logits.shape[1]) * static_cast<int64_t>(sizeof(T));
+}
+
 // Nothing is to be added to this gradient of a parameter: where it does not accumulate, it is 0.
 inline void zero_unless(bool accumulate, const Tensor& gradient, cudaStream_t stream) {
     if (accumulate || gradient.n() == 0) return;

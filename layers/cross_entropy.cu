@@ -130,11 +130,6 @@ __global__ void cross_entropy_finish_kernel(float* losses, T* logits, const int*
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// What is read of logits whose first V columns are tokens, in chunks of kN.
-template <class T, int kN>
-int64_t bytes_of_tokens(const Tensor& logits, int64_t V) {
-    return logits.shape[0] * std::min(round_up(V, kN), logits.shape[1]) * static_cast<int64_t>(sizeof(T));
-}
 // FLOPs for each logit: the difference from the maximum, its exponential, and its place in the sum; and again the
 // difference and the exponential, the quotient, and the 1 of the target.
 constexpr double kForwardFlops = 4, kBackwardFlops = 4;

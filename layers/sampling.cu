@@ -200,9 +200,11 @@ void adjust_logits(Tensor x, Tensor logits, Tensor rules, Tensor adjustments, in
         adjust_kernel<T, decltype(chunk)::n><<<grid, kThreads, 0, stream>>>(
             x.ptr<float>(), logits.ptr<T>(), structs<SamplingRule>(rules), structs<LogitAdjustment>(adjustments),
             static_cast<int>(V), narrow(Vp, "columns of logits"), static_cast<int>(columns));
+        const int64_t adjusted = adjustments.shape[0] * int64_t{sizeof(float)};  // of x: read when it has been written
+        launched("adjust_kernel",
+                 {.reads = bytes_of_tokens<T, decltype(chunk)::n>(logits, V) + bytes_of(rules, adjustments) + adjusted,
+                  .writes = bytes_of(x)});
     });
-    const int64_t adjusted = adjustments.shape[0] * int64_t{sizeof(float)};  // of x: read when it has been written
-    launched("adjust_kernel", {.reads = bytes_of(logits, rules, adjustments) + adjusted, .writes = bytes_of(x)});
 }
 
 void sampling_distributions(Tensor distributions, Tensor x, Tensor rules, cudaStream_t stream) {

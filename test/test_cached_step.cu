@@ -125,7 +125,7 @@ std::vector<float> whole_forward(const CachedModel& m, const std::vector<int32_t
 
 // On a GPU attention over a whole sequence, in 16 bits, and the products of a whole forward sum in other orders than
 // those of a step, which do not depend on the number of rows.
-TEST_CASE("logits over a cache in pages are the bits of the whole forward", "[inference][paged]") {
+TEST_CASE("logits over a cache in pages are the bits of the whole forward", "[inference][paged][counted]") {
     const std::vector<int64_t> whole{23}, pieces{7, 1, 9, 1, 1, 4}, single(23, 1);
     for (const Config& config : small_models())
         for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -165,7 +165,8 @@ TEST_CASE("what a token leaves in the cache has the size that its attention name
 }
 
 // The same sums in another order: each product of two layers is within sum_error of the exact one, as above.
-TEST_CASE("a quantised copy computes what the model does with the weights that its codes stand for", "[inference]") {
+TEST_CASE("a quantised copy computes what the model does with the weights that its codes stand for",
+          "[inference][counted]") {
     for (const Config& config : small_models()) {
         CachedModel m(config, DType::f32, 40, 5, 40, DType::f32);
         Arena arena("quantised");

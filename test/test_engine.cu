@@ -76,7 +76,7 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
 }
 
 // In 16 bits, too: nothing in a row's numbers depends on other rows, chunks, pages or preemptions.
-TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine]") {
+TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine][counted]") {
     for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {
         const ModelWithMemory m(config, config.T_max, DType::bf16);
         const auto run = [&](const EngineOptions& options, int64_t only) {
@@ -216,7 +216,7 @@ TEST_CASE("a sample of a training run may be longer than its sequences", "[infer
           std::vector<int32_t>(text.begin() + 16, text.begin() + 24));
 }
 
-TEST_CASE("beam search finds the answers of transformers' beam search", "[inference][engine]") {
+TEST_CASE("beam search finds the answers of transformers' beam search", "[inference][engine][counted]") {
     const auto golden = parsed_json(read_text_file("test/golden/generate/beams.json"));
     for (const std::string& name : golden.getMemberNames()) {
         const json& of_model = golden[name];
