@@ -195,12 +195,13 @@ int generate(GenerateOptions options, Comm* ranks) {
 int main(int argc, char** argv) {
     try {
         const GenerateOptions options = parse_generate_options(argc, argv);
-        if (options.tp == 1) return generate(options, nullptr);
         RankOptions ranks;
         ranks.ranks = started_by_mpirun() ? 0 : static_cast<int>(options.tp);
         ranks.quiet = true, ranks.planning = options.plan;
-        check(options.plan || rank_count(ranks) == options.tp, "--tp ", options.tp, " under an mpirun of ",
-              rank_count(ranks), " processes: start as many");
+        const int n = rank_count(ranks);
+        check(options.plan || n == options.tp, "--tp ", options.tp, " under an mpirun of ", n, " processes: give --tp ",
+              n, ", or start ", options.tp);
+        if (options.tp == 1) return generate(options, nullptr);
         int status = 0;
         run_ranks(ranks, [&](Comm& world) {
             const int its = generate(options, &world);

@@ -216,6 +216,9 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
     }
     CHECK(run_shell(program_path("generate") + " --tokens 2 --prompt a --model " + trained_run() + " > /dev/full")
               .status == 2);
+    // Without --tp each process would answer all by itself.
+    CHECK_THAT(generate("--prompt a", "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0").err,
+               ContainsSubstring("--tp 1 under an mpirun of 2 processes: give --tp 2, or start 1"));
     const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
     CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
 }
