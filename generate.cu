@@ -21,7 +21,9 @@ std::string model_folder(GenerateOptions& o) {
     return find_model_folder("--model", o.model);
 }
 
-std::vector<int32_t> parse_ids(const std::string& text) {
+// "1,2,3", or as Python prints a list, "[1, 2, 3]".
+std::vector<int32_t> parse_ids(std::string text) {
+    std::erase_if(text, [](char c) { return c == ' ' || c == '[' || c == ']'; });
     std::vector<int32_t> ids;
     for (size_t at = 0; at <= text.size();) {
         const size_t comma = std::min(text.find(',', at), text.size());
@@ -174,7 +176,9 @@ int generate(GenerateOptions options, Comm* ranks) {
     const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
     LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
     if (options.plan) return print_plan(model), 0;
+    // What is wrong here is told before the weights are read.
     if (!options.pictures.empty()) make_folder(options.pictures);
+    if (options.chat || options.serve) find_chat_template(options.chat_template, folder);
     model.load();
     if (ranks) ranks->meet_hosts();  // no collective before all have their memory
     if (ranks && ranks->rank > 0) return model.engine->follow(), 0;

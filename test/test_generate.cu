@@ -40,6 +40,7 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const std::string ids = " --prompt-ids 76,105,110,101 --tokens 20 --seed 3 --ids";
     const Outcome plain = generate(ids);
     CHECK(std::count(plain.out.begin(), plain.out.end(), ',') == 19);
+    CHECK(generate("--prompt-ids '[76, 105, 110, 101]' --tokens 20 --seed 3 --ids").out == plain.out);
     const std::string own_draft = "--draft " + trained_run();
     for (const std::string setting :
          {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4", "--preempt swap", "--cache-pages 2",
