@@ -50,6 +50,7 @@ HeldBytes how_to_hold(const std::string& kernel, int64_t reads) {
         {"rope_kernel", {most, exact}},
         {"paged_write_kernel", {most, exact}},
         {"adam8bit_kernel", {most, exact}},
+        {"sum_squares_kernel", {most, exact}},
         {"squares_kernel", {most, exact}},
         {"sizes_kernel", {most, exact}},
         {"adafactor_apply_kernel", {most, exact}},

@@ -170,9 +170,7 @@ int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 
 static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTables& tables, int64_t n_rows,
                         int64_t n_longer_rows, int64_t n_blocks, int64_t whole, int64_t rest, cudaStream_t stream) {
     const int64_t n_sums = whole / kRows * static_cast<int64_t>(sizeof(double));
-    // On the CPU device a block has one chunk, and does not read n_chunks.
-    constexpr int64_t kBlockBytes = sizeof(ChunkBlock) - (kOnCpu ? sizeof(ChunkBlock::n_chunks) : 0);
-    const int64_t of_blocks = tables.blocks ? n_blocks * kBlockBytes : 0,
+    const int64_t of_blocks = tables.blocks ? n_blocks * static_cast<int64_t>(sizeof(ChunkBlock)) : 0,
                   of_parts = tables.parts ? tables.n_parts * static_cast<int64_t>(sizeof(SummedPart)) : 0;
     dispatch(grads.dtype, [&](auto zero) {
         using T = decltype(zero);
