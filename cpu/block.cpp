@@ -8,7 +8,9 @@
 //     OS thread's stack:  t0 waits ──> fiber 1: t1 waits ──> fiber 2: t2 ... the last thread arrives: all are ready
 //     ready: t0 on the OS thread's stack, t1 on fiber 1, ... each continues in turn, to the next barrier or its end
 //
-// Strict mode starts every thread on a stack of its own and picks the next one to run at random.
+// Strict mode starts every thread on a stack of its own and picks the next one to run at random. In every second block
+// one warp is left behind: its threads continue rarely while others can. Warps of a GPU may be that far apart, and a
+// random order alone never takes them there.
 #include "device.h"
 #include "fiber.h"
 #include "races.h"
@@ -114,6 +116,7 @@ class Block {
 
     unsigned next_ = 0;            // the first thread that has not been started (strict: an index into order_)
     std::vector<unsigned> order_;  // strict: the order in which threads are started
+    unsigned late_warp_ = 0;       // strict: the warp that is left behind; none has this number: no warp is
     ThreadLoop* loop_ = nullptr;   // the loop that starts threads, while the running fiber is inside it
 
     Fiber main_, *current_ = &main_;
@@ -159,6 +162,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
         order_.resize(n_);
         std::iota(order_.begin(), order_.end(), 0u);
         for (unsigned i = n_; i > 1; --i) std::swap(order_[i - 1], order_[strict_random_below(i)]);
+        late_warp_ = static_cast<unsigned>(strict_random_below(2 * (last_warp_ + 1)));
         shared_filled_.clear();
         async_copies_.assign(n_, {});
         if (shared_) guarded_refill(shared_);
@@ -290,8 +294,12 @@ inline void Block::set_ready(FiberList& fibers) {
 inline Fiber* Block::pick_ready() {
     if (!strict) return ready_.pop();
     hopper_step();
-    const uint64_t pick = strict_random_below(ready_strict_.size() + (n_ - next_));
+    uint64_t pick = strict_random_below(ready_strict_.size() + (n_ - next_));
     if (pick >= ready_strict_.size()) return nullptr;
+    const auto is_late = [&](uint64_t i) { return ready_strict_[i]->thread / kWarp == late_warp_; };
+    // Rarely, not never: another thread may wait for what this warp does, and be ready each time that it looks.
+    if (late_warp_ <= last_warp_ && strict_random_below(1024) > 0)
+        for (uint64_t i = 0; i < ready_strict_.size() && is_late(pick); ++i) pick = (pick + 1) % ready_strict_.size();
     std::swap(ready_strict_[pick], ready_strict_.back());
     Fiber* fiber = ready_strict_.back();
     ready_strict_.pop_back();

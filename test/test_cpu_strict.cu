@@ -89,6 +89,7 @@ const std::vector<Mistake> mistakes = {
     {"missing_syncwarp", {}, by_some_seed},
     {"missing_second_syncwarp", {}, by_some_seed},
     {"blocks_in_order", {}, by_some_seed},
+    {"late_warp", {}, by_every_seed},
     // 2. Streams run as late as possible, as early as possible or at random; what touches the same bytes is ordered.
     {"missing_event_wait",
      {"race between streams", "kernel 'add_kernel' launched at", "on stream 1 writes", "on stream 2 reads",

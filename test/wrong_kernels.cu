@@ -739,6 +739,30 @@ bool box_off_16_bytes(bool wrong) { return box(wrong ? 6 : 4, 0, 32); }
 bool store_at_negative(bool wrong) { return box(4, wrong ? -4 : 0, 32); }
 bool store_of_odd_rows(bool wrong) { return box(4, 0, wrong ? 30 : 28); }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Warps that are far apart
+
+// Warp 1 reads a number that warp 0 overwrites after long work. Without the barrier this is right unless warp 1 is
+// late.
+__global__ void late_warp_kernel(float* out, bool wrong) {
+    __shared__ float number;
+    if (threadIdx.x == 0) number = 1.0f;
+    __syncthreads();
+    __syncwarp();
+    if (threadIdx.x / 32 == 1) out[blockIdx.x * 32 + threadIdx.x % 32] = number;
+    else
+        for (int i = 0; i < 100; ++i) __syncwarp();
+    if (!wrong) __syncthreads();
+    if (threadIdx.x == 0) number = 2.0f;
+}
+bool late_warp(bool wrong) {
+    Buffer out(64 * 32);
+    late_warp_kernel<<<64, 64>>>(out.data, wrong);
+    for (const float number : out.read())
+        if (number != 1.0f) return false;
+    return true;
+}
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -761,7 +785,7 @@ const Case cases[] = {
     CASE(fragment_overwritten), CASE(tile_off_the_pattern), CASE(registers_of_half_a_group), CASE(too_many_registers),
     CASE(ordinary_read_in_flight), CASE(missing_store_fence), CASE(missing_bulk_wait_read), CASE(missing_bulk_wait),
     CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size), CASE(box_off_16_bytes), CASE(store_at_negative),
-    CASE(store_of_odd_rows),
+    CASE(store_of_odd_rows), CASE(late_warp),
 };
 // clang-format on
 

@@ -122,7 +122,7 @@ void allow_shared(Kernel* kernel, size_t bytes) {
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The tiers. Arguments have been checked, delta (B, H, T) has been computed. D and Dv are at most those of kHeadSizes.
+// The tiers. Arguments have been checked, delta (B, H, T) has been computed. D and Dv are at most 256.
 
 struct FlashArguments {
     HeadColumns q, k, v, out;  // out is dout in the backward
