@@ -134,7 +134,7 @@ TEST_CASE("beam search: each beam says which one it continues; what is refused",
     CHECK(search.beams()[1].parent == 0);
     CHECK_THROWS_WITH(search.step({}), ContainsSubstring("tokens of 0 beams; there are 2"));
     CHECK_THROWS_WITH(BeamSearch({.n_beams = 0}), ContainsSubstring("n_beams is 0; it must be at least 1"));
-    CHECK_THROWS_WITH(BeamSearch({.n_beams = 33}), ContainsSubstring("66 most probable tokens; at most 64"));
+    CHECK_THROWS_WITH(BeamSearch({.n_beams = 33}), ContainsSubstring("66 most probable tokens, and at most 64"));
     CHECK_THROWS_WITH(BeamSearch({.max_tokens = 0}), ContainsSubstring("max_tokens is 0"));
     CHECK_THROWS_WITH(BeamSearch({.length_penalty = NAN}), ContainsSubstring("length_penalty is nan"));
 }
