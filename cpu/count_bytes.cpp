@@ -159,7 +159,8 @@ void count_launch(const char* kernel, int64_t reads, int64_t writes) {
         for (const uint8_t marks : page->of)
             counted.reads += marks & kRead, counted.writes += (marks & kWritten) / kWritten;
     forget();
-    // Products of cuBLASLt are no kernels here: its emulation reads whole matrices, as often as it likes.
+    // Products of cuBLASLt are no kernels here. What its emulation touches says nothing of NVIDIA's library: it reads
+    // whole matrices, and once more what it has written (a float32 result, which it adds to; the input of GELU).
     if (!kernel || kernel == std::string_view("matmul")) return;
     const HeldBytes held = how_to_hold(kernel, reads);
     const std::lock_guard lock(mutex);
