@@ -212,6 +212,9 @@ int main(int argc, char** argv) {
             if (world.rank == 0) status = its;
         });
         return status;
+    } catch (const std::bad_alloc&) {
+        std::fprintf(stderr, "generate: the host has too little memory: give fewer --cache-pages or --max-sequences\n");
+        return 2;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "generate: %s\n", error.what());
         return 2;

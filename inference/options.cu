@@ -147,6 +147,10 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
               o.engine.lookup >= 0,
           "--max-sequences, --step-tokens, --page-size, --tokens and --samples must be at least 1, and --cache-pages ",
           "and --lookup not negative");
+    constexpr int64_t kMost = 1 << 20;  // what follows from these is counted in 64 bits, and kept in lists on the host
+    check(
+        std::max({o.engine.scheduler.max_sequences, o.engine.scheduler.step_tokens, o.engine.cache.page_size}) <= kMost,
+        "--max-sequences, --step-tokens and --page-size can be at most ", kMost);
     check(o.draft.empty() || (o.engine.lookup == 0 && o.beams == 0 && o.eval.empty()),
           "--draft proposes tokens that are drawn next: it cannot be combined with --lookup, --beams or --eval");
     check(o.tp >= 1, "--tp ", o.tp, ": it must be at least 1");

@@ -41,10 +41,12 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const Outcome plain = generate(ids);
     CHECK(std::count(plain.out.begin(), plain.out.end(), ',') == 19);
     CHECK(generate("--prompt-ids '[76, 105, 110, 101]' --tokens 20 --seed 3 --ids").out == plain.out);
-    const std::string own_draft = "--draft " + trained_run();
+    const std::string own_draft = "--draft " + trained_run(),
+                      own_draft_at_length = own_draft + " --draft-tokens 9000000000000000000";
     for (const std::string setting :
          {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4", "--preempt swap", "--cache-pages 2",
-          "--lookup 1000000000", own_draft.c_str(), "--batching static", "--max-length 24", "--graphs on"})
+          "--lookup 9000000000000000000", own_draft.c_str(), own_draft_at_length.c_str(), "--batching static",
+          "--max-length 24", "--graphs on"})
         CHECK(generate(ids + " " + setting).out == plain.out);
     CHECK(generate(ids + " --temperature 0 --tp 2").out == generate(ids + " --temperature 0").out);
     CHECK(generate(ids + " --seed 4").out != plain.out);
@@ -199,6 +201,7 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--chat --template vicuna", "--template vicuna: use chatml, qwen2, qwen, qwen3"},
         {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
         {"--batch no.jsonl", "--batch needs --out"},
+        {"--prompt a --page-size 1000000000", "--page-size can be at most 1048576"},
         {"--chat --samples 2", "a conversation has one answer to a message"},
         {"--serve --beams 2", "--beams is for --prompt, --prompt-ids and --batch"},
         {"--chat --ids", "--ids is for --prompt and --prompt-ids"},
