@@ -6,9 +6,9 @@
 //     roofline = max(bytes / copy rate, FLOPs / matrix rate)          (Williams, Waterman & Patterson 2009)
 //
 // Which of the two it is follows from its arithmetic intensity, FLOPs / bytes, and from the device's, rate / rate: 266
-// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 540 FLOPs for each byte, and
+// FLOPs a byte on an H100. A product of 65536 x 768 x 2304 numbers of 16 bits computes 570 FLOPs for each byte, and
 // waits for the tensor cores. A norm computes about one, and waits for memory, whatever the multiprocessors could do.
-// Attention computes T / 2 FLOPs or more for each byte as long as its scores stay on the chip; written out and read
+// Attention computes T / 4 FLOPs or more for each byte as long as its scores stay on the chip; written out and read
 // again, as in the papers before flash attention, they would make it wait for memory, too.
 //
 // The launches are not written down here a second time: a step of this run is captured, as for a CUDA graph, and never
