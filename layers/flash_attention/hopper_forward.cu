@@ -262,16 +262,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     if (in_group == 0) bulk_wait_read<0>();  // when this block ends, the next one gets its shared memory
 }
 
-// Keys and values of a section take half of L2, 50 MB for 132 multiprocessors on an H100: the rest is for the queries
-// and outputs that pass.
-constexpr int64_t kSectionBytesPerBlock = (24 << 20) / 132;
+// Key heads of a section: their keys and values take half of L2, which is 50 MB for 132 multiprocessors on an H100. The
+// rest is for the queries and outputs that pass.
+constexpr int64_t heads_of_section(int64_t head_bytes, int64_t multiprocessors) {
+    return std::max<int64_t>(1, multiprocessors * (24 << 20) / 132 / head_bytes);
+}
+static_assert(heads_of_section(1024 * (64 + 64) * 2, 132) == 96);  // as the table above has GPT-2 124M's
 
 Order order_of(const FlashArguments& a) {
     const int64_t head_bytes = a.T * (a.k.D + a.v.D) * static_cast<int64_t>(dtype_bytes(a.k.rows.dtype)),
                   group = a.q.count / a.k.count, n_heads = a.B * a.q.count,
                   n_tiles = ceil_div(a.T, int64_t{kBlockRows});
-    const int64_t section_bytes = device().sm_count * kSectionBytesPerBlock;
-    const int64_t section = std::min(n_heads, std::max<int64_t>(1, section_bytes / head_bytes) * group);
+    const int64_t section = std::min(n_heads, heads_of_section(head_bytes, device().sm_count) * group);
     return {narrow(n_tiles, "tiles"),
             narrow(n_heads, "heads"),
             narrow(section, "heads"),
