@@ -435,3 +435,13 @@ TEST_CASE("the openai package talks to the server", "[program][server]") {
     CHECK(outcome.status == 0);
     CHECK(outcome.out.find("check_openai: ok") != std::string::npos);
 }
+
+TEST_CASE("the page works in Chromium", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
+    const Server server("--ignore-eos");
+    const Outcome outcome = run_shell(concat("python3 test/check_page.py http://127.0.0.1:", server.port(), "/"));
+    if (outcome.status == 77) SKIP_TEST("no Chromium (set LLM_CHROMIUM)");
+    INFO(outcome.out << outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK(outcome.out.find("check_page: ok") != std::string::npos);
+}
