@@ -14,7 +14,7 @@
 // usual kernel, whose vectors run along k and are added up at the end, needs no transpose, but has another order of
 // summation for each width of vectors.)
 //
-// A sum's additions wait for each other. Two squares below each other, and the columns of B, have independent sums. The
+// A sum's additions wait for each other. The columns of B, and two squares below each other, have independent sums. The
 // hardware's prefetchers lose so many rows at the same time, so that A is prefetched here, `lead` elements ahead: along
 // the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads a float32 or 16-bit A
 // for one column at 80 to 95 % of the speed at which it adds up an array; from 8 columns on (16 bits: from 4) the
@@ -104,7 +104,7 @@ requires(!requires(const T* from) {
 template <class Arithmetic, int padded, class T>
 void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
                    float alpha, float beta, float* d, int64_t ld) {
-    constexpr int vectors = padded <= 4 ? 2 : 1;  // sums and a square fit in 32 registers
+    constexpr int vectors = padded <= 2 && width < 16 ? 2 : 1;  // one square of AVX-512 is enough to do at a time
     constexpr int64_t group = vectors * width;
     for (int64_t first = 0; first < rows; first += group) {
         const int64_t count = std::min(group, rows - first);
@@ -157,7 +157,8 @@ void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_
     else if (columns == 2) multiply(std::integral_constant<int, 2>());
     else if (columns <= 4) multiply(std::integral_constant<int, 4>());
     else if (columns <= 8 || most_padded == 8) multiply(std::integral_constant<int, 8>());
-    else multiply(std::integral_constant<int, most_padded>());
+    else if (columns <= 12) multiply(std::integral_constant<int, 12>());
+    else multiply(std::integral_constant<int, 16>());
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 //
 //   run      make bench-inference                                       GPT-2 124M in float32
 //            build/cpu/dev/bench_inference --model tiny --requests 16   another model, fewer requests
+//            build/cpu/dev/bench_inference --loads 6 --out .            at more rates, with pictures
 //            make bench-inference LLM_PYTHON=python3       in turns with transformers (dev/bench_inference.py)
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_inference --model tiny
 //
@@ -9,9 +10,10 @@
 // Many sequences   lengths are log-normal, with the means of the instructions in Kwon et al. 2023 (arXiv:2309.06180,
 //                  the Alpaca data: prompts of 19.3 tokens, answers of 58.5). Static batches wait for their longest
 //                  answer; continuous batching replaces each answer that has ended by the next request.
-// Under load       requests arrive at random, at a part of the rate that the machine can serve: how long until the
-//                  first token comes?
+// Under load       requests arrive at random, at a part of the rate at which continuous batching serves them when all
+//                  have come: how long does a request take for each of its tokens, and how long until the first comes?
 #include "inference/inference.h"
+#include "io/io.h"
 
 #include <algorithm>
 #include <cmath>
@@ -23,8 +25,7 @@ namespace {
 
 struct BenchOptions {
     std::string model = "gpt2", dtype = "fp32", out;
-    int64_t tokens = 64, requests = 64, sequences = 16, rounds = 3;
-    double load = 0.7;
+    int64_t tokens = 64, requests = 64, sequences = 16, rounds = 3, loads = 3;
     bool list = false;
 };
 
@@ -77,6 +78,7 @@ struct Bench {
 struct Running {
     Arena cache{"cache"}, activations{"activations"}, pinned{"pinned", MemoryKind::pinned};
     Engine engine;
+    uint64_t n_served = 0;  // times that it has served all requests
     Running(const Bench& bench, const EngineOptions& options) : engine(bench.model, options) {
         for (int pass = 0; pass < 2; ++pass) {
             engine.take_memory(cache, activations, pinned);
@@ -107,13 +109,14 @@ int64_t length_of(uint64_t which, uint64_t key, double mean, int64_t most) {
     const double normal = normal_values(1, 1.0, which, key)[0];
     return std::clamp<int64_t>(std::llround(mean * std::exp(normal - 0.5)), 1, most);
 }
-std::deque<Request> mixed_requests(const Bench& bench, int64_t n) {
+// The lengths are those of every round, the prompts are new: the cache still has those of the round before.
+std::deque<Request> mixed_requests(const Bench& bench, int64_t n, uint64_t round) {
     std::deque<Request> requests;
     for (int64_t id = 0; id < n; ++id) {
         Request& request = requests.emplace_back();
         request.id = id;
         const uint64_t which = static_cast<uint64_t>(id);
-        request.prompt = prompt_of(bench.config, length_of(which, 1, 19.3, bench.max_length / 2), which);
+        request.prompt = prompt_of(bench.config, length_of(which, 1, 19.3, bench.max_length / 2), round << 32 | which);
         request.max_tokens = length_of(which, 2, 58.5, bench.max_length / 2);
         request.sampling.temperature = 0;
     }
@@ -139,21 +142,26 @@ struct Served {
     double seconds = 0;
     int64_t tokens = 0, steps = 0;
     std::vector<double> first_token;  // seconds from arrival
+    std::vector<double> per_token;    // seconds from arrival to the last token, for each token of the answer
+    double rate() const { return static_cast<double>(tokens) / seconds; }
 };
 
 // arrivals: seconds after the start; empty: all at once.
 Served serve(Running& running, const Bench& bench, int64_t n_requests, const std::vector<double>& arrivals) {
     Engine& engine = running.engine;
-    std::deque<Request> requests = mixed_requests(bench, n_requests);
+    std::deque<Request> requests = mixed_requests(bench, n_requests, running.n_served++);
     Served served;
+    served.first_token.resize(requests.size(), -1), served.per_token.resize(requests.size());
     engine.start_reports(true);
-    std::vector<double> came(requests.size()), first(requests.size(), -1);
+    std::vector<double> came(requests.size());
     const double start = seconds_now();
     const auto now = [&] { return seconds_now() - start; };
     engine.token_ready = [&](Request& request, Sequence&, const Sampled&) {
         ++served.tokens;
-        double& when = first[static_cast<size_t>(request.id)];
-        if (when < 0) when = now() - came[static_cast<size_t>(request.id)];
+        const size_t i = static_cast<size_t>(request.id);
+        const double seconds = now() - came[i];
+        if (served.first_token[i] < 0) served.first_token[i] = seconds;
+        served.per_token[i] = seconds / static_cast<double>(request.max_tokens);  // of the last one, in the end
         return true;
     };
     const int64_t steps_before = engine.n_steps();
@@ -167,7 +175,6 @@ Served serve(Running& running, const Bench& bench, int64_t n_requests, const std
     }
     served.seconds = now();
     served.steps = engine.n_steps() - steps_before;
-    served.first_token = first;
     return served;
 }
 
@@ -195,6 +202,42 @@ void bench_one_sequence(const Bench& bench, const BenchOptions& o) {
     std::fflush(stdout);
 }
 
+// Both ways to batch, while requests arrive at 1 / n, 2 / n, ... and n / n of the rate at which continuous batching
+// serves them when all have come.
+void bench_load(Running& still, Running& moving, const Bench& bench, const BenchOptions& o, double served_per_s) {
+    const std::pair<const char*, Running*> modes[] = {{"static batches", &still}, {"continuous", &moving}};
+    Plot latency{"Latency under load", "requests a second that arrive", "ms for each token of an answer, median", {}};
+    Plot throughput{"Throughput under load", "requests a second that arrive", "tokens a second", {}};
+    for (const auto& [name, running] : modes)
+        latency.series.push_back({name, {}, {}, true, true}), throughput.series.push_back({name, {}, {}, true, true});
+    latency.log_y = true;
+    latency.height = throughput.height = 360;
+    std::printf("\nload  requests/s  %-16s %8s  ms a token: %6s %6s   first token, s: %6s %6s\n", "", "tok/s", "median",
+                "99 %", "median", "99 %");
+    for (int64_t i = 1; i <= o.loads; ++i) {
+        const double load = static_cast<double>(i) / static_cast<double>(o.loads);
+        std::vector<double> arrivals(static_cast<size_t>(o.requests));
+        double at = 0;
+        for (size_t r = 0; r < arrivals.size(); ++r)
+            arrivals[r] = at += -std::log(1 - uniform(1, 3, r)) / (load * served_per_s);
+        for (size_t mode = 0; mode < std::size(modes); ++mode) {
+            const Served served = serve(*modes[mode].second, bench, o.requests, arrivals);
+            std::printf("%3.0f %%  %10.2f  %-16s %8.1f              %6.1f %6.1f                   %6.2f %6.2f\n",
+                        100 * load, load * served_per_s, modes[mode].first, served.rate(),
+                        1e3 * median(served.per_token), 1e3 * percentile(served.per_token, 0.99),
+                        median(served.first_token), percentile(served.first_token, 0.99));
+            std::fflush(stdout);
+            latency.series[mode].x.push_back(load * served_per_s);
+            latency.series[mode].y.push_back(1e3 * median(served.per_token));
+            throughput.series[mode].x.push_back(load * served_per_s);
+            throughput.series[mode].y.push_back(served.rate());
+        }
+    }
+    if (o.out.empty()) return;
+    write_png(o.out + "/load.png", {latency, throughput});
+    std::printf("%s/load.png\n", o.out.c_str());
+}
+
 void bench_many(const Bench& bench, const BenchOptions& o) {
     Running still(bench, options_of(bench, o, Batching::static_batches)),
         moving(bench, options_of(bench, o, Batching::continuous));
@@ -203,8 +246,8 @@ void bench_many(const Bench& bench, const BenchOptions& o) {
     for (int64_t round = 0; round < o.rounds; ++round) {
         last_static = serve(still, bench, o.requests, {});
         last = serve(moving, bench, o.requests, {});
-        static_rates.push_back(static_cast<double>(last_static.tokens) / last_static.seconds);
-        rates.push_back(static_cast<double>(last.tokens) / last.seconds);
+        static_rates.push_back(last_static.rate());
+        rates.push_back(last.rate());
     }
     const auto line = [&](const char* name, const Served& served, const std::vector<double>& tokens_per_s) {
         std::printf(
@@ -225,19 +268,12 @@ void bench_many(const Bench& bench, const BenchOptions& o) {
         moving.engine.cache_report().write_png(o.out + "/cache.png");
         std::printf("%s/batching.png, cache.png\n", o.out.c_str());
     }
-
-    std::vector<double> arrivals(static_cast<size_t>(o.requests));
-    const double rate = o.load * static_cast<double>(o.requests) / last.seconds;
-    double at = 0;
-    for (size_t i = 0; i < arrivals.size(); ++i) arrivals[i] = at += -std::log(1 - uniform(1, 3, i)) / rate;
-    const Served loaded = serve(moving, bench, o.requests, arrivals);
-    std::printf("at %2.0f %% load          first token after %.2f s (median), %.2f s (99 %%); %.2f requests/s arrive\n",
-                100 * o.load, median(loaded.first_token), percentile(loaded.first_token, 0.99), rate);
+    if (o.loads > 0) bench_load(still, moving, bench, o, static_cast<double>(o.requests) / last.seconds);
 }
 
 // The requests, for another program to serve: a line for each, its number of tokens and the ids of its prompt.
 void list_requests(const Bench& bench, const BenchOptions& o) {
-    for (const Request& request : mixed_requests(bench, o.requests)) {
+    for (const Request& request : mixed_requests(bench, o.requests, 0)) {
         std::printf("%lld", static_cast<long long>(request.max_tokens));
         for (const int32_t token : request.prompt) std::printf(" %d", token);
         std::printf("\n");
@@ -262,10 +298,12 @@ BenchOptions parse(int argc, char** argv) {
         else if (flag == "--requests") o.requests = number();
         else if (flag == "--sequences") o.sequences = number();
         else if (flag == "--rounds") o.rounds = number();
-        else fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds, --out or --list");
+        else if (flag == "--loads") o.loads = number();
+        else
+            fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds, --loads, --out or --list");
     }
-    check(o.tokens > 0 && o.requests >= 0 && o.sequences > 0 && o.rounds > 0,
-          "--tokens, --sequences and --rounds must be at least 1, and --requests not negative");
+    check(o.tokens > 0 && o.requests >= 0 && o.sequences > 0 && o.rounds > 0 && o.loads >= 0,
+          "--tokens, --sequences and --rounds must be at least 1, and --requests and --loads not negative");
     return o;
 }
 
@@ -274,6 +312,7 @@ BenchOptions parse(int argc, char** argv) {
 int main(int argc, char** argv) {
     try {
         const BenchOptions o = parse(argc, argv);
+        if (!o.out.empty()) make_folder(o.out);
         const Bench bench(o);
         if (o.list) return list_requests(bench, o), 0;
         std::printf("%s, %s parameters, %s, on %s\n", o.model.c_str(),

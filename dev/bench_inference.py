@@ -178,7 +178,7 @@ def print_table(rows, n_rounds, version):
 
 
 def run_rounds(work, build, n_rounds, sizes, ask, llama):
-    ours = [f"{build}/dev/bench_inference", "--model", work, "--rounds", "1", "--tokens", str(TOKENS),
+    ours = [f"{build}/dev/bench_inference", "--model", work, "--rounds", "1", "--loads", "0", "--tokens", str(TOKENS),
             "--requests", os.environ.get("REQUESTS", "64"), "--sequences", os.environ.get("SEQUENCES", "16")]
     lengths = os.path.join(work, "requests.txt")
     listed = output_of(ours + ["--list"])
