@@ -140,17 +140,16 @@ template <class Arithmetic>
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
-        const int64_t sliver_words = divide_up(k, Arithmetic::terms) * padded, step = columns <= padded ? rows : 16;
+        const int64_t words = divide_up(k, Arithmetic::terms), step = columns <= padded ? rows : 16;
+        const auto in_sliver = [&](int64_t j) { return std::min<int64_t>(padded, columns - j); };
         for (int64_t j = 0; j < columns; j += padded)
-            gather_columns<Arithmetic>(b.from(0, 0, j), std::min<int64_t>(padded, columns - j), padded, k,
-                                       space + j / padded * sliver_words);
+            gather_columns<Arithmetic>(b.from(0, 0, j), in_sliver(j), padded, k, space + j * words);
         Arithmetic::with_elements(a, [&](const auto* from) {
             for (int64_t i = 0; i < rows; i += step)  // rows that stay in a cache for the other columns
                 for (int64_t j = 0; j < columns; j += padded)
                     multiply_rows<Arithmetic, padded>(from + i * a.row_stride, a.row_stride, std::min(step, rows - i),
-                                                      space + j / padded * sliver_words,
-                                                      std::min<int64_t>(padded, columns - j), k, alpha, beta,
-                                                      d + i + j * ld, ld);
+                                                      space + j * words, in_sliver(j), k, alpha, beta, d + i + j * ld,
+                                                      ld);
         });
     };
     if (columns == 1) multiply(std::integral_constant<int, 1>());

@@ -209,9 +209,11 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) 
 
 SquareSums::SquareSums(Arena& arena, const std::string& what, const std::vector<Part>& parts)
     : n_parts_(std::ssize(parts)) {
+    int64_t parts_of_row = 0;
     for (const Part& part : parts) {
         const int64_t n_chunks = part.n / kChunkN;
-        n_rows_ += host_parts_.empty() || host_parts_.back() != part.row;
+        parts_of_row = host_parts_.empty() || host_parts_.back() != part.row ? 1 : parts_of_row + 1;
+        n_rows_ += parts_of_row == 1, n_longer_rows_ += parts_of_row == 2;
         host_parts_.insert(host_parts_.end(), {part.first, part.n, n_chunks_ * kBlock, part.row});
         for (int64_t c = 0; c < n_chunks; c += kBlockChunks, ++n_blocks_)
             host_blocks_.insert(host_blocks_.end(), {part.first + c * kChunkN, std::min(kBlockChunks, n_chunks - c),
@@ -240,12 +242,7 @@ void SquareSums::add_up(Tensor sums, Tensor grads, cudaStream_t stream) const {
     const int64_t whole = n_chunks_ * kChunkN;
     const SumTables tables = {static_cast<const ChunkBlock*>(blocks_.data), static_cast<const SummedPart*>(parts_.data),
                               n_parts_, 0};
-    constexpr int64_t kWords = sizeof(SummedPart) / sizeof(int64_t);
-    const auto row_of = [&](int64_t part) { return host_parts_[static_cast<size_t>((part + 1) * kWords - 1)]; };
-    int64_t n_longer_rows = 0;
-    for (int64_t p = 1; p < n_parts_; ++p)
-        n_longer_rows += row_of(p) == row_of(p - 1) && (p == 1 || row_of(p - 2) != row_of(p));
-    launch_sums(sums, grads, static_cast<double*>(scratch_.data), tables, n_rows_, n_longer_rows, n_blocks_, whole,
+    launch_sums(sums, grads, static_cast<double*>(scratch_.data), tables, n_rows_, n_longer_rows_, n_blocks_, whole,
                 n_ - whole, stream);
 }
 

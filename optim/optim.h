@@ -76,7 +76,8 @@ class SquareSums {
 
   private:
     std::vector<int64_t> host_blocks_, host_parts_;
-    int64_t n_ = 0, n_chunks_ = 0, n_blocks_ = 0, n_parts_ = 0, n_rows_ = 0;
+    int64_t n_ = 0, n_chunks_ = 0, n_blocks_ = 0, n_parts_ = 0;
+    int64_t n_rows_ = 0, n_longer_rows_ = 0;  // longer: of several parts
     Tensor blocks_, parts_, scratch_;
 };
 
