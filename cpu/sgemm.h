@@ -177,7 +177,7 @@ void multiply_block(const float* __restrict a, const float* __restrict b, int64_
         if (l < n_ahead) lines.fetch();
         Vector x[vectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) x[v] = load(a + v * width);
+        for (int v = 0; v < vectors; ++v) x[v] = in_register(load(a + v * width));
 #pragma GCC unroll 8
         for (int j = 0; j < columns; ++j) {
             const Vector y = broadcast(b[j]);
