@@ -23,7 +23,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <regex>
 #include <string_view>
 
@@ -414,7 +413,7 @@ void print_step_account(Trainer& t) {
     std::printf("%s", text.c_str());
     const std::string& folder = t.options.out;
     if (folder.empty()) return;
-    std::filesystem::create_directories(folder);
+    make_folder(folder);
     write_text_file(folder + "/account.md", text + notes_of(account));
     write_text_file(folder + "/launches.tsv", tsv_of(account));
     write_roofline(folder + "/account.png", title_of(t), account);
