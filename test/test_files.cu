@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "io/io.h"
+#include "io/lock.h"
 #include "temp_folder.h"
 #include "test.h"
 
@@ -193,6 +194,37 @@ TEST_CASE("write_all goes on after short writes and signals") {
     CHECK(error.empty());
     CHECK(n_signals > 3);
     CHECK(received == sent);
+}
+
+TEST_CASE("a locked file is one process's, until it ends") {
+    using Lock = LockedFile::Lock;
+    const TempFolder folder;
+    const std::string path = folder / "file";
+    int ends[2];
+    REQUIRE(::pipe(ends) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const LockedFile file(path, O_RDWR);
+        if (::write(ends[1], "x", 1) == 1) ::pause();
+        ::_exit(1);
+    }
+    char ready;
+    REQUIRE(::read(ends[0], &ready, 1) == 1);
+    CHECK(LockedFile(path, O_RDWR).lock() == Lock::others);
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    LockedFile first(path, O_RDWR);
+    CHECK(first.lock() == Lock::ours);
+    CHECK(LockedFile(path, O_WRONLY | O_APPEND).lock() == Lock::others);
+    // A lock of a file without a name keeps nobody out: the next one makes a new file.
+    first.remove();
+    const LockedFile second(path, O_RDWR);
+    CHECK(second.lock() == Lock::ours);
+    CHECK(is_there(path));
+    const LockedFile null("/dev/null", O_WRONLY);
+    CHECK(LockedFile("/dev/null", O_WRONLY).lock() == Lock::ours);
+    CHECK(one_line_with(error_of([&] { LockedFile(folder / "no/file", O_RDWR); }), "no/file", "make its folder first"));
+    ::close(ends[0]), ::close(ends[1]);
 }
 
 TEST_CASE("kill -9 at any moment leaves a whole file") {

@@ -2,14 +2,14 @@
 // what will be written.
 //
 // The lock is the file RUN/lock. Its text, "PID HOST", is for people and for other hosts. Whether the process lives is
-// what flock(2) says: the system takes this lock from a process when it ends, however it ends. So the process number of
-// a lock that was left behind may belong to another process today, and nothing depends on it. A network file system may
-// not pass flock on to other hosts: a lock with the name of another host is therefore never taken over.
+// what the lock of the open file says (io/lock.h), which the system takes from a process when it ends, however it ends.
+// So the process number of a lock that was left behind may belong to another process today, and nothing depends on it.
+// A network file system may not pass the lock on to other hosts: one with the name of another host is therefore never
+// taken over.
 #include "training/training.h"
 
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -42,24 +42,9 @@ Holder read_holder(int fd) {
     return holder;
 }
 
-// Do path and fd name the same file?
-bool is_same_file(int fd, const std::string& path) {
-    struct stat ours, there;
-    return ::fstat(fd, &ours) == 0 && ::stat(path.c_str(), &there) == 0 && ours.st_ino == there.st_ino &&
-           ours.st_dev == there.st_dev;
-}
-
-// Does a process hold the lock of this open file? If not, this process does now. A file system without flock leaves the
-// process number.
-bool is_held(int fd, const std::string& path) {
-    int status;
-    do status = ::flock(fd, LOCK_EX | LOCK_NB);
-    while (status != 0 && errno == EINTR);
-    if (status == 0) return false;
-    if (errno == EWOULDBLOCK) return true;
-    check(errno == ENOLCK || errno == ENOSYS || errno == EOPNOTSUPP || errno == EINVAL, "cannot lock ", path, ": ",
-          std::strerror(errno));
-    const Holder holder = read_holder(fd);
+// Does another process hold this lock? A file system without locks leaves the process number.
+bool is_held(const LockedFile& file, const Holder& holder) {
+    if (file.lock() != LockedFile::Lock::unknown) return file.lock() == LockedFile::Lock::others;
     return holder.pid != 0 && holder.host == host_name() &&
            (::kill(static_cast<pid_t>(holder.pid), 0) == 0 || errno == EPERM);
 }
@@ -102,40 +87,22 @@ RunFolder::MadeFolders::~MadeFolders() {
     for (auto path = paths.rbegin(); path != paths.rend(); ++path) ::rmdir(path->c_str());  // only what is empty goes
 }
 
-RunFolder::Lock::Lock(const std::string& run) : path(run + "/lock") {
-    while (true) {
-        do fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-        while (fd < 0 && errno == EINTR);
-        check(fd >= 0, "cannot open ", path, ": ", std::strerror(errno));
-        const bool held = is_held(fd, path);
-        // A process that ends removes its lock: one that was removed after it was opened here locks nothing.
-        if (!held && !is_same_file(fd, path)) {
-            ::close(fd);
-            continue;
-        }
-        const Holder holder = read_holder(fd);
-        const bool elsewhere = !held && holder.pid != 0 && holder.host != host_name();
-        if (held || elsewhere) {
-            ::close(std::exchange(fd, -1));
-            if (held) refuse(run, holder);
-            fail(path, " says that process ", holder.pid, " on host ", holder.host, " is writing this run, and from ",
-                 host_name(), " it cannot be seen whether it lives: if it has ended, delete ", path, " and try again");
-        }
-        if (holder.pid != 0)
-            std::printf("lock     taken over from process %ld of this host, which has ended without removing %s\n",
-                        holder.pid, path.c_str());
-        break;
-    }
+RunFolder::Lock::Lock(const std::string& run) : file(run + "/lock", O_RDWR) {
+    const std::string& path = file.path();
+    const Holder holder = read_holder(file.fd());
+    if (is_held(file, holder)) refuse(run, holder);
+    check(holder.pid == 0 || holder.host == host_name(), path, " says that process ", holder.pid, " on host ",
+          holder.host, " is writing this run, and from ", host_name(),
+          " it cannot be seen whether it lives: if it has ended, delete ", path, " and try again");
+    if (holder.pid != 0)
+        std::printf("lock     taken over from process %ld of this host, which has ended without removing %s\n",
+                    holder.pid, path.c_str());
     const std::string text = concat(::getpid(), " ", host_name(), "\n");
-    check(::ftruncate(fd, 0) == 0, "cannot write ", path, ": ", std::strerror(errno));
-    write_all(fd, text.data(), text.size(), path);
+    check(::ftruncate(file.fd(), 0) == 0, "cannot write ", path, ": ", std::strerror(errno));
+    write_all(file.fd(), text.data(), text.size(), path);
 }
 
-RunFolder::Lock::~Lock() {
-    if (fd < 0) return;
-    ::unlink(path.c_str());  // before the lock goes with the file: whoever opens it from now on makes a new one
-    ::close(fd);
-}
+RunFolder::Lock::~Lock() { file.remove(); }
 
 RunFolder::RunFolder(const std::string& path) {
     if (path.empty()) {

@@ -24,6 +24,7 @@
 
 #include "inference/inference.h"
 #include "io/io.h"
+#include "io/lock.h"
 #include "llm.h"
 #include "optim/optim.h"
 #include "parallel/data/data.h"
@@ -461,8 +462,7 @@ class RunFolder {
         ~MadeFolders();
     };
     struct Lock {
-        std::string path;
-        int fd = -1;
+        LockedFile file;
         explicit Lock(const std::string& run);
         ~Lock();
     };
