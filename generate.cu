@@ -51,7 +51,7 @@ void report_cache(const Engine& engine, const GenerateOptions& o) {
 
 struct Answer {
     std::string text;
-    std::vector<int32_t> ids;
+    std::vector<Sampled> tokens;
 };
 
 void print_ids(const std::vector<int32_t>& ids) {
@@ -66,10 +66,10 @@ std::string speculation(const LoadedModel& model) {
 }
 
 // One answer is printed as it comes; several when all are there.
-void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
+void answer_prompt(LoadedModel& model, const GenerateOptions& o, const std::vector<int32_t>& prompt) {
     Requests requests(*model.engine, *model.tokenizer);
     TextRequest request = text_request(o, model);
-    request.prompt = o.prompt_ids.empty() ? encode_prompt(model, o.prompt) : parse_ids(o.prompt_ids);
+    request.prompt = prompt;
     std::vector<Answer> answers(static_cast<size_t>(o.samples));
     const bool streams = o.samples == 1 && !o.ids;
     bool failed = false;
@@ -77,10 +77,9 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
         failed |= piece.is_error();
         Answer& answer = answers[piece.sample];
         answer.text += piece.text;
-        for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
+        answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
         if (streams) std::printf("%s", piece.text.c_str()), std::fflush(stdout);
     };
-    const int64_t prompt_n = std::ssize(request.prompt);
     const double start = seconds_now();
     double first = 0;
     requests.add(std::move(request));  // Error where it cannot be answered: before anything is printed
@@ -91,16 +90,18 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
     if (streams) std::printf("\n");
     int64_t answer_n = 0;
     for (size_t i = 0; i < answers.size(); ++i) {
-        answer_n += std::ssize(answers[i].ids);
-        if (o.ids) print_ids(answers[i].ids);
+        const std::vector<Sampled>& tokens = answers[i].tokens;
+        answer_n += std::ssize(tokens);
+        if (o.ids) print_ids(ids_of(tokens));
         else if (!streams) std::printf("---- %zu ----\n%s%s\n", i + 1, o.prompt.c_str(), answers[i].text.c_str());
+        if (o.sampling.logprobs >= 0) std::printf("%s", logprobs_table(*model.tokenizer, tokens).c_str());
     }
     if (!o.pictures.empty()) report_cache(*model.engine, o);
     std::fflush(stdout);
     check(!failed, kNotFinite);
     if (!isatty(STDERR_FILENO)) return;
     std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s%s]\n",
-                 static_cast<long long>(prompt_n), human_seconds(first - start).c_str(),
+                 static_cast<long long>(prompt.size()), human_seconds(first - start).c_str(),
                  static_cast<long long>(answer_n),
                  static_cast<double>(answer_n - o.samples) / std::max(end - first, 1e-9), speculation(model).c_str());
 }
@@ -109,10 +110,10 @@ void answer_prompt(LoadedModel& model, const GenerateOptions& o) {
 // Many prompts
 
 // The exit status: 1 if some requests were refused.
-int answer_batch(LoadedModel& model, const GenerateOptions& o) {
+int answer_batch(LoadedModel& model, const GenerateOptions& o, BatchFiles& files) {
     Requests requests(*model.engine, *model.tokenizer);
     const double start = seconds_now();
-    const BatchCount count = run_batch_file(model, requests, o);
+    const BatchCount count = run_batch(model, requests, o, files);
     const double seconds = seconds_now() - start;
     std::printf("%s: %lld answers", o.out.c_str(), static_cast<long long>(count.done));
     if (count.done_before > 0) std::printf(", %lld requests done before", static_cast<long long>(count.done_before));
@@ -125,9 +126,9 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o) {
     return count.refused > 0 ? 1 : 0;
 }
 
-void print_perplexity(const LoadedModel& model, const GenerateOptions& o) {
+void print_perplexity(const LoadedModel& model, const GenerateOptions& o, const std::vector<int32_t>& tokens) {
     const int64_t window = std::min<int64_t>(model.engine->options().scheduler.max_length, 1024);
-    const Perplexity p = evaluate_text(model, read_text_file(o.eval), window, o.engine.cache_dtype);
+    const Perplexity p = evaluate_text(model, tokens, window, o.engine.cache_dtype);
     std::printf("%s: perplexity %.4f (loss %.5f) of %lld tokens, in windows of %lld, %.0f tok/s\n", o.eval.c_str(),
                 std::exp(p.loss), p.loss, static_cast<long long>(p.tokens), static_cast<long long>(p.window),
                 static_cast<double>(p.tokens) / p.seconds);
@@ -169,6 +170,21 @@ void print_plan(LoadedModel& model) {
                     static_cast<long long>(length));
 }
 
+// What the flags ask for, to be done when the weights are there; gives the exit status. Inputs are read and outputs
+// opened at once: what is wrong with them is told before the weights are read, which takes minutes for large models.
+std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
+    check_sampling(o.sampling, model.config.V);
+    if (o.chat || o.serve) {
+        find_chat_template(o.chat_template, model.folder);
+        return [&] { return o.chat ? run_chat(model, o) : serve(model, o), 0; };
+    }
+    if (!o.batch.empty()) return [&, files = open_batch(o)] { return answer_batch(model, o, *files); };
+    if (!o.eval.empty())
+        return [&, tokens = tokens_to_evaluate(model, o.eval)] { return print_perplexity(model, o, tokens), 0; };
+    const std::vector<int32_t> prompt = o.prompt_ids.empty() ? encode_prompt(model, o.prompt) : parse_ids(o.prompt_ids);
+    return [&, prompt] { return answer_prompt(model, o, prompt), 0; };
+}
+
 // The exit status. ranks: those that divide the model, if there are several.
 int generate(GenerateOptions options, Comm* ranks) {
     options.engine.ranks = ranks;
@@ -176,19 +192,14 @@ int generate(GenerateOptions options, Comm* ranks) {
     const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
     LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
     if (options.plan) return print_plan(model), 0;
-    // What is wrong here is told before the weights are read.
+    const bool leads = !ranks || ranks->rank == 0;
     if (!options.pictures.empty()) make_folder(options.pictures);
-    if (options.chat || options.serve) find_chat_template(options.chat_template, folder);
+    const std::function<int()> task = leads ? prepare(model, options) : nullptr;
     model.load();
     if (ranks) ranks->meet_hosts();  // no collective before all have their memory
-    if (ranks && ranks->rank > 0) return model.engine->follow(), 0;
+    if (!leads) return model.engine->follow(), 0;
     model.engine->start_reports(!options.pictures.empty());
-    int status = 0;
-    if (!options.batch.empty()) status = answer_batch(model, options);
-    else if (options.chat) run_chat(model, options);
-    else if (!options.eval.empty()) print_perplexity(model, options);
-    else if (options.serve) serve(model, options);
-    else answer_prompt(model, options);
+    const int status = task();
     if (ranks) model.engine->end_followers();
     check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written (is the disk full?)");
     return status;

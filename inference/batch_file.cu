@@ -1,7 +1,9 @@
 // inference/batch_file.cu: requests from a file of JSON lines, answers to another.
 #include "inference/inference.h"
 #include "io/json.h"
+#include "io/lock.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +13,20 @@
 #include <filesystem>
 #include <fstream>
 #include <set>
+
+struct BatchFiles {
+    explicit BatchFiles(const GenerateOptions& options);
+    ~BatchFiles();
+    std::ifstream in;
+    bool out_is_new, begun = false;
+    LockedFile out;
+    // The answers that `out` has already, as (id, sample), and the ids of requests that have all of theirs.
+    struct Done {
+        std::set<std::pair<std::string, uint64_t>> answers;
+        std::map<std::string, int64_t> n_answers;
+        std::set<std::string> requests;
+    } done;
+};
 
 namespace {
 
@@ -33,11 +49,14 @@ class Fields {
                                      : std::is_same_v<T, std::string>              ? "a text"
                                      : std::is_same_v<T, std::vector<std::string>> ? "a list of texts"
                                                                                    : "a list of whole numbers";
+        const Json::Value* const value = find(name);
+        if (value && !read_value(*value, to))
+            fail("\"", name, "\" is ", JsonText(*value).str(), ": expected ", expected);
+        return value != nullptr;
+    }
+    const Json::Value* find(const char* name) {
         known_.push_back(name);
-        const bool is_there = has(line_, name);
-        check(!is_there || read_value(member(line_, name), to), "\"", name, "\" is ",
-              JsonText(member(line_, name)).str(), ": expected ", expected);
-        return is_there;
+        return has(line_, name) ? &member(line_, name) : nullptr;
     }
     void refuse_unknown() const {
         std::string all = "id";
@@ -71,6 +90,8 @@ TextRequest read_request(const Json::Value& line, const LoadedModel& model, cons
     fields.read("presence_penalty", s.presence_penalty);
     fields.read("frequency_penalty", s.frequency_penalty);
     fields.read("seed", s.seed);
+    fields.read("logprobs", s.logprobs);
+    if (const Json::Value* bias = fields.find("logit_bias")) s.logit_bias = read_logit_bias(*bias);
     fields.refuse_unknown();
     return request;
 }
@@ -82,12 +103,7 @@ std::ifstream open_requests(const std::string& path, const std::string& out) {
     std::error_code ignored;
     check(!std::filesystem::equivalent(path, out, ignored), "--out ", out,
           ": this is the file of the requests; give another one for the answers");
-    return file;
-}
-
-std::ofstream open_answers(const std::string& path) {
-    std::ofstream file(path, std::ios::binary | std::ios::app);
-    check(file.good(), "--out ", path, ": cannot be written: ", std::strerror(errno));
+    check(!is_folder(out), "--out ", out, ": it is a folder, a file is needed");
     return file;
 }
 
@@ -102,15 +118,9 @@ bool is_half_answer(const std::string& line) {
     }
 }
 
-// The answers that the file has already, as (id, sample), and the ids of requests that have all of theirs. A process
-// that was killed may have left half a line, which is removed. What no batch has written is never touched.
-struct Done {
-    std::set<std::pair<std::string, uint64_t>> answers;
-    std::map<std::string, int64_t> n_answers;
-    std::set<std::string> requests;
-};
-Done read_done(const std::string& path) {
-    Done done;
+// A process that was killed may have left half a line, which is removed. What no batch has written is never touched.
+BatchFiles::Done read_done(const std::string& path) {
+    BatchFiles::Done done;
     std::error_code ignored;
     if (!std::filesystem::is_regular_file(path, ignored)) return done;  // none yet; or a pipe, which keeps nothing
     std::ifstream file(path, std::ios::binary);
@@ -144,13 +154,13 @@ Done read_done(const std::string& path) {
 
 class BatchRun {
   public:
-    BatchRun(LoadedModel& model, Requests& requests, const GenerateOptions& options)
-        : model_(model), requests_(requests), options_(options), in_(open_requests(options.batch, options.out)),
-          done_(read_done(options.out)), out_(open_answers(options.out)) {}
+    BatchRun(LoadedModel& model, Requests& requests, const GenerateOptions& options, BatchFiles& files)
+        : model_(model), requests_(requests), options_(options), files_(files) {}
 
     BatchCount run() {
+        files_.begun = true;
         std::string text;
-        for (int64_t number = 1; std::getline(in_, text); ++number) {
+        for (int64_t number = 1; std::getline(files_.in, text); ++number) {
             if (text.find_first_not_of(" \t\r") == std::string::npos) continue;
             submit(text, number);
             // Enough wait that a step is always full; the rest of the file need not be in memory.
@@ -195,7 +205,7 @@ class BatchRun {
             id = id_of(line, number);
             check(ids_.insert(id).second, "a line before this one has the id ", id,
                   ", too; give each its own, so that answers can be told apart");
-            if (done_.requests.count(id)) {
+            if (files_.done.requests.count(id)) {
                 ++count_.done_before;
                 return;
             }
@@ -203,22 +213,25 @@ class BatchRun {
             count_.prompt_tokens += std::ssize(request.prompt);
             struct Answer {
                 std::string text;
-                std::vector<int32_t> ids;
+                std::vector<Sampled> tokens;
             };
             auto answers = std::make_shared<std::map<uint64_t, Answer>>();
-            request.ready = [this, id, answers, n = request.n](const AnswerPiece& piece) {
+            request.ready = [this, id, answers, n = request.n,
+                             with_logprobs = request.sampling.logprobs >= 0](const AnswerPiece& piece) {
                 Answer& answer = (*answers)[piece.sample];
                 answer.text += piece.text;
-                for (const Sampled& token : piece.tokens) answer.ids.push_back(token.token);
+                answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
                 n_drawn_ += std::ssize(piece.tokens);
-                if (!piece.finish_reason || done_.answers.count({id, piece.sample})) return;
+                if (!piece.finish_reason || files_.done.answers.count({id, piece.sample})) return;
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
-                line.set("text", answer.text), line.set("ids", answer.ids);
+                line.set("text", answer.text), line.set("ids", ids_of(answer.tokens));
+                int64_t offset = 0;
+                if (with_logprobs) line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, offset));
                 line.set("finish_reason", piece.finish_reason);
                 write(line);
                 ++count_.done;
-                count_.tokens += std::ssize(answer.ids);
+                count_.tokens += std::ssize(answer.tokens);
             };
             requests_.add(std::move(request));
         } catch (const Error& error) {  // one bad line is no reason to lose the others
@@ -229,16 +242,14 @@ class BatchRun {
     }
 
     void write(const JsonText& line) {
-        out_ << line.str() << '\n' << std::flush;
-        check(out_.good(), "--out ", options_.out, ": cannot be written (is the disk full?)");
+        const std::string text = line.str() + '\n';
+        write_all(files_.out.fd(), text.data(), text.size(), files_.out.path());
     }
 
     LoadedModel& model_;
     Requests& requests_;
     const GenerateOptions& options_;
-    std::ifstream in_;
-    const Done done_;
-    std::ofstream out_;
+    BatchFiles& files_;
     std::set<std::string> ids_;  // of the lines so far
     BatchCount count_;
     const double tell_every_ = isatty(STDERR_FILENO) ? 1 : 10;  // seconds
@@ -248,6 +259,22 @@ class BatchRun {
 
 }  // namespace
 
-BatchCount run_batch_file(LoadedModel& model, Requests& requests, const GenerateOptions& options) {
-    return BatchRun(model, requests, options).run();
+BatchFiles::BatchFiles(const GenerateOptions& options)
+    : in(open_requests(options.batch, options.out)), out_is_new(!is_there(options.out)),
+      out(options.out, O_WRONLY | O_APPEND) {
+    check(out.lock() != LockedFile::Lock::others, "--out ", options.out,
+          " is being written by another process: wait until it has ended or stop it with Ctrl-C, or give another file");
+    done = read_done(options.out);
+    out_is_new = out_is_new && done.answers.empty();
+}
+
+// A file that was made for a batch that never began, because its model could not be read, is not left behind.
+BatchFiles::~BatchFiles() {
+    if (out_is_new && !begun) out.remove();
+}
+
+std::shared_ptr<BatchFiles> open_batch(const GenerateOptions& options) { return std::make_shared<BatchFiles>(options); }
+
+BatchCount run_batch(LoadedModel& model, Requests& requests, const GenerateOptions& options, BatchFiles& files) {
+    return BatchRun(model, requests, options, files).run();
 }

@@ -18,8 +18,8 @@ BeamSearch::BeamSearch(const BeamOptions& options) : options_(options) {
     check(options.max_tokens >= 1, "max_tokens is ", options.max_tokens, "; it must be at least 1");
     check(std::abs(options.length_penalty) <= 100, "length_penalty is ", options.length_penalty,
           "; it must be from -100 to 100");
-    check(n_tokens() <= kMostLogprobs, "n_beams is ", options.n_beams, ": with ", options.stop_tokens.size(),
-          " stop tokens each beam needs its ", n_tokens(), " most probable tokens, and at most ", kMostLogprobs,
+    check(n_tokens() <= kMostTop, "n_beams is ", options.n_beams, ": with ", options.stop_tokens.size(),
+          " stop tokens each beam needs its ", n_tokens(), " most probable tokens, and at most ", kMostTop,
           " can be had: use fewer beams");
 }
 

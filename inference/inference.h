@@ -15,6 +15,7 @@
 //     followers.cu     a model that is divided among ranks: the others compute the steps of rank 0
 //     engine.cu        the step itself: the scheduler's parts, the forward, the tokens drawn
 //     sampling.cu      from logits to tokens: what options mean and which are refused
+//     token_fields.cu  fields that name tokens, the same on the command line, in a batch, and in a server's request
 //     speculation.cu   several tokens a step: proposed by the text itself or by a small model, and verified
 //     draft_model.cu   the small model that proposes them
 //     beam_search.cu   the most probable answers instead of drawn ones
@@ -32,6 +33,8 @@
 #include "io/io.h"
 #include "layers/layers.h"
 #include "llm.h"
+
+#include <json/forwards.h>
 
 #include <array>
 #include <deque>
@@ -148,17 +151,19 @@ class PagedCache {
 //   6. min_p           only those with p[v] >= min_p * largest p      (Nguyen et al. 2024, arXiv:2407.01082)
 //   7. the token       drawn with p of what is left, by a random number of each token: Philox of (seed, which sample,
 //                      position, token), so that the text of a request does not depend on what else runs. (layers.h)
+using LogitBias = std::vector<std::pair<int32_t, double>>;  // (token, what its logit gains)
 struct SamplingOptions {
     double temperature = 1.0;
     int64_t top_k = 0;  // 0: all
     double top_p = 1.0, min_p = 0.0;
     double repetition_penalty = 1.0, presence_penalty = 0.0, frequency_penalty = 0.0;
-    std::vector<std::pair<int32_t, double>> logit_bias;  // -infinity bans a token; of a token named twice the sum
+    LogitBias logit_bias;  // -100 to 100, or -infinity, which bans a token; of a token named twice the sum
     uint64_t seed = 0;
     int64_t logprobs = -1;  // how many of the most probable tokens to report with their log-probabilities; -1: none,
                             // 0: that of the chosen token alone. By the model's logits, before steps 1 to 7.
 };
-constexpr int64_t kMostLogprobs = 64;
+constexpr int64_t kMostTop = 64;       // a row's most probable tokens that a Sampler finds: as many as beams may need
+constexpr int64_t kMostLogprobs = 20;  // of them, those that a request can have: OpenAI's limit
 void check_sampling(const SamplingOptions& options, int64_t V);  // Error that names the option and its range
 
 struct TokenLogprob {
@@ -202,6 +207,22 @@ class Sampler {
     Tensor x_, distributions_;     // (max_rows, ...)
     Tensor results_;               // pinned: kernels write them, the host reads them
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// token_fields.cu: what names tokens has one form for flags, for the lines of --batch, and for the server's completions
+
+class JsonText;  // io/json.h
+// "13:-100,25:2.5" of a flag, {"13": -100, "25": 2.5} of JSON. Error for another form; the ranges: check_sampling.
+LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
+LogitBias read_logit_bias(const Json::Value& value);
+// OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the answer before these
+// tokens; afterwards behind them.
+JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset);
+// The same for people: a line for each token.
+std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens);
+std::vector<int32_t> ids_of(std::span<const Sampled> tokens);
+// A token's text; nothing for an id that the tokenizer does not have: vocabularies may be rounded up.
+std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // speculation.cu: several tokens of a sequence in one step
@@ -800,14 +821,20 @@ std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& 
 //
 //   {"id": 7, "prompt": "..."}   also "prompt_ids" instead of "prompt"; "tokens", "temperature", "top_k", "top_p",
 //                                "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-//                                "samples", "stop", as the flags, which are their defaults. No two ids are the same.
-//   {"id": 7, "text": "...", "ids": [..], "finish_reason": "stop"}       several samples: a line each, with "sample"
+//                                "samples", "stop", "logit_bias", "logprobs", as the flags, which are their defaults.
+//                                No two ids are the same.
+//   {"id": 7, "text": "...", "ids": [..], "finish_reason": "stop"}       several samples: a line each, with "sample";
+//                                                                        where they are wanted, "logprobs"
 //
-// Error where a file cannot be used; a file at `out` that no batch has written stays as it is.
+// One process writes `out` at a time.
 struct BatchCount {
     int64_t done_before = 0, done = 0, refused = 0, tokens = 0, prompt_tokens = 0;
 };
-BatchCount run_batch_file(LoadedModel& model, Requests& requests, const GenerateOptions& options);
+// Opens both files; needs no weights. Error where one cannot be used, or another process writes `out`; a file there
+// that no batch has written stays as it is.
+struct BatchFiles;
+std::shared_ptr<BatchFiles> open_batch(const GenerateOptions& options);
+BatchCount run_batch(LoadedModel& model, Requests& requests, const GenerateOptions& options, BatchFiles& files);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // chat_template.cu: a conversation as the text that a model was trained on
@@ -862,7 +889,9 @@ struct Perplexity {
     double loss = 0, seconds = 0;
     int64_t tokens = 0, window = 0;
 };
-Perplexity evaluate_text(const LoadedModel& model, const std::string& text, int64_t window,
+// The tokens of the text in this file; Error where they cannot be evaluated. Needs no weights.
+std::vector<int32_t> tokens_to_evaluate(const LoadedModel& model, const std::string& path);
+Perplexity evaluate_text(const LoadedModel& model, std::span<const int32_t> tokens, int64_t window,
                          std::optional<DType> cache_dtype = {});
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -23,15 +23,6 @@ std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
     return tokens;
 }
 
-// What a token adds to a text; nothing for an id that the tokenizer does not have.
-std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t id) {
-    try {
-        return tokenizer.decode({id});
-    } catch (const Error&) {
-        return {};
-    }
-}
-
 // A token of the draft is proposed as the model's with the same id.
 void check_same_tokens(const LoadedWeights& draft, const LoadedWeights& model) {
     if (!draft.is_text || !model.is_text) return;

@@ -24,15 +24,8 @@ std::string random_id() {
     return text;
 }
 
-// Characters that begin in these bytes.
-int64_t count_characters(const std::string& text) {
-    int64_t n = 0;
-    for (const char c : text) n += (static_cast<unsigned char>(c) & 0xc0) != 0x80;
-    return n;
-}
-
 JsonText chat_token(const Tokenizer& tokenizer, int32_t token, float logprob) {
-    const std::string text = tokenizer.decode({token});
+    const std::string text = text_of(tokenizer, token).value_or("");
     return {{"token", text}, {"logprob", logprob}, {"bytes", std::vector<unsigned char>(text.begin(), text.end())}};
 }
 JsonText chat_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& tokens) {
@@ -44,31 +37,6 @@ JsonText chat_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& t
         content.push_back(one);
     }
     return {{"content", content}, {"refusal", nullptr}};
-}
-
-// offset: characters of the answer before these tokens; afterwards behind them.
-JsonText text_logprobs(const Tokenizer& tokenizer, const std::vector<Sampled>& tokens, int64_t& offset) {
-    JsonText texts = JsonText::array(), logprobs = JsonText::array(), tops = JsonText::array(),
-             offsets = JsonText::array();
-    for (const Sampled& sampled : tokens) {
-        const std::string text = tokenizer.decode({sampled.token});
-        std::vector<std::pair<std::string, float>> top;
-        const auto put = [&](const std::string& its_text, float logprob) {  // several tokens may have one text
-            for (auto& [other, value] : top)
-                if (other == its_text) return void(value = logprob);
-            top.emplace_back(its_text, logprob);
-        };
-        for (const TokenLogprob& other : sampled.top) put(tokenizer.decode({other.token}), other.logprob);
-        put(text, sampled.logprob);  // the chosen token is among them in any case
-        JsonText shown = JsonText::object();
-        for (const auto& [its_text, logprob] : top) shown.set(its_text, logprob);
-        texts.push_back(text);
-        logprobs.push_back(sampled.logprob);
-        tops.push_back(shown);
-        offsets.push_back(offset);
-        offset += count_characters(text);
-    }
-    return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", offsets}};
 }
 
 JsonText or_null(const std::string& text) { return text.empty() ? JsonText() : text; }
@@ -106,7 +74,7 @@ JsonText ApiAnswer::usage() const {
 JsonText ApiAnswer::logprobs(const std::vector<Sampled>& tokens, int64_t& offset) const {
     if (request_.requests[0].sampling.logprobs < 0) return nullptr;
     const Tokenizer& tokenizer = *served_.model.tokenizer;
-    return request_.chat ? chat_logprobs(tokenizer, tokens) : text_logprobs(tokenizer, tokens, offset);
+    return request_.chat ? chat_logprobs(tokenizer, tokens) : logprobs_json(tokenizer, tokens, offset);
 }
 
 void ApiAnswer::add(const IndexedPiece& indexed) {

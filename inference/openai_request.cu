@@ -7,7 +7,6 @@
 #include "io/json.h"
 
 #include <algorithm>
-#include <cmath>
 #include <random>
 #include <set>
 
@@ -63,8 +62,7 @@ class Fields {
     std::set<std::string, std::less<>> known_;
 };
 
-void read_sampling(Fields& fields, const ServedModel& served, TextRequest& request) {
-    SamplingOptions& s = request.sampling;
+void read_sampling(Fields& fields, SamplingOptions& s) {
     fields.read("temperature", s.temperature, "a number");
     fields.read("top_p", s.top_p, "a number");
     fields.read("top_k", s.top_k, "a whole number");
@@ -76,36 +74,21 @@ void read_sampling(Fields& fields, const ServedModel& served, TextRequest& reque
     static thread_local std::mt19937_64 random{std::random_device{}()};
     s.seed = fields.read("seed", seed, "a whole number") ? static_cast<uint64_t>(seed) : random();
     const Json::Value* bias = fields.find("logit_bias");
-    if (bias && !bias->isObject()) Fields::wrong_type("logit_bias", *bias, "an object {\"token\": number}");
-    if (!bias) return;
-    for (auto entry = bias->begin(); entry != bias->end(); ++entry) {
-        const std::string token = entry.name();
-        const bool is_number =
-            !token.empty() && token.size() < 10 && std::all_of(token.begin(), token.end(), ::isdigit);
-        double change = 0;
-        if (!is_number || std::stoll(token) >= served.model.config.V || !read_value(*entry, change) ||
-            std::abs(change) > 100)
-            refuse("logit_bias",
-                   concat("\"logit_bias\" has \"", token, "\": ", shown(*entry), ": expected a token, 0 to ",
-                          served.model.config.V - 1, ", and a number from -100 to 100"));
-        s.logit_bias.emplace_back(static_cast<int32_t>(std::stoll(token)), change);
+    try {
+        if (bias) s.logit_bias = read_logit_bias(*bias);
+    } catch (const Error& error) {
+        refuse("logit_bias", error.what());
     }
 }
 
 void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
-    constexpr int64_t kMost = 20;  // OpenAI's limit
-    if (chat) {
-        bool wanted = false;
-        int64_t top = 0;
-        fields.read("logprobs", wanted, "true or false");
-        if (fields.read("top_logprobs", top, "a whole number") && !wanted)
-            refuse("top_logprobs", "\"top_logprobs\" needs \"logprobs\": true");
-        if (wanted) s.logprobs = top;
-    } else {
-        fields.read("logprobs", s.logprobs, "a whole number");
-    }
-    if (s.logprobs < -1 || s.logprobs > kMost)
-        refuse(chat ? "top_logprobs" : "logprobs", concat(s.logprobs, " log-probabilities: expected 0 to ", kMost));
+    if (!chat) return void(fields.read("logprobs", s.logprobs, "a whole number"));
+    bool wanted = false;
+    int64_t top = 0;
+    const bool given = fields.read("logprobs", wanted, "true or false");
+    if (fields.read("top_logprobs", top, "a whole number") && !wanted)
+        refuse("top_logprobs", "\"top_logprobs\" needs \"logprobs\": true");
+    if (given) s.logprobs = wanted ? top : -1;
 }
 
 // How many answers, how long, and where they end.
@@ -250,7 +233,7 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
                                : text_request(served.options, served.model);
     const std::vector<std::string> template_stop = chat ? request.stop : std::vector<std::string>();
     bool length_given = false;
-    read_sampling(fields, served, request);
+    read_sampling(fields, request.sampling);
     read_logprobs(fields, chat, request.sampling);
     read_ends(fields, served, chat, request, length_given);
     for (const std::string& stop : template_stop)

@@ -22,13 +22,14 @@ const std::vector<Synonym> kSynonyms = {{"max-tokens", "--tokens"},
                                         {"speculative-model", "--draft"},
                                         {"num-speculative-tokens", "--draft-tokens"},
                                         {"draft-max", "--draft-tokens"},
+                                        {"top-logprobs", "--logprobs"},
                                         {"input", "--batch"},
                                         {"precision", "--dtype"}};
 
 // Flags whose text becomes another type.
 struct Typed {
     std::string dtype = "fp32", weights = "none", cache_dtype = "same", preempt = "recompute", batching = "continuous",
-                graphs = "auto";
+                graphs = "auto", logit_bias;
     bool no_prefix_sharing = false;
 };
 
@@ -55,6 +56,10 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.option("--stop", o.stop, "the answer ends before this text; may be given several times");
     what.flag("--ignore-eos", o.ignore_eos, "do not end an answer at the model's end-of-text token");
     what.flag("--ids", o.ids, "print token ids, a line for each answer, instead of text");
+    what.option(
+        "--logprobs", o.sampling.logprobs,
+        "behind an answer, a line for each token of it: its log-probability, and so many of the most probable "
+        "tokens there with theirs, up to 20; with --batch and --serve \"logprobs\" as OpenAI has them; -1: none");
     what.flag("--chat", o.chat, "a conversation in the terminal: a line is a message");
     what.option("--template", o.chat_template,
                 "how messages are written: " + chat_template_names() + "; default: as the model's folder says");
@@ -67,13 +72,15 @@ void add_request_options(CommandLine& line, GenerateOptions& o) {
     what.flag("--plan", o.plan, "print the memory that this takes and how many sequences fit, and end");
 }
 
-void add_sampling_options(CommandLine& line, GenerateOptions& o) {
+void add_sampling_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     Heading sampling{line, "Sampling"};
     SamplingOptions& s = o.sampling;
     sampling.option("--temperature", s.temperature, "divides the logits; 0: always the most probable token");
     sampling.option("--top-k", s.top_k, "only the k most probable tokens; 0: all");
     sampling.option("--top-p", s.top_p, "only the most probable tokens that together have this probability");
     sampling.option("--min-p", s.min_p, "only tokens at least this times as probable as the most probable one");
+    sampling.option("--logit-bias", typed.logit_bias,
+                    "ID:VALUE, or several with commas between them: added to the logits of these tokens; -100 to 100");
     sampling.option("--repetition-penalty", s.repetition_penalty, "above 1: tokens seen before become less probable");
     sampling.option("--presence-penalty", s.presence_penalty, "taken from the logits of tokens that the answer has");
     sampling.option("--frequency-penalty", s.frequency_penalty, "the same, for each time that the answer has them");
@@ -124,6 +131,23 @@ void add_server_options(CommandLine& line, GenerateOptions& o) {
     server.option("--request-timeout", s.request_timeout, "seconds after which an answer is given up");
 }
 
+// What answers a request has, and what is told of them.
+void check_answers(const GenerateOptions& o) {
+    const SamplingOptions& sampling = o.sampling;
+    check(o.beams == 0 ||
+              (o.beams >= o.samples && o.stop.empty() && sampling.logit_bias.empty() && sampling.logprobs < 0),
+          "--beams ", o.beams,
+          ": it must be at least --samples, and cannot be combined with --stop, --logit-bias or --logprobs");
+    check(sampling.logprobs < 0 || !(o.chat || o.plan || !o.eval.empty()),
+          "--logprobs is for --prompt, --prompt-ids, --batch and --serve");
+    check(o.beams == 0 || !(o.chat || o.serve), "--beams is for --prompt, --prompt-ids and --batch");
+    check(o.samples == 1 || !o.chat, "--samples ", o.samples, ": a conversation has one answer to a message");
+    const int64_t most = std::min(o.engine.scheduler.max_sequences, o.engine.scheduler.step_tokens);
+    check(std::max(o.samples, o.beams) <= most, o.beams > 0 ? "--beams " : "--samples ", std::max(o.samples, o.beams),
+          ": they are computed together, and at most ", most, " can be (--max-sequences, --step-tokens)");
+    check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");
+}
+
 void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     check(typed.dtype == "fp32" || typed.dtype == "bf16" || typed.dtype == "fp16", "--dtype ", typed.dtype,
           ": use fp32, bf16 or fp16");
@@ -142,6 +166,7 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
           ": use on, off or auto");
     if (typed.graphs != "auto") o.engine.graphs = typed.graphs == "on";
     o.engine.cache.share_prefixes = !typed.no_prefix_sharing;
+    if (!typed.logit_bias.empty()) o.sampling.logit_bias = parse_logit_bias("--logit-bias", typed.logit_bias);
     check(o.engine.scheduler.max_sequences >= 1 && o.engine.scheduler.step_tokens >= 1 &&
               o.engine.cache.page_size >= 1 && o.engine.cache.n_pages >= 0 && o.tokens >= 1 && o.samples >= 1 &&
               o.engine.lookup >= 0,
@@ -173,14 +198,7 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
-    check(o.beams == 0 || (o.beams >= o.samples && o.stop.empty()), "--beams ", o.beams,
-          ": it must be at least --samples, and cannot be combined with --stop");
-    check(o.beams == 0 || !(o.chat || o.serve), "--beams is for --prompt, --prompt-ids and --batch");
-    check(o.samples == 1 || !o.chat, "--samples ", o.samples, ": a conversation has one answer to a message");
-    const int64_t most = std::min(o.engine.scheduler.max_sequences, o.engine.scheduler.step_tokens);
-    check(std::max(o.samples, o.beams) <= most, o.beams > 0 ? "--beams " : "--samples ", std::max(o.samples, o.beams),
-          ": they are computed together, and at most ", most, " can be (--max-sequences, --step-tokens)");
-    check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");
+    check_answers(o);
     check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
                                                           : "--out is the file for the answers of --batch");
 }
@@ -196,7 +214,7 @@ GenerateOptions parse_generate_options(int argc, char** argv) {
         "Without --model it takes the newest run in runs/."};
     add_model_options(line, options, typed);
     add_request_options(line, options);
-    add_sampling_options(line, options);
+    add_sampling_options(line, options, typed);
     add_engine_options(line, options, typed);
     add_server_options(line, options);
     line.parse({"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,

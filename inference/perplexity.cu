@@ -57,21 +57,26 @@ struct Evaluation {
 
 }  // namespace
 
-Perplexity evaluate_text(const LoadedModel& loaded, const std::string& text, int64_t window,
+std::vector<int32_t> tokens_to_evaluate(const LoadedModel& model, const std::string& path) {
+    std::vector<int32_t> tokens = encode_prompt(model, read_text_file(path));
+    check(tokens.size() >= 2, "--eval ", path, ": the text has ", tokens.size(), " tokens, and at least 2 are needed");
+    const int64_t V = model.config.V;
+    for (const int32_t token : tokens)
+        check(token < V, "--eval ", path, ": the text has the token ", token, ", but the model knows 0 to ", V - 1,
+              ": its tokenizer is another one");
+    return tokens;
+}
+
+Perplexity evaluate_text(const LoadedModel& loaded, std::span<const int32_t> tokens, int64_t window,
                          std::optional<DType> cache_dtype) {
     const Model& model = loaded.model;
-    const std::vector<int32_t> tokens = encode_prompt(loaded, text);
     const int64_t n = std::ssize(tokens) - 1;  // each but the first is predicted
-    check(n >= 1, "--eval: the text has ", n + 1, " tokens, and at least 2 are needed");
     const int64_t T = std::min(window, n);
-    for (const int32_t token : tokens)
-        check(token < model.config.V, "--eval: the text has the token ", token, ", but the model knows 0 to ",
-              model.config.V - 1, ": its tokenizer is another one");
     Evaluation evaluation(model, T, cache_dtype);
     const double start = seconds_now();
     double sum = 0;
     for (int64_t first = 0; first < n; first += T)
         sum += evaluation.loss(
-            std::span(tokens).subspan(static_cast<size_t>(first), static_cast<size_t>(std::min(T, n - first) + 1)));
+            tokens.subspan(static_cast<size_t>(first), static_cast<size_t>(std::min(T, n - first) + 1)));
     return {.loss = sum / static_cast<double>(n), .seconds = seconds_now() - start, .tokens = n, .window = T};
 }

@@ -119,8 +119,10 @@ int64_t Requests::add(TextRequest text) {
     check(text.max_tokens >= 1 && text.n >= 1, "an answer has at least one token, and a request at least one answer, ",
           "not ", text.max_tokens, " and ", text.n);
     check_sampling(text.sampling, V);
-    check(!text.beams || (text.stop.empty() && text.n <= text.beams->n_beams),
-          "beam search gives at most as many answers as it has beams, and knows no stop strings");
+    const SamplingOptions& s = text.sampling;
+    check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0 && text.n <= text.beams->n_beams),
+          "beam search gives at most as many answers as it has beams, and knows no stop strings, no logit_bias and no ",
+          "logprobs");
     auto r = std::make_unique<Running>();
     r->request.id = ++n_requests_;
     r->request.prompt = text.prompt;

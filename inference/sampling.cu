@@ -57,8 +57,8 @@ void check_sampling(const SamplingOptions& options, int64_t V) {
           kMostLogprobs, ", or -1 (none)");
     for (const auto& [token, bias] : o.logit_bias) {
         check(token >= 0 && token < V, "logit_bias names token ", token, ", but the model's tokens are 0 to ", V - 1);
-        check(std::abs(bias) <= 1000 || bias == -INFINITY, "logit_bias of token ", token, " is ", bias,
-              "; it must be from -1000 to 1000, or -infinity");
+        check_range(std::abs(bias) <= 100 || bias == -INFINITY, concat("logit_bias of token ", token).c_str(), bias,
+                    "from -100 to 100");
     }
 }
 
@@ -66,7 +66,7 @@ void Sampler::take_memory(int64_t max_rows, int64_t V, Arena& device, Arena& pin
     V_ = V, max_rows_ = max_rows;
     // A row has at most V adjustments. Rows whose adjustments have no room together are drawn by several launches.
     const int64_t tables_n = max_rows * kStructN<SamplingRule> + V * kStructN<LogitAdjustment>;
-    const int64_t results_n = max_rows * (2 + 2 * kMostLogprobs);
+    const int64_t results_n = max_rows * (2 + 2 * kMostTop);
     host_tables_ = pinned.take("sampling", DType::i32, {tables_n});
     results_ = pinned.take("sampling", DType::i32, {results_n});
     tables_ = device.take("sampling", DType::i32, {tables_n});

@@ -1,6 +1,9 @@
 // The program generate, as a user calls it.
 #include "train_runs.h"
+#include "io/lock.h"
 #include "json.h"
+
+#include <fcntl.h>
 
 #include <sstream>
 
@@ -54,6 +57,12 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     const std::string samples = generate(ids + " --samples 3").out;
     CHECK(std::count(samples.begin(), samples.end(), '\n') == 3);
     CHECK(samples.rfind(plain.out, 0) == 0);  // the first sample is the only one of above
+    const std::string forced =
+        "--prompt-ids 76 --tokens 3 --ids --temperature 0 --logprobs 1 --logit-bias 120:100,32:-9";
+    const std::string table = generate(forced).out;
+    CHECK(table.rfind("120,120,120\nlog-probability", 0) == 0);
+    CHECK(std::count(table.begin(), table.end(), '\n') == 2 + 3);
+    CHECK(generate(forced + " --lookup 2").out == table);
     const Outcome stopped = generate("--prompt 'Line 1' --tokens 200 --temperature 0 --stop e");
     CHECK(stopped.out.find('e', 6) == std::string::npos);
 }
@@ -62,8 +71,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const TempFolder folder;
     const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
     spit(in,
-         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5}\n\n{\"prompt_ids\": [1, 2, 3], \"tokens\": 7, "
-         "\"temperature\": 0}\n"
+         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5, \"logprobs\": 2}\n\n{\"prompt_ids\": [1, 2, 3], "
+         "\"tokens\": 7, \"temperature\": 0, \"logit_bias\": {\"9\": 100}}\n"
          "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
     const std::string call = "--batch " + in + " --out " + out;
     const Outcome first = generate(call + " --draft " + trained_run() + " --pictures " + (folder / "pictures"));
@@ -77,12 +86,25 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     for (const auto& line : lines_of(out)) answers[dumped(line["id"]) + dumped(line["sample"])] = line;
     REQUIRE(answers.size() == 4);
     CHECK(answers["\"a\"null"]["ids"].size() == 5);
-    CHECK(answers["3null"]["ids"].size() == 7);  // its line's number
+    const json logprobs = answers["\"a\"null"]["logprobs"];
+    CHECK(logprobs["tokens"].size() == 5);
+    CHECK(as<double>(logprobs["token_logprobs"][0]) <= 0);
+    CHECK((logprobs["top_logprobs"][0].size() == 2 || logprobs["top_logprobs"][0].size() == 3));
+    CHECK(answers["3null"]["ids"] == value(std::vector<int>(7, 9)));  // the id is its line's number
+    CHECK_FALSE(answers["3null"].isMember("logprobs"));
     CHECK(answers["90"]["text"] != answers["91"]["text"]);
     CHECK(answers["90"]["finish_reason"] == "length");
-    // Cut off in the middle of the last line: that answer alone is computed again, and is the same.
-    const std::string whole = slurp(out);
-    spit(out, whole.substr(0, whole.size() - 20));
+    // Cut off in the middle of the last line: that answer alone is computed again, and is the same; but not while
+    // another process writes there.
+    const std::string whole = slurp(out), cut = whole.substr(0, whole.size() - 20);
+    spit(out, cut);
+    {
+        const LockedFile other(out, O_RDWR);
+        const Outcome outcome = generate(call);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err, ContainsSubstring("--out " + out + " is being written by another process: wait"));
+        CHECK(slurp(out) == cut);
+    }
     CHECK(generate(call).status == 0);
     CHECK(slurp(out) == whole);
     spit(in, slurp(in) +
@@ -99,30 +121,40 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 5 refused"));
 }
 
-TEST_CASE("a batch changes no file but one of its own answers", "[generate][program]") {
+// The weights of this model cannot be read, and every mistake in a flag's file is told before that is known.
+TEST_CASE("a file that cannot be used is told before the weights are read, and stays as it is", "[generate][program]") {
     const TempFolder folder;
+    std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");
+    spit(folder / "model/model.safetensors", "no weights");
     const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
     spit(in, "{\"id\": 1, \"prompt\": \"Line\"}\n{\"id\": 2, \"prompt\": \"x\"}");
-    const auto refused = [&](const std::string& batch, const std::string& answers, const std::string& words) {
-        const Outcome outcome = generate("--batch " + batch + " --out " + answers);
+    const auto refused = [&](const std::string& arguments, const std::string& words) {
+        const Outcome outcome = run_program("generate", "--model " + (folder / "model") + " " + arguments);
         INFO(outcome.err);
         CHECK(outcome.status == 2);
         CHECK_THAT(outcome.err, ContainsSubstring(words));
     };
+    const std::string batch = "--batch " + in + " --out ";
     for (const std::string text : {"a text of a person", "{\"id\": 7, \"prompt\": \"y\"}", "{\"id\": 7}\n{\"id\":"}) {
         spit(out, text);  // without a line end, as a killed batch leaves its file
-        refused(in, out, "this line is no answer of a batch");
+        refused(batch + out, "this line is no answer of a batch");
         CHECK(slurp(out) == text);
     }
     std::filesystem::remove(out);
     const std::string before = slurp(in);
-    refused(in, in, "this is the file of the requests");
+    refused(batch + in, "this is the file of the requests");
     CHECK(slurp(in) == before);
-    refused(folder / "no", out, "cannot be read: No such file");
-    refused(folder.path, out, "it is a folder");
-    CHECK(!std::filesystem::exists(out));
-    refused(in, folder.path, "cannot be written: Is a directory");
-    refused(in, "/dev/full", "cannot be written");
+    refused("--batch " + (folder / "no") + " --out " + out, "cannot be read: No such file");
+    refused("--batch " + folder.path + " --out " + out, "it is a folder");
+    refused(batch + folder.path, "it is a folder, a file is needed");
+    refused(batch + (folder / "no/out"), "No such file or directory; make its folder first");
+    refused("--eval " + (folder / "no"), "No such file or directory; check the path");
+    spit(folder / "empty", "");
+    refused("--eval " + (folder / "empty"), "the text has 0 tokens, and at least 2 are needed");
+    refused("--prompt a --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
+    refused(batch + out, "model.safetensors");
+    CHECK_FALSE(std::filesystem::exists(out));
+    CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
 }
 
 TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[generate][program]") {
@@ -207,6 +239,8 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--chat --ids", "--ids is for --prompt and --prompt-ids"},
         {"--prompt a --samples 65", "--samples 65: they are computed together, and at most 64 can be"},
         {"--prompt a --beams 40", "use fewer beams"},
+        {"--prompt a --beams 2 --logit-bias 1:1", "cannot be combined with --stop, --logit-bias or --logprobs"},
+        {"--chat --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
         {"--prompt a --pictures /proc/p", "cannot make the folder /proc/p"},
         {"--serve --host nobody.invalid", "--host nobody.invalid: no such address"},
         {"--chat --pictures p", "--pictures is for --batch and --prompt"}};

@@ -184,9 +184,10 @@ TEST_CASE("sampling: options out of range are named", "[sampling]") {
     check_named(penalties(1, 0, -101), "frequency_penalty is -101");
     check_named(biased({{100, 1}}), "logit_bias names token 100, but the model's tokens are 0 to 99");
     check_named(biased({{1, kInfinity}}), "logit_bias of token 1 is inf");
+    check_named(biased({{1, -101}}), "logit_bias of token 1 is -101; it must be from -100 to 100");
     SamplingOptions many;
-    many.logprobs = 65;
-    check_named(many, "logprobs is 65; it must be from 0 to 64, or -1");
+    many.logprobs = 21;
+    check_named(many, "logprobs is 21; it must be from 0 to 20, or -1");
 
     Buffer logits(DType::f32, {3, 10});
     TestSampler test(2, 10);

@@ -184,14 +184,19 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     CHECK(
         one_line_with(refusal_to_listen().substr(0, refusal_to_listen().size() - 1), "192.0.2.1 port 8000", "--port"));
-    const Server server("--tokens 30 --draft " + model_folder());
+    const Server server("--tokens 30 --logprobs 1 --draft " + model_folder());
     const std::string name = ask(server, http("GET", "/v1/models")).object()["data"][0]["id"].asString();
     CHECK(name == model_folder());
     CHECK(ask(server, http("GET", "/health")).status == 200);
     CHECK(ask(server, http("GET", "/")).body.find("<!doctype html>") == 0);
 
-    const json request = value(
-        {{"model", name}, {"prompt", "Line 7"}, {"max_tokens", 20}, {"seed", 5}, {"top_k", 20}, {"ignore_eos", true}});
+    const json request = value({{"model", name},
+                                {"prompt", "Line 7"},
+                                {"max_tokens", 20},
+                                {"seed", 5},
+                                {"top_k", 20},
+                                {"logprobs", -1},
+                                {"ignore_eos", true}});
     const Reply whole = complete(server, request);
     CHECK(whole.status == 200);
     CHECK(metric(server, "llm_draft_tokens_total") > 0);  // the draft is the model itself
@@ -278,8 +283,12 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(stopped["text"] == text.substr(0, text.find(text.substr(10, 3))));
     }
     SECTION("what a flag says holds where a request says nothing") {
-        CHECK(complete(server, value({{"prompt", "a"}, {"ignore_eos", true}})).object()["usage"]["completion_tokens"] ==
-              30);
+        const json plain = complete(server, value({{"prompt", "a"}, {"ignore_eos", true}})).object();
+        CHECK(plain["usage"]["completion_tokens"] == 30);
+        CHECK(plain["choices"][0]["logprobs"]["token_logprobs"].size() == 30);
+        const JsonText hello = {{"role", "user"}, {"content", "Hello"}};
+        const json without = value({{"messages", JsonText::array({hello})}, {"max_tokens", 1}, {"logprobs", false}});
+        CHECK(chat(server, without).object()["choices"][0]["logprobs"].isNull());
         const auto random = [&] { return complete(server, value({{"prompt", "a"}})).object()["choices"][0]["text"]; };
         CHECK(random() != random());  // without a seed each has another one
     }
@@ -320,6 +329,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
     refused(post(R"({"prompt": "a", "logit_bias": {"x": 1}})"), 400, "logit_bias", "logit_bias");
+    refused(post(R"({"prompt": "a", "logit_bias": {"256": 1}})"), 400, "the model's tokens are 0 to 255");
+    refused(post(R"({"prompt": "a", "logprobs": 21})"), 400, "it must be from 0 to 20");
     refused(post(R"({"prompt": "a", "stream_options": {}})"), 400, "needs", "stream_options");
     refused(post(R"({"prompt": "a", "max_tokens": 4000})"), 400, "room for 4000", "max_tokens");
     refused(post(R"({"prompt": ")" + std::string(1900, 'a') + R"(", "max_tokens": 2500})"), 400, "1900 tokens",

@@ -1,0 +1,122 @@
+// inference/token_fields.cu: logit_bias, as it is given, and log-probabilities, as they are shown.
+#include "inference/inference.h"
+#include "io/json.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// logit_bias
+
+namespace {
+
+int32_t parse_token(const std::string& name, const std::string& text) {
+    return static_cast<int32_t>(parse_whole_number(name, text, std::numeric_limits<int32_t>::max()));
+}
+
+}  // namespace
+
+LogitBias parse_logit_bias(const std::string& flag, const std::string& text) {
+    LogitBias bias;
+    for (size_t at = 0; at <= text.size();) {
+        const size_t comma = std::min(text.find(',', at), text.size());
+        const std::string entry = text.substr(at, comma - at);
+        const size_t colon = entry.find(':');
+        check(colon != std::string::npos, flag, " ", text, ": give ID:VALUE, or several with commas between them");
+        const std::string change = entry.substr(colon + 1);
+        expect_number(flag, change);
+        bias.emplace_back(parse_token(flag, entry.substr(0, colon)), std::strtod(change.c_str(), nullptr));
+        at = comma + 1;
+    }
+    return bias;
+}
+
+LogitBias read_logit_bias(const Json::Value& value) {
+    check(value.isObject(), "\"logit_bias\": expected an object {\"token\": number}");
+    LogitBias bias;
+    for (const std::string& token : value.getMemberNames()) {
+        double change = 0;
+        check(read_value(member(value, token), change), "\"logit_bias\" of token ", token, ": expected a number");
+        bias.emplace_back(parse_token("\"logit_bias\" of token", token), change);
+    }
+    return bias;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Log-probabilities
+
+std::vector<int32_t> ids_of(std::span<const Sampled> tokens) {
+    std::vector<int32_t> ids;
+    for (const Sampled& sampled : tokens) ids.push_back(sampled.token);
+    return ids;
+}
+
+std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token) {
+    try {
+        return tokenizer.decode({token});
+    } catch (const Error&) {
+        return {};
+    }
+}
+
+namespace {
+
+// Characters that begin in these bytes.
+int64_t count_characters(const std::string& text) {
+    int64_t n = 0;
+    for (const char c : text) n += (static_cast<unsigned char>(c) & 0xc0) != 0x80;
+    return n;
+}
+
+// In quotes, so that blanks and line ends are seen.
+std::string quoted(const Tokenizer& tokenizer, int32_t token) {
+    return JsonText(text_of(tokenizer, token).value_or("")).str();
+}
+
+}  // namespace
+
+JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset) {
+    JsonText texts = JsonText::array(), logprobs = JsonText::array(), tops = JsonText::array(),
+             offsets = JsonText::array();
+    for (const Sampled& sampled : tokens) {
+        const std::string text = text_of(tokenizer, sampled.token).value_or("");
+        // Several tokens may be written alike, pieces of characters above all, and an object has a key once: that is
+        // for the chosen token, or else for the most probable one. The chosen token is there in any case.
+        const std::string chosen = quoted(tokenizer, sampled.token);
+        std::set<std::string> keys;
+        JsonText top = JsonText::object();
+        for (const TokenLogprob& other : sampled.top) {
+            const std::string key = quoted(tokenizer, other.token);
+            if (!keys.insert(key).second) continue;
+            top.set(text_of(tokenizer, other.token).value_or(""), key == chosen ? sampled.logprob : other.logprob);
+        }
+        if (!keys.contains(chosen)) top.set(text, sampled.logprob);
+        texts.push_back(text);
+        logprobs.push_back(sampled.logprob);
+        tops.push_back(top);
+        offsets.push_back(offset);
+        offset += count_characters(text);
+    }
+    return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", offsets}};
+}
+
+std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens) {
+    const auto number = [](const char* pattern, float logprob) {
+        char text[32];
+        std::snprintf(text, sizeof text, pattern, static_cast<double>(logprob));
+        return std::string(text);
+    };
+    std::string table = "log-probability   token  text          most probable\n";
+    for (const Sampled& sampled : tokens) {
+        const std::string id = std::to_string(sampled.token);
+        std::string line =
+            number("%15.4f", sampled.logprob) + std::string(8 - std::min<size_t>(id.size(), 7), ' ') + id;
+        line += "  " + quoted(tokenizer, sampled.token);
+        if (!sampled.top.empty()) line.resize(std::max<size_t>(line.size(), 37), ' ');
+        for (const TokenLogprob& other : sampled.top)
+            line += concat("  ", other.token, " ", quoted(tokenizer, other.token), number(" %.4f", other.logprob));
+        table += line + "\n";
+    }
+    return table;
+}
