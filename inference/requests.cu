@@ -13,7 +13,15 @@
 struct Requests::Answer {
     // The prompt goes through the decoder, too: some tokenizers drop a space before the first token of a text.
     Answer(const Tokenizer& tokenizer, std::span<const int32_t> prompt) : decoder(tokenizer) {
-        for (const int32_t token : prompt) decoder.push(token);
+        for (const int32_t token : prompt) push(token);
+    }
+    // A vocabulary may be rounded up: a token that the tokenizer does not have adds no text.
+    std::string push(int32_t token) {
+        try {
+            return decoder.push(token);
+        } catch (const Error&) {
+            return "";
+        }
     }
     StreamDecoder decoder;
     std::string held;             // decoded, and not yet handed out
@@ -55,7 +63,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
         Running& r = running(request);
         Answer& answer = r.answer(sequence.sample, tokenizer_);
         answer.tokens.push_back(token);
-        answer.held += answer.decoder.push(token.token);
+        answer.held += answer.push(token.token);
         const size_t stop = find_stop(answer.held, r.text.stop);
         if (stop != std::string::npos) {
             answer.held.resize(stop);
@@ -94,7 +102,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
             if (std::find(stops.begin(), stops.end(), tokens.back()) != stops.end())
                 tokens.pop_back(), piece.finish_reason = "stop";
             Answer answer(tokenizer_, r->text.prompt);
-            for (const int32_t token : tokens) piece.text += answer.decoder.push(token);
+            for (const int32_t token : tokens) piece.text += answer.push(token);
             piece.text += answer.decoder.finish();
             for (const int32_t token : tokens) piece.tokens.push_back({.token = token, .logprob = 0, .top = {}});
             if (r->text.ready) r->text.ready(piece);

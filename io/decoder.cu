@@ -107,11 +107,10 @@ void Decoder::append(std::string_view text, DecodeState& state, std::string& out
 // Text that appears token by token
 
 std::string StreamDecoder::push(int32_t token) {
-    std::string text = std::move(held_back_);
-    tokenizer_->decode_next(token, state_, text);
-    const size_t complete = text.size() - incomplete_bytes(text);
-    held_back_ = text.substr(complete);
-    text.resize(complete);
+    tokenizer_->decode_next(token, state_, held_back_);
+    const size_t complete = held_back_.size() - incomplete_bytes(held_back_);
+    const std::string text = held_back_.substr(0, complete);
+    held_back_.erase(0, complete);
     return text;
 }
 

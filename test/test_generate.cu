@@ -63,6 +63,14 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     CHECK(table.rfind("120,120,120\nlog-probability", 0) == 0);
     CHECK(std::count(table.begin(), table.end(), '\n') == 2 + 3);
     CHECK(generate(forced + " --lookup 2").out == table);
+    // A token that the tokenizer does not have adds no text.
+    const TempFolder folder;
+    std::string tokenizer = slurp(newest_checkpoint(trained_run()) + "/tokenizer.json");
+    const std::string entry = "\"x\": 120,";
+    REQUIRE(tokenizer.find(entry) != std::string::npos);
+    spit(folder / "tokenizer.json", tokenizer.replace(tokenizer.find(entry), entry.size(), ""));
+    CHECK(generate("--tokenizer " + folder.path + " --prompt 'Line 1' --tokens 4 --logit-bias 120:100").out ==
+          "Line 1\n");
     const Outcome stopped = generate("--prompt 'Line 1' --tokens 200 --temperature 0 --stop e");
     CHECK(stopped.out.find('e', 6) == std::string::npos);
 }

@@ -119,6 +119,11 @@ TEST_CASE("text comes in whole characters, token by token") {
     CHECK(parts_of("\xFF\x80") == Parts{"\xFF", "\x80", ""});
     CHECK(parts_of("\xED\xA0") == Parts{"", "\xED\xA0", ""});  // a surrogate
     CHECK(parts_of("\xE0\x80\xF4\x90") == Parts{"", "\xE0\x80", "", "\xF4\x90", ""});
+    // A token that is none is an Error, which takes nothing away.
+    StreamDecoder stream(*bytes);
+    CHECK(stream.push(0xC3) == "");
+    CHECK_THROWS_WITH(stream.push(300), ContainsSubstring("token id 300"));
+    CHECK(stream.push(0xA9) == "\xC3\xA9");
 }
 
 TEST_CASE("any bytes come back, UTF-8 or not, from every tokenizer that keeps its text") {
