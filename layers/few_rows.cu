@@ -30,8 +30,9 @@
 // cores of an H100 (33 T a second) then take longer than its memory (3.3 TB a second) for codes of 8 bits. Where weight
 // and inp both have 16 bits, tensor cores multiply: few_rows_mma.cu.
 //
-// CPU: one thread takes eight rows of the weight, 128 columns at a time: widens them, and the same columns of inp, to
-// float32 in the nearest cache, and multiplies these. Its 32 lanes are those of vector instructions.
+// CPU: one thread takes 64 rows of the weight and up to 16 rows of inp, 256 columns at a time: widens these columns of
+// inp and of eight rows of the weight to float32, in the nearest cache, multiplies them, and takes the next eight rows.
+// The 32 lanes are those of vector instructions; the sums of lanes lie in the second cache.
 #include "layers/chunk.cuh"
 #include "layers/early_launch.cuh"
 #include "layers/few_rows.cuh"
@@ -130,80 +131,102 @@ __global__ void __launch_bounds__(kWarps* kWarp, 2)
 // The product on the CPU
 
 #ifdef CUDA_ON_CPU
-constexpr int kLanes = 32, kStrip = 128;  // columns that are widened at a time: one scale for each output
+constexpr int kLanes = 32, kStrip = 256;  // columns that are widened at a time
 constexpr int kTileOutputs = 8, kBlockOutputs = 64;
-constexpr int64_t kLead = 4 * kStrip;
+constexpr int64_t kLead = 2 * kTileOutputs;  // codes of so many outputs further on are fetched to the cache
 
-using Sums = float[kTileOutputs][kMostRows][kLanes];
+using Lanes = float[kLanes];
 using Strip = float[kStrip];
 
-// to = scale * from, and zeros up to a whole number of vectors; the same number of elements from `later` on are
-// fetched to the cache. This and the next two are functions of their own: there g++ vectorises them, and keeps in
-// registers what they work on.
+// to = scale * from, for n columns that have one scale. This and the next two are functions of their own: there g++
+// vectorises them, and keeps in registers what they work on.
 template <class From>
-[[gnu::noinline]] void widen(Strip& __restrict to, const From* __restrict from, int64_t n, float scale,
-                             const From* later) {
-    for (int64_t l = 0; l < n; l += 64 / static_cast<int64_t>(sizeof(From))) __builtin_prefetch(later + l);
-    for (int64_t l = 0; l < n; ++l) to[l] = scale * to_float(from[l]);
-    for (int64_t l = n; l < round_up(n, kLanes); ++l) to[l] = 0.0f;
+[[gnu::noinline]] void widen(float* __restrict to, const From* __restrict from, int64_t n, float scale) {
+    if (n == kScaleBlock) {  // the same loop, of a length that g++ knows
+        for (int l = 0; l < kScaleBlock; ++l) to[l] = scale * to_float(from[l]);
+    } else {
+        for (int64_t l = 0; l < n; ++l) to[l] = scale * to_float(from[l]);
+    }
+}
+// The same for a strip, whose columns may have several scales.
+template <class From, class ScaleOf>
+void widen_strip(Strip& to, const From* from, int64_t n, ScaleOf&& scale_of) {
+    for (int64_t l = 0; l < n; l += kScaleBlock)
+        widen(to + l, from + l, min(n - l, static_cast<int64_t>(kScaleBlock)), scale_of(l));
 }
 
-// sums[k][r] += x[r] * w[k], lane by lane, for some outputs k and rows r of a tile, whose sums start at `sums`.
-template <int kTile, int kRows>
-[[gnu::noinline]] void add_products(float* __restrict sums, const Strip* __restrict x, const Strip* __restrict w,
-                                    int64_t n) {
-    for (int64_t c = 0; c < n; c += kLanes)
+// sums[k * rows + r] += x[r] * w[k], lane by lane, for some outputs k and rows r; sums of the first strip start at 0.
+// The outer loop is the one over lanes, which are independent: g++ does 8 or 16 of them at a time, and their sums stay
+// in registers until the strip's end.
+template <bool is_first, int kTile, int kRows>
+[[gnu::noinline]] void add_products(Lanes* __restrict sums, int64_t rows, const Strip* __restrict x,
+                                    const Strip* __restrict w) {
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) {
+        float sum[kTile][kRows];
         for (int k = 0; k < kTile; ++k)
-            for (int r = 0; r < kRows; ++r) {
-                float* const sum = sums + (k * kMostRows + r) * kLanes;
-                for (int l = 0; l < kLanes; ++l) sum[l] = fmaf(x[r][c + l], w[k][c + l], sum[l]);
-            }
+            for (int r = 0; r < kRows; ++r) sum[k][r] = is_first ? 0.0f : sums[k * rows + r][l];
+#pragma GCC unroll 8
+        for (int c = 0; c < kStrip; c += kLanes)
+            for (int k = 0; k < kTile; ++k)
+                for (int r = 0; r < kRows; ++r) sum[k][r] = fmaf(x[r][c + l], w[k][c + l], sum[k][r]);
+        for (int k = 0; k < kTile; ++k)
+            for (int r = 0; r < kRows; ++r) sums[k * rows + r][l] = sum[k][r];
+    }
+}
+template <bool is_first>
+void add_tile(Lanes* sums, int64_t rows, const Strip* x, const Strip* w) {
+    if (rows == 1) return add_products<is_first, kTileOutputs, 1>(sums, 1, x, w);
+    for (int k = 0; k < kTileOutputs; k += 4)
+        for (int64_t r = 0; r < rows; r += 2) add_products<is_first, 4, 2>(sums + k * rows + r, rows, x + r, w + k);
 }
 
-[[gnu::noinline]] void fold_lanes(float* __restrict folded, const float (*__restrict sums)[kLanes], int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r) folded[r] = fold_chunk<Sum>(sums[r]);
+// folded[k] = the sum of the lanes of sums[k * rows], in the order of fold_chunk.
+[[gnu::noinline]] void fold_lanes(float* __restrict folded, const Lanes* __restrict sums, int64_t rows, int64_t n) {
+    constexpr int kQuarter = kLanes / 4;
+    float quarters[kBlockOutputs][kQuarter];
+    for (int64_t k = 0; k < n; ++k)
+        for (int l = 0; l < kQuarter; ++l) {
+            const float* const lane = sums[k * rows] + l;
+            quarters[k][l] = (lane[0] + lane[2 * kQuarter]) + (lane[kQuarter] + lane[3 * kQuarter]);
+        }
+    for (int64_t k = 0; k < n; ++k) folded[k] = fold_chunk<Sum>(quarters[k]);
 }
 
 template <class T, class Code>
 __global__ void few_rows_cpu_kernel(T* out, const T* inp, const Code* codes, const float* scale, const T* bias,
                                     int64_t N, int64_t C, int64_t O, int64_t n_blocks, int shift) {
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kMostRows;
-    const int64_t rows = min(N - first_row, static_cast<int64_t>(kMostRows)), quads = ceil_div(rows, 4);
-    const int64_t block_end = min(static_cast<int64_t>(blockIdx.x + 1) * kBlockOutputs, O);
-    for (int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockOutputs; first < block_end; first += kTileOutputs) {
-        const int64_t outputs = min(block_end - first, static_cast<int64_t>(kTileOutputs));
-        alignas(64) Sums sums;
-        alignas(64) Strip x[kMostRows], w[kTileOutputs] = {};
-        for (auto& of_output : sums)
-            for (int64_t r = 0; r < 4 * quads; ++r)
-                for (float& lane : of_output[r]) lane = 0.0f;
-        for (int64_t r = rows; r < 4 * quads; ++r)
-            for (float& column : x[r]) column = 0.0f;
-        for (int64_t c = 0; c < C; c += kStrip) {
-            const int64_t n = min(C - c, static_cast<int64_t>(kStrip));
-            // The strip that comes kLead columns later, in this tile or in the next one.
-            const int64_t later = c + kLead < C ? kLead : kLead + (kTileOutputs - 1) * C;
-            for (int64_t r = 0; r < rows; ++r) {
-                const T* const from = inp + (first_row + r) * C + c;
-                widen(x[r], from, n, 1.0f, from);
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockOutputs;
+    const int64_t inputs = min(N - first_row, static_cast<int64_t>(kMostRows));
+    const int64_t rows = inputs == 1 ? 1 : round_up(inputs, 2);  // with a row of zeros, if need be
+    const int64_t outputs = min(O - first, static_cast<int64_t>(kBlockOutputs));
+    alignas(64) Lanes sums[kBlockOutputs * kMostRows];
+    alignas(64) Strip x[kMostRows] = {}, w[kTileOutputs] = {};
+    for (int64_t c = 0; c < C; c += kStrip) {
+        const int64_t n = min(C - c, static_cast<int64_t>(kStrip));
+        if (n < kStrip) memset(x, 0, sizeof x), memset(w, 0, sizeof w);  // what stands there behind the rows' end
+        for (int64_t r = 0; r < inputs; ++r)
+            widen_strip(x[r], inp + (first_row + r) * C + c, n, [](int64_t) { return 1.0f; });
+        for (int64_t tile = 0; tile < outputs; tile += kTileOutputs) {
+            // kLead outputs further on, or from the block's last ones on to its first ones in the next strip.
+            const int64_t later = kLead * C + (tile + kLead < kBlockOutputs ? 0 : kStrip - kBlockOutputs * C);
+            for (int64_t o = first + tile; o < first + min(tile + kTileOutputs, outputs); ++o) {
+                const Code* const from = codes + o * C + c;
+                for (int64_t l = 0; l < n; l += 64 / static_cast<int64_t>(sizeof(Code)))
+                    __builtin_prefetch(from + later + l);
+                widen_strip(w[o - first - tile], from, n,
+                            [&](int64_t l) { return scale ? scale[o * n_blocks + ((c + l) >> shift)] : 1.0f; });
             }
-            for (int64_t k = 0; k < outputs; ++k) {
-                const Code* const from = codes + (first + k) * C + c;
-                widen(w[k], from, n, scale ? scale[(first + k) * n_blocks + (c >> shift)] : 1.0f, from + later);
-            }
-            if (rows == 1) {
-                add_products<kTileOutputs, 1>(sums[0][0], x, w, n);
-                continue;
-            }
-            for (int64_t q = 0; q < quads; ++q)
-                for (int k = 0; k < kTileOutputs; k += 2) add_products<2, 4>(sums[k][4 * q], x + 4 * q, w + k, n);
+            (c == 0 ? add_tile<true> : add_tile<false>)(sums + tile * rows, rows, x, w);
         }
-        for (int64_t k = 0; k < outputs; ++k) {
-            float folded[kMostRows];
-            fold_lanes(folded, sums[k], rows);
-            const float b = bias ? to_float(bias[first + k]) : 0.0f;
-            for (int64_t r = 0; r < rows; ++r) out[(first_row + r) * O + first + k] = from_float<T>(folded[r] + b);
-        }
+    }
+    for (int64_t r = 0; r < inputs; ++r) {
+        float folded[kBlockOutputs];
+        fold_lanes(folded, sums + r, rows, outputs);
+        T* const to = out + (first_row + r) * O + first;
+        for (int64_t k = 0; k < outputs; ++k)
+            to[k] = from_float<T>(folded[k] + (bias ? to_float(bias[first + k]) : 0.0f));
     }
 }
 #endif
