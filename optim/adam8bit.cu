@@ -20,99 +20,151 @@
 #include "optim/elementwise.cuh"
 
 #include <algorithm>
+#include <bit>
 
 namespace {
 
-constexpr int kBlockN = 256;         // elements that share a scale
-constexpr int kWords = kBlockN / 4;  // their codes, four in an i32, the first in the lowest byte
-constexpr int kBlocks = 4;           // blocks of elements in a block of threads
+constexpr int kBlockN = 256;  // elements that share a scale
+constexpr int kBlocks = 4;    // blocks of elements in a block of threads
 // The number of threads that share a block of elements: a warp. On the CPU device a maximum over a warp takes 32
 // switches of stacks, so there it is one thread, whose loops are SIMD.
 constexpr int kLanes = kOnCpu ? 1 : kWarp;
-constexpr int kLaneN = kBlockN / kLanes;  // elements of a thread
+constexpr int kLaneN = kBlockN / kLanes;   // elements of a thread
+constexpr int kCodePack = kOnCpu ? 1 : 4;  // codes that a thread loads and stores at once
 
-// The tables on the device: (4, 256) f32. Midpoint k lies between numbers k and k + 1.
-struct CodeTables {
-    const float *m, *m_midpoints, *v, *v_midpoints;
+// The nearest number is found without a search. Floats that differ in their lower 16 bits only are a bucket, and in a
+// bucket lies at most one midpoint between two neighbours of the table. The bucket's entry has
+//
+//   upper half   the code of the bucket's lowest float
+//   lower half   what the lower half of a float is added to: for those above the midpoint, the sum carries
+//
+// so that the code of a float is (entry + its lower half) >> 16. All floats from 0 to 2^-23 have one entry: the lowest
+// midpoint is 1.6e-7, or 1.4 * 2^-23.
+constexpr uint32_t kFirstBucket = ((127 - 23) << 7) - 1, kLastBucket = 127 << 7;  // the last one begins at 1
+constexpr uint32_t kBuckets = kLastBucket - kFirstBucket + 1;
+
+// A negative float's lower half is inverted, so that it grows with the float.
+__host__ __device__ __forceinline__ uint32_t lower_half(uint32_t bits) { return (bits >> 31 ? ~bits : bits) & 0xffff; }
+
+struct CodeTable {
+    float numbers[256];
+    uint32_t entries[2][kBuckets];  // of positive and of negative floats
 };
 
-std::vector<float> dynamic_table(bool is_signed) {
-    std::vector<float> table = {0.0f, 1.0f};
+CodeTable make_code_table(bool is_signed) {
+    CodeTable table;
+    int n = 0;
+    for (const float number : {0.0f, 1.0f}) table.numbers[n++] = number;
     for (int i = 0; i < 7; ++i) {
         const int parts = 1 << (is_signed ? i : i + 1);
         for (int k = 0; k < parts; ++k) {
             const double number = std::pow(10.0, i - 6) * (0.1 + 0.9 * (k + 0.5) / parts);
-            table.push_back(static_cast<float>(number));
-            if (is_signed) table.push_back(static_cast<float>(-number));
+            table.numbers[n++] = static_cast<float>(number);
+            if (is_signed) table.numbers[n++] = static_cast<float>(-number);
         }
     }
-    std::sort(table.begin(), table.end());
-    return table;  // 2 + 2 * 127 = 2 + 254 numbers
+    std::sort(table.numbers, table.numbers + n);  // 2 + 2 * 127 = 2 + 254 numbers
+    float midpoints[255];
+    for (int k = 0; k < 255; ++k) midpoints[k] = 0.5f * (table.numbers[k] + table.numbers[k + 1]);
+    for (uint32_t sign : {0, 1})
+        for (uint32_t b = 0; b < kBuckets; ++b) {
+            const uint32_t first = (kFirstBucket + b) << 16;
+            const float nearest = b > 0 ? std::bit_cast<float>(first) : 0.0f,
+                        farthest = std::bit_cast<float>(first | 0xffff);  // from 0
+            const float lowest = sign ? -farthest : nearest, highest = sign ? -nearest : farthest;
+            const float* const midpoint = std::lower_bound(midpoints, midpoints + 255, lowest);
+            table.entries[sign][b] = static_cast<uint32_t>(midpoint - midpoints) << 16;
+            if (midpoint < midpoints + 255 && *midpoint < highest)
+                table.entries[sign][b] |= 0xffff - lower_half(std::bit_cast<uint32_t>(*midpoint));
+        }
+    return table;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernel
 
-// The number of midpoints below x, by binary search: it is the place of the number nearest to x; of two equally near
-// ones, the lower.
+// The number of midpoints below x: it is the place of the number nearest to x; of two equally near ones, the lower.
 __device__ __forceinline__ void nearest_codes(uint32_t (&codes)[kLaneN], const float (&x)[kLaneN],
-                                              const float* midpoints) {
-    for (int k = 0; k < kLaneN; ++k) codes[k] = 0;
-    for (uint32_t step = 128; step > 0; step /= 2)
-        for (int k = 0; k < kLaneN; ++k) codes[k] += x[k] > midpoints[codes[k] + step - 1] ? step : 0;
+                                              const CodeTable& table) {
+    const uint32_t* const entries = table.entries[0];
+    for (int k = 0; k < kLaneN; ++k) {
+        const uint32_t bits = __float_as_uint(x[k]), bucket = (bits & 0x7fffffff) >> 16;
+        codes[k] = min(max(bucket, kFirstBucket), kLastBucket) - kFirstBucket + (bits >> 31) * kBuckets;
+    }
+    for (int k = 0; k < kLaneN; ++k) codes[k] = entries[codes[k]];
+    for (int k = 0; k < kLaneN; ++k) codes[k] = (codes[k] + lower_half(__float_as_uint(x[k]))) >> 16;
 }
 
-__device__ __forceinline__ float lanes_max(float x) { return kLanes == 1 ? x : warp_max(x); }
+// The place in the block of elements of this thread's k-th one.
+__device__ __forceinline__ int element_of(int k) {
+    return (k / kCodePack * kLanes + static_cast<int>(kLanes > 1 ? threadIdx.x : 0)) * kCodePack + k % kCodePack;
+}
+__device__ __forceinline__ void load_state(float (&x)[kLaneN], const uint8_t* codes, float scale,
+                                           const CodeTable& table) {
+    for (int k = 0; k < kLaneN; k += kCodePack) {
+        const auto pack = load_packed<uint8_t, kCodePack>(codes + element_of(k));
+        for (int l = 0; l < kCodePack; ++l) x[k + l] = table.numbers[pack.v[l]] * scale;
+    }
+}
+__device__ __forceinline__ void store_codes(uint8_t* to, const uint32_t (&codes)[kLaneN]) {
+    for (int k = 0; k < kLaneN; k += kCodePack) {
+        Packed<uint8_t, kCodePack> pack;
+        for (int l = 0; l < kCodePack; ++l) pack.v[l] = static_cast<uint8_t>(codes[k + l]);
+        store_packed(to + element_of(k), pack);
+    }
+}
+
+// The largest magnitude of a block. As bits, which have the order of the magnitudes: their maximum is SIMD.
+__device__ __forceinline__ float block_max(const float (&x)[kLaneN]) {
+    uint32_t most = 0;
+    for (int k = 0; k < kLaneN; ++k) most = max(most, __float_as_uint(x[k]) & 0x7fffffff);
+    const float mine = __uint_as_float(most);
+    return kLanes == 1 ? mine : warp_max(mine);
+}
 
 struct States {
-    uint32_t *m_codes, *v_codes;  // (n_blocks, kWords)
-    float *m_scales, *v_scales;   // (n_blocks)
+    uint8_t *m_codes, *v_codes;  // (n_blocks, kBlockN), four in an i32 of the tensors
+    float *m_scales, *v_scales;  // (n_blocks)
 };
 
-// Lane l of 32 has the elements 4 l to 4 l + 3, and 128 further on again: 16 bytes per load, one i32 of codes.
+// Lane l of 32 has the elements 4 l to 4 l + 3, and 128 further on again: four codes per load.
 template <class F, class G>
 __global__ void __launch_bounds__(kLanes* kBlocks)
     adam8bit_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy, States states,
                     const G* __restrict__ grads, const float* __restrict__ norm_scale, const Tile* __restrict__ tiles,
-                    int n_tiles, TileOrigin origin, CodeTables tables, F format, AdamUpdate<true> update) {
-    const int b = static_cast<int>(blockIdx.x) * kBlocks + threadIdx.y, lane = threadIdx.x;
+                    int n_tiles, TileOrigin origin, const CodeTable* __restrict__ tables, F format,
+                    AdamUpdate<true> update) {
+    const int b = static_cast<int>(blockIdx.x) * kBlocks + threadIdx.y;
     const float scale = norm_scale[1];
     if (b >= n_tiles || scale != scale) return;  // all lanes of a block of elements. NaN: no update
     const TileHere tile(tiles, n_tiles, b, origin, scale);
     const Tile& entry = tile.entry;
-    const float old_m_scale = states.m_scales[b], old_v_scale = states.v_scales[b];
-    uint32_t* m_words = states.m_codes + b * int64_t{kWords};
-    uint32_t* v_words = states.v_codes + b * int64_t{kWords};
-
-    float m[kLaneN], v[kLaneN], m_max = 0, v_max = 0;
-    for (int k = 0; k < kLaneN; ++k) {
-        const int word = k / 4 * kLanes + lane, e = word * 4 + k % 4, shift = k % 4 * 8;
-        m[k] = tables.m[m_words[word] >> shift & 255] * old_m_scale;
-        v[k] = tables.v[v_words[word] >> shift & 255] * old_v_scale;
-        if (e >= tile.n) continue;  // beyond the parameter's end, where m and v stay 0
+    uint8_t* const m_codes = states.m_codes + b * int64_t{kBlockN};
+    uint8_t* const v_codes = states.v_codes + b * int64_t{kBlockN};
+    float m[kLaneN], v[kLaneN];
+    load_state(m, m_codes, states.m_scales[b], tables[0]);
+    load_state(v, v_codes, states.v_scales[b], tables[1]);
+    // Beyond the parameter's end m and v stay 0. (A loop that ends there is SIMD without masks.)
+    for (int k = 0; k < (kLanes == 1 ? tile.n : kLaneN); ++k) {
+        const int e = element_of(k);
+        if (kLanes > 1 && e >= tile.n) continue;
         const float g = scale * to_float(grads[tile.grads + e]);
         const float w = update(to_float(values[tile.values + e]), g, tile.decay, m[k], v[k]);
         format.store(values, tile.values + e, copy, tile.copy + e, w,
                      format.random_bits(entry.key, entry.place.of(entry.element + e)));
     }
-    for (int k = 0; k < kLaneN; ++k)
-        m_max = fabsf(m[k]) > m_max ? fabsf(m[k]) : m_max, v_max = v[k] > v_max ? v[k] : v_max;
-    m_max = lanes_max(m_max);  // after this, all lanes have read the old scales
-    v_max = lanes_max(v_max);
+    const float m_max = block_max(m), v_max = block_max(v);  // after this, all lanes have read the old scales
     for (int k = 0; k < kLaneN; ++k) {
         m[k] = m_max > 0 ? m[k] / m_max : 0.0f;
         v[k] = v_max > 0 ? v[k] / v_max : 0.0f;
     }
-    uint32_t m_codes[kLaneN], v_codes[kLaneN];
-    nearest_codes(m_codes, m, tables.m_midpoints);
-    nearest_codes(v_codes, v, tables.v_midpoints);
-    for (int k = 0; k < kLaneN; ++k) v_codes[k] += v[k] > 0 && v_codes[k] == 0;
-    for (int k = 0; k < kLaneN; k += 4) {
-        const int word = k / 4 * kLanes + lane;
-        m_words[word] = m_codes[k] | m_codes[k + 1] << 8 | m_codes[k + 2] << 16 | m_codes[k + 3] << 24;
-        v_words[word] = v_codes[k] | v_codes[k + 1] << 8 | v_codes[k + 2] << 16 | v_codes[k + 3] << 24;
-    }
-    if (lane == 0) states.m_scales[b] = m_max, states.v_scales[b] = v_max;
+    uint32_t codes[kLaneN];
+    nearest_codes(codes, m, tables[0]);
+    store_codes(m_codes, codes);
+    nearest_codes(codes, v, tables[1]);
+    for (int k = 0; k < kLaneN; ++k) codes[k] += v[k] > 0 && codes[k] == 0;
+    store_codes(v_codes, codes);
+    if (element_of(0) == 0) states.m_scales[b] = m_max, states.v_scales[b] = v_max;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -126,18 +178,12 @@ class Adam8bit final : public Optimizer {
         : units_(units), options_(options), table_(make_tiles(units, kBlockN)) {
         check_optimizer_input(kName, units, options);
         const int64_t n_blocks = std::ssize(table_.tiles);
-        m_codes_ = arena.take("optimizer m", DType::i32, {n_blocks, kWords});
-        v_codes_ = arena.take("optimizer v", DType::i32, {n_blocks, kWords});
+        m_codes_ = arena.take("optimizer m", DType::i32, {n_blocks, kBlockN / 4});
+        v_codes_ = arena.take("optimizer v", DType::i32, {n_blocks, kBlockN / 4});
         m_scales_ = arena.take("optimizer scales", DType::f32, {n_blocks});
         v_scales_ = arena.take("optimizer scales", DType::f32, {n_blocks});
-        tables_ = arena.take("optimizer tiles", DType::f32, {4, 256});
+        tables_ = arena.take("optimizer tiles", DType::i8, {2 * int64_t{sizeof(CodeTable)}});
         tiles_ = arena.take("optimizer tiles", DType::i32, {n_blocks, kTileWords});
-        for (bool is_signed : {true, false}) {
-            const std::vector<float> table = dynamic_table(is_signed);
-            host_tables_.insert(host_tables_.end(), table.begin(), table.end());
-            for (size_t k = 0; k < 256; ++k)
-                host_tables_.push_back(k + 1 < 256 ? 0.5f * (table[k] + table[k + 1]) : INFINITY);
-        }
     }
     // Scales of 0 make every state 0, whatever its code.
     void init(cudaStream_t stream) override {
@@ -158,11 +204,9 @@ class Adam8bit final : public Optimizer {
         const AdamUpdate<true> update(options_, lr, t);
         const int n_tiles = narrow(end_tile - first_tile, "8-bit Adam: the number of blocks");
         const auto of_tiles = [&](const Tensor& states) { return states.slice(first_tile, n_tiles); };
-        const States states = {reinterpret_cast<uint32_t*>(of_tiles(m_codes_).ptr<int32_t>()),
-                               reinterpret_cast<uint32_t*>(of_tiles(v_codes_).ptr<int32_t>()),
-                               of_tiles(m_scales_).ptr<float>(), of_tiles(v_scales_).ptr<float>()};
-        const float* tables = tables_.ptr<float>();
-        const CodeTables code_tables = {tables, tables + 256, tables + 512, tables + 768};
+        const States states = {static_cast<uint8_t*>(of_tiles(m_codes_).data),
+                               static_cast<uint8_t*>(of_tiles(v_codes_).data), of_tiles(m_scales_).ptr<float>(),
+                               of_tiles(v_scales_).ptr<float>()};
         const dim3 block(kLanes, kBlocks);
         const int n_blocks = static_cast<int>(ceil_div(n_tiles, kBlocks));
         dispatch_weights(kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
@@ -171,12 +215,13 @@ class Adam8bit final : public Optimizer {
             adam8bit_kernel<F, G><<<n_blocks, block, 0, stream>>>(
                 part.weights.values.ptr<typename F::Value>(), copy_of<F>(part.weights), states, part.grads.ptr<G>(),
                 norm_scale.ptr<float>(), static_cast<const Tile*>(of_tiles(tiles_).data), n_tiles, part.origin,
-                code_tables, format, update);
+                static_cast<const CodeTable*>(tables_.data), format, update);
             LaunchCost cost = update_cost<F, G>(n, n_tiles, 0);
             const int64_t states_bytes = n_tiles * (2 * kBlockN + 2 * int64_t{sizeof(float)});
-            cost.reads += states_bytes + static_cast<int64_t>(tables_.bytes());
+            // Of the tables the numbers, and an entry for about every second state: others have the same.
+            cost.reads += states_bytes + std::min(static_cast<int64_t>(tables_.bytes()), 2048 + 4 * n);
             cost.writes += states_bytes;
-            cost.flops = 40.0 * static_cast<double>(n);  // 14 of AdamW, and two searches of 8 rounds
+            cost.flops = 18.0 * static_cast<double>(n);  // 14 of AdamW; two states, times and by their scales
             launched("adam8bit_kernel", cost);
         });
     }
@@ -201,7 +246,7 @@ class Adam8bit final : public Optimizer {
     std::vector<UpdatedUnit> units_;
     OptimizerOptions options_;
     TileTable table_;
-    std::vector<float> host_tables_;
+    std::vector<CodeTable> host_tables_ = {make_code_table(true), make_code_table(false)};  // of m, of v
     Tensor m_codes_, v_codes_, m_scales_, v_scales_, tables_, tiles_;
 };
 

@@ -1,6 +1,7 @@
 // The optimizer family: against PyTorch and the papers (test/golden/optim), and what must hold for every name.
 //
 //   run:   build/cpu/run_tests -# "[#test_optimizers]"
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <fstream>
@@ -284,6 +285,57 @@ TEST_CASE("Muon makes every singular value about 1", "[optim]") {
                   0.2);  // the spread of s^2, squared, of numbers in [0.46, 1.46]
         }
     }
+}
+
+// With beta1 = beta2 = 0, m is the gradient and v its square; an element of 1 in each block makes the scales 1. The
+// expected code is the number of midpoints below, of a table that is computed here. A number and its neighbours on
+// either side of each midpoint, and where floats change their exponent.
+TEST_CASE("8-bit Adam stores the code of the nearest number", "[optim]") {
+    const auto midpoints_of = [](bool is_signed) {
+        std::vector<float> table = {0, 1}, midpoints;
+        for (int i = 0; i < 7; ++i)
+            for (int k = 0, parts = 1 << (is_signed ? i : i + 1); k < parts; ++k)
+                for (const double sign : {1.0, -1.0})
+                    if (sign > 0 || is_signed)
+                        table.push_back(
+                            static_cast<float>(sign * std::pow(10.0, i - 6) * (0.1 + 0.9 * (k + 0.5) / parts)));
+        std::sort(table.begin(), table.end());
+        REQUIRE(table.size() == 256);
+        for (size_t k = 0; k + 1 < table.size(); ++k) midpoints.push_back(0.5f * (table[k] + table[k + 1]));
+        return midpoints;
+    };
+    const std::vector<float> m_midpoints = midpoints_of(true), v_midpoints = midpoints_of(false);
+    std::vector<float> places = m_midpoints;
+    for (const float midpoint : v_midpoints)
+        places.push_back(std::sqrt(midpoint)), places.push_back(-std::sqrt(midpoint));
+    for (int exponent = -30; exponent <= 0; ++exponent)
+        places.push_back(std::ldexp(1.0f, exponent)), places.push_back(-std::ldexp(1.0f, exponent));
+    std::vector<double> g;
+    const auto add = [&](float x) {
+        if (g.size() % 256 == 0) g.push_back(1);
+        if (std::abs(x) <= 1) g.push_back(x);
+    };
+    for (const float x : places) add(x), add(std::nextafter(x, 2.0f)), add(std::nextafter(x, -2.0f));
+    for (const float x : {0.0f, -0.0f, 1e-40f, -1e-40f}) add(x);
+
+    Layout layout;
+    layout.add("weight", {std::ssize(g)});
+    Buffer values(DType::f32, {layout.n}), grads(DType::f32, {layout.n}, g), norm_scale(DType::f32, {2}, {1, 1});
+    OptimizerOptions options = default_optimizer_options("adam8bit");
+    options.beta1 = options.beta2 = 0;
+    OwnOptimizer adam8bit("adam8bit", layout.params, layout.n, options);
+    adam8bit->step({values}, grads, norm_scale, 1e-3, 1, device().stream);
+    std::vector<int> m_codes, v_codes;
+    for (const double x : g) {
+        const float m = static_cast<float>(x), v = m * m;
+        const auto nearest = [](const std::vector<float>& midpoints, float number) {
+            return static_cast<int>(std::lower_bound(midpoints.begin(), midpoints.end(), number) - midpoints.begin());
+        };
+        m_codes.push_back(nearest(m_midpoints, m));
+        v_codes.push_back(v > 0 ? std::max(nearest(v_midpoints, v), 1) : 0);  // above 0 it stays above 0
+    }
+    CHECK((codes_of(adam8bit, layout, "m_codes") == m_codes));
+    CHECK((codes_of(adam8bit, layout, "v_codes") == v_codes));
 }
 
 TEST_CASE("8-bit Adam never divides by eps alone", "[optim]") {
