@@ -138,14 +138,25 @@ constexpr int64_t kLead = 2 * kTileOutputs;  // codes of so many outputs further
 using Lanes = float[kLanes];
 using Strip = float[kStrip];
 
+// to_float, for e4m3 in few operations on 32 bits: its exponent and fraction, where a float32 has them, are the number
+// times 2^-120, below the normal numbers, too.
+template <class From>
+float widened(From x) {
+    return to_float(x);
+}
+float widened(__nv_fp8_e4m3 x) {
+    const uint32_t bits = static_cast<uint32_t>(static_cast<int8_t>(x.__x)) << 20;  // ones above the sign
+    const float number = __uint_as_float(bits & 0x87f00000) * 0x1p120f;
+    return (bits & 0x07f00000) == 0x07f00000 ? NAN : number;
+}
 // to = scale * from, for n columns that have one scale. This and the next two are functions of their own: there g++
 // vectorises them, and keeps in registers what they work on.
 template <class From>
 [[gnu::noinline]] void widen(float* __restrict to, const From* __restrict from, int64_t n, float scale) {
     if (n == kScaleBlock) {  // the same loop, of a length that g++ knows
-        for (int l = 0; l < kScaleBlock; ++l) to[l] = scale * to_float(from[l]);
+        for (int l = 0; l < kScaleBlock; ++l) to[l] = scale * widened(from[l]);
     } else {
-        for (int64_t l = 0; l < n; ++l) to[l] = scale * to_float(from[l]);
+        for (int64_t l = 0; l < n; ++l) to[l] = scale * widened(from[l]);
     }
 }
 // The same for a strip, whose columns may have several scales.

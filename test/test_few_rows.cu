@@ -270,6 +270,35 @@ TEST_CASE("few rows: an infinity or NaN in a weight is seen in what it touches, 
         }
 }
 
+// Output o has code o in column o % C, among zeros: in each lane of a vector, and (C = 37) behind the last whole one.
+TEST_CASE("few rows: every code of 8 bits stands for its number", "[few_rows]") {
+    for (const WeightFormat format : {WeightFormat::int8, WeightFormat::fp8})
+        for (const int64_t C : {128, 37}) {
+            INFO(weight_format_name(format) << " C " << C);
+            const int64_t O = 256;
+            const Buffer zeros(DType::f32, {O, C}, std::vector<double>(static_cast<size_t>(O * C)));
+            Quantised q(format, O, C, zeros);
+            std::vector<unsigned char> codes(static_cast<size_t>(O * C));
+            for (int64_t o = 0; o < O; ++o) codes[static_cast<size_t>(o * C + o % C)] = static_cast<unsigned char>(o);
+            const std::vector<float> scale(static_cast<size_t>(O), 0.5f);
+            const auto copy = [](const Tensor& to, const void* from) {
+                cudaCheck(cudaMemcpyAsync(to.data, from, to.bytes(), cudaMemcpyHostToDevice, device().stream));
+            };
+            copy(q.weight.codes, codes.data());
+            copy(q.weight.scale, scale.data());
+            Buffer inp(DType::f32, {1, C}, std::vector<double>(static_cast<size_t>(C), 1)), out(DType::f32, {1, O});
+            quantised_linear_forward(out, inp, q.weight, {}, device().stream);
+            const std::vector<float> y = to_floats(out);
+            for (int o = 0; o < O; ++o) {
+                __nv_fp8_e4m3 code;
+                std::memcpy(&code, &codes[static_cast<size_t>(o * C + o % C)], 1);
+                const float number = is_int8(format) ? static_cast<signed char>(o) : static_cast<float>(code);
+                const float got = y[static_cast<size_t>(o)];
+                CHECK((std::isnan(number) ? std::isnan(got) : got == 0.5f * number));
+            }
+        }
+}
+
 TEST_CASE("few rows: names, memory and errors", "[few_rows]") {
     for (const WeightFormat format : kFormats) CHECK(weight_format_from_name(weight_format_name(format)) == format);
     CHECK(weight_format_from_name("none") == WeightFormat::none);
