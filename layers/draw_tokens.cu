@@ -18,6 +18,7 @@
 // (Daliri, Musco & Suresh 2025, arXiv:2408.07978.) Speculative decoding lives on that (inference/speculation.cu). With
 // a single number, and tokens in a row, each as wide as it is probable, one wider token would shift all that follow it.
 #include "layers/sampling.cuh"
+#include "layers/softmax.cuh"  // Larger
 
 namespace {
 
@@ -64,8 +65,12 @@ __global__ void __launch_bounds__(kDrawThreads)
     for (int v = static_cast<int>(threadIdx.x) * kN; its.is_valid && v < columns; v += kAhead * kStride) {
         float x[kAhead][kN];
         load_ahead<kDrawThreads>(x, x_row, v, columns);
-        for (int k = 0; k < kAhead; ++k)
+        for (int k = 0; k < kAhead; ++k) {
+            const float largest = fold_chunk<Larger>(x[k]);  // its score is the largest of the chunk
+            if (largest < its.threshold) continue;
+            if ((largest - its.max) * its.inverse_temperature + kLargestNoise <= best) continue;
             for (int q = 0; q < kN; q += 4) draw_quad(best, token, &x[k][q], v + k * kStride + q, its, rule);
+        }
     }
     const uint64_t key = team_largest<kDrawThreads>(token < 0 ? 0 : token_key(best, token), scratch);
     if (threadIdx.x == 0) results[row * result_columns] = key == 0 ? -1 : token_of(key);

@@ -67,7 +67,6 @@ __device__ __forceinline__ void read_split(const Shared& at, const PagedTile& ti
         const int n = min(kKeys, end - s0);
         __syncthreads();  // all threads have finished reading the previous tile
         find_rows(at.keys, pages, tile.head, s0, n, s);
-        prefetch_tile(pool, pages, tile.head, s0 + n, min(kKeys, end - s0 - n), s);
         for (int x = 0; x < s.D; x += kColumns) {
             const int n_columns = min(kColumns, s.D - x);
             __syncthreads();
@@ -111,7 +110,11 @@ template <class Number, class Stored, int kN>
 __global__ void __launch_bounds__(kThreads, 4)
     paged_attention_kernel(Heads<Number> out, float* partial, Heads<const Number> q, Pool<Stored> pool,
                            const int32_t* page_table, const int4* chunks, PagedShape s) {
-    const PagedTile tile(load_chunk_of(chunks, static_cast<int>(blockIdx.x), s), static_cast<int>(blockIdx.y), s);
+    // The CPU device runs blocks in the order of their numbers: there the heads of a chunk come one after the other.
+    const unsigned number = blockIdx.y * gridDim.x + blockIdx.x;
+    const int chunk = static_cast<int>(kOnCpu ? number / gridDim.y : blockIdx.x);
+    const PagedTile tile(load_chunk_of(chunks, chunk, s), static_cast<int>(kOnCpu ? number % gridDim.y : blockIdx.y),
+                         s);
     const bool parallel = s.parallel && tile.chunk.n == 1;
     int split = tile.begin / s.split, end_split = (tile.end - 1) / s.split + 1;
     if (parallel) {

@@ -147,34 +147,24 @@ __device__ __forceinline__ void find_rows(int64_t* rows, const int32_t* pages, i
     }
 }
 
-// Asks for the n keys and values from s0 on before they are needed. The processor's own prefetcher follows addresses,
-// not a page table. (A GPU has other warps to run while one waits.)
-__device__ __forceinline__ void prefetch([[maybe_unused]] const char* address) {
+// Asks for the same rows of the next head, which the next block reads (paged_attention.cu): the processor loads them
+// while this block computes. Its own prefetcher stops where a head's rows of a page end. A GPU has other warps to run.
+template <int kN, class Stored>
+__device__ __forceinline__ void prefetch_next_head([[maybe_unused]] const Stored* from,
+                                                   [[maybe_unused]] const PagedShape& s) {
 #ifdef CUDA_ON_CPU
-    __builtin_prefetch(address);
+    const int64_t ahead = s.page_heads > 1 ? int64_t{s.P} * s.D : 0;
+    for (int l = 0; l < kN; l += 64 / static_cast<int>(sizeof(Stored))) __builtin_prefetch(from + ahead + l);
 #endif
-}
-template <class Stored>
-__device__ __forceinline__ void prefetch_tile(const Pool<Stored>& pool, const int32_t* pages, int head, int s0, int n,
-                                              const PagedShape& s) {
-    if (!kOnCpu) return;
-    int64_t rows[kKeys];
-    find_rows(rows, pages, head, s0, n, s);
-    const int64_t row_bytes = s.D * static_cast<int64_t>(sizeof(Stored)), values_bytes = s.values * s.P * row_bytes;
-    for (int j = 0; j < n; ++j) {
-        const char* key = reinterpret_cast<const char*>(pool.numbers) + rows[j] * row_bytes;
-        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-            prefetch(key + byte);
-            if (s.values > 0) prefetch(key + values_bytes + byte);
-        }
-    }
 }
 
 // The columns x ... x + kN - 1 of a row, those before `end`: the numbers themselves, or codes times their scale.
 template <int kN, class Stored>
 __device__ __forceinline__ void load_cached(float (&to)[kN], const Pool<Stored>& pool, int64_t row, int x, int end,
                                             const PagedShape& s) {
-    load_chunk(to, pool.numbers + row * s.D + x, end - x);
+    const Stored* const from = pool.numbers + row * s.D + x;
+    prefetch_next_head<kN>(from, s);
+    load_chunk(to, from, end - x);
     if constexpr (kQuantised<Stored>) {
         const bool two = s.scale_column < s.D;
         const float* scales = pool.scales + (two ? 2 * row : row);
