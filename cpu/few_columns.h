@@ -23,8 +23,8 @@
 
 #include <algorithm>
 
+#include "arithmetic.h"
 #include "cublas_lt.h"
-#include "vector.h"
 
 namespace cuda_cpu {
 namespace {

@@ -1,6 +1,6 @@
 // cpu/sgemm.h: the arithmetic of cuBLASLt's multiplication on one thread: D = alpha A B + beta D for one tile of D,
 // with sums in float32. sgemm.cpp compiles it for float32 products, bf16_dots.cpp for an instruction that adds two
-// products of bf16 numbers; Arithmetic is what differs between the two (vector.h).
+// products of bf16 numbers; Arithmetic is what differs between the two (arithmetic.h).
 //
 // Registers. The innermost loop keeps a small block of D in vector registers, 48 x 8 elements with AVX-512, 24 x 4 with
 // AVX2. For each k (each two, where an instruction takes two) it loads one column of A's block (three vectors), and
@@ -29,9 +29,9 @@
 #include <type_traits>
 #include <utility>
 
+#include "arithmetic.h"
 #include "cublas_lt.h"
 #include "few_columns.h"
-#include "vector.h"
 
 namespace cuda_cpu {
 namespace {

@@ -7,7 +7,8 @@ of its own folder and of folders on lower floors. Two folders on one floor do no
 on several floors (io) includes only what lies below its lowest floor, and only what lies above its highest floor includes it.
 
 Above these stand the programs of the root (files with a main), then dev/, then test/. cpu/ holds the headers that bear
-NVIDIA's names; it is on the include path of the CPU build, and only its own files and its tests name it.
+NVIDIA's names; it is on the include path of the CPU build, and only its own files and its tests name it. One header of it is for
+kernels, too: cpu_vector.h, for what they do on the CPU device alone.
 """
 import html
 import os
@@ -19,6 +20,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOURCES = ('.cu', '.cuh', '.h', '.cpp')
 PROGRAMS = 'programs'  # the name under which the programs in the root are treated as a folder
 CPU = 'cpu'
+CPU_VECTORS = 'cpu/cpu_vector.h'
 
 
 def read_floors(root=ROOT):
@@ -86,7 +88,9 @@ def heights(floors):
     return result
 
 
-def is_allowed(height, path, folder, included_folder):
+def is_allowed(height, path, folder, included, included_folder):
+    if included == CPU_VECTORS:
+        return folder.startswith('layers')
     if CPU in (folder, included_folder):  # only the tests of the CPU device may include its headers by name
         return folder == 'test' and os.path.basename(path).startswith(('test_cpu_', 'test_cublaslt', 'test_number_formats'))
     return included_folder in height and height[included_folder][1] < height[folder][0]
@@ -100,7 +104,7 @@ def check(root=ROOT):
                 'cpu/ is on the include path of the CPU build, and only its tests name it' if CPU in (folder, to) else
                 f'{to} is not on a lower floor (FLOORS in the Makefile)')
             for path, number, folder, included, to in all_includes(floors, root)
-            if not is_allowed(height, path, folder, to)]
+            if not is_allowed(height, path, folder, included, to)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

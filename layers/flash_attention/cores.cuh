@@ -28,7 +28,12 @@
 
 #include "layers/chunk.cuh"  // kOnCpu
 #include "layers/flash_attention/flash_attention.cuh"
+#ifdef CUDA_ON_CPU
+#include "cpu_vector.h"
+#endif
 
+#include <algorithm>
+#include <bit>
 #include <cfloat>
 
 namespace {
@@ -57,22 +62,49 @@ struct Tile {
     using Columns = float[kColumnSteps][kMColumns][kR];
 };
 
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
+// to[x * to_pitch + i] = from[i * from_pitch + x] for i < cuda_cpu::width and x < n, a multiple of that.
+inline void transpose_lines(float* to, int to_pitch, const float* from, int from_pitch, int n) {
+    using namespace cuda_cpu;
+    for (int x = 0; x < n; x += width) {
+        Vector square[width];
+        for (int i = 0; i < width; ++i) square[i] = load(from + i * from_pitch + x);
+        transpose(square);
+        for (int i = 0; i < width; ++i) store(to + (x + i) * to_pitch, square[i]);
+    }
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Register tiles
 
 // acc[m][r] += sum over x < n of rows[x][r] * other[m * stride_m + x * stride_x]
-#ifdef CUDA_ON_CPU
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
 // A function of its own: inside of a kernel, where it would know n, g++ unrolls the loop over x and keeps the sums in
-// memory.
+// memory. It takes as many sums at a time as there are registers for: 8 x 2 vectors with AVX-512, otherwise 4 x 2.
 template <int kM, int kR>
 [[gnu::noinline]] void multiply(float (&__restrict acc)[kM][kR], const float* __restrict rows, int pitch,
                                 const float* __restrict other, int stride_m, int stride_x, int n) {
-    for (int x = 0; x < n; ++x) {
-        float y[kM];
-        for (int m = 0; m < kM; ++m) y[m] = other[m * stride_m + x * stride_x];
-        for (int m = 0; m < kM; ++m)
-            for (int r = 0; r < kR; ++r) acc[m][r] = fmaf(rows[x * pitch + r], y[m], acc[m][r]);
-    }
+    using namespace cuda_cpu;
+    constexpr int kSums = width == 16 ? 16 : 8, kLines = std::min(kM, kSums / 2);
+    constexpr int kVectors = std::min(static_cast<int>(std::bit_floor(unsigned{kSums / kLines})), kR / width);
+    static_assert(kM % kLines == 0 && kR % (kVectors * width) == 0);
+    for (int m0 = 0; m0 < kM; m0 += kLines)
+        for (int r0 = 0; r0 < kR; r0 += kVectors * width) {
+            Vector sums[kLines][kVectors];
+            for (int m = 0; m < kLines; ++m)
+                for (int v = 0; v < kVectors; ++v) sums[m][v] = load(&acc[m0 + m][r0 + v * width]);
+            for (int x = 0; x < n; ++x) {
+                Vector row[kVectors];
+                for (int v = 0; v < kVectors; ++v) row[v] = in_register(load(rows + x * pitch + r0 + v * width));
+                for (int m = 0; m < kLines; ++m) {
+                    const Vector y = broadcast(other[(m0 + m) * stride_m + x * stride_x]);
+                    for (int v = 0; v < kVectors; ++v) sums[m][v] = multiply_add(row[v], y, sums[m][v]);
+                }
+            }
+            for (int m = 0; m < kLines; ++m)
+                for (int v = 0; v < kVectors; ++v) store(&acc[m0 + m][r0 + v * width], sums[m][v]);
+        }
 }
 #else
 template <int kM, int kR>
@@ -133,9 +165,17 @@ __device__ __forceinline__ void clear(typename T::Columns& acc) {
             for (int r = 0; r < T::kR; ++r) acc[i][m][r] = 0.0f;
 }
 
+// Where a thread forms its scores: in registers. On the CPU device in shared memory, where they end.
+template <class T>
+__device__ __forceinline__ typename T::Scores& scores_in(typename T::Scores& registers,
+                                                         [[maybe_unused]] float* shared) {
+    if constexpr (kOnCpu) return *reinterpret_cast<typename T::Scores*>(shared);
+    else return registers;
+}
 // This thread's part of a tile of scores, to shared memory.
 template <class T>
 __device__ __forceinline__ void share_scores(float* shared, const typename T::Scores& scores, int n) {
+    if (kOnCpu) return;
     for (int i = 0; i < score_steps<T>(n); ++i)
         for (int m = 0; m < T::kMScores; ++m) {
             float* to = shared + other_of<T>(i, m) * T::kPitch + first_row<T>();
@@ -150,23 +190,23 @@ __device__ __forceinline__ void share_scores(float* shared, const typename T::Sc
 // stored.
 template <class T, class Number>
 __device__ __forceinline__ void load_rows(float* to, const Number* head, int64_t stride, int n_rows, int D) {
-    if constexpr (kOnCpu) {
-        // By way of a line: strided numbers are then written one by one. g++ would read them by gather instructions,
-        // which take ten times as long.
-        for (int r = 0; r < T::kRows; ++r) {
-            const Number* row = head + min(r, n_rows - 1) * stride;
-            float line[T::kD];
-            for (int x = 0; x < D; ++x) line[x] = to_float(row[x]);
-            for (int x = D; x < T::kD; ++x) line[x] = 0.0f;
-            for (int x = 0; x < T::kD; ++x) to[x * T::kPitch + r] = line[x];
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
+    for (int first = 0; first < T::kRows; first += cuda_cpu::width) {
+        float lines[cuda_cpu::width][T::kD];
+        for (int i = 0; i < cuda_cpu::width; ++i) {
+            const Number* row = head + min(first + i, n_rows - 1) * stride;
+            for (int x = 0; x < D; ++x) lines[i][x] = to_float(row[x]);
+            for (int x = D; x < T::kD; ++x) lines[i][x] = 0.0f;
         }
-        return;
+        transpose_lines(to + first, T::kPitch, lines[0], T::kD, T::kD);
     }
+#else
     for (int r = static_cast<int>(threadIdx.y); r < T::kRows; r += T::kThreadsY) {
         const Number* row = head + min(r, n_rows - 1) * stride;
         for (int x = static_cast<int>(threadIdx.x); x < T::kD; x += T::kThreadsX)
             to[x * T::kPitch + r] = x < D ? to_float(row[x]) : 0.0f;
     }
+#endif
 }
 // n others, as they are: to[other][column].
 template <class T, class Number>
@@ -183,15 +223,24 @@ __device__ __forceinline__ void load_others(float* to, const Number* head, int64
 template <class T, class Number>
 __device__ __forceinline__ void store_rows(Number* head, int64_t stride, const typename T::Columns& acc,
                                            const float (&factor)[T::kR], int n_rows, int D) {
+#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
+    for (int first = 0; first < n_rows; first += cuda_cpu::width) {
+        float lines[cuda_cpu::width][T::kD];
+        for (int c = 0; c < T::kD; c += cuda_cpu::width)
+            transpose_lines(&lines[0][c], T::kD, &acc[0][0][0] + c * T::kR + first, T::kR, cuda_cpu::width);
+        for (int i = 0; i < cuda_cpu::width && first + i < n_rows; ++i) {
+            Number* row = head + (first + i) * stride;
+            for (int x = 0; x < D; ++x) row[x] = from_float<Number>(lines[i][x] * factor[first + i]);
+        }
+    }
+#else
     for (int r = 0; r < T::kR && first_row<T>() + r < n_rows; ++r) {
         Number* row = head + (first_row<T>() + r) * stride;
-        float line[T::kColumnSteps][T::kMColumns];
-        for (int i = 0; i < T::kColumnSteps; ++i)
-            for (int m = 0; m < T::kMColumns; ++m) line[i][m] = acc[i][m][r] * factor[r];
         for (int i = 0; i < T::kColumnSteps; ++i)
             for (int m = 0; m < T::kMColumns; ++m)
-                if (column_of<T>(i, m) < D) row[column_of<T>(i, m)] = from_float<Number>(line[i][m]);
+                if (column_of<T>(i, m) < D) row[column_of<T>(i, m)] = from_float<Number>(acc[i][m][r] * factor[r]);
     }
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
         const int64_t row = (b * shape.H + h) * mask.T + min(t0 + first_row<T>() + r, mask.T - 1);
         row_lse2[r] = lse[row] * kLog2e, row_delta[r] = delta[row], factor[r] = shape.scale;
     }
-    typename T::Scores scores, dscores;
+    typename T::Scores scores, registers, &dscores = scores_in<T>(registers, dS);
     typename T::Columns acc;
     clear<T>(acc);
     for (int s0 = view.any.first; s0 < view.any.end; s0 += T::kOthers) {
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY)
     const View view = view_of<false>(mask, b, s0, T::kRows);
     RowIntervals<T> rows;
     rows.template find<false>(mask, b, s0);
-    typename T::Scores scores, dscores;
+    typename T::Scores registers[2];
+    typename T::Scores &scores = scores_in<T>(registers[0], probs), &dscores = scores_in<T>(registers[1], dS);
     typename T::Columns dk_acc, dv_acc;
     clear<T>(dk_acc);
     clear<T>(dv_acc);

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(T::kThreadsX* T::kThreadsY, 2)
     rows.template find<true>(mask, b, t0);
     OnlineRows<T> softmax;
     softmax.clear();
-    typename T::Scores scores;
+    typename T::Scores registers, &scores = scores_in<T>(registers, probs);
     typename T::Columns o;
     clear<T>(o);
     for (int s0 = view.any.first; s0 < view.any.end; s0 += T::kOthers) {

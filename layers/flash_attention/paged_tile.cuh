@@ -93,47 +93,6 @@ __device__ __forceinline__ int64_t partial_offset(int64_t row, int head, int spl
     return ((row * s.H + head) * s.n_splits + split) * (2 + s.Dv);
 }
 
-#if defined(CUDA_ON_CPU) && !defined(GPU_CHUNKS)
-// ---------------------------------------------------------------------------------------------------------------------
-// Transposing on the CPU device: squares of as many lines as a vector register has lanes.
-
-#if defined(__AVX512F__)
-constexpr int kSquare = 16;
-#elif defined(__AVX2__)
-constexpr int kSquare = 8;
-#else
-constexpr int kSquare = 4;
-#endif
-typedef float Line __attribute__((vector_size(kSquare * sizeof(float))));
-typedef float LooseLine __attribute__((vector_size(kSquare * sizeof(float)), aligned(4), may_alias));
-typedef int LineLanes __attribute__((vector_size(kSquare * sizeof(int))));
-
-// a[0] b[0] a[1] b[1] ..., of the first halves of two lines and of the second.
-template <int... lane>
-void interleave(Line a, Line b, Line& first, Line& second, std::integer_sequence<int, lane...>) {
-    first = __builtin_shuffle(a, b, LineLanes{(lane % 2 * kSquare + lane / 2)...});
-    second = __builtin_shuffle(a, b, LineLanes{(lane % 2 * kSquare + lane / 2 + kSquare / 2)...});
-}
-// to[x * to_pitch + i] = from[i * from_pitch + x]. Interleaving line i with line i + kSquare / 2 rotates the bits of an
-// element's number (line, lane) by one place; when all bits of a lane have become those of a line, both are exchanged.
-inline void transpose_square(float* to, int to_pitch, const float* from, int from_pitch) {
-    Line x[kSquare];
-#pragma GCC unroll 16
-    for (int i = 0; i < kSquare; ++i) x[i] = *reinterpret_cast<const LooseLine*>(from + i * from_pitch);
-#pragma GCC unroll 4
-    for (int times = 1; times < kSquare; times *= 2) {
-        Line y[kSquare];
-#pragma GCC unroll 8
-        for (int i = 0; i < kSquare / 2; ++i)
-            interleave(x[i], x[i + kSquare / 2], y[2 * i], y[2 * i + 1], std::make_integer_sequence<int, kSquare>());
-#pragma GCC unroll 16
-        for (int i = 0; i < kSquare; ++i) x[i] = y[i];
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kSquare; ++i) *reinterpret_cast<LooseLine*>(to + i * to_pitch) = x[i];
-}
-#endif
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Loading a tile. In a page the P rows of head 0 come first, then those of head 1 ...: what a block reads of a page
 // lies side by side. `rows` says for each of the tile's n keys which row of D columns of the pool is its key.
@@ -178,13 +137,13 @@ __device__ __forceinline__ void load_cached(float (&to)[kN], const Pool<Stored>&
 template <int kN, class Stored>
 void load_keys(float* tile, const Pool<Stored>& pool, const int64_t* rows, int n_keys, int x0, int n,
                const PagedShape& s) {
-    for (int j = 0; j < n_keys; j += kSquare)
+    using cuda_cpu::width;
+    for (int j = 0; j < n_keys; j += width)
         for (int x = 0; x < n; x += kN) {
-            float lines[kSquare][kN];  // behind the last key it again: what becomes of them is not used
-            for (int i = 0; i < kSquare; ++i)
+            float lines[width][kN];  // behind the last key it again: what becomes of them is not used
+            for (int i = 0; i < width; ++i)
                 load_cached(lines[i], pool, rows[min(j + i, n_keys - 1)], x0 + x, x0 + n, s);
-            for (int square = 0; square < kN; square += kSquare)
-                transpose_square(tile + (x + square) * kKeys + j, kKeys, &lines[0][square], kN);
+            transpose_lines(tile + x * kKeys + j, kKeys, lines[0], kN, kN);
         }
 }
 #else

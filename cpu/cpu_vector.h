@@ -1,9 +1,8 @@
-// cpu/vector.h: vectors of floats, as wide as the CPU's registers, for sgemm.h, few_columns.h and bf16_tiles.h: the
-// compiler's own vector type, a fused multiply-add, the transpose of a square of them, and the end of every sum. Each
-// file that includes it has its own copy, for the instructions which that file is compiled for.
+// cpu/cpu_vector.h: vectors of floats, as wide as the CPU's registers, for the multiplications and for attention: the
+// compiler's own vector type, a fused multiply-add, and the transpose of a square of them. Each file that includes it
+// has its own copy, for the instructions which that file is compiled for.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -15,9 +14,10 @@
 #endif
 #if defined(__AVX2__) || defined(CUDA_CPU_AVX512)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
-#include "cublas_lt.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 
@@ -43,9 +43,13 @@ inline Vector broadcast(float x) { return Vector(_mm512_set1_ps(x)); }
 #elif defined(__AVX2__) && defined(__FMA__)
 inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(_mm256_fmadd_ps(a, b, c)); }
 inline Vector broadcast(float x) { return Vector(_mm256_set1_ps(x)); }
-#else  // four lanes, and two roundings, for any other CPU
-inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
+#else
 inline Vector broadcast(float x) { return Vector{x, x, x, x}; }
+#if defined(__aarch64__)
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return Vector(vfmaq_f32(c, a, b)); }
+#else  // two roundings, for any other CPU
+inline Vector multiply_add(Vector a, Vector b, Vector c) { return a * b + c; }
+#endif
 #endif
 
 // x, in a register from here on. Without it, g++ -mtune=znver3 reads x from memory anew for each multiply-add that uses
@@ -70,50 +74,6 @@ inline Vector load(const __half* from) {
     return Vector(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 #endif
-
-// The Arithmetic of sgemm.h, for products of floats: a word is a number of any type, widened.
-struct Floats {
-    static constexpr int terms = 1;  // numbers in a word
-
-    static Vector multiply_add(Vector x, Vector y, Vector sum) { return cuda_cpu::multiply_add(x, y, sum); }
-    // The first word of a line that has `left` more numbers, and the first `width` words.
-    template <class T>
-    static float word(const T* from, int64_t /*left*/, int64_t /*k_stride*/ = 1) {
-        return float(*from);
-    }
-    template <class T>
-    requires requires(const T* from) { load(from); }
-    static Vector words(const T* from) { return load(from); }
-    template <class F>
-    static void with_elements(const Matrix& matrix, F&& f) {
-        matrix.with_elements(f);
-    }
-};
-
-// The same for instructions that add two products of bf16 numbers to a sum: a word is a pair of numbers, that with the
-// smaller k in its upper or in its lower half.
-template <bool smaller_k_is_upper>
-struct Pairs {
-    static constexpr int terms = 2;
-
-    static float pair(__nv_bfloat16 first, __nv_bfloat16 second) {
-        const uint32_t x = __bfloat16_as_ushort(first), y = __bfloat16_as_ushort(second);
-        return std::bit_cast<float>(smaller_k_is_upper ? x << 16 | y : y << 16 | x);
-    }
-    static float word(const __nv_bfloat16* from, int64_t left, int64_t k_stride = 1) {
-        return pair(from[0], left > 1 ? from[k_stride] : __ushort_as_bfloat16(0));
-    }
-    static Vector words(const __nv_bfloat16* from) {
-        typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
-        Bits bits;
-        std::memcpy(&bits, from, sizeof bits);
-        return Vector(smaller_k_is_upper ? bits << 16 | bits >> 16 : bits);
-    }
-    template <class F>
-    static void with_elements(const Matrix& matrix, F&& f) {
-        f(reinterpret_cast<const __nv_bfloat16*>(matrix.data));
-    }
-};
 
 // {a, b}[place(0)], {a, b}[place(1)], ...: elements of two vectors, chosen by numbers known to the compiler.
 template <class Place, int... lane>
@@ -153,25 +113,6 @@ inline void transpose(Vector (&x)[width]) {
     if constexpr (width >= 16) exchange_bits<8>(x, fours, [](int lane) { return fours(lane) + 4; });
 #pragma GCC unroll 4
     for (int i = 0; i < width; i += 4) std::swap(x[i + 1], x[i + 2]);
-}
-
-// The end of the sums of vectors * width rows of one column of D, of which `rows` exist: alpha sum + beta D. Without
-// beta, D may hold anything.
-template <int vectors>
-inline void finish_column(const Vector (&sums)[vectors], float alpha, float beta, float* d, int64_t rows) {
-    const Vector alphas = broadcast(alpha), betas = broadcast(beta);
-    const auto finish = [&](Vector sum, float* at) {
-        store(at, beta == 0.0f ? alphas * sum : multiply_add(alphas, sum, betas * load(at)));
-    };
-    if (rows == vectors * width) {
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) finish(sums[v], d + v * width);
-    } else {
-        float column[vectors * width] = {};
-        std::memcpy(column, d, size_t(rows) * sizeof(float));
-        for (int v = 0; v < vectors; ++v) finish(sums[v], column + v * width);
-        std::memcpy(d, column, size_t(rows) * sizeof(float));
-    }
 }
 
 }  // namespace
