@@ -141,10 +141,10 @@ using Strip = float[kStrip];
 // to_float, for e4m3 in few operations on 32 bits: its exponent and fraction, where a float32 has them, are the number
 // times 2^-120, below the normal numbers, too.
 template <class From>
-float widened(From x) {
+__device__ __forceinline__ float widened(From x) {
     return to_float(x);
 }
-float widened(__nv_fp8_e4m3 x) {
+__device__ __forceinline__ float widened(__nv_fp8_e4m3 x) {
     const uint32_t bits = static_cast<uint32_t>(static_cast<int8_t>(x.__x)) << 20;  // ones above the sign
     const float number = __uint_as_float(bits & 0x87f00000) * 0x1p120f;
     return (bits & 0x07f00000) == 0x07f00000 ? NAN : number;
