@@ -38,11 +38,9 @@ std::vector<unsigned char> Buffer::bits() const {
 }
 
 std::vector<double> random_values(int64_t n, uint64_t seed, double scale) {
-    std::vector<double> values(static_cast<size_t>(n));
-    for (size_t i = 0; i < values.size(); ++i) {
-        const double u1 = 1.0 - uniform(seed, 1, i), u2 = uniform(seed, 2, i);
-        values[i] = scale * std::sqrt(-2.0 * std::log(u1)) * std::cos(2.0 * 3.14159265358979323846 * u2);
-    }
+    const std::vector<float> normal = normal_values(n, 1.0, seed, 1);
+    std::vector<double> values(normal.begin(), normal.end());
+    for (double& x : values) x *= scale;
     return values;
 }
 

@@ -30,10 +30,12 @@ Values transposed(const Values& x, int64_t rows, int64_t cols) {
 Values product(const Values& a, const Values& b, const Size& s) {
     Values out(static_cast<size_t>(s.M * s.N));
     for (int64_t m = 0; m < s.M; ++m)
-        for (int64_t k = 0; k < s.K; ++k)
-            for (int64_t n = 0; n < s.N; ++n)
-                out[static_cast<size_t>(m * s.N + n)] +=
-                    a[static_cast<size_t>(m * s.K + k)] * b[static_cast<size_t>(k * s.N + n)];
+        for (int64_t k = 0; k < s.K; ++k) {
+            const double x = a[static_cast<size_t>(m * s.K + k)], *row = &b[static_cast<size_t>(k * s.N)];
+            double* sums = &out[static_cast<size_t>(m * s.N)];
+#pragma omp simd  // tests are compiled without vectorised loops
+            for (int64_t n = 0; n < s.N; ++n) sums[n] += x * row[n];
+        }
     return out;
 }
 
