@@ -6,9 +6,8 @@
 # time, and if all that it read back from the device was the same every time, bit for bit. For the tests of programs, and for
 # those in the files ONCE (test/test_ONCE.cu), once is enough.
 #
-# Three chains of runs go on at the same time, each mostly on one core, and of about the same length: the tests of programs;
-# strict mode with two seeds; and the tests of programs that wait for each other, which need no core, the other tests, and
-# strict mode with the third seed.
+# Three runs go on at the same time, each mostly on one core: the tests of programs; strict mode; and the other tests, behind
+# those of programs that wait for each other, which need no core.
 #
 # On a GPU each test has a process of its own: test/run_each.sh.
 #
@@ -48,15 +47,16 @@ run() {
     fi
 }
 
-strict_filter='~[.]~[program]'
-for test in "$@"; do strict_filter+="~[#test_$test]"; done
-# strict_run SEED
-strict_run() { CUDA_CPU_STRICT=$1 run "strict-seed-$1" --filenames-as-tags "$strict_filter"; }
+strict_runs() {
+    local filter='~[.]~[program]' test seed
+    for test in "$@"; do filter+="~[#test_$test]"; done
+    for seed in 1 2 3; do CUDA_CPU_STRICT=$seed run "strict-seed-$seed" --filenames-as-tags "$filter"; done
+}
 
 set -m  # a process group of its own, that ends with us
-{ strict_run 1; strict_run 2; } > "$runs/strict.txt" &
+strict_runs "$@" > "$runs/strict.txt" &
 strict=$!
-{ run messages '[comm][program]~[.]'; run functions '~[.]~[program]'; strict_run 3; } > "$runs/functions.txt" &
+{ run messages '[comm][program]~[.]'; run functions '~[.]~[program]'; } > "$runs/functions.txt" &
 functions=$!
 set +m
 trap 'kill -- -$strict -$functions 2> /dev/null' EXIT
