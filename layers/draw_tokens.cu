@@ -22,31 +22,33 @@
 
 namespace {
 
-// -log E of the four tokens of a quad (v / 4). u is at most the largest float below 1, so that E is finite.
-__device__ __forceinline__ void load_noise(float (&noise)[4], const SamplingRule& rule, int quad) {
-    const Philox bits = philox(rule.seed, rule.sample, rule.position | static_cast<uint64_t>(quad) << 40);
-    for (int i = 0; i < 4; ++i) {
-        const float u = fminf((static_cast<float>(bits.v[i]) + 0.5f) * 0x1p-32f, 0x1.fffffep-1f);
-        noise[i] = -logf(-log1pf(-u));
-    }
-}
 constexpr float kLargestNoise = 23;  // -log E of the smallest u, 2^-33, is 22.9
+
+// u is at most the largest float below 1, so that E is finite.
+__device__ __forceinline__ float uniform_below_one(uint32_t bits) {
+    return fminf((static_cast<float>(bits) + 0.5f) * 0x1p-32f, 0x1.fffffep-1f);
+}
 
 // The scores of tokens v to v + 3, of which the largest becomes `best` if it is larger.
 __device__ __forceinline__ void draw_quad(float& best, int& token, const float* x, int v,
                                           const SamplingDistribution& its, const SamplingRule& rule) {
-    float score[4], noise[4] = {}, largest = -INFINITY;
+    float score[4], largest = -INFINITY;
     for (int i = 0; i < 4; ++i) {
         const float d = (x[i] - its.max) * its.inverse_temperature;
         score[i] = x[i] >= its.threshold && d >= its.log_min_p ? d : -INFINITY;
         largest = fmaxf(largest, score[i]);
     }
     if (largest + kLargestNoise <= best) return;  // whatever the noise is
-    if (its.inverse_temperature != 0) load_noise(noise, rule, v / 4);
-    for (int i = 0; i < 4; ++i) {
-        score[i] += noise[i];
-        if (score[i] > best) best = score[i], token = v + i;
+    if (its.inverse_temperature != 0) {
+        const Philox bits = philox(rule.seed, rule.sample, rule.position | static_cast<uint64_t>(v / 4) << 40);
+        // Mostly no logarithm is needed. E >= u, so that score - log E > best needs u < exp(score - best): four random
+        // numbers of which the smallest is larger, by more than what is rounded, change nothing.
+        const uint32_t smallest = min(min(bits.v[0], bits.v[1]), min(bits.v[2], bits.v[3]));
+        if (uniform_below_one(smallest) > 1.001f * expf(largest - best)) return;
+        for (int i = 0; i < 4; ++i) score[i] -= logf(-log1pf(-uniform_below_one(bits.v[i])));
     }
+    for (int i = 0; i < 4; ++i)
+        if (score[i] > best) best = score[i], token = v + i;
 }
 
 constexpr int kDrawThreads = kOnCpu ? 1 : 1024;
