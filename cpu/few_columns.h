@@ -1,6 +1,6 @@
-// cpu/few_columns.h: D = alpha A B + beta D for up to 16 columns of B (8 without AVX-512), where A's rows are
-// contiguous: sgemm for products that use each element of A a few times only. In a language model: a linear layer for a
-// few tokens, A its weight.
+// cpu/few_columns.h: D = alpha A B + beta D for up to 16 columns of B, where A's rows are contiguous: sgemm for
+// products that use each element of A a few times only. In a language model: a linear layer for a few tokens, A its
+// weight.
 //
 // Such a product takes as long as A's bytes take to come from memory, and a packed copy of A would be written and read
 // once more. So A is read once, and is never written:
@@ -30,7 +30,7 @@ namespace cuda_cpu {
 namespace {
 
 constexpr int64_t lead = 128;
-constexpr int64_t most_few_columns = width < 16 ? 8 : 16;  // whose sums fit in the registers, beside a square of A
+constexpr int most_padded = width < 16 ? 8 : 16;  // columns whose sums fit in the registers, beside a square
 
 // A group of A's rows, from some k on.
 template <class T>
@@ -140,19 +140,24 @@ template <class Arithmetic>
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
-        gather_columns<Arithmetic>(b, columns, padded, k, space);
+        const int64_t words = divide_up(k, Arithmetic::terms), step = columns <= padded ? rows : 16;
+        const auto in_sliver = [&](int64_t j) { return std::min<int64_t>(padded, columns - j); };
+        for (int64_t j = 0; j < columns; j += padded)
+            gather_columns<Arithmetic>(b.from(0, 0, j), in_sliver(j), padded, k, space + j * words);
         Arithmetic::with_elements(a, [&](const auto* from) {
-            multiply_rows<Arithmetic, padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
+            for (int64_t i = 0; i < rows; i += step)  // rows that stay in a cache for the other columns
+                for (int64_t j = 0; j < columns; j += padded)
+                    multiply_rows<Arithmetic, padded>(from + i * a.row_stride, a.row_stride, std::min(step, rows - i),
+                                                      space + j * words, in_sliver(j), k, alpha, beta, d + i + j * ld,
+                                                      ld);
         });
     };
     if (columns == 1) multiply(std::integral_constant<int, 1>());
     else if (columns == 2) multiply(std::integral_constant<int, 2>());
     else if (columns <= 4) multiply(std::integral_constant<int, 4>());
-    else if (columns <= 8) multiply(std::integral_constant<int, 8>());
-    else if constexpr (most_few_columns > 8) {
-        if (columns <= 12) multiply(std::integral_constant<int, 12>());
-        else multiply(std::integral_constant<int, 16>());
-    }
+    else if (columns <= 8 || most_padded == 8) multiply(std::integral_constant<int, 8>());
+    else if (columns <= 12) multiply(std::integral_constant<int, 12>());
+    else multiply(std::integral_constant<int, 16>());
 }
 
 }  // namespace
