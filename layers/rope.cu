@@ -192,7 +192,7 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
     // Packed loads need every head, and each half of it, on a whole number of chunks. (So are the table's rows then.)
     int64_t chunk_columns = std::gcd(std::gcd(half, heads.column), std::gcd(heads.head_stride(), columns));
     if (!is_aligned(table.data, 16)) chunk_columns = 1;
-    dispatch_chunks(rows.dtype, chunk_columns, [&](auto chunk) {
+    const auto launch = [&](auto chunk) {
         using Number = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const HeadLaunch to = head_launch(B, T, heads.count, ceil_div(half, kN));
@@ -212,7 +212,13 @@ void rotate(const char* operation, const char* argument, const HeadColumns& head
         launched("rope_kernel", {.reads = bytes_of(heads, positions, angles),
                                  .writes = bytes_of(heads),
                                  .flops = 3.0 * static_cast<double>(B * T * heads.count * D)});
-    });
+    };
+    // A small head would fill half of a CPU chunk, and take three times as long. (Not neighbours: of 16 rounds of
+    // theirs g++ 12 makes fused multiply-adds, in spite of -ffp-contract=off. rope and paged_write must round alike.)
+    if constexpr (kOnCpu)
+        if (half <= 16 && pairs != RopePairs::neighbours)
+            return dispatch(rows.dtype, [&](auto zero) { launch(Chunk<decltype(zero), 16>{}); });
+    dispatch_chunks(rows.dtype, chunk_columns, launch);
 }
 
 // The first H + K of the H + 2K heads: the others are values.
