@@ -18,6 +18,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -72,7 +73,10 @@ class Block {
     [[noreturn]] void finish_fiber();
     void shared_declared(void* variable, size_t bytes);
     void* dynamic_shared();
-    AsyncCopies& async_copies(unsigned thread) { return async_copies_[thread]; }
+    AsyncCopies& async_copies(unsigned thread) {
+        if (async_copies_.empty()) async_copies_.resize(n_);
+        return async_copies_[thread];
+    }
     bool running() const { return launch_; }
     bool is_stack(uintptr_t address) const;
     std::string where_launched() const;
@@ -134,11 +138,15 @@ class Block {
     Exchange exchanges_[kMaxWarps];                    // one a warp, and
     std::vector<Exchange> more_exchanges_[kMaxWarps];  // more while the warp's lanes have diverged
 
-    std::vector<AsyncCopies> async_copies_;  // strict mode: one a thread
+    std::vector<AsyncCopies> async_copies_;  // strict mode: one a thread, once a thread has started one
 
     std::vector<void*> shared_filled_;
     void* shared_ = nullptr;
     size_t shared_capacity_ = 0;
+    std::map<size_t, void*> guarded_shared_;  // strict mode: dynamic shared memory, by its bytes
+    bool shared_is_fresh_ = false;            // strict mode: this block has been given it
+
+    StrictRandom random_;
 };
 
 // This OS thread's, made on first use. The second is the same and ends with the OS thread; it is slower to look at.
@@ -159,13 +167,13 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
     next_ = 0;
     program.enter_block(launch, index);
     if (strict) {
+        late_warp_ = static_cast<unsigned>(random_.below(2 * (last_warp_ + 1)));
         order_.resize(n_);
         std::iota(order_.begin(), order_.end(), 0u);
-        for (unsigned i = n_; i > 1; --i) std::swap(order_[i - 1], order_[strict_random_below(i)]);
-        late_warp_ = static_cast<unsigned>(strict_random_below(2 * (last_warp_ + 1)));
+        for (unsigned i = n_; i > 1; --i) std::swap(order_[i - 1], order_[random_.below(i)]);
         shared_filled_.clear();
-        async_copies_.assign(n_, {});
-        if (shared_) guarded_refill(shared_);
+        async_copies_.clear();
+        shared_is_fresh_ = false;
     }
     current_ = &main_;
     for (;;) {
@@ -184,7 +192,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
         break;
     }
     hopper_leave_block();
-    if (strict) check_end_canaries(where_launched());
+    if (strict) check_end_canaries([this] { return where_launched(); });
     launch_ = nullptr;
 }
 
@@ -270,8 +278,8 @@ void Block::add_stacks() {
 Block::~Block() {
     for (char* slab : slabs_) munmap(slab, kStacksPerSlab * kStackBytes);
     for (Fiber* fiber : all_) delete fiber;
-    if (!strict) std::free(shared_);
-    else if (shared_) guarded_free(shared_);
+    std::free(shared_);
+    for (const auto& [bytes, guarded] : guarded_shared_) guarded_free(guarded);
 }
 
 bool Block::is_stack(uintptr_t address) const {
@@ -294,12 +302,13 @@ inline void Block::set_ready(FiberList& fibers) {
 inline Fiber* Block::pick_ready() {
     if (!strict) return ready_.pop();
     hopper_step();
-    uint64_t pick = strict_random_below(ready_strict_.size() + (n_ - next_));
+    uint64_t pick = random_.below(ready_strict_.size() + (n_ - next_));
     if (pick >= ready_strict_.size()) return nullptr;
     const auto is_late = [&](uint64_t i) { return ready_strict_[i]->thread / kWarp == late_warp_; };
     // Rarely, not never: another thread may wait for what this warp does, and be ready each time that it looks.
-    if (late_warp_ <= last_warp_ && strict_random_below(1024) > 0)
-        for (uint64_t i = 0; i < ready_strict_.size() && is_late(pick); ++i) pick = (pick + 1) % ready_strict_.size();
+    if (late_warp_ <= last_warp_ && random_.below(1024) > 0)
+        for (uint64_t i = 0; i < ready_strict_.size() && is_late(pick); ++i)
+            if (++pick == ready_strict_.size()) pick = 0;
     std::swap(ready_strict_[pick], ready_strict_.back());
     Fiber* fiber = ready_strict_.back();
     ready_strict_.pop_back();
@@ -506,15 +515,19 @@ void Block::shared_declared(void* variable, size_t bytes) {
 
 void* Block::dynamic_shared() {
     const size_t bytes = launch_->shared_bytes;
-    if (strict ? bytes != shared_capacity_ : bytes > shared_capacity_) {
-        if (strict) {
-            if (shared_) guarded_free(shared_);
-            shared_ = guarded_allocate(bytes, "dynamic shared memory");
-        } else {
-            std::free(shared_);
-            shared_ = std::aligned_alloc(1024, (bytes + 1023) / 1024 * 1024);
-        }
-        if (!shared_) report("no memory for the shared memory of " + where_launched());
+    const auto check_memory = [&](const void* memory) {
+        if (!memory) report("no memory for the shared memory of " + where_launched());
+    };
+    if (strict) {
+        void*& guarded = guarded_shared_[bytes];
+        if (!guarded) check_memory(guarded = guarded_allocate(bytes, "dynamic shared memory"));
+        else if (!shared_is_fresh_) std::memset(guarded, 0xff, bytes);
+        shared_is_fresh_ = true;
+        return guarded;
+    }
+    if (bytes > shared_capacity_) {
+        std::free(shared_);
+        check_memory(shared_ = std::aligned_alloc(1024, (bytes + 1023) / 1024 * 1024));
         shared_capacity_ = bytes;
     }
     return shared_;
@@ -550,11 +563,14 @@ static void run_grid(const Launch& launch, const BlockProgram& program) {
     if (strict) {
         std::vector<uint64_t> order(n_blocks);
         std::iota(order.begin(), order.end(), uint64_t{0});
-        for (uint64_t i = n_blocks; i > 1; --i) std::swap(order[i - 1], order[strict_random_below(i)]);
+        StrictRandom random;
+        for (uint64_t i = n_blocks; i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
         const FaultReports reports;
         for (uint64_t i : order) run_block(launch, program, i);
-        check_all_canaries("kernel '" + std::string(launch.kernel) + "' launched at " + launch.file + ":" +
-                           std::to_string(launch.line));
+        check_all_canaries([&] {
+            return "kernel '" + std::string(launch.kernel) + "' launched at " + launch.file + ":" +
+                   std::to_string(launch.line);
+        });
         return;
     }
     const int n_os_threads = os_threads();

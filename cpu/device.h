@@ -79,9 +79,24 @@ cudaError_t refuse_in_capture();
 int os_threads();  // how many of them a grid or a product may use
 
 // ---- cpu/strict.cpp
-// Strict mode's random numbers: splitmix64 from CUDA_CPU_STRICT=seed.
+// Strict mode's random numbers: splitmix64 (Steele, Lea & Flood 2014).
+inline uint64_t splitmix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+constexpr uint64_t kSplitmixStep = 0x9e3779b97f4a7c15u;
+inline uint64_t scaled_below(uint64_t n, uint64_t random) {
+    return static_cast<uint64_t>(static_cast<unsigned __int128>(random) * n >> 64);
+}
+// From CUDA_CPU_STRICT=seed, for all OS threads.
 uint64_t strict_random();
-inline uint64_t strict_random_below(uint64_t n) { return strict_random() % n; }
+inline uint64_t strict_random_below(uint64_t n) { return scaled_below(n, strict_random()); }
+// For one OS thread, which draws many of them: they begin at one of those.
+struct StrictRandom {
+    uint64_t state = strict_random();
+    uint64_t below(uint64_t n) { return scaled_below(n, splitmix(state += kSplitmixStep)); }
+};
 
 // Prints a report on stderr and aborts: the kernel is wrong and its block cannot continue. In gdb you are then at the
 // fault.
@@ -90,11 +105,10 @@ inline uint64_t strict_random_below(uint64_t n) { return strict_random() % n; }
 // Memory that ends at a page which faults. Filled with 0xff bytes: NaN in every float format, -1 as int.
 void* guarded_allocate(size_t bytes, const char* kind);  // kind: "device memory", for reports
 void guarded_free(void* pointer);
-void guarded_refill(void* pointer);
 // Checks that `who` has not written next to an allocation, where no page faults: after every block between its end and
 // the guard page, after every kernel anywhere near it.
-void check_end_canaries(const std::string& who);
-void check_all_canaries(const std::string& who);
+void check_end_canaries(const std::function<std::string()>& who);
+void check_all_canaries(const std::function<std::string()>& who);
 
 void prepare_os_thread();  // gives this OS thread a stack for the handler of memory faults
 // While this object exists, a memory fault of this process is reported with kernel, block, thread and what is at the

@@ -19,6 +19,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 namespace cuda_cpu {
 namespace {
@@ -41,15 +42,9 @@ struct Guarded {
 
 std::mutex mutex;
 std::map<uintptr_t, Guarded> live;  // by the first byte of the mapping
-std::set<uintptr_t> with_gap;       // those of them whose end is not on the guard page
+std::set<const Guarded*> with_gap;  // those of them whose end is not on the guard page
 std::deque<Guarded> freed;
 std::atomic<uint64_t> random_state{0};
-
-uint64_t mixed(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Faults
@@ -99,7 +94,7 @@ void catch_faults() {
 bool start_strict_mode() {
     const char* seed = std::getenv("CUDA_CPU_STRICT");
     const bool on = seed && *seed;
-    if (on) random_state = mixed(std::strtoull(seed, nullptr, 10) + 1);
+    if (on) random_state = splitmix(std::strtoull(seed, nullptr, 10) + 1);
     struct sigaction now {};
     // Another handler (such as a sanitizer's) stays installed, except while strict mode runs a kernel.
     if (sigaction(SIGSEGV, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) catch_faults();
@@ -109,17 +104,18 @@ bool start_strict_mode() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Canaries
 
+// At most kBytesBefore bytes. These checks come after every block and kernel: `who` is not asked before it is needed.
 bool intact(uintptr_t from, uintptr_t to) {
-    const auto is_canary = [](unsigned char byte) { return byte == kCanary; };
-    return std::all_of(reinterpret_cast<const unsigned char*>(from), reinterpret_cast<const unsigned char*>(to),
-                       is_canary);
+    static const std::string canaries(kBytesBefore, static_cast<char>(kCanary));
+    return std::memcmp(reinterpret_cast<const void*>(from), canaries.data(), to - from) == 0;
 }
-void check_end(const Guarded& g, const std::string& who) {
-    if (!intact(g.user + g.user_bytes, g.end())) report("memory fault: " + who + " wrote past the end of " + g.name());
+void check_end(const Guarded& g, const std::function<std::string()>& who) {
+    if (!intact(g.user + g.user_bytes, g.end()))
+        report("memory fault: " + who() + " wrote past the end of " + g.name());
 }
-void check_start(const Guarded& g, const std::string& who) {
+void check_start(const Guarded& g, const std::function<std::string()>& who) {
     if (!intact(std::max(g.first(), g.user - kBytesBefore), g.user))
-        report("memory fault: " + who + " wrote before the start of " + g.name());
+        report("memory fault: " + who() + " wrote before the start of " + g.name());
 }
 
 Guarded& find_live(void* pointer) { return std::prev(live.upper_bound(reinterpret_cast<uintptr_t>(pointer)))->second; }
@@ -128,10 +124,12 @@ Guarded& find_live(void* pointer) { return std::prev(live.upper_bound(reinterpre
 
 bool strict = start_strict_mode();
 
-uint64_t strict_random() { return mixed(random_state += 0x9e3779b97f4a7c15u); }
+uint64_t strict_random() { return splitmix(random_state += kSplitmixStep); }
 
 // The fault may be that a fiber's stack is full.
 void prepare_os_thread() {
+    static thread_local bool is_prepared = false;
+    if (std::exchange(is_prepared, true)) return;
     stack_t stack{};
     if (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE)) return;
     stack = {};
@@ -151,11 +149,11 @@ FaultReports::~FaultReports() {
     for (int i = 0; i < 2; ++i) sigaction(kFaults[i], &previous[i], nullptr);
 }
 
-void check_end_canaries(const std::string& who) {
+void check_end_canaries(const std::function<std::string()>& who) {
     const std::lock_guard lock(mutex);
-    for (uintptr_t map : with_gap) check_end(live.at(map), who);
+    for (const Guarded* g : with_gap) check_end(*g, who);
 }
-void check_all_canaries(const std::string& who) {
+void check_all_canaries(const std::function<std::string()>& who) {
     const std::lock_guard lock(mutex);
     for (const auto& [map, g] : live) {
         check_end(g, who);
@@ -181,14 +179,9 @@ void* guarded_allocate(size_t bytes, const char* kind) {
     mprotect(map, kPageBytes, PROT_NONE);
     mprotect(reinterpret_cast<void*>(g.end()), kPageBytes, PROT_NONE);
     const std::lock_guard lock(mutex);
-    live[g.map] = g;
-    if (rounded != bytes) with_gap.insert(g.map);
+    const Guarded& lives = live[g.map] = g;
+    if (rounded != bytes) with_gap.insert(&lives);
     return reinterpret_cast<void*>(g.user);
-}
-
-void guarded_refill(void* pointer) {
-    const std::lock_guard lock(mutex);
-    std::memset(pointer, kCanary, find_live(pointer).user_bytes);
 }
 
 std::string describe_bytes(uintptr_t begin, uintptr_t end) {
@@ -200,13 +193,14 @@ std::string describe_bytes(uintptr_t begin, uintptr_t end) {
 // The address range stays taken for a while, and faults; its memory goes back to the system.
 void guarded_free(void* pointer) {
     const std::lock_guard lock(mutex);
-    const Guarded g = find_live(pointer);
-    check_end(g, "some code, perhaps of the host,");
-    check_start(g, "some code, perhaps of the host,");
+    const Guarded &lives = find_live(pointer), g = lives;
+    const auto who = [] { return std::string("some code, perhaps of the host,"); };
+    check_end(g, who);
+    check_start(g, who);
     madvise(reinterpret_cast<void*>(g.map), g.map_bytes, MADV_DONTNEED);
     mprotect(reinterpret_cast<void*>(g.map), g.map_bytes, PROT_NONE);
+    with_gap.erase(&lives);
     live.erase(g.map);
-    with_gap.erase(g.map);
     freed.push_back(g);
     if (freed.size() <= kFreedRanges) return;
     munmap(reinterpret_cast<void*>(freed.front().map), freed.front().map_bytes);
