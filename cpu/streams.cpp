@@ -158,7 +158,7 @@ class Wait {
             for (Stream* stream : state.streams) consider(*stream);
         }
         if (ready.empty()) {
-            if (mark_ > 0) mark_needed();  // others may have added work, or marked it for themselves
+            if (mark_ > 0 && seen_ != n_changes()) mark_needed();
             return false;
         }
         Stream& stream = *ready[pick(ready)];
@@ -191,12 +191,16 @@ class Wait {
         };
         return static_cast<size_t>(std::min_element(ready.begin(), ready.end(), earlier) - ready.begin());
     }
+    // Others may have marked for themselves what is needed here, or have added work. (All that one operation waits for
+    // was there before it.)
+    uint64_t n_changes() const { return n_taken_over + (target_ ? 0 : n_operations); }
     void mark_needed() {
         static uint64_t n_marks = 0;
-        mark_ = ++n_marks;
+        const uint64_t before = std::exchange(mark_, ++n_marks);
         std::vector<Operation*> open;
         const auto visit = [&](const std::shared_ptr<Operation>& operation) {
             if (operation->state == Operation::done || operation->mark == mark_) return;
+            if (operation->mark != 0 && operation->mark != before) ++n_taken_over;
             operation->mark = mark_;
             open.push_back(operation.get());
         };
@@ -211,12 +215,15 @@ class Wait {
             open.pop_back();
             for (const auto& earlier : operation->after) visit(earlier);
         }
+        seen_ = n_changes();
     }
 
+    static inline uint64_t n_taken_over = 0;  // marks of one wait that another has replaced
     const int device_;
     const std::shared_ptr<Operation> target_;
     const RandomOrder random_;
     uint64_t mark_ = 0;  // what mark_needed has written last; 0: nothing is needed
+    uint64_t seen_ = 0;  // n_changes then
 };
 
 void run_until_done(int device, std::shared_ptr<Operation> target) {

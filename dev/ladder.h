@@ -30,6 +30,7 @@
 
 #include "core/kernel.cuh"
 #include "layers/layers.h"
+#include "planning/planning.h"
 
 #include <algorithm>
 #include <bit>
@@ -288,14 +289,9 @@ class Ladder {
         return copy_rate_ = 2.0 * static_cast<double>(from.bytes()) / (times.front() / 1e3);
     }
 
-    // Flops per second of the product's matmul, in this dtype.
     double matmul_rate() {
-        if (matmul_rate_ > 0) return matmul_rate_;
-        const int64_t n = device().is_cpu ? 1024 : 8192;
-        const Tensor a = normal({n, n}), b = normal({n, n}), out = take(dtype_, {n, n});
-        const std::vector<double> times = sorted_ms([&](cudaStream_t stream) { matmul(out, a, b, {}, stream); });
-        return matmul_rate_ = 2.0 * static_cast<double>(n) * static_cast<double>(n) * static_cast<double>(n) /
-                              (times.front() / 1e3);
+        if (matmul_rate_ == 0) matmul_rate_ = measure_matmul_rate(dtype_);
+        return matmul_rate_;
     }
 
     const LadderInfo& info_;

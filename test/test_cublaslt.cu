@@ -412,7 +412,7 @@ TEST_CASE("cublasLt: fp8 with any number of columns", "[cublaslt]") {
     }
 }
 
-TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt]") {
+TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt][shapes]") {
     if (!has_block_scaled_fp8()) SKIP_TEST("needs a GPU of compute capability 9.0");
     const int64_t sizes[][3] = {{16, 4, 16}, {48, 36, 128}, {144, 132, 352}, {272, 20, 656}, {528, 140, 144}};
     const cublasLtMatmulMatrixScale_t modes[][2] = {{kVector, kVector}, {kSquare, kVector}, {kVector, kSquare}};
@@ -542,7 +542,7 @@ TEST_CASE("cublasLt: the epilogues of the layers", "[cublaslt]") {
         }
 }
 
-TEST_CASE("cublasLt: matrices of many tiles and panels", "[cublaslt]") {
+TEST_CASE("cublasLt: matrices of many tiles and panels", "[cublaslt][shapes]") {
     check({.m = 1111, .n = 33, .k = 65, .epilogue = CUBLASLT_EPILOGUE_BIAS});
     check({.m = 65, .n = 1500, .k = 40, .transpose_b = true, .beta = 1, .epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS});
     for (const Type& type : {bf16, f16}) {
@@ -582,7 +582,7 @@ TEST_CASE("cublasLt: the same call gives the same bits", "[cublaslt]") {
 #if defined(CUDA_ON_CPU) && defined(__FP_FAST_FMAF)
 // cpu/sgemm.h's promise: an element is formed by fused multiply-adds in the order of k, anew for each 384 of them. So
 // its bits do not depend on the shape of the matrices, its place in them, or the width of the CPU's vectors.
-TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cublaslt]") {
+TEST_CASE("cublasLt: an element's bits come from its row and column alone", "[cublaslt][shapes]") {
     const int64_t sizes[][3] = {{1, 1, 1}, {1, 33, 771}, {65, 1, 384}, {49, 9, 385}, {101, 57, 803}, {210, 130, 33}};
     for (const auto& [m, n, k] : sizes)
         for (int choice = 0; choice < 8; ++choice)

@@ -204,7 +204,7 @@ void check_activated(DType dtype, int64_t C) {
 TEST_CASE("few rows on tensor cores: a product and an activation after it", "[few_rows][counted]") {
     for (const DType dtype : {DType::bf16, DType::f16}) check_activated(dtype, 70);
 }
-TEST_CASE("few rows on tensor cores: an activation after more chunks than a warp loads ahead", "[few_rows]") {
+TEST_CASE("few rows on tensor cores: an activation after more chunks than a warp loads ahead", "[few_rows][shapes]") {
     for (const DType dtype : {DType::bf16, DType::f16}) check_activated(dtype, 3 * 8 * 32 * 12 + 40);
 }
 

@@ -136,12 +136,12 @@ TEST_CASE("flash attention: the reference's gradient is that of the reference", 
     }
 }
 
-TEST_CASE("flash attention against float64, float32", "[flash]") {
+TEST_CASE("flash attention against float64, float32", "[flash][shapes]") {
     uint64_t seed = 100;
     for (const Case& c : grid()) check_case(c, DType::f32, {FlashTier::automatic}, seed += 10);
 }
 
-TEST_CASE("flash attention against float64, 16 bits, tensor cores", "[flash][hopper]") {
+TEST_CASE("flash attention against float64, 16 bits, tensor cores", "[flash][shapes][hopper]") {
     std::vector<FlashTier> tiers = {FlashTier::mma};
     if (has_wgmma()) tiers.push_back(FlashTier::hopper);
     uint64_t seed = 100;

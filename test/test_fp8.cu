@@ -358,7 +358,7 @@ void check_quantised(const Values& actual, const Product& exact, const Values& b
 
 }  // namespace
 
-TEST_CASE("fp8: linear forward and gradients against float64", "[fp8]") {
+TEST_CASE("fp8: linear forward and gradients against float64", "[fp8][shapes]") {
     struct Size {
         int64_t N, C, O;
     };

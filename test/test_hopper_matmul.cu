@@ -78,7 +78,7 @@ void check_column_sums(const Values& sums, const Values& out, const Size& s, con
 
 }  // namespace
 
-TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][hopper][matmul]") {
+TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][shapes][hopper][matmul]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
         for (const bool transpose_b : {false, true})
@@ -104,7 +104,7 @@ TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][hopper][matmul
             }
 }
 
-TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul][counted]") {
+TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][shapes][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
         for (DType dtype : kHalfDTypes)
@@ -128,7 +128,7 @@ TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][hopper][matmul][c
 }
 
 TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sums",
-          "[hopper_matmul][hopper][matmul][counted]") {
+          "[hopper_matmul][shapes][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
         for (DType dtype : kHalfDTypes) {
@@ -227,7 +227,7 @@ const LongProduct kCuts[] = {
 
 }  // namespace
 
-TEST_CASE("hopper matmul: a long K is cut", "[hopper_matmul][hopper][matmul]") {
+TEST_CASE("hopper matmul: a long K is cut", "[hopper_matmul][shapes][hopper][matmul]") {
     NEEDS_HOPPER;
     for (const LongProduct& cut : kCuts)
         for (DType dtype : kHalfDTypes)

@@ -20,6 +20,7 @@ std::string last_line(const std::string& text) {
 }  // namespace
 
 TEST_CASE("every rung of every ladder agrees with float64, bit for bit in any order of threads", "[program][ladders]") {
+    int n = 0;
     for (const std::string& name : kLadders) {
         const Outcome normal = run_program("dev/" + name, "--check");
         INFO(name << '\n' << normal.out << normal.err);
@@ -27,12 +28,11 @@ TEST_CASE("every rung of every ladder agrees with float64, bit for bit in any or
         CHECK_THAT(normal.out, ContainsSubstring("rungs agree with float64"));
         CHECK_THAT(last_line(normal.out), ContainsSubstring(name + ": bits "));
         if (!device().is_cpu) continue;
-        for (const std::string seed : {"1", "2", "3"}) {
-            const Outcome strict = run_program("dev/" + name, "--check", "CUDA_CPU_STRICT=" + seed);
-            INFO("strict mode, seed " << seed << '\n' << strict.out << strict.err);
-            REQUIRE(strict.status == 0);
-            CHECK(last_line(strict.out) == last_line(normal.out));
-        }
+        // One seed each: a ladder has one stream, and runs each rung at many sizes.
+        const Outcome strict = run_program("dev/" + name, "--check", concat("CUDA_CPU_STRICT=", n++ % 3 + 1));
+        INFO("strict mode, seed " << (n - 1) % 3 + 1 << '\n' << strict.out << strict.err);
+        REQUIRE(strict.status == 0);
+        CHECK(last_line(strict.out) == last_line(normal.out));
     }
 }
 

@@ -4,7 +4,7 @@
 // feed-forward set to 0, or one of them, it is: embedding, norm, head and loss; these and an attention; these and a
 // feed-forward.
 // Losses are compared token by token. The gradient of each parameter, put together from the ranks' parts, is compared
-// with differences of the loss in float64: along directions in which this parameter alone changes.
+// with differences of the loss in float64: along a random direction in which this parameter alone changes.
 //
 // A geometry is a line in geometries().
 #include "llm.h"
@@ -327,20 +327,18 @@ void check_layers(bool gpt2, int n, const Geometry& geometry, DType dtype, const
     for (const auto& [name, grad] : computed.grads) {
         INFO(name);
         REQUIRE(grad.size() == values.at(name).size());
-        for (const uint64_t direction : {1, 2, 3}) {
-            const std::vector<double> v = random_values(std::ssize(grad), hash_name(name) + direction);
-            double along = 0;
-            for (size_t i = 0; i < v.size(); ++i) along += grad[i] * v[i];
-            const auto moved = [&](double step) {
-                Values other = values;
-                for (size_t i = 0; i < v.size(); ++i) other[name][i] += step * v[i];
-                return r.loss(other);
-            };
-            const double step = 1e-5, expected = (moved(step) - moved(-step)) / (2 * step);
-            // A gradient that is 0, as that of key biases, has the rounding of those that it is a difference of.
-            const double size = norm_of(grad) + 0.05 * largest_norm;
-            CHECK(std::abs(along - expected) <= 2 * tolerance * size);
-        }
+        const std::vector<double> v = random_values(std::ssize(grad), hash_name(name) + 1);
+        double along = 0;
+        for (size_t i = 0; i < v.size(); ++i) along += grad[i] * v[i];
+        const auto moved = [&](double step) {
+            Values other = values;
+            for (size_t i = 0; i < v.size(); ++i) other[name][i] += step * v[i];
+            return r.loss(other);
+        };
+        const double step = 1e-5, expected = (moved(step) - moved(-step)) / (2 * step);
+        // A gradient that is 0, as that of key biases, has the rounding of those that it is a difference of.
+        const double size = norm_of(grad) + 0.05 * largest_norm;
+        CHECK(std::abs(along - expected) <= 2 * tolerance * size);
     }
 }
 
