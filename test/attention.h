@@ -64,6 +64,12 @@ struct Result {
     std::vector<double> out, lse, dq, dk, dv;
 };
 
+template <class Real>
+void add_scaled(Real* to, Real factor, const Real* from, int64_t n) {
+#pragma omp simd  // tests are compiled without vectorised loops
+    for (int64_t i = 0; i < n; ++i) to[i] += factor * from[i];
+}
+
 // Loops over every pair. Real = double is the truth. Real = float is the plain computation in the same precision: each
 // sum one term after the other in float32, and what PyTorch's eager operations would store in `storage` (scores,
 // probabilities, their gradients, the results) is rounded to it.
@@ -104,22 +110,17 @@ Result attention(const Case& c, const Values& in, DType storage) {
                 for (int64_t s : keys) {  // o = P v; dP = do v^T
                     const Real p = P[static_cast<size_t>(s)] = keep(P[static_cast<size_t>(s)] / sum);
                     Real dp = 0;
-                    for (int64_t d = 0; d < Dv; ++d) {
-                        row[static_cast<size_t>(d)] += p * v[value(s) + static_cast<size_t>(d)];
-                        dp += dt[d] * v[value(s) + static_cast<size_t>(d)];
-                    }
+                    for (int64_t d = 0; d < Dv; ++d) dp += dt[d] * v[value(s) + static_cast<size_t>(d)];
+                    add_scaled(row.data(), p, &v[value(s)], Dv);
                     r += p * (dS[static_cast<size_t>(s)] = keep(dp));
                 }
                 for (int64_t d = 0; d < Dv; ++d)
                     out[static_cast<size_t>(((b * T + t) * H + h) * Dv + d)] = keep(row[static_cast<size_t>(d)]);
                 for (int64_t s : keys) {  // dS = P * (dP - r) scale; dq = dS k; dk = dS^T q; dv = P^T do
                     const Real p = P[static_cast<size_t>(s)], ds = keep(p * (dS[static_cast<size_t>(s)] - r) * scale);
-                    for (int64_t d = 0; d < D; ++d) {
-                        dq[static_cast<size_t>(((b * T + t) * H + h) * D + d)] +=
-                            ds * k[key(s) + static_cast<size_t>(d)];
-                        dk[key(s) + static_cast<size_t>(d)] += ds * qt[d];
-                    }
-                    for (int64_t d = 0; d < Dv; ++d) dv[value(s) + static_cast<size_t>(d)] += p * dt[d];
+                    add_scaled(&dq[static_cast<size_t>(((b * T + t) * H + h) * D)], ds, &k[key(s)], D);
+                    add_scaled(&dk[key(s)], ds, qt, D);
+                    add_scaled(&dv[value(s)], p, dt, Dv);
                 }
             }
     const auto kept = [&](const std::vector<Real>& x) {

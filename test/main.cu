@@ -17,8 +17,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 
 namespace {
@@ -83,8 +85,13 @@ CATCH_REGISTER_LISTENER(Log)
 }  // namespace
 
 void record_bits(const void* data, size_t bytes) {
-    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-    for (size_t i = 0; i < bytes; ++i) hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3;
+    uint64_t hash = 0xcbf29ce484222325;  // as FNV-1a, by eight bytes at a time
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word = 0;
+        std::memcpy(&word, static_cast<const char*>(data) + i, std::min<size_t>(8, bytes - i));
+        hash = (hash ^ word) * 0x100000001b3;
+        hash ^= hash >> 32;  // a product moves no bit down
+    }
     const std::lock_guard<std::mutex> lock(result.mutex);
     result.bits += hash;  // a sum, because a test's threads read back in any order
 }
