@@ -71,16 +71,9 @@ class Fields {
     std::vector<std::string> known_;
 };
 
-TextRequest read_request(const Json::Value& line, const LoadedModel& model, const GenerateOptions& options) {
-    TextRequest request = text_request(options, model);
-    Fields fields(line);
-    std::string prompt;
-    const bool has_text = fields.read("prompt", prompt), has_ids = fields.read("prompt_ids", request.prompt);
-    check(has_text != has_ids, "give \"prompt\" or \"prompt_ids\", one of them");
-    if (has_text) request.prompt = encode_prompt(model, prompt);
+// What beam search, which draws nothing, does not know.
+void read_sampling(Fields& fields, TextRequest& request) {
     SamplingOptions& s = request.sampling;
-    fields.read("tokens", request.max_tokens);
-    fields.read("samples", request.n);
     fields.read("stop", request.stop);
     fields.read("temperature", s.temperature);
     fields.read("top_k", s.top_k);
@@ -92,6 +85,18 @@ TextRequest read_request(const Json::Value& line, const LoadedModel& model, cons
     fields.read("seed", s.seed);
     fields.read("logprobs", s.logprobs);
     if (const Json::Value* bias = fields.find("logit_bias")) s.logit_bias = read_logit_bias(*bias);
+}
+
+TextRequest read_request(const Json::Value& line, const LoadedModel& model, const GenerateOptions& options) {
+    TextRequest request = text_request(options, model);
+    Fields fields(line);
+    std::string prompt;
+    const bool has_text = fields.read("prompt", prompt), has_ids = fields.read("prompt_ids", request.prompt);
+    check(has_text != has_ids, "give \"prompt\" or \"prompt_ids\", one of them");
+    if (has_text) request.prompt = encode_prompt(model, prompt);
+    fields.read("tokens", request.max_tokens);
+    fields.read("samples", request.n);
+    if (!request.beams) read_sampling(fields, request);
     fields.refuse_unknown();
     return request;
 }

@@ -131,13 +131,27 @@ void add_server_options(CommandLine& line, GenerateOptions& o) {
     server.option("--request-timeout", s.request_timeout, "seconds after which an answer is given up");
 }
 
+// Beam search draws nothing.
+constexpr const char* kDrawing[] = {"--temperature",
+                                    "--top-k",
+                                    "--top-p",
+                                    "--min-p",
+                                    "--repetition-penalty",
+                                    "--presence-penalty",
+                                    "--frequency-penalty",
+                                    "--seed",
+                                    "--logit-bias",
+                                    "--logprobs",
+                                    "--stop"};
+
 // What answers a request has, and what is told of them.
-void check_answers(const GenerateOptions& o) {
+void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
-    check(o.beams == 0 ||
-              (o.beams >= o.samples && o.stop.empty() && sampling.logit_bias.empty() && sampling.logprobs < 0),
-          "--beams ", o.beams,
-          ": it must be at least --samples, and cannot be combined with --stop, --logit-bias or --logprobs");
+    check(o.beams == 0 || o.beams >= o.samples, "--beams ", o.beams, ": it must be at least --samples");
+    for (const char* flag : kDrawing)
+        check(o.beams == 0 || !line.given(flag), flag,
+              " is for tokens that are drawn: it cannot be combined with --beams");
+    check(o.beams > 0 || !line.given("--length-penalty"), "--length-penalty is for --beams");
     check(sampling.logprobs < 0 || !(o.chat || o.plan || !o.eval.empty()),
           "--logprobs is for --prompt, --prompt-ids, --batch and --serve");
     check(o.beams == 0 || !(o.chat || o.serve), "--beams is for --prompt, --prompt-ids and --batch");
@@ -148,7 +162,7 @@ void check_answers(const GenerateOptions& o) {
     check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");
 }
 
-void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
+void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(typed.dtype == "fp32" || typed.dtype == "bf16" || typed.dtype == "fp16", "--dtype ", typed.dtype,
           ": use fp32, bf16 or fp16");
     o.dtype = dtype_from_name(typed.dtype);
@@ -183,8 +197,8 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
           "--tp cannot be combined with --draft, --chat, --serve, --eval or --weights");
     check(o.engine.draft_tokens >= 1 && (!o.draft.empty() || o.engine.draft_tokens == EngineOptions().draft_tokens),
           "--draft-tokens ", o.engine.draft_tokens, ": it must be at least 1, and is for --draft");
-    check(!length_given || o.engine.scheduler.max_length >= 2, "--max-length ", o.engine.scheduler.max_length,
-          ": a prompt and an answer have at least 2 tokens");
+    check(!line.given("--max-length") || o.engine.scheduler.max_length >= 2, "--max-length ",
+          o.engine.scheduler.max_length, ": a prompt and an answer have at least 2 tokens");
     const int n_ways =
         !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + o.serve + !o.batch.empty() + !o.eval.empty() + o.plan;
     check(n_ways == 1, n_ways == 0 ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --serve, --batch, "
@@ -198,7 +212,7 @@ void settle(GenerateOptions& o, const Typed& typed, bool length_given) {
     check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
-    check_answers(o);
+    check_answers(o, line);
     check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
                                                           : "--out is the file for the answers of --batch");
 }
@@ -218,7 +232,7 @@ GenerateOptions parse_generate_options(int argc, char** argv) {
     add_engine_options(line, options, typed);
     add_server_options(line, options);
     line.parse({"generate", kSynonyms, "--prompt \"Once upon a time\""}, argc, argv,
-               [&] { settle(options, typed, line.given("--max-length")); });
+               [&] { settle(options, typed, line); });
     return options;
 }
 
