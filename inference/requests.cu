@@ -12,17 +12,13 @@
 
 struct Requests::Answer {
     // The prompt goes through the decoder, too: some tokenizers drop a space before the first token of a text.
-    Answer(const Tokenizer& tokenizer, std::span<const int32_t> prompt) : decoder(tokenizer) {
+    Answer(const Tokenizer& its_tokenizer, std::span<const int32_t> prompt)
+        : tokenizer(its_tokenizer), decoder(its_tokenizer) {
         for (const int32_t token : prompt) push(token);
     }
     // A vocabulary may be rounded up: a token that the tokenizer does not have adds no text.
-    std::string push(int32_t token) {
-        try {
-            return decoder.push(token);
-        } catch (const Error&) {
-            return "";
-        }
-    }
+    std::string push(int32_t token) { return tokenizer.has(token) ? decoder.push(token) : ""; }
+    const Tokenizer& tokenizer;
     StreamDecoder decoder;
     std::string held;             // decoded, and not yet handed out
     std::vector<Sampled> tokens;  // likewise

@@ -53,11 +53,8 @@ std::vector<int32_t> ids_of(std::span<const Sampled> tokens) {
 }
 
 std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token) {
-    try {
-        return tokenizer.decode({token});
-    } catch (const Error&) {
-        return {};
-    }
+    if (!tokenizer.has(token)) return {};
+    return tokenizer.decode({token});
 }
 
 namespace {

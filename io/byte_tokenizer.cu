@@ -8,6 +8,7 @@ class ByteTokenizer final : public Tokenizer {
   public:
     std::string name() const override { return "bytes"; }
     int vocab_size() const override { return 256; }
+    bool has(int32_t token) const override { return token >= 0 && token < 256; }
     std::vector<int32_t> encode(std::string_view text) const override {
         std::vector<int32_t> tokens;
         tokens.reserve(text.size());
@@ -15,7 +16,7 @@ class ByteTokenizer final : public Tokenizer {
         return tokens;
     }
     void decode_next(int32_t token, DecodeState&, std::string& text) const override {
-        check(token >= 0 && token < 256, "token id ", token, " is not a byte (0 to 255)");
+        check(has(token), "token id ", token, " is not a byte (0 to 255)");
         text.push_back(static_cast<char>(token));
     }
 };

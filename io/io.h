@@ -140,6 +140,7 @@ class Tokenizer {
     virtual ~Tokenizer() = default;
     virtual std::string name() const = 0;  // "bytes" or the file it came from
     virtual int vocab_size() const = 0;
+    virtual bool has(int32_t token) const = 0;  // a file may leave ids out, and a model's vocabulary may be rounded up
     // The tokens of a text, and no others: what training wants. Added tokens that stand in the text, as <|endoftext|>
     // does in many a data set, are recognised.
     virtual std::vector<int32_t> encode(std::string_view text) const = 0;

@@ -21,6 +21,7 @@ class JsonTokenizer final : public Tokenizer, private TokenizerParts {
     explicit JsonTokenizer(TokenizerParts parts) : TokenizerParts(std::move(parts)) {}
     std::string name() const override { return file; }
     int vocab_size() const override { return static_cast<int>(text_of_id.size()); }
+    bool has(int32_t token) const override { return token >= 0 && token < vocab_size() && has_id[token]; }
     std::vector<int32_t> special_prefix() const override { return prefix; }
     std::vector<int32_t> special_suffix() const override { return suffix; }
     bool is_special(int32_t token) const override {
@@ -63,8 +64,7 @@ std::vector<int32_t> JsonTokenizer::encode(std::string_view text) const {
 }
 
 void JsonTokenizer::decode_next(int32_t token, DecodeState& state, std::string& text) const {
-    check(token >= 0 && token < vocab_size() && has_id[token], "token id ", token, " is not in ", file,
-          ", whose ids go to ", vocab_size() - 1);
+    check(has(token), "token id ", token, " is not in ", file, ", whose ids go to ", vocab_size() - 1);
     const auto first = state.n_tokens++ == 0 ? text_of_first.find(token) : text_of_first.end();
     decoder.append(first != text_of_first.end() ? first->second : text_of_id[token], state, text);
 }

@@ -61,6 +61,7 @@ int64_t start_of(const BatchReader& reader, int64_t T, int64_t i) {
 // A tokenizer of many tokens: token = byte + 70000.
 struct WideTokenizer : Tokenizer {
     int vocab_size() const override { return 70256; }
+    bool has(int32_t token) const override { return token >= 70000 && token < vocab_size(); }
     std::vector<int32_t> encode(std::string_view text) const override {
         std::vector<int32_t> tokens;
         for (unsigned char c : text) tokens.push_back(70000 + c);
