@@ -4,7 +4,6 @@
 // then where its memory comes from (Arena), then the device: a GPU, or a CPU that emulates one (cpu/README.md).
 #pragma once
 
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -13,13 +12,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <initializer_list>
 #include <map>
-#include <memory>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -31,16 +28,33 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3". Nearly every line of a launcher has a
-// message: what prints one is compiled once for each type of a part, and not for each message.
+// Joins its arguments as `<<` would print them: concat("row ", 3) == "row 3". (Without <sstream>, which nvcc would read
+// for each file four times.)
+struct Tensor;
 struct Printable {
-    const void* part;
-    void (*print)(std::ostream& text, const void* part);
-    template <class Part>
-    Printable(const Part& part_)
-        : part(&part_), print([](std::ostream& text, const void* p) { text << *static_cast<const Part*>(p); }) {}
-    Printable(const char* part_)  // a literal: otherwise each length would be a type
-        : part(part_), print([](std::ostream& text, const void* p) { text << static_cast<const char*>(p); }) {}
+    enum class Kind : uint8_t { text, character, integer, natural, real, address, tensor } kind;
+    union {
+        std::string_view text;
+        char character;
+        int64_t integer;
+        uint64_t natural;
+        double real;
+        const void* address;
+        const Tensor* tensor;
+    };
+    Printable(const char* part) : kind(Kind::text), text(part) {}
+    Printable(const std::string& part) : kind(Kind::text), text(part) {}
+    Printable(std::string_view part) : kind(Kind::text), text(part) {}
+    Printable(char part) : kind(Kind::character), character(part) {}
+    Printable(int part) : kind(Kind::integer), integer(part) {}
+    Printable(long part) : kind(Kind::integer), integer(part) {}
+    Printable(long long part) : kind(Kind::integer), integer(part) {}
+    Printable(unsigned part) : kind(Kind::natural), natural(part) {}
+    Printable(unsigned long part) : kind(Kind::natural), natural(part) {}
+    Printable(unsigned long long part) : kind(Kind::natural), natural(part) {}
+    Printable(double part) : kind(Kind::real), real(part) {}
+    Printable(const void* part) : kind(Kind::address), address(part) {}
+    Printable(const Tensor& part) : kind(Kind::tensor), tensor(&part) {}
 };
 std::string joined(std::initializer_list<Printable> parts);
 [[noreturn]] void fail_with(std::initializer_list<Printable> parts);
@@ -66,10 +80,10 @@ void check(bool condition, const Parts&... parts) {
 // cudaCheckLaunch(): the same for the kernel launched just before. With LAUNCH_BLOCKING=1 in the environment it waits
 // for the kernel, so that a fault is reported on the line that launched it.
 #define cudaCheck(call) cuda_check((call), #call, __FILE__, __LINE__)
-#define cublasCheck(call) cublas_check((call), #call, __FILE__, __LINE__)
+#define cublasCheck(call) cublas_check(static_cast<int>(call), #call, __FILE__, __LINE__)
 #define cudaCheckLaunch() cuda_check_launch(__FILE__, __LINE__)
 void cuda_check(cudaError_t status, const char* expression, const char* file, int line);
-void cublas_check(cublasStatus_t status, const char* expression, const char* file, int line);
+void cublas_check(int status, const char* expression, const char* file, int line);
 void cuda_check_launch(const char* file, int line);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -328,10 +342,10 @@ class LaunchNotes {
 
 struct Device {
     int index = 0;
-    std::string name;               // "NVIDIA H200" or "CPU device (2 cores)"
-    int sm_count = 1;               // streaming multiprocessors (on the CPU device: OpenMP threads)
-    cudaStream_t stream = nullptr;  // where the model's kernels run
-    cublasLtHandle_t blas = nullptr;
+    std::string name;                        // "NVIDIA H200" or "CPU device (2 cores)"
+    int sm_count = 1;                        // streaming multiprocessors (on the CPU device: OpenMP threads)
+    cudaStream_t stream = nullptr;           // where the model's kernels run
+    struct cublasLtContext* blas = nullptr;  // cublasLtHandle_t (matmul_plan.cu)
     void* blas_workspace = nullptr;
     size_t blas_workspace_bytes = 0;
     bool is_cpu = false;
@@ -344,12 +358,6 @@ void close_device();
 cudaStream_t make_stream();  // one that the default stream does not wait for (cudaStreamNonBlocking)
 cudaEvent_t make_event();    // without a time
 void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  // on the device; nothing if out is inp
-
-// Puts a function of the host on the stream: it runs when the work before it is done, and the work after it waits for
-// it. It must not call CUDA. `reads` and `writes` are all the memory of the device, or pinned, that it touches: the CPU
-// device's strict mode checks that nothing else touches it meanwhile (cpu/races.cpp).
-void run_on_host(cudaStream_t stream, std::function<void()> function, std::initializer_list<Tensor> reads,
-                 std::initializer_list<Tensor> writes);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based

@@ -1,5 +1,10 @@
 // core/device.cu: the device that this thread computes on.
 #include "core/core.h"
+#include "core/run_on_host.h"
+
+#include <cublasLt.h>
+
+#include <memory>
 
 namespace {
 thread_local std::unique_ptr<Device> current;

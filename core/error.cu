@@ -1,13 +1,25 @@
 // core/error.cu: messages, and the checks behind cudaCheck, cublasCheck, div_exact, narrow.
 #include "core/core.h"
 
+#include <cublasLt.h>
+
 #include <climits>
 #include <cstdlib>
 #include <sstream>
 
 std::string joined(std::initializer_list<Printable> parts) {
     std::ostringstream text;
-    for (const Printable& part : parts) part.print(text, part.part);
+    for (const Printable& part : parts) {
+        switch (part.kind) {
+            case Printable::Kind::text: text << part.text; break;
+            case Printable::Kind::character: text << part.character; break;
+            case Printable::Kind::integer: text << part.integer; break;
+            case Printable::Kind::natural: text << part.natural; break;
+            case Printable::Kind::real: text << part.real; break;
+            case Printable::Kind::address: text << part.address; break;
+            case Printable::Kind::tensor: text << *part.tensor; break;
+        }
+    }
     return text.str();
 }
 
@@ -27,10 +39,10 @@ void cuda_check(cudaError_t status, const char* expression, const char* file, in
          line, hint);
 }
 
-void cublas_check(cublasStatus_t status, const char* expression, const char* file, int line) {
+void cublas_check(int status, const char* expression, const char* file, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
-    fail("cuBLASLt: status ", static_cast<int>(status), " (", cublasLtGetStatusString(status), ") from ", expression,
-         " at ", file, ":", line);
+    fail("cuBLASLt: status ", status, " (", cublasLtGetStatusString(static_cast<cublasStatus_t>(status)), ") from ",
+         expression, " at ", file, ":", line);
 }
 
 void cuda_check_launch(const char* file, int line) {

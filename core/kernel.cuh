@@ -5,6 +5,7 @@
 
 #include "core/core.h"
 
+#include <cmath>
 #include <type_traits>
 
 namespace {

@@ -1,6 +1,8 @@
 // core/tensor.cu: views of memory, their checks, and copies between host and device.
 #include "core/core.h"
 
+#include <ostream>
+
 size_t dtype_bytes(DType dtype) {
     switch (dtype) {
         case DType::e4m3:

@@ -6,6 +6,7 @@
 // seconds that encoding all documents on one thread took.
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 
 #include "io/io.h"

@@ -9,6 +9,7 @@
 #include "inference/server.h"
 #include "io/json.h"
 
+#include <cstdio>
 #include <ctime>
 #include <random>
 

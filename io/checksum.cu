@@ -11,6 +11,7 @@
 //
 // It finds broken bytes, not forged ones: whoever wants to can make other bytes with the same checksum.
 #include <bit>
+#include <cstdio>
 #include <cstring>
 
 #include "io/io.h"

@@ -6,6 +6,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include <cstdlib>
+#include <iostream>
 #include <limits>
 
 struct CommandLine::Impl {

@@ -4,6 +4,7 @@
 
 #include "io/io.h"
 
+#include <memory>
 #include <optional>
 
 // Flags, where their values go, and --help. CLI11 reads them, behind `impl_`: its header takes seconds to compile.

@@ -8,6 +8,7 @@
 #include "core/core.h"
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string_view>
 

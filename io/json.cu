@@ -8,8 +8,11 @@
 
 #include <json/reader.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 
 namespace {
 

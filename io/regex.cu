@@ -15,6 +15,7 @@
 #include "io/unicode_tables.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace {
 

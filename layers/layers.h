@@ -18,6 +18,8 @@
 
 #include "core/core.h"
 
+#include <cmath>
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Heads inside of rows. Attention's projections are packed in several ways: [q | k | v], or [key | value] head by head,
 // or a latent beside a rotary key. Operations on heads (rope, RMSNorm of heads, flash attention) are told where

@@ -29,6 +29,8 @@
 // The device has one workspace: products that run at the same time, on two streams, would need one each.
 #include "layers/matmul_plan.h"
 
+#include <cublasLt.h>
+
 namespace {
 
 // The shape of an fp8 factor's scales: of a (rows = M) or b (rows = N).

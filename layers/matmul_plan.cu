@@ -23,6 +23,8 @@
 // be slow at (dev/RESULTS.md): GELU, its derivative, and sums, where the product is large.
 #include "layers/hopper_matmul.h"
 
+#include <cublasLt.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -30,6 +32,7 @@
 #include <cstdlib>
 #include <limits>
 #include <optional>
+#include <sstream>
 
 namespace {
 

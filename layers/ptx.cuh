@@ -24,6 +24,8 @@
 
 #include <cuda.h>
 
+#include <cstring>
+
 namespace {
 
 #ifdef CUDA_ON_CPU

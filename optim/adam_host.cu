@@ -9,6 +9,7 @@
 // memory is the limit here, too: a server with 200 GB/s updates 7 billion parameters per second.
 //
 // g++ compiles this file for both devices (no kernel, no launch), with -march=native and without contraction to fmaf.
+#include "core/run_on_host.h"
 #include "optim/adam.h"
 
 #include <omp.h>

@@ -7,6 +7,7 @@
 #include "core/core.h"
 
 #include <functional>
+#include <memory>
 
 // ---------------------------------------------------------------------------------------------------------------------
 // schedule.cu: the learning rate at each step. Steps count from 1; every schedule starts with a linear warmup

@@ -4,6 +4,7 @@
 #include "layers/layers.h"
 #include "reference.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <memory>

@@ -3,6 +3,8 @@
 
 #include "program.h"
 
+#include <sstream>
+
 // odd-llama, odd-gpt2   no number of ranks divides the vocabulary, the width or the number of parameters
 // the others            2, 3, 4, 6 and 12 ranks can divide heads and columns, and none the vocabulary
 // deep-...              5 blocks, for stages of a pipeline; gpt2's head is tied

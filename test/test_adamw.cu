@@ -1,6 +1,7 @@
 // AdamW against float64 with a running error bound, against PyTorch, and in its corner cases.
 //
 //   run:   build/cpu/run_tests -# "[#test_adamw]"
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 

@@ -7,6 +7,7 @@
 
 #ifdef CUDA_ON_CPU
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>

@@ -4,6 +4,7 @@
 // CPU device has is behind CUDA_ON_CPU. test_cpu_runtime.cu has streams, events, copies and devices.
 #include "test.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>

@@ -5,6 +5,7 @@
 #ifdef CUDA_ON_CPU
 
 #include <set>
+#include <sstream>
 
 namespace {
 

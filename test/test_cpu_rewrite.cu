@@ -3,7 +3,9 @@
 // nvcc the same half checks that it is valid CUDA. The second half runs build/rewrite on texts.
 #include "test.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 

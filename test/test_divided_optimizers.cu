@@ -12,6 +12,7 @@
 #include "ranks.h"
 #include "reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <mutex>
 

@@ -7,6 +7,7 @@
 #include "reference.h"
 
 #include <cstring>
+#include <memory>
 
 namespace {
 

@@ -5,6 +5,7 @@
 #include "layers/layers.h"
 #include "reference.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>

@@ -5,6 +5,8 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
+#include <cstring>
 #include <sstream>
 
 namespace {

@@ -1,6 +1,7 @@
 // The global norm of the gradients, and the factor that clips them, against float64.
 //
 //   run:   build/cpu/run_tests -# "[#test_grad_clip]"
+#include <algorithm>
 #include <cmath>
 
 #include "optim/optim.h"

@@ -2,6 +2,8 @@
 #include "layers/layers.h"
 #include "reference.h"
 
+#include <algorithm>
+
 namespace {
 
 using Values = std::vector<double>;

@@ -2,6 +2,9 @@
 #include "layers/layers.h"
 #include "reference.h"
 
+#include <algorithm>
+#include <memory>
+
 namespace {
 
 using Values = std::vector<double>;

@@ -2,6 +2,8 @@
 #include "io/io.h"
 #include "tensor_runs.h"
 
+#include <algorithm>
+
 namespace {
 
 std::string weights_of(const std::string& run) { return slurp(newest_checkpoint(run) + "/model.safetensors"); }

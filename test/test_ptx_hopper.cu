@@ -5,7 +5,9 @@
 #include "layers/tensor_map.h"
 #include "reference.h"
 
+#include <algorithm>
 #include <cmath>
+#include <sstream>
 
 namespace {
 

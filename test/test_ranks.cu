@@ -14,6 +14,7 @@
 #include "run_models.h"
 
 #include <cmath>
+#include <cstdio>
 
 namespace {
 

@@ -2,6 +2,7 @@
 // 124M on an H100 keeps its promises.
 #include "program.h"
 
+#include <algorithm>
 #include <sstream>
 
 namespace {

@@ -4,6 +4,7 @@
 #include "reference.h"
 #include "tensor_runs.h"
 
+#include <algorithm>
 #include <deque>
 
 namespace {

@@ -5,6 +5,7 @@
 #include "program.h"
 
 #include <cmath>
+#include <cstdio>
 
 // A run of a few seconds at most: 2 sequences of 16 bytes a step.
 inline const std::string kSmall =

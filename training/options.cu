@@ -6,6 +6,7 @@
 #include "training/training.h"
 
 #include <charconv>
+#include <cstdlib>
 
 namespace {
 

@@ -3,6 +3,7 @@
 #include "training/training.h"
 
 #include <algorithm>
+#include <sstream>
 
 namespace {
 

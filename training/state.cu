@@ -8,6 +8,7 @@
 #include "training/training.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 
 namespace {

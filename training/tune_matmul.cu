@@ -20,6 +20,8 @@
 #include "layers/hopper_matmul.h"
 #include "training/training.h"
 
+#include <cublasLt.h>
+
 #include <cctype>
 #include <cstdio>
 #include <cstdlib>

@@ -81,6 +81,8 @@
 // all, which leaves 40 to the producer's group.
 #include "layers/flash_attention/hopper.cuh"
 
+#include <algorithm>
+
 namespace {
 
 using OnePassSizes = HeadSizes<HeadSize<64, 64>, HeadSize<80, 80>, HeadSize<96, 96>, HeadSize<128, 128>>;

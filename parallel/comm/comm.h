@@ -31,6 +31,7 @@
 #include "core/core.h"
 
 #include <functional>
+#include <memory>
 
 class Transport;
 struct RankState;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <iomanip>
 #include <set>
+#include <sstream>
 
 Mesh::Mesh(Comm& world, std::vector<Axis> axes) : world_(world), axes_(std::move(axes)) {
     int64_t product = 1;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <sstream>
 
 void Trace::add(const TraceEvent& event) {
     const std::lock_guard lock(mutex_);
