@@ -232,7 +232,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp cpu/count_bytes.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -275,7 +275,7 @@ depend       = -MD -MP -MT $@ -MF $(basename $(@:.gch=)).d
 # Precompiled headers: what every file of the product includes, and what every test does, is read once instead of in each. A
 # file still has to include what it uses: the CUDA build reads only the house's two headers so, and make PCH= none.
 PCH         ?= 1
-PCH_std     := $(if $(filter cpu,$(DEVICE)),algorithm functional)
+PCH_std     := $(if $(filter cpu,$(DEVICE)),algorithm functional memory sstream)
 PCH_product := core/core.h $(PCH_std)
 PCH_test    := test/test.h $(PCH_std)
 PCH_device  := device.h algorithm map memory mutex vector  # what the files of the CPU device include
@@ -283,7 +283,7 @@ NO_PCH      := test/main  # which defines what Catch2's header looks at
 pch_of       = $(if $(PCH),$(if $(filter $(NO_PCH),$(1)),,$(BUILD)/pch/$(if $(filter test/test_% test/reference,$(1)),test,product).h))
 include_pch  = $(patsubst %,-include %,$(call pch_of,$*))
 $(foreach file,$(SOURCES:%.cu=%) $(DEV) $(TESTS:%.cu=%) $(TEST_PROGRAMS:%=test/%),\
-    $(eval $(BUILD)/$(file).o: $(addsuffix .gch,$(call pch_of,$(file)))))
+    $(eval $(BUILD)/$(file).o $(BUILD)/read/$(file): $(addsuffix .gch,$(call pch_of,$(file)))))
 
 $(BUILD)/pch/%.h.gch: $(BUILD)/flags
 	$(say) CXX $(@:.gch=)
@@ -345,21 +345,34 @@ $(BUILD)/%.o: %.cu $(BUILD)/flags
 	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) $(depend) -x c++ -c $< -o $@; \
 	fi
 
-# No kernel of the product spills registers, on an A100 and on an H100. For that of the two which this build is not for, all
-# files with kernels are compiled, without their host code: a fifth of the build's time. (Hopper's own are for no other GPU.)
-MISSING_ARCH := $(filter-out $(ARCH),80 90a)
-WITH_KERNELS := $(shell grep -lE '__global__|<<<|\.cuh"' $(LIBRARY))
-kernels_of    = $(if $(filter 90a,$(1)),$(WITH_KERNELS),$(filter-out layers/hopper% layers/flash_attention/hopper%,$(WITH_KERNELS)))
-define missing_arch
+# The kernels of a file alone, without host code: a third of the time.
+with_kernels = $(shell grep -lE '__global__|<<<|\.cuh"' $(1))
+define kernels_alone
 $(BUILD)/sm_$(1)/%.ptxas: %.cu $(BUILD)/flags
 	$(say) PTXAS '$$< for sm_$(1)'
 	@mkdir -p $$(@D)
 	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin $$< -o $$(@:.ptxas=.cubin) \
 	    $$(call report,$$@)
 endef
-$(foreach a,$(MISSING_ARCH),$(eval $(call missing_arch,$(a))))
-spills: $(BUILD)/libllm.a $(foreach a,$(MISSING_ARCH),$(patsubst %.cu,$(BUILD)/sm_$(a)/%.ptxas,$(call kernels_of,$(a))))
+$(foreach a,$(sort 80 90a $(ARCH)),$(eval $(call kernels_alone,$(a))))
+
+# No kernel of the product spills registers, on an A100 and on an H100. For that of the two which this build is not for, only
+# kernels are compiled. (Hopper's own are for no other GPU.)
+WITH_KERNELS := $(call with_kernels,$(LIBRARY))
+kernels_of    = $(if $(filter 90a,$(1)),$(WITH_KERNELS),$(filter-out layers/hopper% layers/flash_attention/hopper%,$(WITH_KERNELS)))
+spills: $(BUILD)/libllm.a $(foreach a,$(filter-out $(ARCH),80 90a),$(patsubst %.cu,$(BUILD)/sm_$(a)/%.ptxas,$(call kernels_of,$(a))))
 	@dev/spills.py $(BUILD)
+
+# Do the tests and dev/ compile for a GPU? Of files with kernels only those are compiled, and the others are only read. (Whether
+# all can be linked, and what their host code does, is seen on the CPU.)
+CHECKED      := $(TESTS) $(DEV:%=%.cu) $(TEST_PROGRAMS:%=test/%.cu)
+CHECKED_CUDA := $(call with_kernels,$(CHECKED))
+compiles: $(PROFILE_LIBRARY) $(CHECKED_CUDA:%.cu=$(BUILD)/sm_$(lastword $(ARCH))/%.ptxas) \
+          $(patsubst %.cu,$(BUILD)/read/%,$(filter-out $(CHECKED_CUDA),$(CHECKED)))
+$(BUILD)/read/%: %.cu $(BUILD)/flags
+	$(say) READ $<
+	@mkdir -p $(@D)
+	$(Q)$(CXX) $(CXXFLAGS) $(include_pch) -MD -MP -MT $@ -MF $@.d -x c++ -fsyntax-only $< && touch $@
 endif
 
 $(BUILD)/libllm.a: $(LIBRARY_OBJECTS)
@@ -387,9 +400,11 @@ catch2_library = $(shell $(CXX) -x c++ $(BUNDLE_INCLUDE) -E -include catch2/catc
 $(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
-$(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,main $(HOST_TESTS:%=test_%)) \
-    $(filter $(addprefix $(BUILD)/,core/% io/% cpu/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o) \
-        $(HOST_PIPELINE:%=parallel/pipeline/%.o)),$(LIBRARY_OBJECTS))
+# What they test is compiled with the sanitizers. Catch2 and the CPU device are as in the other build.
+$(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,$(HOST_TESTS:%=test_%)) \
+    $(filter $(addprefix $(BUILD)/,core/% io/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o) \
+        $(HOST_PIPELINE:%=parallel/pipeline/%.o)),$(filter-out %/command_line.o,$(LIBRARY_OBJECTS))) \
+    build/cpu/test/main.o build/cpu/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 
@@ -419,6 +434,7 @@ ifneq ($(SANITIZE),)
 	@$(MAKE) $(BUILD)/run_host_tests
 	@UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/run_host_tests
 else
+	@$(MAKE) DEVICE=cpu build/cpu/test/main.o build/cpu/libllm.a
 	@$(MAKE) DEVICE=cpu SANITIZE=address,undefined sanitize
 endif
 
@@ -569,6 +585,7 @@ help:
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
 	@echo 'make DEVICE=cuda spills     no kernel of the product spills registers, on sm_80 and sm_90a (needs nvcc, but no GPU)'
+	@echo 'make DEVICE=cuda compiles   do the tests and dev/ compile for a GPU? They are not linked (needs nvcc, but no GPU)'
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'
 	@echo 'make compile_commands.json  for clangd'
 	@echo 'make format                 clang-format every source; make format-check only looks'

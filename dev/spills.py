@@ -45,7 +45,7 @@ def main():
     n_wrong, total = 0, {}
     for folder in map(pathlib.Path, sys.argv[1:]):
         for report in sorted(folder.rglob("*.ptxas")):
-            if report.relative_to(folder).parts[0] in ("dev", "test"):
+            if {"dev", "test"} & set(report.relative_to(folder).parts):
                 continue  # ladders show slow kernels, too
             n, kernels = check(report, folder)
             n_wrong += n
