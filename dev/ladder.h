@@ -30,7 +30,7 @@
 
 #include "core/kernel.cuh"
 #include "layers/layers.h"
-#include "planning/planning.h"
+#include "planning/rates.h"
 
 #include <algorithm>
 #include <bit>

@@ -5,7 +5,7 @@
 //     memory.cu    weights, gradients, optimizer states, activations: bytes by kind and by ZeRO stage
 //     time.cu      FLOPs and bytes of a step, and the seconds that they take on a device
 //     step_account.cu  a step launch by launch, grouped: where its time goes
-//     rates.cu     the device's rates, measured
+//     rates.h, rates.cu   the device's rates, measured
 //     tensor_bill.cu   what tensor parallelism sends
 //     pipeline_plan.cu   what each rank of a pipeline has
 //     account.cu   a run on many ranks: measured bytes beside the formulas
@@ -16,6 +16,7 @@
 #pragma once
 
 #include "parallel/comm/transport.h"
+#include "planning/rates.h"
 #include "training/training.h"
 
 // memory.cu
@@ -51,12 +52,6 @@ void print_step_account(Trainer& trainer);
 // Before the Trainer of an account: from now on the CPU device divides work as the GPU of this --device-spec does, and
 // chooses products like it. What never runs may do so.
 void stand_in_for(const std::string& device_spec);
-
-// rates.cu: measured on this device
-double measure_matmul_rate(DType dtype);  // of a large product, in FLOP/s: what a step's FLOP/s are held against
-double measure_copy_rate();               // of a large copy, in bytes read and written a second
-// Random numbers in [-1, 1), made on the device: a function of (key, place).
-void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream);
 
 // tensor_bill.cu: bytes that all ranks of a group that divides the layers send together: for these visits with a
 // micro-batch of N tokens; and once a step, for gradients that ranks have parts of.

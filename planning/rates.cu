@@ -1,7 +1,8 @@
-// planning/rates.cu: the two rates of this device that bound a training step, measured: a large matrix product, which
-// computes, and a large copy, which moves bytes.
+// planning/rates.cu: the rates of this device, measured.
+#include "planning/rates.h"
+
 #include "core/kernel.cuh"
-#include "planning/planning.h"
+#include "layers/layers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,6 +21,16 @@ __global__ void fill_uniform_kernel(T* x, int64_t n, uint64_t key) {
         x[i] = from_float<T>(static_cast<float>(draw.v[i - first] >> 8) * 0x1p-23f - 1.0f);
 }
 
+void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream) {
+    constexpr int kBlock = 256;
+    dispatch(tensor.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const int n_blocks = narrow(ceil_div(tensor.n(), 4 * kBlock), "fill_uniform: the number of blocks");
+        fill_uniform_kernel<T><<<n_blocks, kBlock, 0, stream>>>(tensor.ptr<T>(), tensor.n(), key);
+        cudaCheckLaunch();
+    });
+}
+
 // The shortest time of three runs, after one that warms up and touches the memory's pages.
 template <class F>
 double least_seconds(F&& run) {
@@ -34,16 +45,6 @@ double least_seconds(F&& run) {
 }
 
 }  // namespace
-
-void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream) {
-    constexpr int kBlock = 256;
-    dispatch(tensor.dtype, [&](auto zero) {
-        using T = decltype(zero);
-        const int n_blocks = narrow(ceil_div(tensor.n(), 4 * kBlock), "fill_uniform: the number of blocks");
-        fill_uniform_kernel<T><<<n_blocks, kBlock, 0, stream>>>(tensor.ptr<T>(), tensor.n(), key);
-        cudaCheckLaunch();
-    });
-}
 
 double measure_matmul_rate(DType dtype) {
     // On a CPU 2^28 operations for each core: a few milliseconds, because every run begins with this.
