@@ -31,11 +31,13 @@ void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream) {
     });
 }
 
-// The shortest time of three runs, after one that warms up and touches the memory's pages.
+// The shortest time of the runs that there are in 50 ms, at least three, after one that warms up and touches the
+// memory's pages: other programs of a machine disturb for milliseconds.
 template <class F>
 double least_seconds(F&& run) {
+    const double begin = seconds_now();
     double best = 1e30;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4 || seconds_now() - begin < 0.05; ++i) {
         const double start = seconds_now();
         run();
         cudaCheck(cudaStreamSynchronize(device().stream));
@@ -47,7 +49,7 @@ double least_seconds(F&& run) {
 }  // namespace
 
 double measure_matmul_rate(DType dtype) {
-    // On a CPU 2^28 operations for each core: a few milliseconds, because every run begins with this.
+    // On a CPU 2^28 operations for each core, some milliseconds: every run begins with this.
     const int64_t n = device().is_cpu ? 64 * std::llround(8 * std::cbrt(device().sm_count)) : 8192;
     Arena arena("matmul probe");
     Tensor a, b, c;
