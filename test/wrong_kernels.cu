@@ -641,7 +641,7 @@ __global__ void round_trip_kernel(float* out, const float* inp, int which) {
         if (which < 3) bulk_wait_read<0>();
     }
     if (which != 4) {
-        __syncthreads();
+        __syncthreads(); // <- named_barrier_of_other_size
         row[t] = 0.0f;
         __syncthreads();
     }
