@@ -35,11 +35,12 @@ TileTable make_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n, bool
             const int64_t n = param.value.n();
             const int64_t state = table.first_state.back() + (packed ? n_elements : param.offset);
             const PlaceInWhole place = place_in_whole(param);
+            const uint64_t key = hash_name(param.file_name());
             for (int64_t first = 0; first < n; first += tile_n)
                 table.tiles.push_back({unit.values + param.offset + first, unit.copy + param.offset + first,
                                        unit.grads + param.offset + first, state + first,
-                                       static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1 : 0,
-                                       hash_name(param.file_name()), param.first + first, place});
+                                       static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1 : 0, key,
+                                       param.first + first, place});
             n_elements += n;
         }
         table.first_tile.push_back(std::ssize(table.tiles));
