@@ -151,9 +151,9 @@ TEST_CASE("precisions that make no sense are refused", "[program][precision]") {
 }
 
 // A small model on the default text: the difference of 300 losses from those of the float32 run. Both runs see the same
-// batches, so their noise is the same; means over 20 steps leave the drift. A gentle warmup: while it learns fastest, any
-// two roundings drive the runs apart for a few steps. Measured: 0.01 %, 0.002 %, 0.06 %, and 0.06 to 0.5 % for fp8. Weights
-// rounded to nearest are 2.7 % away, and fp8 with scales four times too large 5 to 25 %.
+// batches, so their noise is the same; means over 20 steps leave the drift. A gentle warmup: while it learns fastest,
+// any two roundings drive the runs apart for a few steps. Measured: 0.01 %, 0.002 %, 0.06 %, and 0.06 to 0.5 % for fp8.
+// Weights rounded to nearest are 2.7 % away, and fp8 with scales four times too large 5 to 25 %.
 TEST_CASE("16-bit and fp8 training stay with the float32 curve for 300 steps", "[program][precision]") {
     const TempFolder folder;
     const std::string model = folder / "model.json";
