@@ -31,9 +31,9 @@ void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream) {
     });
 }
 
-// The shortest time of some runs, after one that warms up and touches the memory's pages: of two at least, and more until
-// the two shortest are equal within 2 %, or 50 ms are over. Other programs of a machine disturb for milliseconds, and
-// not twice alike.
+// The shortest time of some runs, after one that warms up and touches the memory's pages: of two at least, and more
+// until the two shortest are equal within 2 %, or 50 ms are over. Other programs of a machine disturb for milliseconds,
+// and not twice alike.
 template <class F>
 double least_seconds(F&& run) {
     const double begin = seconds_now();
