@@ -4,6 +4,7 @@
 #include "program.h"
 #include "ranks.h"
 #include "reference.h"
+#include "run_models.h"
 
 #include "parallel/comm/transport.h"
 
@@ -431,8 +432,8 @@ const std::string& text_file() {
     return path;
 }
 Outcome train(const std::string& arguments) {
-    return run_program("train_gpt", concat("--data ", text_file(),
-                                           " --batch 6 --seq 16 --steps 24 --lr 1e-3 --val-every 0 --val-sequences 6 "
+    return run_program("train_gpt", concat("--data ", text_file(), " --model ", model_file("even-gqa"),
+                                           " --batch 6 --seq 16 --steps 24 --lr 4e-3 --val-every 0 --val-sequences 6 "
                                            "--sample 0 --warmup 5 ",
                                            arguments));
 }
@@ -448,9 +449,9 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
     const TempFolder folder;
     REQUIRE(train("--ranks 2 --out " + (folder / "none")).status == 0);
     const std::vector<double> none = losses(folder / "none");
-    // How far apart single losses may be. Measured: 2e-5, 7e-4, 0.16 and 0.35. The last two lag behind, because what
+    // How far apart single losses may be. Measured: 1e-4, 8e-4, 0.08 and 0.28. The last two lag behind, because what
     // they do not send waits, while all that is new at the beginning of a run is large.
-    const std::tuple<std::string, double> cases[] = {{"bf16", 2e-4}, {"fp8", 5e-3}, {"powersgd", 0.25}, {"1bit", 0.45}};
+    const std::tuple<std::string, double> cases[] = {{"bf16", 5e-4}, {"fp8", 3e-3}, {"powersgd", 0.2}, {"1bit", 0.4}};
     for (const auto& [name, distance] : cases) {
         CAPTURE(name);
         const std::string whole = folder / name, parts = folder / (name + "-parts"),
