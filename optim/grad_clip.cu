@@ -28,7 +28,8 @@ namespace {
 constexpr int kBlock = 128;                  // sums of a chunk
 constexpr int kRows = 512;                   // elements of a sum, in f32: relative error at most kRows * 2^-24
 constexpr int64_t kChunkN = kBlock * kRows;  // elements of a chunk
-constexpr int kLastBlock = 1024;             // threads of a block of stage 2
+constexpr int kLastBlock = 1024;             // sums of a block of stage 2
+constexpr int kPerThread = kOnCpu ? 32 : 1;  // of these; on a CPU a thread that waits for others has its price
 
 // Neighbours that a thread of stage 1 reads at once, each of which belongs to a sum of its own; and chunks of a block.
 template <class T>
@@ -107,7 +108,7 @@ __device__ __forceinline__ void store_pair(float* result, double sum) {
 // One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them. Block p has work if part p is
 // the first of its row.
 template <class T>
-__global__ void __launch_bounds__(kLastBlock)
+__global__ void __launch_bounds__(kLastBlock / kPerThread)
     add_sums_kernel(float* __restrict__ results, const double* __restrict__ sums, const T* __restrict__ grads,
                     SumTables tables) {
     __shared__ double shared[kLastBlock];
@@ -121,23 +122,27 @@ __global__ void __launch_bounds__(kLastBlock)
         const int64_t n_sums = part.n / kChunkN * kBlock, n_rest = part.n % kChunkN;
         const double* const its_sums = sums + part.first_sum;
         const T* const rest = grads + part.first + part.n - n_rest;
-        double sum = 0;
+        double mine[kPerThread] = {};
 #pragma unroll 8
-        for (int64_t i = t; i < n_sums; i += kLastBlock) sum += its_sums[i];
+        for (int64_t i = t * kPerThread; i < n_sums; i += kLastBlock)
+            for (int64_t l = 0; l < min(int64_t{kPerThread}, n_sums - i); ++l) mine[l] += its_sums[i + l];
 #pragma unroll 8
-        for (int64_t i = t; i < n_rest; i += kLastBlock) {
-            const double g = to_float(rest[i]);
-            sum += g * g;
-        }
+        for (int64_t i = t * kPerThread; i < n_rest; i += kLastBlock)
+            for (int64_t l = 0; l < min(int64_t{kPerThread}, n_rest - i); ++l) {
+                const double g = to_float(rest[i + l]);
+                mine[l] += g * g;
+            }
         if (p > blockIdx.x) __syncthreads();  // the sums of the part before have been read
-        shared[t] = sum;
+        for (int l = 0; l < kPerThread; ++l) shared[t * kPerThread + l] = mine[l];
         __syncthreads();  // all sums are in shared
         if (t < kWarp) {
+            double sum = shared[t];
             for (int i = t + kWarp; i < kLastBlock; i += kWarp) sum += shared[i];
             shared[t] = sum;  // no other thread reads the first kWarp elements before the next barrier
             __syncwarp();     // the 32 sums of this warp are in shared
         }
         if (t > 0) continue;
+        double sum = shared[0];
         for (int i = 1; i < kWarp; ++i) sum += shared[i];
         if (p > blockIdx.x) sum += static_cast<double>(result[0]) + result[1];
         store_pair(result, sum);
@@ -186,8 +191,9 @@ static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTab
                                             .scratch = n_sums,
                                             .flops = 2.0 * static_cast<double>(whole)});
         }
-        add_sums_kernel<T><<<narrow(tables.n_parts, "sum_squares: the number of parts"), kLastBlock, 0, stream>>>(
-            sums.ptr<float>(), scratch, from, tables);
+        add_sums_kernel<T>
+            <<<narrow(tables.n_parts, "sum_squares: the number of parts"), kLastBlock / kPerThread, 0, stream>>>(
+                sums.ptr<float>(), scratch, from, tables);
         launched("add_sums_kernel",
                  {.reads = n_sums + rest * bytes + of_parts + n_longer_rows * 2 * int64_t{sizeof(float)},
                   .writes = n_rows * 2 * int64_t{sizeof(float)},

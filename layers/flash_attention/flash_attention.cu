@@ -88,7 +88,7 @@ namespace {
 // of 16 bytes each, and a warp has four rows under way. Block (rows, head, b): no thread divides to find its row. The
 // first n_counts threads also zero the counts of the tier hopper: there are more threads, one at least for each row.
 
-constexpr int kDeltaLanes = kOnCpu ? 1 : 8, kDeltaRows = 256 / kDeltaLanes;
+constexpr int kDeltaLanes = kOnCpu ? 1 : 8, kDeltaRows = 32;
 
 template <class Number, int kN>
 __global__ void __launch_bounds__(kDeltaLanes* kDeltaRows)
