@@ -76,12 +76,13 @@ MARCH       ?= native
 DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
-# Files without kernels, which wait for those that compute, or for a disk, or a network: -O1 compiles in three quarters of the
-# time.
+# Files without kernels, which wait for those that compute, or for a disk, or a network: -Og compiles in two thirds of the time.
+# (Of the tests those remain whose float64 loops would take longer than that.)
 LIGHT       := train_gpt generate io/safetensors io/json io/tokenizer_json io/byte_tokenizer io/plot io/log parallel/comm/comm \
                parallel/comm/ranks parallel/comm/trace% parallel/comm/transport% parallel/tensor/% model/config model/parameters \
-               model/huggingface% training/% planning/% inference/% test/% dev/bench_kernels dev/bench_report dev/plot_runs
-LIGHT_FLAGS := -O1
+               model/huggingface% training/% planning/% inference/% dev/bench_kernels dev/bench_report dev/plot_runs \
+               $(filter-out test/reference test/test_flash_attention test/test_hopper_matmul,$(patsubst %.cu,%,$(wildcard test/*.cu)))
+LIGHT_FLAGS := -Og
 # Flash attention on tensor cores, which the CPU device emulates, and uses only where it is asked to: with -O2 it takes half the
 # time to compile, and runs 5 % slower.
 EMULATED       := layers/flash_attention/mma% layers/flash_attention/hopper%
@@ -103,7 +104,7 @@ endif
 # SANITIZE=address,undefined builds into a folder of its own.
 ifneq ($(SANITIZE),)
   BUILD       := $(BUILD)-$(subst $(comma),-,$(SANITIZE))
-  OPTIMIZE    := -O0 -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all -Wno-maybe-uninitialized
+  OPTIMIZE    := -Og -g -fsanitize=$(SANITIZE) -fno-omit-frame-pointer -fno-sanitize-recover=all -Wno-maybe-uninitialized
   LIGHT_FLAGS :=
   EMULATED_FLAGS :=
 endif
@@ -273,9 +274,9 @@ light_flags  = $(if $(filter $(LIGHT),$*),$(LIGHT_FLAGS)) $(if $(filter $(EMULAT
 depend       = -MD -MP -MT $@ -MF $(basename $(@:.gch=)).d
 
 # Precompiled headers: what every file of the product includes, and what every test does, is read once instead of in each. A
-# file still has to include what it uses: the CUDA build reads only the house's two headers so, and make PCH= none.
+# file still has to include what it uses (dev/includes.py looks), and make PCH= does without.
 PCH         ?= 1
-PCH_std     := $(if $(filter cpu,$(DEVICE)),algorithm functional memory sstream)
+PCH_std     := algorithm chrono deque filesystem fstream functional memory mutex numeric optional set sstream thread
 PCH_product := core/core.h $(PCH_std)
 PCH_test    := test/test.h $(PCH_std)
 PCH_device  := device.h algorithm map memory mutex vector  # what the files of the CPU device include
@@ -318,11 +319,6 @@ $(BUILD)/%.o: $(BUILD)/%.cpp $(BUILD)/flags
 	$(say) CXX $*.cu
 	$(Q)$(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) -iquote $(dir $*.cu) $(depend) -c $< -o $@
 
-ifneq ($(SANITIZE),)
-# Simulated tables take most of the time of the tests under sanitizers: less than half of it like this.
-$(BUILD)/parallel/pipeline/%.o: private CXXFLAGS += -Og
-endif
-
 # In debug builds, too: nobody steps through it, and everybody waits for it.
 $(BUILD)/cpu/sgemm.o $(BUILD)/cpu/bf16_dots.o $(BUILD)/cpu/bf16_tiles.o: private CXXFLAGS += -O3 -fno-sanitize=all
 
@@ -345,13 +341,14 @@ $(BUILD)/%.o: %.cu $(BUILD)/flags
 	    $(if $(Q),printf '  CXX   %s\n' $<;,set -x;) $(CACHED_CXX) $(CXXFLAGS) $(light_flags) $(include_pch) $(depend) -x c++ -c $< -o $@; \
 	fi
 
-# The kernels of a file alone, without host code: a third of the time.
+# The kernels of a file alone, without host code: a third of the time. Those of the tests and of dev/ only have to compile.
 with_kernels = $(shell grep -lE '__global__|<<<|\.cuh"' $(1))
+unoptimized  = $(if $(filter test/% dev/%,$(1)),-Xcicc=-O0 -Xptxas=-O0)
 define kernels_alone
 $(BUILD)/sm_$(1)/%.ptxas: %.cu $(BUILD)/flags
 	$(say) PTXAS '$$< for sm_$(1)'
 	@mkdir -p $$(@D)
-	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin $$< -o $$(@:.ptxas=.cubin) \
+	$(Q)$(CACHED_NVCC) $(NVCCFLAGS) $$(call unoptimized,$$*) $(call TO_ARCH,$(1)) -MD -MP -MT $$@ -MF $$(@:.ptxas=.d) -cubin $$< -o $$(@:.ptxas=.cubin) \
 	    $$(call report,$$@)
 endef
 $(foreach a,$(sort 80 90a $(ARCH)),$(eval $(call kernels_alone,$(a))))
@@ -400,11 +397,12 @@ catch2_library = $(shell $(CXX) -x c++ $(BUNDLE_INCLUDE) -E -include catch2/catc
 $(BUILD)/run_tests: $(TESTS:%.cu=$(BUILD)/%.o) $(BUILD)/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
-# What they test is compiled with the sanitizers. Catch2 and the CPU device are as in the other build.
-$(BUILD)/run_host_tests: $(patsubst %,$(BUILD)/test/%.o,$(HOST_TESTS:%=test_%)) \
-    $(filter $(addprefix $(BUILD)/,core/% io/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o) \
+# What they test is compiled with the sanitizers, and stands first: of an inline function that others have, too, the linker takes
+# the first. The tests, Catch2 and the CPU device are those of the other build.
+HOST_TEST_OBJECTS := $(HOST_TESTS:%=build/cpu/test/test_%.o) build/cpu/test/main.o
+$(BUILD)/run_host_tests: $(filter $(addprefix $(BUILD)/,core/% io/% optim/schedule.o $(HOST_INFERENCE:%=inference/%.o) \
         $(HOST_PIPELINE:%=parallel/pipeline/%.o)),$(filter-out %/command_line.o,$(LIBRARY_OBJECTS))) \
-    build/cpu/test/main.o build/cpu/libllm.a
+    $(HOST_TEST_OBJECTS) build/cpu/libllm.a
 	$(say) LINK $@
 	$(Q)$(LINK) $^ $(catch2_library) $(LDLIBS) -o $@
 
@@ -434,7 +432,7 @@ ifneq ($(SANITIZE),)
 	@$(MAKE) $(BUILD)/run_host_tests
 	@UBSAN_OPTIONS=print_stacktrace=1 $(BUILD)/run_host_tests
 else
-	@$(MAKE) DEVICE=cpu build/cpu/test/main.o build/cpu/libllm.a
+	@$(MAKE) DEVICE=cpu $(HOST_TEST_OBJECTS) build/cpu/libllm.a
 	@$(MAKE) DEVICE=cpu SANITIZE=address,undefined sanitize
 endif
 
@@ -548,6 +546,7 @@ format-check:
 # What can be said of the sources without compiling them: who includes whom, and how long functions are.
 house-check:
 	@dev/floors.py
+	@dev/includes.py
 	@dev/long_functions.py
 
 doctor:
@@ -589,7 +588,8 @@ help:
 	@echo 'make doctor                 what this machine has, what will work, and what to install for the rest'
 	@echo 'make compile_commands.json  for clangd'
 	@echo 'make format                 clang-format every source; make format-check only looks'
-	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile), no function is longer than a screen'
+	@echo 'make house-check            no file includes upwards (FLOORS in the Makefile) or lacks a standard header, no function is'
+	@echo '                            longer than a screen'
 	@echo 'make docs                   write what README.md and doc/ quote of the programs'
 	@echo 'make clean                  remove all that was built'
 	@echo

@@ -9,6 +9,7 @@
 #include "inference/server.h"
 
 #include <algorithm>
+#include <chrono>
 
 namespace {
 

@@ -1,6 +1,7 @@
 // test/reference.cu: see reference.h.
 #include "reference.h"
 
+#include <algorithm>
 #include <cmath>
 
 Buffer::Buffer(DType dtype, std::initializer_list<int64_t> dims) : tensor_(make_tensor(nullptr, dtype, dims)) {

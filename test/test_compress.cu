@@ -8,6 +8,7 @@
 
 #include "parallel/comm/transport.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace {

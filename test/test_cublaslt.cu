@@ -21,6 +21,7 @@
 #include <cuda_fp8.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>

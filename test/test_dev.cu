@@ -2,6 +2,7 @@
 #include "io/io.h"
 #include "program.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 

@@ -6,6 +6,7 @@
 #include "layers/few_rows.cuh"
 #include "reference.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 

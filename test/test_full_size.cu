@@ -13,6 +13,7 @@
 #include "layers/layers.h"
 #include "test.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <memory>

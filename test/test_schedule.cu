@@ -1,6 +1,7 @@
 // Learning rate schedules at their corner points, and what holds for every step.
 //
 //   run:   build/cpu/run_tests -# "[#test_schedule]"
+#include <algorithm>
 #include <cmath>
 
 #include "optim/optim.h"

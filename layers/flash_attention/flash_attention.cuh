@@ -5,6 +5,8 @@
 #include "core/kernel.cuh"
 #include "layers/layers.h"
 
+#include <algorithm>
+
 namespace {
 
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
