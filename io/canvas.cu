@@ -6,21 +6,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 
-#include "io/deflate.h"
 #include "io/font.h"
 #include "io/io.h"
-
-// Compresses for stb_image_write, whose own search for repetitions takes twenty times as long.
-static unsigned char* compress(unsigned char* data, int n, int* n_compressed, int /* quality */) {
-    const std::string stream = zlib_stream({reinterpret_cast<const char*>(data), static_cast<size_t>(n)});
-    auto* const copy = static_cast<unsigned char*>(std::malloc(stream.size()));  // stb frees it
-    if (!copy) return nullptr;
-    std::memcpy(copy, stream.data(), stream.size());
-    *n_compressed = static_cast<int>(stream.size());
-    return copy;
-}
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wconversion"
@@ -30,7 +18,6 @@ static unsigned char* compress(unsigned char* data, int n, int* n_compressed, in
 #pragma GCC diagnostic ignored "-Wunused-function"
 #define STB_IMAGE_WRITE_IMPLEMENTATION
 #define STB_IMAGE_WRITE_STATIC
-#define STBIW_ZLIB_COMPRESS compress
 #include <stb/stb_image_write.h>
 #pragma GCC diagnostic pop
 

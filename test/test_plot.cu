@@ -14,7 +14,6 @@
 #include <stb/stb_image.h>
 #pragma GCC diagnostic pop
 
-#include "io/deflate.h"
 #include "io/io.h"
 #include "temp_folder.h"
 #include "test.h"
@@ -77,39 +76,7 @@ Plot plot_of(std::vector<double> x, std::vector<double> y) {
     return plot;
 }
 
-// Is what another reader finds in the stream these bytes?
-void check_stream(const std::string& bytes) {
-    const std::string stream = zlib_stream(bytes);
-    int n = -1;
-    char* read = stbi_zlib_decode_malloc(stream.data(), static_cast<int>(stream.size()), &n);
-    REQUIRE(read != nullptr);
-    CHECK(std::string(read, static_cast<size_t>(n)) == bytes);
-    stbi_image_free(read);
-}
-
 }  // namespace
-
-TEST_CASE("a compressed stream is read back, with repetitions of every length and distance", "[plot]") {
-    std::mt19937 random(1);
-    const auto noise = [&](size_t n) {
-        std::string bytes(n, 0);
-        for (char& c : bytes) c = static_cast<char>(random());
-        return bytes;
-    };
-    for (const char* text : {"", "a", "abc", "abcd", "abcdabcd", "aaaaaaaaaaaaaaa"}) check_stream(text);
-    for (size_t length = 3; length <= 270; ++length) {
-        const size_t distance = std::min<size_t>(32770, static_cast<size_t>(1.5 + std::pow(2, double(length) / 17.5)));
-        const std::string before = noise(distance);
-        std::string bytes = before;
-        for (size_t i = 0; i < length; ++i) bytes += bytes[bytes.size() - distance];
-        check_stream(bytes + noise(5));
-    }
-    const std::string white(100'000, '\xff');
-    check_stream(white);
-    CHECK(zlib_stream(white).size() < 1000);              // 388 repetitions of 258 bytes, in 20 bits each
-    const std::string stream = zlib_stream("Wikipedia");  // stb does not read the sum at the end: 0x11e60398
-    CHECK(stream.substr(stream.size() - 4) == "\x11\xe6\x03\x98");
-}
 
 TEST_CASE("canvas: shapes cover their area") {
     // Coverage fades linearly over the pixel at the edge: exact for straight edges on the pixel grid, else within 1 %.
