@@ -10,9 +10,10 @@ Outcome python(const std::string& arguments) {
 }
 bool python_is_here() { return python("-c ''").status == 0; }
 
-// A copy of the two scripts, with a Makefile of three floors, in a folder that the scripts take for the repository.
+// A copy of the scripts, with a Makefile of three floors, in a folder that the scripts take for the repository.
 void make_tree(const TempFolder& tree, const std::vector<std::pair<std::string, std::string>>& files) {
-    run_shell(concat("mkdir -p ", tree / "dev", " && cp dev/floors.py dev/long_functions.py ", tree / "dev"));
+    run_shell(
+        concat("mkdir -p ", tree / "dev", " && cp dev/floors.py dev/includes.py dev/long_functions.py ", tree / "dev"));
     std::ofstream(tree / "Makefile") << "FLOORS := core | io layers | io optim | .\n";
     for (const auto& [path, text] : files) {
         std::filesystem::create_directories(std::filesystem::path(tree / path).parent_path());
@@ -39,6 +40,20 @@ TEST_CASE("floors: no file of ours includes upwards", "[program][sources]") {
     const Outcome outcome = python("dev/floors.py");
     CHECK(outcome.out == "");
     CHECK(outcome.status == 0);
+}
+
+TEST_CASE("every file includes the standard headers that it uses", "[program][sources]") {
+    if (!python_is_here()) SKIP_TEST("needs Python; LLM_PYTHON names it");
+    const Outcome outcome = python("dev/includes.py");
+    CHECK(outcome.out == "");
+    CHECK(outcome.status == 0);
+    const TempFolder tree;
+    make_tree(tree, {{"core/core.h", "#include <map>\n"},
+                     {"core/a.cu", "#include \"core/core.h\"\n// std::set\nstd::map<int, int> a;\n"},
+                     {"core/b.cu", "#include \"core/core.h\"\n\nauto n = std::count_if(a, b, c);\n"},
+                     {"core/c.cu", "std::map<int, int> a;\n"}});
+    CHECK(python(tree / "dev/includes.py").out ==
+          "core/b.cu:3: std::count_if needs #include <algorithm>\ncore/c.cu:1: std::map needs #include <map>\n");
 }
 
 TEST_CASE("no function of the product is longer than a screen", "[program][sources]") {
