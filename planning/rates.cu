@@ -31,19 +31,17 @@ void fill_uniform(const Tensor& tensor, uint64_t key, cudaStream_t stream) {
     });
 }
 
-// The shortest time of some runs, after one that warms up and touches the memory's pages: of two at least, and more
-// until the two shortest are equal within 2 %, or 50 ms are over. Other programs of a machine disturb for milliseconds,
-// and not twice alike.
+// The shortest time of the runs that there are in 50 ms, at least three, after one that warms up and touches the
+// memory's pages: other programs of a machine disturb for milliseconds.
 template <class F>
 double least_seconds(F&& run) {
     const double begin = seconds_now();
-    double best = 1e30, second = 1e30;
-    for (int i = 0; i < 3 || (second > 1.02 * best && seconds_now() - begin < 0.05); ++i) {
+    double best = 1e30;
+    for (int i = 0; i < 4 || seconds_now() - begin < 0.05; ++i) {
         const double start = seconds_now();
         run();
         cudaCheck(cudaStreamSynchronize(device().stream));
-        const double took = seconds_now() - start;
-        if (i > 0) second = std::min(second, std::max(best, took)), best = std::min(best, took);
+        if (i > 0) best = std::min(best, seconds_now() - start);
     }
     return best;
 }
