@@ -23,11 +23,16 @@ CPU = 'cpu'
 CPU_VECTORS = 'cpu/cpu_vector.h'
 
 
+def makefile_variable(name, root=ROOT):
+    """The text of a variable of the Makefile, empty where it has none of that name."""
+    with open(os.path.join(root, 'Makefile'), encoding='utf-8') as file:
+        match = re.search(rf'^{name}\s*:?=\s*((?:[^\n#]*\\\n)*[^\n#]*)', file.read(), re.MULTILINE)
+    return match[1].replace('\\\n', ' ') if match else ''
+
+
 def read_floors(root=ROOT):
     """The floors from the ground up, each a list of folders, as the Makefile has them and with those above them."""
-    with open(os.path.join(root, 'Makefile'), encoding='utf-8') as file:
-        match = re.search(r'^FLOORS\s*:?=\s*((?:[^\n#]*\\\n)*[^\n#]*)', file.read(), re.MULTILINE)
-    floors = [floor.split() for floor in match[1].replace('\\\n', ' ').split('|')]
+    floors = [floor.split() for floor in makefile_variable('FLOORS', root).split('|')]
     return floors + [[PROGRAMS], ['dev'], ['test']]
 
 

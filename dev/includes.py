@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-from floors import ROOT, includes, product_files, read_floors, sources_in
+from floors import ROOT, includes, makefile_variable, product_files, read_floors, sources_in
 from long_functions import without_comments_and_strings
 
 # Of each header the names that we use. A name of std::ranges and one that begins with another of these (count, count_if)
@@ -35,14 +35,6 @@ NAMES = {
     'thread': 'this_thread thread',
     'vector': 'vector',
 }
-# But for these, which other headers have.
-ELSEWHERE = {'copysign', 'set_terminate', 'minus'}
-
-
-def precompiled(root=ROOT):
-    with open(os.path.join(root, 'Makefile'), encoding='utf-8') as file:
-        match = re.search(r'^PCH_std\s*:?=\s*((?:[^\n#]*\\\n)*[^\n#]*)', file.read(), re.MULTILINE)
-    return match[1].replace('\\\n', ' ').split() if match else []
 
 
 def read(path):
@@ -73,14 +65,12 @@ def lacking(path, header_of):
 
 
 def main():
-    unknown = [header for header in precompiled() if header not in NAMES]
+    unknown = [header for header in makefile_variable('PCH_std').split() if header not in NAMES]
     if unknown:
         sys.exit(f'includes.py: the precompiled headers have {" ".join(unknown)}, of which NAMES lacks the names')
     table = {name: header for header, names in NAMES.items() for name in names.split()}
 
     def header_of(name):
-        if name in ELSEWHERE:
-            return None
         return table.get(name) or table.get(re.sub(r'_(n|if|if_not|element|backward|copy|bound)$', '', name))
 
     files = product_files(read_floors()) + sources_in('dev') + sources_in('test')
