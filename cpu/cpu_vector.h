@@ -61,17 +61,29 @@ inline Vector in_register(Vector x) {
     return x;
 }
 
-// Loads from 16-bit types, widened: exact.
+// Loads from 16-bit types, widened: exact. (g++ 12 compiles its own conversion of a vector's elements as two halves; and
+// it warns of the instructions of AVX-512 without a mask.)
+#if defined(CUDA_CPU_AVX512)
+inline __m256i load_codes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline Vector load(const __nv_bfloat16* from) {
+    return Vector(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, load_codes(from)), 16));
+}
+inline Vector load(const __half* from) { return Vector(_mm512_maskz_cvtph_ps(0xffff, load_codes(from))); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline __m128i load_codes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+inline Vector load(const __nv_bfloat16* from) {
+    return Vector(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_codes(from)), 16));
+}
+#if defined(__F16C__)
+inline Vector load(const __half* from) { return Vector(_mm256_cvtph_ps(load_codes(from))); }
+#endif
+#else
 inline Vector load(const __nv_bfloat16* from) {
     typedef uint16_t Codes __attribute__((vector_size(width * sizeof(uint16_t))));
     typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
     Codes codes;
     std::memcpy(&codes, from, sizeof codes);
     return Vector(__builtin_convertvector(codes, Bits) << 16);
-}
-#if defined(CUDA_CPU_AVX512)
-inline Vector load(const __half* from) {
-    return Vector(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 #endif
 

@@ -3,7 +3,7 @@
 // weight.
 //
 // Such a product takes as long as A's bytes take to come from memory, and a packed copy of A would be written and read
-// once more. So A is read once, and is never written:
+// once more. So A is read once, and is never written. Up to 8 columns, with AVX-512 up to 16:
 //
 //   for each group of rows:  for each 384 k's:  sums = 0
 //       for each `width` k's:  load a square of A, width rows x width k's;  transpose it in registers
@@ -12,25 +12,35 @@
 //
 // A vector's elements are different rows of D, and each sum still runs in ascending k: the bits are sgemm.h's. (The
 // usual kernel, whose vectors run along k and are added up at the end, needs no transpose, but has another order of
-// summation for each width of vectors.)
+// summation for each width of vectors.) A sum's additions wait for each other. The columns of B, and two squares below
+// each other, have independent sums.
 //
-// A sum's additions wait for each other. The columns of B, and two squares below each other, have independent sums. The
-// hardware's prefetchers lose so many rows at the same time, so that A is prefetched here, `lead` elements ahead: along
-// the row, and behind its end in the next group of rows. One core of an AMD EPYC (Zen 5) reads a float32 or 16-bit A
-// for one column at 80 to 95 % of the speed at which it adds up an array; from 8 columns on (16 bits: from 4) the
-// arithmetic takes longer.
+// For 9 to 16 columns AVX2 has too few registers for that. There a vector's elements are different columns of D, and no
+// element of A is moved within a register:
+//
+//   for each 6 rows:  for each 384 k's:  sums = 0
+//       for each k, row i:  sums[i] = fused multiply-add(A[i, k], B[k, all columns], sums[i])
+//
+// Up to 8 columns would fill half of these sums, which takes a tenth longer than the squares.
+//
+// The hardware's prefetchers lose so many rows at the same time, so that A is fetched here, `lead` elements ahead: along
+// the row, and behind its end in the next group of rows. It goes to the second-level cache: the first has room for a
+// few hundred elements of each row only, which are multiplied sooner than as many others come from memory. One core of
+// an AMD EPYC (Zen 4, AVX2) reads a float32 A for one column as fast as it adds up an array; from 5 columns on (16
+// bits: from 2) the arithmetic takes longer.
 #pragma once
 
 #include <algorithm>
 
 #include "arithmetic.h"
 #include "cublas_lt.h"
+#include "packing.h"
 
 namespace cuda_cpu {
 namespace {
 
-constexpr int64_t lead = 128;
-constexpr int most_padded = width < 16 ? 8 : 16;  // columns whose sums fit in the registers, beside a square
+constexpr int64_t lead = 384;
+constexpr int most_transposed = width < 16 ? 8 : 16;  // columns whose sums fit in the registers, beside a square
 
 // A group of A's rows, from some k on.
 template <class T>
@@ -44,6 +54,16 @@ struct Rows {
     // What is read `lead` elements after element l of a row: its distance from the row's element 0.
     int64_t ahead(int64_t l) const { return l + lead < k_left ? l + lead : l + lead - k_left + next; }
 };
+
+// k numbers as floats, while those `ahead` of them are fetched.
+template <class T>
+void widen_row(const T* row, int64_t k, int64_t ahead, float* to) {
+    for (int64_t l = 0; l < k; l += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + l + ahead, 0, 2);
+    int64_t l = 0;
+    if constexpr (requires { load(row); })
+        for (; l + width <= k; l += width) store(to + l, load(row + l));
+    for (; l < k; ++l) to[l] = float(row[l]);
+}
 
 // Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is word l of
 // column j.
@@ -63,7 +83,7 @@ void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[c
 #pragma GCC unroll 16
             for (int i = 0; i < width; ++i) {
                 x[i] = Arithmetic::words(rows[v * width + i] + l);
-                __builtin_prefetch(rows[v * width + i] + ahead);
+                __builtin_prefetch(rows[v * width + i] + ahead, 0, 2);
             }
             transpose(x);
 #pragma GCC unroll 16
@@ -82,28 +102,25 @@ void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[c
     std::memcpy(total, sums, sizeof sums);
 }
 
-// The same for types that no vector is loaded from: `lead` k's at a time are widened to a copy that stays in the cache.
+// The same for types that no vector is loaded from: some k's at a time are widened to a copy that stays in the cache.
 template <class Arithmetic, int vectors, int columns, class T>
 requires(!requires(const T* from) {
     Arithmetic::words(from);
 }) void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&sums)[columns][vectors]) {
-    alignas(64) float wide[vectors * width][lead];
-    for (int64_t l = 0; l < k; l += lead) {
-        const int64_t length = std::min(lead, k - l), ahead = a.ahead(l);
-        for (int i = 0; i < vectors * width; ++i) {
-            const T* const row = a.row(i);
-            for (int64_t line = 0; line < lead; line += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + ahead + line);
-            for (int64_t p = 0; p < length; ++p) wide[i][p] = float(row[l + p]);
-        }
-        add_products<Arithmetic, vectors, columns>(Rows<float>{wide[0], lead, vectors * width, lead, 0},
+    constexpr int64_t part = 128;
+    alignas(64) float wide[vectors * width][part];
+    for (int64_t l = 0; l < k; l += part) {
+        const int64_t length = std::min(part, k - l);
+        for (int i = 0; i < vectors * width; ++i) widen_row(a.row(i) + l, length, a.ahead(l) - l, wide[i]);
+        add_products<Arithmetic, vectors, columns>(Rows<float>{wide[0], part, vectors * width, part, 0},
                                                    b + l * columns, length, sums);
     }
 }
 
-// B has `padded` columns, of which `columns` exist.
+// The way with squares. B has `padded` columns, of which `columns` exist.
 template <class Arithmetic, int padded, class T>
-void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
-                   float alpha, float beta, float* d, int64_t ld) {
+void multiply_transposed(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
+                         float alpha, float beta, float* d, int64_t ld) {
     constexpr int vectors = padded <= 2 && width < 16 ? 2 : 1;  // one square of AVX-512 is enough to do at a time
     constexpr int64_t group = vectors * width;
     for (int64_t first = 0; first < rows; first += group) {
@@ -122,9 +139,87 @@ void multiply_rows(const T* a, int64_t row_stride, int64_t rows, const float* b,
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Vectors along the columns of D
+
+constexpr int rows_together = 6, group_vectors = 3, group_rows = group_vectors * width;
+constexpr int wide_columns = 16, wide_vectors = wide_columns / width;
+
+// The products of rows i, i + 1, ... of A and 16 columns, B[l, j] = b[l * 16 + j], for k numbers: the sum of row
+// i + r and column j goes to `to`[j * group_rows + r].
+template <class T>
+void multiply_rows(const Rows<T>& a, int64_t i, const float* b, int64_t k, float* to) {
+    constexpr bool widened = !std::is_same_v<T, float>;
+    [[maybe_unused]] float wide[widened ? rows_together : 1][panel_k];
+    const float* rows[rows_together];
+    for (int r = 0; r < rows_together; ++r)
+        if constexpr (widened) widen_row(a.row(i + r), k, a.ahead(0), wide[r]), rows[r] = wide[r];
+        else rows[r] = a.row(i + r);
+    const int64_t ahead = widened ? 0 : a.ahead(0);
+
+    Vector sums[rows_together][wide_vectors] = {};
+    const auto multiply = [&](int64_t l) {
+        Vector y[wide_vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < wide_vectors; ++v) y[v] = in_register(load(b + l * wide_columns + v * width));
+#pragma GCC unroll 8
+        for (int r = 0; r < rows_together; ++r) {
+            const Vector x = broadcast(rows[r][l]);
+#pragma GCC unroll 4
+            for (int v = 0; v < wide_vectors; ++v) sums[r][v] = multiply_add(x, y[v], sums[r][v]);
+        }
+    };
+    constexpr int64_t line = 64 / sizeof(float);
+    int64_t l = 0;
+    for (; l + line <= k; l += line) {
+        for (int r = 0; r < rows_together; ++r) __builtin_prefetch(rows[r] + l + ahead, 0, 2);
+#pragma GCC unroll 4
+        for (int64_t next = l; next < l + line; ++next) multiply(next);
+    }
+    for (; l < k; ++l) multiply(l);
+
+    for (int r = 0; r < rows_together; ++r) {
+        float row[wide_columns];
+        std::memcpy(row, sums[r], sizeof row);
+        for (int j = 0; j < wide_columns; ++j) to[j * group_rows + r] = row[j];
+    }
+}
+
+// The way without squares. B has 16 columns, of which `columns` exist.
+template <class T>
+void multiply_broadcast(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
+                        float alpha, float beta, float* d, int64_t ld) {
+    static_assert(group_rows % rows_together == 0);
+    float sums[wide_columns * group_rows];
+    for (int64_t first = 0; first < rows; first += group_rows) {
+        const int64_t count = std::min<int64_t>(group_rows, rows - first);
+        int64_t first_k = 0;
+        do {
+            const Rows<T> here{a + first * row_stride + first_k, row_stride, count, k - first_k,
+                               group_rows * row_stride - first_k};
+            for (int64_t i = 0; i < count; i += rows_together)
+                multiply_rows(here, i, b + first_k * wide_columns, std::min(panel_k, k - first_k), sums + i);
+            for (int64_t j = 0; j < columns; ++j) {
+                Vector column[group_vectors];
+                std::memcpy(column, sums + j * group_rows, sizeof column);
+                finish_column(column, alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld, count);
+            }
+            first_k += panel_k;
+        } while (first_k < k);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
 // B as words, the columns of a word side by side, `padded` of them.
-template <class Arithmetic>
-void gather_columns(const Matrix& b, int64_t columns, int64_t padded, int64_t k, float* words) {
+template <class Arithmetic, int padded>
+void gather_columns(const Matrix& b, int64_t columns, int64_t k, float* words) {
+    if constexpr (padded % width == 0 || 2 * padded == width) {
+        for (int64_t l = 0; l < k; l += panel_k)
+            pack<Arithmetic, padded>(b.from(0, l, 0), b.column_stride, b.row_stride, columns, std::min(panel_k, k - l),
+                                     words + l / Arithmetic::terms * padded, panel_k);
+        return;
+    }
     Arithmetic::with_elements(b, [&](const auto* from) {
         for (int64_t l = 0; l < k; l += Arithmetic::terms)
             for (int64_t j = 0; j < padded; ++j)
@@ -140,24 +235,20 @@ template <class Arithmetic>
 void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_t columns, int64_t k, float alpha,
                           float beta, float* d, int64_t ld, float* space) {
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
-        const int64_t words = divide_up(k, Arithmetic::terms), step = columns <= padded ? rows : 16;
-        const auto in_sliver = [&](int64_t j) { return std::min<int64_t>(padded, columns - j); };
-        for (int64_t j = 0; j < columns; j += padded)
-            gather_columns<Arithmetic>(b.from(0, 0, j), in_sliver(j), padded, k, space + j * words);
+        gather_columns<Arithmetic, padded>(b, columns, k, space);
         Arithmetic::with_elements(a, [&](const auto* from) {
-            for (int64_t i = 0; i < rows; i += step)  // rows that stay in a cache for the other columns
-                for (int64_t j = 0; j < columns; j += padded)
-                    multiply_rows<Arithmetic, padded>(from + i * a.row_stride, a.row_stride, std::min(step, rows - i),
-                                                      space + j * words, in_sliver(j), k, alpha, beta, d + i + j * ld,
-                                                      ld);
+            if constexpr (padded <= most_transposed)
+                multiply_transposed<Arithmetic, padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d,
+                                                        ld);
+            else multiply_broadcast(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
         });
     };
     if (columns == 1) multiply(std::integral_constant<int, 1>());
     else if (columns == 2) multiply(std::integral_constant<int, 2>());
     else if (columns <= 4) multiply(std::integral_constant<int, 4>());
-    else if (columns <= 8 || most_padded == 8) multiply(std::integral_constant<int, 8>());
-    else if (columns <= 12) multiply(std::integral_constant<int, 12>());
-    else multiply(std::integral_constant<int, 16>());
+    else if (columns <= 8) multiply(std::integral_constant<int, 8>());
+    else if (columns <= 12) multiply(std::integral_constant < int, most_transposed<12 ? wide_columns : 12>());
+    else multiply(std::integral_constant<int, wide_columns>());
 }
 
 }  // namespace

@@ -1,0 +1,108 @@
+// cpu/packing.h: copies of matrices in the order in which a multiplication reads them ("packed"): a few lines side by
+// side, word after word. sgemm.h packs both of its matrices, few_columns.h the smaller one. (`width`: cpu_vector.h;
+// words and `Arithmetic`: arithmetic.h.)
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "arithmetic.h"
+#include "cublas_lt.h"
+
+namespace cuda_cpu {
+namespace {
+
+// Up to `width` lines of k numbers each, transposed, where `out` is the place of the first word of the first line. A
+// vector of one word of every line is a part of one sliver (A), or the whole of several (B), each of `length` words a
+// line.
+template <class Arithmetic, int sliver, class T>
+void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, float* out, int64_t length) {
+    constexpr int terms = Arithmetic::terms;
+    static_assert(sliver >= width || 2 * sliver == width);
+    // Stores words l and l + 1 of all lines: as a part of one sliver, or half of the lines in one and half in the next.
+    const auto put = [&](Vector x, Vector y, int64_t l) {
+        if constexpr (sliver >= width) {
+            store(out + l * sliver, x), store(out + (l + 1) * sliver, y);
+        } else {
+            const auto half = [](int first) {
+                return [=](int lane) { return lane % sliver + first + lane / sliver * width; };
+            };
+            store(out + l * sliver, choose(x, y, half(0)));
+            if (lines > sliver) store(out + l * sliver + sliver * length, choose(x, y, half(sliver)));
+        }
+    };
+    int64_t l = 0;
+    for (; l + width <= k / terms; l += width) {
+        const T* const first = from + l * terms;
+        Vector x[width];
+        if (lines == width)
+#pragma GCC unroll 16
+            for (int i = 0; i < width; ++i) x[i] = Arithmetic::words(first + i * line_stride);
+        else
+            for (int i = 0; i < width; ++i) x[i] = i < lines ? Arithmetic::words(first + i * line_stride) : Vector{};
+        transpose(x);
+#pragma GCC unroll 16
+        for (int i = 0; i < width; i += 2) put(x[i], x[i + 1], l + i);
+    }
+    for (; l * terms < k; ++l)
+        for (int i = 0; i < (sliver >= width ? width : lines > sliver ? width : sliver); ++i)
+            out[i / sliver * sliver * length + l * sliver + i % sliver] =
+                i < lines ? Arithmetic::word(from + i * line_stride + l * terms, k - l * terms) : 0.0f;
+}
+
+// Word l of `sliver` lines that are neighbours in memory, of which `lines` exist: numbers are copied in rows.
+template <class Arithmetic, int sliver, class T>
+void pack_row(const T* from, int64_t k_stride, int64_t lines, int64_t k, int64_t l, float* out) {
+    const T* const row = from + l * Arithmetic::terms * k_stride;
+    if constexpr (Arithmetic::terms == 1) {
+        if (lines == sliver)
+            for (int i = 0; i < sliver; ++i) out[i] = float(row[i]);
+        else
+            for (int i = 0; i < sliver; ++i) out[i] = i < lines ? float(row[i]) : 0.0f;
+    } else {
+        static constexpr T zeros[sliver] = {};
+        const T* const next = l * 2 + 1 < k ? row + k_stride : zeros;
+        if (lines == sliver)
+            for (int i = 0; i < sliver; ++i) out[i] = Arithmetic::pair(row[i], next[i]);
+        else
+            for (int i = 0; i < sliver; ++i) out[i] = i < lines ? Arithmetic::pair(row[i], next[i]) : 0.0f;
+    }
+}
+
+// `count` lines (A's rows or B's columns) of k numbers, as slivers of `sliver` lines and `length` words: out[l * sliver
+// + i] for word l of line i, sliver after sliver. The last one is filled up with zeros to a whole number of vectors, or
+// to a sliver. What lies behind a sliver's last word of k is not written.
+template <class Arithmetic, int sliver, class T>
+void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to, int64_t length) {
+    if (line_stride == 1) {
+        for (int64_t first = 0; first < count; first += sliver, from += sliver, to += sliver * length) {
+            const int64_t lines = std::min<int64_t>(sliver, count - first);
+            for (int64_t l = 0; l * Arithmetic::terms < k; ++l)
+                pack_row<Arithmetic, sliver>(from, k_stride, lines, k, l, to + l * sliver);
+        }
+        return;
+    }
+    // Otherwise each line is contiguous, and `width` lines at a time are transposed in registers.
+    for (int64_t first = 0; first < count; first += width, from += width * line_stride) {
+        const int64_t lines = std::min<int64_t>(width, count - first);
+        float* const out = to + first / sliver * sliver * length + first % sliver;
+        if constexpr (requires { Arithmetic::words(from); }) {
+            pack_lines<Arithmetic, sliver>(from, line_stride, lines, k, out, length);
+        } else {
+            float wide[width * panel_k];
+            for (int64_t i = 0; i < lines; ++i)
+                for (int64_t l = 0; l < k; ++l) wide[i * panel_k + l] = float(from[i * line_stride + l]);
+            pack_lines<Arithmetic, sliver>(wide, panel_k, lines, k, out, length);
+        }
+    }
+}
+
+template <class Arithmetic, int sliver>
+void pack(const Matrix& matrix, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to,
+          int64_t length) {
+    Arithmetic::with_elements(
+        matrix, [&](const auto* from) { pack<Arithmetic, sliver>(from, line_stride, k_stride, count, k, to, length); });
+}
+
+}  // namespace
+}  // namespace cuda_cpu
