@@ -113,7 +113,7 @@ __device__ __forceinline__ void prefetch_next_head([[maybe_unused]] const Stored
                                                    [[maybe_unused]] const PagedShape& s) {
 #ifdef CUDA_ON_CPU
     const int64_t ahead = s.page_heads > 1 ? int64_t{s.P} * s.D : 0;
-    for (int l = 0; l < kN; l += 64 / static_cast<int>(sizeof(Stored))) __builtin_prefetch(from + ahead + l);
+    for (int l = 0; l < kN; l += 64 / static_cast<int>(sizeof(Stored))) __builtin_prefetch(from + ahead + l, 0, 2);
 #endif
 }
 
