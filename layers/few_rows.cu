@@ -32,7 +32,7 @@
 //
 // CPU: one thread takes 64 rows of the weight and up to 16 rows of inp, 256 columns at a time: widens these columns of
 // inp and of eight rows of the weight to float32, in the nearest cache, multiplies them, and takes the next eight rows.
-// The 32 lanes are those of vector instructions; the sums of lanes lie in the second cache.
+// Sums have 16 lanes, those of vector instructions, and lie in the second cache.
 #include "layers/chunk.cuh"
 #include "layers/early_launch.cuh"
 #include "layers/few_rows.cuh"
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 2)
 // The product on the CPU
 
 #ifdef CUDA_ON_CPU
-constexpr int kLanes = 32, kStrip = 256;  // columns that are widened at a time
+constexpr int kLanes = 16, kStrip = 256;  // columns that are widened at a time
 constexpr int kTileOutputs = 8, kBlockOutputs = 64;
 constexpr int64_t kLead = 2 * kTileOutputs;  // codes of so many outputs further on are fetched to the cache
 
