@@ -66,46 +66,69 @@ std::string speculation(const LoadedModel& model) {
     return text.empty() ? "" : "; " + text;
 }
 
-// One answer is printed as it comes; several when all are there.
-void answer_prompt(LoadedModel& model, const GenerateOptions& o, const std::vector<int32_t>& prompt) {
-    Requests requests(*model.engine, *model.tokenizer);
-    TextRequest request = text_request(o, model);
-    request.prompt = prompt;
-    std::vector<Answer> answers(static_cast<size_t>(o.samples));
-    const bool streams = o.samples == 1 && !o.ids;
-    bool failed = false;
-    request.ready = [&](const AnswerPiece& piece) {
-        failed |= piece.is_error();
-        Answer& answer = answers[piece.sample];
+// A prompt whose answers are still to come. One answer is printed as it comes; several when all are there.
+class Prompt {
+  public:
+    // Error where it cannot be answered. Needs no weights.
+    Prompt(LoadedModel& model, const GenerateOptions& o, const std::vector<int32_t>& prompt)
+        : model_(model), o_(o), prompt_n_(std::ssize(prompt)), requests_(*model.engine, *model.tokenizer),
+          answers_(static_cast<size_t>(o.samples)), streams_(o.samples == 1 && !o.ids) {
+        TextRequest request = text_request(o, model);
+        request.prompt = prompt;
+        request.ready = [this](const AnswerPiece& piece) { take(piece); };
+        requests_.add(std::move(request));
+    }
+
+    void answer() {
+        const double start = seconds_now();
+        double first = 0;
+        if (streams_) std::printf("%s", o_.prompt.c_str()), std::fflush(stdout);
+        while (requests_.step())
+            if (first == 0) first = seconds_now();
+        const double end = seconds_now();
+        if (streams_) std::printf("\n");
+        const int64_t answer_n = print_answers();
+        if (!o_.pictures.empty()) report_cache(*model_.engine, o_);
+        std::fflush(stdout);
+        check(!failed_, kNotFinite);
+        if (!isatty(STDERR_FILENO)) return;
+        std::fprintf(
+            stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s%s]\n",
+            static_cast<long long>(prompt_n_), human_seconds(first - start).c_str(), static_cast<long long>(answer_n),
+            static_cast<double>(answer_n - o_.samples) / std::max(end - first, 1e-9), speculation(model_).c_str());
+    }
+
+  private:
+    void take(const AnswerPiece& piece) {
+        failed_ |= piece.is_error();
+        Answer& answer = answers_[piece.sample];
         answer.text += piece.text;
         answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
-        if (streams) std::printf("%s", piece.text.c_str()), std::fflush(stdout);
-    };
-    const double start = seconds_now();
-    double first = 0;
-    requests.add(std::move(request));  // Error where it cannot be answered: before anything is printed
-    if (streams) std::printf("%s", o.prompt.c_str()), std::fflush(stdout);
-    while (requests.step())
-        if (first == 0) first = seconds_now();
-    const double end = seconds_now();
-    if (streams) std::printf("\n");
-    int64_t answer_n = 0;
-    for (size_t i = 0; i < answers.size(); ++i) {
-        const std::vector<Sampled>& tokens = answers[i].tokens;
-        answer_n += std::ssize(tokens);
-        if (o.ids) print_ids(ids_of(tokens));
-        else if (!streams) std::printf("---- %zu ----\n%s%s\n", i + 1, o.prompt.c_str(), answers[i].text.c_str());
-        if (o.sampling.logprobs >= 0) std::printf("%s", logprobs_table(*model.tokenizer, tokens).c_str());
+        if (streams_) std::printf("%s", piece.text.c_str()), std::fflush(stdout);
     }
-    if (!o.pictures.empty()) report_cache(*model.engine, o);
-    std::fflush(stdout);
-    check(!failed, kNotFinite);
-    if (!isatty(STDERR_FILENO)) return;
-    std::fprintf(stderr, "[prompt: %lld tokens in %s; answer: %lld tokens, %.1f tok/s%s]\n",
-                 static_cast<long long>(prompt.size()), human_seconds(first - start).c_str(),
-                 static_cast<long long>(answer_n),
-                 static_cast<double>(answer_n - o.samples) / std::max(end - first, 1e-9), speculation(model).c_str());
-}
+
+    // What has not been printed as it came. Returns the number of tokens.
+    int64_t print_answers() const {
+        int64_t n = 0;
+        for (size_t i = 0; i < answers_.size(); ++i) {
+            const std::vector<Sampled>& tokens = answers_[i].tokens;
+            n += std::ssize(tokens);
+            if (o_.ids) print_ids(ids_of(tokens));
+            else if (!streams_)
+                std::printf("---- %zu ----\n%s%s\n", i + 1, o_.prompt.c_str(), answers_[i].text.c_str());
+            if (o_.sampling.logprobs >= 0) std::printf("%s", logprobs_table(*model_.tokenizer, tokens).c_str());
+        }
+        return n;
+    }
+
+    LoadedModel& model_;
+    const GenerateOptions& o_;
+    const int64_t prompt_n_;
+    Requests requests_;
+    std::vector<Answer> answers_;
+    const bool streams_;
+    bool failed_ = false;
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Many prompts
@@ -172,18 +195,20 @@ void print_plan(LoadedModel& model) {
 }
 
 // What the flags ask for, to be done when the weights are there; gives the exit status. Inputs are read and outputs
-// opened at once: what is wrong with them is told before the weights are read, which takes minutes for large models.
+// opened, a prompt is put into the engine and the server's port is taken at once: what is wrong with them is told before
+// the weights are read, which takes minutes for large models.
 std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
     check_sampling(o.sampling, model.config.V);
-    if (o.chat || o.serve) {
+    if (o.chat) {
         find_chat_template(o.chat_template, model.folder);
-        return [&] { return o.chat ? run_chat(model, o) : serve(model, o), 0; };
+        return [&] { return run_chat(model, o), 0; };
     }
+    if (o.serve) return [run = open_server(model, o)] { return run(), 0; };
     if (!o.batch.empty()) return [&, files = open_batch(o)] { return answer_batch(model, o, *files); };
     if (!o.eval.empty())
         return [&, tokens = tokens_to_evaluate(model, o.eval)] { return print_perplexity(model, o, tokens), 0; };
     const std::vector<int32_t> prompt = o.prompt_ids.empty() ? encode_prompt(model, o.prompt) : parse_ids(o.prompt_ids);
-    return [&, prompt] { return answer_prompt(model, o, prompt), 0; };
+    return [its = std::make_shared<Prompt>(model, o, prompt)] { return its->answer(), 0; };
 }
 
 // The exit status. ranks: those that divide the model, if there are several.

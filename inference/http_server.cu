@@ -89,7 +89,7 @@ class Listener : public httplib::Server {
         });
     }
 
-    int start() {
+    int bind() {
         addrinfo* found = nullptr;
         const int unknown = ::getaddrinfo(options_.host.c_str(), nullptr, nullptr, &found);
         check(unknown == 0, "--host ", options_.host, ": no such address: ", ::gai_strerror(unknown));
@@ -101,10 +101,13 @@ class Listener : public httplib::Server {
         check(port > 0, "cannot listen at ", options_.host, " port ", options_.port, ": ", std::strerror(errno),
               "; give another --port (0: one that is free) or --host");
         ::listen(svr_sock_, SOMAXCONN);  // the library's queue is for 5 connections
-        thread_ = std::thread([this] { listen_after_bind(); });
         return port;
     }
+    void start() {
+        thread_ = std::thread([this] { listen_after_bind(); });
+    }
     void end() {
+        if (!thread_.joinable()) return;
         ending_ = true;
         stop();
         thread_.join();
@@ -259,9 +262,10 @@ struct HttpServer::Impl : Listener {
 
 HttpServer::HttpServer(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
     : impl_(std::make_unique<Impl>(options, std::move(routes), std::move(status_sent))) {
-    impl_->port = impl_->start();
+    impl_->port = impl_->bind();
 }
 HttpServer::~HttpServer() { impl_->end(); }
+void HttpServer::start() { impl_->start(); }
 int HttpServer::port() const { return impl_->port; }
 int64_t HttpServer::n_unanswered() const { return impl_->n_unanswered(); }
 
@@ -272,6 +276,7 @@ HttpServer::HttpServer(const ServerOptions&, std::vector<Route>, std::function<v
     fail("--serve: this program was built without cpp-httplib: run ./install.sh, then make");
 }
 HttpServer::~HttpServer() = default;
+void HttpServer::start() {}
 int HttpServer::port() const { return 0; }
 int64_t HttpServer::n_unanswered() const { return 0; }
 

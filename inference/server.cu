@@ -76,24 +76,42 @@ std::vector<Route> routes(const ServedModel& served, EngineLoop& engine, const M
              [&](const HttpRequest& http) { return complete(served, engine, true, http); }}};
 }
 
+class Server {
+  public:
+    Server(LoadedModel& model, const GenerateOptions& options)
+        : served_{model, options, find_chat_template(options.chat_template, model.folder), name_of(options),
+                  std::time(nullptr)},
+          requests_(*model.engine, *model.tokenizer), engine_(requests_, options.server, metrics_, g_ending),
+          http_(options.server, routes(served_, engine_, metrics_),
+                [this](int status) { metrics_.http_answer(status); }) {}
+
+    void run() {
+        for (const int number : {SIGINT, SIGTERM}) std::signal(number, end_by_signal);
+        http_.start();
+        const std::string& host = served_.options.server.host;
+        const bool v6 = host.find(':') != std::string::npos;
+        std::printf("%s at http://%s%s%s:%d/   (Ctrl-C ends it when its answers are complete)\n", served_.name.c_str(),
+                    v6 ? "[" : "", host.c_str(), v6 ? "]" : "", http_.port());
+        std::fflush(stdout);
+        engine_.run();
+        // The last pieces are on their way to clients.
+        const double until = seconds_now() + served_.options.server.client_timeout;
+        while (http_.n_unanswered() > 0 && seconds_now() < until)
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        std::printf("%s", served_.model.engine->cache_report().text().c_str());
+    }
+
+  private:
+    const ServedModel served_;
+    Requests requests_;
+    Metrics metrics_;
+    EngineLoop engine_;
+    HttpServer http_;
+};
+
 }  // namespace
 
-void serve(LoadedModel& model, const GenerateOptions& options) {
+std::function<void()> open_server(LoadedModel& model, const GenerateOptions& options) {
     check(model.is_text, model.folder, ": there is no tokenizer.json in this folder: give --tokenizer");
-    const ServedModel served{model, options, find_chat_template(options.chat_template, model.folder), name_of(options),
-                             std::time(nullptr)};
-    Requests requests(*model.engine, *model.tokenizer);
-    Metrics metrics;
-    EngineLoop engine(requests, options.server, metrics, g_ending);
-    for (const int number : {SIGINT, SIGTERM}) std::signal(number, end_by_signal);
-    HttpServer http(options.server, routes(served, engine, metrics), [&](int status) { metrics.http_answer(status); });
-    const bool v6 = options.server.host.find(':') != std::string::npos;
-    std::printf("%s at http://%s%s%s:%d/   (Ctrl-C ends it when its answers are complete)\n", served.name.c_str(),
-                v6 ? "[" : "", options.server.host.c_str(), v6 ? "]" : "", http.port());
-    std::fflush(stdout);
-    engine.run();
-    // The last pieces are on their way to clients.
-    const double until = seconds_now() + options.server.client_timeout;
-    while (http.n_unanswered() > 0 && seconds_now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    std::printf("%s", model.engine->cache_report().text().c_str());
+    return [server = std::make_shared<Server>(model, options)] { server->run(); };
 }

@@ -54,9 +54,10 @@ struct Route {
 //     408  it took too long to send the request                      500  anything else that is thrown
 class HttpServer {
   public:
-    // status_sent is called for every answer with its status.
+    // Binds the port; clients that connect wait for start(). status_sent is called for every answer with its status.
     HttpServer(const ServerOptions& options, std::vector<Route> routes, std::function<void(int status)> status_sent);
     ~HttpServer();  // waits for the connections to end; those that wait for a next request are closed
+    void start();   // from here on requests are answered
     int port() const;
     int64_t n_unanswered() const;  // requests whose answers are not yet sent
 

@@ -131,8 +131,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 5 refused"));
 }
 
-// The weights of this model cannot be read, and every mistake in a flag's file is told before that is known.
-TEST_CASE("a file that cannot be used is told before the weights are read, and stays as it is", "[generate][program]") {
+// The weights of this model cannot be read, and every mistake in a file, a prompt or an address is told before that is known.
+TEST_CASE("what cannot be used is told before the weights are read, and a file stays as it is", "[generate][program]") {
     const TempFolder folder;
     std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");
     spit(folder / "model/model.safetensors", "no weights");
@@ -162,6 +162,9 @@ TEST_CASE("a file that cannot be used is told before the weights are read, and s
     spit(folder / "empty", "");
     refused("--eval " + (folder / "empty"), "the text has 0 tokens, and at least 2 are needed");
     refused("--prompt a --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
+    refused("--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255");
+    refused("--prompt a --cache-pages 1 --tokens 100", "need 7 pages of the cache, which has 1");
+    refused("--serve --host nobody.invalid", "--host nobody.invalid: no such address");
     refused(batch + out, "model.safetensors");
     CHECK_FALSE(std::filesystem::exists(out));
     CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
@@ -238,8 +241,6 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --weights int4", "unknown format of weights 'int4'"},
         {"--prompt a --max-length 100000", "the model has 256 positions"},
         {"--prompt-ids 1,x", "--prompt-ids x: give a whole number"},
-        {"--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255"},
-        {"--prompt a --cache-pages 1 --tokens 100", "need 7 pages of the cache, which has 1"},
         {"--chat --template vicuna", "--template vicuna: use chatml, qwen2, qwen, qwen3"},
         {"--batch no.jsonl --out " + (folder / "o"), "--batch no.jsonl: cannot be read"},
         {"--batch no.jsonl", "--batch needs --out"},
@@ -255,7 +256,6 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --length-penalty 2", "--length-penalty is for --beams"},
         {"--chat --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
         {"--prompt a --pictures /proc/p", "cannot make the folder /proc/p"},
-        {"--serve --host nobody.invalid", "--host nobody.invalid: no such address"},
         {"--chat --pictures p", "--pictures is for --batch and --prompt"}};
     for (const auto& [arguments, words] : wrong) {
         const Outcome outcome = generate(arguments);
