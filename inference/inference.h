@@ -776,7 +776,10 @@ struct LoadedModel : LoadedWeights {
     void load();  // takes the memory, and reads the weights. Error where it is more than the device has
 
   private:
-    void take_all();
+    void take_weights();
+    void take_beside(Engine& its, Arena& its_cache, Arena& its_activations, Arena& its_pinned);
+    // Enough for all sequences at full length, or as many as there is free memory for beside the rest; 1 at least.
+    int64_t pages_that_fit();
     EngineOptions options_;
 };
 

@@ -32,6 +32,10 @@ void check_same_tokens(const LoadedWeights& draft, const LoadedWeights& model) {
               " of the draft model's tokenizer is not that of the model's; give a draft model with the same tokenizer");
 }
 
+// Of the memory that is free when the program starts. What is left is for graphs, for the kernels' code, and on a CPU for
+// the rest of the program.
+constexpr double kShareOfFree = 0.9;
+
 }  // namespace
 
 LoadedWeights::LoadedWeights(const std::string& folder_, const std::string& tokenizer_path, DType dtype,
@@ -79,23 +83,55 @@ LoadedModel::LoadedModel(const std::string& folder_, const std::string& tokenize
     }
     options_.scheduler.max_length =
         longest_sequence(config, draft ? &draft->config : nullptr, options_.scheduler.max_length);
-    take_all();
+    take_weights();
+    if (options_.cache.n_pages == 0) options_.cache.n_pages = pages_that_fit();
+    engine = std::make_unique<Engine>(model, options_, draft ? &draft->model : nullptr);
+    take_beside(*engine, cache, activations, pinned);
 }
 
-void LoadedModel::take_all() {
+void LoadedModel::take_weights() {
     take_memory(options_.scheduler.max_length);
     if (draft) draft->take_memory(options_.scheduler.max_length);
-    if (!engine) engine = std::make_unique<Engine>(model, options_, draft ? &draft->model : nullptr);
-    engine->take_memory(cache, activations, pinned);
+}
+
+void LoadedModel::take_beside(Engine& its, Arena& cache_, Arena& activations_, Arena& pinned_) {
+    its.take_memory(cache_, activations_, pinned_);
     if (!tensor_parallel) return;
-    const StepSizes largest = engine->largest_step();
+    const StepSizes largest = its.largest_step();
     const DType dtype = model.precision.dtype;
     tensor_parallel->take_memory({.N = largest.tokens,
                                   .C = config.C,
                                   .dtype = dtype,
                                   .grad_dtype = dtype,
                                   .logits_n = largest.logits * vocabulary_rows(config, model.layout)},
-                                 activations);
+                                 activations_);
+}
+
+int64_t LoadedModel::pages_that_fit() {
+    // What an engine takes that has room for one sequence.
+    EngineOptions one = options_;
+    one.cache.n_pages = ceil_div(options_.scheduler.max_length, std::max<int64_t>(1, options_.cache.page_size));
+    Arena its_cache("cache"), its_activations("activations"), its_pinned("on the host", MemoryKind::pinned);
+    Engine its(model, one, draft ? &draft->model : nullptr);
+    take_beside(its, its_cache, its_activations, its_pinned);
+    const int64_t wanted = options_.scheduler.max_sequences * one.cache.n_pages;
+
+    size_t free_bytes = 0, all_bytes = 0;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
+    double room = kShareOfFree * static_cast<double>(free_bytes);
+    if (device().is_cpu && options_.ranks) room /= options_.ranks->size;  // they share the host's memory
+    room -= static_cast<double>(device_bytes() + its_activations.bytes());
+    // On a CPU the pages that are swapped out lie in the same memory.
+    const bool twice = device().is_cpu && options_.scheduler.preemption == Preemption::swap;
+    const double page =
+        static_cast<double>((twice ? 2 : 1) * its_cache.bytes()) / static_cast<double>(one.cache.n_pages);
+    int64_t pages = static_cast<int64_t>(std::clamp(room / page, 1.0, static_cast<double>(wanted)));
+    if (options_.ranks && !options_.ranks->is_plan()) {  // all have the same pages
+        options_.ranks->meet_hosts();
+        for (const std::vector<int64_t>& other : gather_numbers(*options_.ranks, {pages}))
+            pages = std::min(pages, other[0]);
+    }
+    return pages;
 }
 
 size_t LoadedModel::device_bytes() {
@@ -112,5 +148,6 @@ void LoadedModel::load() {
     reserve();
     if (draft) draft->reserve();
     for (Arena* arena : {&cache, &activations, &pinned}) arena->reserve();
-    take_all();
+    take_weights();
+    take_beside(*engine, cache, activations, pinned);
 }

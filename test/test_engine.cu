@@ -75,6 +75,33 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
     }
 }
 
+// Keys and values of a token take 1 MiB here: 64 sequences of 65536 tokens would take 4 TiB.
+TEST_CASE("a cache of no given size is for all sequences, or takes the memory that is free", "[inference][engine]") {
+    const TempFolder folder;
+    spit(folder / "config.json",
+         R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
+             "num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 256, "num_hidden_layers": 8,
+             "intermediate_size": 64, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+             "tie_word_embeddings": true})");
+    EngineOptions options;
+    options.cache.page_size = 128;
+    const auto pages = [&](int64_t sequences, int64_t length) {
+        options.scheduler.max_sequences = sequences, options.scheduler.max_length = length;
+        LoadedModel m(folder.path, "", DType::f32, WeightFormat::none, options);
+        return std::pair(m.engine->options().cache.n_pages, static_cast<double>(m.device_bytes()));
+    };
+    CHECK(pages(3, 300).first == 3 * 3);
+    size_t free = 0, all = 0;
+    cudaCheck(cudaMemGetInfo(&free, &all));
+    const auto [n, bytes] = pages(64, 65536);
+    INFO(n << " pages; " << bytes << " of " << free << " bytes");
+    CHECK(bytes <= 0.9 * static_cast<double>(free));
+    CHECK(bytes > 0.9 * static_cast<double>(free) - 256 * (1 << 20));  // a page takes 128 MiB
+    if (!device().is_cpu) return;
+    options.scheduler.preemption = Preemption::swap;  // then as many pages lie beside them
+    CHECK(std::abs(static_cast<double>(pages(64, 65536).first) / static_cast<double>(n) - 0.5) < 0.1);
+}
+
 // In 16 bits, too: nothing in a row's numbers depends on other rows, chunks, pages or preemptions.
 TEST_CASE("a sampled answer is the same alone and among others", "[inference][engine][counted]") {
     for (const Config& config : {small_gpt2(), small_qwen3(), small_mla(16)}) {

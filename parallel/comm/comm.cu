@@ -420,6 +420,7 @@ void Comm::recv(Tensor tensor, int from, cudaStream_t stream) {
         if (!counting_) recv_tensor(*this, tensor, from, stream);
     });
 }
+bool Comm::is_plan() const { return state_->options.planning; }
 bool Comm::recv_waits_on_host(cudaStream_t stream) const { return transport_->recv_waits_on_host(stream); }
 void Comm::group_start() { transport_->group_start(); }
 // The group's messages are put on the stream here, behind the marks of its calls.

@@ -119,6 +119,9 @@ class Comm {
     // the first thread.
     void meet_hosts();
 
+    // Is it a plan's (RankOptions::planning)? It has a size, and sends nothing.
+    bool is_plan() const;
+
     // A communicator of some of the ranks, in this order; `members` are ranks of this one, and this rank is among them.
     // Collective: every rank calls it at the same time, each with the group that it will be in.
     std::unique_ptr<Comm> split(const std::vector<int>& members, const std::string& name);
