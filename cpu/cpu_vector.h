@@ -61,8 +61,8 @@ inline Vector in_register(Vector x) {
     return x;
 }
 
-// Loads from 16-bit types, widened: exact. (g++ 12 compiles its own conversion of a vector's elements as two halves; and
-// it warns of the instructions of AVX-512 without a mask.)
+// Loads from 16-bit types, widened: exact. (g++ 12 compiles its own conversion of a vector's elements as two halves,
+// and it warns of the instructions of AVX-512 without a mask.)
 #if defined(CUDA_CPU_AVX512)
 inline __m256i load_codes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 inline Vector load(const __nv_bfloat16* from) {

@@ -23,14 +23,16 @@
 //
 // Up to 8 columns would fill half of these sums, which takes a tenth longer than the squares.
 //
-// The hardware's prefetchers lose so many rows at the same time, so that A is fetched here, `lead` elements ahead: along
-// the row, and behind its end in the next group of rows. It goes to the second-level cache: the first has room for a
-// few hundred elements of each row only, which are multiplied sooner than as many others come from memory. One core of
-// an AMD EPYC (Zen 4, AVX2) reads a float32 A for one column as fast as it adds up an array; from 5 columns on (16
-// bits: from 2) the arithmetic takes longer.
+// The hardware's prefetchers lose so many rows at the same time, so that A is fetched here, `lead` elements ahead:
+// along the row, and behind its end in the next group of rows. It goes to the second-level cache: the first has room
+// for some hundred elements of each row only, which are multiplied sooner than as many others come from memory. One
+// core of an AMD EPYC (Zen 4, AVX2) reads a float32 A for one column as fast as it adds up an array; from 5 columns on
+// (16 bits: from 2) the arithmetic takes longer.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #include "arithmetic.h"
 #include "cublas_lt.h"
@@ -39,7 +41,7 @@
 namespace cuda_cpu {
 namespace {
 
-constexpr int64_t lead = 384;
+constexpr int64_t lead = 384;                         // elements
 constexpr int most_transposed = width < 16 ? 8 : 16;  // columns whose sums fit in the registers, beside a square
 
 // A group of A's rows, from some k on.
@@ -55,14 +57,16 @@ struct Rows {
     int64_t ahead(int64_t l) const { return l + lead < k_left ? l + lead : l + lead - k_left + next; }
 };
 
-// k numbers as floats, while those `ahead` of them are fetched.
+// k numbers of row i, from element l on, as floats.
 template <class T>
-void widen_row(const T* row, int64_t k, int64_t ahead, float* to) {
-    for (int64_t l = 0; l < k; l += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + l + ahead, 0, 2);
-    int64_t l = 0;
+void widen_row(const Rows<T>& a, int64_t i, int64_t l, int64_t k, float* to) {
+    const T* const row = a.row(i);
+    for (int64_t end = l + k, at = l; at < end; at += 64 / int64_t(sizeof(T)))
+        __builtin_prefetch(row + a.ahead(at), 0, 2);
+    int64_t done = 0;
     if constexpr (requires { load(row); })
-        for (; l + width <= k; l += width) store(to + l, load(row + l));
-    for (; l < k; ++l) to[l] = float(row[l]);
+        for (; done + width <= k; done += width) store(to + done, load(row + l + done));
+    for (; done < k; ++done) to[done] = float(row[l + done]);
 }
 
 // Adds k products to the sums of vectors * width rows of A and all columns of B: b[l * columns + j] is word l of
@@ -111,7 +115,7 @@ requires(!requires(const T* from) {
     alignas(64) float wide[vectors * width][part];
     for (int64_t l = 0; l < k; l += part) {
         const int64_t length = std::min(part, k - l);
-        for (int i = 0; i < vectors * width; ++i) widen_row(a.row(i) + l, length, a.ahead(l) - l, wide[i]);
+        for (int i = 0; i < vectors * width; ++i) widen_row(a, i, l, length, wide[i]);
         add_products<Arithmetic, vectors, columns>(Rows<float>{wide[0], part, vectors * width, part, 0},
                                                    b + l * columns, length, sums);
     }
@@ -153,9 +157,8 @@ void multiply_rows(const Rows<T>& a, int64_t i, const float* b, int64_t k, float
     [[maybe_unused]] float wide[widened ? rows_together : 1][panel_k];
     const float* rows[rows_together];
     for (int r = 0; r < rows_together; ++r)
-        if constexpr (widened) widen_row(a.row(i + r), k, a.ahead(0), wide[r]), rows[r] = wide[r];
+        if constexpr (widened) widen_row(a, i + r, 0, k, wide[r]), rows[r] = wide[r];
         else rows[r] = a.row(i + r);
-    const int64_t ahead = widened ? 0 : a.ahead(0);
 
     Vector sums[rows_together][wide_vectors] = {};
     const auto multiply = [&](int64_t l) {
@@ -172,7 +175,8 @@ void multiply_rows(const Rows<T>& a, int64_t i, const float* b, int64_t k, float
     constexpr int64_t line = 64 / sizeof(float);
     int64_t l = 0;
     for (; l + line <= k; l += line) {
-        for (int r = 0; r < rows_together; ++r) __builtin_prefetch(rows[r] + l + ahead, 0, 2);
+        if constexpr (!widened)
+            for (int r = 0; r < rows_together; ++r) __builtin_prefetch(rows[r] + a.ahead(l), 0, 2);
 #pragma GCC unroll 4
         for (int64_t next = l; next < l + line; ++next) multiply(next);
     }
@@ -243,11 +247,12 @@ void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_
             else multiply_broadcast(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
         });
     };
+    constexpr int columns_of_12 = width < 16 ? wide_columns : 12;
     if (columns == 1) multiply(std::integral_constant<int, 1>());
     else if (columns == 2) multiply(std::integral_constant<int, 2>());
     else if (columns <= 4) multiply(std::integral_constant<int, 4>());
     else if (columns <= 8) multiply(std::integral_constant<int, 8>());
-    else if (columns <= 12) multiply(std::integral_constant < int, most_transposed<12 ? wide_columns : 12>());
+    else if (columns <= 12) multiply(std::integral_constant<int, columns_of_12>());
     else multiply(std::integral_constant<int, wide_columns>());
 }
 

@@ -901,8 +901,8 @@ Perplexity evaluate_text(const LoadedModel& model, std::span<const int32_t> toke
 // ---------------------------------------------------------------------------------------------------------------------
 // server.cu: --serve
 
-// Binds --host and --port: Error where it cannot; needs no weights. What it returns prints where it listens, and answers
-// HTTP requests with OpenAI's interface (doc/inference.md) until SIGINT or SIGTERM: then requests that run are finished,
-// new ones are refused, and it returns; a second signal ends the process. The engine's steps are done by the thread that
-// calls it, each connection has a thread of its own.
+// Binds --host and --port: Error where it cannot; needs no weights. What it returns prints where it listens, and
+// answers HTTP requests with OpenAI's interface (doc/inference.md) until SIGINT or SIGTERM: then requests that run are
+// finished, new ones are refused, and it returns; a second signal ends the process. The engine's steps are done by the
+// thread that calls it, each connection has a thread of its own.
 std::function<void()> open_server(LoadedModel& model, const GenerateOptions& options);

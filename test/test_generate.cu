@@ -131,7 +131,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 5 refused"));
 }
 
-// The weights of this model cannot be read, and every mistake in a file, a prompt or an address is told before that is known.
+// The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
 TEST_CASE("what cannot be used is told before the weights are read, and a file stays as it is", "[generate][program]") {
     const TempFolder folder;
     std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");
