@@ -32,8 +32,8 @@ void check_same_tokens(const LoadedWeights& draft, const LoadedWeights& model) {
               " of the draft model's tokenizer is not that of the model's; give a draft model with the same tokenizer");
 }
 
-// Of the memory that is free when the program starts. What is left is for graphs, for the kernels' code, and on a CPU for
-// the rest of the program.
+// Of the memory that is free when the program starts. What is left is for graphs, for the kernels' code, and on a CPU
+// for the rest of the program.
 constexpr double kShareOfFree = 0.9;
 
 }  // namespace
