@@ -98,9 +98,8 @@ void add_engine_options(CommandLine& line, GenerateOptions& o, Typed& typed) {
     engine.option("--max-sequences", e.scheduler.max_sequences, "sequences that run at the same time");
     engine.option("--page-size", e.cache.page_size, "tokens of a page of the cache");
     engine.option("--cache-pages", e.cache.n_pages,
-                  "pages of the cache; 0: enough for all sequences at full length, or as many as nine tenths of the "
-                  "free memory hold "
-                  "beside the rest");
+                  "pages of the cache; 0: enough for all sequences at full length, or what nine tenths of the free "
+                  "memory hold beside the rest");
     engine.option("--cache-dtype", typed.cache_dtype, "of the cache: same as the model's, or fp8");
     engine.flag("--no-prefix-sharing", typed.no_prefix_sharing,
                 "compute every prompt, also where others began with the same tokens");
@@ -216,8 +215,8 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
     check_answers(o, line);
-    // What one prompt or one conversation needs: the others would have memory for nothing.
-    if (o.chat || !o.prompt.empty() || !o.prompt_ids.empty())
+    // One prompt, one conversation or one text needs no memory for other sequences.
+    if (o.chat || !o.prompt.empty() || !o.prompt_ids.empty() || !o.eval.empty())
         o.engine.scheduler.max_sequences = std::max(o.samples, o.beams);
     check(o.batch.empty() == o.out.empty(), o.out.empty() ? "--batch needs --out, the file for the answers"
                                                           : "--out is the file for the answers of --batch");
