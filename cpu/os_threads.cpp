@@ -27,8 +27,9 @@ constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between th
 // GNU OpenMP reads its environment when the library is loaded, before any code of this program runs. So the program
 // sets the variable and starts itself once more: it keeps its process number, its arguments and its open files. The
 // second start removes the variable again, so that programs that this one starts find the environment that the user
-// gave it. A user's own choice is respected. The priority 101 puts this before the constructors of other files, which
-// may have changed the environment already.
+// gave it. A user's own choice is respected. So is that of places: where one is asked for, OpenMP has bound this thread
+// to the first of them already, and the second start, which keeps that, would find no other. The priority 101 puts this
+// before the constructors of other files, which may have changed the environment already.
 [[gnu::constructor(101)]] void bound_spinning(int, char** arguments, char**) {
     const auto is_set = [](const char* name) { return std::getenv(name) != nullptr; };
     if (is_set(kSecondStart)) {
@@ -36,7 +37,8 @@ constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between th
         unsetenv("GOMP_SPINCOUNT");
         return;
     }
-    if (is_set("OMP_WAIT_POLICY") || is_set("GOMP_SPINCOUNT")) return;
+    for (const char* name : {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
+        if (is_set(name)) return;
     const char* threads = std::getenv("OMP_NUM_THREADS");
     if (threads && std::string(threads) == "1") return;  // it waits for no other: gdb sessions and ranks start once
     char program[PATH_MAX];

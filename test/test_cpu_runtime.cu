@@ -330,6 +330,7 @@ TEST_CASE("OpenMP's threads spin for a short time, unless the user says otherwis
     CHECK(spins("OMP_WAIT_POLICY=passive") == 0);
     CHECK(spins("OMP_WAIT_POLICY=active") > 3000);
     CHECK(spins("GOMP_SPINCOUNT=77") == 77);
+    CHECK(spins("OMP_PROC_BIND=true") > 3000);  // a second start would be bound to the first's one place
     CHECK(run_program("wrong_kernels", "", "env OMP_DISPLAY_ENV=verbose OMP_NUM_THREADS=1").err.find("'3000'") ==
           std::string::npos);
 }
