@@ -103,7 +103,8 @@ CacheReport::Shares CacheReport::contiguous() const {
 }
 
 std::string CacheReport::text() const {
-    const double pages = static_cast<double>(std::max<int64_t>(1, n_steps_) * sizes_.n_pages);
+    if (n_steps_ == 0) return "cache       not used: there was no step\n";
+    const double pages = static_cast<double>(n_steps_ * sizes_.n_pages);
     const double P = static_cast<double>(sizes_.page_size), owned = static_cast<double>(sum_.owned_pages);
     const double rows = static_cast<double>(sum_.used_rows), unshared = static_cast<double>(sum_.sequence_rows);
     const double used = rows / P;  // in pages
@@ -120,8 +121,7 @@ std::string CacheReport::text() const {
         static_cast<long long>(sizes_.n_pages), static_cast<long long>(sizes_.page_size),
         static_cast<long long>(n_steps_), 100 * used / pages, 100 * (owned - used) / pages,
         100 * static_cast<double>(sum_.kept_pages) / pages, 100 * static_cast<double>(sum_.free_pages) / pages,
-        100 * in_pages.tokens,
-        static_cast<double>(sum_.n_sequences) / static_cast<double>(std::max<int64_t>(1, n_steps_)),
+        100 * in_pages.tokens, static_cast<double>(sum_.n_sequences) / static_cast<double>(n_steps_),
         unshared > 0 ? 100 * (1 - rows / unshared) : 0.0, static_cast<long long>(max_length_), 100 * slots.tokens,
         100 * slots.reserved, 100 * slots.internal, 100 * slots.external,
         static_cast<long long>(sizes_.n_pages * sizes_.page_size / max_length_));
