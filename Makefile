@@ -77,7 +77,7 @@ DEBUG       ?= 0
 BUILD       := build/$(DEVICE)
 OPTIMIZE    := -O3
 # Files without kernels, which wait for those that compute, or for a disk, or a network: -Og compiles in two thirds of the time.
-# (Of the tests those remain whose float64 loops would take longer than that.) It warns of what it does not follow in <regex>.
+# (Of the tests those remain whose float64 loops would take longer than that.) With -Og g++ warns falsely of parts of <regex>.
 LIGHT       := train_gpt generate io/safetensors io/json io/tokenizer_json io/byte_tokenizer io/plot io/log parallel/comm/comm \
                parallel/comm/ranks parallel/comm/trace% parallel/comm/transport% parallel/tensor/% model/config model/parameters \
                model/huggingface% training/% planning/% inference/% dev/bench_kernels dev/bench_report dev/plot_runs \

@@ -57,6 +57,21 @@ struct Rows {
     int64_t ahead(int64_t l) const { return l + lead < k_left ? l + lead : l + lead - k_left + next; }
 };
 
+// Calls f(part, its first row, its first k) for the parts of A in the order in which they are read: of each `group`
+// rows panel_k k's after panel_k k's. Where k is 0 a group is one part.
+template <class T, class F>
+void for_parts(const T* a, int64_t row_stride, int64_t rows, int64_t k, int64_t group, F&& f) {
+    for (int64_t row = 0; row < rows; row += group) {
+        int64_t first_k = 0;
+        do {
+            f(Rows<T>{a + row * row_stride + first_k, row_stride, std::min(group, rows - row), k - first_k,
+                      group * row_stride - first_k},
+              row, first_k);
+            first_k += panel_k;
+        } while (first_k < k);
+    }
+}
+
 // k numbers of row i, from element l on, as floats.
 template <class T>
 void widen_row(const Rows<T>& a, int64_t i, int64_t l, int64_t k, float* to) {
@@ -126,28 +141,20 @@ template <class Arithmetic, int padded, class T>
 void multiply_transposed(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
                          float alpha, float beta, float* d, int64_t ld) {
     constexpr int vectors = padded <= 2 && width < 16 ? 2 : 1;  // one square of AVX-512 is enough to do at a time
-    constexpr int64_t group = vectors * width;
-    for (int64_t first = 0; first < rows; first += group) {
-        const int64_t count = std::min(group, rows - first);
-        int64_t first_k = 0;
-        do {
-            const Rows<T> here{a + first * row_stride + first_k, row_stride, count, k - first_k,
-                               group * row_stride - first_k};
-            Vector sums[padded][vectors] = {};
-            add_products<Arithmetic, vectors, padded>(here, b + first_k / Arithmetic::terms * padded,
-                                                      std::min(panel_k, k - first_k), sums);
-            for (int64_t j = 0; j < columns; ++j)
-                finish_column(sums[j], alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld, count);
-            first_k += panel_k;
-        } while (first_k < k);
-    }
+    for_parts(a, row_stride, rows, k, vectors * width, [&](const Rows<T>& part, int64_t row, int64_t first_k) {
+        Vector sums[padded][vectors] = {};
+        add_products<Arithmetic, vectors, padded>(part, b + first_k / Arithmetic::terms * padded,
+                                                  std::min(panel_k, part.k_left), sums);
+        for (int64_t j = 0; j < columns; ++j)
+            finish_column(sums[j], alpha, first_k == 0 ? beta : 1.0f, d + row + j * ld, part.count);
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Vectors along the columns of D
 
 constexpr int rows_together = 6, group_vectors = 3, group_rows = group_vectors * width;
-constexpr int wide_columns = 16, wide_vectors = wide_columns / width;
+constexpr int wide_columns = most_few_columns, wide_vectors = wide_columns / width;
 
 // The products of rows i, i + 1, ... of A and 16 columns, B[l, j] = b[l * 16 + j], for k numbers: the sum of row
 // i + r and column j goes to `to`[j * group_rows + r].
@@ -194,23 +201,16 @@ template <class T>
 void multiply_broadcast(const T* a, int64_t row_stride, int64_t rows, const float* b, int64_t columns, int64_t k,
                         float alpha, float beta, float* d, int64_t ld) {
     static_assert(group_rows % rows_together == 0);
-    float sums[wide_columns * group_rows];
-    for (int64_t first = 0; first < rows; first += group_rows) {
-        const int64_t count = std::min<int64_t>(group_rows, rows - first);
-        int64_t first_k = 0;
-        do {
-            const Rows<T> here{a + first * row_stride + first_k, row_stride, count, k - first_k,
-                               group_rows * row_stride - first_k};
-            for (int64_t i = 0; i < count; i += rows_together)
-                multiply_rows(here, i, b + first_k * wide_columns, std::min(panel_k, k - first_k), sums + i);
-            for (int64_t j = 0; j < columns; ++j) {
-                Vector column[group_vectors];
-                std::memcpy(column, sums + j * group_rows, sizeof column);
-                finish_column(column, alpha, first_k == 0 ? beta : 1.0f, d + first + j * ld, count);
-            }
-            first_k += panel_k;
-        } while (first_k < k);
-    }
+    for_parts(a, row_stride, rows, k, group_rows, [&](const Rows<T>& part, int64_t row, int64_t first_k) {
+        float sums[wide_columns * group_rows];
+        for (int64_t i = 0; i < part.count; i += rows_together)
+            multiply_rows(part, i, b + first_k * wide_columns, std::min(panel_k, part.k_left), sums + i);
+        for (int64_t j = 0; j < columns; ++j) {
+            Vector column[group_vectors];
+            std::memcpy(column, sums + j * group_rows, sizeof column);
+            finish_column(column, alpha, first_k == 0 ? beta : 1.0f, d + row + j * ld, part.count);
+        }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

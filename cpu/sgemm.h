@@ -25,8 +25,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 #include <utility>
 
 #include "arithmetic.h"

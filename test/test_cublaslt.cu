@@ -648,7 +648,7 @@ TEST_CASE("cublasLt: few columns have the bits that they have among many", "[cub
                 return D.host;
             };
             const std::vector<char> all = multiply(most);
-            for (const int64_t n : {1, 2, 3, 5, 8, 11, 16}) {
+            for (const int64_t n : {1, 2, 3, 5, 8, 11, 13, 16}) {
                 INFO("m n k " << m << " " << n << " " << k << "  type " << type.id);
                 const std::vector<char> few = multiply(n);
                 const size_t bytes = all.size() / size_t(most) * size_t(n);

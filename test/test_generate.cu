@@ -142,7 +142,9 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
         const Outcome outcome = run_program("generate", "--model " + (folder / "model") + " " + arguments);
         INFO(outcome.err);
         CHECK(outcome.status == 2);
+        CHECK(outcome.out.empty());
         CHECK_THAT(outcome.err, ContainsSubstring(words));
+        CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
     };
     const std::string batch = "--batch " + in + " --out ";
     for (const std::string text : {"a text of a person", "{\"id\": 7, \"prompt\": \"y\"}", "{\"id\": 7}\n{\"id\":"}) {
