@@ -3,7 +3,7 @@
 // weight.
 //
 // Such a product takes as long as A's bytes take to come from memory, and a packed copy of A would be written and read
-// once more. So A is read once, and is never written. Up to 8 columns, with AVX-512 up to 16:
+// once more. So A is read once, and is never written. Up to 8 columns, with AVX-512 up to 12 (16 bits: 16):
 //
 //   for each group of rows:  for each 384 k's:  sums = 0
 //       for each `width` k's:  load a square of A, width rows x width k's;  transpose it in registers
@@ -15,19 +15,18 @@
 // summation for each width of vectors.) A sum's additions wait for each other. The columns of B, and two squares below
 // each other, have independent sums.
 //
-// For 9 to 16 columns AVX2 has too few registers for that. There a vector's elements are different columns of D, and no
-// element of A is moved within a register:
+// For more columns, up to 16, AVX2 has too few registers for that. There, and for a float32 A with AVX-512, a vector's
+// elements are different columns of D, and no element of A is moved within a register:
 //
 //   for each 6 rows:  for each 384 k's:  sums = 0
 //       for each k, row i:  sums[i] = fused multiply-add(A[i, k], B[k, all columns], sums[i])
 //
-// Up to 8 columns would fill half of these sums, which takes a tenth longer than the squares.
+// Up to 8 columns would fill half of these sums of AVX2, which takes a tenth longer than the squares.
 //
-// The hardware's prefetchers lose so many rows at the same time, so that A is fetched here, `lead` elements ahead:
-// along the row, and behind its end in the next group of rows. It goes to the second-level cache: the first has room
-// for some hundred elements of each row only, which are multiplied sooner than as many others come from memory. One
-// core of an AMD EPYC (Zen 4, AVX2) reads a float32 A for one column as fast as it adds up an array; from 5 columns on
-// (16 bits: from 2) the arithmetic takes longer.
+// The hardware's prefetchers lose so many rows at the same time, so that A is fetched here: while a group of rows is
+// multiplied, the next one comes to the second-level cache, in the order in which it lies in memory, which is the
+// fastest. One core of an AMD EPYC (Zen 4) reads a float32 A for up to four columns as fast as it adds up an array;
+// from 5 columns on (16 bits: from 2) the arithmetic takes longer, with AVX-512 at 16 columns 95 % of its peak.
 #pragma once
 
 #include <algorithm>
@@ -41,8 +40,11 @@
 namespace cuda_cpu {
 namespace {
 
-constexpr int64_t lead = 384;                         // elements
-constexpr int most_transposed = width < 16 ? 8 : 16;  // columns whose sums fit in the registers, beside a square
+// Columns for which squares are the faster way; their sums must fit in the registers, beside a square.
+template <class T>
+constexpr int most_transposed = width < 16                   ? 8
+                                : sizeof(T) == sizeof(float) ? 12
+                                                             : 16;
 
 // A group of A's rows, from some k on.
 template <class T>
@@ -50,12 +52,18 @@ struct Rows {
     const T* first;
     int64_t stride, count;  // rows
     int64_t k_left;         // elements of a row from here to its end
-    int64_t next;           // distance from here to the beginning of the next group
+    const T* next;          // as many elements of the next group are fetched while these are multiplied,
+    bool has_next;          // if there is one, and rows follow each other without gaps
 
     const T* row(int64_t i) const { return first + std::min(i, count - 1) * stride; }  // the last one stands for more
-    // What is read `lead` elements after element l of a row: its distance from the row's element 0.
-    int64_t ahead(int64_t l) const { return l + lead < k_left ? l + lead : l + lead - k_left + next; }
 };
+
+// Fetches n elements to the second-level cache.
+template <int n, class T>
+void fetch(const T* from) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; i += 64 / int(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
+}
 
 // Calls f(part, its first row, its first k) for the parts of A in the order in which they are read: of each `group`
 // rows panel_k k's after panel_k k's. Where k is 0 a group is one part.
@@ -65,7 +73,7 @@ void for_parts(const T* a, int64_t row_stride, int64_t rows, int64_t k, int64_t 
         int64_t first_k = 0;
         do {
             f(Rows<T>{a + row * row_stride + first_k, row_stride, std::min(group, rows - row), k - first_k,
-                      group * row_stride - first_k},
+                      a + (row + group) * row_stride + first_k * group, row + group < rows && row_stride == k},
               row, first_k);
             first_k += panel_k;
         } while (first_k < k);
@@ -76,8 +84,6 @@ void for_parts(const T* a, int64_t row_stride, int64_t rows, int64_t k, int64_t 
 template <class T>
 void widen_row(const Rows<T>& a, int64_t i, int64_t l, int64_t k, float* to) {
     const T* const row = a.row(i);
-    for (int64_t end = l + k, at = l; at < end; at += 64 / int64_t(sizeof(T)))
-        __builtin_prefetch(row + a.ahead(at), 0, 2);
     int64_t done = 0;
     if constexpr (requires { load(row); })
         for (; done + width <= k; done += width) store(to + done, load(row + l + done));
@@ -92,18 +98,17 @@ void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[c
     for (int i = 0; i < vectors * width; ++i) rows[i] = a.row(i);
     Vector sums[columns][vectors];
     std::memcpy(sums, total, sizeof sums);
-    constexpr int terms = Arithmetic::terms;
+    constexpr int terms = Arithmetic::terms, square = width * width * terms;
+    const T* next = a.next;
+    const int64_t step = a.has_next ? square : 0;
     int64_t l = 0;
     for (; l + width * terms <= k; l += width * terms, b += width * columns) {
-        const int64_t ahead = a.ahead(l);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; ++v) {
+            fetch<square>(next), next += step;
             Vector x[width];
 #pragma GCC unroll 16
-            for (int i = 0; i < width; ++i) {
-                x[i] = Arithmetic::words(rows[v * width + i] + l);
-                __builtin_prefetch(rows[v * width + i] + ahead, 0, 2);
-            }
+            for (int i = 0; i < width; ++i) x[i] = Arithmetic::words(rows[v * width + i] + l);
             transpose(x);
 #pragma GCC unroll 16
             for (int i = 0; i < width; ++i)
@@ -130,8 +135,11 @@ requires(!requires(const T* from) {
     alignas(64) float wide[vectors * width][part];
     for (int64_t l = 0; l < k; l += part) {
         const int64_t length = std::min(part, k - l);
-        for (int i = 0; i < vectors * width; ++i) widen_row(a, i, l, length, wide[i]);
-        add_products<Arithmetic, vectors, columns>(Rows<float>{wide[0], part, vectors * width, part, 0},
+        for (int i = 0; i < vectors * width; ++i) {
+            widen_row(a, i, l, length, wide[i]);
+            if (a.has_next) fetch<part>(a.next + l * vectors * width + i * length);
+        }
+        add_products<Arithmetic, vectors, columns>(Rows<float>{wide[0], part, vectors * width, part, wide[0], false},
                                                    b + l * columns, length, sums);
     }
 }
@@ -179,13 +187,14 @@ void multiply_rows(const Rows<T>& a, int64_t i, const float* b, int64_t k, float
             for (int v = 0; v < wide_vectors; ++v) sums[r][v] = multiply_add(x, y[v], sums[r][v]);
         }
     };
-    constexpr int64_t line = 64 / sizeof(float);
+    constexpr int line = 64 / sizeof(float);
+    const T* next = a.next + i * k;
+    const int64_t step = a.has_next ? rows_together * line : 0;
     int64_t l = 0;
     for (; l + line <= k; l += line) {
-        if constexpr (!widened)
-            for (int r = 0; r < rows_together; ++r) __builtin_prefetch(rows[r] + a.ahead(l), 0, 2);
+        fetch<rows_together * line>(next), next += step;
 #pragma GCC unroll 4
-        for (int64_t next = l; next < l + line; ++next) multiply(next);
+        for (int64_t at = l; at < l + line; ++at) multiply(at);
     }
     for (; l < k; ++l) multiply(l);
 
@@ -241,7 +250,7 @@ void multiply_few_columns(const Matrix& a, const Matrix& b, int64_t rows, int64_
     const auto multiply = [&]<int padded>(std::integral_constant<int, padded>) {
         gather_columns<Arithmetic, padded>(b, columns, k, space);
         Arithmetic::with_elements(a, [&](const auto* from) {
-            if constexpr (padded <= most_transposed)
+            if constexpr (padded <= most_transposed<std::remove_cvref_t<decltype(*from)>>)
                 multiply_transposed<Arithmetic, padded>(from, a.row_stride, rows, space, columns, k, alpha, beta, d,
                                                         ld);
             else multiply_broadcast(from, a.row_stride, rows, space, columns, k, alpha, beta, d, ld);
