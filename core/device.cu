@@ -30,6 +30,9 @@ Device& open_device(int index) {
     opened->sm_count = properties.multiProcessorCount;
     opened->stream = make_stream();
     cublasCheck(cublasLtCreate(&opened->blas));
+    cudaCheck(cudaMalloc(&opened->arrivals, kArrivals * sizeof(unsigned)));
+    cudaCheck(cudaMemset(opened->arrivals, 0, kArrivals * sizeof(unsigned)));
+    cudaCheck(cudaDeviceSynchronize());  // the stream does not wait for a memset by itself
 #ifdef CUDA_ON_CPU
     opened->is_cpu = true;
 #else
@@ -45,6 +48,7 @@ void close_device() {
     cudaStreamSynchronize(current->stream);
     cublasLtDestroy(current->blas);
     cudaFree(current->blas_workspace);
+    cudaFree(current->arrivals);
     cudaStreamDestroy(current->stream);
     current.reset();
 }

@@ -125,4 +125,22 @@ __device__ __forceinline__ float block_reduce(float value, float* scratch) {
     return total;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// The last block. A sum over what many blocks have stored needs all of them to have come to their end. Instead of a
+// second launch, the blocks count themselves, and the last one goes on. Which one that is differs from run to run; what
+// it computes does not, if it reads what they stored in a fixed order.
+
+// True in all threads of the block that is the last of n to come here: what the others have stored before is there to be
+// read. Each block comes once, with all its threads. *arrivals is 0 before, and again after the last one.
+__device__ __forceinline__ bool is_last_block(unsigned* arrivals, unsigned n) {
+    __shared__ bool is_last;
+    __threadfence();  // what this thread has stored can be seen before the block is counted
+    __syncthreads();
+    if (threadIdx.x == 0 && threadIdx.y == 0) is_last = atomicInc(arrivals, n - 1) == n - 1;
+    __syncthreads();  // is_last is there
+    const bool last = is_last;
+    if (last) __threadfence();  // nothing is read before the count
+    return last;
+}
+
 }  // namespace

@@ -586,6 +586,10 @@ template <class T>
 static inline T atomicSub(T* address, std::common_type_t<T> value) {
     return cuda_cpu_atomic(address, [=](T old) { return static_cast<T>(old - value); });
 }
+// One more, and 0 after `last`: so a counter that n have passed is 0 again.
+static inline unsigned atomicInc(unsigned* address, unsigned last) {
+    return cuda_cpu_atomic(address, [=](unsigned old) { return old >= last ? 0u : old + 1; });
+}
 template <class T>
 static inline T atomicMax(T* address, std::common_type_t<T> value) {
     return cuda_cpu_atomic(address, [=](T old) { return old > value ? old : value; });

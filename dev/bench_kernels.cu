@@ -90,14 +90,11 @@ struct Operation {
 // The operation with its product computed in each of the ways that this device has: ", cublaslt" in its name means the
 // algorithm that cuBLASLt's heuristic names first, and ", parts" that kernels follow cuBLASLt's product.
 void add_ways(std::vector<Operation>& table, const Operation& operation, const Product& product) {
-    Product without_sums = product;
-    if (product.epilogue == Epilogue::gelu_derivative_sums) without_sums.epilogue = Epilogue::gelu_derivative;
     for (const std::string way : {"cublaslt", "hopper", "parts"}) {
         if (way == "hopper" && (device().is_cpu || !hopper_matmul_takes(product))) continue;
         Operation forced = operation;
         forced.name += ", " + way;
-        std::string choices = name_of(product) + ": " + way + "\n";
-        if (without_sums != product) choices += name_of(without_sums) + ": cublaslt\n";
+        const std::string choices = name_of(product) + ": " + way + "\n";
         forced.prepare = [choices, prepare = operation.prepare](Data& d) {
             const Launch launch = prepare(d);
             set_matmul_choices(choices);
@@ -181,7 +178,6 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                        .a_dtype = dtype,
                        .b_dtype = dtype,
                        .out_dtype = dtype,
-                       .sums_dtype = dtype,
                        .transpose_a = transpose_a,
                        .transpose_b = transpose_b,
                        .epilogue = epilogue,
@@ -201,17 +197,17 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
                   }},
                  product_of(N, F, C, false, true, Epilogue::bias_gelu));
         add_ways(table,
-                 {"linear down gelu derivative and bias", "backward input", ncf, x + 2 * f + weight,
+                 {"linear down gelu derivative", "backward input", ncf, x + 2 * f + weight,
                   2 * f / e * static_cast<double>(C),
                   [=](Data& d) -> Launch {
-                      const Tensor dbefore = d.empty({N, F}), dbias = d.empty({F}), dout = d.random({N, C}),
-                                   w = d.random({C, F}, 0.02f), before = d.random({N, F}),
-                                   scratch = d.floats({linear_backward_scratch_n(N, F)});
-                      return [=] { linear_gelu_backward_input(dbefore, dbias, dout, w, before, false, scratch, s); };
+                      const Tensor dbefore = d.empty({N, F}), dout = d.random({N, C}), w = d.random({C, F}, 0.02f),
+                                   before = d.random({N, F});
+                      return [=] { linear_gelu_backward_input(dbefore, dout, w, before, s); };
                   }},
-                 product_of(N, F, C, false, false, Epilogue::gelu_derivative_sums));
+                 product_of(N, F, C, false, false, Epilogue::gelu_derivative));
         for (const auto& [name, O, I] : {std::tuple{"linear qkv and bias", Q, C},
                                          {"linear attn_out and bias", C, C},
+                                         {"linear up and bias", F, C},
                                          {"linear down and bias", C, F}})
             add_ways(table,
                      {name, "backward weight", concat("N=", N, " C=", I, " O=", O),

@@ -26,7 +26,7 @@ struct Forward {
     Tensor out, rstd, inp, weight;
 };
 struct Backward {
-    Tensor dinp, dweight, dout, inp, weight, rstd, scratch;
+    Tensor dinp, dweight, dout, inp, weight, rstd, scratch, sums;  // sums: scratch of column_sum
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ void backward_naive(const Backward& b, cudaStream_t stream) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // 6. Two stages: dx by one warp per row; dg by many blocks that each sum 64 rows into one partial row, after which the
-// product's add_column_sums adds the partial rows in their order. The second stage reads 1/64 of what the first one
+// product's column_sum adds the partial rows in its order. The second stage reads 1/64 of what the first one
 // did. Now both kernels have enough threads; but both still read dy and x: 5 N C numbers (and 2 from the cache).
 
 constexpr int64_t kChunkRows = 64;
@@ -212,7 +212,7 @@ void backward_two_stages(const Backward& b, cudaStream_t stream) {
     backward_partial_kernel<<<grid, kBlock, 0, stream>>>(b.scratch.ptr<float>(), b.dout.ptr<float>(),
                                                          b.inp.ptr<float>(), b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
-    add_column_sums(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_chunks, C}), true, stream);
+    column_sum(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_chunks, C}), true, b.sums, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ void backward_fused(const Backward& b, cudaStream_t stream) {
         b.dinp.ptr<float>(), b.scratch.ptr<float>(), b.dout.ptr<float>(), b.inp.ptr<float>(), b.weight.ptr<float>(),
         b.rstd.ptr<float>(), N, C);
     cudaCheckLaunch();
-    add_column_sums(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_warps, C}), true, stream);
+    column_sum(b.dweight, make_tensor(b.scratch.data, DType::f32, {n_warps, C}), true, b.sums, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -311,6 +311,7 @@ void climb(Ladder& ladder) {
     const Tensor dweight = ladder.in_place(ladder.normal({C})), saved_rstd = ladder.take(DType::f32, {N});
     const Tensor scratch = ladder.output(
         {std::max({ceil_div(N, kChunkRows) * C, ceil_div(N, kRowsAWarp) * C, rmsnorm_backward_scratch_n(N, C)})});
+    const Tensor sums = ladder.output({column_sum_scratch_n(ceil_div(N, std::min(kChunkRows, kRowsAWarp)), C)});
     const Reference y =
         rmsnorm_reference(ladder.host(inp), ladder.host(weight), ladder.host(dout), ladder.host(dweight), N, C);
     from_floats(saved_rstd, {y.rstd.begin(), y.rstd.end()});
@@ -329,7 +330,7 @@ void climb(Ladder& ladder) {
 
     // dx / r = dn - n mean: dn and n are products of two normal numbers, at most 25 (in 10^9), each rounded a few
     // times; the mean of C of them has random_sum_error(C) / C. dg: a random sum over N rows, of products.
-    const Backward b{dinp, dweight, dout, inp, weight, saved_rstd, scratch};
+    const Backward b{dinp, dweight, dout, inp, weight, saved_rstd, scratch, sums};
     const double dn_error = 4 * 25 * 0x1p-24 + 6 * random_sum_error(C) / static_cast<double>(C);
     ladder.table("RMSNorm backward", Limit::copy, 3.0 * static_cast<double>(inp.bytes()));
     ladder.expects({{"dinp", dinp, y.dinp, 0, r_largest * dn_error},

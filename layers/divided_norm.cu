@@ -77,10 +77,10 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     rstd[row] = r;
 }
 
-// partial: (2, gridDim.x, C), the sums of dy nx and of dy over this block's rows; the second with a mean only.
+// The partial rows of `params`: the sums of dy nx, and with a mean of dy, over this block's rows.
 template <class T, int n, int kColumns>
-__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
-    backward_parts_kernel(float* parts, float* partial, const T* dout, const T* inp, const T* __restrict__ weight,
+__global__ void __launch_bounds__(kBackwardThreads<kColumns>, 1)
+    backward_parts_kernel(float* parts, ColumnSums params, const T* dout, const T* inp, const T* __restrict__ weight,
                           const float* mean, const float* rstd, int64_t N, int C) {
     constexpr int K = kColumns / n;
     __shared__ float scratch[2][kWarp];  // as in layernorm.cu
@@ -112,10 +112,12 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
         if (threadIdx.x == 0 && row < N) parts[2 * row] = a, parts[2 * row + 1] = b;
     }
     float* shared = dynamic_shared<float>();
-    store_partial(partial + blockIdx.x * C, dweight, shared, C);
-    if (!mean) return;
-    if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
-    store_partial(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+    store_partial(params.partial + blockIdx.x * C, dweight, shared, C);
+    if (mean) {
+        if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
+        store_partial(params.partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+    }
+    finish_column_sums<n>(params, blockIdx.x, gridDim.x, C, 0, C, params.arrivals);
 }
 
 template <class T, int n, int kColumns>
@@ -222,20 +224,19 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
     expect_aligned(name, {{"dout", dout}, {"x", x}, {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
     const Tensor partial = scratch_as(name, scratch, {mean ? 2 : 1, blocks, C});
-    const LaunchCost cost = {.reads = bytes_of(dout, x, weight, mean, rstd),
-                             .writes = bytes_of(parts, partial),
-                             .scratch = bytes_of(partial),
-                             .flops = 9.0 * static_cast<double>(rows.N * rows.C)};
+    const ColumnSums params = column_sums(name, partial, dweight, dbias, accumulate);
+    LaunchCost cost = {.reads = bytes_of(dout, x, weight, mean, rstd),
+                       .writes = bytes_of(parts),
+                       .flops = 9.0 * static_cast<double>(rows.N * rows.C)};
+    add_cost_of_sums(cost, partial, dweight, dbias, accumulate);
     rows.launch("backward_parts_kernel", cost, x.dtype, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
         backward_parts_kernel<T, Row::n, Row::kColumns>
-            <<<dim3(static_cast<unsigned>(blocks)), rows.geometry.block, rows.geometry.backward_shared_bytes, stream>>>(
-                parts.ptr<float>(), partial.ptr<float>(), dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),
-                optional_ptr<const float>(mean), rstd.ptr<float>(), N, C);
+            <<<dim3(static_cast<unsigned>(blocks)), rows.geometry.backward_block, rows.geometry.backward_shared_bytes,
+               stream>>>(parts.ptr<float>(), params, dout.ptr<T>(), x.ptr<T>(), weight.ptr<T>(),
+                         optional_ptr<const float>(mean), rstd.ptr<float>(), N, C);
     });
-    if (mean) add_column_sums(dweight, dbias, partial, accumulate, stream);
-    else add_column_sums(dweight, partial.view({blocks, C}), accumulate, stream);
 }
 
 void divided_norm_backward_finish(Tensor dinp, Tensor dout, Tensor dsum, Tensor x, Tensor weight, Tensor mean,

@@ -4,7 +4,7 @@
 //
 //   out = P + bias                       none, bias
 //   out = gelu(before)                   before = P + bias, which is written, too
-//   out = P gelu'(x)                     x (M, N) is read; sums[n] = sum over m of out[m][n]
+//   out = P gelu'(x)                     x (M, N) is read
 //
 // The tensor cores of a multiprocessor multiply 128 x 192 x 768 (K = 768 is a small one) in 9216 clocks. Its 24576
 // results take 12 to 18 instructions each to finish, 128 at a time: up to 3500 clocks, if no warp waited for memory or
@@ -27,9 +27,6 @@
 //
 // As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
 // with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.
-//
-// Column sums: a finisher has 32 columns, and sums them over the 128 rows of a tile; add_column_sums adds the tiles'
-// sums. The order depends on the shape alone.
 #include "layers/gelu.cuh"
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul.h"
@@ -77,7 +74,6 @@ template <class Number>
 struct Arguments {
     Number* out;
     const Number *bias, *x;  // bias may be null; x: gelu_derivative
-    float* column_sums;      // (grid.rows, N), or null
     int M, N;
     float alpha;
     int steps;  // along K
@@ -200,13 +196,11 @@ struct Rows {
     }
 };
 
-// Finishes a finisher's 64 rows of a panel, and adds to the sums of this lane's columns what is stored. x holds these
-// rows' numbers, each of which is replaced, when it has been used, by one of the rows after them: so 4 KiB a warp are
-// always on their way.
+// Finishes a finisher's 64 rows of a panel. x holds these rows' numbers, each of which is replaced, when it has been
+// used, by one of the rows after them: so 4 KiB a warp are always on their way.
 template <class Number, Finish kFinish>
 __device__ __forceinline__ void finish_rows(const unsigned char* panel, int column, Packed<Number> (&x)[kLaneRows],
-                                            const Arguments<Number>& args, const Rows& here, const Rows& next,
-                                            float (&sums)[8]) {
+                                            const Arguments<Number>& args, const Rows& here, const Rows& next) {
     const int64_t step = 8 * static_cast<int64_t>(args.N);
     const unsigned char* rounded =
         panel + swizzled<128>(first_row_of_lane() * kRowBytes + 2 * (column + first_column_of_lane()));
@@ -230,21 +224,8 @@ __device__ __forceinline__ void finish_rows(const unsigned char* panel, int colu
             const uint32_t pair = pack<Number>(low, high);
             memcpy(static_cast<void*>(&y.v[i]), &pair, 4);
         }
-        if constexpr (kFinish == Finish::gelu_derivative)
-            for (int i = 0; i < 8; ++i) sums[i] += to_float(y.v[i]);  // beyond the edges P is 0
         if (8 * r < here.n_rows) store_packed(to, y);
     }
-}
-
-// The sums of a finisher's columns over the 128 rows of a tile, of which a lane has an eighth.
-__device__ __forceinline__ void store_sums(float* to, float (&sums)[8], bool inside) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        for (int distance = 4; distance < kWarp; distance *= 2)
-            sums[i] += __shfl_xor_sync(kFullWarp, sums[i], distance);
-    if (inside && lane() < 4)
-        for (int i = 0; i < 8; i += 4)
-            store_packed(to + i, Packed<float>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}});
 }
 
 // A finisher has the columns from `column` on of every tile.
@@ -265,7 +246,6 @@ __device__ __forceinline__ void finish(Shared<kFinish>& shared, const TileGrid& 
         x[r] = 8 * r < here.n_rows ? load_packed(args.x + here.first + 8 * r * static_cast<int64_t>(args.N))
                                    : Packed<Number>{};
     for (uint32_t parity = 0; tile < grid.tiles(); tile += static_cast<int>(gridDim.x), parity ^= 1) {
-        float sums[8] = {};
 #pragma unroll 1
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
             const unsigned char* panel = shared.panels[consumer] + column / kPanelColumns * kPanelBytes;
@@ -274,7 +254,7 @@ __device__ __forceinline__ void finish(Shared<kFinish>& shared, const TileGrid& 
             mbarrier_wait(&shared.written[consumer], parity);
             if (!kReads && column % kPanelColumns == 0 && lane() == 0)
                 store_panels<typename Roles<kFinish>::Tile, 1>(stored, panel, args, grid.at(tile), consumer, column);
-            finish_rows<Number, kFinish>(panel, column % kPanelColumns, x, args, here, next, sums);
+            finish_rows<Number, kFinish>(panel, column % kPanelColumns, x, args, here, next);
             here = next;
             __syncwarp();  // all lanes have read the panel
             if (lane() == 0) {
@@ -282,10 +262,6 @@ __device__ __forceinline__ void finish(Shared<kFinish>& shared, const TileGrid& 
                 mbarrier_arrive(&shared.free[consumer]);
             }
         }
-        if (!kReads || !args.column_sums) continue;
-        const int2 at = grid.at(tile);
-        const int n = at.y * Roles<kFinish>::Tile::kColumns + column + first_column_of_lane();
-        store_sums(args.column_sums + static_cast<int64_t>(at.x) * args.N + n, sums, n < args.N);
     }
 }
 
@@ -348,14 +324,13 @@ __global__ void __launch_bounds__(Roles<kFinish>::kThreads, 1)
 // Launchers
 
 template <class Number, bool kBTransposed, Finish kFinish>
-void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* column_sums, cudaStream_t stream) {
+void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
     using R = Roles<kFinish>;
     const TileGrid grid = tile_grid<typename R::Tile>(M, N);
     const Arguments<Number> args{out.ptr<Number>(),
                                  o.bias ? o.bias.ptr<Number>() : nullptr,
                                  o.gelu_input ? o.gelu_input.ptr<Number>() : nullptr,
-                                 column_sums,
                                  narrow(M, "rows"),
                                  narrow(N, "columns"),
                                  o.alpha,
@@ -369,14 +344,9 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* colum
 }
 
 template <bool kBTransposed, Finish kFinish>
-void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, float* column_sums, cudaStream_t stream) {
-    dispatch_16_bit(out.dtype, [&](auto zero) {
-        launch<decltype(zero), kBTransposed, kFinish>(out, a, b, o, column_sums, stream);
-    });
+void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
+    dispatch_16_bit(out.dtype, [&](auto zero) { launch<decltype(zero), kBTransposed, kFinish>(out, a, b, o, stream); });
 }
-
-// Sums of a tile's columns: in the workspace.
-size_t column_sums_n(int64_t M, int64_t N) { return static_cast<size_t>(ceil_div(M, int64_t{kTileRows}) * N); }
 
 }  // namespace
 
@@ -396,8 +366,6 @@ bool hopper_matmul_takes(const Product& p) {
         case Epilogue::gelu:
         case Epilogue::bias_gelu: return rounds && !p.transpose_a && p.transpose_b;
         case Epilogue::gelu_derivative: return rounds && !p.transpose_a && !p.transpose_b;
-        case Epilogue::gelu_derivative_sums:
-            return rounds && !p.transpose_a && !p.transpose_b && column_sums_n(p.M, p.N) * 4 <= kWorkspaceBytes;
     }
     return false;
 }
@@ -407,19 +375,13 @@ void hopper_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaS
     const bool finished = o.bias || o.gelu_input || o.before_gelu;
     if (!finished && (o.transpose_a || o.beta != 0.0f || out.dtype == DType::f32 || hopper_matmul_cuts(M, N, K)))
         return hopper_matmul_split(out, a, b, o, stream);
-    float* const sums = o.column_sums ? matmul_workspace() : nullptr;
-    if (o.gelu_input) launch<false, Finish::gelu_derivative>(out, a, b, o, sums, stream);
-    else if (o.before_gelu) launch<true, Finish::gelu>(out, a, b, o, sums, stream);
-    else if (o.transpose_b) launch<true, Finish::store>(out, a, b, o, sums, stream);
-    else launch<false, Finish::store>(out, a, b, o, sums, stream);
-    const int64_t sums_bytes = o.column_sums ? static_cast<int64_t>(4 * column_sums_n(M, N)) : 0;
+    if (o.gelu_input) launch<false, Finish::gelu_derivative>(out, a, b, o, stream);
+    else if (o.before_gelu) launch<true, Finish::gelu>(out, a, b, o, stream);
+    else if (o.transpose_b) launch<true, Finish::store>(out, a, b, o, stream);
+    else launch<false, Finish::store>(out, a, b, o, stream);
     launched("hopper_matmul_kernel",
              {.reads = bytes_of(a, b, o.bias, o.gelu_input),
-              .writes = bytes_of(out, o.before_gelu) + sums_bytes,
-              .scratch = sums_bytes,
+              .writes = bytes_of(out, o.before_gelu),
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
-    if (o.column_sums)
-        add_column_sums(o.column_sums, make_tensor(sums, DType::f32, {ceil_div(M, int64_t{kTileRows}), N}), false,
-                        stream);
 }

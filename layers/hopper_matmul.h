@@ -5,7 +5,7 @@
 #include "layers/matmul_plan.h"
 
 // Files of choices hold for one version: higher where it has become faster, or takes more products.
-constexpr int kHopperMatmulVersion = 2;
+constexpr int kHopperMatmulVersion = 3;
 // Can it compute this product here? (Whether it is the fastest, is not asked.)
 bool hopper_matmul_takes(const Product& product);
 // out = epilogue(alpha op(a) op(b) + beta out), as matmul() says, of a product that it takes.

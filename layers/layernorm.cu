@@ -71,10 +71,10 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     if (threadIdx.x == 0 && row < N) mean[row] = m, rstd[row] = r;
 }
 
-// partial: (2, gridDim.x, C), the sums of dy n and of dy over this block's rows.
+// The partial rows of `params`: the sums of dy n, and of dy, over this block's rows.
 template <class T, int n, int kColumns>
-__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
-    layernorm_backward_kernel(T* dinp, float* partial, const T* dout, const T* dsum, const T* inp,
+__global__ void __launch_bounds__(kBackwardThreads<kColumns>, 1)
+    layernorm_backward_kernel(T* dinp, ColumnSums params, const T* dout, const T* dsum, const T* inp,
                               const T* __restrict__ weight, const float* mean, const float* rstd, int64_t N, int C) {
     constexpr int K = kColumns / n;
     // One array for each of a row's two sums. A thread that writes to one has passed the barrier of the other, and all
@@ -116,9 +116,10 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
         store_row(dinp + row * C, dy, row_C);
     }
     float* shared = dynamic_shared<float>();
-    store_partial(partial + blockIdx.x * C, dweight, shared, C);
+    store_partial(params.partial + blockIdx.x * C, dweight, shared, C);
     if (blockDim.y > 1) __syncthreads();  // the first sums have been read out of shared memory
-    store_partial(partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+    store_partial(params.partial + (static_cast<int64_t>(gridDim.x) + blockIdx.x) * C, dbias, shared, C);
+    finish_column_sums<n>(params, blockIdx.x, gridDim.x, C, 0, C, params.arrivals);
 }
 
 }  // namespace
@@ -171,22 +172,22 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
     const NormGeometry geometry = norm_geometry(name, N, C);
-    // Each block leaves one partial row of dg and one of db; column sums add them in their order.
     const int64_t R = geometry.n_blocks_backward;
     const Tensor partial = scratch_as(name, scratch, {2, R, C});
+    const ColumnSums params = column_sums(name, partial, dweight, dbias, accumulate);
     dispatch_rows(inp.dtype, C, C, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
         layernorm_backward_kernel<T, Row::n, Row::kColumns>
-            <<<static_cast<unsigned>(R), geometry.block, geometry.backward_shared_bytes, stream>>>(
-                dinp.ptr<T>(), partial.ptr<float>(), dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(),
-                weight.ptr<T>(), mean.ptr<float>(), rstd.ptr<float>(), N, C);
+            <<<static_cast<unsigned>(R), geometry.backward_block, geometry.backward_shared_bytes, stream>>>(
+                dinp.ptr<T>(), params, dout.ptr<T>(), dsum ? dsum.ptr<T>() : nullptr, inp.ptr<T>(), weight.ptr<T>(),
+                mean.ptr<float>(), rstd.ptr<float>(), N, C);
     });
-    launched("layernorm_backward_kernel", {.reads = bytes_of(dout, dsum, inp, weight, mean, rstd),
-                                           .writes = bytes_of(dinp, partial),
-                                           .scratch = bytes_of(partial),
-                                           .flops = 14.0 * static_cast<double>(N * C)});
-    add_column_sums(dweight, dbias, partial, accumulate, stream);
+    LaunchCost cost = {.reads = bytes_of(dout, dsum, inp, weight, mean, rstd),
+                       .writes = bytes_of(dinp),
+                       .flops = 14.0 * static_cast<double>(N * C)};
+    add_cost_of_sums(cost, partial, dweight, dbias, accumulate);
+    launched("layernorm_backward_kernel", cost);
 }
 
 int64_t layernorm_backward_scratch_n(int64_t N, int64_t C) {

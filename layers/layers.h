@@ -81,8 +81,7 @@ struct MatmulOptions {
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
-    Tensor column_sums = {};  // (N) f32 or of out's type, with gelu_input: written, the sum of each column of out
-    Tensor scratch = {};      // f32; for a_row_sums column_sum_scratch_n(K, M), for column_sums (M, N)
+    Tensor scratch = {};      // f32, for a_row_sums: column_sum_scratch_n(K, M)
 };
 constexpr int64_t fp8_block_scale_cols(int64_t K) { return round_up(ceil_div(K, 128), 4); }
 void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
@@ -122,10 +121,7 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
 // A linear layer and GELU after it:   before (N, O) = inp weight^T + bias,   out = gelu(before)
 void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
 // GELU and a linear layer after it, out = gelu(before) weight^T:   dbefore (N, C) = (dout weight) * gelu'(before)
-//   dbias (C) (+)= sum over rows of dbefore, optional, with scratch of linear_backward_scratch_n(N, C): the gradient of
-//   the bias that is in `before`
-void linear_gelu_backward_input(Tensor dbefore, Tensor dbias, Tensor dout, Tensor weight, Tensor before,
-                                bool accumulate, Tensor scratch, cudaStream_t stream);
+void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream);
 // dbias optional.
 void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Tensor scratch,
                             cudaStream_t stream);
@@ -231,11 +227,10 @@ void fp8_quantise(const Fp8Matrix& to, bool transpose, Tensor inp, Tensor amax, 
 // ---------------------------------------------------------------------------------------------------------------------
 // column_sum.cu: the sum over rows that ends the gradient of every bias and scale, in two stages of fixed order.
 
-// dparam[c] (+)= sum over rows n of inp[n, c]       dparam (C), inp (N, C)
+// dparam[c] (+)= sum over rows n of inp[n, c]       dparam (C) of inp's dtype or f32, inp (N, C)
+// An inp of f32, such as sums that another kernel has left, may go to a dparam of 16 bits.
 void column_sum(Tensor dparam, Tensor inp, bool accumulate, Tensor scratch, cudaStream_t stream);
 int64_t column_sum_scratch_n(int64_t N, int64_t C);
-// The second stage by itself: dparam[c] (+)= sum over rows r of partial[r, c]       partial (R, C) f32
-void add_column_sums(Tensor dparam, Tensor partial, bool accumulate, cudaStream_t stream);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // embedding.cu:  out[b,t,:] = wte[tokens[b,t],:] + wpe[positions[b,t],:]

@@ -68,7 +68,7 @@ void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     options.a_row_sums = accumulate ? all.slice(0, O) : dbias;
     options.scratch = all.slice(sums_n, all.n() - sums_n);
     matmul(dweight, dout, inp, options, stream);
-    if (accumulate) add_column_sums(dbias, options.a_row_sums.view({1, O}), true, stream);
+    if (accumulate) column_sum(dbias, options.a_row_sums.view({1, O}), true, options.scratch, stream);
 }
 
 void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream) {
@@ -77,21 +77,11 @@ void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, T
     matmul(out, inp, weight, {.transpose_b = true, .bias = bias, .before_gelu = before}, stream);
 }
 
-void linear_gelu_backward_input(Tensor dbefore, Tensor dbias, Tensor dout, Tensor weight, Tensor before,
-                                bool accumulate, Tensor scratch, cudaStream_t stream) {
+void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream) {
     const char* name = "linear_gelu_backward_input";
     check_backward_input(name, "dbefore", dbefore, dout, weight);
-    const int64_t N = dbefore.shape[0], C = dbefore.shape[1];
-    expect(name, "before", before, dout.dtype, {N, C});
-    if (!dbias) return matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
-    expect(name, "dbias", dbias, dbias.dtype == DType::f32 ? DType::f32 : dout.dtype, {C});
-    // The product sums what it stores, and writes the sums: to where they are added from, in float32, if they are.
-    const Tensor all = scratch_as(name, scratch, {linear_backward_scratch_n(N, C)});
-    const int64_t sums_n = round_up(C, kSumsGrain);
-    const Tensor sums = accumulate ? all.slice(0, C) : dbias;
-    matmul(dbefore, dout, weight,
-           {.gelu_input = before, .column_sums = sums, .scratch = all.slice(sums_n, all.n() - sums_n)}, stream);
-    if (accumulate) add_column_sums(dbias, sums.view({1, C}), true, stream);
+    expect(name, "before", before, dout.dtype, {dbefore.shape[0], dbefore.shape[1]});
+    matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
 }
 
 int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return round_up(O, kSumsGrain) + column_sum_scratch_n(N, O); }

@@ -72,7 +72,6 @@ void expect_vector(const char* argument, const Tensor& vector, DType dtype, int6
 // What is to be done before the result is stored.
 Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M, int64_t N) {
     const int asked = (options.before_gelu ? 1 : 0) + (options.gelu_input ? 1 : 0) + (options.a_row_sums ? 1 : 0);
-    check(!options.column_sums || options.gelu_input, "matmul: column_sums go with gelu_input alone");
     if (asked == 0) return options.bias ? Epilogue::bias : Epilogue::none;
     check(asked == 1 && out.ndim == 2 && !options.a_scale && !options.b_scale,
           "matmul: one of before_gelu, gelu_input and a_row_sums at most, without batches and not of fp8 factors");
@@ -87,9 +86,7 @@ Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M,
     expect_aligned("matmul", {{argument, x}});
     check(options.beta == 0.0f, "matmul: with ", argument, " beta must be 0, not ", options.beta);
     check(options.before_gelu || !options.bias, "matmul: gelu_input goes without a bias");
-    if (const Tensor& sums = options.column_sums)
-        expect_vector("column_sums", sums, sums.dtype == DType::f32 ? DType::f32 : out.dtype, N);
-    if (options.gelu_input) return options.column_sums ? Epilogue::gelu_derivative_sums : Epilogue::gelu_derivative;
+    if (options.gelu_input) return Epilogue::gelu_derivative;
     return options.bias ? Epilogue::bias_gelu : Epilogue::gelu;
 }
 
@@ -126,7 +123,6 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
             .a_dtype = a.dtype,
             .b_dtype = b.dtype,
             .out_dtype = out.dtype,
-            .sums_dtype = options.column_sums ? options.column_sums.dtype : out.dtype,
             .transpose_a = options.transpose_a,
             .transpose_b = options.transpose_b,
             .epilogue = epilogue_of(out, options, M, N),
@@ -138,7 +134,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
 LaunchCost cost_of(const Product& p, Tensor out, Tensor a, Tensor b, const MatmulOptions& o) {
     const int64_t old = o.beta != 0.0f ? bytes_of(out) : 0, rows = p.batch_count * p.M;
     return {.reads = bytes_of(a, b, o.bias, o.gelu_input, o.a_scale, o.b_scale) + old,
-            .writes = bytes_of(out, o.before_gelu, o.a_row_sums, o.column_sums),
+            .writes = bytes_of(out, o.before_gelu, o.a_row_sums),
             .again = o.a_row_sums ? bytes_of(a) : 0,  // cuBLASLt sums the rows after the product
             .flops = 2.0 * static_cast<double>(rows) * static_cast<double>(p.N * p.K),
             .product = {rows, p.N, p.K}};
@@ -175,11 +171,6 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
 void multiply_in_parts(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
     MatmulOptions product = options;
     product.scratch = {};
-    if (options.column_sums) {
-        product.column_sums = {};
-        matmul(out, a, b, product, stream);
-        return column_sum(options.column_sums, out, false, options.scratch, stream);
-    }
     product.before_gelu = product.gelu_input = product.a_row_sums = {};
     if (options.before_gelu) {
         matmul(options.before_gelu, a, b, product, stream);

@@ -20,7 +20,9 @@
 //
 // The choice has up to two candidates more. Hopper has a product of ours (hopper_matmul.h); and with an epilogue, the
 // product by itself, and kernels after it. Without times, ours is taken for the epilogues that cuBLASLt was measured to
-// be slow at (dev/RESULTS.md): GELU, its derivative, and sums, where the product is large.
+// be slow at (dev/RESULTS.md): GELU, its derivative, and sums of rows, where the product is large. (Its DGELU_BGRAD,
+// which sums the gradient of the bias before GELU beside the product that makes it, took three times ours: so that sum
+// is one of rows, too, of the product by weight.)
 #include "layers/hopper_matmul.h"
 
 #include <cublasLt.h>
@@ -99,7 +101,6 @@ void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceA
 void set_addresses(Plan& plan, const MatmulOptions& options) {
     if (options.bias) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.bias.data);
     if (options.a_row_sums) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.a_row_sums.data);
-    if (options.column_sums) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.column_sums.data);
     const Tensor aux = options.before_gelu ? options.before_gelu : options.gelu_input;
     if (aux) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux.data);
     if (options.b_scale) set(plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, options.b_scale.data);
@@ -122,7 +123,6 @@ cublasLtEpilogue_t cuda_epilogue(Epilogue epilogue) {
         case Epilogue::gelu: return CUBLASLT_EPILOGUE_GELU_AUX;
         case Epilogue::bias_gelu: return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
         case Epilogue::gelu_derivative: return CUBLASLT_EPILOGUE_DGELU;
-        case Epilogue::gelu_derivative_sums: return CUBLASLT_EPILOGUE_DGELU_BGRAD;
         case Epilogue::row_sums: return CUBLASLT_EPILOGUE_BGRADB;
         default: return CUBLASLT_EPILOGUE_DEFAULT;
     }
@@ -156,18 +156,13 @@ uint32_t row_alignment(int64_t cols, DType dtype) {
 }
 
 bool reads_or_writes_aux(Epilogue epilogue) {
-    return epilogue == Epilogue::gelu || epilogue == Epilogue::bias_gelu || epilogue == Epilogue::gelu_derivative ||
-           epilogue == Epilogue::gelu_derivative_sums;
+    return epilogue == Epilogue::gelu || epilogue == Epilogue::bias_gelu || epilogue == Epilogue::gelu_derivative;
 }
 
 // What cuBLASLt's heuristic names, best first. Not told the alignment of the rows, it would return algorithms that need
 // 256-byte boundaries.
 std::vector<cublasLtMatmulAlgo_t> algorithms_of(const Product& p, Plan& plan, int most) {
     if (reads_or_writes_aux(p.epilogue) && p.N % 8 != 0) return {};  // its rule for AUX
-    if (p.sums_dtype != p.out_dtype) return {};                      // its gradients of a bias have out's type
-    // In 16 bits its DGELU_BGRAD sums what has not been rounded, and only where sums have 16 bits, too: the first
-    // micro-batch would sum other numbers than those that are added to it. On an H100 it is the slowest way as well.
-    if (p.epilogue == Epilogue::gelu_derivative_sums && p.out_dtype != DType::f32 && !device().is_cpu) return {};
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
@@ -311,7 +306,6 @@ const char* epilogue_name(Epilogue epilogue) {
         case Epilogue::gelu: return "gelu";
         case Epilogue::bias_gelu: return "bias_gelu";
         case Epilogue::gelu_derivative: return "gelu_derivative";
-        case Epilogue::gelu_derivative_sums: return "gelu_derivative_sums";
         case Epilogue::row_sums: return "row_sums";
         default: return "plain";
     }
@@ -345,7 +339,6 @@ std::string name_of(const Product& p) {
     if (p.batch_count > 1) name += concat(" batch ", p.batch_count);
     if (p.a_scale_mode != MatmulScale::tensor)
         name += concat(" scales ", static_cast<int>(p.a_scale_mode), " ", static_cast<int>(p.b_scale_mode));
-    if (p.sums_dtype != p.out_dtype) name += concat(" sums ", dtype_name(p.sums_dtype));
     return name;
 }
 

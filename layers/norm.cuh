@@ -17,15 +17,16 @@
 // In the first two the lanes of a warp form the sum of a row without a barrier; in the third it crosses the block's
 // warps through shared memory. So threadIdx.x is the position in the row, threadIdx.y the row in the block.
 //
-// The backward also sums over the rows: a few hundred blocks walk through all rows with a stride, each thread adds up
-// its own columns in registers, at the end the block adds up its threads and writes one partial row, and
-// add_column_sums (column_sum.cu) adds these to the parameter's gradient. Every sum has a fixed order, which depends on
+// The backward also sums over the rows: as many blocks as there is room for walk through all rows with a stride, each
+// thread adds up its own columns in registers, at the end the block adds up its threads and writes one partial row, and
+// the last blocks add these to the parameter's gradient (column_sum.cuh). Every sum has a fixed order, which depends on
 // N and C alone: not on the number of multiprocessors, so that all GPUs give the same result. What a thread holds of
 // these sums is as much as it holds of two rows; so only the rows that two loops need are kept beside them, and the
 // weights and the gradient past the norm are loaded where they are used.
 #pragma once
 
 #include "layers/chunk.cuh"
+#include "layers/column_sum.cuh"
 #include "layers/early_launch.cuh"
 
 #include <algorithm>
@@ -39,10 +40,6 @@ namespace {
 constexpr int kRowColumns = kOnCpu ? 2048 : 16;
 
 }  // namespace
-
-// The end of a norm's backward (column_sum.cu): add_column_sums of two parameters (C) of one dtype in one launch,
-// dparam from partial[0] and second from partial[1].      partial (2, R, C) f32
-void add_column_sums(Tensor dparam, Tensor second, Tensor partial, bool accumulate, cudaStream_t stream);
 
 // Tests set it to 16, so that the CPU shares rows among threads as a GPU does.
 inline int64_t norm_row_columns = kRowColumns;
@@ -64,10 +61,14 @@ template <int kColumns>
 constexpr int kNormBlocks = !kWarpRows<kColumns> ? 1
                             : kColumns == 24     ? 3
                                                  : 2;
+// Of the backward, whose blocks each leave a partial row: as many threads in one block, so that these are fewer.
+template <int kColumns>
+constexpr int kBackwardThreads = kNormThreads<kColumns>* kNormBlocks<kColumns>;
 
 struct NormGeometry {
-    dim3 block;                 // (threads a row, rows a block)
-    int64_t n_blocks_forward;   // one block for every block.y rows
+    dim3 block;                // (threads a row, rows a block)
+    int64_t n_blocks_forward;  // one block for every block.y rows
+    dim3 backward_block;
     int64_t n_blocks_backward;  // = partial rows
     size_t backward_shared_bytes;
 };
@@ -80,14 +81,16 @@ inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C) {
     else if (threads > 1)
         threads = std::max<int64_t>(8, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(threads))));
     const int64_t rows = threads <= kWarp ? kBlockRows : 1;
-    // As many blocks as the 132 multiprocessors of an H100 hold at a time: with 512 threads each, but kNormBlocks of
-    // those that hold more than 16 columns a thread. A block that sums over fewer than eight rows a thread would write
-    // too much of what it reads.
+    // Of the backward as many blocks as the 132 multiprocessors of an H100 hold at a time: with 512 threads each, but one
+    // block of those that hold more than 16 columns a thread. A block that sums over fewer than 32 rows (or 8, where all
+    // its threads share a row) would write too much of what it reads.
     const bool many_columns = threads == kWarp && C > 16 * kWarp;
-    const int64_t n_most =
-        many_columns ? 132 * (C <= 24 * kWarp ? kNormBlocks<24> : kNormBlocks<32>) : 132 * 512 / (threads * rows);
-    return {dim3(static_cast<unsigned>(threads), static_cast<unsigned>(rows)), ceil_div(N, rows),
-            std::min(ceil_div(N, 8 * rows), n_most), rows > 1 ? static_cast<size_t>(rows * C) * sizeof(float) : 0};
+    const int64_t backward_rows =
+        !many_columns ? rows : (C <= 24 * kWarp ? kBackwardThreads<24> : kBackwardThreads<32>) / kWarp;
+    const int64_t n_most = many_columns ? 132 : 132 * 512 / (threads * rows);
+    const auto block = [&](int64_t y) { return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(y)); };
+    return {block(rows), ceil_div(N, rows), block(backward_rows), std::min(ceil_div(N, 8 * rows), n_most),
+            rows > 1 ? static_cast<size_t>(backward_rows * C) * sizeof(float) : 0};
 }
 
 // dispatch_chunks() for kernels whose threads hold up to kColumns columns of a row of C, in chunks of n.

@@ -78,10 +78,10 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
     if (threadIdx.x == 0 && row < N) rstd[row] = r;
 }
 
-// partial: (gridDim.x, C), the sum of dy n over this block's rows.
+// The partial row of `params`: the sum of dy n over this block's rows.
 template <class T, int n, int kColumns>
-__global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
-    rmsnorm_backward_kernel(NormRows<T> dinp, float* partial, NormRows<const T> dout, const T* dsum,
+__global__ void __launch_bounds__(kBackwardThreads<kColumns>, 1)
+    rmsnorm_backward_kernel(NormRows<T> dinp, ColumnSums params, NormRows<const T> dout, const T* dsum,
                             NormRows<const T> inp, const T* __restrict__ weight, const float* rstd, int64_t N, int C) {
     constexpr int K = kColumns / n;
     // Rows wider than a warp: there is one barrier per row, after which its sum is read, perhaps while a faster thread
@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kNormThreads<kColumns>, kNormBlocks<kColumns>)
         }
         store_row(dinp[row], dy, row_C);
     }
-    store_partial(partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
+    store_partial(params.partial + blockIdx.x * C, dweight, dynamic_shared<float>(), C);
+    finish_column_sums<n>(params, blockIdx.x, gridDim.x, C, 0, C, params.arrivals);
 }
 
 // The arguments that launchers share. sum, branch and dsum, where present, are plain rows: (N, C).
@@ -156,19 +157,20 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
     const NormGeometry geometry = norm_geometry(name, N, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
     const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
+    const ColumnSums params = column_sums(name, partial, dweight, {}, accumulate);
     dispatch_rows(inp.rows.dtype, C, chunk_columns, [&](auto zero) {
         using Row = decltype(zero);
         using T = typename Row::Element;
         rmsnorm_backward_kernel<T, Row::n, Row::kColumns>
-            <<<grid, geometry.block, geometry.backward_shared_bytes, stream>>>(
-                norm_rows<T>(dinp), partial.ptr<float>(), norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,
+            <<<grid, geometry.backward_block, geometry.backward_shared_bytes, stream>>>(
+                norm_rows<T>(dinp), params, norm_rows<const T>(dout), dsum ? dsum.ptr<T>() : nullptr,
                 norm_rows<const T>(inp), weight.ptr<T>(), rstd.ptr<float>(), N, narrow(C, name));
     });
-    launched("rmsnorm_backward_kernel", {.reads = bytes_of(dout, dsum, inp, weight, rstd),
-                                         .writes = bytes_of(dinp, partial),
-                                         .scratch = bytes_of(partial),
-                                         .flops = 10.0 * static_cast<double>(N * C)});
-    add_column_sums(dweight, partial, accumulate, stream);
+    LaunchCost cost = {.reads = bytes_of(dout, dsum, inp, weight, rstd),
+                       .writes = bytes_of(dinp),
+                       .flops = 10.0 * static_cast<double>(N * C)};
+    add_cost_of_sums(cost, partial, dweight, {}, accumulate);
+    launched("rmsnorm_backward_kernel", cost);
 }
 
 // Heads of D columns in as many tokens as `like` has. Returns the number that divides every address, for packed loads.

@@ -4,8 +4,6 @@
 //   backward_input    dinp = dout W                    the layer before waits for it
 //   backward_weight   dW (+)= dout^T inp, dbias        nobody waits for it before the update: it may come later
 //
-// (The bias' gradient of a layer before GELU comes with backward_input of the layer behind it, whose product has dout.)
-//
 // A pipeline with a zero bubble (Qi et al. 2023, arXiv:2401.10241) puts the third one where a rank would otherwise be
 // idle. WeightGradients is the queue for that: what an entry needs is kept until run(). With tensor parallelism the
 // ranks compute it together then, with one exception: 1D has gathered all rows of the gradient for a layer that writes
@@ -179,28 +177,21 @@ void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tens
     };
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.forward(out, inp, bias, false, own);
 }
-bool block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dbias,
-                                      Tensor dout, Tensor before) {
+void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dout,
+                                      Tensor before) {
     if (!has_gelu_epilogue(b, linear)) {
         block_linear_backward_input(b, linear, dbefore, dout);
-        gelu_backward(dbefore, dbefore, before, b.stream);
-        return false;
+        return gelu_backward(dbefore, dbefore, before, b.stream);
     }
-    bool has_dbias = false;
     const auto own = [&](Tensor to, Tensor from) {
-        has_dbias = dbias.exists() && to.rows() == dbefore.rows();
-        linear_gelu_backward_input(to, has_dbias ? dbias : Tensor{}, from, linear.weight,
-                                   same_rows(before, dbefore, to), b.workspace.accumulate, b.workspace.scratch,
-                                   b.stream);
+        linear_gelu_backward_input(to, from, linear.weight, same_rows(before, dbefore, to), b.stream);
     };
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dbefore, dout, own);
-    return has_dbias;
 }
 
-void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp,
-                                  bool has_dbias) {
+void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {
     const Tensor scales = b.saved.fp8 ? scaled_by(b, linear) : Tensor{};
-    const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream, has_dbias ? Tensor{} : linear.dbias};
+    const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream, linear.dbias};
     if (b.workspace.later) crossed.push(dout, inp, scales, *b.workspace.later);
     else crossed.backward_weight(dout, inp, scales, b.workspace);
 }

@@ -38,11 +38,10 @@ void forward(const BlockContext& b, const SubLayerParameters& p, const Slots& sa
 void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
               Tensor inp) {
     const Tensor dup = b.workspace.dfeed_forward[kUpRows];
-    const bool has_dbias =
-        block_linear_gelu_backward_input(b, p.linears[kDown], dup, p.linears[kUp].dbias, dout, saved[kUpRows]);
+    block_linear_gelu_backward_input(b, p.linears[kDown], dup, dout, saved[kUpRows]);
     block_linear_backward_weight(b, p.linears[kDown], dout, saved[kAct]);
     block_linear_backward_input(b, p.linears[kUp], dinp, dup);
-    block_linear_backward_weight(b, p.linears[kUp], dup, inp, has_dbias);
+    block_linear_backward_weight(b, p.linears[kUp], dup, inp);
 }
 
 // GELU is part of the products: one writes up beside its result, the other reads it.

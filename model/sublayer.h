@@ -170,18 +170,14 @@ struct SubLayer {
 void block_linear_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor inp);
 void block_linear_backward_input(const BlockContext& b, const Linear& linear, Tensor dinp, Tensor dout);
 // The same with GELU after the layer: out = gelu(before), before = linear(inp); and before the layer, of which before
-// is the input: dbefore = gelu'(before) * what the layer's input gets. In one product where that can be. dbias is the
-// gradient of the bias that is in `before`, if there is one: the product sums it, too, where it has all rows at once.
-// True: it has.
+// is the input: dbefore = gelu'(before) * what the layer's input gets. In one product where that can be.
 void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
-bool block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dbias,
-                                      Tensor dout, Tensor before);
+void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dout,
+                                      Tensor before);
 // A linear layer of gates and what they multiply, and SwiGLU after it.
 void block_linear_swiglu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
-// Now, or later, if the workspace has a queue. After backward_input of the same dout. has_dbias: the bias' gradient is
-// there already.
-void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp,
-                                  bool has_dbias = false);
+// Now, or later, if the workspace has a queue. After backward_input of the same dout.
+void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp);
 // The three products of the head, which reads the residual stream as the first layer of a block does.
 void head_linear_forward(const Model& model, const Activations& acts, Tensor logits, Tensor inp, cudaStream_t stream);
 void head_linear_backward_input(const Model& model, const Activations& acts, Tensor dinp, Tensor dlogits,

@@ -52,14 +52,15 @@ TEST_CASE("column_sum of whole numbers is exact", "[column_sum]") {
     CHECK(dparam.bits() == first);
 }
 
-TEST_CASE("add_column_sums against float64", "[column_sum]") {
-    for (int64_t R : {1, 8, 9, 100, 300}) {
+TEST_CASE("column_sum of float32 into 16 bits", "[column_sum]") {
+    for (int64_t N : {1, 8, 9, 100, 300}) {
         const int64_t C = 70;
-        const Values p = rounded(random_values(R * C, 3), DType::f32);
-        Buffer partial(DType::f32, {R, C}, p), dparam(DType::bf16, {C}, Values(C, 1.0));
-        add_column_sums(dparam, partial, true, device().stream);
-        check_close(dparam.values(), column_sums(p, Values(C, 1.0), R, C), unit_roundoff(DType::bf16),
-                    sum_error(R) * 4 * std::sqrt(static_cast<double>(R)), concat("add_column_sums of ", R, " rows"));
+        const Values x = rounded(random_values(N * C, 3), DType::f32);
+        Buffer inp(DType::f32, {N, C}, x), dparam(DType::bf16, {C}, Values(C, 1.0)),
+            scratch(DType::f32, {column_sum_scratch_n(N, C)});
+        column_sum(dparam, inp, true, scratch, device().stream);
+        check_close(dparam.values(), column_sums(x, Values(C, 1.0), N, C), unit_roundoff(DType::bf16),
+                    sum_error(N) * 4 * std::sqrt(static_cast<double>(N)), concat("column_sum of ", N, " rows"));
     }
 }
 
@@ -69,11 +70,11 @@ TEST_CASE("column_sum says what is wrong with its arguments", "[column_sum][erro
     const auto s = device().stream;
     CHECK_THROWS_WITH(column_sum(five, x, true, scratch, s),
                       ContainsSubstring("column_sum: dparam is f32 (5), expected f32 (8)"));
-    CHECK_THROWS_WITH(column_sum(half, x, true, scratch, s), ContainsSubstring("column_sum: dparam"));
+    Buffer of_half(DType::f16, {4, 8}), too_wide(DType::f32, {1, 10'000'000}), its_sum(DType::f32, {10'000'000});
+    CHECK_THROWS_WITH(column_sum(half, of_half, true, scratch, s), ContainsSubstring("column_sum: dparam"));
     CHECK_THROWS_WITH(column_sum(sum, sum, true, scratch, s), ContainsSubstring("column_sum: inp"));
     CHECK_THROWS_WITH(column_sum(sum, x, true, scratch, s),
                       ContainsSubstring("column_sum: scratch is f32 (7), expected f32 of at least 8"));
-    CHECK_THROWS_WITH(add_column_sums(five, x, true, s), ContainsSubstring("add_column_sums: dparam"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 8, DType::f32, {4, 8});
     CHECK_THROWS_WITH(column_sum(sum, shifted, true, scratch, s), ContainsSubstring("column_sum: inp starts at"));
 }

@@ -59,9 +59,6 @@ TEST_CASE("gradients of parameters are written where they do not accumulate", "[
             check("linear", {{O, C}, {O}}, [&](const Gradients& d, bool accumulate) {
                 linear_backward_weight(d[0], d[1], dout, x, accumulate, scratch, s);
             });
-            check("GELU before a linear layer", {{C}}, [&](const Gradients& d, bool accumulate) {
-                linear_gelu_backward_input(dx, d[0], dout, matrix, x, accumulate, scratch, s);
-            });
             check("column sum", {{C}, {C}}, [&](const Gradients& d, bool accumulate) {
                 column_sum(d[0], x, accumulate, scratch, s);
                 column_sum(d[1], x.tensor().slice(0, 0), accumulate, scratch, s);  // of no rows: 0

@@ -66,16 +66,6 @@ double gelu_slope(double x) {
     return (gelu_of(x + h) - gelu_of(x - h)) / (2 * h);  // its error, h^2, is far below float32's
 }
 
-// The columns' sums of what a kernel has stored, in float32 and some order: rounding errors of the sums of sizes.
-void check_column_sums(const Values& sums, const Values& out, const Size& s, const std::string& what) {
-    Values expected(static_cast<size_t>(s.N)), sizes(static_cast<size_t>(s.N));
-    for (size_t i = 0; i < out.size(); ++i) {
-        expected[i % static_cast<size_t>(s.N)] += out[i];
-        sizes[i % static_cast<size_t>(s.N)] += std::abs(out[i]);
-    }
-    check_close(sums, expected, 0, sum_error(s.M) * largest(sizes), what);
-}
-
 }  // namespace
 
 TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][shapes][hopper][matmul]") {
@@ -127,25 +117,20 @@ TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][shapes][hopper][m
             }
 }
 
-TEST_CASE("hopper matmul: a product with GELU's derivative, and its columns' sums",
-          "[hopper_matmul][shapes][hopper][matmul][counted]") {
+TEST_CASE("hopper matmul: a product with GELU's derivative", "[hopper_matmul][shapes][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
         for (DType dtype : kHalfDTypes) {
             const Operands x(s, dtype, false, false);
             const Values at = rounded(random_values(s.M * s.N, 3, 3), dtype);
-            Buffer out(dtype, {s.M, s.N}), alone(dtype, {s.M, s.N}), inp(dtype, {s.M, s.N}, at);
-            Buffer sums(DType::f32, {s.N});
-            hopper_matmul(out, x.a, x.b, {.gelu_input = inp, .column_sums = sums}, device().stream);
+            Buffer out(dtype, {s.M, s.N}), inp(dtype, {s.M, s.N}, at);
+            hopper_matmul(out, x.a, x.b, {.gelu_input = inp}, device().stream);
             Values expected = x.expected;
             for (size_t i = 0; i < expected.size(); ++i) expected[i] *= gelu_slope(at[i]);
             // Two roundings; the derivative has an absolute error of 36 2^-23 and is at most 1.13.
             const double u = unit_roundoff(dtype);
             check_close(out.values(), expected, 2 * u + u * u,
                         1.13 * x.error + 36 * 0x1p-23 * largest(x.expected) + 0x1p-22, name("gelu'", s, dtype));
-            check_column_sums(sums.values(), out.values(), s, name("column sums", s, dtype));
-            hopper_matmul(alone, x.a, x.b, {.gelu_input = inp}, device().stream);
-            CHECK((alone.bits() == out.bits()));
         }
 }
 
@@ -153,7 +138,7 @@ TEST_CASE("hopper matmul says what it takes", "[hopper_matmul][hopper][matmul]")
     NEEDS_HOPPER;
     Product good{};
     good.M = 70, good.N = 24, good.K = 16, good.batch_count = 1;
-    good.a_dtype = good.b_dtype = good.out_dtype = DType::bf16, good.epilogue = Epilogue::gelu_derivative_sums;
+    good.a_dtype = good.b_dtype = good.out_dtype = DType::bf16, good.epilogue = Epilogue::gelu_derivative;
     CHECK(hopper_matmul_takes(good));
     const auto takes = [&](auto change) {
         Product product = good;
@@ -178,28 +163,25 @@ TEST_CASE("hopper matmul says what it launches", "[hopper_matmul][hopper][matmul
     NEEDS_HOPPER;
     const int64_t M = 130, N = 24, K = 16;
     Buffer a(DType::bf16, {M, K}, Values(M * K, 1.0)), b(DType::bf16, {K, N}, Values(K * N, 1.0)),
-        x(DType::bf16, {M, N}, Values(M * N, 0.0)), out(DType::bf16, {M, N}), sums(DType::f32, {N});
+        x(DType::bf16, {M, N}, Values(M * N, 0.0)), out(DType::bf16, {M, N});
     LaunchNotes notes;
-    hopper_matmul(out, a, b, {.gelu_input = x, .column_sums = sums}, device().stream);
+    hopper_matmul(out, a, b, {.gelu_input = x}, device().stream);
     CHECK(out.values() == Values(M * N, 8.0));  // 16, times a derivative of 1/2
-    CHECK(sums.values() == Values(N, 8.0 * M));
-    REQUIRE(notes.launches.size() == 2);
+    REQUIRE(notes.launches.size() == 1);
     CHECK(notes.launches[0].kernel == "hopper_matmul_kernel");
     CHECK(notes.launches[0].cost.reads == 2 * (M * K + K * N + M * N));
-    CHECK(notes.launches[0].cost.writes == 2 * M * N + 4 * 2 * N);  // sums of two tiles
-    CHECK(notes.launches[0].cost.scratch == 4 * 2 * N);
+    CHECK(notes.launches[0].cost.writes == 2 * M * N);
     CHECK(notes.launches[0].cost.flops == 2.0 * M * N * K);
-    CHECK(notes.launches[1].kernel == "add_column_sums_kernel");
 
     Buffer bias(DType::bf16, {N}, Values(N, 1.0)), b_transposed(DType::bf16, {N, K}, Values(K * N, 1.0));
     hopper_matmul(out, a, b, {}, device().stream);
     CHECK(out.values() == Values(M * N, 16.0));
     hopper_matmul(out, a, b_transposed, {.transpose_b = true, .bias = bias}, device().stream);
     CHECK(out.values() == Values(M * N, 17.0));
-    REQUIRE(notes.launches.size() == 4);
-    CHECK(notes.launches[2].cost.reads == 2 * (M * K + K * N));
-    CHECK(notes.launches[3].cost.reads == 2 * (M * K + K * N + N));
-    for (const size_t i : {2, 3}) CHECK(notes.launches[i].cost.writes == 2 * M * N);
+    REQUIRE(notes.launches.size() == 3);
+    CHECK(notes.launches[1].cost.reads == 2 * (M * K + K * N));
+    CHECK(notes.launches[2].cost.reads == 2 * (M * K + K * N + N));
+    for (const size_t i : {1, 2}) CHECK(notes.launches[i].cost.writes == 2 * M * N);
 }
 
 namespace {
