@@ -20,10 +20,10 @@ namespace {
 
 // What a kernel needs to know of them: of one parameter's sums, or of two.
 struct ColumnSums {
-    float* partial;      // (parameters, R, C)
-    unsigned* arrivals;  // G + 1 counters for each range of columns that is summed by itself
-    void* params[2];     // (C) each; the second may be null
-    DType dtype;         // theirs: f32, bf16 or f16
+    float* partial;        // (parameters, R, C)
+    unsigned* arrivals;    // G + 1 counters for each range of columns that is summed by itself
+    void *param, *second;  // (C) each; the second may be null
+    DType dtype;           // theirs: f32, bf16 or f16
     bool accumulate;
     int G;
 };
@@ -34,12 +34,17 @@ inline int column_sum_groups(int64_t R) { return static_cast<int>(std::min(ceil_
 // partial: (R, C), or (2, R, C) with a second parameter.
 inline ColumnSums column_sums(const char* name, Tensor partial, Tensor param, Tensor second, bool accumulate,
                               int64_t n_ranges = 1) {
-    ColumnSums sums{partial.ptr<float>(), device().arrivals, {},
-                    param.dtype,          accumulate,        column_sum_groups(partial.shape[partial.ndim - 2])};
+    ColumnSums sums{.partial = partial.ptr<float>(),
+                    .arrivals = device().arrivals,
+                    .param = nullptr,
+                    .second = nullptr,
+                    .dtype = param.dtype,
+                    .accumulate = accumulate,
+                    .G = column_sum_groups(partial.shape[partial.ndim - 2])};
     check(n_ranges * (sums.G + 1) <= kArrivals, name, ": ", partial.cols(), " columns are too many to be summed");
     dispatch(param.dtype, [&](auto zero) {
-        sums.params[0] = param.ptr<decltype(zero)>();
-        if (second) sums.params[1] = second.ptr<decltype(zero)>();
+        sums.param = param.ptr<decltype(zero)>();
+        if (second) sums.second = second.ptr<decltype(zero)>();
     });
     return sums;
 }
@@ -74,7 +79,7 @@ __device__ __forceinline__ void finish_column_sums(const ColumnSums& to, int64_t
                                                    int64_t first, int64_t end, unsigned* arrivals) {
     constexpr int n = kOnCpu || kChunkOfRow < 4 ? kChunkOfRow : 4;  // columns of a thread: four are one load of float32
     const int64_t group = own % to.G;
-    const int n_chunks = static_cast<int>((end - first + n - 1) / n), n_all = (to.params[1] ? 2 : 1) * n_chunks;
+    const int n_chunks = static_cast<int>((end - first + n - 1) / n), n_all = (to.second ? 2 : 1) * n_chunks;
     const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x),
               n_threads = static_cast<int>(blockDim.x * blockDim.y);
     float sum[n];
@@ -93,13 +98,14 @@ __device__ __forceinline__ void finish_column_sums(const ColumnSums& to, int64_t
         store_chunk(param, sum, n_left);
     };
     for (int i = thread; i < n_all; i += n_threads) {
-        const int p = i >= n_chunks;
-        const float* const rows = to.partial + p * R * C;
+        const bool is_second = i >= n_chunks;
+        const float* const rows = to.partial + (is_second ? R * C : 0);
+        void* const param = is_second ? to.second : to.param;
         const int64_t c = first + i % n_chunks * n;
         sum_rows(sum, rows + c, rows + to.G * C, C, end - c);
-        if (to.dtype == DType::f32) add_to(static_cast<float*>(to.params[p]) + c, end - c);
-        else if (to.dtype == DType::bf16) add_to(static_cast<__nv_bfloat16*>(to.params[p]) + c, end - c);
-        else add_to(static_cast<__half*>(to.params[p]) + c, end - c);
+        if (to.dtype == DType::f32) add_to(static_cast<float*>(param) + c, end - c);
+        else if (to.dtype == DType::bf16) add_to(static_cast<__nv_bfloat16*>(param) + c, end - c);
+        else add_to(static_cast<__half*>(param) + c, end - c);
     }
 }
 

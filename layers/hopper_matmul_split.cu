@@ -4,8 +4,8 @@
 //
 // dweight (O, C) = dout^T (O, N) inp (N, C), of GPT-2's layers: K is 65536 tokens, and the 768 x 3072 numbers are 72
 // tiles, for 132 multiprocessors. So K is cut, and blocks that have parts of the same tile write float32 sums to the
-// workspace, which a second kernel adds in the order of the blocks: the result depends on the shape and on the number
-// of multiprocessors, and is the same on every run.
+// workspace. The last of them to come to its end adds all parts of the tile, in the order of the blocks: the result
+// depends on the shape and on the number of multiprocessors, and is the same on every run.
 //
 // THE CUT. Whole rounds of tiles, one for each block, are not cut. Those that are left, R < G tiles for G blocks, are a
 // line of R S steps (S = K / 64), cut into G equal pieces. A piece lies in one tile or in two neighbours, and there are
@@ -26,12 +26,13 @@
 // same time and have the same work, so what one of them has fetched the others find in the L2 cache.
 //
 //     producer    one thread     as in hopper_matmul.cuh, four stages
-//     consumers   2 x 128        wgmma; a tile that is whole from registers to out, a part of one to the workspace
+//     consumers   2 x 128        wgmma; a tile that is whole from registers to out, a part of one to the workspace;
+//                                each consumer counts and adds the parts of its 64 rows by itself
 //
 // Row sums are products, too: of a's tile and 16 x 8 ones. It lies in shared memory already, and its products with 8
 // columns take an eighth of the time of those with 256. Every tile of a row of tiles would have the same sums; so that
-// none has more work than the others, each of them sums a C-th of the steps, where there are C columns of tiles. A last
-// kernel adds them.
+// none has more work than the others, each of them sums a C-th of the steps, where there are C columns of tiles. The
+// last tile of the row adds them.
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul_split.h"
 
@@ -48,6 +49,7 @@ struct Shared {
     unsigned char stages[kStages * Tile::kStageBytes];
     uint32_t ones[16 * 8 / 2];  // 16-bit: column m of op(a), times these, is its sum
     Ring<kStages> ring;
+    bool is_last[kConsumers];
 };
 constexpr size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
 static_assert(kSharedBytes <= 227 << 10);
@@ -59,6 +61,11 @@ struct Segment {
     __device__ __forceinline__ int step(int i) const { return first + i + turn - (i + turn < n_steps ? 0 : n_steps); }
 };
 
+// The parts of a cut tile follow each other.
+struct Parts {
+    int first, n;
+};
+
 struct Schedule {
     TileGrid grid;
     int steps;        // S
@@ -68,6 +75,15 @@ struct Schedule {
 
     __host__ __device__ __forceinline__ int piece_begin(int piece) const {
         return static_cast<int>(static_cast<int64_t>(piece) * cut_tiles * steps / pieces);
+    }
+    __device__ __forceinline__ int piece_of(int step) const {
+        int piece = static_cast<int>(static_cast<int64_t>(step) * pieces / (cut_tiles * steps));
+        while (piece_begin(piece + 1) <= step) ++piece;
+        return piece;
+    }
+    __device__ __forceinline__ Parts parts_of(int tile) const {
+        const int cut = tile - whole_tiles, first = piece_of(cut * steps), last = piece_of((cut + 1) * steps - 1);
+        return {first + cut, last - first + 1};
     }
     // Number i of this block; n_steps is 0 if it has fewer.
     __device__ __forceinline__ Segment segment(int i) const {
@@ -87,7 +103,8 @@ struct Schedule {
 struct Result {
     void *out, *row_sums;  // float, or the operands' type; row_sums may be null
     bool is_float;
-    float *parts, *row_parts;  // in the workspace: (parts, 128, 256), and (parts + whole tiles, 128)
+    float *parts, *row_parts;  // in the workspace: (parts, 128, 256), and (parts + tiles, 128)
+    unsigned* arrivals;        // (cut tiles + rows of tiles, consumers)
     int n_parts;
     int64_t M, N;
     float alpha, beta;
@@ -164,7 +181,77 @@ __device__ __forceinline__ void multiply_and_sum(Tile::Sums& sums, Shared& share
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The kernels
+// Parts of tiles
+
+enum NamedBarriers : uint32_t { kIsLast = 1 };  // + consumer
+
+// is_last_block (kernel.cuh), of consumers: their 128 threads. `shared_last` is in shared memory.
+__device__ __forceinline__ bool is_last_consumer(bool& shared_last, unsigned* arrivals, int n, int group) {
+    __threadfence();  // what this thread has stored can be seen before the consumer is counted
+    named_barrier_sync(kIsLast + group, kGroup);
+    if (in_group() == 0)
+        shared_last = atomicInc(arrivals, static_cast<unsigned>(n - 1)) == static_cast<unsigned>(n - 1);
+    named_barrier_sync(kIsLast + group, kGroup);  // shared_last is there
+    const bool last = shared_last;
+    if (last) __threadfence();  // nothing is read before the count
+    return last;
+}
+
+// The parts of a consumer's rows of a tile, a thread four neighbours of a row at a time.
+template <class Out>
+__device__ __forceinline__ void add_parts(const Result& result, const Parts& parts, int2 at, int group) {
+    constexpr int kChunks = Tile::kColumns / 4;  // of a row
+    const float* const first = result.parts + static_cast<int64_t>(parts.first) * kPartFloats;
+#pragma unroll 4
+    for (int i = in_group(); i < kGroupRows * kChunks; i += kGroup) {
+        const int row = group * kGroupRows + i / kChunks, column = i % kChunks * 4;
+        const float* from = first + row * Tile::kColumns + column;
+        Packed<float> sum{};
+        for (int p = 0; p < parts.n; ++p, from += kPartFloats) {
+            const auto four = load_packed(from);
+            for (int l = 0; l < 4; ++l) sum.v[l] += four.v[l];
+        }
+        const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row,
+                      n = static_cast<int64_t>(at.y) * Tile::kColumns + column;
+        if (m >= result.M || n >= result.N) continue;
+        Out* const to = static_cast<Out*>(result.out) + m * result.N + n;
+        put_pair(to, sum.v[0], sum.v[1], result.alpha, result.beta);
+        put_pair(to + 2, sum.v[2], sum.v[3], result.alpha, result.beta);
+    }
+}
+
+// A consumer, when what it has computed of a tile is in device memory. The last one that has a part of the tile adds
+// them up; and the last tile of a row of tiles adds up the tiles' row sums, which are behind those of the parts.
+template <class Out>
+__device__ __forceinline__ void finish_tile(bool& shared_last, const Schedule& schedule, const Result& result,
+                                            const Segment& segment, int2 at, int group) {
+    const int row = group * kGroupRows + in_group();
+    const auto row_sum_at = [&](int i) -> float& {
+        return result.row_parts[static_cast<int64_t>(i) * kTileRows + row];
+    };
+    if (segment.part >= 0) {
+        const Parts parts = schedule.parts_of(segment.tile);
+        unsigned* const of_tile = result.arrivals + (segment.tile - schedule.whole_tiles) * kConsumers + group;
+        if (!is_last_consumer(shared_last, of_tile, parts.n, group)) return;
+        add_parts<Out>(result, parts, at, group);
+        if (result.row_sums && in_group() < kGroupRows) {
+            float sum = 0.0f;
+            for (int p = 0; p < parts.n; ++p) sum += row_sum_at(parts.first + p);
+            row_sum_at(result.n_parts + segment.tile) = sum;
+        }
+    }
+    if (!result.row_sums) return;
+    unsigned* const of_row = result.arrivals + (schedule.cut_tiles + at.x) * kConsumers + group;
+    if (!is_last_consumer(shared_last, of_row, schedule.grid.columns, group)) return;
+    const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row;
+    if (in_group() >= kGroupRows || m >= result.M) return;
+    float sum = 0.0f;
+    for (int c = 0; c < schedule.grid.columns; ++c) sum += row_sum_at(result.n_parts + schedule.grid.tile(at.x, c));
+    static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernel
 
 template <class Number, bool kATransposed, bool kBTransposed>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -192,6 +279,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (segment.part >= 0) store_part(result, sums, segment.part, group);
             else if (result.is_float) store_whole<float>(result, sums, at, group);
             else store_whole<Number>(result, sums, at, group);
+            if (result.is_float) finish_tile<float>(shared.is_last[group], schedule, result, segment, at, group);
+            else finish_tile<Number>(shared.is_last[group], schedule, result, segment, at, group);
         }
         return;
     }
@@ -203,63 +292,6 @@ __global__ void __launch_bounds__(kThreads, 1)
             load_step<Tile, kATransposed, kBTransposed>(maps, shared.stages, shared.ring, round, at.x * kTileRows,
                                                         at.y * Tile::kColumns, segment.step(i) * kStepK);
     }
-}
-
-// f(part) for the parts of cut tile number `tile`, in the order of the blocks that have written them.
-template <class F>
-__device__ __forceinline__ void for_each_part(const Schedule& schedule, int tile, F&& f) {
-    const int begin = tile * schedule.steps, end = begin + schedule.steps;
-    int piece = static_cast<int>(static_cast<int64_t>(tile) * schedule.pieces / schedule.cut_tiles);
-    while (schedule.piece_begin(piece + 1) <= begin) ++piece;
-    for (; piece < schedule.pieces && schedule.piece_begin(piece) < end; ++piece) f(static_cast<int64_t>(piece) + tile);
-}
-
-constexpr int kAddThreads = 256, kAddWarps = kAddThreads / kWarp, kAddBlocks = kPartFloats / 4 / kAddThreads;
-
-// The row sums of a row of tiles: 32 rows a block, a lane has one of them, and a warp every eighth column of tiles.
-template <class Out>
-__device__ __forceinline__ void add_row_sums(const Schedule& schedule, const Result& result, int tile_row, int first,
-                                             float (&sums)[kAddWarps][kWarp]) {
-    const int warp = static_cast<int>(threadIdx.x) / kWarp, row = first + lane();
-    float sum = 0.0f;
-    for (int column = warp; column < schedule.grid.columns; column += kAddWarps) {
-        const int tile = schedule.grid.tile(tile_row, column);
-        const auto add = [&](int64_t part) { sum += result.row_parts[part * kTileRows + row]; };
-        if (tile < schedule.whole_tiles) add(result.n_parts + tile);
-        else for_each_part(schedule, tile - schedule.whole_tiles, add);
-    }
-    sums[warp][lane()] = sum;
-    __syncthreads();  // every warp's sums are in shared memory; the first warp adds them up
-    const int64_t m = static_cast<int64_t>(tile_row) * kTileRows + row;
-    if (warp > 0 || m >= result.M) return;
-    for (int w = 1; w < kAddWarps; ++w) sum += sums[w][lane()];
-    static_cast<Out*>(result.row_sums)[m] = from_float<Out>(sum);
-}
-
-// Adds the parts of the cut tiles (blockIdx.y), a thread four neighbours of a row; and then, with row sums, those of
-// the rows of tiles.
-template <class Out>
-__global__ void add_parts_kernel(Schedule schedule, Result result) {
-    __shared__ float sums[kAddWarps][kWarp];
-    const int tile = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
-    if (tile >= schedule.cut_tiles) {
-        if (blockIdx.x < kTileRows / kWarp)
-            add_row_sums<Out>(schedule, result, tile - schedule.cut_tiles, static_cast<int>(blockIdx.x) * kWarp, sums);
-        return;
-    }
-    const int2 at = schedule.grid.at(schedule.whole_tiles + tile);
-    const int i = static_cast<int>(blockIdx.x) * kAddThreads + thread;
-    const int row = i / (Tile::kColumns / 4), column = i % (Tile::kColumns / 4) * 4;
-    const int64_t m = static_cast<int64_t>(at.x) * kTileRows + row, n = at.y * Tile::kColumns + column;
-    Packed<float> sum{};
-    for_each_part(schedule, tile, [&](int64_t part) {
-        const auto four = load_packed(result.parts + part * kPartFloats + row * Tile::kColumns + column);
-        for (int l = 0; l < 4; ++l) sum.v[l] += four.v[l];
-    });
-    if (m >= result.M || n >= result.N) return;
-    Out* const to = static_cast<Out*>(result.out) + m * result.N + n;
-    put_pair(to, sum.v[0], sum.v[1], result.alpha, result.beta);
-    put_pair(to + 2, sum.v[2], sum.v[3], result.alpha, result.beta);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -278,7 +310,7 @@ Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
     if (left > 0 && blocks / left * left * 100 >= blocks * 94) pieces = blocks / left * left;
     const bool saves = static_cast<int64_t>(pieces - left) * steps > int64_t{30} * pieces;
     if (left == 0 || !saves ||
-        (left + pieces - 1) * (kPartBytes + kRowPartBytes) + (tiles - left) * kRowPartBytes >
+        (left + pieces - 1) * (kPartBytes + kRowPartBytes) + tiles * kRowPartBytes >
             static_cast<int64_t>(kWorkspaceBytes) ||
         static_cast<int64_t>(left) * steps > std::numeric_limits<int>::max() / 2)
         return schedule;
@@ -296,29 +328,13 @@ void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tens
                                                        result);
 }
 
-// How many numbers of out are in tiles that are cut: those at its edges have fewer than others.
-int64_t cut_numbers(const Schedule& schedule, int64_t M, int64_t N) {
-    int64_t n = 0;
-    for (int i = 0; i < schedule.cut_tiles; ++i) {
-        const int2 at = schedule.grid.at(schedule.whole_tiles + i);
-        n += std::min<int64_t>(kTileRows, M - int64_t{at.x} * kTileRows) *
-             std::min<int64_t>(Tile::kColumns, N - int64_t{at.y} * Tile::kColumns);
-    }
-    return n;
-}
-
-template <class Out>
-void add_parts(const Schedule& schedule, const Result& result, cudaStream_t stream) {
-    const int rows_of_tiles = result.row_sums ? schedule.grid.rows : 0;
-    const dim3 grid(kAddBlocks, static_cast<unsigned>(schedule.cut_tiles + rows_of_tiles));
-    add_parts_kernel<Out><<<grid, kAddThreads, 0, stream>>>(schedule, result);
-}
-
 }  // namespace
 
 bool hopper_matmul_cuts(int64_t M, int64_t N, int64_t K) { return schedule_of(M, N, K).pieces > 0; }
 bool hopper_matmul_sums_rows(int64_t M, int64_t N) {
-    return 2 * tile_grid<Tile>(M, N).tiles() * kRowPartBytes <= static_cast<int64_t>(kWorkspaceBytes);
+    const TileGrid grid = tile_grid<Tile>(M, N);
+    return 2 * grid.tiles() * kRowPartBytes <= static_cast<int64_t>(kWorkspaceBytes) &&
+           (device().sm_count + grid.rows) * kConsumers <= kArrivals;
 }
 
 void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
@@ -331,6 +347,7 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
                         .is_float = out.dtype == DType::f32,
                         .parts = parts,
                         .row_parts = parts + static_cast<int64_t>(n_parts) * kPartFloats,
+                        .arrivals = device().arrivals,
                         .n_parts = n_parts,
                         .M = M,
                         .N = N,
@@ -345,19 +362,16 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
             });
         });
     });
-    const int64_t cut_bytes = cut_numbers(schedule, M, N) * static_cast<int64_t>(dtype_bytes(out.dtype)),
-                  whole_bytes = bytes_of(out) - cut_bytes, part_bytes = n_parts * kPartBytes,
-                  row_bytes = o.a_row_sums ? (n_parts + schedule.whole_tiles) * kRowPartBytes : 0;
+    // The parts are written and read, and the counters; the row sums of parts, too, and those of tiles after them.
+    const int64_t part_bytes = n_parts * kPartBytes,
+                  row_bytes = o.a_row_sums ? (n_parts + schedule.grid.tiles()) * kRowPartBytes : 0,
+                  counters = schedule.cut_tiles + (o.a_row_sums ? schedule.grid.rows : 0),
+                  counter_bytes = counters * kConsumers * static_cast<int64_t>(sizeof(unsigned)),
+                  scratch_bytes = part_bytes + row_bytes + counter_bytes;
     launched("hopper_matmul_split_kernel",
-             {.reads = bytes_of(a, b) + (o.beta != 0.0f ? whole_bytes : 0),
-              .writes = whole_bytes + part_bytes + row_bytes,
-              .scratch = part_bytes + row_bytes,
+             {.reads = bytes_of(a, b) + (o.beta != 0.0f ? bytes_of(out) : 0) + scratch_bytes,
+              .writes = bytes_of(out, o.a_row_sums) + scratch_bytes,
+              .scratch = 2 * (part_bytes + row_bytes),
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
-    if (n_parts == 0 && !o.a_row_sums) return;
-    dispatch(out.dtype, [&](auto zero) { add_parts<decltype(zero)>(schedule, result, stream); });
-    launched("add_parts_kernel", {.reads = part_bytes + row_bytes + (o.beta != 0.0f ? cut_bytes : 0),
-                                  .writes = cut_bytes + bytes_of(o.a_row_sums),
-                                  .scratch = part_bytes + row_bytes,
-                                  .flops = static_cast<double>((part_bytes + row_bytes) / 4)});
 }
