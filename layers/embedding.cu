@@ -16,28 +16,25 @@
 //     place i     0  1  2  3  4  5                  order (of places)     1  4 | 0  2  3 | 5
 //     id          7  2  7  7  2  9                  their ids             2  2 | 7  7  7 | 9
 //
-// The sort is a radix sort: ids have 8-bit digits, and there is one pass for each digit, from the lowest to the
-// highest: two for a vocabulary of up to 65535. A pass moves places with a smaller digit before those with a larger
-// one, and keeps the order of places with equal digits. A block of threads owns a stretch of neighbouring places, each
-// of its warps a share of it. A pass is two kernels:
+// The sort is one kernel, without messages between its blocks. Each block has some ids of its own, neighbours, and
+// reads the ids of all places, from the L2 cache, twice. The first time it counts how many places have smaller ids: that
+// is where its own begin; and how many each of its warps finds of each of its ids, in that warp's share of the places.
+// So each of these lists of a share knows its positions, and the second time each place goes to its own:
 //
-//     count      how many places of each stretch have digit d        counts[stretch][d]
-//     scatter    position of a place = places with a smaller digit                                sums of counts
-//                                    + those with its digit in the stretches in front             sums of counts
-//                                    + those in the shares of the warps in front, of this stretch
-//                                    + those in front in its warp's own share
-//                each place goes to its position
+//     position of a place = places with a smaller id                             of other blocks, and of this one
+//                         + those with its id in the shares of the warps in front
+//                         + those in front in its warp's own share
 //
-// As plain loops, with one stretch of one share:
+// As plain loops, with one block of one warp:
 //
-//     for d:  next[d] = how many places have a digit < d
-//     for i:  sorted[next[digit(i)]++] = i
+//     for v:  next[v] = how many places have an id < v
+//     for i:  sorted[next[id(i)]++] = i
 //
 // A few ids are very frequent, as some words are, and one thread for a whole list would still add when all others have
 // long ended. So a list is cut into pieces of 128 places, counted from its own beginning, and the last piece is what
 // remains. A piece is added up from its first place to its last. A list of one piece is added to its row of dtable at
-// once. A list of several leaves a partial sum, a row of float32, for each of them, and a further kernel adds these up,
-// in order, and adds the result to dtable:
+// once. A list of several leaves a partial sum, a row of float32, for each of them; the last block that has one of these
+// pieces adds them up, in order, and adds the result to dtable:
 //
 //     order      | 128 of id 2 | 128 of id 2 | 7 of id 2 | 3 of id 5 | 1 of id 6 | 128 of id 9 | 70 of id 9 | ...
 //                |____________________________________|  |           |           |__________________________|
@@ -51,11 +48,11 @@
 //         sum = 0;  for p, ascending:  sum += partial[p]
 //         dtable[v,:] += sum
 //
-// Block w of the first kernel has the pieces that begin at the positions [128 w, 128 (w + 1)) of the order: no more
-// than 255 places, whatever the ids are. Of the pieces of long lists at most one that is followed by another piece of
-// its list begins there (it has 128 places), and at most one that is the last of its list (128 places of that list are
-// in front of it). These two are the block's two rows of partial sums. And no more than one list of several pieces can
-// begin there, which the further kernel's block w adds up.
+// Block w has the pieces that begin at the positions [128 w, 128 (w + 1)) of the order: no more than 255 places,
+// whatever the ids are. Of the pieces of long lists at most one that is followed by another piece of its list begins
+// there (it has 128 places), and at most one that is the last of its list (128 places of that list are in front of it).
+// These two are the block's two rows of partial sums. And no more than one list of several pieces can begin there, whose
+// pieces are counted in the block's counter: the last block that has one adds them up.
 //
 // The order of all additions follows from the places of a list alone. So a row has the same bits on every run, and
 // beside whatever other ids: a rank that has a part of the vocabulary gives its rows the bits that the whole gives
@@ -63,19 +60,19 @@
 #include "layers/chunk.cuh"
 #include "layers/layers.h"
 
-#include <bit>
+#include <algorithm>
 
 namespace {
 
 constexpr int kBlock = 128;
-constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
-// Each block of scatter sums the counts of all stretches. So that this is little work, there are only so many.
-constexpr int64_t kStretch = 2048, kMostStretches = 128;
-// Threads of count and scatter. Barriers are expensive on the CPU device, where a warp is enough.
-constexpr int kSortBlock = kOnCpu ? kWarp : 256, kSortWarps = kSortBlock / kWarp;
-constexpr int kPiece = 128;             // places of a list that are added up as one
-constexpr int32_t kNoId = -2;           // of no place
-constexpr int kAhead = kOnCpu ? 1 : 4;  // places whose rows a thread loads at a time
+// Threads of the sort, and lanes of each of its warps; the most ids that a block has. On the CPU device votes are
+// expensive, and one thread is as good as many.
+constexpr int kSortBlock = kOnCpu ? 1 : 512, kSortLanes = kOnCpu ? 1 : kWarp, kSortWarps = kSortBlock / kSortLanes;
+constexpr int kIdBits = kOnCpu ? 14 : 9, kBlockIds = 1 << kIdBits;
+constexpr int64_t kSortBlocks = kOnCpu ? 1 : 128;  // so many share the ids of a small table
+constexpr int kPiece = 128;                        // places of a list that are added up as one
+constexpr int32_t kNoId = -2;                      // of no place
+constexpr int kAhead = kOnCpu ? 1 : 4;             // places whose rows a thread loads at a time
 
 // One block per place. wpe and positions may be null. A token of -1 has no row.
 template <class T, int n>
@@ -98,104 +95,92 @@ __global__ void embedding_forward_kernel(T* out, const int32_t* tokens, const in
 // ---------------------------------------------------------------------------------------------------------------------
 // Sorting the places by their ids
 
-// The places that one block has: at least kStretch, whole rounds of its threads, and the same on both devices.
-inline int64_t stretch_of(int64_t n_places) {
-    return std::max(kStretch, round_up(ceil_div(n_places, kMostStretches), 256));
+// The lanes of the warp for which it is true, one bit each.
+__device__ __forceinline__ unsigned vote(bool is_true) {
+    if constexpr (kSortLanes == 1) return is_true;
+    else return __ballot_sync(kFullWarp, is_true);
 }
-inline int64_t n_stretches(int64_t n_places) { return ceil_div(n_places, stretch_of(n_places)); }
-
-__device__ __forceinline__ int digit_of(int32_t id, int shift) { return id >> shift & (kDigits - 1); }
-
-// One block a stretch. ids: in the order of the pass before.
-__global__ void __launch_bounds__(kSortBlock)
-    embedding_count_kernel(int32_t* counts, const int32_t* ids, int shift, int64_t n_places, int64_t stretch) {
-    __shared__ int32_t count[kDigits];
-    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) count[d] = 0;
-    __syncthreads();  // all are 0
-    const int64_t first = blockIdx.x * stretch, end = min(first + stretch, n_places);
-    for (int64_t k = first + threadIdx.x; k < end; k += kSortBlock) atomicAdd(&count[digit_of(ids[k], shift)], 1);
-    __syncthreads();  // all places are counted
-    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) counts[blockIdx.x * kDigits + d] = count[d];
-}
-
-// counts[d] <- sum of counts[0 ... d - 1]. One warp, whose lanes have 8 neighbouring digits each.
-__device__ __forceinline__ void scan_digits(int32_t* counts) {
-    constexpr int share = kDigits / kWarp;
-    const int lane = threadIdx.x % kWarp;
-    int32_t own = 0;
-    for (int d = lane * share; d < (lane + 1) * share; ++d) own += counts[d];
-    int32_t before = own;
-    // After the round of `distance` it covers the 2 distance lanes up to this one.
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-        const int32_t other = __shfl_up_sync(kFullWarp, before, distance);
-        if (lane >= distance) before += other;
-    }
-    before -= own;
-    for (int d = lane * share; d < (lane + 1) * share; ++d) {
-        const int32_t count = counts[d];
-        counts[d] = before;
-        before += count;
-    }
-}
-
-// The lanes of `among`, one bit each, whose digit is this lane's. Every lane of the warp takes part.
-__device__ __forceinline__ unsigned lanes_of_digit(int digit, unsigned among) {
-    for (int bit = 0; bit < kDigitBits; ++bit) {
-        const int has = digit >> bit & 1;
-        const unsigned have = __ballot_sync(kFullWarp, has);
+// The lanes of `among` whose id is this lane's, below kBlockIds. Every lane of the warp takes part.
+__device__ __forceinline__ unsigned lanes_of_id(int id, unsigned among) {
+    for (int bit = 0; bit < kIdBits && kSortLanes > 1; ++bit) {
+        const int has = id >> bit & 1;
+        const unsigned have = vote(has);
         among &= has ? have : ~have;
     }
     return among;
 }
 
-// One block a stretch. order: null in the first pass, where place k is the k-th. The atomics add up integers, and every
-// position is written by one thread: the result is always the same.
-__global__ void __launch_bounds__(kSortBlock)
-    embedding_scatter_kernel(int32_t* sorted_ids, int32_t* sorted, const int32_t* counts, const int32_t* ids,
-                             const int32_t* order, int shift, int64_t n_places, int64_t stretch) {
-    // next[w][d]: first how many places of warp w have digit d, later the position of the next one of them.
-    __shared__ int32_t next[kSortWarps][kDigits], totals[kDigits], in_front[kDigits];
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int64_t share = stretch / kSortWarps, first = blockIdx.x * stretch + warp * share,
-                  end = min(first + share, n_places);
-    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) {
-        int32_t total = 0, before = 0;
-#pragma unroll 8
-        for (unsigned b = 0; b < gridDim.x; ++b) {  // neighbouring threads, neighbouring counts
-            const int32_t count = counts[b * kDigits + d];
-            total += count;
-            if (b < blockIdx.x) before += count;
-        }
-        totals[d] = total, in_front[d] = before;
-        for (int w = 0; w < kSortWarps; ++w) next[w][d] = 0;
+// The sum of the numbers of all threads in front of this one; `sums` is shared memory. Every thread takes part.
+__device__ __forceinline__ int sum_before(int own, int (&sums)[kSortWarps]) {
+    if (kSortBlock == 1) return 0;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+    int sum = own;
+    // After the round of `distance` it covers the 2 distance lanes up to this one.
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int other = __shfl_up_sync(kFullWarp, sum, distance);
+        if (lane >= distance) sum += other;
     }
-    __syncthreads();  // totals are there, and all of next is 0
-    if (warp == 0) scan_digits(totals);
-    for (int64_t k = first + lane; k < end; k += kWarp) atomicAdd(&next[warp][digit_of(ids[k], shift)], 1);
-    __syncthreads();  // all places are counted, totals are scanned
-    for (int d = threadIdx.x; d < kDigits; d += kSortBlock) {
-        int32_t position = totals[d] + in_front[d];
+    if (lane == kWarp - 1) sums[warp] = sum;
+    __syncthreads();  // every warp's sum is there
+    for (int w = 0; w < warp; ++w) sum += sums[w];
+    return sum - own;
+}
+
+// Block b has the ids from b block_ids on. An id that is no row's, -1 or a wrong one, counts as n_rows, behind all
+// others. The atomics add up integers, and every position is written by one thread: the result is always the same.
+__global__ void __launch_bounds__(kSortBlock)
+    embedding_sort_kernel(int32_t* sorted_ids, int32_t* sorted, const int32_t* ids, int64_t n_places, int n_rows,
+                          int block_ids) {
+    // next[w][i]: first how many places of warp w have the block's id i, later the position of the next one of them.
+    __shared__ int next[kSortWarps][kBlockIds], sums[kSortWarps], n_smaller;
+    const int warp = static_cast<int>(threadIdx.x) / kSortLanes, lane = static_cast<int>(threadIdx.x) % kSortLanes,
+              first_id = static_cast<int>(blockIdx.x) * block_ids;
+    const int64_t share = (n_places + kSortBlock - 1) / kSortBlock * kSortLanes, first = warp * share,
+                  end = min(first + share, n_places);
+    const auto own_id = [=](int32_t id) { return (id >= 0 && id < n_rows ? id : n_rows) - first_id; };
+    for (int i = threadIdx.x; i < kSortWarps * block_ids; i += kSortBlock) next[i / block_ids][i % block_ids] = 0;
+    if (threadIdx.x == 0) n_smaller = 0;
+    __syncthreads();  // all are 0
+    int smaller = 0;
+#pragma unroll 8
+    for (int64_t k = first + lane; k < end; k += kSortLanes) {
+        const int id = own_id(ids[k]);
+        smaller += id < 0;
+        if (id >= 0 && id < block_ids) atomicAdd(&next[warp][id], 1);
+    }
+    atomicAdd(&n_smaller, smaller);
+    __syncthreads();  // all places are counted
+    // The positions of an id's places, warp after warp; a thread has some neighbouring ids.
+    const int thread_ids = (block_ids + kSortBlock - 1) / kSortBlock,
+              begin = min(static_cast<int>(threadIdx.x) * thread_ids, block_ids),
+              its_end = min(begin + thread_ids, block_ids);
+    int own = 0;
+    for (int i = begin; i < its_end; ++i)
+        for (int w = 0; w < kSortWarps; ++w) own += next[w][i];
+    int position = n_smaller + sum_before(own, sums);
+    for (int i = begin; i < its_end; ++i)
         for (int w = 0; w < kSortWarps; ++w) {
-            const int32_t count = next[w][d];
-            next[w][d] = position;
+            const int count = next[w][i];
+            next[w][i] = position;
             position += count;
         }
-    }
-    __syncthreads();                                   // next has positions
-    for (int64_t k0 = first; k0 < end; k0 += kWarp) {  // 32 neighbouring places in a round, a lane each
+    __syncthreads();  // next has positions
+    // In a round 32 neighbouring places, a lane each.
+    for (int64_t k0 = first; k0 < end; k0 += kSortLanes) {
         const int64_t k = k0 + lane;
-        const bool is_place = k < end;
-        const int32_t id = is_place ? ids[k] : 0;
-        const int digit = digit_of(id, shift);
-        const unsigned same = lanes_of_digit(digit, __ballot_sync(kFullWarp, is_place));
-        const int rank = __popc(same & ((1u << lane) - 1));
-        const int32_t position = next[warp][digit] + rank;
-        __syncwarp();  // all lanes have read next
-        if (is_place && rank == 0) next[warp][digit] += __popc(same);
-        __syncwarp();  // it is ready for the next round
-        if (!is_place) continue;
-        sorted_ids[position] = id;
-        sorted[position] = order ? order[k] : static_cast<int32_t>(k);
+        const int32_t id = k < end ? ids[k] : 0;
+        const int its_id = k < end ? own_id(id) : -1;
+        const bool is_own = its_id >= 0 && its_id < block_ids;
+        const unsigned owners = vote(is_own);
+        if (owners == 0) continue;
+        const unsigned same = lanes_of_id(its_id, owners);
+        const int rank = __popc(same & ((1u << lane) - 1)), at = is_own ? next[warp][its_id] + rank : 0;
+        if (kSortLanes > 1) __syncwarp();  // all lanes have read next
+        if (is_own && rank == 0) next[warp][its_id] += __popc(same);
+        if (kSortLanes > 1) __syncwarp();  // it is ready for the next round
+        if (!is_own) continue;
+        sorted_ids[at] = id;
+        sorted[at] = static_cast<int32_t>(k);
     }
 }
 
@@ -253,14 +238,26 @@ __device__ __forceinline__ int64_t columns_left(int64_t C, int64_t c) {
     return kOnCpu ? C - c : n;
 }
 
+// A list of several pieces, of which a block has one; n_pieces is 0 if it has none.
+struct LongList {
+    int64_t first;  // position
+    int n_pieces, id;
+};
+// That of the piece that begins at position k. For a whole warp.
+__device__ __forceinline__ LongList long_list_at(const int32_t* ids, int64_t k, int64_t n_places) {
+    const int64_t first = first_of_list(ids, k, 0), end = end_of_list(ids, k, n_places);
+    return {first, static_cast<int>((end - first + kPiece - 1) / kPiece), ids[k]};
+}
+
 // One block for kPiece positions, and the columns of its threads: the pieces that begin there. G: type of the gradient.
 template <class T, class G, int n>
-__global__ void __launch_bounds__(kBlock)
-    embedding_backward_pieces_kernel(G* dtable, float* partial, const T* dout, const int32_t* ids, const int32_t* order,
-                                     int64_t n_places, int64_t C, int64_t n_rows) {
+__device__ __forceinline__ void add_pieces(G* dtable, float* partial, unsigned* arrivals, const T* dout,
+                                           const int32_t* ids, const int32_t* order, int64_t n_places, int64_t C,
+                                           int64_t n_rows) {
     // Of the positions from one before this block's to one after the last piece. Beyond all places: no row.
     __shared__ int32_t id_at[2 * kPiece + 1], place_at[2 * kPiece + 1];
     __shared__ int32_t borders[2];
+    __shared__ LongList long_lists[2];  // of a last piece, of a piece that another one follows
     const int64_t before = static_cast<int64_t>(blockIdx.x) * kPiece - 1;
     for (int j = threadIdx.x; j < 2 * kPiece + 1; j += blockDim.x) {
         const int64_t k = before + j;
@@ -273,11 +270,11 @@ __global__ void __launch_bounds__(kBlock)
         borders[i] = static_cast<int32_t>(first_piece(ids, before + 1 + i * kPiece, n_places) - before);
     __syncthreads();  // ids, places and borders are there
     const int64_t c = first_column<n>(), n_left = columns_left<n>(C, c);
-    if (c >= C) return;
-    const int end = borders[1];
-    int piece = borders[0];  // where the current one begins
+    const int first = borders[0], end = borders[1];
+    if (first >= end || id_at[first] == -1) return;  // -1 is the last id
+    int piece = first;                               // where the current one begins
     float sum[n] = {};
-    for (int j0 = piece; j0 < end && id_at[j0] != -1; j0 += kAhead) {  // -1 is the last id
+    for (int j0 = piece; c < C && j0 < end && id_at[j0] != -1; j0 += kAhead) {
         float x[kAhead][n], row[kAhead][n];
 #pragma unroll
         for (int a = 0; a < kAhead; ++a) {
@@ -303,28 +300,64 @@ __global__ void __launch_bounds__(kBlock)
             for (int l = 0; l < n; ++l) sum[l] = 0.0f;
         }
     }
+
+    // The block's last piece is the one that another one of its list may follow; and its first piece is the one that may
+    // be the last of a list with others in front, if it is not the same.
+    const bool is_followed = id_at[end - 1] != -1 && id_at[end - 1] == id_at[end],
+               is_last = id_at[first - 1] == id_at[first] && !(is_followed && id_at[first] == id_at[end - 1]);
+    if (!is_followed && !is_last) return;
+    for (unsigned i = threadIdx.x / kWarp; i < 2; i += blockDim.x / kWarp) {
+        const LongList list = long_list_at(ids, before + (i == 0 ? first : end - 1), n_places);
+        if (threadIdx.x % kWarp == 0) long_lists[i] = list;
+    }
+    __syncthreads();  // the lists are there
+    for (int i = is_last ? 0 : 1; i < (is_followed ? 2 : 1); ++i) {
+        const LongList list = long_lists[i];
+        const int64_t its_block = list.first / kPiece;
+        if (!is_last_block(&arrivals[its_block * gridDim.y + blockIdx.y], static_cast<unsigned>(list.n_pieces)) ||
+            c >= C)
+            continue;
+        const float* from = partial + 2 * its_block * C + c;
+        float total[n] = {}, x[n];
+        for (int p = 0; p < list.n_pieces; ++p, from += 2 * C) {
+            load_chunk(x, p == list.n_pieces - 1 ? from + C : from, n_left);
+            for (int l = 0; l < n; ++l) total[l] += x[l];
+        }
+        add_chunk(dtable + list.id * C + c, total, n_left);
+    }
 }
 
-// One block for kPiece positions, and the columns of its threads: the list of several pieces that begins there, if
-// there is one. Then it reaches the next block's first position.
-template <class G, int n>
-__global__ void __launch_bounds__(kBlock)
-    embedding_backward_long_lists_kernel(G* dtable, const float* partial, const int32_t* ids, int64_t n_places,
-                                         int64_t C) {
-    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPiece, next = begin + kPiece;
+// The rows of positions 0 ... T - 1 of a table, and with zeros the others, where they are written.
+template <class G>
+struct PositionRows {
+    G* dtable;
+    int64_t B, T;
+    bool accumulate;
+};
+template <class T, class G, int n>
+__device__ __forceinline__ void add_position(const PositionRows<G>& to, const T* dout, int64_t t, int64_t C) {
     const int64_t c = first_column<n>(), n_left = columns_left<n>(C, c);
-    if (next >= n_places || ids[next] == -1 || ids[next - 1] != ids[next]) return;
-    if (begin > 0 && ids[begin - 1] == ids[next]) return;  // it begins in front of this block's positions
-    const int64_t first = first_of_list(ids, next, begin), end = end_of_list(ids, next, n_places);
-    const int64_t n_pieces = (end - first + kPiece - 1) / kPiece;
-    if (n_pieces == 1 || c >= C) return;
-    const float* from = partial + 2 * static_cast<int64_t>(blockIdx.x) * C + c;  // of the list's first piece
-    float sum[n] = {}, x[n];
-    for (int64_t p = 0; p < n_pieces; ++p, from += 2 * C) {
-        load_chunk(x, p == n_pieces - 1 ? from + C : from, n_left);
+    if (c >= C) return;
+    float sum[n] = {};
+#pragma unroll 8  // 8 loads are in flight at a time; the additions keep their order
+    for (int64_t b = 0; t < to.T && b < to.B; ++b) {
+        float x[n];
+        load_chunk(x, dout + (b * to.T + t) * C + c, n_left);
         for (int l = 0; l < n; ++l) sum[l] += x[l];
     }
-    add_chunk(dtable + ids[next] * C + c, sum, n_left);
+    if (to.accumulate) add_chunk(to.dtable + t * C + c, sum, n_left);
+    else store_chunk(to.dtable + t * C + c, sum, n_left);
+}
+
+// The first n_piece_blocks blocks have pieces; the others a position each.
+template <class T, class G, int n>
+__global__ void __launch_bounds__(kBlock)
+    embedding_backward_kernel(G* dtable, float* partial, unsigned* arrivals, const T* dout, const int32_t* ids,
+                              const int32_t* order, int64_t n_places, int64_t C, int64_t n_rows,
+                              PositionRows<G> positions, unsigned n_piece_blocks) {
+    if (blockIdx.x < n_piece_blocks)
+        add_pieces<T, G, n>(dtable, partial, arrivals, dout, ids, order, n_places, C, n_rows);
+    else add_position<T, G, n>(positions, dout, blockIdx.x - n_piece_blocks, C);
 }
 
 __global__ void ids_from_kernel(int32_t* out, const int32_t* ids, int32_t first, int32_t n, int64_t n_ids) {
@@ -332,23 +365,6 @@ __global__ void ids_from_kernel(int32_t* out, const int32_t* ids, int32_t first,
     if (i >= n_ids) return;
     const int32_t id = ids[i] - first;
     out[i] = id >= 0 && id < n ? id : -1;
-}
-
-// Without positions. One block a t.
-template <class T, class G, int n>
-__global__ void embedding_backward_wpe_kernel(G* dwpe, const T* dout, int64_t B, int64_t C) {
-    const int64_t t = blockIdx.x, T_length = gridDim.x;
-    for (int64_t c = threadIdx.x * n; c < C; c += blockDim.x * n) {
-        const int64_t n_left = columns_left<n>(C, c);
-        float sum[n] = {};
-#pragma unroll 8  // 8 loads are in flight at a time; the additions keep their order
-        for (int64_t b = 0; b < B; ++b) {
-            float x[n];
-            load_chunk(x, dout + (b * T_length + t) * C + c, n_left);
-            for (int l = 0; l < n; ++l) sum[l] += x[l];
-        }
-        add_chunk(dwpe + t * C + c, sum, n_left);
-    }
 }
 
 }  // namespace
@@ -391,8 +407,7 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
 static int64_t n_partial(int64_t n_places, int64_t C) { return 2 * ceil_div(n_places, kPiece) * C; }
 
 int64_t embedding_backward_scratch_n(int64_t n_places, int64_t C) {
-    // Partial sums; ids and places in two orders, from one to the other; counts
-    return n_partial(n_places, C) + 4 * n_places + kDigits * n_stretches(n_places);
+    return n_partial(n_places, C) + 2 * n_places;  // partial sums; sorted ids, and their places
 }
 
 namespace {
@@ -401,72 +416,56 @@ struct SortedPlaces {
 };
 }  // namespace
 
-// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows, or -1, all of whose digits are the
-// largest; equal ids in ascending order of places. Another id outside of the table may be sorted to any place; the
-// kernel that adds up stops there. memory: 4 n_places + kDigits n_stretches.
+// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows, or -1, which comes last; equal ids in
+// ascending order of places. The kernel that adds up stops at another id. memory: 2 n_places.
 static SortedPlaces sort_places(Tensor ids, int64_t n_rows, int32_t* memory, cudaStream_t stream) {
-    const int64_t n_places = ids.n(), stretch = stretch_of(n_places);
-    const unsigned blocks = static_cast<unsigned>(n_stretches(n_places));
-    int32_t* const counts = memory + 4 * n_places;
-    const int id_bits = std::bit_width(static_cast<uint64_t>(n_rows));  // so many bits, all ones, are no row's id
-    SortedPlaces from{ids.ptr<int32_t>(), nullptr};
-    for (int shift = 0; shift == 0 || shift < id_bits; shift += kDigitBits) {
-        const bool is_first = shift == 0;
-        int32_t *const to_ids = memory + (shift / kDigitBits % 2) * 2 * n_places, *const to = to_ids + n_places;
-        const int64_t counts_bytes = 4 * kDigits * int64_t{blocks}, n_bytes = 4 * n_places;
-        embedding_count_kernel<<<blocks, kSortBlock, 0, stream>>>(counts, from.ids, shift, n_places, stretch);
-        launched("embedding_count_kernel",
-                 {.reads = n_bytes, .writes = counts_bytes, .scratch = counts_bytes + (is_first ? 0 : n_bytes)});
-        embedding_scatter_kernel<<<blocks, kSortBlock, 0, stream>>>(to_ids, to, counts, from.ids, from.order, shift,
-                                                                    n_places, stretch);
-        launched("embedding_scatter_kernel", {.reads = counts_bytes + (is_first ? 1 : 2) * n_bytes,
-                                              .writes = 2 * n_bytes,
-                                              .scratch = counts_bytes + (is_first ? 2 : 4) * n_bytes});
-        from = {to_ids, to};
-    }
-    return from;
+    const int64_t n_places = ids.n(), n_ids = n_rows + 1,
+                  block_ids = std::clamp<int64_t>(ceil_div(n_ids, kSortBlocks), 1, kBlockIds);
+    int32_t *const sorted_ids = memory, *const order = memory + n_places;
+    embedding_sort_kernel<<<static_cast<unsigned>(ceil_div(n_ids, block_ids)), kSortBlock, 0, stream>>>(
+        sorted_ids, order, ids.ptr<int32_t>(), n_places, narrow(n_rows, "embedding: rows"),
+        static_cast<int>(block_ids));
+    launched("embedding_sort_kernel", {.reads = 4 * n_places, .writes = 8 * n_places, .scratch = 8 * n_places});
+    return {sorted_ids, order};
 }
 
-// Adds dout to the rows of one table: row ids[i] gets dout[i].
+// Adds dout to the rows of one table: row ids[i] gets dout[i]. And to the table of positions, where it has blocks.
 template <class T, class G, int n>
-static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor scratch, cudaStream_t stream) {
-    const int64_t C = dout.shape[2], n_places = dout.shape[0] * dout.shape[1], n_rows = dtable.shape[0];
+static void add_by_lists(Tensor dtable, Tensor dout, Tensor ids, Tensor dwpe, bool accumulate_wpe, Tensor scratch,
+                         cudaStream_t stream) {
+    const int64_t B = dout.shape[0], T_length = dout.shape[1], C = dout.shape[2], n_places = B * T_length,
+                  n_rows = dtable.shape[0];
     int32_t* const memory = scratch.ptr<int32_t>();
     float* const partial = reinterpret_cast<float*>(memory);
     const SortedPlaces sorted = sort_places(ids, n_rows, memory + n_partial(n_places, C), stream);
     const int64_t x = std::min<int64_t>(kBlock, round_up(ceil_div(C, n), kWarp));  // whole warps
-    const dim3 grid(static_cast<unsigned>(ceil_div(n_places, kPiece)), static_cast<unsigned>(ceil_div(C, x * n)));
-    const unsigned block = static_cast<unsigned>(x);
-    embedding_backward_pieces_kernel<T, G, n><<<grid, block, 0, stream>>>(
-        dtable.ptr<G>(), partial, dout.ptr<T>(), sorted.ids, sorted.order, n_places, C, n_rows);
-    // At the most: all places in rows of their own, or all in long lists.
-    const int64_t rows = bytes_of_rows(dtable, std::min(n_rows, n_places)), partial_bytes = 4 * n_partial(n_places, C);
-    launched("embedding_backward_pieces_kernel", {.reads = bytes_of(dout) + 8 * n_places + rows,
-                                                  .writes = rows + partial_bytes,
-                                                  .scratch = 8 * n_places + partial_bytes,
-                                                  .flops = static_cast<double>(dout.n())});
-    embedding_backward_long_lists_kernel<G, n>
-        <<<grid, block, 0, stream>>>(dtable.ptr<G>(), partial, sorted.ids, n_places, C);
-    const int64_t long_rows = bytes_of_rows(dtable, std::min(n_rows, n_places / (kPiece + 1)));
-    launched("embedding_backward_long_lists_kernel", {.reads = 4 * n_places + partial_bytes + long_rows,
-                                                      .writes = long_rows,
-                                                      .scratch = 4 * n_places + partial_bytes,
-                                                      .flops = static_cast<double>(n_partial(n_places, C))});
+    const int64_t piece_blocks = ceil_div(n_places, kPiece), y = ceil_div(C, x * n),
+                  positions = !dwpe            ? 0
+                              : accumulate_wpe ? T_length
+                                               : dwpe.shape[0];
+    check(piece_blocks * y <= kArrivals, "embedding_backward: ", n_places, " tokens of ", C, " channels are too many");
+    const dim3 grid(static_cast<unsigned>(piece_blocks + positions), static_cast<unsigned>(y));
+    embedding_backward_kernel<T, G, n><<<grid, static_cast<unsigned>(x), 0, stream>>>(
+        dtable.ptr<G>(), partial, device().arrivals, dout.ptr<T>(), sorted.ids, sorted.order, n_places, C, n_rows,
+        PositionRows<G>{dwpe ? dwpe.ptr<G>() : nullptr, B, T_length, accumulate_wpe},
+        static_cast<unsigned>(piece_blocks));
+    // At the most: all places in rows of their own, or all in long lists, with a counter each.
+    const int64_t rows = bytes_of_rows(dtable, std::min(n_rows, n_places)), partial_bytes = 4 * n_partial(n_places, C),
+                  counters = n_places / (kPiece + 1) * y * static_cast<int64_t>(sizeof(unsigned)),
+                  position_rows = bytes_of_rows(dwpe, positions);
+    launched("embedding_backward_kernel",
+             {.reads = bytes_of(dout) + 8 * n_places + rows + partial_bytes + counters +
+                       (accumulate_wpe ? position_rows : 0),
+              .writes = rows + partial_bytes + counters + position_rows,
+              .scratch = 8 * n_places + 2 * partial_bytes,
+              .flops = static_cast<double>((dwpe ? 2 : 1) * dout.n() + n_partial(n_places, C))});
 }
 
 template <class T, class G, int n>
 static void launch_embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions,
-                                      Tensor scratch, cudaStream_t stream) {
-    if (dwpe && positions) {
-        add_by_lists<T, G, n>(dwpe, dout, positions, scratch, stream);
-    } else if (dwpe) {
-        embedding_backward_wpe_kernel<T, G, n><<<static_cast<unsigned>(dout.shape[1]), kBlock, 0, stream>>>(
-            dwpe.ptr<G>(), dout.ptr<T>(), dout.shape[0], dout.shape[2]);
-        const int64_t sums = bytes_of_rows(dwpe, dout.shape[1]);
-        launched("embedding_backward_wpe_kernel",
-                 {.reads = bytes_of(dout) + sums, .writes = sums, .flops = static_cast<double>(dout.n())});
-    }
-    add_by_lists<T, G, n>(dwte, dout, tokens, scratch, stream);
+                                      bool accumulate_wpe, Tensor scratch, cudaStream_t stream) {
+    if (dwpe && positions) add_by_lists<T, G, n>(dwpe, dout, positions, {}, false, scratch, stream);
+    add_by_lists<T, G, n>(dwte, dout, tokens, positions ? Tensor{} : dwpe, accumulate_wpe, scratch, stream);
 }
 
 void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, bool accumulate_wte,
@@ -484,7 +483,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     if (positions) expect(name, "positions", positions, DType::i32, {B, T_length});
     expect_aligned(name, {{"dout", dout}, {"dwte", dwte}, {"dwpe", dwpe}});
     zero_unless(accumulate_wte, dwte, stream);
-    zero_unless(accumulate_wpe, dwpe, stream);
+    if (positions || dout.n() == 0) zero_unless(accumulate_wpe, dwpe, stream);
     if (dout.n() == 0) return;
     // The sort stores places as 32-bit integers.
     narrow(B * T_length, "embedding_backward: B T");
@@ -496,8 +495,11 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
         using Chunk = decltype(zero);
         using T = typename Chunk::Element;
         if (dwte.dtype == DType::f32)
-            launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, positions, scratch, stream);
-        else launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, positions, scratch, stream);
+            launch_embedding_backward<T, float, Chunk::n>(dwte, dwpe, dout, tokens, positions, accumulate_wpe, scratch,
+                                                          stream);
+        else
+            launch_embedding_backward<T, T, Chunk::n>(dwte, dwpe, dout, tokens, positions, accumulate_wpe, scratch,
+                                                      stream);
     });
 }
 

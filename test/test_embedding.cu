@@ -18,8 +18,7 @@ struct Case {
     int64_t B, T, C, rows;
 };
 // One element; channels that are no whole chunks; more chunks than threads in a block (129 * 32 channels would be
-// needed on the CPU: 4100); more positions than a block of the link kernel has threads;
-// a vocabulary smaller and larger than B T.
+// needed on the CPU: 4100); a vocabulary smaller and larger than B T.
 const Case kCases[] = {{1, 1, 1, 1},  {2, 3, 3, 4},      {3, 5, 33, 2},   {1, 37, 48, 11},
                        {4, 50, 7, 3}, {2, 65, 100, 300}, {1, 3, 4100, 5}, {5, 31, 129, 20}};
 
@@ -167,7 +166,7 @@ std::vector<float> sums_by_pieces(const std::vector<int32_t>& ids, const Values&
 }
 
 // Sums are ordered, so float32 loops in that order have the same bits. Ids of all kinds, at lengths around a round of
-// the sort, 32 places, a piece, and a block's stretch, with one digit of 8 bits and with several.
+// the sort, 32 places, a piece, and several of them, with the ids of one block of the sort and of several.
 TEST_CASE("embedding backward adds in the order that it promises, to the bit", "[embedding]") {
     const int64_t C = 5;
     int i = 0;
@@ -200,7 +199,7 @@ TEST_CASE("embedding backward adds in the order that it promises, to the bit", "
 }
 
 // As in a text: one id is every third place, so its list has hundreds of pieces, and another is every fifth; the others
-// are rare, and a tenth of all has no row. More places than the sort's blocks of the least size can have.
+// are rare, and a tenth of all has no row.
 TEST_CASE("embedding backward of very frequent ids against float64", "[embedding]") {
     const int64_t N = 300000, C = 2, rows = 40000;
     std::vector<int32_t> ids(static_cast<size_t>(N));
@@ -311,7 +310,7 @@ TEST_CASE("embedding says what is wrong with its arguments", "[embedding][errors
     CHECK_THROWS_WITH(embedding_backward(wte, short_wpe, out, tokens, {}, true, true, scratch, s),
                       ContainsSubstring("embedding_backward: dwpe has 2 positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, {}, true, true, tokens, s),
-                      ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 296"));
+                      ContainsSubstring("embedding_backward: scratch is i32 (2, 3), expected i32 of at least 28"));
     CHECK_THROWS_WITH(embedding_forward(out, tokens, places, wte, wpe, s),
                       ContainsSubstring("embedding_forward: positions"));
     CHECK_THROWS_WITH(embedding_backward(wte, wpe, out, tokens, places, true, true, scratch, s),
