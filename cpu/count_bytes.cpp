@@ -69,8 +69,7 @@ HeldBytes how_to_hold(const std::string& kernel, int64_t reads) {
         {"cross_entropy_finish_kernel", {most, exact}},
         {"flash_backward_hopper_kernel", {most, most}},
         // Which lists are long.
-        {"embedding_backward_pieces_kernel", {at_most, at_most}},
-        {"embedding_backward_long_lists_kernel", {at_most, at_most}},
+        {"embedding_backward_kernel", {at_most, at_most}},
         // How many rows the cache has, only the device knows: keys and values are not stated.
         {"paged_attention_kernel", {at_least, exact}},
         {"paged_decode_kernel", {at_least, exact}},

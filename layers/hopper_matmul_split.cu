@@ -362,16 +362,17 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
             });
         });
     });
-    // The parts are written and read, and the counters; the row sums of parts, too, and those of tiles after them.
-    const int64_t part_bytes = n_parts * kPartBytes,
-                  row_bytes = o.a_row_sums ? (n_parts + schedule.grid.tiles()) * kRowPartBytes : 0,
+    // Written and read: parts, their row sums, counters; and the row sums of tiles, of which those of rows that exist are
+    // read.
+    const int64_t parts_bytes = n_parts * (kPartBytes + (o.a_row_sums ? kRowPartBytes : 0)),
+                  sums_written = o.a_row_sums ? schedule.grid.tiles() * kRowPartBytes : 0,
+                  sums_read = o.a_row_sums ? schedule.grid.columns * M * static_cast<int64_t>(sizeof(float)) : 0,
                   counters = schedule.cut_tiles + (o.a_row_sums ? schedule.grid.rows : 0),
-                  counter_bytes = counters * kConsumers * static_cast<int64_t>(sizeof(unsigned)),
-                  scratch_bytes = part_bytes + row_bytes + counter_bytes;
+                  counter_bytes = counters * kConsumers * static_cast<int64_t>(sizeof(unsigned));
     launched("hopper_matmul_split_kernel",
-             {.reads = bytes_of(a, b) + (o.beta != 0.0f ? bytes_of(out) : 0) + scratch_bytes,
-              .writes = bytes_of(out, o.a_row_sums) + scratch_bytes,
-              .scratch = 2 * (part_bytes + row_bytes),
+             {.reads = bytes_of(a, b) + (o.beta != 0.0f ? bytes_of(out) : 0) + parts_bytes + sums_read + counter_bytes,
+              .writes = bytes_of(out, o.a_row_sums) + parts_bytes + sums_written + counter_bytes,
+              .scratch = 2 * parts_bytes + sums_read + sums_written,
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
 }

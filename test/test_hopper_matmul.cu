@@ -261,13 +261,13 @@ TEST_CASE("hopper matmul: the parts of a product", "[hopper_matmul][hopper][matm
     hopper_matmul(out, a, b, {.transpose_a = true, .a_row_sums = sums}, device().stream);
     CHECK(out.values() == Values(M * N, 3072.0));
     CHECK(sums.values() == Values(M, 6144.0));
-    const int64_t parts = 4 * 4 * 128 * 256, rows = 4 * (4 + 2) * 128;  // row sums of parts, then of tiles
-    const int64_t counters = 4 * 2 * (2 + 1);                           // of two tiles and a row of tiles, a consumer
+    const int64_t parts = 4 * 4 * 128 * (256 + 1), tile_sums = 4 * 2 * 128;  // with row sums of parts; those of tiles
+    const int64_t counters = 4 * 2 * (2 + 1);  // of two tiles and a row of tiles, a consumer
     REQUIRE(notes.launches.size() == 1);
     CHECK(notes.launches[0].kernel == "hopper_matmul_split_kernel");
-    CHECK(notes.launches[0].cost.reads == 2 * K * (M + N) + parts + rows + counters);
-    CHECK(notes.launches[0].cost.writes == 4 * M * (N + 1) + parts + rows + counters);
-    CHECK(notes.launches[0].cost.scratch == 2 * (parts + rows));
+    CHECK(notes.launches[0].cost.reads == 2 * K * (M + N) + parts + 4 * 2 * M + counters);
+    CHECK(notes.launches[0].cost.writes == 4 * M * (N + 1) + parts + tile_sums + counters);
+    CHECK(notes.launches[0].cost.scratch == 2 * parts + tile_sums + 4 * 2 * M);
     CHECK(notes.launches[0].cost.flops == 2.0 * M * N * K);
 }
 
