@@ -165,7 +165,8 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
 constexpr int kSumThreads = 256;
 
 // One block: thread t adds losses t, t + 256, ...; thread 0 adds up the threads.
-__global__ void __launch_bounds__(kSumThreads) add_losses_kernel(float* sum, const float* losses, int64_t n) {
+__global__ void __launch_bounds__(kSumThreads)
+    add_losses_kernel(float* sum, const float* losses, int64_t n, bool accumulate) {
     __shared__ double shared[kSumThreads];
     double mine = 0;
 #pragma unroll 16  // so many loads are under way
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kSumThreads) add_losses_kernel(float* sum, con
     shared[threadIdx.x] = mine;
     __syncthreads();  // all values have been written
     if (threadIdx.x > 0) return;
-    double total = static_cast<double>(sum[0]) + sum[1];
+    double total = accumulate ? static_cast<double>(sum[0]) + sum[1] : 0.0;
     for (int i = 0; i < kSumThreads; ++i) total += shared[i];
     sum[0] = static_cast<float>(total);
     sum[1] = sum[0] - sum[0] == 0 ? static_cast<float>(total - sum[0]) : 0.0f;  // inf and NaN leave nothing over
@@ -257,10 +258,11 @@ void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor a
     });
 }
 
-void add_losses(Tensor sum, Tensor losses, cudaStream_t stream) {
+void add_losses(Tensor sum, Tensor losses, bool accumulate, cudaStream_t stream) {
     expect("add_losses", "sum", sum, DType::f32, {2});
     expect("add_losses", "losses", losses, DType::f32, {-1});
-    add_losses_kernel<<<1, kSumThreads, 0, stream>>>(sum.ptr<float>(), losses.ptr<float>(), losses.n());
-    launched("add_losses_kernel",
-             {.reads = bytes_of(sum, losses), .writes = bytes_of(sum), .flops = static_cast<double>(losses.n())});
+    add_losses_kernel<<<1, kSumThreads, 0, stream>>>(sum.ptr<float>(), losses.ptr<float>(), losses.n(), accumulate);
+    launched("add_losses_kernel", {.reads = bytes_of(losses) + (accumulate ? bytes_of(sum) : 0),
+                                   .writes = bytes_of(sum),
+                                   .flops = static_cast<double>(losses.n())});
 }

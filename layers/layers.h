@@ -557,6 +557,6 @@ void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor a
                           int64_t V, float dloss, cudaStream_t stream);
 // out[i] = ids[i] - first where that is in [0, n), otherwise -1: as embedding_forward and _backward take it.
 void ids_from(Tensor out, Tensor ids, int64_t first, int64_t n, cudaStream_t stream);
-// sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum += losses, in an order that
+// sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum (+)= losses, in an order that
 // depends on N alone.
-void add_losses(Tensor sum, Tensor losses, cudaStream_t stream);
+void add_losses(Tensor sum, Tensor losses, bool accumulate, cudaStream_t stream);

@@ -36,8 +36,14 @@ BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input) {
 
 void take_tokens(const Model& model, Activations& acts, int64_t all_tokens, Arena& arena) {
     const int64_t N = acts.B * acts.T;
-    acts.tokens = arena.take("tokens", DType::i32, {all_tokens / acts.T, acts.T});
-    acts.targets = arena.take("tokens", DType::i32, {N});
+    if (all_tokens == N) {  // one behind the other: one copy brings both
+        const Tensor both = arena.take("tokens", DType::i32, {2, N});
+        acts.tokens = both.slice(0, 1).view({acts.B, acts.T});
+        acts.targets = both.slice(1, 1).view({N});
+    } else {
+        acts.tokens = arena.take("tokens", DType::i32, {all_tokens / acts.T, acts.T});
+        acts.targets = arena.take("tokens", DType::i32, {N});
+    }
     if (model.layout.size > 1) acts.local_tokens = arena.take("tokens", DType::i32, {all_tokens / acts.T, acts.T});
 }
 

@@ -13,7 +13,7 @@
 //   1. sums of kRows squares each, in f32, are stored as doubles: kBlock of them for a chunk of kChunkN elements;
 //   2. one block adds these in double, and with them the squares of the last n % kChunkN elements.
 // It leaves as two floats, high + low, 48 bits together: ranks can add those. Of many parts of an array, each stage is
-// one launch.
+// one launch; where no rank adds anything, the last block of the second one computes norm and scale, too.
 #include "layers/chunk.cuh"
 #include "optim/optim.h"
 
@@ -105,12 +105,33 @@ __device__ __forceinline__ void store_pair(float* result, double sum) {
     result[1] = sum < INFINITY && result[0] < INFINITY ? static_cast<float>(sum - result[0]) : 0.0f;
 }
 
+// A ClipScale of `sums` (n_sums, 2). result is null: there is none.
+struct Clip {
+    float* result;
+    const float* sums;
+    int n_sums;
+    float max_norm, unscale;
+    bool stays_nan;
+};
+// One thread.
+__device__ __forceinline__ void clip(const Clip& c) {
+    double sum = 0;
+    for (int i = 0; i < c.n_sums; ++i) sum += static_cast<double>(c.sums[2 * i]) + c.sums[2 * i + 1];
+    const float norm = static_cast<float>(c.unscale * sqrt(sum));
+    float scale = c.unscale;
+    if (c.max_norm > 0) scale *= fminf(1.0f, c.max_norm / (norm + 1e-6f));
+    if (!(norm < INFINITY)) scale = NAN;  // inf or NaN: the update must not happen
+    if (c.stays_nan && c.result[1] != c.result[1]) scale = NAN;
+    c.result[0] = norm;
+    c.result[1] = scale;
+}
+__global__ void clip_scale_kernel(Clip c) { clip(c); }
+
 // One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them. Block p has work if part p is
 // the first of its row.
 template <class T>
-__global__ void __launch_bounds__(kLastBlock / kPerThread)
-    add_sums_kernel(float* __restrict__ results, const double* __restrict__ sums, const T* __restrict__ grads,
-                    SumTables tables) {
+__device__ __forceinline__ void add_parts_of_row(float* __restrict__ results, const double* __restrict__ sums,
+                                                 const T* __restrict__ grads, const SumTables& tables) {
     __shared__ double shared[kLastBlock];
     const int t = threadIdx.x;
     const int64_t row = part_at(tables, blockIdx.x).row;
@@ -149,17 +170,11 @@ __global__ void __launch_bounds__(kLastBlock / kPerThread)
     }
 }
 
-__global__ void clip_scale_kernel(float* result, const float* sums, int n_sums, float max_norm, float unscale,
-                                  bool stays_nan) {
-    double sum = 0;
-    for (int i = 0; i < n_sums; ++i) sum += static_cast<double>(sums[2 * i]) + sums[2 * i + 1];
-    const float norm = static_cast<float>(unscale * sqrt(sum));
-    float scale = unscale;
-    if (max_norm > 0) scale *= fminf(1.0f, max_norm / (norm + 1e-6f));
-    if (!(norm < INFINITY)) scale = NAN;  // inf or NaN: the update must not happen
-    if (stays_nan && result[1] != result[1]) scale = NAN;
-    result[0] = norm;
-    result[1] = scale;
+template <class T>
+__global__ void __launch_bounds__(kLastBlock / kPerThread)
+    add_sums_kernel(float* results, const double* sums, const T* grads, SumTables tables, unsigned* arrivals, Clip c) {
+    add_parts_of_row(results, sums, grads, tables);
+    if (c.result && is_last_block(arrivals, gridDim.x) && threadIdx.x == 0) clip(c);
 }
 
 }  // namespace
@@ -173,7 +188,8 @@ int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 
 // Stage 1 of n_blocks, which read `whole` elements and leave n_sums; stage 2, which reads the other `rest`, and the
 // results of the n_longer_rows rows that have several parts.
 static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTables& tables, int64_t n_rows,
-                        int64_t n_longer_rows, int64_t n_blocks, int64_t whole, int64_t rest, cudaStream_t stream) {
+                        int64_t n_longer_rows, int64_t n_blocks, int64_t whole, int64_t rest, const Clip& clip,
+                        cudaStream_t stream) {
     const int64_t n_sums = whole / kRows * static_cast<int64_t>(sizeof(double));
     const int64_t of_blocks = tables.blocks ? n_blocks * static_cast<int64_t>(sizeof(ChunkBlock)) : 0,
                   of_parts = tables.parts ? tables.n_parts * static_cast<int64_t>(sizeof(SummedPart)) : 0;
@@ -193,12 +209,14 @@ static void launch_sums(Tensor sums, Tensor grads, double* scratch, const SumTab
         }
         add_sums_kernel<T>
             <<<narrow(tables.n_parts, "sum_squares: the number of parts"), kLastBlock / kPerThread, 0, stream>>>(
-                sums.ptr<float>(), scratch, from, tables);
-        launched("add_sums_kernel",
-                 {.reads = n_sums + rest * bytes + of_parts + n_longer_rows * 2 * int64_t{sizeof(float)},
-                  .writes = n_rows * 2 * int64_t{sizeof(float)},
-                  .scratch = n_sums,
-                  .flops = 2.0 * static_cast<double>(rest)});
+                sums.ptr<float>(), scratch, from, tables, device().arrivals, clip);
+        // Rows that are clipped are read; otherwise those of several parts. With the count of blocks.
+        const int64_t pair = 2 * int64_t{sizeof(float)}, count = clip.result ? int64_t{sizeof(unsigned)} : 0;
+        launched("add_sums_kernel", {.reads = n_sums + rest * bytes + of_parts + count + (clip.stays_nan ? 4 : 0) +
+                                              (clip.result ? clip.n_sums : n_longer_rows) * pair,
+                                     .writes = n_rows * pair + count + (clip.result ? pair : 0),
+                                     .scratch = n_sums,
+                                     .flops = 2.0 * static_cast<double>(rest)});
     });
 }
 
@@ -210,7 +228,7 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream) 
           ", expected at least f32 (", grad_norm_scratch_n(n), ")");
     check(is_aligned(scratch.data, sizeof(double)), "sum_squares: scratch must be on an 8-byte boundary");
     launch_sums(sum, grads, reinterpret_cast<double*>(scratch.ptr<float>()), {nullptr, nullptr, 1, n}, 1, 0,
-                ceil_div(n_chunks, kBlockChunks), n_chunks * kChunkN, n % kChunkN, stream);
+                ceil_div(n_chunks, kBlockChunks), n_chunks * kChunkN, n % kChunkN, {}, stream);
 }
 
 SquareSums::SquareSums(Arena& arena, const std::string& what, const std::vector<Part>& parts)
@@ -241,28 +259,40 @@ void SquareSums::init(cudaStream_t stream) {
             cudaCheck(cudaMemcpyAsync(to.data, from->data(), to.bytes(), cudaMemcpyHostToDevice, stream));
 }
 
-void SquareSums::add_up(Tensor sums, Tensor grads, cudaStream_t stream) const {
+static Clip clip_of(Tensor sums, const ClipScale& clip) {
+    expect("clip_scale", "result", clip.result, DType::f32, {2});
+    expect("clip_scale", "sums", sums, DType::f32, {-1, 2});
+    check(!std::isnan(clip.max_norm), "clip_scale: max_norm is NaN");
+    check(clip.unscale > 0 && std::isfinite(clip.unscale), "clip_scale: unscale is ", clip.unscale,
+          ": it must be a number above 0");
+    return {clip.result.ptr<float>(),
+            sums.ptr<float>(),
+            narrow(sums.shape[0], "clip_scale: sums"),
+            clip.max_norm,
+            clip.unscale,
+            clip.stays_nan};
+}
+
+void SquareSums::add_up(Tensor sums, Tensor grads, cudaStream_t stream, const ClipScale& clip) const {
     expect("sum_squares", "sums", sums, DType::f32, {-1, 2});
     expect("sum_squares", "grads", grads, grads.dtype, {-1});
+    check(!clip.result || n_rows_ == sums.shape[0], "sum_squares: only ", n_rows_, " of ", sums.shape[0],
+          " rows to be clipped have gradients");
     if (n_parts_ == 0) return;
     const int64_t whole = n_chunks_ * kChunkN;
     const SumTables tables = {static_cast<const ChunkBlock*>(blocks_.data), static_cast<const SummedPart*>(parts_.data),
                               n_parts_, 0};
     launch_sums(sums, grads, static_cast<double*>(scratch_.data), tables, n_rows_, n_longer_rows_, n_blocks_, whole,
-                n_ - whole, stream);
+                n_ - whole, clip.result ? clip_of(sums, clip) : Clip{}, stream);
 }
 
-void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan) {
-    expect("clip_scale", "result", result, DType::f32, {2});
-    expect("clip_scale", "sums", sums, DType::f32, {-1, 2});
-    check(!std::isnan(max_norm), "clip_scale: max_norm is NaN");
-    check(unscale > 0 && std::isfinite(unscale), "clip_scale: unscale is ", unscale, ": it must be a number above 0");
-    clip_scale_kernel<<<1, 1, 0, stream>>>(result.ptr<float>(), sums.ptr<float>(),
-                                           narrow(sums.shape[0], "clip_scale: sums"), max_norm, unscale, stays_nan);
-    launched("clip_scale_kernel", {.reads = bytes_of(sums) + (stays_nan ? 4 : 0), .writes = bytes_of(result)});
+void clip_scale(Tensor sums, const ClipScale& clip, cudaStream_t stream) {
+    clip_scale_kernel<<<1, 1, 0, stream>>>(clip_of(sums, clip));
+    launched("clip_scale_kernel",
+             {.reads = bytes_of(sums) + (clip.stays_nan ? 4 : 0), .writes = bytes_of(clip.result)});
 }
 
 void grad_norm(Tensor result, Tensor grads, float max_norm, float unscale, Tensor scratch, cudaStream_t stream) {
     sum_squares(result, grads, scratch, stream);
-    clip_scale(result, result.view({1, 2}), max_norm, unscale, stream);
+    clip_scale(result.view({1, 2}), {result, max_norm, unscale}, stream);
 }

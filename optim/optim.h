@@ -61,7 +61,12 @@ void sum_squares(Tensor sum, Tensor grads, Tensor scratch, cudaStream_t stream);
 // sums: (k, 2), rows like `sum`.
 // stays_nan: a scale that is NaN before stays NaN. So no update follows one that was skipped, also where the host has
 // launched it before it knows of that.
-void clip_scale(Tensor result, Tensor sums, float max_norm, float unscale, cudaStream_t stream, bool stays_nan = false);
+struct ClipScale {
+    Tensor result = {};
+    float max_norm = 0, unscale = 1;
+    bool stays_nan = false;
+};
+void clip_scale(Tensor sums, const ClipScale& clip, cudaStream_t stream);
 
 // sum_squares of many parts of a flat array in two launches: each row of `sums` (k, 2) that has parts becomes the sum
 // of these, added in their order. A part has the same bits as by itself.
@@ -73,7 +78,8 @@ class SquareSums {
     };
     SquareSums(Arena& arena, const std::string& what, const std::vector<Part>& parts);
     void init(cudaStream_t stream);  // after arena.reserve(): uploads the tables
-    void add_up(Tensor sums, Tensor grads, cudaStream_t stream) const;
+    // With `clip` also clip_scale of all rows, each of which must have parts: no launch more.
+    void add_up(Tensor sums, Tensor grads, cudaStream_t stream, const ClipScale& clip = {}) const;
 
   private:
     std::vector<int64_t> host_blocks_, host_parts_;

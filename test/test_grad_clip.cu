@@ -143,7 +143,7 @@ TEST_CASE("a scale that is NaN stays NaN where that is asked for", "[grad_clip]"
     for (const double before : {0.0, 0.5, static_cast<double>(NAN)})
         for (const bool stays_nan : {false, true}) {
             Buffer result(DType::f32, {2}, {1, before});
-            clip_scale(result, sums, 0, 0.25f, device().stream, stays_nan);
+            clip_scale(sums, {result, 0, 0.25f, stays_nan}, device().stream);
             CHECK(result.values()[0] == 1.25);
             if (stays_nan && std::isnan(before)) CHECK(std::isnan(result.values()[1]));
             else CHECK(result.values()[1] == 0.25);
@@ -220,4 +220,38 @@ TEST_CASE("sums of squares of many parts have the bits of each by itself", "[gra
         expected[8] = together[8], expected[9] = together[9];
         CHECK(together == expected);
     }
+}
+
+TEST_CASE("sums of squares are clipped in the same launch", "[grad_clip][counted]") {
+    // Row 1 has two parts; one, and the rest behind the last chunk, is shorter than a chunk.
+    const std::vector<SquareSums::Part> parts = {{0, 3000, 0}, {3000, 2 * kChunkN + 5, 1}, {200000, 100, 1}};
+    const int64_t n = 200100;
+    for (const DType dtype : kFloatDTypes)
+        for (const double bad : {0.0, static_cast<double>(INFINITY)}) {
+            INFO(dtype_name(dtype) << ", " << bad);
+            std::vector<double> values = random_values(n, 5, 0.01);
+            values[70000] += bad;
+            const Buffer grads(dtype, {n}, values), result(DType::f32, {2}), same_sums(DType::f32, {2, 2}),
+                same_result(DType::f32, {2});
+            Buffer sums(DType::f32, {2, 2});
+            Arena arena("norm");
+            SquareSums(arena, "norm", parts);
+            arena.reserve();
+            SquareSums all(arena, "norm", parts);
+            all.init(device().stream);
+            LaunchNotes notes;
+            for (int k = 0; k < 2; ++k) {
+                sums.set({1, 2, 3, 4});  // nothing may remain of them
+                all.add_up(sums, grads, device().stream, {result, 0.5f, 0.25f});
+            }
+            CHECK(notes.launches.size() == 4);
+            all.add_up(same_sums, grads, device().stream);
+            clip_scale(same_sums, {same_result, 0.5f, 0.25f}, device().stream);
+            CHECK((sums.bits() == same_sums.bits()));
+            CHECK((result.bits() == same_result.bits()));
+            CHECK(std::isnan(result.values()[1]) == (bad > 0));
+            const Buffer three(DType::f32, {3, 2});
+            CHECK_THROWS_WITH(all.add_up(three, grads, device().stream, {result}),
+                              ContainsSubstring("only 2 of 3 rows to be clipped have gradients"));
+        }
 }

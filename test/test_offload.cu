@@ -71,7 +71,7 @@ class Run {
         for (size_t u = 0; u < model.units.size(); ++u)
             sum_squares(sums_.slice(static_cast<int64_t>(u), 1).view({2}), model.grad_shard(u), scratch_, stream);
         ranks_.all_reduce(sums_, stream);
-        clip_scale(norm_, sums_, case_.clip, 1 / loss_scale, stream);
+        clip_scale(sums_, {norm_, case_.clip, 1 / loss_scale}, stream);
         for (size_t u = 0; u < model.units.size(); ++u) {
             if (offload_) offload_->update(u, norm_, stream);
             else optimizer_->step_units(u, 1, model.updated_weights(5), model.grads, norm_, lr, t, stream);

@@ -27,7 +27,7 @@ void add_losses_of_one(Trainer& t, bool mine, cudaStream_t stream) {
     if (mine) upload_micro_batch(t, acts, t.evaluation_row(), stream);
     forward(t.model, acts, t.workspace, stream, false);
     loss_forward(t.model, acts, stream);
-    if (mine) t.add_losses_once(acts, stream);
+    if (mine) t.add_losses_once(acts, true, stream);
 }
 
 }  // namespace

@@ -167,8 +167,7 @@ void Trainer::reserve() {
     square_sums->init(device().stream);
     cudaCheck(cudaMemsetAsync(totals.data, 0, totals.bytes(), device().stream));
     const int64_t n_rows = evaluation_row() + local_batch, n_tokens = n_rows * options.rank_seq();
-    take_pinned(host_tokens, n_tokens);
-    take_pinned(host_targets, n_tokens);
+    take_pinned(host_tokens, 2 * n_tokens);
     take_pinned(host_stop, 1);
     for (StepEnd& end : step_ends) {
         take_pinned(end.numbers, 1);

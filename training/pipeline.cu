@@ -226,7 +226,7 @@ void Pipeline::forward(const Action& action, Tensor in, Tensor out, cudaStream_t
     in_flight_.take_head(acts, out);
     head_forward(model, acts, t_.workspace, out, stream);
     loss_forward(model, acts, stream);
-    t_.add_losses_once(acts, stream);
+    t_.add_losses_once(acts, true, stream);
     in_flight_.give_back_head(acts);
 }
 
@@ -255,7 +255,7 @@ void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
         head_forward(model, acts, workspace, out, stream);
         loss_backward(model, acts, dloss_, stream);
         head_backward(model, acts, workspace, dx, stream);
-        t_.add_losses_once(acts, stream);
+        t_.add_losses_once(acts, true, stream);
     }
     backward_blocks(model, acts, workspace, first, last, dx, dx, stream);
     if (action.stage == 0) embed_backward(model, acts, workspace, dx, stream);

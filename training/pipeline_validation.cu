@@ -76,8 +76,7 @@ void Pipeline::update_early(int64_t step, bool stop, cudaStream_t stream) {
         after(stream, numbers_stream_);
         residual_add(t_.totals, t_.totals, passed_, stream);
     }
-    clip_scale(t_.norm_result(), t_.totals.slice(0, t_.n_units()), static_cast<float>(t_.options.clip),
-               1 / static_cast<float>(t_.scaler.scale), stream);
+    clip_scale(t_.totals.slice(0, t_.n_units()), t_.clip_scale(t_.options.clip), stream);
     // What travels stays as it is while the next step counts.
     copy_tensor(final_, t_.totals, stream);
     after(numbers_stream_, stream);

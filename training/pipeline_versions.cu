@@ -51,7 +51,7 @@ void Pipeline::update(const Action& action, cudaStream_t stream) {
     count_for(step);
     reduce_gradients(stream);
     add_squares(t_);
-    clip_scale(t_.norm_result(), t_.totals.slice(0, t_.n_units()), 0, 1, stream);
+    clip_scale(t_.totals.slice(0, t_.n_units()), {t_.norm_result()}, stream);
 
     const size_t n = versions_.size(), v = static_cast<size_t>(action.version);
     const Model &next = versions_[v % n], &now = versions_[(v - 1) % n];

@@ -45,12 +45,11 @@ void read_documents(const Trainer& t, const BatchReader& data, int64_t sequence,
 }  // namespace
 
 void read_sequence(const Trainer& t, const BatchReader& data, int64_t sequence, int64_t row) {
-    const int64_t first = row * t.options.rank_seq();
-    if (!t.context_parallel) return data.sequence(sequence, t.host_tokens + first, t.host_targets + first);
+    if (!t.context_parallel) return data.sequence(sequence, t.tokens_of(row), t.targets_of(row));
     std::vector<int32_t> tokens(static_cast<size_t>(t.options.seq)), targets(tokens.size());
     data.sequence(sequence, tokens.data(), targets.data());
-    take_own(t, t.host_tokens + first, tokens);
-    take_own(t, t.host_targets + first, targets);
+    take_own(t, t.tokens_of(row), tokens);
+    take_own(t, t.targets_of(row), targets);
 }
 
 void set_positions(const Trainer& t, int64_t n) {
@@ -78,13 +77,16 @@ void read_batch_to(int64_t row, const Trainer& t, const BatchReader& data, int64
 }
 
 void upload_micro_batch(const Trainer& t, const Activations& acts, int64_t row, cudaStream_t stream) {
-    const int64_t first = row * t.options.rank_seq();
-    copy_to_device_async(acts.tokens, t.host_tokens + first, stream);
     // Ranks that divide the layers may divide the sequences of a micro-batch, too.
     const TensorLayout& layout = t.model.layout;
-    const int64_t n = acts.targets.n(), inside = layout.part(layout.inner_rows).index,
-                  in_stream = layout.part(layout.stream_rows).index;
-    copy_to_device_async(acts.targets, t.host_targets + first + inside * n, stream);
+    const int64_t first = row * t.options.rank_seq(), n = acts.targets.n(),
+                  inside = layout.part(layout.inner_rows).index, in_stream = layout.part(layout.stream_rows).index;
+    if (acts.targets.data == acts.tokens.ptr<int32_t>() + n) {
+        copy_to_device_async(make_tensor(acts.tokens.data, DType::i32, {2 * n}), t.tokens_of(row), stream);
+    } else {
+        copy_to_device_async(acts.tokens, t.tokens_of(row), stream);
+        copy_to_device_async(acts.targets, t.targets_of(row) + inside * n, stream);
+    }
     if (acts.documents)
         copy_to_device_async(acts.documents, t.host_documents + 2 * (row + inside * acts.B) * t.options.seq, stream);
     if (acts.positions) copy_to_device_async(acts.positions, t.host_positions + first + inside * n, stream);
@@ -121,8 +123,12 @@ void accumulate_gradients(Trainer& t, int64_t step) {
     if (t.offload)
         t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
                               static_cast<uint64_t>(o.seed));
-    cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));
-    launched("memset", {.writes = bytes_of(t.step_sums())});
+    // One rank writes all of them.
+    const bool several = t.world.size > 1;
+    if (several) {
+        cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));
+        launched("memset", {.writes = bytes_of(t.step_sums())});
+    }
     if (t.pipeline) t.pipeline->accumulate(t.first_row(step), dloss, stream);
     else {
         for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
@@ -131,7 +137,8 @@ void accumulate_gradients(Trainer& t, int64_t step) {
             loss_backward(t.model, t.acts, dloss, stream);
             t.workspace.accumulate = t.data_parallel.begin_backward(t.model, micro);
             backward(t.model, t.acts, t.workspace, stream);
-            t.add_losses_once(t.acts, stream);  // with --head-chunks it is the backward that has computed them
+            // With --head-chunks it is the backward that has computed them.
+            t.add_losses_once(t.acts, several || micro > 0, stream);
         }
         t.data_parallel.finish_grads(stream);
         add_shared_gradients(t, stream);
@@ -141,8 +148,11 @@ void accumulate_gradients(Trainer& t, int64_t step) {
     inject_overflow(t, step, stream);
 }
 
-void Trainer::add_losses_once(const Activations& its, cudaStream_t stream) {
-    if (model.layout.part(model.layout.heads).index == 0) add_losses(loss_sum(), its.losses, stream);
+void Trainer::add_losses_once(const Activations& its, bool accumulate, cudaStream_t stream) {
+    if (model.layout.part(model.layout.heads).index == 0) add_losses(loss_sum(), its.losses, accumulate, stream);
+}
+ClipScale Trainer::clip_scale(double clip) const {
+    return {norm_result(), static_cast<float>(clip), 1.0f / static_cast<float>(scaler.scale), options.run_ahead};
 }
 void Trainer::sum_over_equal_stages(cudaStream_t stream) {
     data_parallel.all_reduce(step_sums(), stream);
@@ -159,10 +169,8 @@ void add_squares(Trainer& t) {
     t.square_sums->add_up(t.totals, t.model.grads, stream);
 }
 
-// The ranks agree on stopping in a sum that they make anyway: all of them stop after the same step. Of one rank the
-// device need not know.
+// The ranks agree on stopping in a sum that they make anyway: all of them stop after the same step.
 void set_stop(Trainer& t, bool stop) {
-    if (t.world.size == 1) return;
     *t.host_stop = stop ? 1.0f : 0.0f;
     copy_to_device_async(t.stop_count().slice(0, 1), t.host_stop, device().stream);
 }
@@ -171,14 +179,15 @@ void add_stop_and_norm(Trainer& t, bool stop, double clip) {
     const cudaStream_t stream = device().stream;
     set_stop(t, stop);
     t.sum_over_ranks(stream);
-    clip_scale(t.norm_result(), t.totals.slice(0, t.n_units()), static_cast<float>(clip),
-               1.0f / static_cast<float>(t.scaler.scale), stream, t.options.run_ahead);
+    clip_scale(t.totals.slice(0, t.n_units()), t.clip_scale(clip), stream);
 }
 
 void clip_gradients(Trainer& t, int64_t step) {
+    if (t.world.size == 1)
+        return t.square_sums->add_up(t.totals.slice(0, t.n_units()), t.model.grads, device().stream,
+                                     t.clip_scale(t.options.clip));
     add_squares(t);
-    const bool stop = t.world.size > 1 && take_stop_request(t.options, step);
-    add_stop_and_norm(t, stop, t.options.clip);
+    add_stop_and_norm(t, take_stop_request(t.options, step), t.options.clip);
 }
 
 void apply_optimizers(Trainer& t, int64_t step) {

@@ -262,8 +262,8 @@ struct Trainer {
     Tensor totals;
     std::optional<SquareSums> square_sums;  // of this rank's gradients, to the first rows of totals
     // Pinned. A row is a sequence: those of two steps, which take turns (first_row), of all steps that are read at
-    // once, and last those of an evaluation.
-    int32_t *host_tokens = nullptr, *host_targets = nullptr;
+    // once, and last those of an evaluation. Of a micro-batch all tokens come first, then all targets.
+    int32_t* host_tokens = nullptr;
     int32_t *host_documents = nullptr, *host_positions = nullptr;  // with --mask-documents; positions also with --cp
     int64_t batch_read = 0;                                        // the step whose batch was read last
     float* host_stop = nullptr;                                    // pinned: was this rank asked to stop?
@@ -276,13 +276,18 @@ struct Trainer {
     ContextParallel::Sizes attention_sizes() const;
     int64_t first_row(int64_t step) const { return step % 2 * local_batch; }  // of its batch, in the host's memory
     int64_t evaluation_row() const;
+    int32_t* tokens_of(int64_t row) const {
+        return host_tokens + (row / micro_batch * micro_batch + row) * options.rank_seq();
+    }
+    int32_t* targets_of(int64_t row) const { return tokens_of(row) + micro_batch * options.rank_seq(); }
     StepEnd& end_of(int64_t step) { return step_ends[static_cast<size_t>(step % 2)]; }
     // What is summed over all ranks: all but the norm, which follows from it.
     Tensor step_sums() const { return totals.slice(0, n_units() + 2); }
     void sum_over_ranks(cudaStream_t stream);
     void sum_over_equal_stages(cudaStream_t stream);  // without those of other stages of a pipeline
-    // Adds the losses of a micro-batch to loss_sum(): of the ranks with the same tokens, one does.
-    void add_losses_once(const Activations& acts, cudaStream_t stream);
+    // The losses of a micro-batch, to loss_sum(): of the ranks with the same tokens, one adds them.
+    void add_losses_once(const Activations& acts, bool accumulate, cudaStream_t stream);
+    ClipScale clip_scale(double clip) const;  // of this step's gradients, to norm_result()
     Tensor stop_count() const { return totals.slice(n_units(), 1).view({2}); }
     Tensor loss_sum() const { return totals.slice(n_units() + 1, 1).view({2}); }
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
