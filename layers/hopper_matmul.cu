@@ -5,6 +5,7 @@
 //   out = P + bias                       none, bias
 //   out = gelu(before)                   before = P + bias, which is written, too
 //   out = P gelu'(x)                     x (M, N) is read
+//   out = P,  delta[b,h,t] = P . x       of the 64 columns of head h of row b T + t: x (M, N) is read
 //
 // The tensor cores of a multiprocessor multiply 128 x 192 x 768 (K = 768 is a small one) in 9216 clocks. Its 24576
 // results take 12 to 18 instructions each to finish, 128 at a time: up to 3500 clocks, if no warp waited for memory or
@@ -23,10 +24,13 @@
 //
 // A consumer needs its panels back when its next tile is multiplied: the finishers have the time of a whole tile. What
 // they read is rounded to 16 bits, as a product without an epilogue would have stored it. What needs no finishing (P,
-// or before) the copy engine stores; where that is all, one thread is enough, and the tiles have 256 columns.
+// or before) the copy engine stores; where that is all, one thread is enough, and the tiles have 256 columns. (Delta is
+// the first step of attention's backward, of which P is the gradient of its output, and x is that output. By itself it
+// would read both again.)
 //
 // As many blocks as multiprocessors stay, and compute one tile after the other. Products with a long K and few tiles,
 // with an old out, or with sums of a's rows, are those of hopper_matmul_split.cu.
+#include "layers/chunk.cuh"
 #include "layers/gelu.cuh"
 #include "layers/hopper_matmul.cuh"
 #include "layers/hopper_matmul.h"
@@ -37,7 +41,7 @@
 
 namespace {
 
-enum class Finish { store, gelu, gelu_derivative };
+enum class Finish { store, gelu, gelu_derivative, delta };
 
 enum NamedBarriers : uint32_t { kBiasWritten = 1 };  // + consumer
 
@@ -73,7 +77,11 @@ static_assert(std::max(kSharedBytes<Finish::store>, kSharedBytes<Finish::gelu>) 
 template <class Number>
 struct Arguments {
     Number* out;
-    const Number *bias, *x;  // bias may be null; x: gelu_derivative
+    const Number *bias, *x;  // bias may be null; x: gelu_derivative, delta
+    float* delta;            // (M / T, N / 64, T)
+    int T;
+    int* zeros;
+    int n_zeros;
     int M, N;
     float alpha;
     int steps;  // along K
@@ -126,7 +134,7 @@ template <class Number, bool kBTransposed, Finish kFinish>
 __device__ __forceinline__ void consume(Shared<kFinish>& shared, const TileGrid& grid, const Arguments<Number>& args,
                                         int group) {
     using Tile = typename Roles<kFinish>::Tile;
-    const bool has_bias = kFinish != Finish::gelu_derivative && args.bias;
+    const bool has_bias = kFinish < Finish::gelu_derivative && args.bias;
     typename Tile::Sums sums;
     uint32_t round = 0, parity = 0;
     for (int i = static_cast<int>(blockIdx.x); i < grid.tiles(); i += static_cast<int>(gridDim.x), parity ^= 1) {
@@ -265,6 +273,72 @@ __device__ __forceinline__ void finish(Shared<kFinish>& shared, const TileGrid& 
     }
 }
 
+// A finisher with delta has 32 rows of each consumer, and one panel of the tile's, a head: eight lanes have a row, and a
+// lane has eight columns of every fourth row.
+constexpr int kHeadColumns = kPanelColumns, kHeadLanes = 8, kHeadRows = kWarp / kHeadLanes, kFinisherRows = 32;
+
+template <class Number>
+__device__ __forceinline__ void finish_delta(Shared<Finish::delta>& shared, const TileGrid& grid,
+                                             const Arguments<Number>& args, const CUtensorMap& stored, int finisher) {
+    using R = Roles<Finish::delta>;
+    using Tile = R::Tile;
+    constexpr int kRounds = kFinisherRows / kHeadRows;
+    static_assert(R::kFinishers * kFinisherRows == Tile::kPanels * kGroupRows);
+    const int panel = finisher % Tile::kPanels, column = panel * kPanelColumns + lane() % kHeadLanes * 8,
+              first_row = finisher / Tile::kPanels * kFinisherRows + lane() / kHeadLanes;
+    for (int i = (static_cast<int>(blockIdx.x) * R::kFinishers + finisher) * kWarp + lane(); i < args.n_zeros;
+         i += static_cast<int>(gridDim.x) * R::kFinishers * kWarp)
+        args.zeros[i] = 0;
+    const auto rows_of = [&](int tile, int consumer) {
+        const int2 at = grid.at(min(tile, grid.tiles() - 1));  // behind the last tile: any
+        return Rows(args.M, args.N, at.x * kTileRows + consumer * kGroupRows + first_row,
+                    at.y * Tile::kColumns + column);
+    };
+    const int64_t step = kHeadRows * static_cast<int64_t>(args.N);
+    int tile = static_cast<int>(blockIdx.x);
+    Rows here = rows_of(tile, 0);
+    Packed<Number> x[kRounds];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r)
+        x[r] = kHeadRows * r < here.n_rows ? load_packed(args.x + here.first + r * step) : Packed<Number>{};
+    for (uint32_t parity = 0; tile < grid.tiles(); tile += static_cast<int>(gridDim.x), parity ^= 1) {
+        const int2 at = grid.at(tile);
+        const int head = at.y * Tile::kPanels + panel;
+#pragma unroll 1
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+            const unsigned char* rounded = shared.panels[consumer] + panel * kPanelBytes;
+            const Rows next = consumer + 1 < kConsumers ? rows_of(tile, consumer + 1)
+                                                        : rows_of(tile + static_cast<int>(gridDim.x), 0);
+            const Number* from = args.x + next.first;
+            int b = (at.x * kTileRows + consumer * kGroupRows + first_row) / args.T,
+                t = (at.x * kTileRows + consumer * kGroupRows + first_row) % args.T;
+            mbarrier_wait(&shared.written[consumer], parity);
+            if (finisher < Tile::kPanels && lane() == 0)
+                store_panels<Tile, 1>(stored, rounded, args, at, consumer, panel * kPanelColumns);
+#pragma unroll
+            for (int r = 0; r < kRounds; ++r, from += step) {
+                const int byte = (first_row + r * kHeadRows) * kRowBytes + lane() % kHeadLanes * 16;
+                const Packed<Number> y = load_packed(reinterpret_cast<const Number*>(rounded + swizzled<128>(byte))),
+                                     z = x[r];
+                x[r] = kHeadRows * r < next.n_rows ? load_packed(from) : Packed<Number>{};
+                float sums[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sums[i] = to_float(y.v[i]) * to_float(z.v[i]);
+                const float sum = warp_sum(fold_chunk<Sum>(sums), kHeadLanes);
+                if (kHeadRows * r < here.n_rows && lane() % kHeadLanes == 0)
+                    args.delta[(static_cast<int64_t>(b) * (args.N / kHeadColumns) + head) * args.T + t] = sum;
+                for (t += kHeadRows; t >= args.T; t -= args.T) ++b;
+            }
+            here = next;
+            __syncwarp();  // all lanes have read the panel
+            if (lane() == 0) {
+                if (finisher < Tile::kPanels) bulk_wait_read<0>();  // and so has the copy engine
+                mbarrier_arrive(&shared.free[consumer]);
+            }
+        }
+    }
+}
+
 // One thread: tiles that are only stored.
 template <class Number>
 __device__ __forceinline__ void store_tiles(Shared<Finish::store>& shared, const TileGrid& grid,
@@ -307,7 +381,8 @@ __global__ void __launch_bounds__(Roles<kFinish>::kThreads, 1)
     give_registers<R::kOtherRegisters>();
     const int finisher = warp - kConsumers * kGroup / kWarp;
     if (finisher < R::kFinishers) {
-        if constexpr (!R::kStores) finish<Number, kFinish>(shared, grid, args, stored, finisher * R::kPartColumns);
+        if constexpr (kFinish == Finish::delta) finish_delta<Number>(shared, grid, args, stored, finisher);
+        else if constexpr (!R::kStores) finish<Number, kFinish>(shared, grid, args, stored, finisher * R::kPartColumns);
         else if (elect_one()) store_tiles<Number>(shared, grid, args, stored);
     } else if (finisher == R::kFinishers && elect_one()) {
         uint32_t round = 0;
@@ -328,9 +403,14 @@ void launch(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[1];
     using R = Roles<kFinish>;
     const TileGrid grid = tile_grid<typename R::Tile>(M, N);
+    const Tensor& x = o.delta ? o.attended : o.gelu_input;
     const Arguments<Number> args{out.ptr<Number>(),
                                  o.bias ? o.bias.ptr<Number>() : nullptr,
-                                 o.gelu_input ? o.gelu_input.ptr<Number>() : nullptr,
+                                 x ? x.ptr<Number>() : nullptr,
+                                 o.delta ? o.delta.ptr<float>() : nullptr,
+                                 o.delta ? narrow(o.delta.shape[2], "tokens") : 0,
+                                 o.zeros ? o.zeros.ptr<int32_t>() : nullptr,
+                                 narrow(o.zeros.n(), "zeros"),
                                  narrow(M, "rows"),
                                  narrow(N, "columns"),
                                  o.alpha,
@@ -366,22 +446,25 @@ bool hopper_matmul_takes(const Product& p) {
         case Epilogue::gelu:
         case Epilogue::bias_gelu: return rounds && !p.transpose_a && p.transpose_b;
         case Epilogue::gelu_derivative: return rounds && !p.transpose_a && !p.transpose_b;
+        case Epilogue::delta: return rounds && !p.transpose_a && !p.transpose_b && p.head_size == kHeadColumns;
     }
     return false;
 }
 
 void hopper_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[o.transpose_a ? 0 : 1];
-    const bool finished = o.bias || o.gelu_input || o.before_gelu;
+    const bool finished = o.bias || o.gelu_input || o.before_gelu || o.delta;
     if (!finished && (o.transpose_a || o.beta != 0.0f || out.dtype == DType::f32 || hopper_matmul_cuts(M, N, K)))
         return hopper_matmul_split(out, a, b, o, stream);
-    if (o.gelu_input) launch<false, Finish::gelu_derivative>(out, a, b, o, stream);
+    if (o.delta) launch<false, Finish::delta>(out, a, b, o, stream);
+    else if (o.gelu_input) launch<false, Finish::gelu_derivative>(out, a, b, o, stream);
     else if (o.before_gelu) launch<true, Finish::gelu>(out, a, b, o, stream);
     else if (o.transpose_b) launch<true, Finish::store>(out, a, b, o, stream);
     else launch<false, Finish::store>(out, a, b, o, stream);
     launched("hopper_matmul_kernel",
-             {.reads = bytes_of(a, b, o.bias, o.gelu_input),
-              .writes = bytes_of(out, o.before_gelu),
+             {.reads = bytes_of(a, b, o.bias, o.gelu_input, o.attended),
+              .writes = bytes_of(out, o.before_gelu, o.delta, o.zeros),
+              .scratch = bytes_of(o.zeros),
               .flops = 2.0 * static_cast<double>(M) * static_cast<double>(N) * static_cast<double>(K),
               .product = {M, N, K}});
 }

@@ -81,7 +81,11 @@ struct MatmulOptions {
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
-    Tensor scratch = {};      // f32, for a_row_sums: column_sum_scratch_n(K, M)
+    // Of out as the gradient of attention's output, which is `attended` (M, N), of out's type:
+    //   delta[b,h,t] = sum over the columns c of head h of out[b T + t, c] attended[b T + t, c]     delta (B, H, T) f32
+    Tensor attended = {}, delta = {};
+    Tensor zeros = {};    // i32, with delta: set to 0
+    Tensor scratch = {};  // f32, for a_row_sums: column_sum_scratch_n(K, M)
 };
 constexpr int64_t fp8_block_scale_cols(int64_t K) { return round_up(ceil_div(K, 128), 4); }
 void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream);
@@ -122,6 +126,9 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
 void linear_gelu_forward(Tensor out, Tensor before, Tensor inp, Tensor weight, Tensor bias, cudaStream_t stream);
 // GELU and a linear layer after it, out = gelu(before) weight^T:   dbefore (N, C) = (dout weight) * gelu'(before)
 void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tensor before, cudaStream_t stream);
+// Attention and a linear layer after it, out = attended weight^T:   dattended (N, C) = dout weight, and its delta
+void linear_delta_backward_input(Tensor dattended, const struct FlashDelta& delta, Tensor dout, Tensor weight,
+                                 Tensor attended, cudaStream_t stream);
 // dbias optional.
 void linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Tensor scratch,
                             cudaStream_t stream);
@@ -395,9 +402,10 @@ struct FlashAttentionOptions {
     // has out = 0 and lse = -infinity.
     int64_t whole_T = 0;
     TokenChunks queries = {}, keys = {};
-    // Backward over keys that come in parts: lse is that over all keys, and scratch holds what the call for the first
-    // part has left there, sums that only depend on out and dout.
-    bool scratch_is_filled = false;
+    // What the backward's scratch holds: nothing; FlashDelta; or, over keys that come in parts, what the call for the
+    // first part has left there (lse is that over all keys).
+    enum Scratch : uint8_t { empty, has_delta, of_other_keys };
+    Scratch scratch = empty;
 };
 // lse: (B, H, T) f32, for the backward.
 void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColumns& q, const HeadColumns& k,
@@ -409,6 +417,15 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
 // Floats of scratch: of the rows' sums, and for the tier hopper of dq's, as long as it is not complete.
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                                            DType dtype, FlashTier tier);
+// What the backward computes first, in its scratch: delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d], and zeros. The
+// product that makes dout can do it, too (linear_delta_backward_input). delta.cu: by itself.
+struct FlashDelta {
+    Tensor delta;  // (B, H, T) f32
+    Tensor zeros;  // i32; may be empty
+};
+FlashDelta flash_delta_in(Tensor scratch, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
+                          DType dtype, FlashTier tier);
+void flash_delta(const FlashDelta& to, const HeadColumns& dout, const HeadColumns& out, cudaStream_t stream);
 // merge.cu: attention over two sets of keys from that over each: (out, lse) = (out, lse) and (part, part_lse) together.
 //   out = (exp(lse) out + exp(part_lse) part) / (exp(lse) + exp(part_lse)),  lse = log(exp(lse) + exp(part_lse))
 // out and part: f32, bf16 or f16 each, (B, T, ...), H heads; lse, part_lse (B, H, T) f32.

@@ -84,4 +84,12 @@ void linear_gelu_backward_input(Tensor dbefore, Tensor dout, Tensor weight, Tens
     matmul(dbefore, dout, weight, {.gelu_input = before}, stream);
 }
 
+void linear_delta_backward_input(Tensor dattended, const FlashDelta& delta, Tensor dout, Tensor weight, Tensor attended,
+                                 cudaStream_t stream) {
+    const char* name = "linear_delta_backward_input";
+    check_backward_input(name, "dattended", dattended, dout, weight);
+    expect(name, "attended", attended, dout.dtype, {dattended.shape[0], dattended.shape[1]});
+    matmul(dattended, dout, weight, {.attended = attended, .delta = delta.delta, .zeros = delta.zeros}, stream);
+}
+
 int64_t linear_backward_scratch_n(int64_t N, int64_t O) { return round_up(O, kSumsGrain) + column_sum_scratch_n(N, O); }

@@ -71,10 +71,22 @@ void expect_vector(const char* argument, const Tensor& vector, DType dtype, int6
 
 // What is to be done before the result is stored.
 Epilogue epilogue_of(const Tensor& out, const MatmulOptions& options, int64_t M, int64_t N) {
-    const int asked = (options.before_gelu ? 1 : 0) + (options.gelu_input ? 1 : 0) + (options.a_row_sums ? 1 : 0);
+    const int asked = (options.before_gelu ? 1 : 0) + (options.gelu_input ? 1 : 0) + (options.a_row_sums ? 1 : 0) +
+                      (options.delta ? 1 : 0);
     if (asked == 0) return options.bias ? Epilogue::bias : Epilogue::none;
     check(asked == 1 && out.ndim == 2 && !options.a_scale && !options.b_scale,
-          "matmul: one of before_gelu, gelu_input and a_row_sums at most, without batches and not of fp8 factors");
+          "matmul: one of before_gelu, gelu_input, a_row_sums and delta at most, without batches and not of fp8 "
+          "factors");
+    if (options.delta) {
+        check(options.beta == 0.0f && !options.bias, "matmul: delta goes without a bias, and beta must be 0");
+        expect("matmul", "attended", options.attended, out.dtype, {M, N});
+        expect_aligned("matmul", {{"attended", options.attended}});
+        expect("matmul", "delta", options.delta, DType::f32, {-1, -1, -1});
+        const Tensor& delta = options.delta;
+        check(delta.shape[0] * delta.shape[2] == M && N % delta.shape[1] == 0, "matmul: delta ", delta,
+              " is not that of heads in ", out);
+        return Epilogue::delta;
+    }
     if (options.a_row_sums) {
         check(options.transpose_a && !options.bias, "matmul: a_row_sums are of a transposed a, without a bias");
         expect_vector("a_row_sums", options.a_row_sums, out.dtype, M);
@@ -128,6 +140,7 @@ Product describe_product(const Tensor& out, const Tensor& a, const Tensor& b, co
             .epilogue = epilogue_of(out, options, M, N),
             .a_scale_mode = options.a_scale_mode,
             .b_scale_mode = options.b_scale_mode,
+            .head_size = options.delta ? N / options.delta.shape[1] : 0,
             .device = device().index};
 }
 
@@ -171,13 +184,19 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
 void multiply_in_parts(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
     MatmulOptions product = options;
     product.scratch = {};
-    product.before_gelu = product.gelu_input = product.a_row_sums = {};
+    product.before_gelu = product.gelu_input = product.a_row_sums = product.delta = {};
     if (options.before_gelu) {
         matmul(options.before_gelu, a, b, product, stream);
         gelu_forward(out, options.before_gelu, stream);
     } else if (options.gelu_input) {
         matmul(out, a, b, product, stream);
         gelu_backward(out, out, options.gelu_input, stream);
+    } else if (options.delta) {
+        matmul(out, a, b, product, stream);
+        const int64_t B = options.delta.shape[0], H = options.delta.shape[1], T = options.delta.shape[2],
+                      N = out.cols();
+        flash_delta({options.delta, options.zeros}, {out.view({B, T, N}), H, N / H},
+                    {options.attended.view({B, T, N}), H, N / H}, stream);
     } else if (options.a_row_sums) {
         matmul(out, a, b, product, stream);
         column_sum(options.a_row_sums, a, false, options.scratch, stream);

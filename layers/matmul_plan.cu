@@ -19,10 +19,10 @@
 // the first step nothing is searched.
 //
 // The choice has up to two candidates more. Hopper has a product of ours (hopper_matmul.h); and with an epilogue, the
-// product by itself, and kernels after it. Without times, ours is taken for the epilogues that cuBLASLt was measured to
-// be slow at (dev/RESULTS.md): GELU, its derivative, and sums of rows, where the product is large. (Its DGELU_BGRAD,
-// which sums the gradient of the bias before GELU beside the product that makes it, took three times ours: so that sum
-// is one of rows, too, of the product by weight.)
+// product by itself, and kernels after it. Without times, ours is taken where the product is large, for the epilogues
+// that cuBLASLt was measured to be slow at (dev/RESULTS.md), or has not: GELU, its derivative, sums of rows, attention's
+// delta. (Its DGELU_BGRAD, which sums the gradient of the bias before GELU beside the product that makes it, took three
+// times ours: so that sum is one of rows, too, of the product by weight.)
 #include "layers/hopper_matmul.h"
 
 #include <cublasLt.h>
@@ -163,6 +163,7 @@ bool reads_or_writes_aux(Epilogue epilogue) {
 // 256-byte boundaries.
 std::vector<cublasLtMatmulAlgo_t> algorithms_of(const Product& p, Plan& plan, int most) {
     if (reads_or_writes_aux(p.epilogue) && p.N % 8 != 0) return {};  // its rule for AUX
+    if (p.epilogue == Epilogue::delta) return {};                    // it has none
     cublasLtMatmulPreferenceOpaque_t preference;
     cublasCheck(cublasLtMatmulPreferenceInit(&preference));
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(device().blas_workspace_bytes));
@@ -307,6 +308,7 @@ const char* epilogue_name(Epilogue epilogue) {
         case Epilogue::bias_gelu: return "bias_gelu";
         case Epilogue::gelu_derivative: return "gelu_derivative";
         case Epilogue::row_sums: return "row_sums";
+        case Epilogue::delta: return "delta";
         default: return "plain";
     }
 }
@@ -337,6 +339,7 @@ std::string name_of(const Product& p) {
                               dtype_name(p.out_dtype), " ", p.transpose_a ? "t" : "n", p.transpose_b ? "t" : "n", " ",
                               epilogue_name(p.epilogue));
     if (p.batch_count > 1) name += concat(" batch ", p.batch_count);
+    if (p.head_size > 0) name += concat(" heads of ", p.head_size);
     if (p.a_scale_mode != MatmulScale::tensor)
         name += concat(" scales ", static_cast<int>(p.a_scale_mode), " ", static_cast<int>(p.b_scale_mode));
     return name;

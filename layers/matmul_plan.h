@@ -9,7 +9,7 @@
 inline bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
 // What follows the product in the same kernel: epilogues of cuBLASLt, and of ours for Hopper.
-enum class Epilogue : uint8_t { none, bias, gelu, bias_gelu, gelu_derivative, row_sums };
+enum class Epilogue : uint8_t { none, bias, gelu, bias_gelu, gelu_derivative, row_sums, delta };
 
 // All that the choice of an algorithm depends on: two products that are equal here differ only in their addresses,
 // alpha and beta. How rows are aligned follows from it, because every operand starts on 16 bytes (at least: cuBLASLt is
@@ -20,12 +20,13 @@ struct Product {
     bool transpose_a, transpose_b;
     Epilogue epilogue;
     MatmulScale a_scale_mode, b_scale_mode;
+    int64_t head_size = 0;  // with delta
     int device;
     auto operator<=>(const Product&) const = default;
 };
 
 // "65536x3072x768 bf16 bf16 bf16 nt bias_gelu": M x N x K, types of a, b and out, what is transposed, the epilogue;
-// then the number of matrices and the kinds of scales, where they are not the usual ones.
+// then the number of matrices, the kinds of scales and the size of heads, where there are any.
 std::string name_of(const Product& product);
 
 // What computes a product: cuBLASLt; our own product for Hopper (hopper_matmul.h); or parts (multiply_in_parts).

@@ -131,13 +131,10 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
               Tensor inp) {
     const Config& c = b.model.local;
     const Slots& gradients = b.workspace.dattention;
-    block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
-    block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
-
     const QkvHeads heads = heads_of(b, saved), dheads = heads_of(b, gradients);
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D),
                       dattended = heads_in(gradients[kHeads], b.acts, c.H, c.D);
-    attend_backward(b, dheads, dattended, attended, saved[kLse], heads, flash_options(b, p));
+    attend_backward(b, p.linears[kOut], dheads, dattended, dout, attended, saved[kLse], heads, flash_options(b, p));
     if (c.qk_norm) norm_queries_and_keys_backward(b, p, saved);
     else if (c.family == Family::llama)
         rope_backward(dheads.q.rows, b.acts.positions, rope_rows(b), c.H, c.K, b.stream);

@@ -95,13 +95,10 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     const Config& c = b.model.local;
     const Slots& gradients = b.workspace.dattention;
     const Heads heads = heads_of(b, saved), dheads = heads_of(b, gradients);
-    block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
-    block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
-
     const HeadColumns attended = heads_in(saved[kHeads], b.acts, c.H, c.D),
                       dattended = heads_in(gradients[kHeads], b.acts, c.H, c.D);
-    attend_backward(b, {dheads.q, dheads.k, dheads.v}, dattended, attended, saved[kLse], {heads.q, heads.k, heads.v},
-                    flash_options(b, p));
+    attend_backward(b, p.linears[kOut], {dheads.q, dheads.k, dheads.v}, dattended, dout, attended, saved[kLse],
+                    {heads.q, heads.k, heads.v}, flash_options(b, p));
     rope_backward(b, dheads.k, RopePairs::halves);
     rope_backward(b, dheads.q, RopePairs::halves);
     block_linear_backward_input(b, p.linears[kQUp], gradients[kLatent], gradients[kQ]);

@@ -154,11 +154,8 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     const Slots& gradients = b.workspace.dattention;
     const Tensor scratch = b.workspace.scratch;
     const Places at = places_of(b, saved), d = places_of(b, gradients);
-    block_linear_backward_input(b, p.linears[kOut], gradients[kHeads], dout);
-    block_linear_backward_weight(b, p.linears[kOut], dout, saved[kHeads]);
-
-    attend_backward(b, {d.q, d.keys, d.values}, d.heads, at.heads, saved[kLse], {at.q, at.keys, at.values},
-                    options(b, p));
+    attend_backward(b, p.linears[kOut], {d.q, d.keys, d.values}, d.heads, dout, at.heads, saved[kLse],
+                    {at.q, at.keys, at.values}, options(b, p));
     latent_keys_backward(d.own_keys, d.shared_key, d.keys, b.stream);
     block_linear_backward_input(b, p.linears[kKvUp], gradients[kKvLatent], gradients[kKv]);
     block_linear_backward_weight(b, p.linears[kKvUp], gradients[kKv], saved[kKvLatent]);

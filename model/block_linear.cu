@@ -189,6 +189,14 @@ void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linea
     Crossed{b.model, b.acts.divided_rows, linear, b.stream}.backward_input(dbefore, dout, own);
 }
 
+bool block_linear_delta_backward_input(const BlockContext& b, const Linear& linear, Tensor dattended,
+                                       const FlashDelta& delta, Tensor dout, Tensor attended) {
+    const bool alone = !b.model.tensor_parallel || linear.crossing == Crossing::inside;
+    if (alone && !b.saved.fp8) linear_delta_backward_input(dattended, delta, dout, linear.weight, attended, b.stream);
+    else block_linear_backward_input(b, linear, dattended, dout);
+    return alone && !b.saved.fp8;
+}
+
 void block_linear_backward_weight(const BlockContext& b, const Linear& linear, Tensor dout, Tensor inp) {
     const Tensor scales = b.saved.fp8 ? scaled_by(b, linear) : Tensor{};
     const Crossed crossed{b.model, b.acts.divided_rows, linear, b.stream, linear.dbias};

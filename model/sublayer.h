@@ -174,6 +174,10 @@ void block_linear_backward_input(const BlockContext& b, const Linear& linear, Te
 void block_linear_gelu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
 void block_linear_gelu_backward_input(const BlockContext& b, const Linear& linear, Tensor dbefore, Tensor dout,
                                       Tensor before);
+// The same with attention before the layer, of which attended is the output: dattended = what the layer's input gets,
+// and with it attention's delta, where this rank computes the product alone. True: it has.
+bool block_linear_delta_backward_input(const BlockContext& b, const Linear& linear, Tensor dattended,
+                                       const FlashDelta& delta, Tensor dout, Tensor attended);
 // A linear layer of gates and what they multiply, and SwiGLU after it.
 void block_linear_swiglu_forward(const BlockContext& b, const Linear& linear, Tensor out, Tensor before, Tensor inp);
 // Now, or later, if the workspace has a queue. After backward_input of the same dout.
@@ -240,15 +244,26 @@ inline void attend_forward(const BlockContext& b, const HeadColumns& out, Tensor
         return ranks->forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
     flash_attention_forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
 }
-inline void attend_backward(const BlockContext& b, const QkvHeads& dheads, const HeadColumns& dout,
-                            const HeadColumns& out, Tensor lse, const QkvHeads& heads,
-                            const FlashAttentionOptions& options) {
-    const Tensor scratch = b.workspace.scratch;
-    if (ContextParallel* const ranks = b.model.context_parallel)
-        return ranks->backward(dheads.q, dheads.k, dheads.v, dout, out, lse, heads.q, heads.k, heads.v, options,
-                               scratch, b.stream);
-    flash_attention_backward(dheads.q, dheads.k, dheads.v, dout, out, lse, heads.q, heads.k, heads.v, options, scratch,
-                             b.stream);
+// And of the linear layer behind it, out_linear, whose output's gradient is `dout`: dheads from dout, by way of dattended,
+// and the layer's own gradients.
+inline void attend_backward(const BlockContext& b, const Linear& out_linear, const QkvHeads& dheads,
+                            const HeadColumns& dattended, Tensor dout, const HeadColumns& attended, Tensor lse,
+                            const QkvHeads& heads, FlashAttentionOptions options) {
+    const Tensor scratch = b.workspace.scratch, rows = attended.rows.view({attended.rows.rows(), attended.rows.cols()}),
+                 drows = dattended.rows.view({rows.shape[0], rows.shape[1]});
+    if (ContextParallel* const ranks = b.model.context_parallel) {
+        block_linear_backward_input(b, out_linear, drows, dout);
+        ranks->backward(dheads.q, dheads.k, dheads.v, dattended, attended, lse, heads.q, heads.k, heads.v, options,
+                        scratch, b.stream);
+    } else {
+        const FlashDelta delta = flash_delta_in(scratch, b.acts.B, b.acts.T, heads.q.count, heads.k.count, heads.q.D,
+                                                heads.v.D, b.model.precision.dtype, b.model.flash_tier);
+        if (block_linear_delta_backward_input(b, out_linear, drows, delta, dout, rows))
+            options.scratch = FlashAttentionOptions::has_delta;
+        flash_attention_backward(dheads.q, dheads.k, dheads.v, dattended, attended, lse, heads.q, heads.k, heads.v,
+                                 options, scratch, b.stream);
+    }
+    block_linear_backward_weight(b, out_linear, dout, rows);  // it uses the same scratch
 }
 // Keys and values to their pages, and the attention over all that is there: of GQA, and of MFA with one key head.
 inline void attend_to_cache(const BlockContext& b, const SubLayerParameters& p, const HeadColumns& out,

@@ -52,7 +52,6 @@ constexpr Group kGroups[] = {
     {"activation function", "gelu|swiglu", kRowKernel, "row kernels reach 0.9 of a copy"},
     {"rotations and heads", "rope|heads|latent|residual", kRowKernel, "as row kernels"},
     {"column sums", "column_sum", 0.73, "measured"},
-    {"parts of products", "add_parts", 0.75, "measured"},
     {"cross-entropy", "cross_entropy|losses", 0.90, "measured"},
     {"embedding", "embedding|ids_from", 0.80, "measured"},
     {"8-bit casts", "quantise|amax|advance", kRowKernel, "as row kernels"},

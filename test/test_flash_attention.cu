@@ -353,6 +353,26 @@ TEST_CASE("flash attention twice gives the same bits", "[flash]") {
         }
 }
 
+// As where the product that makes dout has computed it.
+TEST_CASE("flash attention backward takes the delta that is there", "[flash][hopper]") {
+    const Case c{2, 70, 4, 2, 64, 64, true, 0, {}, 0};
+    for (DType dtype : kFloatDTypes)
+        for (const FlashTier tier : tiers_of(dtype)) {
+            Flash flash(c, dtype, random_inputs(c, dtype, 5));
+            flash.options.tier = tier;
+            const Result whole = flash.run();
+            const auto stream = device().stream;
+            const FlashDelta in = flash_delta_in(flash.scratch, c.B, c.T, c.H, c.K, c.D, c.Dv, dtype, tier);
+            cudaCheck(cudaMemsetAsync(flash.scratch.tensor().data, 0xff, flash.scratch.tensor().bytes(), stream));
+            flash_delta(in, flash.dout_heads, flash.out_heads, stream);
+            flash.options.scratch = FlashAttentionOptions::has_delta;
+            flash.backward();
+            CHECK((flash.dqkv.q() == whole.dq));
+            CHECK((flash.dqkv.k() == whole.dk));
+            CHECK((flash.dqkv.v() == whole.dv));
+        }
+}
+
 TEST_CASE("flash attention names what is wrong", "[flash]") {
     const Case c{2, 6, 4, 2, 16, 16, true, 0, {2, 4}, 1};
     Flash flash(c, DType::f32, random_inputs(c, DType::f32, 51));

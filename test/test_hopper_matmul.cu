@@ -134,6 +134,39 @@ TEST_CASE("hopper matmul: a product with GELU's derivative", "[hopper_matmul][sh
         }
 }
 
+TEST_CASE("hopper matmul: the gradient of attention's output, and its delta",
+          "[hopper_matmul][shapes][hopper][matmul][counted]") {
+    NEEDS_HOPPER;
+    struct Heads {
+        int64_t B, T, H, K;
+    };
+    // Rows of several sequences in one tile, sequences of fewer rows than a warp has at a time, three heads a tile and
+    // fewer; more zeros than threads.
+    for (const Heads& h : {Heads{2, 33, 3, 40}, {1, 130, 5, 72}, {30, 3, 1, 16}, {3, 61, 7, 24}})
+        for (DType dtype : kHalfDTypes) {
+            const Size s{h.B * h.T, h.H * 64, h.K};
+            const Operands x(s, dtype, false, false);
+            const Values at = rounded(random_values(s.M * s.N, 3), dtype);
+            Buffer out(dtype, {s.M, s.N}), alone(dtype, {s.M, s.N}), attended(dtype, {s.M, s.N}, at),
+                delta(DType::f32, {h.B, h.H, h.T}), zeros(DType::i32, {1111});
+            zeros.set_integers(std::vector<int32_t>(1111, 7));
+            hopper_matmul(out, x.a, x.b, {.attended = attended, .delta = delta, .zeros = zeros}, device().stream);
+            hopper_matmul(alone, x.a, x.b, {}, device().stream);
+            check_close(out.values(), x.expected, unit_roundoff(dtype), x.error + 0x1p-22, name("dout", s, dtype));
+            CHECK((out.bits() == alone.bits()));
+            const Values dy = out.values();
+            Values expected(static_cast<size_t>(s.M * h.H));
+            for (int64_t m = 0; m < s.M; ++m)
+                for (int64_t n = 0; n < s.N; ++n)
+                    expected[static_cast<size_t>((m / h.T * h.H + n / 64) * h.T + m % h.T)] +=
+                        dy[static_cast<size_t>(m * s.N + n)] * at[static_cast<size_t>(m * s.N + n)];
+            // A product of two 16-bit numbers is exact, or almost; their sum has seven rounds.
+            const double largest_term = largest(dy) * largest(at);
+            check_close(delta.values(), expected, 0, 64 * largest_term * 8 * 0x1p-24, name("delta", s, dtype));
+            CHECK((zeros.bits() == std::vector<unsigned char>(4 * 1111, 0)));
+        }
+}
+
 TEST_CASE("hopper matmul says what it takes", "[hopper_matmul][hopper][matmul]") {
     NEEDS_HOPPER;
     Product good{};
@@ -152,6 +185,9 @@ TEST_CASE("hopper matmul says what it takes", "[hopper_matmul][hopper][matmul]")
     CHECK_FALSE(takes([](Product& p) { p.K = 20; }));
     CHECK_FALSE(takes([](Product& p) { p.batch_count = 2; }));
     CHECK_FALSE(takes([](Product& p) { p.transpose_a = true; }));
+    const auto delta = [](Product& p) { p.epilogue = Epilogue::delta, p.N = 192, p.head_size = 64; };
+    CHECK(takes(delta));
+    CHECK_FALSE(takes([&](Product& p) { delta(p), p.head_size = 48; }));
     const auto row_sums = [](Product& p) { p.epilogue = Epilogue::row_sums, p.M = 72, p.transpose_a = true; };
     CHECK(takes(row_sums));
     CHECK(takes([&](Product& p) { row_sums(p), p.out_dtype = DType::f32; }));

@@ -155,6 +155,35 @@ TEST_CASE("linear and gelu in one call are the two calls", "[linear]") {
                       ContainsSubstring("linear_gelu_backward_input: before"));
 }
 
+TEST_CASE("linear behind attention: the gradient of its output, and delta", "[linear]") {
+    const int64_t B = 2, T = 7, H = 3, D = 5, O = 9, C = H * D, N = B * T;
+    for (DType dtype : kFloatDTypes) {
+        const auto stream = device().stream;
+        const std::vector<double> at = rounded(random_values(N * C, 1), dtype);
+        Buffer dout(dtype, {N, O}, random_values(N * O, 2)), weight(dtype, {O, C}, random_values(O * C, 3)),
+            attended(dtype, {N, C}, at), dattended(dtype, {N, C}), same(dtype, {N, C}), delta(DType::f32, {B, H, T}),
+            zeros(DType::i32, {B * H * T});
+        zeros.set_integers(std::vector<int32_t>(B * H * T, 3));
+        linear_delta_backward_input(dattended, {delta, zeros}, dout, weight, attended, stream);
+        linear_backward_input(same, dout, weight, false, stream);
+        CHECK((dattended.bits() == same.bits()));
+        const std::vector<double> dy = dattended.values();
+        std::vector<double> expected(B * H * T);
+        for (size_t i = 0; i < dy.size(); ++i) {
+            const size_t n = i / C, h = i % C / D;
+            expected[(n / T * H + h) * T + n % T] += dy[i] * at[i];
+        }
+        check_close(delta.values(), expected, 0, sum_error(D) * D * largest(dy) * largest(at) + 0x1p-24,
+                    concat("delta ", dtype_name(dtype)));
+        CHECK((zeros.bits() == std::vector<unsigned char>(4 * B * H * T, 0)));
+        CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {delta, {}}, dout, weight, dout, stream),
+                          ContainsSubstring("linear_delta_backward_input: attended"));
+        Buffer other(DType::f32, {B, H, T + 1});
+        CHECK_THROWS_WITH(linear_delta_backward_input(dattended, {other, {}}, dout, weight, attended, stream),
+                          ContainsSubstring("matmul: delta f32 (2, 3, 8) is not that of heads in"));
+    }
+}
+
 TEST_CASE("linear says what is wrong with its arguments", "[linear][errors]") {
     Buffer x(DType::f32, {4, 8}), w(DType::f32, {5, 8}), b(DType::f32, {5}), y(DType::f32, {4, 5}),
         half(DType::bf16, {4, 8});

@@ -9,6 +9,7 @@
 //     mma.cuh, mma_forward.cu, mma_backward.cu             the same tiles on the tensor cores of all GPUs since sm_80
 //     hopper.cuh, hopper_forward.cu, hopper_backward.cu    the same with wgmma and the copy engine of sm_90a
 //     hopper_backward_wide.cu                              its backward where registers do not hold all in one pass
+//     delta.cu               what the backward computes first
 //     merge.cu               attention over two sets of keys from that over each
 //     paged_attention.cu, paged_tile.cuh, paged_latent_attention.cu         the forward over a cache in pages
 //     paged_decode.cuh       the same for steps that decode
@@ -84,51 +85,6 @@
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// delta[b,h,t] = sum_d dout[b,t,h,d] out[b,t,h,d]. On a GPU eight lanes share a row: 64 columns of 16 bits are one load
-// of 16 bytes each, and a warp has four rows under way. Block (rows, head, b): no thread divides to find its row. The
-// first n_counts threads also zero the counts of the tier hopper: there are more threads, one at least for each row.
-
-constexpr int kDeltaLanes = kOnCpu ? 1 : 8, kDeltaRows = 32;
-
-template <class Number, int kN>
-__global__ void __launch_bounds__(kDeltaLanes* kDeltaRows)
-    flash_delta_kernel(float* delta, Heads<const Number> dout, Heads<const Number> out, int64_t T, int64_t D,
-                       int* counts, int64_t n_counts) {
-    const int64_t h = blockIdx.y, b = blockIdx.z, t = static_cast<int64_t>(blockIdx.x) * kDeltaRows + threadIdx.y;
-    float sum[kN] = {};
-    if (t < T) {
-        const Number *dy = dout.head(b, h) + t * dout.token_stride, *y = out.head(b, h) + t * out.token_stride;
-        for (int64_t d = threadIdx.x * kN; d < D; d += kDeltaLanes * kN) {
-            float a[kN], c[kN];
-            load_chunk(a, dy + d, D - d);
-            load_chunk(c, y + d, D - d);
-            for (int l = 0; l < kN; ++l) sum[l] = fmaf(a[l], c[l], sum[l]);
-        }
-    }
-    float total = fold_chunk<Sum>(sum);
-    if constexpr (kDeltaLanes > 1) total = warp_sum(total, kDeltaLanes);  // all lanes of the warp, rows from T on too
-    const int64_t block = (b * gridDim.y + h) * gridDim.x + blockIdx.x,
-                  thread = (block * kDeltaRows + threadIdx.y) * kDeltaLanes + threadIdx.x;
-    if (thread < n_counts) counts[thread] = 0;
-    if (threadIdx.x == 0 && t < T) delta[(b * gridDim.y + h) * T + t] = total;
-}
-
-void compute_delta(const FlashArguments& a, const HeadColumns& dout, const HeadColumns& out, int64_t n_counts,
-                   cudaStream_t stream) {
-    const int64_t chunk_of = a.packed ? out.D : 1;  // heads that are not packed go one element at a time
-    dispatch_chunks(out.rows.dtype, chunk_of, [&](auto chunk) {
-        using Number = typename decltype(chunk)::Element;
-        constexpr int kN = decltype(chunk)::n;
-        const dim3 grid(static_cast<unsigned>(ceil_div(a.T, int64_t{kDeltaRows})), static_cast<unsigned>(a.q.count),
-                        static_cast<unsigned>(a.B));
-        flash_delta_kernel<Number, kN><<<grid, dim3(kDeltaLanes, kDeltaRows), 0, stream>>>(
-            a.delta, Heads<const Number>(dout), Heads<const Number>(out), a.T, out.D, a.dq_counts, n_counts);
-        launched("flash_delta_kernel",
-                 {.reads = bytes_of(dout, out), .writes = row_floats_bytes(a) + n_counts * 4, .scratch = n_counts * 4});
-    });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // Checks
 
 constexpr int64_t kMaxD = 256;
@@ -140,16 +96,6 @@ void check_heads(const char* operation, const char* name, const HeadColumns& hea
                  int64_t count, int64_t D) {
     expect_heads(operation, name, heads, dtype, B, T, count, D);
     expect_aligned(operation, {{name, heads.rows}});
-}
-
-// Whether all rows of these heads start and end at multiples of 16 bytes.
-bool is_packed(std::initializer_list<HeadColumns> all) {
-    for (const HeadColumns& heads : all) {
-        const int64_t pack = 16 / static_cast<int64_t>(dtype_bytes(heads.rows.dtype));
-        for (const int64_t columns : {heads.D, heads.column, heads.head_stride(), heads.rows.cols()})
-            if (columns % pack != 0) return false;
-    }
-    return true;
 }
 
 FlashArguments check_arguments(const char* operation, const char* out_name, const HeadColumns& out, Tensor lse,
@@ -230,20 +176,29 @@ struct BackwardScratch {
     }
 };
 
-// The pointers of the backward's scratch; returns how many counts there are. With less scratch than is best, as a
-// caller has that divides the same heads and tokens in another way, there are fewer slots.
-int64_t take_scratch(const char* operation, FlashArguments& a, FlashTier tier, Tensor scratch) {
+// The parts of the backward's scratch. With less scratch than is best, as a caller has that divides the same heads and
+// tokens in another way, there are fewer slots.
+BackwardScratch fit_scratch(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, FlashTier tier,
+                            Tensor scratch) {
     HopperSums sums{};
-    if (tier == FlashTier::hopper) sums = hopper_sums(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D);
-    BackwardScratch parts(a.B * a.q.count * a.T, sums, sums.n_slots);
+    if (tier == FlashTier::hopper) sums = hopper_sums(B, T, H, K, D, Dv);
+    BackwardScratch parts(B * H * T, sums, sums.n_slots);
     while (parts.sums.n_slots > 1 && parts.n > scratch.n())
-        parts = BackwardScratch(a.B * a.q.count * a.T, sums, parts.sums.n_slots - 1);
+        parts = BackwardScratch(B * H * T, sums, parts.sums.n_slots - 1);
+    return parts;
+}
+// Its pointers.
+void take_scratch(const char* operation, FlashArguments& a, FlashTier tier, Tensor scratch) {
+    const BackwardScratch parts = fit_scratch(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D, tier, scratch);
     a.delta = scratch_as(operation, scratch, {parts.n}).ptr<float>();
     a.n_slots = parts.sums.n_slots;
-    if (a.n_slots == 0) return 0;
+    if (a.n_slots == 0) return;
     a.dq_counts = reinterpret_cast<int*>(a.delta + parts.first_count);
     a.dq_sums = a.delta + parts.first_sum;
-    return sums.counts(a.n_slots);
+}
+// The tier of packed heads.
+FlashTier tier_of_columns(FlashTier tier, DType dtype, int64_t D, int64_t Dv) {
+    return tier == FlashTier::automatic ? automatic_tier(dtype, D % 8 == 0 && Dv % 8 == 0) : tier;
 }
 
 }  // namespace
@@ -313,10 +268,20 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
 
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                                            DType dtype, FlashTier tier) {
-    if (tier == FlashTier::automatic) tier = automatic_tier(dtype, D % 8 == 0 && Dv % 8 == 0);
-    if (tier != FlashTier::hopper) return B * H * T;
+    if (tier_of_columns(tier, dtype, D, Dv) != FlashTier::hopper) return B * H * T;
     const HopperSums sums = hopper_sums(B, T, H, K, D, Dv);
     return BackwardScratch(B * H * T, sums, sums.n_slots).n;
+}
+
+FlashDelta flash_delta_in(Tensor scratch, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
+                          DType dtype, FlashTier tier) {
+    const BackwardScratch parts = fit_scratch(B, T, H, K, D, Dv, tier_of_columns(tier, dtype, D, Dv), scratch);
+    const Tensor floats = scratch_as("flash_attention_backward", scratch, {parts.n});
+    FlashDelta in{floats.slice(0, B * H * T).view({B, H, T}), {}};
+    if (parts.sums.n_slots == 0) return in;
+    in.zeros = floats.slice(parts.first_count, parts.sums.counts(parts.sums.n_slots));
+    in.zeros.dtype = DType::i32;
+    return in;
 }
 
 void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, const HeadColumns& dv,
@@ -333,9 +298,11 @@ void flash_attention_backward(const HeadColumns& dq, const HeadColumns& dk, cons
     a.dq = dq, a.dk = dk, a.dv = dv;
     a.packed = a.packed && is_packed({out, dq, dk, dv});
     const FlashTier tier = tier_of(operation, options.tier, dtype, a.packed);
-    const int64_t n_counts = take_scratch(operation, a, tier, scratch);
-    if (!options.scratch_is_filled) compute_delta(a, dout, out, n_counts, stream);
-    else if (n_counts > 0) cudaCheck(cudaMemsetAsync(a.dq_counts, 0, static_cast<size_t>(n_counts) * 4, stream));
+    take_scratch(operation, a, tier, scratch);
+    const FlashDelta in = flash_delta_in(scratch, a.B, a.T, q.count, k.count, q.D, v.D, dtype, tier);
+    if (options.scratch == FlashAttentionOptions::empty) flash_delta(in, dout, out, stream);
+    if (options.scratch == FlashAttentionOptions::of_other_keys && in.zeros)
+        cudaCheck(cudaMemsetAsync(in.zeros.data, 0, in.zeros.bytes(), stream));
     switch (tier) {
         case FlashTier::cuda_cores: return flash_backward_cores(a, stream);
         case FlashTier::hopper: return flash_backward_hopper(a, stream);

@@ -121,6 +121,16 @@ void allow_shared(Kernel* kernel, size_t bytes) {
         cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
 
+// Whether all rows of these heads start and end at multiples of 16 bytes.
+inline bool is_packed(std::initializer_list<HeadColumns> all) {
+    for (const HeadColumns& heads : all) {
+        const int64_t pack = 16 / static_cast<int64_t>(dtype_bytes(heads.rows.dtype));
+        for (const int64_t columns : {heads.D, heads.column, heads.head_stride(), heads.rows.cols()})
+            if (columns % pack != 0) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------------

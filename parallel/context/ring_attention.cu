@@ -100,7 +100,7 @@ class RingAttention final : public ContextParallel {
             if (step == 0) {
                 flash_attention_backward(dq, dk, dv, dout, out, lse, q, k, v, masked, scratch, stream);
             } else {
-                masked.scratch_is_filled = true;
+                masked.scratch = FlashAttentionOptions::of_other_keys;
                 const auto [keys, values] = travelling(kv_[step % 2], k, v);
                 flash_attention_backward(dq_part, dk_part, dv_part, dout, out, lse, q, keys, values, masked, scratch,
                                          stream);
