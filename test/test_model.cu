@@ -617,3 +617,48 @@ TEST_CASE("a model that does not fit together is refused", "[model]") {
     Arena a("a"), b("b"), d("d");
     CHECK_THROWS_WITH(build_model(small_gpt2(), {}, 41, a, b, d), ContainsSubstring("longer than the 40 positions"));
 }
+
+// As a step on Hopper computes it, with products of ours, and as cuBLASLt's products and kernels behind them do: what
+// differs is a rounding of some numbers before GELU, its exponential, and orders of summation.
+TEST_CASE("a model's gradients with the products of Hopper are those without", "[model][hopper]") {
+    if (!has_wgmma()) SKIP_TEST("a GPU without wgmma");
+    Config config = small_gpt2();
+    config.C = 128, config.H = config.K = 2, config.D = 64, config.F = 512;
+    const int64_t B = 3, T = 40, N = B * T;
+    const auto run = [&](const std::string& choices, LaunchNotes& notes) {
+        TinyTrainer m(config, B, T, {DType::bf16, DType::bf16, true}, {}, "adamw", false, FlashTier::hopper);
+        init_weights(m.model, 11);
+        m.set_batch(random_tokens(N, config.V, 1), random_tokens(N, config.V, 2));
+        set_matmul_choices(choices);
+        notes.launches.clear();
+        m.train_step(1.0f / static_cast<float>(N), 0, 1);
+        set_matmul_choices("");
+        return to_floats(m.model.grads);
+    };
+    const auto count = [](const LaunchNotes& notes, const std::string& kernel) {
+        return std::count_if(notes.launches.begin(), notes.launches.end(),
+                             [&](const NotedLaunch& launch) { return launch.kernel == kernel; });
+    };
+    std::string choices;
+    const auto ours = [&](int64_t M, int64_t n, int64_t K, const char* rest) {
+        choices += concat(M, "x", n, "x", K, " bf16 bf16 bf16 ", rest, ": hopper\n");
+    };
+    ours(N, 512, 128, "nt bias_gelu"), ours(N, 512, 128, "nn gelu_derivative"),
+        ours(N, 128, 128, "nn delta heads of 64");
+    for (const auto& [out, inp] : {std::pair{384, 128}, {128, 128}, {512, 128}, {128, 512}})
+        ours(out, inp, N, "tn row_sums");
+    LaunchNotes notes;
+    const std::vector<float> expected = run("", notes);
+    CHECK(count(notes, "flash_delta_kernel") == config.L);
+    const std::vector<float> gradients = run(choices, notes);
+    CHECK(count(notes, "flash_delta_kernel") == 0);
+    CHECK(count(notes, "hopper_matmul_kernel") == 3 * config.L);
+    CHECK(count(notes, "hopper_matmul_split_kernel") == 4 * config.L);
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+        difference += std::pow(static_cast<double>(gradients[i]) - static_cast<double>(expected[i]), 2);
+        size += std::pow(static_cast<double>(expected[i]), 2);
+    }
+    CHECK(difference > 0);
+    CHECK(std::sqrt(difference / size) < 2 * unit_roundoff(DType::bf16));
+}
