@@ -61,6 +61,16 @@ __device__ __forceinline__ T* dynamic_shared() {
 #endif
 }
 
+// x, as if it were not known before. The compiler moves what does not change in a loop out of it, and then keeps it in
+// registers: of what is cheap to compute again, such as addresses that are functions of the thread, too many.
+template <class Int>
+__device__ __forceinline__ Int not_hoisted(Int x) {
+#ifndef CUDA_ON_CPU
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Reductions over a warp: the butterfly. After round o every lane holds the sum of the 32/o lanes that differ from it
 // in the bits o and above; every lane ends with the same bits, because a + b == b + a.

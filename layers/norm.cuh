@@ -114,7 +114,8 @@ void dispatch_rows(DType dtype, int64_t C, int64_t chunk_columns, F&& f) {
 // The first column of this thread's chunk k of K.
 template <int K, int n>
 __device__ __forceinline__ int chunk_column(int k) {
-    const unsigned threads = kWarpRows<K * n> ? kWarp : blockDim.x;
+    unsigned threads = kWarpRows<K * n> ? kWarp : blockDim.x;
+    if constexpr (n == 1) threads = not_hoisted(threads);  // 16 first columns do not fit into the registers
     return static_cast<int>((static_cast<unsigned>(k) * threads + threadIdx.x) * n);
 }
 // How many of its K chunks of a row the loops go through. On a GPU always all: unrolled, so every chunk has its

@@ -608,15 +608,6 @@ __device__ __forceinline__ void compute_before_wait(float x) {
 #endif
 }
 
-// x, as if it were not known before. The compiler moves what does not change in a loop out of it, and then keeps it in
-// registers: of a fragment's addresses, which are functions of the thread and cheap to compute again, too many.
-__device__ __forceinline__ int not_hoisted(int x) {
-#ifndef CUDA_ON_CPU
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
-
 #ifdef CUDA_ON_CPU
 namespace ptx {
 // The 8 neighbouring elements that begin with (mn, k) of a tile in shared memory: along k if it is K-major, else along
