@@ -348,8 +348,8 @@ struct Device {
     struct cublasLtContext* blas = nullptr;  // cublasLtHandle_t (matmul_plan.cu)
     void* blas_workspace = nullptr;
     size_t blas_workspace_bytes = 0;
-    // kArrivals counters of blocks that have come to their end (is_last_block, kernel.cuh). They are 0 between launches;
-    // kernels that use them never run at the same time.
+    // kArrivals counters of blocks that have come to their end (is_last_block, kernel.cuh). They are 0 between
+    // launches; kernels that use them never run at the same time.
     unsigned* arrivals = nullptr;
     bool is_cpu = false;
 };

@@ -140,8 +140,8 @@ __device__ __forceinline__ float block_reduce(float value, float* scratch) {
 // second launch, the blocks count themselves, and the last one goes on. Which one that is differs from run to run; what
 // it computes does not, if it reads what they stored in a fixed order.
 
-// True in all threads of the block that is the last of n to come here: what the others have stored before is there to be
-// read. Each block comes once, with all its threads. *arrivals is 0 before, and again after the last one.
+// True in all threads of the block that is the last of n to come here: what the others have stored before is there to
+// be read. Each block comes once, with all its threads. *arrivals is 0 before, and again after the last one.
 __device__ __forceinline__ bool is_last_block(unsigned* arrivals, unsigned n) {
     __shared__ bool is_last;
     __threadfence();  // what this thread has stored can be seen before the block is counted

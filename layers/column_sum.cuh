@@ -59,7 +59,8 @@ inline void add_cost_of_sums(LaunchCost& cost, Tensor partial, Tensor param, Ten
     cost.flops += static_cast<double>(partial.n());
 }
 
-// row 0 + row `step` + row 2 step + ..., of rows of C numbers, from `first` on and before `end`: the columns of a chunk.
+// row 0 + row `step` + row 2 step + ..., of rows of C numbers, from `first` on and before `end`: the columns of a
+// chunk.
 template <int n>
 __device__ __forceinline__ void sum_rows(float (&sum)[n], const float* first, const float* end, int64_t step,
                                          int64_t n_left) {

@@ -17,9 +17,9 @@
 //     id          7  2  7  7  2  9                  their ids             2  2 | 7  7  7 | 9
 //
 // The sort is one kernel, without messages between its blocks. Each block has some ids of its own, neighbours, and
-// reads the ids of all places, from the L2 cache, twice. The first time it counts how many places have smaller ids: that
-// is where its own begin; and how many each of its warps finds of each of its ids, in that warp's share of the places.
-// So each of these lists of a share knows its positions, and the second time each place goes to its own:
+// reads the ids of all places, from the L2 cache, twice. The first time it counts how many places have smaller ids:
+// that is where its own begin; and how many each of its warps finds of each of its ids, in that warp's share of the
+// places. So each of these lists of a share knows its positions, and the second time each place goes to its own:
 //
 //     position of a place = places with a smaller id                             of other blocks, and of this one
 //                         + those with its id in the shares of the warps in front
@@ -33,8 +33,8 @@
 // A few ids are very frequent, as some words are, and one thread for a whole list would still add when all others have
 // long ended. So a list is cut into pieces of 128 places, counted from its own beginning, and the last piece is what
 // remains. A piece is added up from its first place to its last. A list of one piece is added to its row of dtable at
-// once. A list of several leaves a partial sum, a row of float32, for each of them; the last block that has one of these
-// pieces adds them up, in order, and adds the result to dtable:
+// once. A list of several leaves a partial sum, a row of float32, for each of them; the last block that has one of
+// these pieces adds them up, in order, and adds the result to dtable:
 //
 //     order      | 128 of id 2 | 128 of id 2 | 7 of id 2 | 3 of id 5 | 1 of id 6 | 128 of id 9 | 70 of id 9 | ...
 //                |____________________________________|  |           |           |__________________________|
@@ -51,8 +51,8 @@
 // Block w has the pieces that begin at the positions [128 w, 128 (w + 1)) of the order: no more than 255 places,
 // whatever the ids are. Of the pieces of long lists at most one that is followed by another piece of its list begins
 // there (it has 128 places), and at most one that is the last of its list (128 places of that list are in front of it).
-// These two are the block's two rows of partial sums. And no more than one list of several pieces can begin there, whose
-// pieces are counted in the block's counter: the last block that has one adds them up.
+// These two are the block's two rows of partial sums. And no more than one list of several pieces can begin there,
+// whose pieces are counted in the block's counter: the last block that has one adds them up.
 //
 // The order of all additions follows from the places of a list alone. So a row has the same bits on every run, and
 // beside whatever other ids: a rank that has a part of the vocabulary gives its rows the bits that the whole gives
@@ -301,8 +301,8 @@ __device__ __forceinline__ void add_pieces(G* dtable, float* partial, unsigned* 
         }
     }
 
-    // The block's last piece is the one that another one of its list may follow; and its first piece is the one that may
-    // be the last of a list with others in front, if it is not the same.
+    // The block's last piece is the one that another one of its list may follow; and its first piece is the one that
+    // may be the last of a list with others in front, if it is not the same.
     const bool is_followed = id_at[end - 1] != -1 && id_at[end - 1] == id_at[end],
                is_last = id_at[first - 1] == id_at[first] && !(is_followed && id_at[first] == id_at[end - 1]);
     if (!is_followed && !is_last) return;
@@ -416,8 +416,8 @@ struct SortedPlaces {
 };
 }  // namespace
 
-// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows, or -1, which comes last; equal ids in
-// ascending order of places. The kernel that adds up stops at another id. memory: 2 n_places.
+// The places 0 ... n - 1 in ascending order of ids[place], which are below n_rows, or -1, which comes last; equal ids
+// in ascending order of places. The kernel that adds up stops at another id. memory: 2 n_places.
 static SortedPlaces sort_places(Tensor ids, int64_t n_rows, int32_t* memory, cudaStream_t stream) {
     const int64_t n_places = ids.n(), n_ids = n_rows + 1,
                   block_ids = std::clamp<int64_t>(ceil_div(n_ids, kSortBlocks), 1, kBlockIds);

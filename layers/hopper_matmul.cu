@@ -273,8 +273,8 @@ __device__ __forceinline__ void finish(Shared<kFinish>& shared, const TileGrid& 
     }
 }
 
-// A finisher with delta has 32 rows of each consumer, and one panel of the tile's, a head: eight lanes have a row, and a
-// lane has eight columns of every fourth row.
+// A finisher with delta has 32 rows of each consumer, and one panel of the tile's, a head: eight lanes have a row, and
+// a lane has eight columns of every fourth row.
 constexpr int kHeadColumns = kPanelColumns, kHeadLanes = 8, kHeadRows = kWarp / kHeadLanes, kFinisherRows = 32;
 
 template <class Number>

@@ -362,8 +362,8 @@ void hopper_matmul_split(Tensor out, Tensor a, Tensor b, const MatmulOptions& o,
             });
         });
     });
-    // Written and read: parts, their row sums, counters; and the row sums of tiles, of which those of rows that exist are
-    // read.
+    // Written and read: parts, their row sums, counters; and the row sums of tiles, of which those of rows that exist
+    // are read.
     const int64_t parts_bytes = n_parts * (kPartBytes + (o.a_row_sums ? kRowPartBytes : 0)),
                   sums_written = o.a_row_sums ? schedule.grid.tiles() * kRowPartBytes : 0,
                   sums_read = o.a_row_sums ? schedule.grid.columns * M * static_cast<int64_t>(sizeof(float)) : 0,

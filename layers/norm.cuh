@@ -81,9 +81,9 @@ inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C) {
     else if (threads > 1)
         threads = std::max<int64_t>(8, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(threads))));
     const int64_t rows = threads <= kWarp ? kBlockRows : 1;
-    // Of the backward as many blocks as the 132 multiprocessors of an H100 hold at a time: with 512 threads each, but one
-    // block of those that hold more than 16 columns a thread. A block that sums over fewer than 32 rows (or 8, where all
-    // its threads share a row) would write too much of what it reads.
+    // Of the backward as many blocks as the 132 multiprocessors of an H100 hold at a time: with 512 threads each, but
+    // one block of those that hold more than 16 columns a thread. A block that sums over fewer than 32 rows (or 8,
+    // where all its threads share a row) would write too much of what it reads.
     const bool many_columns = threads == kWarp && C > 16 * kWarp;
     const int64_t backward_rows =
         !many_columns ? rows : (C <= 24 * kWarp ? kBackwardThreads<24> : kBackwardThreads<32>) / kWarp;

@@ -244,8 +244,8 @@ inline void attend_forward(const BlockContext& b, const HeadColumns& out, Tensor
         return ranks->forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
     flash_attention_forward(out, lse, heads.q, heads.k, heads.v, options, b.stream);
 }
-// And of the linear layer behind it, out_linear, whose output's gradient is `dout`: dheads from dout, by way of dattended,
-// and the layer's own gradients.
+// And of the linear layer behind it, out_linear, whose output's gradient is `dout`: dheads from dout, by way of
+// dattended, and the layer's own gradients.
 inline void attend_backward(const BlockContext& b, const Linear& out_linear, const QkvHeads& dheads,
                             const HeadColumns& dattended, Tensor dout, const HeadColumns& attended, Tensor lse,
                             const QkvHeads& heads, FlashAttentionOptions options) {
