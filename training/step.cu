@@ -198,6 +198,7 @@ void apply_optimizers(Trainer& t, int64_t step) {
         t.optimizer->step_units(first, count, t.model.updated_weights(static_cast<uint64_t>(o.seed)), t.model.grads,
                                 t.norm_result(), learning_rate(o.schedule, step), t.updates + 1, stream);
     };
+    t.data_parallel.begin_updates(t.model, stream);
     // One launch, unless a unit's weights go to other ranks, or to the device, while the next unit is updated.
     const bool one_by_one = t.offload || t.data_parallel.updates_by_unit();
     if (!one_by_one) update(0, n_units);

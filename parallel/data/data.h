@@ -273,6 +273,7 @@ class DataParallel {
     // Does a unit's update come after that of the unit before, and do its weights travel meanwhile? Otherwise all units
     // are updated at once.
     bool updates_by_unit() const { return options_.zero > 0 || options_.naive; }
+    void begin_updates(const FlatParameters& p, cudaStream_t stream);
     // After the update of this rank's shard of a unit, or of all: for each unit in order.
     void all_gather_weights(const FlatParameters& p, size_t unit, cudaStream_t stream);
 
@@ -295,8 +296,7 @@ class DataParallel {
     const DataParallelOptions options_;
     CommStream stream_;
     std::unique_ptr<Scheme> scheme_;
-    Tensor staging_;               // what read() sends
-    bool updates_follow_ = false;  // between finish_grads() and the sum of the norm
+    Tensor staging_;  // what read() sends
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -135,13 +135,13 @@ void DataParallel::end_grads(const FlatParameters& p, size_t u, cudaStream_t str
 void DataParallel::finish_grads(cudaStream_t stream) {
     stream_.wait_for_all(stream);
     comm().trace_computing("norm", stream);
-    updates_follow_ = true;
 }
 void DataParallel::all_reduce(Tensor tensor, cudaStream_t stream) {
     comm().trace_computing("", stream);
     comm().all_reduce(tensor, stream);
-    if (updates_follow_) comm().trace_computing(updates_by_unit() ? "update of embedding" : "update", stream);
-    updates_follow_ = false;
+}
+void DataParallel::begin_updates(const FlatParameters& p, cudaStream_t stream) {
+    comm().trace_computing(updates_by_unit() ? "update of " + p.units[0].name : "update", stream);
 }
 void DataParallel::all_gather_weights(const FlatParameters& p, size_t u, cudaStream_t stream) {
     const bool last = u + 1 == p.units.size();
