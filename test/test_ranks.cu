@@ -409,8 +409,9 @@ TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same
         int ranks, steps, save_every;
         std::string flags;
     };
-    const Case cases[] = {{3, is_full() ? 600 : 200, 50, "--zero 2 --batch 6 --model " + odd_model(false)},
-                          {4, 100, 10, "--tp 2 --sp --zero 1 --batch 4 --model " + model_file("llama")}};
+    const Case cases[] = {
+        {3, is_full() ? 600 : 200, 50, "--zero 2 --batch 6 --model " + odd_model(false)},
+        {4, is_full() ? 400 : 100, 10, "--tp 2 --sp --zero 1 --batch 4 --model " + model_file("llama")}};
     const int n_kills = is_full() ? 20 : 1;
     for (const Case& c : cases) {
         const std::string id = std::to_string(c.ranks), flags = concat(c.flags, " --steps ", c.steps, " --save-every ",
