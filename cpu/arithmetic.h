@@ -17,14 +17,15 @@ struct Floats {
     static constexpr int terms = 1;  // numbers in a word
 
     static Vector multiply_add(Vector x, Vector y, Vector sum) { return cuda_cpu::multiply_add(x, y, sum); }
-    // The first word of a line that has `left` more numbers, and the first `width` words.
+    // The first word of a line that has `left` more numbers, and the first `width` words (of two places half of them
+    // each).
     template <class T>
     static float word(const T* from, int64_t /*left*/, int64_t /*k_stride*/ = 1) {
         return float(*from);
     }
-    template <class T>
-    requires requires(const T* from) { load(from); }
-    static Vector words(const T* from) { return load(from); }
+    template <class... T>
+    requires requires(const T*... from) { load(from...); }
+    static Vector words(const T*... from) { return load(from...); }
     template <class F>
     static void with_elements(const Matrix& matrix, F&& f) {
         matrix.with_elements(f);
@@ -44,10 +45,10 @@ struct Pairs {
     static float word(const __nv_bfloat16* from, int64_t left, int64_t k_stride = 1) {
         return pair(from[0], left > 1 ? from[k_stride] : __ushort_as_bfloat16(0));
     }
-    static Vector words(const __nv_bfloat16* from) {
+    template <class... T>
+    static Vector words(const T*... from) {
         typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
-        Bits bits;
-        std::memcpy(&bits, from, sizeof bits);
+        const Bits bits = Bits(load(reinterpret_cast<const float*>(from)...));
         return Vector(smaller_k_is_upper ? bits << 16 | bits >> 16 : bits);
     }
     template <class F>

@@ -37,8 +37,8 @@ inline int64_t tiles_along(int64_t k) { return divide_up(k, 2 * side); }
 inline void transpose_tile(float* tile) {
     if constexpr (width == side) {
         Vector x[width];
-        for (int i = 0; i < width; ++i) x[i] = load(tile + i * side);
-        transpose(x);
+        load_transposed<1>(
+            x, [&](int i) { return tile + i * side; }, [](const auto*... from) { return load(from...); });
         for (int i = 0; i < width; ++i) store(tile + i * side, x[i]);
     } else {
         for (int i = 0; i < side; ++i)

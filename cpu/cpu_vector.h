@@ -1,5 +1,5 @@
 // cpu/cpu_vector.h: vectors of floats, as wide as the CPU's registers, for the multiplications and for attention: the
-// compiler's own vector type, a fused multiply-add, and the transpose of a square of them. Each file that includes it
+// compiler's own vector type, a fused multiply-add, and a square of them, transposed. Each file that includes it
 // has its own copy, for the instructions which that file is compiled for.
 #pragma once
 
@@ -69,6 +69,22 @@ inline Vector load(const __nv_bfloat16* from) {
     return Vector(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, load_codes(from)), 16));
 }
 inline Vector load(const __half* from) { return Vector(_mm512_maskz_cvtph_ps(0xffff, load_codes(from))); }
+// The first half of a vector from one place, and the second half from another.
+inline Vector load(const float* first, const float* second) {
+    const __m512d half = _mm512_castps_pd(_mm512_castps256_ps512(_mm256_loadu_ps(first)));
+    return Vector(_mm512_maskz_insertf64x4(0xff, half, _mm256_castps_pd(_mm256_loadu_ps(second)), 1));
+}
+inline __m256i load_codes(const void* first, const void* second) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(first))),
+                                   _mm_loadu_si128(static_cast<const __m128i*>(second)), 1);
+}
+inline Vector load(const __nv_bfloat16* first, const __nv_bfloat16* second) {
+    const __m256i codes = load_codes(first, second);
+    return Vector(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, codes), 16));
+}
+inline Vector load(const __half* first, const __half* second) {
+    return Vector(_mm512_maskz_cvtph_ps(0xffff, load_codes(first, second)));
+}
 #elif defined(__AVX2__) && defined(__FMA__)
 inline __m128i load_codes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
 inline Vector load(const __nv_bfloat16* from) {
@@ -102,10 +118,7 @@ inline Vector choose(Vector a, Vector b, Place place) {
     return choose(a, b, place, std::make_integer_sequence<int, width>());
 }
 
-// x[i][j] becomes x[j][i]. Each round exchanges one bit of a line's number with one bit of a lane's. x86 has
-// instructions that do so in one clock: for the two lowest bits those that interleave the elements, or pairs, of each
-// four lanes; for the others those that choose every second group of four lanes. Together they leave lines 1 and 2 of
-// each four exchanged.
+// x[i][j] becomes x[j][i] in one bit of i and of j: that bit of a line's number is exchanged with one of a lane's.
 template <int distance, class First, class Second>
 inline void exchange_bits(Vector (&x)[width], First first, Second second) {
 #pragma GCC unroll 8
@@ -115,14 +128,33 @@ inline void exchange_bits(Vector (&x)[width], First first, Second second) {
         x[i] = choose(a, b, first), x[i + distance] = choose(a, b, second);
     }
 }
-inline void transpose(Vector (&x)[width]) {
+
+// A square of words, transposed: x[l][i] becomes word l of line i. line(i) is the place of word 0, whose numbers are
+// `terms`. words(from) loads `width` words that follow each other; with AVX-512 words(first, second) loads half of them
+// from each place.
+//
+// A transpose takes a round of exchanges for each bit of a line's number. x86 has instructions that do so in one clock:
+// for the two lowest bits those that interleave the elements, or pairs, of each four lanes; for another one those that
+// choose every second group of four lanes. Together they leave lines 1 and 2 of each four exchanged. AVX-512's fourth
+// round is done by the loads: half a line, and in the other half of the vector that of the line which belongs there.
+template <int terms, class Line, class Words>
+inline void load_transposed(Vector (&x)[width], Line line, Words words) {
     static constexpr auto singles = [](int lane) { return lane / 4 * 4 + lane % 4 / 2 + lane % 2 * width; };
     static constexpr auto pairs = [](int lane) { return lane / 4 * 4 + lane % 2 + lane % 4 / 2 * width; };
     static constexpr auto fours = [](int lane) { return lane / 4 * 8 + lane % 4; };
+#if defined(CUDA_CPU_AVX512)
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const auto *const first = line(i / 4 * 8 + i % 4), *const second = line(i / 4 * 8 + i % 4 + 4);
+        x[i] = words(first, second), x[i + 8] = words(first + 8 * terms, second + 8 * terms);
+    }
+#else
+#pragma GCC unroll 8
+    for (int i = 0; i < width; ++i) x[i] = words(line(i));
+#endif
     exchange_bits<1>(x, singles, [](int lane) { return singles(lane) + 2; });
     exchange_bits<2>(x, pairs, [](int lane) { return pairs(lane) + 2; });
     if constexpr (width >= 8) exchange_bits<4>(x, fours, [](int lane) { return fours(lane) + 4; });
-    if constexpr (width >= 16) exchange_bits<8>(x, fours, [](int lane) { return fours(lane) + 4; });
 #pragma GCC unroll 4
     for (int i = 0; i < width; i += 4) std::swap(x[i + 1], x[i + 2]);
 }

@@ -19,6 +19,7 @@ template <class Arithmetic, int sliver, class T>
 void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, float* out, int64_t length) {
     constexpr int terms = Arithmetic::terms;
     static_assert(sliver >= width || 2 * sliver == width);
+    static const T zeros[width * terms] = {};
     // Stores words l and l + 1 of all lines: as a part of one sliver, or half of the lines in one and half in the next.
     const auto put = [&](Vector x, Vector y, int64_t l) {
         if constexpr (sliver >= width) {
@@ -35,12 +36,11 @@ void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, fl
     for (; l + width <= k / terms; l += width) {
         const T* const first = from + l * terms;
         Vector x[width];
-        if (lines == width)
-#pragma GCC unroll 16
-            for (int i = 0; i < width; ++i) x[i] = Arithmetic::words(first + i * line_stride);
-        else
-            for (int i = 0; i < width; ++i) x[i] = i < lines ? Arithmetic::words(first + i * line_stride) : Vector{};
-        transpose(x);
+        const auto load_lines = [&](auto line) {
+            load_transposed<terms>(x, line, [](const auto*... at) { return Arithmetic::words(at...); });
+        };
+        if (lines == width) load_lines([&](int i) { return first + i * line_stride; });
+        else load_lines([&](int i) { return i < lines ? first + i * line_stride : zeros; });
 #pragma GCC unroll 16
         for (int i = 0; i < width; i += 2) put(x[i], x[i + 1], l + i);
     }

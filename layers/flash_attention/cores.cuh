@@ -68,8 +68,9 @@ inline void transpose_lines(float* to, int to_pitch, const float* from, int from
     using namespace cuda_cpu;
     for (int x = 0; x < n; x += width) {
         Vector square[width];
-        for (int i = 0; i < width; ++i) square[i] = load(from + i * from_pitch + x);
-        transpose(square);
+        load_transposed<1>(
+            square, [&](int i) { return from + i * from_pitch + x; },
+            [](const auto*... line) { return load(line...); });
         for (int i = 0; i < width; ++i) store(to + (x + i) * to_pitch, square[i]);
     }
 }
