@@ -103,6 +103,14 @@ def check(page):
     page.becomes("$('running').textContent === '0' && $('rows').textContent === 'No requests.'")
 
 
+def remove(folder):
+    """Chromium's other processes end a moment after the first one, and may write to their folder until then."""
+    until = time.monotonic() + 10
+    while os.path.exists(folder) and time.monotonic() < until:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
@@ -112,16 +120,17 @@ def main():
     if not program:
         print("check_page: skipped: there is no Chromium")
         sys.exit(77)
-    with tempfile.TemporaryDirectory() as folder:
-        page = Browser(program, options.url, folder)
-        try:
-            check(page)
-            if options.screenshot:
-                with open(options.screenshot, "wb") as file:
-                    file.write(base64.b64decode(page.call("Page.captureScreenshot")["data"]))
-        finally:
-            page.process.terminate()
-            page.process.wait()
+    folder = tempfile.mkdtemp()
+    page = Browser(program, options.url, folder)
+    try:
+        check(page)
+        if options.screenshot:
+            with open(options.screenshot, "wb") as file:
+                file.write(base64.b64decode(page.call("Page.captureScreenshot")["data"]))
+    finally:
+        page.process.terminate()
+        page.process.wait()
+        remove(folder)
     print("check_page: ok")
 
 
