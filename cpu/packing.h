@@ -25,11 +25,10 @@ void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, fl
         if constexpr (sliver >= width) {
             store(out + l * sliver, x), store(out + (l + 1) * sliver, y);
         } else {
-            const auto half = [](int first) {
-                return [=](int lane) { return lane % sliver + first + lane / sliver * width; };
-            };
-            store(out + l * sliver, choose(x, y, half(0)));
-            if (lines > sliver) store(out + l * sliver + sliver * length, choose(x, y, half(sliver)));
+            static constexpr auto first = [](int lane) { return lane % sliver + lane / sliver * width; };
+            static constexpr auto second = [](int lane) { return first(lane) + sliver; };
+            store(out + l * sliver, choose(x, y, first));
+            if (lines > sliver) store(out + l * sliver + sliver * length, choose(x, y, second));
         }
     };
     int64_t l = 0;
