@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <concepts>
 #include <cstdint>
 #include <cstring>
 
@@ -13,19 +14,13 @@ namespace cuda_cpu {
 namespace {
 
 // The Arithmetic of sgemm.h, for products of floats: a word is a number of any type, widened.
-struct Floats {
-    static constexpr int terms = 1;  // numbers in a word
-
+struct Floats : Numbers {
     static Vector multiply_add(Vector x, Vector y, Vector sum) { return cuda_cpu::multiply_add(x, y, sum); }
-    // The first word of a line that has `left` more numbers, and the first `width` words (of two places half of them
-    // each).
+    // The first word of a line that has `left` more numbers.
     template <class T>
     static float word(const T* from, int64_t /*left*/, int64_t /*k_stride*/ = 1) {
         return float(*from);
     }
-    template <class... T>
-    requires requires(const T*... from) { load(from...); }
-    static Vector words(const T*... from) { return load(from...); }
     template <class F>
     static void with_elements(const Matrix& matrix, F&& f) {
         matrix.with_elements(f);
@@ -45,7 +40,7 @@ struct Pairs {
     static float word(const __nv_bfloat16* from, int64_t left, int64_t k_stride = 1) {
         return pair(from[0], left > 1 ? from[k_stride] : __ushort_as_bfloat16(0));
     }
-    template <class... T>
+    template <std::same_as<__nv_bfloat16>... T>
     static Vector words(const T*... from) {
         typedef uint32_t Bits __attribute__((vector_size(width * sizeof(uint32_t))));
         const Bits bits = Bits(load(reinterpret_cast<const float*>(from)...));

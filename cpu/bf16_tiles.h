@@ -37,8 +37,7 @@ inline int64_t tiles_along(int64_t k) { return divide_up(k, 2 * side); }
 inline void transpose_tile(float* tile) {
     if constexpr (width == side) {
         Vector x[width];
-        load_transposed<1>(
-            x, [&](int i) { return tile + i * side; }, [](const auto*... from) { return load(from...); });
+        load_transposed(x, [&](int i) { return tile + i * side; });
         for (int i = 0; i < width; ++i) store(tile + i * side, x[i]);
     } else {
         for (int i = 0; i < side; ++i)

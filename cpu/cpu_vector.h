@@ -3,6 +3,7 @@
 // has its own copy, for the instructions which that file is compiled for.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -64,26 +65,23 @@ inline Vector in_register(Vector x) {
 // Loads from 16-bit types, widened: exact. (g++ 12 compiles its own conversion of a vector's elements as two halves,
 // and it warns of the instructions of AVX-512 without a mask.)
 #if defined(CUDA_CPU_AVX512)
-inline __m256i load_codes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-inline Vector load(const __nv_bfloat16* from) {
-    return Vector(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, load_codes(from)), 16));
-}
-inline Vector load(const __half* from) { return Vector(_mm512_maskz_cvtph_ps(0xffff, load_codes(from))); }
-// The first half of a vector from one place, and the second half from another.
+// With two places: the first half of the vector from one, and the second half from the other.
 inline Vector load(const float* first, const float* second) {
     const __m512d half = _mm512_castps_pd(_mm512_castps256_ps512(_mm256_loadu_ps(first)));
     return Vector(_mm512_maskz_insertf64x4(0xff, half, _mm256_castps_pd(_mm256_loadu_ps(second)), 1));
 }
+inline __m256i load_codes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 inline __m256i load_codes(const void* first, const void* second) {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(first))),
                                    _mm_loadu_si128(static_cast<const __m128i*>(second)), 1);
 }
-inline Vector load(const __nv_bfloat16* first, const __nv_bfloat16* second) {
-    const __m256i codes = load_codes(first, second);
-    return Vector(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, codes), 16));
+template <std::same_as<__nv_bfloat16>... T>
+inline Vector load(const T*... from) {
+    return Vector(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, load_codes(from...)), 16));
 }
-inline Vector load(const __half* first, const __half* second) {
-    return Vector(_mm512_maskz_cvtph_ps(0xffff, load_codes(first, second)));
+template <std::same_as<__half>... T>
+inline Vector load(const T*... from) {
+    return Vector(_mm512_maskz_cvtph_ps(0xffff, load_codes(from...)));
 }
 #elif defined(__AVX2__) && defined(__FMA__)
 inline __m128i load_codes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
@@ -129,28 +127,37 @@ inline void exchange_bits(Vector (&x)[width], First first, Second second) {
     }
 }
 
-// A square of words, transposed: x[l][i] becomes word l of line i. line(i) is the place of word 0, whose numbers are
-// `terms`. words(from) loads `width` words that follow each other; with AVX-512 words(first, second) loads half of them
-// from each place.
+// Words of one number of any type, widened. words(from) loads `width` of them that follow each other; with AVX-512
+// words(first, second) loads half of them from each place. (arithmetic.h has words of two numbers.)
+struct Numbers {
+    static constexpr int terms = 1;  // numbers in a word
+
+    template <class... T>
+    requires requires(const T*... from) { load(from...); }
+    static Vector words(const T*... from) { return load(from...); }
+};
+
+// A square of words, transposed: x[l][i] becomes word l of line i, whose first word is at line(i).
 //
 // A transpose takes a round of exchanges for each bit of a line's number. x86 has instructions that do so in one clock:
 // for the two lowest bits those that interleave the elements, or pairs, of each four lanes; for another one those that
 // choose every second group of four lanes. Together they leave lines 1 and 2 of each four exchanged. AVX-512's fourth
 // round is done by the loads: half a line, and in the other half of the vector that of the line which belongs there.
-template <int terms, class Line, class Words>
-inline void load_transposed(Vector (&x)[width], Line line, Words words) {
+template <class Words = Numbers, class Line>
+inline void load_transposed(Vector (&x)[width], Line line) {
     static constexpr auto singles = [](int lane) { return lane / 4 * 4 + lane % 4 / 2 + lane % 2 * width; };
     static constexpr auto pairs = [](int lane) { return lane / 4 * 4 + lane % 2 + lane % 4 / 2 * width; };
     static constexpr auto fours = [](int lane) { return lane / 4 * 8 + lane % 4; };
 #if defined(CUDA_CPU_AVX512)
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < width / 2; ++i) {
+        constexpr int half = width / 2 * Words::terms;
         const auto *const first = line(i / 4 * 8 + i % 4), *const second = line(i / 4 * 8 + i % 4 + 4);
-        x[i] = words(first, second), x[i + 8] = words(first + 8 * terms, second + 8 * terms);
+        x[i] = Words::words(first, second), x[i + width / 2] = Words::words(first + half, second + half);
     }
 #else
 #pragma GCC unroll 8
-    for (int i = 0; i < width; ++i) x[i] = words(line(i));
+    for (int i = 0; i < width; ++i) x[i] = Words::words(line(i));
 #endif
     exchange_bits<1>(x, singles, [](int lane) { return singles(lane) + 2; });
     exchange_bits<2>(x, pairs, [](int lane) { return pairs(lane) + 2; });

@@ -107,9 +107,7 @@ void add_products(const Rows<T>& a, const float* b, int64_t k, Vector (&total)[c
         for (int v = 0; v < vectors; ++v) {
             fetch<square>(next), next += step;
             Vector x[width];
-            load_transposed<terms>(
-                x, [&](int i) { return rows[v * width + i] + l; },
-                [](const auto*... from) { return Arithmetic::words(from...); });
+            load_transposed<Arithmetic>(x, [&](int i) { return rows[v * width + i] + l; });
 #pragma GCC unroll 16
             for (int i = 0; i < width; ++i)
 #pragma GCC unroll 16

@@ -35,11 +35,8 @@ void pack_lines(const T* from, int64_t line_stride, int64_t lines, int64_t k, fl
     for (; l + width <= k / terms; l += width) {
         const T* const first = from + l * terms;
         Vector x[width];
-        const auto load_lines = [&](auto line) {
-            load_transposed<terms>(x, line, [](const auto*... at) { return Arithmetic::words(at...); });
-        };
-        if (lines == width) load_lines([&](int i) { return first + i * line_stride; });
-        else load_lines([&](int i) { return i < lines ? first + i * line_stride : zeros; });
+        if (lines == width) load_transposed<Arithmetic>(x, [&](int i) { return first + i * line_stride; });
+        else load_transposed<Arithmetic>(x, [&](int i) { return i < lines ? first + i * line_stride : zeros; });
 #pragma GCC unroll 16
         for (int i = 0; i < width; i += 2) put(x[i], x[i + 1], l + i);
     }

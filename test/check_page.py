@@ -11,6 +11,7 @@ Exit status: 0 all is well; 1 not; 77 (skipped) there is no Chromium.
 
 import argparse
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -103,12 +104,17 @@ def check(page):
     page.becomes("$('running').textContent === '0' && $('rows').textContent === 'No requests.'")
 
 
-def remove(folder):
-    """Chromium's other processes end a moment after the first one, and may write to their folder until then."""
-    until = time.monotonic() + 10
-    while os.path.exists(folder) and time.monotonic() < until:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.02)
+@contextlib.contextmanager
+def folder_for_chromium():
+    """Its other processes end a moment after the first one, and may write to the folder while it is removed."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        until = time.monotonic() + 10
+        while os.path.exists(folder) and time.monotonic() < until:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.02)
 
 
 def main():
@@ -120,17 +126,16 @@ def main():
     if not program:
         print("check_page: skipped: there is no Chromium")
         sys.exit(77)
-    folder = tempfile.mkdtemp()
-    page = Browser(program, options.url, folder)
-    try:
-        check(page)
-        if options.screenshot:
-            with open(options.screenshot, "wb") as file:
-                file.write(base64.b64decode(page.call("Page.captureScreenshot")["data"]))
-    finally:
-        page.process.terminate()
-        page.process.wait()
-        remove(folder)
+    with folder_for_chromium() as folder:
+        page = Browser(program, options.url, folder)
+        try:
+            check(page)
+            if options.screenshot:
+                with open(options.screenshot, "wb") as file:
+                    file.write(base64.b64decode(page.call("Page.captureScreenshot")["data"]))
+        finally:
+            page.process.terminate()
+            page.process.wait()
     print("check_page: ok")
 
 

@@ -68,9 +68,7 @@ inline void transpose_lines(float* to, int to_pitch, const float* from, int from
     using namespace cuda_cpu;
     for (int x = 0; x < n; x += width) {
         Vector square[width];
-        load_transposed<1>(
-            square, [&](int i) { return from + i * from_pitch + x; },
-            [](const auto*... line) { return load(line...); });
+        load_transposed(square, [&](int i) { return from + i * from_pitch + x; });
         for (int i = 0; i < width; ++i) store(to + (x + i) * to_pitch, square[i]);
     }
 }
