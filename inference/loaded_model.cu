@@ -119,7 +119,7 @@ int64_t LoadedModel::pages_that_fit() {
     size_t free_bytes = 0, all_bytes = 0;
     cudaCheck(cudaMemGetInfo(&free_bytes, &all_bytes));
     double room = kShareOfFree * static_cast<double>(free_bytes);
-    if (device().is_cpu && options_.ranks) room /= options_.ranks->size;  // they share the host's memory
+    if (options_.ranks) room /= options_.ranks->sharers_of_device();
     room -= static_cast<double>(device_bytes() + its_activations.bytes());
     // On a CPU the pages that are swapped out lie in the same memory.
     const bool twice = device().is_cpu && options_.scheduler.preemption == Preemption::swap;

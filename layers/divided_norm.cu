@@ -148,7 +148,7 @@ struct Rows {
     int64_t N, C;
     NormGeometry geometry;
     Rows(const char* name, Tensor x, Tensor weight, Tensor rstd)
-        : N(x.rows()), C(x.cols()), geometry(norm_geometry(name, x.rows(), x.cols())) {
+        : N(x.rows()), C(x.cols()), geometry(norm_geometry(name, x.rows(), x.cols(), x.cols())) {
         if (weight) expect(name, "weight", weight, x.dtype, {C});
         if (rstd) expect(name, "rstd", rstd, DType::f32, {N});
     }

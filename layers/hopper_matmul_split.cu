@@ -71,7 +71,7 @@ struct Schedule {
     int steps;        // S
     int whole_tiles;  // tiles that are not cut
     int cut_tiles;    // R: those behind them
-    int pieces;       // G, or fewer blocks; 0: nothing is cut
+    int pieces;       // G, or fewer blocks, but none without a step; 0: nothing is cut
 
     __host__ __device__ __forceinline__ int piece_begin(int piece) const {
         return static_cast<int>(static_cast<int64_t>(piece) * cut_tiles * steps / pieces);
@@ -308,6 +308,7 @@ Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
     Schedule schedule{grid, steps, tiles, 0, 0};
     int pieces = blocks;
     if (left > 0 && blocks / left * left * 100 >= blocks * 94) pieces = blocks / left * left;
+    pieces = static_cast<int>(std::min<int64_t>(pieces, static_cast<int64_t>(left) * steps));  // a step each, at least
     const bool saves = static_cast<int64_t>(pieces - left) * steps > int64_t{30} * pieces;
     if (left == 0 || !saves ||
         (left + pieces - 1) * (kPartBytes + kRowPartBytes) + tiles * kRowPartBytes >

@@ -141,7 +141,7 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
     expect_aligned(name,
                    {{"out", out}, {"sum", sum}, {"inp", inp}, {"branch", branch}, {"weight", weight}, {"bias", bias}});
     if (N == 0) return;
-    const NormGeometry geometry = norm_geometry(name, N, C);
+    const NormGeometry geometry = norm_geometry(name, N, C, C);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
     dispatch_rows(inp.dtype, C, C, [&](auto zero) {
         using Row = decltype(zero);
@@ -171,7 +171,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     expect(name, "rstd", rstd, DType::f32, {N});
     expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
-    const NormGeometry geometry = norm_geometry(name, N, C);
+    const NormGeometry geometry = norm_geometry(name, N, C, C);
     const int64_t R = geometry.n_blocks_backward;
     const Tensor partial = scratch_as(name, scratch, {2, R, C});
     const ColumnSums params = column_sums(name, partial, dweight, dbias, accumulate);
@@ -191,5 +191,5 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
 }
 
 int64_t layernorm_backward_scratch_n(int64_t N, int64_t C) {
-    return 2 * norm_geometry("layernorm_backward", N, C).n_blocks_backward * C;
+    return 2 * norm_geometry("layernorm_backward", N, C, C).n_blocks_backward * C;
 }

@@ -65,6 +65,11 @@ constexpr int kNormBlocks = !kWarpRows<kColumns> ? 1
 template <int kColumns>
 constexpr int kBackwardThreads = kNormThreads<kColumns>* kNormBlocks<kColumns>;
 
+// How many columns of a row of C a thread of a GPU holds at most. Chunks of one column take any C, so rarely 768.
+constexpr int thread_columns(int64_t C, bool single_columns) {
+    return C <= 16 * kWarp || C > 32 * kWarp ? 16 : C <= 24 * kWarp && !single_columns ? 24 : 32;
+}
+
 struct NormGeometry {
     dim3 block;                // (threads a row, rows a block)
     int64_t n_blocks_forward;  // one block for every block.y rows
@@ -73,7 +78,8 @@ struct NormGeometry {
     size_t backward_shared_bytes;
 };
 
-inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C) {
+// chunk_columns, as in dispatch_rows(), says whether chunks are single columns in any dtype.
+inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C, int64_t chunk_columns) {
     check(C >= 1 && C <= kMaxNormC, operation, ": rows of ", C, " channels; between 1 and ", kMaxNormC,
           " are possible");
     int64_t threads = ceil_div(C, std::min<int64_t>(norm_row_columns, kRowColumns));
@@ -85,8 +91,8 @@ inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C) {
     // one block of those that hold more than 16 columns a thread. A block that sums over fewer than 32 rows (or 8,
     // where all its threads share a row) would write too much of what it reads.
     const bool many_columns = threads == kWarp && C > 16 * kWarp;
-    const int64_t backward_rows =
-        !many_columns ? rows : (C <= 24 * kWarp ? kBackwardThreads<24> : kBackwardThreads<32>) / kWarp;
+    const bool few = thread_columns(C, chunk_columns % 8 != 0) == 24;
+    const int64_t backward_rows = !many_columns ? rows : (few ? kBackwardThreads<24> : kBackwardThreads<32>) / kWarp;
     const int64_t n_most = many_columns ? 132 : 132 * 512 / (threads * rows);
     const auto block = [&](int64_t y) { return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(y)); };
     return {block(rows), ceil_div(N, rows), block(backward_rows), std::min(ceil_div(N, 8 * rows), n_most),
@@ -103,11 +109,16 @@ template <class F>
 void dispatch_rows(DType dtype, int64_t C, int64_t chunk_columns, F&& f) {
     dispatch_chunks(dtype, chunk_columns, [&](auto chunk) {
         using T = typename decltype(chunk)::Element;
-        constexpr int n = decltype(chunk)::n, kFew = n > 1 ? 24 : 32;  // 1: any number of columns, so rarely 768
-        if constexpr (kOnCpu) f(NormRow<T, n, kRowColumns>{});
-        else if (C <= 16 * kWarp || C > 32 * kWarp) f(NormRow<T, n, 16>{});
-        else if (kFew < 32 && C <= kFew * kWarp) f(NormRow<T, n, kFew>{});
-        else f(NormRow<T, n, 32>{});
+        constexpr int n = decltype(chunk)::n;
+        if constexpr (kOnCpu) {
+            f(NormRow<T, n, kRowColumns>{});
+        } else {
+            const int columns = thread_columns(C, n == 1);
+            if (columns == 16) f(NormRow<T, n, 16>{});
+            if (columns == 32) f(NormRow<T, n, 32>{});
+            if constexpr (n > 1)
+                if (columns == 24) f(NormRow<T, n, 24>{});
+        }
     });
 }
 

@@ -131,7 +131,7 @@ void launch_forward(const char* name, const HeadColumns& out, Tensor sum, Tensor
     const int64_t N = rstd.n(), C = inp.D;
     expect_aligned(name, {{"out", out.rows}, {"sum", sum}, {"inp", inp.rows}, {"branch", branch}, {"weight", weight}});
     if (N == 0) return;
-    const NormGeometry geometry = norm_geometry(name, N, C);
+    const NormGeometry geometry = norm_geometry(name, N, C, chunk_columns);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_forward));
     dispatch_rows(inp.rows.dtype, C, chunk_columns, [&](auto zero) {
         using Row = decltype(zero);
@@ -154,7 +154,7 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
     expect_aligned(name,
                    {{"dinp", dinp.rows}, {"dout", dout.rows}, {"dsum", dsum}, {"inp", inp.rows}, {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream);
-    const NormGeometry geometry = norm_geometry(name, N, C);
+    const NormGeometry geometry = norm_geometry(name, N, C, chunk_columns);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));
     const Tensor partial = scratch_as(name, scratch, {geometry.n_blocks_backward, C});
     const ColumnSums params = column_sums(name, partial, dweight, {}, accumulate);
@@ -241,5 +241,5 @@ void rmsnorm_heads_backward(const HeadColumns& dinp, Tensor dweight, const HeadC
 }
 
 int64_t rmsnorm_backward_scratch_n(int64_t N, int64_t C) {
-    return norm_geometry("rmsnorm_backward", N, C).n_blocks_backward * C;
+    return norm_geometry("rmsnorm_backward", N, C, C).n_blocks_backward * C;
 }

@@ -80,6 +80,17 @@ void check_close(const std::vector<double>& actual, const std::vector<double>& e
     CHECK(worst <= 1.0);
 }
 
+void check_counters() {
+    std::vector<unsigned> counters(static_cast<size_t>(kArrivals));
+    cudaCheck(cudaStreamSynchronize(device().stream));
+    cudaCheck(
+        cudaMemcpy(counters.data(), device().arrivals, counters.size() * sizeof(unsigned), cudaMemcpyDeviceToHost));
+    const auto left = std::find_if(counters.begin(), counters.end(), [](unsigned n) { return n != 0; });
+    INFO("counter " << left - counters.begin() << " of " << kArrivals << " is left at "
+                    << (left == counters.end() ? 0 : *left));
+    CHECK(left == counters.end());
+}
+
 std::vector<Difference> finite_differences(const std::function<double(const std::vector<double>&)>& f,
                                            const std::vector<double>& x, double step, size_t n_picked) {
     std::vector<Difference> differences;

@@ -44,6 +44,10 @@ inline const DType kFloatDTypes[] = {DType::f32, DType::bf16, DType::f16};
 void check_close(const std::vector<double>& actual, const std::vector<double>& expected, double relative,
                  double absolute, const std::string& what);
 
+// CHECKs that the kernels so far have left the device's counters at 0 (is_last_block, kernel.cuh), as they found them:
+// otherwise a later kernel would take another block for its last one.
+void check_counters();
+
 // d f / d x[i] by central differences in float64, for a few i picked evenly over x.
 struct Difference {
     size_t index;

@@ -36,6 +36,7 @@ TEST_CASE("column_sum against float64", "[column_sum]") {
                             concat("column_sum ", dtype_name(dtype), " into ", dtype_name(gradient_dtype), " (", N,
                                    ", ", C, ")"));
             }
+    check_counters();
 }
 
 TEST_CASE("column_sum of whole numbers is exact", "[column_sum]") {

@@ -155,6 +155,7 @@ TEST_CASE("norms of rows that ranks divide by columns, against float64", "[divid
             }
     }
     norm_row_columns = own;
+    check_counters();
 }
 
 TEST_CASE("copies of columns", "[divided_norm]") {

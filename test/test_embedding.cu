@@ -227,6 +227,7 @@ TEST_CASE("embedding backward of very frequent ids against float64", "[embedding
                     concat("embedding dwte, frequent ids, ", dtype_name(dtype)));
         CHECK((dwte.bits() == again.bits()));
     }
+    check_counters();
 }
 
 // 16 times as many places, none of which recurs or all of which have the same id, may take 16 times as long. What grows

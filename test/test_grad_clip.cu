@@ -254,4 +254,5 @@ TEST_CASE("sums of squares are clipped in the same launch", "[grad_clip][counted
             CHECK_THROWS_WITH(all.add_up(three, grads, device().stream, {result}),
                               ContainsSubstring("only 2 of 3 rows to be clipped have gradients"));
         }
+    check_counters();
 }

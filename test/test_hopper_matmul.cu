@@ -241,6 +241,8 @@ const LongProduct kCuts[] = {
     {{136, 256, 5832}, 3, "two tiles in three pieces: the second piece lies in both"},
     {{128, 520, 4232}, 7, "three tiles in seven pieces: some lie inside of one"},
     {{72, 1032, 5832}, 3, "a round of whole tiles, and two tiles in three pieces"},
+    {{128, 256, 2056}, 132, "fewer steps than multiprocessors"},
+    {{128, 512, 2056}, 132, "two tiles, and fewer steps than multiprocessors"},
 };
 
 }  // namespace
@@ -285,6 +287,7 @@ TEST_CASE("hopper matmul: a long K is cut", "[hopper_matmul][shapes][hopper][mat
                     CHECK((out.bits() == bits));
                 }
             }
+    check_counters();
 }
 
 TEST_CASE("hopper matmul: the parts of a product", "[hopper_matmul][hopper][matmul][counted]") {

@@ -54,7 +54,7 @@ struct Size {
     int64_t N, C;
 };
 const Size kSizes[] = {{1, 1},    {3, 3},    {33, 33},  {37, 48},  {7, 100},  {2, 127},  {5, 129},  {70, 40},
-                       {13, 768}, {6, 1000}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
+                       {13, 768}, {5, 701}, {6, 1000}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
 
 // Runs a test with the threads a row that this device chooses, then with those of a GPU.
 template <class F>
@@ -147,6 +147,7 @@ TEST_CASE("rmsnorm backward against float64", "[rmsnorm]") {
                                 sum_error(N) * 4 * std::sqrt(static_cast<double>(N)), "rmsnorm dweight, " + what);
                 }
     });
+    check_counters();
 }
 
 // Heads inside of wider rows against the same numbers as rows by themselves: the same kernels, so the same bits, and
@@ -237,6 +238,29 @@ TEST_CASE("rmsnorm repeats bit for bit", "[rmsnorm]") {
             }
         }
     });
+}
+
+// A block of more threads than its kernel was compiled for does not start.
+TEST_CASE("norms: on a GPU no block has more threads than its kernel's __launch_bounds__", "[rmsnorm][layernorm]") {
+    const int64_t before = std::exchange(norm_row_columns, 16);
+    for (int64_t C = 1; C <= kMaxNormC; ++C)
+        for (const int64_t chunk_columns : {C, int64_t{1}})
+            for (const int pack : {4, 8}) {  // of float32, and of 16 bits
+                const NormGeometry its = norm_geometry("norm", 1000, C, chunk_columns);
+                const int columns = thread_columns(C, chunk_columns % pack != 0);
+                const int forward = columns == 16   ? kNormThreads<16>
+                                    : columns == 24 ? kNormThreads<24>
+                                                    : kNormThreads<32>,
+                          backward = columns == 16   ? kBackwardThreads<16>
+                                     : columns == 24 ? kBackwardThreads<24>
+                                                     : kBackwardThreads<32>;
+                const auto fits = [](dim3 block, int most) { return block.x * block.y <= static_cast<unsigned>(most); };
+                if (!fits(its.block, forward) || !fits(its.backward_block, backward))
+                    FAIL("rows of " << C << ", chunks within " << chunk_columns << ", packs of " << pack);
+                // Nor has a row more columns than its threads.
+                if (its.block.x * static_cast<unsigned>(columns) < static_cast<unsigned>(C)) FAIL("rows of " << C);
+            }
+    norm_row_columns = before;
 }
 
 TEST_CASE("rmsnorm of rows that are hard on float32", "[rmsnorm]") {

@@ -125,6 +125,8 @@ int Comm::node_of(int member) const {
     return state_->node[static_cast<size_t>(transport_->members()[static_cast<size_t>(member)])];
 }
 
+int Comm::sharers_of_device() const { return state_->sharers; }
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory for pieces on their way: what the largest of the counted calls needs
 

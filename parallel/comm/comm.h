@@ -134,6 +134,8 @@ class Comm {
     void trace_computing(const std::string& what, cudaStream_t stream);
     // Rank of this communicator -> the machine that it runs on, counted from 0.
     int node_of(int member) const;
+    // How many ranks, with this one, take memory from this rank's device: on a CPU all of its machine.
+    int sharers_of_device() const;
     // Bytes that this rank has sent and received so far, through all its communicators.
     Traffic traffic() const;
 

@@ -43,6 +43,11 @@ int ranks_here(const RankState& state) {
         std::count(state.node.begin(), state.node.end(), state.node[static_cast<size_t>(state.rank)]));
 }
 
+// Ranks of one machine get its devices in turn.
+int sharers_of_a_device(int n_ranks_here) {
+    return kCpuDevice ? n_ranks_here : narrow(ceil_div(n_ranks_here, device_count()), "ranks");
+}
+
 // True on all ranks if every rank said true. Rank 0 collects the answers and sends the result.
 bool all_agree(HostTransport& control, bool opinion) {
     if (control.rank() != 0) {
@@ -138,6 +143,7 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     try {
         share_cores(ranks_here(*state));
         open_device(mpi_local_rank() % device_count());
+        state->sharers = sharers_of_a_device(ranks_here(*state));
         run_rank(options, state, control, true, f);
         control.reset();
     } catch (const std::exception& error) {
@@ -160,6 +166,7 @@ std::shared_ptr<RankState> state_of_thread(const ThreadJob& all, int rank) {
     auto state = std::make_shared<RankState>();
     state->rank = rank;
     state->size = all.n;
+    state->sharers = sharers_of_a_device(all.n);
     state->options = all.options;
     state->job = all.job;
     state->trace = all.trace;

@@ -114,6 +114,7 @@ struct RankState {
     std::shared_ptr<Job> job;
     std::vector<int> node;         // world rank -> machine
     std::vector<Slot*> slots;      // world rank -> slot; nullptr: on another machine
+    int sharers = 1;               // ranks that take memory from this one's device
     std::shared_ptr<Trace> trace;  // nullptr without --trace
     std::set<int64_t> traced_steps;
     bool tracing = false;  // is the current step one of them?
