@@ -53,7 +53,7 @@ Backward rmsnorm_gradient(const Values& dy, const Values& dsum, const Values& x,
 struct Size {
     int64_t N, C;
 };
-const Size kSizes[] = {{1, 1},    {3, 3},    {33, 33},  {37, 48},  {7, 100},  {2, 127},  {5, 129},  {70, 40},
+const Size kSizes[] = {{1, 1},    {3, 3},   {33, 33},  {37, 48},  {7, 100},  {2, 127},  {5, 129},  {70, 40},
                        {13, 768}, {5, 701}, {6, 1000}, {3, 1030}, {5, 1032}, {9, 2052}, {2, 8192}, {4300, 24}};
 
 // Runs a test with the threads a row that this device chooses, then with those of a GPU.
