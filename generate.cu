@@ -55,6 +55,9 @@ struct Answer {
     std::vector<Sampled> tokens;
 };
 
+// A text may hold zero bytes, where printf would end.
+void print_text(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
+
 void print_ids(const std::vector<int32_t>& ids) {
     for (size_t i = 0; i < ids.size(); ++i) std::printf("%s%d", i == 0 ? "" : ",", ids[i]);
     std::printf("\n");
@@ -82,7 +85,7 @@ class Prompt {
     void answer() {
         const double start = seconds_now();
         double first = 0;
-        if (streams_) std::printf("%s", o_.prompt.c_str()), std::fflush(stdout);
+        if (streams_) print_text(o_.prompt), std::fflush(stdout);
         while (requests_.step())
             if (first == 0) first = seconds_now();
         const double end = seconds_now();
@@ -104,7 +107,7 @@ class Prompt {
         Answer& answer = answers_[piece.sample];
         answer.text += piece.text;
         answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
-        if (streams_) std::printf("%s", piece.text.c_str()), std::fflush(stdout);
+        if (streams_) print_text(piece.text), std::fflush(stdout);
     }
 
     // What has not been printed as it came. Returns the number of tokens.
@@ -113,9 +116,12 @@ class Prompt {
         for (size_t i = 0; i < answers_.size(); ++i) {
             const std::vector<Sampled>& tokens = answers_[i].tokens;
             n += std::ssize(tokens);
-            if (o_.ids) print_ids(ids_of(tokens));
-            else if (!streams_)
-                std::printf("---- %zu ----\n%s%s\n", i + 1, o_.prompt.c_str(), answers_[i].text.c_str());
+            if (o_.ids) {
+                print_ids(ids_of(tokens));
+            } else if (!streams_) {
+                std::printf("---- %zu ----\n", i + 1);
+                print_text(o_.prompt + answers_[i].text + "\n");
+            }
             if (o_.sampling.logprobs >= 0) std::printf("%s", logprobs_table(*model_.tokenizer, tokens).c_str());
         }
         return n;
@@ -147,12 +153,15 @@ int answer_batch(LoadedModel& model, const GenerateOptions& o, BatchFiles& files
                 human_seconds(seconds).c_str(), static_cast<double>(count.tokens) / std::max(seconds, 1e-9),
                 static_cast<long long>(model.engine->n_steps()), speculation(model).c_str());
     report_cache(*model.engine, o);
+    check(count.failed == 0, count.failed, count.failed == 1 ? " answer has" : " answers have",
+          " no text, and will be asked for by the next run: ", kNotFinite);
     return count.refused > 0 ? 1 : 0;
 }
 
 void print_perplexity(const LoadedModel& model, const GenerateOptions& o, const std::vector<int32_t>& tokens) {
     const int64_t window = std::min<int64_t>(model.engine->options().scheduler.max_length, 1024);
     const Perplexity p = evaluate_text(model, tokens, window, o.engine.cache_dtype);
+    check(std::isfinite(p.loss), kNotFinite);
     std::printf("%s: perplexity %.4f (loss %.5f) of %lld tokens, in windows of %lld, %.0f tok/s\n", o.eval.c_str(),
                 std::exp(p.loss), p.loss, static_cast<long long>(p.tokens), static_cast<long long>(p.window),
                 static_cast<double>(p.tokens) / p.seconds);
@@ -220,20 +229,20 @@ int generate(GenerateOptions options, Comm* ranks) {
     if (options.plan) return print_plan(model), 0;
     const bool leads = !ranks || ranks->rank == 0;
     if (!options.pictures.empty()) make_folder(options.pictures);
+    if (leads) model.engine->start_reports(!options.pictures.empty());  // before a prompt is there
     const std::function<int()> task = leads ? prepare(model, options) : nullptr;
     model.load();
     if (ranks) ranks->meet_hosts();  // no collective before all have their memory
     if (!leads) return model.engine->follow(), 0;
-    model.engine->start_reports(!options.pictures.empty());
     const int status = task();
     if (ranks) model.engine->end_followers();
-    check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written (is the disk full?)");
     return status;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+    keep_standard_numbers();
     try {
         const GenerateOptions options = parse_generate_options(argc, argv);
         RankOptions ranks;
@@ -242,12 +251,14 @@ int main(int argc, char** argv) {
         const int n = rank_count(ranks);
         check(options.plan || n == options.tp, "--tp ", options.tp, " under an mpirun of ", n, " processes: give --tp ",
               n, ", or start ", options.tp);
-        if (options.tp == 1) return generate(options, nullptr);
         int status = 0;
-        run_ranks(ranks, [&](Comm& world) {
-            const int its = generate(options, &world);
-            if (world.rank == 0) status = its;
-        });
+        if (options.tp == 1) status = generate(options, nullptr);
+        else
+            run_ranks(ranks, [&](Comm& world) {
+                const int its = generate(options, &world);
+                if (world.rank == 0) status = its;
+            });
+        check_output();
         return status;
     } catch (const std::bad_alloc&) {
         std::fprintf(stderr, "generate: the host has too little memory: give fewer --cache-pages or --max-sequences\n");

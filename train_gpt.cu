@@ -203,6 +203,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
 }  // namespace
 
 int main(int argc, char** argv) {
+    keep_standard_numbers();
     answer_signals();
     TrainOptions options;
     std::string fault;
@@ -214,7 +215,7 @@ int main(int argc, char** argv) {
             if (!started_by_mpirun()) throw;
             fault = error.what();  // every process has found it; they agree on one line (agree_to_start)
         }
-        if (options.draw) return draw_pipelines(options), 0;
+        if (options.draw) return draw_pipelines(options), check_output(), 0;
         RankOptions ranks = options.ranks;
         ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;
@@ -223,6 +224,7 @@ int main(int argc, char** argv) {
         run_ranks(ranks,
                   [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder, traced); });
         if (!start_fault.line.empty()) fail(start_fault.line);
+        if (options.plan || options.account) check_output();
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {
         end_progress_line();

@@ -4,6 +4,7 @@
 #include "io/lock.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,11 +21,10 @@ struct BatchFiles {
     std::ifstream in;
     bool out_is_new, begun = false;
     LockedFile out;
-    // The answers that `out` has already, as (id, sample), and the ids of requests that have all of theirs.
+    // The answers that `out` has already, as (id, sample), and how many of each request.
     struct Done {
         std::set<std::pair<std::string, uint64_t>> answers;
         std::map<std::string, int64_t> n_answers;
-        std::set<std::string> requests;
     } done;
 };
 
@@ -33,6 +33,8 @@ namespace {
 // What names a request: its "id", or else the number of its line, from 1.
 std::string id_of(const Json::Value& line, int64_t number) {
     const Json::Value& id = member(line, "id");
+    check(id.type() != Json::realValue, "\"id\" is ", JsonText(id).str(),
+          ": give a text, or a whole number of at most 64 bits");
     return id.isNull() ? std::to_string(number) : JsonText(id).str();
 }
 
@@ -141,12 +143,8 @@ BatchFiles::Done read_done(const std::string& path) {
         check_ours(has(answer, "id") && has(answer, "finish_reason"));
         const std::string id = JsonText(member(answer, "id")).str();
         uint64_t sample = 0;
-        int64_t samples = 1;
-        Fields fields(answer);
-        fields.read("sample", sample);
-        fields.read("samples", samples);
-        done.answers.insert({id, sample});
-        if (++done.n_answers[id] >= samples) done.requests.insert(id);
+        Fields(answer).read("sample", sample);
+        if (done.answers.insert({id, sample}).second) ++done.n_answers[id];
         whole = file.tellg();
     }
     if (line.empty()) return done;
@@ -210,12 +208,14 @@ class BatchRun {
             id = id_of(line, number);
             check(ids_.insert(id).second, "a line before this one has the id ", id,
                   ", too; give each its own, so that answers can be told apart");
-            if (files_.done.requests.count(id)) {
+            int64_t n = options_.samples;
+            Fields(line).read("samples", n);
+            if (files_.done.n_answers[id] >= std::max<int64_t>(n, 1)) {
                 ++count_.done_before;
                 return;
             }
             TextRequest request = read_request(line, model_, options_);
-            count_.prompt_tokens += std::ssize(request.prompt);
+            const int64_t prompt_n = std::ssize(request.prompt);
             struct Answer {
                 std::string text;
                 std::vector<Sampled> tokens;
@@ -228,6 +228,7 @@ class BatchRun {
                 answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
                 n_drawn_ += std::ssize(piece.tokens);
                 if (!piece.finish_reason || files_.done.answers.count({id, piece.sample})) return;
+                if (piece.is_error()) return void(++count_.failed);  // the next run asks for it again
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
                 line.set("text", answer.text), line.set("ids", ids_of(answer.tokens));
@@ -239,6 +240,7 @@ class BatchRun {
                 count_.tokens += std::ssize(answer.tokens);
             };
             requests_.add(std::move(request));
+            count_.prompt_tokens += prompt_n;
         } catch (const Error& error) {  // one bad line is no reason to lose the others
             ++count_.refused;
             std::fprintf(stderr, "generate: %s, line %lld: %s\n", options_.batch.c_str(),
@@ -269,6 +271,11 @@ BatchFiles::BatchFiles(const GenerateOptions& options)
       out(options.out, O_WRONLY | O_APPEND) {
     check(out.lock() != LockedFile::Lock::others, "--out ", options.out,
           " is being written by another process: wait until it has ended or stop it with Ctrl-C, or give another file");
+    struct stat answers {
+    }, output{};
+    if (fstat(out.fd(), &answers) == 0 && fstat(STDOUT_FILENO, &output) == 0 && !S_ISCHR(output.st_mode) &&
+        answers.st_dev == output.st_dev && answers.st_ino == output.st_ino)
+        dup2(STDERR_FILENO, STDOUT_FILENO);  // --out /dev/stdout: what is told of the answers would stand among them
     done = read_done(options.out);
     out_is_new = out_is_new && done.answers.empty();
 }

@@ -9,6 +9,9 @@
 
 namespace {
 
+constexpr size_t kMostTyped =
+    4095;  // Linux keeps so many bytes of a line that is being typed (n_tty), and drops others
+
 volatile std::sig_atomic_t g_interrupted = 0;
 
 // While it exists Ctrl-C sets g_interrupted, and a read from the terminal ends early.
@@ -62,7 +65,7 @@ std::string answer(Requests& requests, TextRequest request) {
     std::string text;
     bool ended = false, failed = false;
     request.ready = [&](const AnswerPiece& piece) {
-        std::printf("%s", piece.text.c_str());
+        std::fwrite(piece.text.data(), 1, piece.text.size(), stdout);  // it may hold zero bytes
         std::fflush(stdout);
         text += piece.text;
         ended = piece.finish_reason != nullptr;
@@ -93,7 +96,15 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
     for (std::string line; true;) {
         if (terminal) std::printf("> "), std::fflush(stdout);
         if (!read_line(line)) break;
+        if (line.ends_with('\r')) line.pop_back();  // of a file from Windows
         if (line.empty()) continue;
+        if (terminal && line.size() >= kMostTyped) {
+            std::printf(
+                "(a terminal passes on %zu bytes of a line, and this one may have had more: send it in parts, or "
+                "by a pipe)\n",
+                kMostTyped);
+            continue;
+        }
         messages.push_back({"user", line});
         try {
             messages.push_back({"assistant", answer(requests, next_request(model, o, chat, messages))});

@@ -12,9 +12,10 @@
 int64_t longest_sequence(const Config& c, const Config* draft, int64_t wanted) {
     if (draft) {
         const int64_t its = longest_sequence(*draft, nullptr, 0);
-        check(wanted <= its, "a length of ", wanted, " tokens: the draft model has ", its,
-              " positions, and at most so many can be given");
-        return wanted > 0 ? longest_sequence(c, nullptr, wanted) : std::min(its, longest_sequence(c, nullptr, 0));
+        const int64_t longest = longest_sequence(c, nullptr, wanted);
+        check(longest <= its, "a length of ", longest, " tokens: the draft model has ", its,
+              " positions, and at most so many can be given (--max-length)");
+        return longest;
     }
     // Dynamic scaling computes other frequencies for each length beyond that of the training: what is in the cache
     // would have to change with every token.
@@ -43,6 +44,9 @@ EngineOptions settled(const Model& model, const Model* draft, EngineOptions o) {
     check(o.cache.page_size >= 1, "inference: pages of ", o.cache.page_size, " rows: it must be at least 1");
     if (o.cache.n_pages == 0)
         o.cache.n_pages = o.scheduler.max_sequences * ceil_div(o.scheduler.max_length, o.cache.page_size);
+    // A sequence has room in the cache. (Two tokens always have: the last one of a sequence is in no page.)
+    if (o.cache.n_pages < ceil_div(o.scheduler.max_length, o.cache.page_size))
+        o.scheduler.max_length = std::max<int64_t>(2, o.cache.n_pages * o.cache.page_size);
     if (!o.graphs) o.graphs = !device().is_cpu;
     if (o.scheduler.preemption == Preemption::swap && o.cache.n_host_pages == 0) o.cache.n_host_pages = o.cache.n_pages;
     return o;

@@ -66,10 +66,10 @@ class Connection final : public httplib::Stream {
 
     // The library's names. What other versions of it have is without `override`.
     bool is_readable() const override { return first_ < last_ || wait(POLLIN, deadline_ - seconds_now()); }
-    bool is_writable() const { return !client_is_gone(fd_) && wait(POLLOUT, timeout_); }
+    bool is_writable() const { return wait(POLLOUT, timeout_); }
     bool wait_readable() const { return is_readable(); }
     bool wait_writable() const { return is_writable(); }
-    bool is_peer_alive() const { return !client_is_gone(fd_); }
+    bool is_peer_alive() const { return true; }  // HttpReply::next_piece asks client_is_gone, and may tell it so
     time_t duration() const { return 0; }
     socket_t socket() const override { return fd_; }
     void get_remote_ip_and_port(std::string& ip, int& port) const override { address(::getpeername, ip, port); }
@@ -130,13 +130,9 @@ class ConnectionThreads final : public httplib::TaskQueue {
     Result enqueue(std::function<void()> serve_connection) override {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return n_ < kMaxConnections; });
+        // Where the system has no memory or no number for one more thread, the connection waits until another has ended.
+        while (!start(serve_connection)) changed_.wait_for(lock, std::chrono::milliseconds(100));
         ++n_;
-        std::thread([this, serve_connection] {
-            serve_connection();
-            const std::lock_guard ending(mutex_);
-            --n_;
-            changed_.notify_all();
-        }).detach();
         return Result(true);
     }
     void shutdown() override {
@@ -145,6 +141,20 @@ class ConnectionThreads final : public httplib::TaskQueue {
     }
 
   private:
+    bool start(const std::function<void()>& serve_connection) {
+        try {
+            std::thread([this, serve_connection] {
+                serve_connection();
+                const std::lock_guard ending(mutex_);
+                --n_;
+                changed_.notify_all();
+            }).detach();
+        } catch (const std::exception&) {  // std::system_error or std::bad_alloc
+            return false;
+        }
+        return true;
+    }
+
     std::mutex mutex_;
     std::condition_variable changed_;
     int n_ = 0;

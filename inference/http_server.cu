@@ -84,8 +84,10 @@ class Listener : public httplib::Server {
             }
             status_sent(response.status);
         });
-        set_expect_100_continue_handler([this](const httplib::Request& request, httplib::Response&) {
-            return declared_bytes(request) > options_.max_body ? 413 : 100;
+        set_expect_100_continue_handler([this](const httplib::Request& request, httplib::Response& response) {
+            if (declared_bytes(request) <= options_.max_body) return 100;
+            write_error(response, too_large());
+            return response.status;
         });
     }
 
@@ -166,7 +168,8 @@ class Listener : public httplib::Server {
     void answer(const Route& route, const httplib::Request& request, httplib::Response& response,
                 const httplib::ContentReader* body) const {
         const std::string key = request.get_header_value("Authorization");
-        if (route.needs_key && !options_.api_key.empty() && !same_key(key, "Bearer " + options_.api_key))
+        const bool is_bearer = key.size() >= 7 && ::strncasecmp(key.c_str(), "Bearer ", 7) == 0;
+        if (route.needs_key && !options_.api_key.empty() && !(is_bearer && same_key(key.substr(7), options_.api_key)))
             throw HttpError(401, "the key is missing or wrong: send \"Authorization: Bearer KEY\"", "invalid_api_key");
         const HttpRequest mine{body ? read_body(request, *body) : "",
                                [fd = Connection::current()->socket()] { return client_is_gone(fd); }};
@@ -186,7 +189,9 @@ class Listener : public httplib::Server {
 
     std::string read_body(const httplib::Request& request, const httplib::ContentReader& read) const {
         const std::string type = request.get_header_value("Content-Type");
-        if (type.compare(0, 16, "application/json") != 0)
+        constexpr std::string_view json = "application/json";  // what may follow: "; charset=utf-8"
+        if (::strncasecmp(type.c_str(), json.data(), json.size()) != 0 ||
+            (type.size() > json.size() && type[json.size()] != ';' && type[json.size()] != ' '))
             throw HttpError(415, concat("the body is ", type.empty() ? "of no type" : type,
                                         ": send it with \"Content-Type: application/json\""));
         if (!request.has_header("Content-Length") && !request.has_header("Transfer-Encoding"))

@@ -809,6 +809,7 @@ struct GenerateOptions {
     int64_t tokens = 256, samples = 1, beams = 0;
     double length_penalty = 1.0;
     SamplingOptions sampling;
+    bool has_seed = false;  // --seed was given: otherwise a server draws one for each request
     std::vector<std::string> stop;
     bool ignore_eos = false;
     EngineOptions engine;
@@ -832,7 +833,7 @@ std::vector<int32_t> encode_prompt(const LoadedModel& model, const std::string& 
 //
 // One process writes `out` at a time.
 struct BatchCount {
-    int64_t done_before = 0, done = 0, refused = 0, tokens = 0, prompt_tokens = 0;
+    int64_t done_before = 0, done = 0, refused = 0, failed = 0, tokens = 0, prompt_tokens = 0;
 };
 // Opens both files; needs no weights. Error where one cannot be used, or another process writes `out`; a file there
 // that no batch has written stays as it is.
@@ -844,7 +845,8 @@ BatchCount run_batch(LoadedModel& model, Requests& requests, const GenerateOptio
 // chat_template.cu: a conversation as the text that a model was trained on
 
 struct ChatMessage {
-    // "system" (at most one, the first), then "user" and "assistant" in turns; the last is the user's.
+    // "system" (at most one, the first), then "user" and "assistant", in turns as models know them; the last is the
+    // user's.
     std::string role, content;
 };
 // How the families write a conversation; test/golden/chat.json has examples of each from the models' own templates:

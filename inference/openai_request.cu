@@ -62,7 +62,7 @@ class Fields {
     std::set<std::string, std::less<>> known_;
 };
 
-void read_sampling(Fields& fields, SamplingOptions& s) {
+void read_sampling(Fields& fields, bool has_seed, SamplingOptions& s) {
     fields.read("temperature", s.temperature, "a number");
     fields.read("top_p", s.top_p, "a number");
     fields.read("top_k", s.top_k, "a whole number");
@@ -72,7 +72,8 @@ void read_sampling(Fields& fields, SamplingOptions& s) {
     fields.read("frequency_penalty", s.frequency_penalty, "a number");
     int64_t seed = 0;
     static thread_local std::mt19937_64 random{std::random_device{}()};
-    s.seed = fields.read("seed", seed, "a whole number") ? static_cast<uint64_t>(seed) : random();
+    if (fields.read("seed", seed, "a whole number")) s.seed = static_cast<uint64_t>(seed);
+    else if (!has_seed) s.seed = random();
     const Json::Value* bias = fields.find("logit_bias");
     try {
         if (bias) s.logit_bias = read_logit_bias(*bias);
@@ -88,6 +89,7 @@ void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
     const bool given = fields.read("logprobs", wanted, "true or false");
     if (fields.read("top_logprobs", top, "a whole number") && !wanted)
         refuse("top_logprobs", "\"top_logprobs\" needs \"logprobs\": true");
+    if (top < 0) refuse("top_logprobs", concat("\"top_logprobs\" is ", top, ": it must not be negative"));
     if (given) s.logprobs = wanted ? top : -1;
 }
 
@@ -109,7 +111,8 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
             refuse("stop", "a stop text is empty");
     }
     bool ignore_eos = false;
-    if (fields.read("ignore_eos", ignore_eos, "true or false") && ignore_eos) request.stop_tokens.clear();
+    if (fields.read("ignore_eos", ignore_eos, "true or false"))
+        request.stop_tokens = ignore_eos ? std::vector<int32_t>() : served.model.stop_tokens;
 }
 
 void check_length(const ServedModel& served, TextRequest& request, bool length_given, const char* field) {
@@ -233,7 +236,7 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
                                : text_request(served.options, served.model);
     const std::vector<std::string> template_stop = chat ? request.stop : std::vector<std::string>();
     bool length_given = false;
-    read_sampling(fields, request.sampling);
+    read_sampling(fields, served.options.has_seed, request.sampling);
     read_logprobs(fields, chat, request.sampling);
     read_ends(fields, served, chat, request, length_given);
     for (const std::string& stop : template_stop)
@@ -243,6 +246,7 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
         api.requests.push_back(request);
     } else {
         fields.read("echo", api.echo, "true or false");
+        if (api.echo && !has(object, "logprobs")) request.sampling.logprobs = -1;
         if (api.echo && request.sampling.logprobs >= 0)
             refuse("echo", "\"echo\" with \"logprobs\": those of a prompt are not computed");
         read_prompts(fields.find("prompt"), served, request, api);

@@ -203,6 +203,8 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
           o.engine.scheduler.max_length, ": a prompt and an answer have at least 2 tokens");
     const int n_ways =
         !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + o.serve + !o.batch.empty() + !o.eval.empty() + o.plan;
+    check(!line.given("--prompt") || !o.prompt.empty(), "--prompt is empty: give at least one character");
+    check(!line.given("--prompt-ids") || !o.prompt_ids.empty(), "--prompt-ids is empty: give at least one token");
     check(n_ways == 1, n_ways == 0 ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --serve, --batch, "
                                      "--eval, --plan)"
                                    : "give one of --prompt, --prompt-ids, --chat, --serve, --batch, --eval and --plan");
@@ -214,6 +216,14 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
+    check(s.max_waiting <= kMost, "--max-waiting can be at most ", kMost);
+    const auto is_printed = [](char c) { return c > ' ' && c <= '~'; };
+    check(
+        !line.given("--api-key") || (!s.api_key.empty() && std::ranges::all_of(s.api_key, is_printed)),
+        "--api-key: give at least one character, all of them printed ones of ASCII, and no blank: no client can send ",
+        "others");
+    check(std::ranges::find(o.stop, "") == o.stop.end(), "--stop is empty: give at least one character");
+    o.has_seed = line.given("--seed");
     check_answers(o, line);
     // One prompt, one conversation or one text needs no memory for other sequences.
     if (o.chat || !o.prompt.empty() || !o.prompt_ids.empty() || !o.eval.empty())

@@ -15,11 +15,20 @@ struct Requests::Answer {
     Answer(const Tokenizer& its_tokenizer, std::span<const int32_t> prompt)
         : tokenizer(its_tokenizer), decoder(its_tokenizer) {
         for (const int32_t token : prompt) push(token);
+        n_of_prompt = decoder.n_held_back();
     }
     // A vocabulary may be rounded up: a token that the tokenizer does not have adds no text.
-    std::string push(int32_t token) { return tokenizer.has(token) ? decoder.push(token) : ""; }
+    std::string push(int32_t token) { return tokenizer.has(token) ? own(decoder.push(token)) : ""; }
+    std::string finish() { return own(decoder.finish()); }
+    // Without the bytes of a character that the prompt began: they are in the prompt's text.
+    std::string own(std::string decoded) {
+        const size_t n = std::min(n_of_prompt, decoded.size());
+        n_of_prompt -= n;
+        return decoded.substr(n);
+    }
     const Tokenizer& tokenizer;
     StreamDecoder decoder;
+    size_t n_of_prompt = 0;
     std::string held;             // decoded, and not yet handed out
     std::vector<Sampled> tokens;  // likewise
 };
@@ -80,7 +89,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
         piece.sample = sample, piece.finish_reason = reason;
         // Only the token that completes a stop string is still here: there is nothing behind. Otherwise what was held
         // back was no stop string after all.
-        if (answer.tokens.empty()) answer.held += answer.decoder.finish();
+        if (answer.tokens.empty()) answer.held += answer.finish();
         piece.text.swap(answer.held);
         piece.tokens.swap(answer.tokens);
         if (r.text.ready) r.text.ready(piece);
@@ -99,7 +108,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
                 tokens.pop_back(), piece.finish_reason = "stop";
             Answer answer(tokenizer_, r->text.prompt);
             for (const int32_t token : tokens) piece.text += answer.push(token);
-            piece.text += answer.decoder.finish();
+            piece.text += answer.finish();
             for (const int32_t token : tokens) piece.tokens.push_back({.token = token, .logprob = 0, .top = {}});
             if (r->text.ready) r->text.ready(piece);
         }

@@ -29,19 +29,25 @@ std::string name_of(const GenerateOptions& options) {
     return name;
 }
 
+// A client that closes its side of the connection has gone, as far as one can see. If it reads on, it is told so.
+HttpError client_closed() {
+    return {400, "the connection was closed for writing before the answer was complete: keep it open"};
+}
+
 HttpReply stream(const std::shared_ptr<EngineLoop::Submission>& submission, const std::shared_ptr<ApiAnswer>& answer,
                  const std::function<bool()>& client_is_gone) {
     HttpReply reply{"text/event-stream", ""};
     reply.next_piece = [=](std::string& events) {
         try {
             auto piece = submission->next(client_is_gone);
+            if (!piece && !submission->ended()) throw client_closed();
             for (; piece; piece = submission->next_if_there()) events += answer->event(*piece);
         } catch (const HttpError& error) {  // the status is sent already
             events += "data: " + error_json(error) + "\n\n";
             return false;
         }
         if (submission->ended()) events += answer->last_events();
-        return !submission->ended() && !client_is_gone();
+        return !submission->ended();
     };
     return reply;
 }
@@ -52,6 +58,7 @@ HttpReply complete(const ServedModel& served, EngineLoop& engine, bool chat, con
     const auto submission = engine.submit(request.requests);
     if (request.stream) return stream(submission, answer, http.client_is_gone);
     while (const auto piece = submission->next(http.client_is_gone)) answer->add(*piece);
+    if (!submission->ended()) throw client_closed();
     return {"application/json", answer->whole()};
 }
 

@@ -55,7 +55,10 @@ std::vector<int32_t> ids_of(std::span<const Sampled> tokens) {
 
 std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token) {
     if (!tokenizer.has(token)) return {};
-    return tokenizer.decode({token});
+    std::string text;
+    DecodeState behind_others{.n_tokens = 1, .n_stripped = 0, .stripping = false};
+    tokenizer.decode_next(token, behind_others, text);
+    return text;
 }
 
 namespace {

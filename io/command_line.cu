@@ -6,12 +6,14 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
-#include <iostream>
 #include <limits>
 
 struct CommandLine::Impl {
     CLI::App app;
+    std::vector<std::string> words;  // of the command line
     explicit Impl(const std::string& description) : app(description) {
         app.option_defaults()->always_capture_default();
     }
@@ -21,8 +23,8 @@ namespace {
 
 // The text of a flag's value, as CLI11 is to read it; Error if it is none.
 template <class T>
-std::string checked_text(const char* flag, const std::string& text) {
-    expect_value(flag, text);
+std::string checked_text(const char* flag, const std::string& text, const std::vector<std::string>& words) {
+    if (std::ranges::find(words, concat(flag, "=", text)) == words.end()) expect_value(flag, text);
     if constexpr (std::is_integral_v<T>) {
         // parse_whole_number counts in int64_t, also for a seed of 64 bits without a sign.
         constexpr int64_t kLargest = sizeof(T) < 8 ? static_cast<int64_t>(std::numeric_limits<T>::max()) : INT64_MAX;
@@ -44,9 +46,10 @@ std::string name_of(const CLI::Option& option) { return "--" + option.get_lnames
 
 template <class T>
 void Heading::add(const char* flag, T& value, const std::string& help) {
-    line.impl_->app.add_option(flag, value, help)->group(name)->transform([flag](const std::string& text) {
-        return checked_text<T>(flag, text);
-    });
+    line.impl_->app.add_option(flag, value, help)
+        ->group(name)
+        ->transform(
+            [flag, &words = line.impl_->words](const std::string& text) { return checked_text<T>(flag, text, words); });
 }
 void Heading::option(const char* flag, std::string& value, const std::string& help) { add(flag, value, help); }
 void Heading::option(const char* flag, int& value, const std::string& help) { add(flag, value, help); }
@@ -58,7 +61,7 @@ void Heading::option(const char* flag, std::optional<double>& value, const std::
     add(flag, value, help);
 }
 void Heading::option(const char* flag, std::vector<std::string>& values, const std::string& help) {
-    line.impl_->app.add_option(flag, values, help)->group(name);
+    line.impl_->app.add_option(flag, values, help)->group(name)->allow_extra_args(false);  // one value each time
 }
 void Heading::flag(const char* flag, bool& value, const std::string& help) {
     line.impl_->app.add_flag(flag, value, help)->group(name)->transform([flag](const std::string& text) {
@@ -75,6 +78,7 @@ CommandLine::~CommandLine() = default;
 
 void CommandLine::parse(const ProgramWords& program, int argc, char** argv, const std::function<void()>& settle) {
     CLI::App& app = impl_->app;
+    impl_->words.assign(argv + 1, argv + argc);
     app.allow_extras();  // explain_unknown says more of them than CLI11
     app.get_formatter()->column_width(28);
     std::vector<std::string> shown;
@@ -84,11 +88,11 @@ void CommandLine::parse(const ProgramWords& program, int argc, char** argv, cons
     }
     try {
         app.parse(argc, argv);
-        if (!app.remaining().empty())
-            fail(explain_unknown(program, shown, {argv + 1, argv + argc}, app.remaining().front()));
+        if (!app.remaining().empty()) fail(explain_unknown(program, shown, impl_->words, app.remaining().front()));
         settle();
     } catch (const CLI::CallForHelp&) {
-        std::cout << app.help();
+        std::printf("%s", app.help().c_str());
+        check_output();
         std::exit(0);
     } catch (const CLI::ParseError& error) {
         fail(error.what(), " (./", program.name, " --help lists the flags)");

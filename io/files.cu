@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 
@@ -200,4 +201,17 @@ void sync_folder(const std::string& path) {
     // Some network and FUSE file systems cannot sync a folder and say EINVAL: there is nothing more that we could do.
     check(status == 0 || error == EINVAL || error == ENOTSUP, "cannot write the folder ", path,
           " to the disk: ", reason(error));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Standard input, output and error
+
+void keep_standard_numbers() {
+    for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // open() takes the lowest number that is free
+        if (fcntl(fd, F_GETFD) < 0)
+            open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);  // as useless as before
+}
+
+void check_output() {
+    check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written (is the disk full?)");
 }

@@ -62,6 +62,12 @@ bool is_there(const std::string& path);
 bool is_folder(const std::string& path);
 void sync_folder(const std::string& path);
 
+// Before a program opens any file: where standard input, output or error is closed, its number is taken, so that no file
+// gets it, into which messages would be written.
+void keep_standard_numbers();
+// Error if something that was printed could not be written: for programs whose result that is.
+void check_output();
+
 // ---------------------------------------------------------------------------------------------------------------------
 // checksum.cu
 
@@ -167,6 +173,7 @@ class StreamDecoder {
     explicit StreamDecoder(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
     std::string push(int32_t token);
     std::string finish();
+    size_t n_held_back() const { return held_back_.size(); }  // bytes of a character that is not complete
 
   private:
     const Tokenizer* tokenizer_;

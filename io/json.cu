@@ -69,6 +69,7 @@ class Scan {
                 check(++depth <= max_depth_, name_, ": more than ", max_depth_, " levels of lists and objects");
             if (c == ']' || c == '}') --depth;
             if (c == '\0') fault("a zero byte");
+            if (c == '/') fault("a '/', and JSON has no comments");  // JsonCpp takes those inside of lists and objects
             ++at_;
         }
     }

@@ -100,7 +100,8 @@ std::string explain_unknown(const ProgramWords& program, const std::vector<std::
 // Values
 
 void expect_value(const std::string& flag, const std::string& text) {
-    check(text.rfind("--", 0) != 0, flag, " needs a value, and the next word, ", text, ", is a flag");
+    check(text.rfind("--", 0) != 0, flag, " needs a value, and the next word, ", text,
+          ", is a flag (for a text that begins so: ", flag, "=TEXT)");
 }
 
 void expect_number(const std::string& flag, const std::string& text) {

@@ -202,11 +202,14 @@ TEST_CASE("a draft model's memory is what was planned, and what cannot be is ref
     const ModelWithMemory wrong(larger, config.T_max), small(shorter, 17);
     CHECK_THROWS_WITH(Engine(m.model, options, &wrong.model),
                       ContainsSubstring("the draft model has a vocabulary of 54 tokens, the model one of 53"));
-    CHECK(Engine(m.model, options, &small.model).options().scheduler.max_length == 17);
+    CHECK_THROWS_WITH(Engine(m.model, options, &small.model),
+                      ContainsSubstring(concat("a length of ", config.T_max, " tokens: the draft model has 17 ")));
     options.scheduler.max_length = 18;
     CHECK_THROWS_WITH(Engine(m.model, options, &small.model),
                       ContainsSubstring("a length of 18 tokens: the draft model has 17 positions"));
-    options.scheduler.max_length = 0, options.lookup = 3;
+    options.scheduler.max_length = 17;
+    CHECK(Engine(m.model, options, &small.model).options().scheduler.max_length == 17);
+    options.lookup = 3;
     CHECK_THROWS_WITH(Engine(m.model, options, &small.model), ContainsSubstring("no prompt look-up beside it"));
 }
 

@@ -75,6 +75,17 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
           "Line 1\n");
     const Outcome stopped = generate("--prompt 'Line 1' --tokens 200 --temperature 0 --stop e");
     CHECK(stopped.out.find('e', 6) == std::string::npos);
+    // A stop text is one text, whatever brackets it has, and --flag=TEXT may begin as flags do.
+    CHECK(generate("--prompt=--i --stop '[a,b]' --tokens 3 --temperature 0 --logit-bias 91:100").out == "--i[[[\n");
+    CHECK(generate("--prompt i --stop '[[' --tokens 3 --temperature 0 --logit-bias 91:100").out == "i\n");
+    CHECK(generate("--prompt i --stop '[]' --stop '[' --tokens 3 --temperature 0 --logit-bias 91:100").out == "i\n");
+    // Zero bytes are printed, too; and the byte that completes a character of the prompt, not the whole character again.
+    const std::string zeros = generate("--prompt x --samples 2 --tokens 2 --temperature 0 --logit-bias 0:100").out;
+    CHECK(zeros == std::string("---- 1 ----\nx\0\0\n---- 2 ----\nx\0\0\n", 32));
+    CHECK(generate("--prompt 'caf\xc3' --tokens 1 --temperature 0 --logit-bias 169:100").out == "caf\xc3\xa9\n");
+    // Pictures of a single prompt.
+    CHECK(generate("--prompt x --samples 2 --tokens 2 --pictures " + (folder / "pictures")).status == 0);
+    CHECK(slurp(folder / "pictures/batching.png").substr(1, 3) == "PNG");
 }
 
 TEST_CASE("a batch of requests goes on where it was stopped", "[generate][program]") {
@@ -117,9 +128,20 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     }
     CHECK(generate(call).status == 0);
     CHECK(slurp(out) == whole);
+    // More answers to a request that is done: those that are missing.
+    std::string more = slurp(in);
+    spit(folder / "more", more.replace(more.find("\"samples\": 2"), 12, "\"samples\": 3"));
+    spit(folder / "more.out", whole);
+    CHECK(generate("--batch " + (folder / "more") + " --out " + (folder / "more.out")).status == 0);
+    CHECK(lines_of(folder / "more.out").size() == answers.size() + 1);
+    CHECK(slurp(folder / "more.out").find("\"sample\":2") != std::string::npos);
+    // Answers to standard output stand there alone.
+    const std::string printed = folder / "printed";
+    CHECK(generate("--batch " + in + " --out /dev/stdout > " + printed).status == 0);
+    CHECK(lines_of(printed).size() == answers.size());
     spit(in, slurp(in) +
                  "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n{\"id\": 9, \"prompt\": \"y\"}\n" +
-                 "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n");
+                 "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -128,7 +150,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 7: top_p"));
     CHECK_THAT(refused.err, ContainsSubstring("line 8: a line before this one has the id 9, too"));
     CHECK_THAT(refused.err, ContainsSubstring("line 9: \"max_tokens\": a request has no such field; it can have id, "));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 5 refused"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 10: \"id\" is 1e+30: give a text, or a whole number"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 6 refused; 0 prompt tokens"));
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
@@ -165,7 +188,7 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--eval " + (folder / "empty"), "the text has 0 tokens, and at least 2 are needed");
     refused("--prompt a --logit-bias 256:1", "logit_bias names token 256, but the model's tokens are 0 to 255");
     refused("--prompt-ids 1,300", "the prompt has the token 300, but the model knows 0 to 255");
-    refused("--prompt a --cache-pages 1 --tokens 100", "need 7 pages of the cache, which has 1");
+    refused("--prompt a --cache-pages 1 --samples 2", "need 2 pages of the cache, which has 1");
     refused("--serve --host nobody.invalid", "--host nobody.invalid: no such address");
     refused(batch + out, "model.safetensors");
     CHECK_FALSE(std::filesystem::exists(out));
@@ -178,6 +201,11 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
+    // With a small cache a conversation loses its beginning, as with a short --max-length.
+    spit(folder / "much", "message number 1 xxxxxxxxxxxxxx\r\nmessage number 2 xxxxxxxxxxxxxx\n");
+    const Outcome small = generate("--chat --tokens 40 --cache-pages 8", "cat " + (folder / "much") + " | ");
+    CHECK_THAT(small.out, ContainsSubstring("(the beginning of the conversation is left away"));
+    CHECK(small.out.find("ask for less") == std::string::npos);
     CHECK_THAT(generate("--plan --max-length 100").out, ContainsSubstring("64 sequences of 100 tokens fit"));
     const Outcome plan = generate("--plan --max-sequences 3 --page-size 8 --draft " + trained_run());
     CHECK_THAT(plan.out, ContainsSubstring("sequences of 128 tokens fit"));
@@ -217,10 +245,15 @@ TEST_CASE("a model whose logits are not finite is said to be one", "[generate][p
         const std::string out = folder / "out";
         std::filesystem::remove(out);
         const std::string beams = way.empty() ? "" : " --beams 3";
-        CHECK(run_program("generate", model + beams + " --batch " + (folder / "in") + " --out " + out).status == 0);
-        REQUIRE(lines_of(out).size() == 2);
-        for (const json& line : lines_of(out)) CHECK(line["finish_reason"] == "error");
+        const Outcome batch = run_program("generate", model + beams + " --batch " + (folder / "in") + " --out " + out);
+        CHECK(batch.status == 2);
+        CHECK_THAT(batch.err, ContainsSubstring("2 answers have no text, and will be asked for by the next run"));
+        CHECK(slurp(out).empty());  // so that they will
     }
+    spit(folder / "text", "some text");
+    const Outcome perplexity = run_program("generate", model + " --eval " + (folder / "text"));
+    CHECK(perplexity.status == 2);
+    CHECK_THAT(perplexity.err, ContainsSubstring("not finite"));
     CHECK_THAT(run_program("generate", model + " --chat", "echo a |").out, ContainsSubstring("not finite"));
 }
 
@@ -258,7 +291,16 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         {"--prompt a --length-penalty 2", "--length-penalty is for --beams"},
         {"--chat --logprobs 1", "--logprobs is for --prompt, --prompt-ids, --batch and --serve"},
         {"--prompt a --pictures /proc/p", "cannot make the folder /proc/p"},
-        {"--chat --pictures p", "--pictures is for --batch and --prompt"}};
+        {"--chat --pictures p", "--pictures is for --batch and --prompt"},
+        {"--prompt ''", "--prompt is empty"},
+        {"--prompt-ids ''", "--prompt-ids is empty"},
+        {"--prompt --ids",
+         "needs a value, and the next word, --ids, is a flag (for a text that begins so: --prompt=TEXT)"},
+        {"--prompt a --stop b c", "\"c\" belongs to no flag"},
+        {"--chat --stop ''", "--stop is empty"},
+        {"--serve --api-key ''", "--api-key: give at least one character"},
+        {"--serve --api-key 'x '", "--api-key: give at least one character"},
+        {"--serve --max-waiting 9e18", "--max-waiting can be at most 1048576"}};
     for (const auto& [arguments, words] : wrong) {
         const Outcome outcome = generate(arguments);
         INFO(arguments);
@@ -267,8 +309,13 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
         CHECK_THAT(outcome.err, ContainsSubstring(words));
         CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
     }
-    CHECK(run_shell(program_path("generate") + " --tokens 2 --prompt a --model " + trained_run() + " > /dev/full")
-              .status == 2);
+    for (const std::string what : {"--tokens 2 --prompt a", "--plan", "--help"})
+        CHECK(run_shell(program_path("generate") + " " + what + " --model " + trained_run() + " > /dev/full").status ==
+              2);
+    // A file that is opened does not become standard output where that is closed.
+    spit(folder / "in", "{\"prompt\": \"a\", \"tokens\": 2}\n");
+    generate("--batch " + (folder / "in") + " --out " + (folder / "out") + " >&-");
+    CHECK(lines_of(folder / "out").size() == 1);
     // Without --tp each process would answer all by itself.
     CHECK_THAT(generate("--prompt a", "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0").err,
                ContainsSubstring("--tp 1 under an mpirun of 2 processes: give --tp 2, or start 1"));

@@ -91,6 +91,7 @@ class Client {
         send(text);
     }
     ~Client() { leave(); }
+    void end_writing() { ::shutdown(fd_, SHUT_WR); }
     void leave() {
         if (fd_ >= 0) ::close(fd_);
         fd_ = -1;
@@ -340,6 +341,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("{}", "", talk), 400, "missing", "messages");
     refused(post(R"({"messages": [{"role": "robot", "content": "a"}]})", "", talk), 400, "robot", "messages[0].role");
     refused(post(R"({"messages": [{"role": "user", "content": 1}]})", "", talk), 400, "a text", "messages[0].content");
+    refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": -1})", "", talk),
+            400, "must not be negative", "top_logprobs");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})", "", talk), 400, "tools",
             "tools");
 
@@ -352,6 +355,15 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(wrong_method, 405, "use POST");
     CHECK(wrong_method.head.find("Allow: POST") != std::string::npos);
     refused(post(std::string(10000000, 'a')), 413, "2000 bytes");
+    refused(ask(server,
+                "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9000\r\n"
+                "Expect: 100-continue\r\n" +
+                    key + "\r\n"),
+            413, "2000 bytes");  // as curl asks
+    CHECK(ask(server, http("GET", "/v1/models", "", "Authorization: bearer secret\r\n")).status == 200);
+    refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/jsonl\r\nContent-Length: 2\r\n" +
+                            key + "\r\n{}"),
+            415, "application/jsonl");
     refused(ask(server,
                 "POST /v1/completions HTTP/1.1\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n" + key + "\r\n{}"),
             415, "application/json");
@@ -374,7 +386,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
 
 TEST_CASE("a client that goes away frees its pages; too many clients are refused", "[program][server]") {
     SKIP_WITHOUT_SERVER();
-    const Server server("--max-sequences 1 --max-waiting 1");
+    const Server server("--max-sequences 1 --max-waiting 1 --seed 5");
+    const json unseeded = value({{"prompt", "Line"}, {"max_tokens", 20}});  // the seed is that of the flags
+    CHECK(complete(server, unseeded).object()["choices"] == complete(server, unseeded).object()["choices"]);
     for (const bool streams : {true, false}) {
         json request = kLong;
         request["stream"] = streams;
@@ -395,6 +409,17 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         CHECK(metric(server, "llm_pages_used") == 0);
     }
     CHECK(metric(server, "llm_requests_total{outcome=\"cancelled\"}") == 2);
+    // One that closes its side, and reads on, is not told that half an answer is a whole one.
+    for (const bool streams : {true, false}) {
+        json request = kLong;
+        request["stream"] = streams;
+        Client client(server, http("POST", "/v1/completions", dumped(request)));
+        CHECK(becomes(server, "llm_running", 1));
+        client.end_writing();
+        const Reply reply = parsed(client.read_all());
+        CHECK(reply.status == (streams ? 200 : 400));
+        CHECK(reply.body.find("closed for writing before the answer was complete") != std::string::npos);
+    }
 
     Client first(server, http("POST", "/v1/completions", dumped(kLong)));
     first.read_until("data: ");

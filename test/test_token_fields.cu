@@ -40,3 +40,15 @@ TEST_CASE("log-probabilities have a key for each text, whatever tokens are writt
         "        -4.0000      34  \"\\\"\"          202 \"\uFFFD\" -0.5000  203 \"\uFFFD\" -2.0000  300 \"\" -2.5000\n"
         "        -1.0000      98  \"b\"\n");
 }
+
+// SentencePiece's decoder leaves out the space before the first word of a text; an answer goes on from a prompt.
+TEST_CASE("the texts of an answer's tokens together are the answer", "[token_fields][tokenizer]") {
+    for (const char* family : {"llama2", "mistral", "qwen3"}) {
+        const auto tokenizer = load_tokenizer(concat("test/golden/tokenizer/", family, "/tokenizer.json"));
+        std::string text;
+        for (const int32_t token : tokenizer->encode(" and so on, x x")) text += text_of(*tokenizer, token).value();
+        INFO(family);
+        CHECK(text.substr(text.find_first_not_of(' ')) == "and so on, x x");
+        CHECK(text.starts_with(' '));
+    }
+}
