@@ -341,8 +341,8 @@ std::vector<int64_t> TokenSource::document_starts(int64_t first, int64_t count) 
     auto file = std::lower_bound(impl_->file_starts.begin(), impl_->file_starts.end(), position);
     impl_->visit(position, count, [&](const TokenShard& shard, int64_t begin, int64_t n) {
         for_each_token(shard, begin, n, [&](int32_t token) {
-            const bool is_file = file != impl_->file_starts.end() && *file == position;
-            if (is_file) ++file;
+            bool is_file = false;  // several begin here where some have no tokens
+            for (; file != impl_->file_starts.end() && *file == position; ++file) is_file = true;
             if ((is_file && !impl_->is_shards) || token == shard.document_token) starts.push_back(position - first_);
             ++position;
         });

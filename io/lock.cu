@@ -46,7 +46,12 @@ LockedFile::LockedFile(const std::string& path, int flags) : path_(path) {
               errno == ENOENT   ? "; make its folder first"
               : errno == EACCES ? "; choose another one or change its permissions"
                                 : "");
-        lock_ = lock_of(fd_, path);
+        try {
+            lock_ = lock_of(fd_, path);
+        } catch (const Error&) {
+            ::close(fd_);
+            throw;
+        }
         if (lock_ == Lock::others || is_same_file(fd_, path)) return;
         ::close(fd_);
     }

@@ -320,6 +320,7 @@ void expect_multiple(const char* operation, const char* what, int64_t value, int
     check(value % of == 0, operation, ": fp8 products need ", what, " that are a multiple of ", of, ", not ", value,
           ": choose another size, or --dtype bf16");
 }
+constexpr int64_t kScaledRows = 4;  // cuBLASLt's scales of blocks are for a multiple of so many rows
 constexpr const char* kTokens = "tokens of a micro-batch (sequences times length)";
 
 bool is_block(Fp8Recipe recipe) { return recipe == Fp8Recipe::block; }
@@ -517,10 +518,24 @@ void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& w
     const int64_t N = inp.shape[0];
     expect(name, "out", out, inp.dtype, {N, O});
     if (bias) expect(name, "bias", bias, inp.dtype, {O});
-    if (is_block(weight.recipe)) expect_multiple(name, kTokens, N, 4);
     expect_saved(name, weight.recipe, saved);
-    const Fp8Matrix inp8 =
-        pieces_of(name, scratch, weight.recipe, N, C, O).take_matrix(weight.recipe, DType::e4m3, N, C);
+    Pieces pieces = pieces_of(name, scratch, weight.recipe, N, C, O);
+    // cuBLASLt takes scales of blocks for multiples of four rows: the last ones, with rows of zeros, by themselves.
+    const int64_t rest = is_block(weight.recipe) ? N % 4 : 0, whole = N - rest;
+    if (rest > 0) {
+        if (whole > 0)
+            fp8_linear_forward(out.slice(0, whole), saved, inp.slice(0, whole), weight, bias, state, record, scratch,
+                               stream, amax);
+        pieces.take_matrix(weight.recipe, DType::e4m3, kScaledRows, C);
+        const Tensor four_in = pieces.take(inp.dtype, {kScaledRows, C}),
+                     four_out = pieces.take(inp.dtype, {kScaledRows, O});
+        cudaCheck(cudaMemsetAsync(four_in.data, 0, four_in.bytes(), stream));
+        launched("memset", {.writes = bytes_of(four_in)});
+        copy_tensor(four_in.slice(0, rest), inp.slice(whole, rest), stream);
+        fp8_linear_forward(four_out, saved, four_in, weight, bias, state, record, scratch, stream, amax);
+        return copy_tensor(out.slice(whole, rest), four_out.slice(0, rest), stream);
+    }
+    const Fp8Matrix inp8 = pieces.take_matrix(weight.recipe, DType::e4m3, N, C);
     quantise_first(inp8, inp, 0, weight.recipe, saved, state, record, amax, stream);
     MatmulOptions options = product_of(inp8, weight.forward);
     options.bias = bias;
@@ -570,11 +585,16 @@ void fp8_linear_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tenso
 }
 
 int64_t fp8_linear_scratch_n(Fp8Recipe recipe, int64_t N, int64_t C, int64_t O) {
-    Pieces forward, backward_input, backward_weight;
+    Pieces forward, four, backward_input, backward_weight;
     forward.take_matrix(recipe, DType::e4m3, N, C);
+    if (is_block(recipe)) {  // fp8_linear_forward of a number of rows that is no multiple of four
+        four.take_matrix(recipe, DType::e4m3, kScaledRows, C);
+        four.take(DType::bf16, {kScaledRows, C}), four.take(DType::bf16, {kScaledRows, O});
+    }
     backward_input.take_matrix(recipe, DType::e4m3, N, O);
     backward_weight.take_matrix(recipe, DType::e4m3, O, N);
     backward_weight.take_matrix(recipe, DType::e4m3, C, N);
-    const int64_t bytes = std::max({forward.used_bytes, backward_input.used_bytes, backward_weight.used_bytes});
+    const int64_t bytes =
+        std::max({forward.used_bytes, four.used_bytes, backward_input.used_bytes, backward_weight.used_bytes});
     return std::max<int64_t>(bytes / static_cast<int64_t>(sizeof(float)), column_sum_scratch_n(N, O));
 }

@@ -184,7 +184,8 @@ void matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaSt
 void multiply_in_parts(Tensor out, Tensor a, Tensor b, const MatmulOptions& options, cudaStream_t stream) {
     MatmulOptions product = options;
     product.scratch = {};
-    product.before_gelu = product.gelu_input = product.a_row_sums = product.delta = {};
+    product.before_gelu = product.gelu_input = product.a_row_sums = {};
+    product.delta = product.attended = product.zeros = {};
     if (options.before_gelu) {
         matmul(options.before_gelu, a, b, product, stream);
         gelu_forward(out, options.before_gelu, stream);

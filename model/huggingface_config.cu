@@ -30,7 +30,8 @@
 //     first_k_dense_replace                  -       -       -      -     -      all layers
 //
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
-// All other keys are ignored. A key that is missing has the default of transformers' class.
+// All other keys are ignored. Sizes of layers must be there; another key that is missing has the default of transformers'
+// class.
 #include "io/json.h"
 #include "model/sublayer.h"
 
@@ -171,6 +172,7 @@ Defaults defaults_of(const std::string& type) {
     if (type == "mistral") return {131072, 8, 0};
     if (type == "qwen2") return {32768, 32, 0};
     if (type == "qwen3") return {32768, 32, 128};
+    if (type == "deepseek_v3") return {4096, 0, 0};
     return {};
 }
 
@@ -259,7 +261,7 @@ Config read_deepseek(const ConfigReader& in, const std::string& type) {
     check(c.K == c.H, in.path(), ": num_key_value_heads ", c.K, " must be num_attention_heads ", c.H,
           ": every head has its own key");
     c.attention = "mla";
-    c.q_rank = in.has("q_lora_rank") ? in.integer("q_lora_rank") : 0;  // null: queries come from the input
+    c.q_rank = in.is_null("q_lora_rank") ? 0 : in.integer("q_lora_rank");  // null: queries come from the input
     c.kv_rank = in.integer("kv_lora_rank");
     c.D_rope = in.integer("qk_rope_head_dim");
     c.D = in.integer("qk_nope_head_dim") + c.D_rope;

@@ -15,8 +15,8 @@
 //     memory(N) = fixed + (L/N) s + N b            least at N = sqrt(L s/b)
 //
 // and not at sqrt(L), because b is many times s: 16 times in GPT-2, where the least memory of 36 blocks is at N = 1.5.
-// dev/recompute measures it (doc/recompute.png). The price: the forward of all blocks but the last N a second time, at
-// most a third more FLOPs.
+// dev/recompute measures it (doc/recompute.png). The price: the forward of all blocks but those of the last kept
+// input a second time, at most a third more FLOPs.
 #include "model/sublayer.h"
 
 #include <algorithm>

@@ -80,11 +80,16 @@ constexpr double kBetweenSteps = 0.2e-3;     // the start of a graph, and upload
 // The parts of a step, as train_step has them.
 enum class StepPart { gradients, norm, update };
 
-size_t group_of(const NotedLaunch& launch, StepPart part, int64_t vocabulary) {
-    const auto& sizes = launch.cost.product;
+// head_rows: of the logits that are there at once. The head's products have that size and the vocabulary's.
+size_t group_of(const NotedLaunch& launch, StepPart part, int64_t vocabulary, int64_t head_rows) {
+    auto sizes = launch.cost.product;
     if (sizes[0] > 0 && part == StepPart::update) return kOptimizerProducts;
-    if (sizes[0] > 0)
+    if (sizes[0] > 0) {
+        const auto rows = std::find(sizes.begin(), sizes.end(), head_rows);
+        if (rows == sizes.end()) return kBlockProducts;
+        *rows = 0;  // it may be as large as the vocabulary
         return std::find(sizes.begin(), sizes.end(), vocabulary) != sizes.end() ? kHeadProducts : kBlockProducts;
+    }
     size_t group = 0;
     while (!std::regex_search(launch.kernel, std::regex(kGroups[group].kernels))) ++group;
     if (part == StepPart::gradients || group == kCasts) return group;
@@ -118,6 +123,8 @@ void check_can_account(const Trainer& t) {
     if (rank_count(o.ranks) > 1) reason = "it is that of one rank: leave --ranks and mpirun away";
     if (o.offload != Offload::none)
         reason = "with --offload the host works, too, and the step is not a row of launches";
+    if (o.data_parallel.zero > 0 || o.data_parallel.naive)
+        reason = "it is that of one rank, which divides nothing: leave --zero and --dp-mode away";
     if (reason) fail("--account: ", reason);
 }
 
@@ -137,7 +144,8 @@ struct Row {  // a launch, or the sum of many
 
 struct Account {
     DeviceSpec spec;
-    double rate = 0;  // FLOP/s that are reached
+    double rate = 0, block_rate = 0;  // FLOP/s that are reached; by the products of blocks, which --fp8 has in 8 bits
+    double rate_of(size_t group) const { return group == kBlockProducts ? block_rate : rate; }
     std::vector<NotedLaunch> launches = {};
     std::vector<Row> rows = {};       // one for each launch
     std::vector<size_t> groups = {};  // likewise
@@ -162,10 +170,12 @@ Row row_of(const NotedLaunch& launch, size_t group, const Account& account) {
             .moved = static_cast<double>(cost.reads + cost.writes + cost.again),
             .flops = cost.flops};
     // What is no product of matrices computes on other units, but too little to wait for them.
-    const bool multiplies = !moves_rows(group) && row.intensity() > 16;  // attention's delta reads rows, too
+    const double computing = moves_rows(group) ? 0 : row.flops / account.rate_of(group);
+    const bool multiplies = computing > 0 && (row.intensity() > 16 ||  // attention's delta reads rows, too
+                                              computing > row.moved / account.spec.reached_bytes);
     // The sums of a product's factor, of which an H100's cuBLASLt makes a kernel of its own, after the product.
     const double sums = moves_rows(group) ? 0 : static_cast<double>(cost.again) / account.spec.reached_bytes;
-    row.roofline = std::max(row.moved / account.spec.reached_bytes - sums, multiplies ? row.flops / account.rate : 0);
+    row.roofline = std::max(row.moved / account.spec.reached_bytes - sums, multiplies ? computing : 0);
     const double share = moves_rows(group) || multiplies ? kGroups[group].share : kRowKernel;
     row.predicted = row.roofline / share + sums / kRowKernel + kBetweenLaunches;
     return row;
@@ -177,7 +187,9 @@ Account account_of(Trainer& t) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::take_addresses_alone(true);
 #endif
-    account.rate = account.spec.reached_rate(o.precision.dtype);
+    account.rate = account.block_rate = account.spec.reached_rate(o.precision.dtype);
+    if (o.precision.fp8 != Fp8Recipe::none && account.spec.fp8 > 0)
+        account.block_rate *= account.spec.fp8 / account.spec.rate(o.precision.dtype);  // the same share of the peak
     t.reserve();
     recall_matmuls(o);
     LaunchNotes notes;
@@ -194,11 +206,12 @@ Account account_of(Trainer& t) {
           " pieces of work were asked for, ", notes.launches.size(),
           " of them with their cost: a launcher does not call launched()");
     account.launches = std::move(notes.launches);
+    const int64_t head_rows = o.recompute.head_rows(t.micro_batch * o.seq);
     for (size_t i = 0; i < account.launches.size(); ++i) {
         const StepPart part = i < first_of_norm     ? StepPart::gradients
                               : i < first_of_update ? StepPart::norm
                                                     : StepPart::update;
-        account.groups.push_back(group_of(account.launches[i], part, t.config.V_padded()));
+        account.groups.push_back(group_of(account.launches[i], part, t.config.V_padded(), head_rows));
         account.rows.push_back(row_of(account.launches[i], account.groups.back(), account));
     }
     account.tokens = static_cast<double>(o.batch * o.seq);
@@ -240,19 +253,19 @@ std::string title_of(const Trainer& t) {
 std::string text_of(const Trainer& t, const Account& account) {
     const DeviceSpec& spec = account.spec;
     std::string text = concat("# ", title_of(t), "\n\n");
-    text += concat("Predicted for ", spec.name, ": products at up to ", human_count(account.rate),
-                   "FLOP/s and copies at ", human_count(spec.reached_bytes), "B/s (", spec.reached_source, ").\n\n");
+    text += concat("Predicted for ", spec.name, ": products at up to ", human_count(account.rate), "FLOP/s",
+                   account.block_rate > account.rate ? ", in fp8 " + human_count(account.block_rate) + "FLOP/s," : "",
+                   " and copies at ", human_count(spec.reached_bytes), "B/s (", spec.reached_source, ").\n\n");
     text +=
         "| group | launches | must move, GB | moves, GB | TFLOP | FLOP a byte | roofline, ms | predicted, ms | waits "
         "for |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |\n";
     const std::vector<Row> groups = account.by_group();
-    const double ridge = account.rate / spec.reached_bytes;
     Row rest;
     for (size_t g = 0; g < kNGroups; ++g) {
         if (groups[g].launches == 0) continue;
         const bool attends = g == kAttentionForward || g == kAttentionBackward,
-                   computes = !moves_rows(g) && groups[g].intensity() > ridge;
+                   computes = !moves_rows(g) && groups[g].intensity() > account.rate_of(g) / spec.reached_bytes;
         // Attention's scores each take an exponential, for which there are fewer units: half of the roof is out of
         // reach.
         text += table_row(kGroups[g].name, groups[g],
@@ -267,9 +280,10 @@ std::string text_of(const Trainer& t, const Account& account) {
     text += table_row("all", all, "");
     const double seconds = account.seconds();
     text += concat("\n", human_count(account.tokens / seconds), " tokens/s predicted; MFU ",
-                   format("%.1f", 100 * account.model_flops / seconds / spec.rate(t.options.precision.dtype)),
-                   " % of the data sheet's ", human_count(spec.rate(t.options.precision.dtype)), "FLOP/s. ",
-                   account.launches.size(), " launches. What is no product and no attention moves ",
+                   format("%.1f", 100 * account.model_flops / seconds / spec.rate(t.options.precision.dtype)), " % of ",
+                   spec.source == spec.reached_source ? "the measured " : "the data sheet's ",
+                   human_count(spec.rate(t.options.precision.dtype)), "FLOP/s. ", account.launches.size(),
+                   " launches. What is no product and no attention moves ",
                    format("%.2f", rest.least > 0 ? rest.moved / rest.least : 1), " times the bytes that it must.\n");
     return text;
 }
@@ -355,7 +369,8 @@ void write_roofline(const std::string& path, const std::string& title, const Acc
     const std::vector<Operation> operations = operations_of(account);
     const size_t n_listed = std::min<size_t>(operations.size(), 30);
     Canvas canvas(1240, 660);
-    const LogAxis x{1.0 / 16, 4096, 80, 780}, y{1e11, 2e15, 600, 80};
+    const double most = std::max(account.rate, account.block_rate), decade = std::pow(10, std::floor(std::log10(most)));
+    const LogAxis x{1.0 / 16, 4096, 80, 780}, y{decade / 1e3, 2 * decade * 10, 600, 80};
     canvas.text({16, 26}, Canvas::shorten(title, 13, canvas.width() - 32.0), 13, kInk, Canvas::Align::left, true);
     canvas.text({16, 48},
                 concat("predicted for ", account.spec.name, ": ", format("%.1f", 1e3 * account.seconds()), " ms, ",
@@ -365,7 +380,7 @@ void write_roofline(const std::string& path, const std::string& title, const Acc
         canvas.line({{x.at(value), y.first}, {x.at(value), y.last}}, 1, kGrid);
         canvas.text({x.at(value), y.first + 18}, format("%g", value), 9, kSoft, Canvas::Align::center);
     }
-    for (double value = 1e11; value <= 1e15; value *= 10) {
+    for (double value = y.low; value <= y.high; value *= 10) {
         canvas.line({{x.first, y.at(value)}, {x.last, y.at(value)}}, 1, kGrid);
         canvas.text({x.first - 8, y.at(value) + 4}, human_count(value), 9, kSoft, Canvas::Align::right);
     }
@@ -395,10 +410,11 @@ void write_roofline(const std::string& path, const std::string& title, const Acc
         if (i >= n_listed) continue;
         const double row = 94 + 17.5 * static_cast<double>(i);
         canvas.disc({826, row - 3}, 5, color, 0.7);
-        canvas.text({838, row}, concat(i + 1, "  ", Canvas::shorten(operation.name, 9, 230)), 9, kInk);
-        canvas.text({1140, row}, concat(operation.sum.launches), 9, kInk, Canvas::Align::right);
-        canvas.text({1224, row}, format("%.2f", 1e3 * operation.sum.predicted) + format(", %.1f %%", 100 * share), 9,
-                    kInk, Canvas::Align::right);
+        canvas.text({838, row}, concat(i + 1, "  ", Canvas::shorten(operation.name, 9, 220)), 9, kInk);
+        canvas.text({1120, row}, concat(operation.sum.launches), 9, kInk, Canvas::Align::right);
+        const double ms = 1e3 * operation.sum.predicted;
+        canvas.text({1224, row}, format(ms < 100 ? "%.2f" : "%.0f", ms) + format(", %.1f %%", 100 * share), 9, kInk,
+                    Canvas::Align::right);
     }
     canvas.save(path);
 }

@@ -136,8 +136,9 @@ StepCost step_cost(Trainer& t, double state_bytes) {
         (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
     double elements = L * (block.forward + block.backward) + head;
     if (o.recompute.every > 0) {
-        // All but the last segment, without the last product of each segment's last block.
-        const double again = L - std::min<double>(L, static_cast<double>(o.recompute.every));
+        // All but the last segment, which has fewer blocks where L is no multiple.
+        const int64_t last = c.L % o.recompute.every;
+        const double again = L - static_cast<double>(last > 0 ? last : std::min(c.L, o.recompute.every));
         elements += again * block.forward;
         cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
     }
@@ -145,11 +146,11 @@ StepCost step_cost(Trainer& t, double state_bytes) {
         for (const auto& [inputs, outputs] : block_linear_shapes(c))
             cost.fp8_flops += tokens * L * 6 * static_cast<double>(inputs * outputs);
     }
-    // The weights are read by the forward and by the gradient of the input; gradients are added to, zeroed, read for
-    // their norm, and read by the optimizer, which reads and writes what it updates and its states: here,
-    // or on the host.
-    cost.bytes = tokens * elements * value_bytes + n_micro * n * (2 * value_bytes + 2 * grad_bytes) +
-                 3 * n * grad_bytes + head_chunk_bytes(t, o.recompute.head_chunks) +
+    // The weights are read by the forward and by the gradient of the input; gradients are written by the first
+    // micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and writes what
+    // it updates and its states: here, or on the host.
+    cost.bytes = tokens * elements * value_bytes + n_micro * n * 2 * value_bytes +
+                 (2 * n_micro - 1 + 2) * n * grad_bytes + head_chunk_bytes(t, o.recompute.head_chunks) +
                  (t.model.sharding.host_updates()
                       ? 0
                       : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));

@@ -422,6 +422,20 @@ TEST_CASE("fp8: without bias, and without its gradient", "[fp8]") {
     }
 }
 
+// What a sampled token needs: any number of rows, each with the bits that it has among others.
+TEST_CASE("fp8: a forward of any number of rows", "[fp8]") {
+    Layer l(32, 48, 64, Fp8Recipe::block, DType::bf16, DType::f32);
+    l.forward(true);
+    const Bytes whole = l.out.bits();
+    for (const int64_t n : {1, 3, 4, 7, 30}) {
+        Buffer out(DType::bf16, {n, l.O});
+        fp8_linear_forward(out, l.saved_or_none(), l.inp.tensor().slice(0, n), l.weight8, l.bias, l.state, false,
+                           l.scratch, device().stream);
+        INFO(n << " rows");
+        CHECK((out.bits() == Bytes(whole.begin(), whole.begin() + 2 * n * l.O)));
+    }
+}
+
 TEST_CASE("fp8: overflows reach the results as NaN", "[fp8]") {
     for (Fp8Recipe recipe : kRecipes)
         for (DType dtype : k16Bit) {
@@ -564,8 +578,8 @@ TEST_CASE("fp8 says what is wrong with its arguments", "[fp8][errors]") {
     CHECK_THROWS_WITH(
         fp8_linear_backward_weight(block.dweight, {}, few, few_inp, {}, Fp8Recipe::block, true, block.scratch, s),
         ContainsSubstring("tokens of a micro-batch (sequences times length) that are a multiple of 16, not 24"));
-    CHECK_THROWS_WITH(fp8_linear_forward(block.out.tensor().slice(0, 6), {}, block.inp.tensor().slice(0, 6),
-                                         block.weight8, {}, {}, true, block.scratch, s),
+    CHECK_THROWS_WITH(fp8_linear_backward_input(block.dinp.tensor().slice(0, 6), {}, block.dout.tensor().slice(0, 6),
+                                                block.weight8, false, {}, block.scratch, s),
                       ContainsSubstring("that are a multiple of 4, not 6"));
     Buffer whole(DType::f32, {32, 48}), codes(DType::e4m3, {32, 48}), scale(DType::f32, {1});
     CHECK_THROWS_WITH(fp8_quantise({codes, scale}, false, whole, scale, {}, s),

@@ -126,8 +126,29 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
 #endif
 }
 
+TEST_CASE("the account of other runs: groups of products, rates of fp8 and of this device", "[program][account]") {
+    const auto account = [](const std::string& flags) {
+        const Outcome outcome = run_program("train_gpt", "--account --sample 0 " + flags);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        return outcome.out;
+    };
+    // As many tokens as there are in the vocabulary: the head's products are three all the same.
+    CHECK_THAT(account("--model tiny --batch 2 --seq 128 --device-spec h100"),
+               ContainsSubstring("| block products | 48 |") && ContainsSubstring("| head products | 3 |"));
+    const auto predicted = [&](const std::string& flags) {
+        return number_before(account("--model llama-1b --batch 4 --seq 1024 --device-spec h100 --dtype " + flags),
+                             " tokens/s predicted");
+    };
+    CHECK(predicted("fp8") > predicted("bf16"));
+    // No prediction is above the roof, however few FLOPs for a byte this device needs.
+    CHECK(number_before(account("--model tiny --batch 64 --seq 16"), " % of the measured ") <= 100);
+}
+
 TEST_CASE("the account refuses what it cannot tell", "[program][account]") {
     const auto refusal = [](const std::string& flags) { return run_program("train_gpt", "--account " + flags).err; };
     CHECK_THAT(refusal("--ranks 2"), ContainsSubstring("--account: it is that of one rank"));
+    CHECK_THAT(refusal("--zero 3"), ContainsSubstring("leave --zero and --dp-mode away"));
+    CHECK_THAT(refusal("--plan"), ContainsSubstring("--plan and --account: give one of them"));
     CHECK_THAT(refusal("--offload optimizer"), ContainsSubstring("--account: with --offload the host works, too"));
 }

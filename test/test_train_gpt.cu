@@ -275,6 +275,12 @@ TEST_CASE("output that cannot be written is one clear line", "[program][train_gp
         CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "train_gpt: ", out));
     }
     CHECK(slurp(folder / "file") == "in the way");
+    for (const std::string what : {"--plan", "--draw"})
+        CHECK(run_shell(program_path("train_gpt") + " " + what + " > /dev/full").status == 2);
+    // The first file that a run opens does not become standard output where that is closed.
+    const std::string run = folder / "run";
+    train("--steps 2 --save-every 1 --sample 0 --out " + run + " <&- >&-");
+    CHECK(read_csv_log(run + "/log.csv").size() == 2);
 }
 
 TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
@@ -400,6 +406,54 @@ TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the 
                             "no checkpoint in"));
         std::filesystem::remove_all(run);
     }
+}
+
+TEST_CASE("a checkpoint without one of its files is not whole", "[program][train_gpt]") {
+    const TempFolder folder;
+    for (const std::string file : {"model.safetensors", "optimizer.safetensors"}) {
+        const std::string run = folder / file;
+        REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
+        std::filesystem::remove(newest_checkpoint(run) + "/" + file);
+        const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+        CHECK(outcome.status == 0);
+        CHECK_THAT(outcome.err, ContainsSubstring("step-00000004 holds no " + file + ". Resuming from ") &&
+                                    ContainsSubstring("step-00000002, the newest checkpoint that is whole"));
+    }
+}
+
+// The held-out sequences are the same however they are divided: the last micro-batch may be part empty.
+TEST_CASE("the validation loss depends on neither ranks nor micro-batches", "[program][train_gpt]") {
+    const TempFolder folder;
+    const auto val_loss = [&](const std::string& flags) {
+        const std::string run = folder / "run";
+        const Outcome outcome =
+            train("--batch 12 --steps 1 --warmup 0 --lr 1e-9 --val-sequences 7 --sample 0 --out " + run + " " + flags);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        const double loss = *read_csv_log(run + "/log.csv").back().val_loss;
+        std::filesystem::remove_all(run);
+        return loss;
+    };
+    const double alone = val_loss("--micro-batch 1");  // of which 7 are exactly 7 sequences
+    for (const std::string flags : {"--micro-batch 3", "", "--ranks 3", "--ranks 2 --zero 3", "--ranks 2 --pp 2"})
+        CHECK(val_loss(flags) == Approx(alone).epsilon(1e-5));  // sums of another order
+}
+
+// An engine whose logits are no numbers ends an answer before its first token.
+TEST_CASE("a sample of a broken model ends", "[program][train_gpt]") {
+    const TempFolder folder;
+    REQUIRE(train("--steps 1 --warmup 0 --sample 0 --out " + (folder / "good")).status == 0);
+    const std::string path = newest_checkpoint(folder / "good") + "/model.safetensors";
+    std::string weights = slurp(path);
+    uint64_t header = 0;
+    std::memcpy(&header, weights.data(), sizeof header);
+    spit(path, weights.replace(8 + header, std::string::npos, weights.size() - 8 - header, '\xff'));  // NaN each
+    const Outcome outcome = run_program("train_gpt",
+                                        "--data " + text_file() + " --init " + newest_checkpoint(folder / "good") +
+                                            " --batch 2 --seq 16 --steps 1 --sample 20 --out " + (folder / "bad"),
+                                        "timeout 60");
+    CHECK(outcome.status == 2);
+    CHECK_THAT(outcome.out, ContainsSubstring("---- sample before training ----"));
 }
 
 TEST_CASE("a resumed run refuses other data, unless they are meant", "[program][train_gpt]") {

@@ -286,6 +286,13 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
     CHECK(slurp(folder / "err") ==
           "finishing step 1, then saving; press Ctrl-C again to stop without saving\n"
           "stopped without saving: nothing of this run was saved\n");
+    // A terminal that is closed asks, too; and a signal that only asks does not count as the first one.
+    std::filesystem::remove_all(run);
+    const Outcome closed =
+        with_background(folder, command("--steps 100000 --val-fraction 0 --out " + run),
+                        "await 'step' out; kill -USR1 $pid; kill -HUP $pid; wait $pid; echo status $?");
+    CHECK_THAT(closed.out, ContainsSubstring("status 0"));
+    CHECK_THAT(slurp(folder / "out"), ContainsSubstring("stopped after step"));
     // During the sample, which would take 10 s: it ends, one step is made and saved.
     std::filesystem::remove_all(run);
     const Outcome sample = with_background(

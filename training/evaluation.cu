@@ -34,21 +34,26 @@ void add_losses_of_one(Trainer& t, bool mine, cudaStream_t stream) {
 
 double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     const cudaStream_t stream = device().stream;
-    const int64_t n_batches = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()) / t.micro_batch);
+    n_sequences = std::max<int64_t>(1, std::min(n_sequences, data.sequences_per_epoch()));
+    const int64_t n_batches = ceil_div(n_sequences, t.micro_batch);
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
     const int64_t n_ranks = t.options.data_ranks(), at_once = t.pipeline ? t.local_batch / t.micro_batch : 1;
     for (int64_t first = t.dp_rank; first - t.dp_rank < n_batches; first += at_once * n_ranks) {
         int64_t n = 0;  // micro-batches of this rank: first, first + n_ranks, ...
         for (; n < at_once && first + n * n_ranks < n_batches; ++n)
-            for (int64_t b = 0; b < t.micro_batch; ++b)
-                read_sequence(t, data, (first + n * n_ranks) * t.micro_batch + b,
-                              t.evaluation_row() + n * t.micro_batch + b);
+            for (int64_t b = 0; b < t.micro_batch; ++b) {
+                const int64_t sequence = (first + n * n_ranks) * t.micro_batch + b,
+                              row = t.evaluation_row() + n * t.micro_batch + b;
+                read_sequence(t, data, std::min(sequence, n_sequences - 1), row);
+                // The last micro-batch may have more: they have no targets.
+                if (sequence >= n_sequences) std::fill_n(t.targets_of(row), t.options.rank_seq(), -1);
+            }
         if (t.pipeline) t.pipeline->add_losses_of(n, stream);
         else add_losses_of_one(t, n == 1, stream);
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
     }
     t.sum_over_ranks(stream);
-    return read_numbers(t, stream).loss_sum() / static_cast<double>(n_batches * t.micro_batch * t.options.seq);
+    return read_numbers(t, stream).loss_sum() / static_cast<double>(n_sequences * t.options.seq);
 }
 
 bool note_best(Trainer& t, int64_t step, double val_loss) {

@@ -125,6 +125,10 @@ void check_options(const TrainOptions& o) {
     check(o.micro_batch == 0 || o.batch / n_ranks % o.micro_batch == 0,
           n_ranks > 1 ? "a rank's share of --batch, " : "--batch ", o.batch / n_ranks, n_ranks > 1 ? "," : "",
           " cannot be divided into micro-batches of ", o.micro_batch, ": choose a --micro-batch that divides it");
+    constexpr int64_t kMostSequences = 65535;  // a GPU's grids have at most so many rows of blocks
+    check((o.micro_batch > 0 ? o.micro_batch : o.batch / n_ranks) <= kMostSequences, "a micro-batch can have at most ",
+          kMostSequences, " sequences: give a smaller --micro-batch");
+    check(!(o.plan && o.account), "--plan and --account: give one of them");
     check(o.data_parallel.zero >= 0 && o.data_parallel.zero <= 3, "--zero ", o.data_parallel.zero,
           ": use 0, 1, 2 or 3");
     check(!o.data_parallel.naive || o.data_parallel.zero == 0,
@@ -246,6 +250,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     o.cp_mode = context_mode_from_name(typed.cp_mode);
     o.offload = offload_from_name(typed.offload);
     check_options(o);
+    if (o.seq < 2) o.sample_tokens = 0;  // no room for a token of a prompt, and one of an answer
     settle_pipeline(o, typed);
     choose_precision(o, typed);
     choose_compression(o, typed.compress);

@@ -18,6 +18,7 @@ std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, 
     std::vector<int32_t> text = prompt;
     bool go_on = true;
     for (uint64_t part = 0; go_on && n > 0; ++part) {
+        const size_t before = text.size();
         // The model has seen no longer texts than T tokens: where one is full, its second half begins the next.
         Request request;
         request.prompt.assign(text.end() - static_cast<std::ptrdiff_t>(text.size() < T ? text.size() : T / 2),
@@ -33,6 +34,7 @@ std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, 
         engine.add(request);
         while (engine.step()) {
         }
+        if (text.size() == before) break;  // logits that are not finite end an answer before its first token
     }
     engine.token_ready = nullptr;
     return text;

@@ -69,11 +69,15 @@ std::string fault_of(const std::string& folder) {
     try {
         read_state(folder);
         load_config(folder);
+        bool has_weights = false, has_states = false;
         for (const auto& entry : std::filesystem::directory_iterator(folder)) {
             if (entry.path().extension() != ".safetensors") continue;
-            check_count(folder, entry.path().filename().string());
+            const std::string file = entry.path().filename().string();
+            has_weights |= file.starts_with("model"), has_states |= file.starts_with("optimizer");
+            check_count(folder, file);
             SafetensorsReader(entry.path().string()).verify();
         }
+        check(has_weights && has_states, folder, " holds no ", has_weights ? "optimizer" : "model", ".safetensors");
         return "";
     } catch (const std::exception& error) {
         return error.what();
@@ -190,5 +194,6 @@ std::string whole_checkpoint(Comm& world, const std::string& run) {
                          fault.c_str(), folder.c_str());
         return world.size > 1 ? broadcast_text(world, folder) : folder;
     }
-    fail(fault, "; no checkpoint in ", run, "/checkpoints is whole: start the run again with another --out");
+    fail(fault, "; no checkpoint in ", run,
+         "/checkpoints can be used: repair what this line says, or start again with another --out");
 }

@@ -1,6 +1,6 @@
 // training/stop.cu: how a run ends before its last step, and how it goes on.
 //
-// The first Ctrl-C (or SIGTERM) asks for the end: the step that is going on is finished and saved. The second ends the
+// The first Ctrl-C (or SIGTERM, or SIGHUP of a terminal that is closed) asks for the end: the step that is going on is finished and saved. The second ends the
 // process at once. SIGUSR1 asks for the end, and only that, however often it comes: mpirun passes it on to its ranks.
 // (mpirun's own Ctrl-C kills them one second after it has passed that on.)
 //
@@ -23,9 +23,9 @@ namespace {
 bool answers = true;       // one process of an mpirun is enough
 bool in_terminal = false;  // then an answer begins on a line of its own
 bool under_mpirun = false;
-std::atomic<int> signals = 0;
-std::atomic<int64_t> finishing = 1;  // the step that would be the last if a signal came now
-std::atomic<int64_t> saved = 0;      // step of the newest checkpoint; 0: there is none
+std::atomic<int> signals = 0, ends = 0;  // all, and those that end the process when they come again
+std::atomic<int64_t> finishing = 1;      // the step that would be the last if a signal came now
+std::atomic<int64_t> saved = 0;          // step of the newest checkpoint; 0: there is none
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // A line put together without memory from the heap.
@@ -51,7 +51,8 @@ void answer(int signal) {
     const int64_t step = finishing, newest = saved;
     Line line;
     if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
-    const bool first = signals++ == 0 || signal == SIGUSR1, all_saved = step <= newest;
+    ++signals;
+    const bool first = signal == SIGUSR1 || ends++ == 0, all_saved = step <= newest;
     const char* const what_else = signal == SIGUSR1 ? "\n"
                                   : under_mpirun
                                       ? "; mpirun ends its ranks after one second, kill -USR1 leaves them time\n"
@@ -112,6 +113,9 @@ void answer_signals() {
     ::sigaction(SIGINT, &action, nullptr);
     ::sigaction(SIGTERM, &action, nullptr);
     ::sigaction(SIGUSR1, &action, nullptr);
+    struct sigaction before = {};
+    ::sigaction(SIGHUP, nullptr, &before);
+    if (before.sa_handler != SIG_IGN) ::sigaction(SIGHUP, &action, nullptr);  // nohup ignores it
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
 }
 

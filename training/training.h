@@ -481,8 +481,8 @@ void check_disk_space(const Trainer& trainer);
 // ---------------------------------------------------------------------------------------------------------------------
 // stop.cu: Ctrl-C, and the command that continues the run
 
-// From here on the first SIGINT or SIGTERM asks for the end of the run after the step that is going on, and the second
-// ends the process. SIGUSR1 asks, too, and never ends the process. All are answered on stderr at once.
+// From here on the first SIGINT, SIGTERM or SIGHUP asks for the end of the run after the step that is going on, and the
+// second ends the process. SIGUSR1 asks, too, and never ends the process. All are answered on stderr at once.
 void answer_signals();
 bool stop_requested();
 // Is the run to end after this step? A signal that comes later is one for the next step.
