@@ -47,7 +47,8 @@ struct Run {
     double matmul_rate = 0;     // FLOP/s of a large product on this device: what the step's FLOP/s are held against
     size_t free_before = 0;     // bytes of the device before memory was taken
     double start = 0;           // seconds_now() before the first step
-    Traffic step_traffic = {};  // of one step that followed another: nothing but training
+    Traffic step_traffic = {};  // of one step
+    bool only_trains = false;   // it followed another one, not a sample or an evaluation, which leave weights of ZeRO 3
     CommTime comm_time = {};    // of the last step
     bool is_first() const { return trainer.world.rank == 0; }  // the rank that prints and writes
 };
@@ -122,7 +123,7 @@ StepResult finish_step(Run& run, int64_t step) {
 void loop(Run& run) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
-    bool stop = false, after_a_step = false;
+    bool stop = false, after_a_step = o.sample_tokens == 0;
     double step_start = run.start = seconds_now();
     while (!stop && run.step < o.steps) {
         const int64_t step = ++run.step;
@@ -134,7 +135,8 @@ void loop(Run& run) {
         const Traffic after = t.world.traffic();
         const StepResult::Share took = result.share.value_or(
             StepResult::Share{step_end - step_start, {after.sent - before.sent, after.received - before.received}});
-        if (after_a_step || run.step_traffic.sent == 0) run.step_traffic = took.traffic;
+        if (after_a_step || !run.only_trains) run.step_traffic = took.traffic;
+        run.only_trains |= after_a_step;
         step_start = step_end;
         stop = result.stop || step == o.stop_after;
         if (step == o.last_step()) run.comm_time = t.data_parallel.read_clock();
@@ -162,7 +164,8 @@ void loop(Run& run) {
 void finish(Run& run) {
     Trainer& t = run.trainer;
     const TrainOptions& o = t.options;
-    if (t.world.size > 1 && run.step > run.first_step) print_account(t, run.step_traffic, run.comm_time);
+    if (t.world.size > 1 && run.step > run.first_step)
+        print_account(t, run.step_traffic, run.only_trains, run.comm_time);
     if (run.step == o.steps) print_sample(t, run.data, "sample after training");
     if (run.is_first())
         print_end(t, run.step, run.free_before - free_device_bytes() + device().blas_workspace_bytes,

@@ -342,7 +342,7 @@ class LaunchNotes {
 
 struct Device {
     int index = 0;
-    std::string name;                        // "NVIDIA H200" or "CPU device (2 cores)"
+    std::string name;                        // "NVIDIA H200" or "CPU device (AMD EPYC, 2 threads)"
     int sm_count = 1;                        // streaming multiprocessors (on the CPU device: OpenMP threads)
     cudaStream_t stream = nullptr;           // where the model's kernels run
     struct cublasLtContext* blas = nullptr;  // cublasLtHandle_t (matmul_plan.cu)
@@ -355,6 +355,7 @@ struct Device {
 };
 
 constexpr int64_t kArrivals = 1 << 16;
+constexpr size_t kBlasWorkspaceBytes = 32 << 20;  // cuBLASLt's own advice for Hopper; the CPU device's needs none
 
 Device& device();                // this thread's device; the first call opens CUDA device 0
 Device& open_device(int index);  // makes CUDA device `index` this thread's

@@ -8,8 +8,6 @@
 
 namespace {
 thread_local std::unique_ptr<Device> current;
-// cuBLASLt's own advice for Hopper; the CPU device needs none.
-[[maybe_unused]] constexpr size_t kBlasWorkspaceBytes = 32 << 20;
 }  // namespace
 
 Device& device() { return current ? *current : open_device(0); }

@@ -35,11 +35,6 @@ void VectorClock::join(const VectorClock& other) {
     if (counts_.size() < other.counts_.size()) counts_.resize(other.counts_.size());
     for (size_t s = 0; s < other.counts_.size(); ++s) counts_[s] = std::max(counts_[s], other.counts_[s]);
 }
-bool VectorClock::covers(const VectorClock& other) const {
-    for (size_t s = 0; s < other.counts_.size(); ++s)
-        if (of(s) < other.counts_[s]) return false;
-    return true;
-}
 
 namespace {
 

@@ -12,7 +12,6 @@ class VectorClock {
     uint64_t of(size_t stream) const { return stream < counts_.size() ? counts_[stream] : 0; }
     void set(size_t stream, uint64_t count);
     void join(const VectorClock& other);
-    bool covers(const VectorClock& other) const;
 
   private:
     std::vector<uint64_t> counts_;  // by the number of the stream

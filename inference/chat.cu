@@ -25,7 +25,7 @@ struct CatchInterrupts {
     ~CatchInterrupts() { sigaction(SIGINT, &before, nullptr); }
 };
 
-// The next line of stdin, without its end. False at the end of stdin; a Ctrl-C gives an empty line.
+// The next line of stdin, without its end. False at the end of stdin; a Ctrl-C drops what was typed, and it reads on.
 bool read_line(std::string& line) {
     line.clear();
     for (char c; true;) {

@@ -4,8 +4,8 @@
 // steps, so that none of them has much to add: the last block of each of G groups (block b is of group b % G) adds up
 // the group's rows, and the last of the groups adds up their sums:
 //
-//     partial rows      0  1  2  3  4  5  6  7            R = 8, G = 3
-//     groups            0 + 3 + 6 -> 0     1 + 4 + 7 -> 1     2 + 5 -> 2
+//     partial rows      0  1  2  ... 19                   R = 20, G = 3
+//     groups            0 + 3 + ... 18 -> 0     1 + 4 + ... 19 -> 1     2 + 5 + ... 17 -> 2
 //     the parameter     0 + 1 + 2
 //
 // The order of all additions depends on R alone. (As a launch of its own each of these sums took 7 us on an H100, and
@@ -28,7 +28,7 @@ struct ColumnSums {
     int G;
 };
 
-constexpr int64_t kRowsAGroup = 8, kMostGroups = 32;  // partial rows of a group, at least
+constexpr int64_t kRowsAGroup = 8, kMostGroups = 32;  // partial rows of a group: at most 8 of up to 256
 inline int column_sum_groups(int64_t R) { return static_cast<int>(std::min(ceil_div(R, kRowsAGroup), kMostGroups)); }
 
 // partial: (R, C), or (2, R, C) with a second parameter.

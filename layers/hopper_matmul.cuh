@@ -160,15 +160,14 @@ Operands operand_maps(const Tensor& a, bool transpose_a, const Tensor& b, bool t
 
 // Sums that are not complete yet lie in the device's workspace for products. The CPU device has none until now: its
 // cuBLASLt needs none.
-constexpr size_t kWorkspaceBytes = 32 << 20;
 inline float* matmul_workspace() {
     Device& on = device();
     if (!on.blas_workspace) {
-        cudaCheck(cudaMalloc(&on.blas_workspace, kWorkspaceBytes));
-        on.blas_workspace_bytes = kWorkspaceBytes;
+        cudaCheck(cudaMalloc(&on.blas_workspace, kBlasWorkspaceBytes));
+        on.blas_workspace_bytes = kBlasWorkspaceBytes;
     }
-    check(on.blas_workspace_bytes >= kWorkspaceBytes, "hopper_matmul: the workspace has ", on.blas_workspace_bytes,
-          " bytes, not ", kWorkspaceBytes);
+    check(on.blas_workspace_bytes >= kBlasWorkspaceBytes, "hopper_matmul: the workspace has ", on.blas_workspace_bytes,
+          " bytes, not ", kBlasWorkspaceBytes);
     return static_cast<float*>(on.blas_workspace);
 }
 

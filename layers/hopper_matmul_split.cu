@@ -312,7 +312,7 @@ Schedule schedule_of(int64_t M, int64_t N, int64_t K) {
     const bool saves = static_cast<int64_t>(pieces - left) * steps > int64_t{30} * pieces;
     if (left == 0 || !saves ||
         (left + pieces - 1) * (kPartBytes + kRowPartBytes) + tiles * kRowPartBytes >
-            static_cast<int64_t>(kWorkspaceBytes) ||
+            static_cast<int64_t>(kBlasWorkspaceBytes) ||
         static_cast<int64_t>(left) * steps > std::numeric_limits<int>::max() / 2)
         return schedule;
     schedule.whole_tiles = tiles - left, schedule.cut_tiles = left, schedule.pieces = pieces;
@@ -334,7 +334,7 @@ void launch_split(const Schedule& schedule, const Result& result, Tensor a, Tens
 bool hopper_matmul_cuts(int64_t M, int64_t N, int64_t K) { return schedule_of(M, N, K).pieces > 0; }
 bool hopper_matmul_sums_rows(int64_t M, int64_t N) {
     const TileGrid grid = tile_grid<Tile>(M, N);
-    return 2 * grid.tiles() * kRowPartBytes <= static_cast<int64_t>(kWorkspaceBytes) &&
+    return 2 * grid.tiles() * kRowPartBytes <= static_cast<int64_t>(kBlasWorkspaceBytes) &&
            (device().sm_count + grid.rows) * kConsumers <= kArrivals;
 }
 

@@ -244,7 +244,8 @@ int64_t column_sum_scratch_n(int64_t N, int64_t C);
 //   out (B, T, C), tokens (B, T) i32, wte (rows, C), wpe (at least T, C) optional
 //   positions (B, T) i32 optional: where in its document a token stands; without them t
 //   dwte[v,:] (+)= sum of dout[b,t,:] over the places where tokens[b,t] == v; dwpe likewise. They are added in
-//   ascending (b,t): every 128 of them to a partial sum, then the partial sums to each other
+//   ascending (b,t): every 128 of them to a partial sum, then the partial sums to each other (of dwpe
+//   without positions one after the other: there are B)
 // A token or position outside of its table is an error of the data reader: the kernels stop with a trap.
 
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, cudaStream_t stream);
@@ -483,8 +484,8 @@ int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_l
 //
 // E[v] = -log(1 - u[v]) with a uniform number u[v] for each token: number v % 4 of philox(seed, sample, position | v /
 // 4 << 40), r, as u = (r + 1/2) / 2^32. So token v has probability p[v] (draw_tokens.cu says why), and distributions
-// that are alike mostly give the same token of the same numbers. A token of probability below 2^-36 is never drawn. V
-// is at most 2^18.
+// that are alike mostly give the same token of the same numbers. Where one token has nearly all of the
+// probability, one below 2^-37 is never drawn: u ends 2^-33 before 0 and 1. V is at most 2^18.
 
 struct SamplingRule {                             // of a row
     uint64_t seed = 0, sample = 0, position = 0;  // of the random numbers; position below 2^40
@@ -554,7 +555,7 @@ int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_
 //   logits[n,v] <- (softmax(logits[n])[v] - [v == targets[n]]) * dloss  in place; 0 for ignored rows and for v >= V
 //   logits (N, Vp): the first V columns are the vocabulary, the rest is padding;  targets (N) i32;  losses (N) f32
 // There is never a second buffer of the size of the logits. cross_entropy_forward leaves the logits as they are.
-// A target >= V is an error of the data reader; its loss is NaN.
+// A target >= V is an error of the data reader; its loss is NaN, but of divided logits.
 
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,

@@ -12,7 +12,7 @@
 //
 //     C up to 512       8, 16 or 32 threads a row (or one), 16 columns each       4 rows a block
 //     C up to 1024      a warp a row, 24 or 32 columns a thread                   4 rows a block
-//     wider             64, 96, ... 512 threads a row, 16 columns each            one row a block
+//     wider             96, 128, ... 512 threads a row, 16 columns each            one row a block
 //
 // In the first two the lanes of a warp form the sum of a row without a barrier; in the third it crosses the block's
 // warps through shared memory. So threadIdx.x is the position in the row, threadIdx.y the row in the block.

@@ -1,4 +1,4 @@
-// model/config.cu: model configurations by name, what fits together, and counts of parameters and FLOPs.
+// model/config.cu: model configurations by name, what fits together, and FLOPs.
 #include "model/sublayer.h"
 
 #include <numeric>
@@ -38,7 +38,7 @@ Config qwen3(int64_t L, int64_t H, int64_t C, int64_t F, bool tied) {
 }
 
 Config tiny() {
-    Config c;  // bytes as tokens: the defaults of llm.h
+    Config c;  // bytes as tokens: the defaults of Config
     c.tied = true;
     return c;
 }

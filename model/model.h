@@ -4,8 +4,8 @@
 // V vocabulary, F feed-forward width, L layers; N = B T rows.
 //
 // Files, in reading order:
-//     config.cu          presets; counts of parameters and FLOPs
-//     parameters.cu      the parameters, their names and places; initial values
+//     config.cu          presets; FLOPs
+//     parameters.cu      the parameters, their names, places and number; initial values
 //     norm.cu            LayerNorm or RMSNorm, and the addition to the residual stream
 //     block_linear.cu    the linear layer of a block: 16 bits or fp8; weight gradients that are computed later
 //     activations.cu     what a forward keeps for its backward, and the memory that all micro-batches share
@@ -18,7 +18,7 @@
 //     versions.cu        the same model with other weights
 //     sublayer.h         what an attention or a feed-forward is; the table of them is in sublayers.cu, and each is a
 //     file: attention_gqa.cu, attention_mla.cu, attention_mfa.cu, feed_forward_swiglu.cu, feed_forward_gelu.cu
-//     huggingface_config.cu, huggingface_weights.cu   config.json and safetensors
+//     huggingface_folder.cu, huggingface_config.cu, huggingface_weights.cu   which folder; config.json, safetensors
 #pragma once
 
 #include "core/core.h"
@@ -237,7 +237,7 @@ Model build_model(const Config& config, const Precision& precision, int64_t T, A
 // The units and parameters of the whole model, cut for this rank of tensor parallelism as build_model cuts them,
 // without memory.
 Model whole_without_memory(const Config& config, const TensorLayout& layout = {}, bool head_copy = false);
-// Random weights, each parameter a function of (seed, its name): normal(0, 0.02), output layers of the residual
+// Random weights, each parameter a function of (seed, its name): normal(0, init_std), output layers of the residual
 // branches divided by sqrt(2 L) (Radford et al. 2019); biases 0, norm weights 1.
 void init_weights(Model& model, uint64_t seed);
 // With fp8. quantise_weights, after every change of the weights: makes the 8-bit weights of the blocks. advance_fp8,

@@ -109,7 +109,7 @@ class SavedTaker {
 };
 
 // (activations.cu) What a block keeps, with the input that is given; the tokens of a micro-batch, all_tokens of all
-// ranks that look up embeddings together; the losses of n of them; the final norm, of `rows` rows, and n logits; rows
+// ranks that look up embeddings together; their losses; the final norm, of `rows` rows, and n_logits logits; rows
 // of the residual stream and sequences of a micro-batch on this rank.
 BlockSaved take_block(const Model& model, SavedTaker& take, Tensor input);
 void take_tokens(const Model& model, Activations& acts, int64_t all_tokens, Arena& arena);
@@ -148,7 +148,7 @@ struct SubLayer {
     void (*forward)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor out, Tensor inp);
     // Fills again what take_saved called recomputable.
     void (*recompute)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved);
-    // dout -> dinp (written), and the gradients of the parameters (added to).
+    // dout -> dinp (written), and the gradients of the parameters (added to, or written: Workspace).
     void (*backward)(const BlockContext& b, const SubLayerParameters& p, const Slots& saved, Tensor dinp, Tensor dout,
                      Tensor inp);
     Elements (*elements)(const Config& config);

@@ -127,7 +127,7 @@ __device__ __forceinline__ void clip(const Clip& c) {
 }
 __global__ void clip_scale_kernel(Clip c) { clip(c); }
 
-// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them. Block p has work if part p is
+// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them (1 / 128 of 16-bit gradients). Block p has work if part p is
 // the first of its row.
 template <class T>
 __device__ __forceinline__ void add_parts_of_row(float* __restrict__ results, const double* __restrict__ sums,

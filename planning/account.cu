@@ -223,7 +223,7 @@ std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
 
 }  // namespace
 
-void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
+void print_account(Trainer& t, const Traffic& step, bool only_trains, const CommTime& time) {
     const Sharding& s = t.model.sharding;
     const std::vector<Row> rows = account_rows(t, step);
     if (t.pipeline) print_pipeline_traffic(t);
@@ -252,7 +252,8 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
     // --compress says in parallel/data/data.h what it sends;
     // other algorithms than the library's send wider numbers or more of them; and a step whose update was put back did
     // a part of its work twice.
-    const bool known = !(t.pipeline && t.pipeline->updates_put_back() > 0) &&
+    const bool known = (only_trains || !t.model.sharding.shards_weights()) &&
+                       !(t.pipeline && t.pipeline->updates_put_back() > 0) &&
                        t.data_parallel.comm().algorithm == AllReduce::library &&
                        t.options.data_parallel.compress.kind == Compression::none;
     std::printf("  sent by all %20s  %18lld\n", known ? std::to_string(expected_traffic(t)).c_str() : "",
@@ -265,6 +266,5 @@ void print_account(Trainer& t, const Traffic& step, const CommTime& time) {
             human_seconds(time.total).c_str());
     else
         std::printf("  collectives took %s of the last step, %.0f %% of it behind computing\n",
-                    human_seconds(time.total).c_str(),
-                    time.total > 0 ? 100 * std::max(0.0, 1 - time.exposed / time.total) : 0.0);
+                    human_seconds(time.total).c_str(), 100 * std::max(0.0, 1 - time.exposed / time.total));
 }

@@ -66,9 +66,9 @@ void print_tensor_bills(const Trainer& trainer);
 // pipeline_plan.cu: --plan with --pp: a row for each rank of a pipeline.
 void print_pipeline_plan(const Trainer& trainer);
 
-// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step that followed
-// another. Collective; rank 0 prints.
-void print_account(Trainer& trainer, const Traffic& step, const CommTime& time);
+// account.cu: at the end of a run on many ranks. step: what this rank sent and received in one step; only_trains: which
+// followed another one, so that the formula holds. Collective; rank 0 prints.
+void print_account(Trainer& trainer, const Traffic& step, bool only_trains, const CommTime& time);
 int64_t expected_traffic(const Trainer& trainer);  // bytes that all ranks together send in a step
 std::vector<Visit> visits_of_micro_batch(const Model& model, const Recompute& recompute);  // forward and backward
 
@@ -80,7 +80,7 @@ struct DrawnPipeline {
     Times times;
     Simulation simulation;
 };
-// --draw: in the terminal, and with --out as schedule.png and schedule.json. The last line is pipeline_summary().
+// --draw: in the terminal, and with --out as schedule.png and schedule.json. The last line is pipeline_summary(), where one schedule is drawn.
 void draw_pipelines(const TrainOptions& options);
 // --pipeline with --micro-batches, timed by --times. Error for numbers that the schedule cannot have.
 DrawnPipeline simulated_pipeline(const TrainOptions& options);

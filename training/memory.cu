@@ -74,7 +74,9 @@ Trainer::Trainer(TrainOptions options_, Config config_, Mesh& mesh)
 Trainer::~Trainer() {
     cudaStreamSynchronize(device().stream);  // an Error may come while the device works
     for (const StepEnd& end : step_ends)
-        if (end.arrived) cudaEventDestroy(end.arrived);
+        if (end.arrived) cudaEventDestroy(end.arrived), cudaFreeHost(end.numbers);
+    for (int32_t* pinned : {host_tokens, host_documents, host_positions}) cudaFreeHost(pinned);
+    cudaFreeHost(host_stop);
 }
 
 int64_t Trainer::evaluation_row() const { return std::max<int64_t>(2, steps_read_at_once(options)) * local_batch; }

@@ -306,11 +306,6 @@ struct Trainer {
 
 // Of `steps` steps that run at once, of so many micro-batches on a rank each.
 PipelineSchedule schedule_of_steps(const TrainOptions& options, int64_t micro_batches, int64_t steps);
-// Steps between two moments at which an asynchronous pipeline is empty; 1 of all other runs. (pipeline_versions.cu)
-int64_t steps_at_once(const TrainOptions& options);
-// Does a rank update before the norm of all gradients is known? (pipeline_validation.cu)
-bool validates_later(const TrainOptions& options);
-int64_t steps_read_at_once(const TrainOptions& options);  // whose sequences are in the host's memory
 
 // ---------------------------------------------------------------------------------------------------------------------
 // tune_matmul.cu: what computes each product of the run: --tune-matmul.

@@ -6,7 +6,7 @@
 //
 //   ~/.cache/llm.cu/matmul-NVIDIA_H100_80GB_HBM3-130000.txt                        ($XDG_CACHE_HOME for ~/.cache)
 //
-//     llm.cu matmul choices of NVIDIA H100 80GB HBM3, cuBLASLt 130000, hopper 2
+//     llm.cu matmul choices of NVIDIA H100 80GB HBM3, cuBLASLt 130000, hopper 3
 //     65536x3072x768 bf16 bf16 bf16 nt bias_gelu: 1f.2.0.0.0.0.0.0  # 431.0 us; 18 candidates, the first 452.1 us, ...
 //     ...
 //

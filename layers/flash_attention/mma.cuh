@@ -179,8 +179,8 @@ __device__ __forceinline__ void pack_fragments(uint32_t (&P)[kRowTiles][kOtherTi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Masking: scores of pairs that do not see each other become -infinity. row0: the token of the warp's first row;
-// other0: that of the tile's first other. Only called for tiles that an interval ends in.
+// Masking: scores of pairs that do not see each other become -infinity. row0: the warp's first row; other0: the
+// tile's first other. Only called for tiles that an interval ends in.
 
 template <bool kRowsAreQueries, int kRowTiles, int kOtherTiles>
 __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kOtherTiles][4], const Mask& mask, int b,
