@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -130,7 +131,7 @@ class ConnectionThreads final : public httplib::TaskQueue {
     Result enqueue(std::function<void()> serve_connection) override {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return n_ < kMaxConnections; });
-        // Where the system has no memory or no number for one more thread, the connection waits until another has ended.
+        // Where the system has no memory or number for one more thread, the connection waits until another has ended.
         while (!start(serve_connection)) changed_.wait_for(lock, std::chrono::milliseconds(100));
         ++n_;
         return Result(true);

@@ -2,6 +2,8 @@
 #include "inference/inference.h"
 #include "io/command_line.h"
 
+#include <algorithm>
+
 namespace {
 
 const std::vector<Synonym> kSynonyms = {{"max-tokens", "--tokens"},
@@ -146,6 +148,12 @@ constexpr const char* kDrawing[] = {"--temperature",
                                     "--logprobs",
                                     "--stop"};
 
+void check_texts(const GenerateOptions& o, const CommandLine& line) {
+    check(!line.given("--prompt") || !o.prompt.empty(), "--prompt is empty: give at least one character");
+    check(!line.given("--prompt-ids") || !o.prompt_ids.empty(), "--prompt-ids is empty: give at least one token");
+    check(std::ranges::find(o.stop, "") == o.stop.end(), "--stop is empty: give at least one character");
+}
+
 // What answers a request has, and what is told of them.
 void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
@@ -162,6 +170,20 @@ void check_answers(const GenerateOptions& o, const CommandLine& line) {
     check(std::max(o.samples, o.beams) <= most, o.beams > 0 ? "--beams " : "--samples ", std::max(o.samples, o.beams),
           ": they are computed together, and at most ", most, " can be (--max-sequences, --step-tokens)");
     check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");
+}
+
+constexpr int64_t kMost = 1 << 20;  // what follows from these is counted in 64 bits, and kept in lists on the host
+
+void check_server(const ServerOptions& s, const CommandLine& line) {
+    check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
+    check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
+          "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
+    check(s.max_waiting <= kMost, "--max-waiting can be at most ", kMost);
+    const auto is_printed = [](char c) { return c > ' ' && c <= '~'; };
+    check(
+        !line.given("--api-key") || (!s.api_key.empty() && std::ranges::all_of(s.api_key, is_printed)),
+        "--api-key: give at least one character, all of them printed ones of ASCII, and no blank: no client can send ",
+        "others");
 }
 
 void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
@@ -188,7 +210,6 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
               o.engine.lookup >= 0,
           "--max-sequences, --step-tokens, --page-size, --tokens and --samples must be at least 1, and --cache-pages ",
           "and --lookup not negative");
-    constexpr int64_t kMost = 1 << 20;  // what follows from these is counted in 64 bits, and kept in lists on the host
     check(
         std::max({o.engine.scheduler.max_sequences, o.engine.scheduler.step_tokens, o.engine.cache.page_size}) <= kMost,
         "--max-sequences, --step-tokens and --page-size can be at most ", kMost);
@@ -201,10 +222,9 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
           "--draft-tokens ", o.engine.draft_tokens, ": it must be at least 1, and is for --draft");
     check(!line.given("--max-length") || o.engine.scheduler.max_length >= 2, "--max-length ",
           o.engine.scheduler.max_length, ": a prompt and an answer have at least 2 tokens");
+    check_texts(o, line);
     const int n_ways =
         !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + o.serve + !o.batch.empty() + !o.eval.empty() + o.plan;
-    check(!line.given("--prompt") || !o.prompt.empty(), "--prompt is empty: give at least one character");
-    check(!line.given("--prompt-ids") || !o.prompt_ids.empty(), "--prompt-ids is empty: give at least one token");
     check(n_ways == 1, n_ways == 0 ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --serve, --batch, "
                                      "--eval, --plan)"
                                    : "give one of --prompt, --prompt-ids, --chat, --serve, --batch, --eval and --plan");
@@ -212,17 +232,7 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(o.chat || o.system.empty(), "--system is for --chat");
     check(o.pictures.empty() || !o.batch.empty() || !o.prompt.empty() || !o.prompt_ids.empty(),
           "--pictures is for --batch and --prompt");
-    const ServerOptions& s = o.server;
-    check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
-    check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
-          "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
-    check(s.max_waiting <= kMost, "--max-waiting can be at most ", kMost);
-    const auto is_printed = [](char c) { return c > ' ' && c <= '~'; };
-    check(
-        !line.given("--api-key") || (!s.api_key.empty() && std::ranges::all_of(s.api_key, is_printed)),
-        "--api-key: give at least one character, all of them printed ones of ASCII, and no blank: no client can send ",
-        "others");
-    check(std::ranges::find(o.stop, "") == o.stop.end(), "--stop is empty: give at least one character");
+    check_server(o.server, line);
     o.has_seed = line.given("--seed");
     check_answers(o, line);
     // One prompt, one conversation or one text needs no memory for other sequences.

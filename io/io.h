@@ -62,8 +62,8 @@ bool is_there(const std::string& path);
 bool is_folder(const std::string& path);
 void sync_folder(const std::string& path);
 
-// Before a program opens any file: where standard input, output or error is closed, its number is taken, so that no file
-// gets it, into which messages would be written.
+// Before a program opens any file: where standard input, output or error is closed, its number is taken, so that no
+// file gets it, into which messages would be written.
 void keep_standard_numbers();
 // Error if something that was printed could not be written: for programs whose result that is.
 void check_output();

@@ -30,8 +30,8 @@
 //     first_k_dense_replace                  -       -       -      -     -      all layers
 //
 // (1) false: Qwen2 always has biases on queries, keys and values, and on nothing else. (2) Only if use_sliding_window.
-// All other keys are ignored. Sizes of layers must be there; another key that is missing has the default of transformers'
-// class.
+// All other keys are ignored. Sizes of layers must be there; any other key that is missing has the default of
+// transformers' class.
 #include "io/json.h"
 #include "model/sublayer.h"
 

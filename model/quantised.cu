@@ -1,8 +1,9 @@
 // model/quantised.cu: a model whose weights take 8 bits each.
 //
 // A step of inference reads every weight once, and where few sequences run this is what takes the time: a quarter of
-// float32's bytes, or half of bf16's, is up to four times the speed, or twice. Each row of a weight (or each 128 neighbours of a row) has a scale of its
-// own (layers/few_rows.cu), so that a row with one large weight does not cost the others their digits.
+// float32's bytes, or half of bf16's, is up to four times the speed, or twice. Each row of a weight (or each 128
+// neighbours of a row) has a scale of its own (layers/few_rows.cu), so that a row with one large weight does not cost
+// the others their digits.
 #include "model/sublayer.h"
 
 namespace {

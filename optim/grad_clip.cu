@@ -127,8 +127,8 @@ __device__ __forceinline__ void clip(const Clip& c) {
 }
 __global__ void clip_scale_kernel(Clip c) { clip(c); }
 
-// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them (1 / 128 of 16-bit gradients). Block p has work if part p is
-// the first of its row.
+// One block adds up the parts of a row; it reads 1 / 256 of what stage 1 read of them (1 / 128 of 16-bit
+// gradients). Block p has work if part p is the first of its row.
 template <class T>
 __device__ __forceinline__ void add_parts_of_row(float* __restrict__ results, const double* __restrict__ sums,
                                                  const T* __restrict__ grads, const SumTables& tables) {

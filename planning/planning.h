@@ -80,7 +80,8 @@ struct DrawnPipeline {
     Times times;
     Simulation simulation;
 };
-// --draw: in the terminal, and with --out as schedule.png and schedule.json. The last line is pipeline_summary(), where one schedule is drawn.
+// --draw: in the terminal, and with --out as schedule.png and schedule.json. The last line, of one schedule, is
+// pipeline_summary().
 void draw_pipelines(const TrainOptions& options);
 // --pipeline with --micro-batches, timed by --times. Error for numbers that the schedule cannot have.
 DrawnPipeline simulated_pipeline(const TrainOptions& options);

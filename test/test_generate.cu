@@ -79,7 +79,7 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     CHECK(generate("--prompt=--i --stop '[a,b]' --tokens 3 --temperature 0 --logit-bias 91:100").out == "--i[[[\n");
     CHECK(generate("--prompt i --stop '[[' --tokens 3 --temperature 0 --logit-bias 91:100").out == "i\n");
     CHECK(generate("--prompt i --stop '[]' --stop '[' --tokens 3 --temperature 0 --logit-bias 91:100").out == "i\n");
-    // Zero bytes are printed, too; and the byte that completes a character of the prompt, not the whole character again.
+    // Zero bytes are printed, too; and the byte that completes a character of the prompt, not the whole character.
     const std::string zeros = generate("--prompt x --samples 2 --tokens 2 --temperature 0 --logit-bias 0:100").out;
     CHECK(zeros == std::string("---- 1 ----\nx\0\0\n---- 2 ----\nx\0\0\n", 32));
     CHECK(generate("--prompt 'caf\xc3' --tokens 1 --temperature 0 --logit-bias 169:100").out == "caf\xc3\xa9\n");

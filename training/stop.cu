@@ -1,8 +1,8 @@
 // training/stop.cu: how a run ends before its last step, and how it goes on.
 //
-// The first Ctrl-C (or SIGTERM, or SIGHUP of a terminal that is closed) asks for the end: the step that is going on is finished and saved. The second ends the
-// process at once. SIGUSR1 asks for the end, and only that, however often it comes: mpirun passes it on to its ranks.
-// (mpirun's own Ctrl-C kills them one second after it has passed that on.)
+// The first Ctrl-C (or SIGTERM, or SIGHUP of a terminal that is closed) asks for the end: the step that is going on is
+// finished and saved. The second ends the process at once. SIGUSR1 asks for the end, and only that, however often it
+// comes: mpirun passes it on to its ranks. (mpirun's own Ctrl-C kills them one second after it has passed that on.)
 //
 // Signals are answered by the signal handler itself, so the answer does not wait for the step. A handler
 // may call only a few functions (signal-safety(7)); write(2) is one, printf is not. So the text is put together by
