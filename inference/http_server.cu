@@ -194,6 +194,9 @@ class Listener : public httplib::Server {
             (type.size() > json.size() && type[json.size()] != ';' && type[json.size()] != ' '))
             throw HttpError(415, concat("the body is ", type.empty() ? "of no type" : type,
                                         ": send it with \"Content-Type: application/json\""));
+        const std::string encoding = request.get_header_value("Content-Encoding");
+        if (!encoding.empty() && encoding != "gzip" && encoding != "deflate" && encoding != "identity")
+            throw HttpError(415, concat("the body is compressed by ", encoding, ": send it as it is, or by gzip"));
         if (!request.has_header("Content-Length") && !request.has_header("Transfer-Encoding"))
             throw HttpError(411, "the request has no Content-Length");
         if (declared_bytes(request) > options_.max_body) throw too_large();

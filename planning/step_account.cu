@@ -284,7 +284,7 @@ std::string text_of(const Trainer& t, const Account& account) {
     const double seconds = account.seconds();
     text += concat("\n", human_count(account.tokens / seconds), " tokens/s predicted; MFU ",
                    format("%.1f", 100 * account.model_flops / seconds / spec.rate(t.options.precision.dtype)), " % of ",
-                   spec.source == spec.reached_source ? "the measured " : "the data sheet's ",
+                   std::string_view(spec.source) == spec.reached_source ? "the measured " : "the data sheet's ",
                    human_count(spec.rate(t.options.precision.dtype)), "FLOP/s. ", account.launches.size(),
                    " launches. What is no product and no attention moves ",
                    format("%.2f", rest.least > 0 ? rest.moved / rest.least : 1), " times the bytes that it must.\n");
