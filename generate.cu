@@ -55,9 +55,6 @@ struct Answer {
     std::vector<Sampled> tokens;
 };
 
-// A text may hold zero bytes, where printf would end.
-void print_text(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
-
 void print_ids(const std::vector<int32_t>& ids) {
     for (size_t i = 0; i < ids.size(); ++i) std::printf("%s%d", i == 0 ? "" : ",", ids[i]);
     std::printf("\n");

@@ -21,11 +21,9 @@ struct BatchFiles {
     std::ifstream in;
     bool out_is_new, begun = false;
     LockedFile out;
-    // The answers that `out` has already, as (id, sample), and how many of each request.
-    struct Done {
-        std::set<std::pair<std::string, uint64_t>> answers;
-        std::map<std::string, int64_t> n_answers;
-    } done;
+    // The answers that `out` has already: which samples of each request's id.
+    using Done = std::map<std::string, std::set<uint64_t>>;
+    Done done;
 };
 
 namespace {
@@ -144,7 +142,7 @@ BatchFiles::Done read_done(const std::string& path) {
         const std::string id = JsonText(member(answer, "id")).str();
         uint64_t sample = 0;
         Fields(answer).read("sample", sample);
-        if (done.answers.insert({id, sample}).second) ++done.n_answers[id];
+        done[id].insert(sample);
         whole = file.tellg();
     }
     if (line.empty()) return done;
@@ -210,7 +208,7 @@ class BatchRun {
                   ", too; give each its own, so that answers can be told apart");
             int64_t n = options_.samples;
             Fields(line).read("samples", n);
-            if (files_.done.n_answers[id] >= std::max<int64_t>(n, 1)) {
+            if (std::ssize(files_.done[id]) >= std::max<int64_t>(n, 1)) {
                 ++count_.done_before;
                 return;
             }
@@ -227,7 +225,7 @@ class BatchRun {
                 answer.text += piece.text;
                 answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
                 n_drawn_ += std::ssize(piece.tokens);
-                if (!piece.finish_reason || files_.done.answers.count({id, piece.sample})) return;
+                if (!piece.finish_reason || files_.done[id].contains(piece.sample)) return;
                 if (piece.is_error()) return void(++count_.failed);  // the next run asks for it again
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
@@ -271,13 +269,12 @@ BatchFiles::BatchFiles(const GenerateOptions& options)
       out(options.out, O_WRONLY | O_APPEND) {
     check(out.lock() != LockedFile::Lock::others, "--out ", options.out,
           " is being written by another process: wait until it has ended or stop it with Ctrl-C, or give another file");
-    struct stat answers {
-    }, output{};
+    struct stat answers = {}, output = {};
     if (fstat(out.fd(), &answers) == 0 && fstat(STDOUT_FILENO, &output) == 0 && !S_ISCHR(output.st_mode) &&
         answers.st_dev == output.st_dev && answers.st_ino == output.st_ino)
         dup2(STDERR_FILENO, STDOUT_FILENO);  // --out /dev/stdout: what is told of the answers would stand among them
     done = read_done(options.out);
-    out_is_new = out_is_new && done.answers.empty();
+    out_is_new = out_is_new && done.empty();
 }
 
 // A file that was made for a batch that never began, because its model could not be read, is not left behind.

@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr size_t kMostTyped =
-    4095;  // Linux keeps so many bytes of a line that is being typed (n_tty), and drops others
+// Linux keeps so many bytes of a line that is being typed (n_tty), and drops others.
+constexpr size_t kMostTyped = 4095;
 
 volatile std::sig_atomic_t g_interrupted = 0;
 
@@ -65,7 +65,7 @@ std::string answer(Requests& requests, TextRequest request) {
     std::string text;
     bool ended = false, failed = false;
     request.ready = [&](const AnswerPiece& piece) {
-        std::fwrite(piece.text.data(), 1, piece.text.size(), stdout);  // it may hold zero bytes
+        print_text(piece.text);
         std::fflush(stdout);
         text += piece.text;
         ended = piece.finish_reason != nullptr;

@@ -31,6 +31,11 @@ std::string pattern_of(const std::string& path) {
     return pattern;
 }
 
+// As HTTP compares names: without case.
+bool begins(const std::string& text, std::string_view words) {
+    return ::strncasecmp(text.c_str(), words.data(), words.size()) == 0;
+}
+
 const char* reason_of(int status) {
     switch (status) {
         case 400: return "this is no HTTP request that the server understands";
@@ -168,8 +173,9 @@ class Listener : public httplib::Server {
     void answer(const Route& route, const httplib::Request& request, httplib::Response& response,
                 const httplib::ContentReader* body) const {
         const std::string key = request.get_header_value("Authorization");
-        const bool is_bearer = key.size() >= 7 && ::strncasecmp(key.c_str(), "Bearer ", 7) == 0;
-        if (route.needs_key && !options_.api_key.empty() && !(is_bearer && same_key(key.substr(7), options_.api_key)))
+        constexpr std::string_view scheme = "Bearer ";
+        if (route.needs_key && !options_.api_key.empty() &&
+            !(begins(key, scheme) && same_key(key.substr(scheme.size()), options_.api_key)))
             throw HttpError(401, "the key is missing or wrong: send \"Authorization: Bearer KEY\"", "invalid_api_key");
         const HttpRequest mine{body ? read_body(request, *body) : "",
                                [fd = Connection::current()->socket()] { return client_is_gone(fd); }};
@@ -190,8 +196,7 @@ class Listener : public httplib::Server {
     std::string read_body(const httplib::Request& request, const httplib::ContentReader& read) const {
         const std::string type = request.get_header_value("Content-Type");
         constexpr std::string_view json = "application/json";  // what may follow: "; charset=utf-8"
-        if (::strncasecmp(type.c_str(), json.data(), json.size()) != 0 ||
-            (type.size() > json.size() && type[json.size()] != ';' && type[json.size()] != ' '))
+        if (!begins(type, json) || (type.size() > json.size() && type[json.size()] != ';' && type[json.size()] != ' '))
             throw HttpError(415, concat("the body is ", type.empty() ? "of no type" : type,
                                         ": send it with \"Content-Type: application/json\""));
         const std::string encoding = request.get_header_value("Content-Encoding");

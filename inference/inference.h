@@ -700,6 +700,7 @@ struct AnswerPiece {
     const char* finish_reason = nullptr;  // of the last piece: "stop", "length", or "error" (logits are not finite)
     bool is_error() const { return finish_reason != nullptr && std::string_view(finish_reason) == "error"; }
 };
+void print_text(const std::string& text);  // to standard output, with zero bytes, where printf would end
 constexpr const char* kNotFinite =
     "the model's logits are not finite: its weights may be damaged, or their products too large for --dtype";
 

@@ -9,6 +9,7 @@
 #include "inference/inference.h"
 
 #include <algorithm>
+#include <cstdio>
 
 struct Requests::Answer {
     // The prompt goes through the decoder, too: some tokenizers drop a space before the first token of a text.
@@ -62,6 +63,8 @@ size_t undecided(const std::string& text, const std::vector<std::string>& stop) 
 }
 
 }  // namespace
+
+void print_text(const std::string& text) { std::fwrite(text.data(), 1, text.size(), stdout); }
 
 Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine), tokenizer_(tokenizer) {
     engine_.token_ready = [this](Request& request, Sequence& sequence, const Sampled& token) {

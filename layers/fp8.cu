@@ -526,7 +526,7 @@ void fp8_linear_forward(Tensor out, Tensor saved, Tensor inp, const Fp8Weight& w
         if (whole > 0)
             fp8_linear_forward(out.slice(0, whole), saved, inp.slice(0, whole), weight, bias, state, record, scratch,
                                stream, amax);
-        pieces.take_matrix(weight.recipe, DType::e4m3, kScaledRows, C);
+        pieces.take_matrix(weight.recipe, DType::e4m3, kScaledRows, C);  // of the call below
         const Tensor four_in = pieces.take(inp.dtype, {kScaledRows, C}),
                      four_out = pieces.take(inp.dtype, {kScaledRows, O});
         cudaCheck(cudaMemsetAsync(four_in.data, 0, four_in.bytes(), stream));

@@ -78,7 +78,7 @@ struct NormGeometry {
     size_t backward_shared_bytes;
 };
 
-// chunk_columns, as in dispatch_rows(), says whether chunks are single columns in any dtype.
+// chunk_columns: as in dispatch_rows(). Multiples of 8 are whole chunks in every dtype.
 inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C, int64_t chunk_columns) {
     check(C >= 1 && C <= kMaxNormC, operation, ": rows of ", C, " channels; between 1 and ", kMaxNormC,
           " are possible");
@@ -90,10 +90,11 @@ inline NormGeometry norm_geometry(const char* operation, int64_t N, int64_t C, i
     // Of the backward as many blocks as the 132 multiprocessors of an H100 hold at a time: with 512 threads each, but
     // one block of those that hold more than 16 columns a thread. A block that sums over fewer than 32 rows (or 8,
     // where all its threads share a row) would write too much of what it reads.
-    const bool many_columns = threads == kWarp && C > 16 * kWarp;
-    const bool few = thread_columns(C, chunk_columns % 8 != 0) == 24;
-    const int64_t backward_rows = !many_columns ? rows : (few ? kBackwardThreads<24> : kBackwardThreads<32>) / kWarp;
-    const int64_t n_most = many_columns ? 132 : 132 * 512 / (threads * rows);
+    const int columns = threads == kWarp ? thread_columns(C, chunk_columns % 8 != 0) : 16;
+    const int64_t backward_rows = columns == 24   ? kBackwardThreads<24> / kWarp
+                                  : columns == 32 ? kBackwardThreads<32> / kWarp
+                                                  : rows;
+    const int64_t n_most = columns > 16 ? 132 : 132 * 512 / (threads * rows);
     const auto block = [&](int64_t y) { return dim3(static_cast<unsigned>(threads), static_cast<unsigned>(y)); };
     return {block(rows), ceil_div(N, rows), block(backward_rows), std::min(ceil_div(N, 8 * rows), n_most),
             rows > 1 ? static_cast<size_t>(backward_rows * C) * sizeof(float) : 0};

@@ -136,9 +136,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
         (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
     double elements = L * (block.forward + block.backward) + head;
     if (o.recompute.every > 0) {
-        // All but the last segment, which has fewer blocks where L is no multiple.
-        const int64_t last = c.L % o.recompute.every;
-        const double again = L - static_cast<double>(last > 0 ? last : std::min(c.L, o.recompute.every));
+        const double again =  // all segments but the last
+            static_cast<double>((ceil_div(c.L, o.recompute.every) - 1) * o.recompute.every);
         elements += again * block.forward;
         cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
     }
@@ -149,8 +148,8 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // The weights are read by the forward and by the gradient of the input; gradients are written by the first
     // micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and writes what
     // it updates and its states: here, or on the host.
-    cost.bytes = tokens * elements * value_bytes + n_micro * n * 2 * value_bytes +
-                 (2 * n_micro - 1 + 2) * n * grad_bytes + head_chunk_bytes(t, o.recompute.head_chunks) +
+    cost.bytes = tokens * elements * value_bytes + n_micro * n * 2 * value_bytes + (2 * n_micro + 1) * n * grad_bytes +
+                 head_chunk_bytes(t, o.recompute.head_chunks) +
                  (t.model.sharding.host_updates()
                       ? 0
                       : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 
 struct Outcome {
     int status = -1;  // exit status; 128 + signal when a signal ended it
@@ -42,6 +43,22 @@ inline Outcome run_program(const std::string& name, const std::string& arguments
     const bool untimed = name == "train_gpt" && !has("--tune-matmul") && !has("--draw");  // which trains nothing
     return run_shell(
         concat("export OMP_NUM_THREADS=1; ", before, " ", program_path(name), untimed ? kUntimed : "", " ", arguments));
+}
+
+// What it prints where it must succeed.
+inline std::string printed_by(const std::string& name, const std::string& arguments) {
+    const Outcome outcome = run_program(name, arguments);
+    INFO(outcome.err);
+    REQUIRE(outcome.status == 0);
+    return outcome.out;
+}
+
+// The same file, with NaN for every number.
+inline void fill_with_nan(const std::string& safetensors) {
+    std::string file = slurp(safetensors);
+    uint64_t header = 0;
+    std::memcpy(&header, file.data(), sizeof header);
+    spit(safetensors, file.replace(8 + header, std::string::npos, file.size() - 8 - header, '\xff'));
 }
 
 // A text to train on.

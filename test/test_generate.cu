@@ -231,11 +231,7 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
 TEST_CASE("a model whose logits are not finite is said to be one", "[generate][program]") {
     const TempFolder folder;
     std::filesystem::copy(newest_checkpoint(trained_run()), folder / "model");
-    const std::string path = folder / "model/model.safetensors";
-    std::string weights = slurp(path);
-    uint64_t header = 0;
-    std::memcpy(&header, weights.data(), sizeof header);
-    spit(path, weights.replace(8 + header, std::string::npos, weights.size() - 8 - header, '\xff'));  // NaN each
+    fill_with_nan(folder / "model/model.safetensors");
     spit(folder / "in", "{\"prompt\": \"a\", \"samples\": 2}\n");
     const std::string model = "--model " + (folder / "model");
     for (const std::string way : {"", " --beams 3 --samples 2"}) {

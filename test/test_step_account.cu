@@ -128,10 +128,7 @@ TEST_CASE("the account of GPT-2 124M on an H100", "[program][account]") {
 
 TEST_CASE("the account of other runs: groups of products, rates of fp8 and of this device", "[program][account]") {
     const auto account = [](const std::string& flags) {
-        const Outcome outcome = run_program("train_gpt", "--account --sample 0 " + flags);
-        INFO(outcome.err);
-        REQUIRE(outcome.status == 0);
-        return outcome.out;
+        return printed_by("train_gpt", "--account --sample 0 " + flags);
     };
     // As many tokens as there are in the vocabulary: the head's products are three all the same.
     CHECK_THAT(account("--model tiny --batch 2 --seq 128 --device-spec h100"),

@@ -443,11 +443,7 @@ TEST_CASE("the validation loss depends on neither ranks nor micro-batches", "[pr
 TEST_CASE("a sample of a broken model ends", "[program][train_gpt]") {
     const TempFolder folder;
     REQUIRE(train("--steps 1 --warmup 0 --sample 0 --out " + (folder / "good")).status == 0);
-    const std::string path = newest_checkpoint(folder / "good") + "/model.safetensors";
-    std::string weights = slurp(path);
-    uint64_t header = 0;
-    std::memcpy(&header, weights.data(), sizeof header);
-    spit(path, weights.replace(8 + header, std::string::npos, weights.size() - 8 - header, '\xff'));  // NaN each
+    fill_with_nan(newest_checkpoint(folder / "good") + "/model.safetensors");
     const Outcome outcome = run_program("train_gpt",
                                         "--data " + text_file() + " --init " + newest_checkpoint(folder / "good") +
                                             " --batch 2 --seq 16 --steps 1 --sample 20 --out " + (folder / "bad"),

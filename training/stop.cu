@@ -23,9 +23,10 @@ namespace {
 bool answers = true;       // one process of an mpirun is enough
 bool in_terminal = false;  // then an answer begins on a line of its own
 bool under_mpirun = false;
-std::atomic<int> signals = 0, ends = 0;  // all, and those that end the process when they come again
-std::atomic<int64_t> finishing = 1;      // the step that would be the last if a signal came now
-std::atomic<int64_t> saved = 0;          // step of the newest checkpoint; 0: there is none
+std::atomic<bool> asked = false;
+std::atomic<int> ends = 0;           // signals that end the process when they come again
+std::atomic<int64_t> finishing = 1;  // the step that would be the last if a signal came now
+std::atomic<int64_t> saved = 0;      // step of the newest checkpoint; 0: there is none
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
 // A line put together without memory from the heap.
@@ -51,7 +52,7 @@ void answer(int signal) {
     const int64_t step = finishing, newest = saved;
     Line line;
     if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
-    ++signals;
+    asked = true;
     const bool first = signal == SIGUSR1 || ends++ == 0, all_saved = step <= newest;
     const char* const what_else = signal == SIGUSR1 ? "\n"
                                   : under_mpirun
@@ -119,7 +120,7 @@ void answer_signals() {
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
 }
 
-bool stop_requested() { return signals > 0; }
+bool stop_requested() { return asked; }
 
 bool take_stop_request(const TrainOptions& o, int64_t step) {
     const bool stop = stop_requested();

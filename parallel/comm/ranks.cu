@@ -76,7 +76,7 @@ std::shared_ptr<Transport> choose_transport(const std::shared_ptr<RankState>& st
     const RankOptions& options = state->options;
     // Threads share this machine's GPUs, however many machines they pretend to be (ranks_per_node).
     const int n_here = processes ? ranks_here(*state) : state->size;
-    const bool own_gpus = !kCpuDevice && all_agree(*control, n_here <= device_count());
+    const bool own_gpus = !kCpuDevice && all_agree(*control, state->sharers == 1);
     const std::string reason = kCpuDevice            ? "the device is the CPU"
                                : !nccl_is_built_in() ? "built without NCCL"
                                : !own_gpus           ? "ranks share a GPU"
