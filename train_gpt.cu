@@ -195,6 +195,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
         if (world.rank == 0) print_plan(*trainer);
         return;
     }
+    outlive_the_reader();
     Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);
     if (run.is_first()) trace_folder = run.trainer.options.out;

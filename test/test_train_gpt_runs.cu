@@ -293,6 +293,11 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
                         "await 'step' out; kill -USR1 $pid; kill -HUP $pid; wait $pid; echo status $?");
     CHECK_THAT(closed.out, ContainsSubstring("status 0"));
     CHECK_THAT(slurp(folder / "out"), ContainsSubstring("stopped after step"));
+    // The reader of the output goes away.
+    std::filesystem::remove_all(run);
+    const Outcome piped = run_shell(command("--steps 100000 --val-fraction 0 --out " + run) + " | head -3");
+    CHECK_THAT(piped.err, ContainsSubstring("finishing step "));
+    CHECK(latest_checkpoint(run).has_value());
     // During the sample, which would take 10 s: it ends, one step is made and saved.
     std::filesystem::remove_all(run);
     const Outcome sample = with_background(

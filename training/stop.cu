@@ -3,6 +3,7 @@
 // The first Ctrl-C (or SIGTERM, or SIGHUP of a terminal that is closed) asks for the end: the step that is going on is
 // finished and saved. The second ends the process at once. SIGUSR1 asks for the end, and only that, however often it
 // comes: mpirun passes it on to its ranks. (mpirun's own Ctrl-C kills them one second after it has passed that on.)
+// SIGPIPE does, too: nobody reads the output any more (`| head`, a `| tee` that ended).
 //
 // Signals are answered by the signal handler itself, so the answer does not wait for the step. A handler
 // may call only a few functions (signal-safety(7)); write(2) is one, printf is not. So the text is put together by
@@ -50,11 +51,13 @@ struct Line {
 void answer(int signal) {
     const int error = errno;
     const int64_t step = finishing, newest = saved;
+    const bool only_asks = signal == SIGUSR1 || signal == SIGPIPE;
+    if (signal == SIGPIPE && asked) return;  // comes with each line that is printed
     Line line;
     if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
     asked = true;
-    const bool first = signal == SIGUSR1 || ends++ == 0, all_saved = step <= newest;
-    const char* const what_else = signal == SIGUSR1 ? "\n"
+    const bool first = only_asks || ends++ == 0, all_saved = step <= newest;
+    const char* const what_else = only_asks ? "\n"
                                   : under_mpirun
                                       ? "; mpirun ends its ranks after one second, kill -USR1 leaves them time\n"
                                   : all_saved ? "; press Ctrl-C again to end at once\n"
@@ -70,6 +73,13 @@ void answer(int signal) {
         std::raise(signal);  // comes when this handler returns: the shell sees that a signal ended the process
     }
     errno = error;
+}
+
+void answer_to(int signal) {
+    struct sigaction action = {};
+    action.sa_handler = answer;
+    action.sa_flags = SA_RESTART;
+    ::sigaction(signal, &action, nullptr);
 }
 
 std::string quoted(const std::string& word) {
@@ -108,17 +118,14 @@ void answer_signals() {
     answers = is_first_process();
     in_terminal = ::isatty(STDERR_FILENO) != 0;
     under_mpirun = started_by_mpirun();
-    struct sigaction action = {};
-    action.sa_handler = answer;
-    action.sa_flags = SA_RESTART;
-    ::sigaction(SIGINT, &action, nullptr);
-    ::sigaction(SIGTERM, &action, nullptr);
-    ::sigaction(SIGUSR1, &action, nullptr);
+    for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) answer_to(signal);
     struct sigaction before = {};
     ::sigaction(SIGHUP, nullptr, &before);
-    if (before.sa_handler != SIG_IGN) ::sigaction(SIGHUP, &action, nullptr);  // nohup ignores it
+    if (before.sa_handler != SIG_IGN) answer_to(SIGHUP);  // nohup ignores it
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
 }
+
+void outlive_the_reader() { answer_to(SIGPIPE); }
 
 bool stop_requested() { return asked; }
 
