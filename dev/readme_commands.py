@@ -540,6 +540,10 @@ def replay(command, tree):
     return "\n".join(lines[start:]).rstrip("\n") + "\n"
 
 
+def debugged_program(command):
+    return re.search(r"--args (\S+)", command.key).group(1)
+
+
 def facts(session):
     """What must be true of a session on any compiler and gdb: the commands, the source lines shown, the values printed."""
     kept = re.compile(r"^(\(gdb\) .*|\d+\t.*|\$\d+ = .*|kernel .*|  block .*)$", re.M)
@@ -547,6 +551,8 @@ def facts(session):
 
 
 def session_differs(command, tree):
+    if not os.path.exists(os.path.join(ROOT, debugged_program(command))):
+        return [f"{debugged_program(command)} is not there: the page says how to build it"]
     shown, now = facts(command.shown), facts(replay(command, tree))
     for i in range(max(len(shown), len(now))):
         has, wants = (lines[i] if i < len(lines) else "(nothing)" for lines in (shown, now))
@@ -580,8 +586,8 @@ def refreshed(page, tree):
         if not command.shown or rule is None or rule.skip or missing(rule) or re.search(r"^ *\.\.\.$", command.shown, re.M):
             continue
         if command.key.startswith("gdb "):
-            program = re.search(r"--args (\S+)", command.key).group(1)
-            now = replay(command, tree) if os.path.exists(os.path.join(ROOT, program)) else command.shown
+            built = os.path.exists(os.path.join(ROOT, debugged_program(command)))
+            now = replay(command, tree) if built else command.shown
         else:
             now = printed(command, rule, tree)[0]
         text = text.replace(f"$ {command.text}\n{command.shown}", f"$ {command.text}\n{now}")
