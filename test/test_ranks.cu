@@ -359,6 +359,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
     const std::tuple<std::string, std::string, std::string> others[] = {
         {program, data + common + " --lr 2e-3", "--lr is '0.002' here"},
         {program, data + common + " --zero 1", "--zero is '1' here"},
+        {program, data + common + " --stop-after 1", "--stop-after is '1' here"},
         {program, data + common + " --model mfa-tiny", "--model is 'mfa-tiny' here"},
         {program, " --data " + (folder / "other.txt") + common, "--data is "},
         {folder / "train_gpt", data + common, "the program is "}};

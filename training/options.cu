@@ -384,8 +384,10 @@ std::string number_text(T value) {
 
 // What a checkpoint says of the run. Defaults that depend on the optimizer are saved as the numbers they are.
 void set_identity(TrainOptions& options, const CommandLine& line) {
-    for (const std::string& flag : line.flags())
-        if (!kNotSaved.count(flag) && !kPipelineFlags.count(flag)) options.identity[flag] = line.value_of(flag);
+    for (const std::string& flag : line.flags()) {
+        const bool saved = !kNotSaved.count(flag) && !kPipelineFlags.count(flag);
+        (saved ? options.identity : options.of_this_call)[flag] = line.value_of(flag);
+    }
     if (options.asynchronous) {  // with 2bw gradients are those of the step before, on any number of ranks
         for (const std::string& flag : kAsynchronousFlags) options.identity[flag] = line.value_of(flag);
         if (options.pipeline == "2bw") options.identity.erase("--pp");

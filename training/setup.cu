@@ -64,24 +64,8 @@ std::vector<std::pair<std::string, std::string>> what_must_agree(const Trainer& 
     std::vector<std::pair<std::string, std::string>> things;
     if (started_by_mpirun()) things.push_back({"the program", program_hash()});  // threads are one process
     for (const auto& [flag, value] : t.options.identity) things.push_back({flag, value});
-    const DataParallelOptions& d = t.options.data_parallel;
-    things.push_back({"--zero", std::to_string(d.zero)});
-    things.push_back({"--tp", std::to_string(t.options.tp)});
-    things.push_back({"--tp-mode", tensor_mode_name(t.options.tp_mode)});
-    things.push_back({"--tp-depth", std::to_string(t.options.tp_depth)});
-    things.push_back({"--cp", concat(t.options.cp, " ", context_mode_name(t.options.cp_mode))});
-    const TrainOptions& o = t.options;
-    things.push_back({"--pp", concat(o.pp, " ", o.pipeline, o.vertical_sync ? " vertical-sync" : "")});
-    std::string stages = concat("chunks ", o.chunks, ", blocks");
-    for (const int64_t blocks : o.stages) stages += concat(" ", blocks);
-    things.push_back({"--stages", stages});
-    things.push_back({"--tp-overlap", t.options.tp_overlap ? "given" : "absent"});
-    things.push_back({"--sp", t.options.sp ? "given" : "absent"});
-    things.push_back({"--dp-mode", d.naive ? "naive" : "ddp"});
-    things.push_back({"--offload", concat(static_cast<int>(t.options.offload))});
-    things.push_back({"--bucket-mib", std::to_string(d.bucket_mib)});
-    things.push_back({"--all-reduce", t.options.ranks.all_reduce});
-    things.push_back({"--resume", t.options.resume ? "given" : "absent"});
+    for (const auto& [flag, value] : t.options.of_this_call)
+        if (flag != "--out") things.push_back({flag, value});  // rank 0's is that of all
     things.push_back({"config.json", config_to_json(t.config)});
     things.push_back({"the length of the data in tokens", concat(data.identity.train_n, " and ", data.identity.val_n)});
     return things;

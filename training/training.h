@@ -106,6 +106,7 @@ struct TrainOptions {
 
     // What decides the loss curve, as flag -> value: kept in checkpoints, so that a resumed run is the same run.
     std::map<std::string, std::string> identity;
+    std::map<std::string, std::string> of_this_call;  // all other flags: what ranks must have been given alike as well
 };
 
 // Flags whose meaning depends on other flags, as they were typed.
