@@ -221,7 +221,6 @@ int main(int argc, char** argv) {
         }
         if (options.draw) return draw_pipelines(options), check_output(), 0;
         RankOptions ranks = options.ranks;
-        ranks.planning = options.plan && !started_by_mpirun();  // rank 0 plans for all
         ranks.quiet = rank_count(ranks) == 1;
         TracedPipeline traced;
         ranks.after_trace = [&](const std::vector<TraceEvent>& events) { show_traced_pipeline(traced, events); };

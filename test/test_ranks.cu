@@ -390,6 +390,8 @@ TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program
     const std::string run = " --out " + (folder / "run"), data = " --data " + text_file();
     for (const auto& [flags, says] : {std::pair<std::string, std::string>{data + " --batch 3", "--batch 3"},
                                       {data + " --seq 1000000", "--seq 1000000"},
+                                      {data + " --ranks 3", "--ranks 3 under an mpirun of 2"},
+                                      {data + " --comm threads", "--comm threads under mpirun"},
                                       {" --data " + (folder / "absent"), "no data at"}}) {
         const Outcome outcome =
             run_shell(concat("OMP_NUM_THREADS=1 ", mpirun_command(2), program_path("train_gpt"), flags, run));

@@ -108,7 +108,7 @@ void choose_compression(TrainOptions& o, const std::string& name) {
 void check_options(const TrainOptions& o) {
     check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
-    check(o.ranks.ranks >= 0, "--ranks must not be negative");
+    check_rank_options(o.ranks);
     check(o.tp >= 1, "--tp must be at least 1");
     check(o.cp >= 1, "--cp must be at least 1");
     check(o.pp >= 1, "--pp must be at least 1");
@@ -249,6 +249,7 @@ void settle_options(TrainOptions& o, const TypedFlags& typed) {
     o.data_parallel.naive = typed.dp_mode == "naive";
     o.cp_mode = context_mode_from_name(typed.cp_mode);
     o.offload = offload_from_name(typed.offload);
+    o.ranks.planning = o.plan && !started_by_mpirun();  // rank 0 plans for all
     check_options(o);
     if (o.seq < 2) o.sample_tokens = 0;  // no room for a token of a prompt, and one of an answer
     settle_pipeline(o, typed);

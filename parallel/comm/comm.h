@@ -271,6 +271,9 @@ struct RankOptions {
 //     its text. Under mpirun the line is printed and MPI ends the other processes; exit status 2.
 //   - A rank that waits for longer than timeout_s ends the job, with what it waits for, and who is missing since when.
 void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f);
+// Error for options that run_ranks cannot follow, before it has begun: so that a program can say it in one line, and
+// not each process for itself.
+void check_rank_options(const RankOptions& options);
 bool started_by_mpirun();                    // is this process one of several that mpirun started?
 int rank_count(const RankOptions& options);  // how many there will be
 // True in the one process that should print and write files, also before run_ranks.

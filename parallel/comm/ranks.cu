@@ -131,8 +131,6 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
     state->traced_steps = traced_steps(options.trace);
     state->tracing = state->traced_steps.count(0) > 0;
     auto control = make_mpi_transport(state);
-    check(options.ranks == 0 || options.ranks == state->size, "--ranks ", options.ranks, " under an mpirun of ",
-          state->size, " processes: leave --ranks out");
     // The other processes cannot be told; they can be ended. mpirun does that also if this one is killed.
     state->job->on_failure = [](const std::string& reason) {
         std::fflush(stdout);
@@ -265,8 +263,7 @@ bool is_first_process() {
     return !rank || std::atoi(rank) == 0;
 }
 
-// trace_folder is read when all ranks have ended: until then f may say which folder the traces go to, on rank 0.
-void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f) {
+void check_rank_options(const RankOptions& options) {
     const std::string& comm = options.comm;
     check(comm == "auto" || comm == "threads" || comm == "mpi" || comm == "nccl", "--comm ", comm,
           ": use auto, threads, mpi or nccl");
@@ -276,10 +273,18 @@ void run_ranks(const RankOptions& options, const std::function<void(Comm& world)
     check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
     all_reduce_from_name(options.all_reduce);
     traced_steps(options.trace);
-    if (options.planning) return run_as_plan(options, rank_count(options), f);
+    if (options.planning) return;
     const bool mpi = started_by_mpirun();
+    check(!mpi || options.ranks == 0 || options.ranks == rank_count(options), "--ranks ", options.ranks,
+          " under an mpirun of ", rank_count(options), " processes: leave --ranks out");
     check(!(mpi && comm == "threads"), "--comm threads under mpirun: start the program without mpirun, with --ranks N");
     check(!(!mpi && comm == "mpi"), "--comm mpi: start the program with mpirun -np N");
-    if (mpi) run_as_process(options, f);
+}
+
+// trace_folder is read when all ranks have ended: until then f may say which folder the traces go to, on rank 0.
+void run_ranks(const RankOptions& options, const std::function<void(Comm& world)>& f) {
+    check_rank_options(options);
+    if (options.planning) run_as_plan(options, rank_count(options), f);
+    else if (started_by_mpirun()) run_as_process(options, f);
     else run_as_threads(options, std::max(1, options.ranks), f);
 }
