@@ -23,9 +23,9 @@ class Ddp final : public Scheme {
 
     void take_memory(const FlatParameters& p, int64_t micro_batches, Arena&) override {
         micro_batches_ = micro_batches;
-        const int64_t bytes = static_cast<int64_t>(bucket_mib_ * 0x1p20);
-        bucket_n_ = std::max<int64_t>(1, bytes / static_cast<int64_t>(dtype_bytes(p.grads.dtype)));
-        comm_.count_memory([&] { comm_.all_reduce(p.grads.slice(0, std::min(bucket_n_, p.n)), nullptr); });
+        const double n = bucket_mib_ * 0x1p20 / static_cast<double>(dtype_bytes(p.grads.dtype));
+        bucket_n_ = static_cast<int64_t>(std::clamp(n, 1.0, static_cast<double>(p.n)));
+        comm_.count_memory([&] { comm_.all_reduce(p.grads.slice(0, bucket_n_), nullptr); });
     }
     void begin_backward(const FlatParameters& p, int64_t micro_batch) override {
         Scheme::begin_backward(p, micro_batch);
