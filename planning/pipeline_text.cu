@@ -64,6 +64,8 @@ class Drawing {
         blank_ = s_.asynchronous || end / shortest * static_cast<double>(digits + 2) <= static_cast<double>(room);
         unit_ = digits + (blank_ ? 2 : 1);
         columns_per_time_ = static_cast<double>(unit_) / shortest;
+        check(end * columns_per_time_ * s_.p <= kMostLetters, "a drawing of ", s_.p, " ranks over ", end / shortest,
+              " times the shortest action is too large: use fewer ranks or micro-batches, or --times that differ less");
         n_columns_ = column(end);
         set_breaks(room);
     }
@@ -86,6 +88,7 @@ class Drawing {
     }
 
   private:
+    static constexpr double kMostLetters = 1e8;  // of all rows
     size_t column(double time) const { return static_cast<size_t>(std::lround(time * columns_per_time_)); }
 
     // Parts of about the same width, which cut no name.
@@ -131,7 +134,7 @@ class Drawing {
     static std::string cut(const Row& row, size_t first, size_t last, bool colored) {
         std::string out;
         uint8_t color = 0;
-        last = std::max(first, row.text.find_last_not_of(' ', last - 1) + 1);  // no blanks at the end
+        while (last > first && row.text[last - 1] == ' ') --last;  // no blanks at the end
         for (size_t i = first; i < last; ++i) {
             if (colored && row.colors[i] != color) {
                 color = row.colors[i];

@@ -36,8 +36,8 @@ void read_times(TrainOptions& o, const std::string& list) {
     for (size_t i = 0; i < 4; ++i) {
         expect_number("--times", parts[i]);
         numbers[i] = std::stod(parts[i]);
-        check(numbers[i] >= 0 && (i == 3 || numbers[i] > 0), "--times ", list,
-              ": computing takes more than no time, and a message not less");
+        check(numbers[i] >= (i == 3 ? 0 : 1e-6) && numbers[i] <= 1e6, "--times ", list,
+              ": computing takes 1e-6 to 1e6, and a message 0 to 1e6, in any unit");
     }
     o.pipeline_times = {.stages = {{numbers[0], numbers[1], numbers[2]}}, .message = numbers[3]};
 }
