@@ -57,12 +57,15 @@ void answer(int signal) {
     if (in_terminal) line << "\n";  // after the ^C that the terminal shows, and a line that changes
     asked = true;
     const bool first = only_asks || ends++ == 0, all_saved = step <= newest;
-    const char* const what_else = only_asks ? "\n"
-                                  : under_mpirun
-                                      ? "; mpirun ends its ranks after one second, kill -USR1 leaves them time\n"
+    const char* const what_else = only_asks   ? "\n"
                                   : all_saved ? "; press Ctrl-C again to end at once\n"
                                               : "; press Ctrl-C again to stop without saving\n";
-    if (first && all_saved) line << "all steps are saved; ending the sample" << what_else;
+    // mpirun's signal also comes where another rank has failed.
+    if (first && under_mpirun && !only_asks) {
+        line << "mpirun ends its ranks in one second: ";
+        if (all_saved) line << "all steps are saved\n";
+        else line << "step " << step << " is saved if that is long enough (kill -USR1 leaves them time)\n";
+    } else if (first && all_saved) line << "all steps are saved; ending the sample" << what_else;
     else if (first) line << "finishing step " << step << ", then saving" << what_else;
     else if (all_saved) line << "stopped; all steps are saved\n";
     else if (newest == 0) line << "stopped without saving: nothing of this run was saved\n";
