@@ -25,6 +25,8 @@ std::string broadcast_text(Comm& comm, const std::string& text) {
 // As many numbers at a time as fit into the buffer: two words each, of every rank, and once more of this one.
 std::vector<std::vector<int64_t>> gather_numbers(Comm& comm, const std::vector<int64_t>& numbers) {
     const size_t at_once = static_cast<size_t>(Comm::kHostWords / (2 * (comm.size + 1)));
+    check(at_once > 0, "a job of ", comm.size, " ranks: at most ", Comm::kHostWords / 2 - 1,
+          " can tell each other numbers");
     std::vector<std::vector<int64_t>> rows(static_cast<size_t>(comm.size));
     for (size_t first = 0; first < numbers.size(); first += at_once) {
         const int64_t n = static_cast<int64_t>(std::min(at_once, numbers.size() - first));
