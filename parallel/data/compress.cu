@@ -29,7 +29,7 @@
 //
 // What this does not give: with Adam a step is no sum of gradients, and errors also go into the mean square v, from
 // where nothing takes them out again. 1-bit Adam therefore freezes v after a warm-up; we do not,
-// and the losses in README show what that costs.
+// and the losses in doc/compression.md show what that costs.
 #include "parallel/data/compress.h"
 
 #include "core/kernel.cuh"
