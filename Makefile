@@ -361,11 +361,12 @@ spills: $(BUILD)/libllm.a $(foreach a,$(filter-out $(ARCH),80 90a),$(patsubst %.
 	@dev/spills.py $(BUILD)
 
 # Do the tests and dev/ compile for a GPU? Of files with kernels only those are compiled, and the others are only read. (Whether
-# all can be linked, and what their host code does, is seen on the CPU.)
+# all can be linked, and what their host code does, is seen on the CPU.) And Hopper's instructions for an A100, where they stop
+# the kernel.
 CHECKED      := $(TESTS) $(DEV:%=%.cu) $(TEST_PROGRAMS:%=test/%.cu)
 CHECKED_CUDA := $(call with_kernels,$(CHECKED))
 compiles: $(PROFILE_LIBRARY) $(CHECKED_CUDA:%.cu=$(BUILD)/sm_$(lastword $(ARCH))/%.ptxas) \
-          $(patsubst %.cu,$(BUILD)/read/%,$(filter-out $(CHECKED_CUDA),$(CHECKED)))
+          $(patsubst %.cu,$(BUILD)/read/%,$(filter-out $(CHECKED_CUDA),$(CHECKED))) $(BUILD)/sm_80/test/test_ptx_hopper.ptxas
 $(BUILD)/read/%: %.cu $(BUILD)/flags
 	$(say) READ $<
 	@mkdir -p $(@D)

@@ -421,7 +421,7 @@ __device__ __forceinline__ void set_count(int* count, int value) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::set_count_by(count, value);
 #else
-    asm volatile("fence.proxy.async;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
+    HOPPER_ASM("fence.proxy.async;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(count), "r"(value) : "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_count(const int* count, int value) {
@@ -429,9 +429,9 @@ __device__ __forceinline__ void wait_for_count(const int* count, int value) {
     cuda_cpu::keeping_thread([&] { cuda_cpu::wait_for_count_by(cuda_cpu::linear_index(), count, value); });
 #else
     int now = 0;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+    do HOPPER_ASM("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
     while (now != value);
-    asm volatile("fence.proxy.async;" ::: "memory");
+    HOPPER_ASM("fence.proxy.async;" ::: "memory");
 #endif
 }
 

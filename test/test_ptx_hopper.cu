@@ -105,6 +105,21 @@ __global__ void turns_kernel(float* out) {
     }
 }
 
+// A count in device memory: one warp's thread stores a tile, and counts; another one's waits for that, and adds to it.
+__global__ void counts_kernel(float* sum, int* count) {
+    __shared__ __align__(128) float parts[2][4];
+    const unsigned turn = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp > 0) return;
+    for (int i = 0; i < 4; ++i) parts[turn][i] = static_cast<float>(turn * 10 + i);
+    fence_proxy_async();
+    if (turn > 0) wait_for_count(count, 1);
+    if (turn == 0) bulk_store(sum, parts[turn], sizeof parts[turn]);
+    else bulk_add(sum, parts[turn], sizeof parts[turn]);
+    bulk_commit();
+    bulk_wait<0>();
+    set_count(count, static_cast<int>(turn) + 1);
+}
+
 __global__ void elect_kernel(float* out) {
     const bool first = elect_one(), second = elect_one();
     out[threadIdx.x] = first ? 1.0f : 0.0f;
@@ -446,6 +461,16 @@ TEST_CASE("hopper: named barriers make two groups take turns", "[hopper]") {
     cudaCheckLaunch();
     finish();
     CHECK(out.values() == std::vector<double>{0, 2, 4, 1, 3, 5});
+}
+
+TEST_CASE("hopper: a copy waits for another one's count", "[hopper]") {
+    NEEDS_HOPPER;
+    Buffer sum(DType::f32, {4}), count(DType::i32, {1});
+    count.set_integers({0});
+    counts_kernel<<<1, 2 * kWarp, 0, device().stream>>>(sum.tensor().ptr<float>(), count.tensor().ptr<int32_t>());
+    cudaCheckLaunch();
+    finish();
+    CHECK(sum.values() == std::vector<double>{10, 12, 14, 16});
 }
 
 TEST_CASE("hopper: one lane is elected, always the same", "[hopper]") {
