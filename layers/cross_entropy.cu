@@ -148,7 +148,7 @@ void launch(const char* operation, Tensor losses, Tensor logits, Tensor targets,
         using T = typename decltype(chunk)::Element;
         constexpr int kN = decltype(chunk)::n;
         const KeptRows rows = kept_rows(N, V, Vp, sizeof(T), kN, kScratch * sizeof(float));
-        if (rows.shared_bytes > (48 << 10))  // more must be asked for
+        if (rows.asks_for_more)
             cudaCheck(cudaFuncSetAttribute(cross_entropy_kernel<T, kN, kBackward>,
                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(rows.shared_bytes)));

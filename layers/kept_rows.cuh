@@ -37,6 +37,7 @@ struct KeptRows {
     RowTeams teams;
     int kept_n;           // columns of a row that are kept, from the first one on
     size_t shared_bytes;  // of a block
+    bool asks_for_more;   // than the 48 KB that a kernel's launches may have, static_bytes among them
     int64_t again_bytes;  // of all rows: what a GPU reads from memory a second time
 };
 
@@ -51,14 +52,16 @@ inline KeptRows kept_rows(int64_t n_rows, int64_t V, int64_t row_n, int64_t elem
     const int64_t kept_n = std::min({row_n, round_up(V, chunk_n), most_n}),
                   end_bytes = std::max<int64_t>(0, V - kept_n) * element_bytes;
     const int64_t again_bytes = end_bytes * kMultiprocessors > kCacheBytes ? n_rows * end_bytes : 0;
-    if (kept_bytes_of_thread == 0 || V <= kShortRow) return {row_teams(n_rows, V, chunk_n), 0, 0, again_bytes};
+    if (kept_bytes_of_thread == 0 || V <= kShortRow) return {row_teams(n_rows, V, chunk_n), 0, 0, false, again_bytes};
 
     const int64_t wanted = round_up(ceil_div(kept_n * element_bytes, kept_bytes_of_thread), kWarp);
-    const int64_t x = std::min<int64_t>(wanted, kMostRowThreads), y = x == kWarp ? 256 / kWarp : 1;
+    const int64_t x = std::min<int64_t>(wanted, kMostRowThreads), y = x == kWarp ? 256 / kWarp : 1,
+                  shared_bytes = y * kept_n * element_bytes;
     return {
         {dim3(static_cast<unsigned>(ceil_div(n_rows, y))), dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))},
         static_cast<int>(kept_n),
-        static_cast<size_t>(y * kept_n * element_bytes),
+        static_cast<size_t>(shared_bytes),
+        shared_bytes + static_bytes > 48 << 10,
         again_bytes};
 }
 

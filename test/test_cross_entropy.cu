@@ -129,6 +129,17 @@ TEST_CASE("cross_entropy states what a GPU reads from memory again", "[cross_ent
     CHECK(again(DType::f32, 128256) == 10 * (4 * 128256 - (227 * 1024 - 256)));
 }
 
+// Of 48 KB the kernel's own 256 bytes leave room for 24448 16-bit numbers: one row, or eight of 3056.
+TEST_CASE("cross_entropy asks for more shared memory than every kernel has", "[cross_entropy]") {
+    const int64_t before = std::exchange(kept_bytes_of_thread, 208);
+    const auto asks = [](int64_t V) { return kept_rows(10, V, V, 2, 8, 256).asks_for_more; };
+    CHECK(!asks(3056));
+    CHECK(asks(3064));
+    CHECK(!asks(24448));
+    CHECK(asks(24456));
+    kept_bytes_of_thread = before;
+}
+
 TEST_CASE("cross_entropy writes exact zeros where there is no gradient", "[cross_entropy]") {
     for (DType dtype : kFloatDTypes) {
         const Size size{6, 50, 14};
