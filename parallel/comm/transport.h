@@ -1,5 +1,6 @@
 // parallel/comm/transport.h: how bytes travel from rank to rank: what comm.cu and the algorithms see of it, and what a
-// transport is made of. Used inside parallel/ only, but for the steps of --trace, which training/ checks.
+// transport is made of. Used inside parallel/ only, but for --trace: its steps, which training/ checks, and its events,
+// which planning/ draws.
 //
 //     Transport ── HostTransport ── transport_threads.cu     mailboxes in memory
 //               │                └─ transport_mpi.cu         MPI
