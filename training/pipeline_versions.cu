@@ -13,7 +13,7 @@
 //
 // There is one set of optimizer states, and of float32 master weights: that of the newest version. There is no norm of
 // all gradients of a step before its updates are made: so nothing is clipped, and a loss that is not finite ends the
-// run when the pipeline is empty.                  (Narayanan et al. 2019, arXiv:1806.03377; 2020, arXiv:2006.09503)
+// run when the pipeline is empty.      (Harlap et al. 2018, arXiv:1806.03377; Narayanan et al. 2020, arXiv:2006.09503)
 #include "parallel/comm/transport.h"
 #include "training/training.h"
 

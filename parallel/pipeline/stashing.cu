@@ -5,8 +5,8 @@
 // compute in the order of 1F1B, with the update behind the backward, and the backward of a micro-batch with the version
 // of its forward ("weight stashing": otherwise it would not be the gradient of anything).
 //
-// PipeDream (Narayanan et al. 2019, arXiv:1806.03377): an update after each backward. In the forward of micro-batch t,
-// stage s of p has the gradients of all but the p - s - 1 micro-batches before t:
+// PipeDream (Harlap et al. 2018, arXiv:1806.03377; Narayanan et al. 2019, SOSP): an update after each backward. In the
+// forward of micro-batch t, stage s of p has the gradients of all but the p - s - 1 micro-batches before t:
 //
 //     W_s(t + 1) = W_s(t) - lr grad_s(W_0(t - p + 1), ..., W_s(t - p + 1 + s), ..., W_(p-1)(t))
 //
