@@ -22,7 +22,7 @@
 //   s = the largest power of two with s amax <= 448 (57344)        s = 1 where amax = 0
 //
 // A power of two, because then scaling itself rounds nothing and 1/s is exact. What remains is the rounding of Q: its
-// relative error is at most 2^-4 in e4m3 and 2^-3 in e5m2, for numbers above 2^-14 (2^-30) of the amax. The errors of
+// relative error is at most 2^-4 in e4m3 and 2^-3 in e5m2, for numbers above 2^-13 (2^-28) of the amax. The errors of
 // the K terms of a product are independent, so the relative error of their sum is no larger. Three recipes say which
 // numbers share a scale, and whose amax it comes from:
 //
