@@ -12,7 +12,7 @@
 //   10^(i-6) * (centre of each of b(i) equal parts of [0.1, 1]),   i = 0..6,    and 0, and 1        256 numbers
 //
 //        1e-6   1e-5     1e-4          1e-3              1e-2 .........................  1         i = 6: 64 parts
-//   ..|.|..|..|...|....|.....|......|........|............|................                        relative error 0.7 %
+//   ..|.|..|..|...|....|.....|......|........|............|................         error of 0.7 % near 1, 7 % near 0.1
 //
 // One deviation from the paper: a v above 0 never becomes 0, but the table's smallest number. m would be divided by eps
 // alone if the next gradient of this weight were 0, and the weight would make a huge step.
