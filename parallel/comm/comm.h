@@ -191,7 +191,7 @@ class Comm {
 //     rank order   2 (n-1)/n N     2             all at once: short for small n; bit-equal to the serial sum, and to
 //                                                reduce_scatter
 //     ring         2 (n-1)/n N     2 (n-1)       only neighbours talk: every link is busy all the time
-//     tree         2 N .. 2 log n N  2 log2 n    few messages: short tensors
+//     tree         log2 n N        2 log2 n      few messages: short tensors
 //     halving      2 (n-1)/n N     2 log2 n      both, where n is a power of two
 //     two-level    see there                     little between nodes
 
