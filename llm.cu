@@ -6,7 +6,8 @@
 //     x = x + feed_forward(norm2(x))
 //
 // GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases, GELU, tied head.
-// LLaMA (Touvron et al. 2023, arXiv:2302.13971): rotary positions, RMSNorm, no biases, SwiGLU, grouped-query attention.
+// LLaMA (Touvron et al. 2023, arXiv:2302.13971): rotary positions, RMSNorm, no biases, SwiGLU; since LLaMA 2
+// (arXiv:2307.09288) grouped-query attention.
 // Qwen2, Qwen3, DeepSeek and MFA differ from LLaMA in their attention alone. Each attention and each feed-forward is a
 // file in model/, behind one interface (model/sublayer.h).
 //
