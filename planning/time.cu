@@ -95,10 +95,10 @@ const DeviceSpec* named_spec(const std::string& name) {
 // What a step computes and moves
 
 // Each chunk of the head but the first reads the gradient of the head's weight, adds to it and writes it.
-double head_chunk_bytes(const Trainer& t, int64_t chunks) {
+double head_chunk_bytes(const Trainer& t, int64_t chunks, DType grad_dtype) {
     const double n_micro = static_cast<double>(t.local_batch / t.micro_batch);
     return n_micro * static_cast<double>(chunks - 1) * 2 * static_cast<double>(t.config.V_padded() * t.config.C) *
-           static_cast<double>(dtype_bytes(t.options.precision.grad_dtype));
+           static_cast<double>(dtype_bytes(grad_dtype));
 }
 
 // Elements that the operations of a block read and write for one token, each operation by itself.
@@ -149,7 +149,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and writes what
     // it updates and its states: here, or on the host.
     cost.bytes = tokens * elements * value_bytes + n_micro * n * 2 * value_bytes + (2 * n_micro + 1) * n * grad_bytes +
-                 head_chunk_bytes(t, o.recompute.head_chunks) +
+                 head_chunk_bytes(t, o.recompute.head_chunks, o.precision.grad_dtype) +
                  (t.model.sharding.host_updates()
                       ? 0
                       : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
@@ -214,7 +214,7 @@ void stand_in_for(const std::string& name) {
     choose_matmuls_as_hopper(spec->is_hopper);
 }
 
-// This run's --head-chunks, and beside 1 what 8 would be.
+// This run's --head-chunks, and beside 1 what 8 would be, with the gradients that --grad-dtype auto then has.
 static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
     if (t.tensor_parallel) return;
     const int64_t N = t.micro_batch * t.options.rank_seq(), own = t.options.recompute.head_chunks;
@@ -224,9 +224,14 @@ static void print_head_chunks(const Trainer& t, const DeviceSpec& spec) {
         std::printf("%s--head-chunks %lld: logits of %s", before, static_cast<long long>(chunks),
                     human_bytes(static_cast<double>(Recompute{.head_chunks = chunks}.head_rows(N)) * row).c_str());
         if (chunks == 1) return;
-        const double bytes = head_chunk_bytes(t, chunks);
+        const DType here = t.options.precision.grad_dtype, there = chunks == own ? here : DType::f32;
+        const double bytes = head_chunk_bytes(t, chunks, there);
         std::printf(", %s more moved in a step (%s)", human_bytes(bytes).c_str(),
                     human_seconds(bytes / spec.bytes_per_s).c_str());
+        const double wider = static_cast<double>(dtype_bytes(there)) / static_cast<double>(dtype_bytes(here));
+        if (wider > 1)
+            std::printf(", gradients in float32 (%s more)",
+                        human_bytes((wider - 1) * static_cast<double>(t.memory.grads.bytes())).c_str());
     };
     print("  ", own);
     if (own != 1) print("; ", 1);

@@ -234,6 +234,17 @@ TEST_CASE("the plan is what the run takes", "[program][plan][alone]") {
     }
 }
 
+TEST_CASE("the plan says of --head-chunks 8 what a plan with it says", "[program][plan]") {
+    const std::string flags = "--plan --model gpt2 --dtype bf16 --batch 4 --seq 256 --device-spec h100";
+    const std::string one = printed_by("train_gpt", flags), eight = printed_by("train_gpt", flags + " --head-chunks 8");
+    const size_t first = eight.find("--head-chunks 8: logits of"), end = eight.find("; --head-chunks 1");
+    REQUIRE(first < end);
+    CHECK_THAT(one, ContainsSubstring(eight.substr(first, end - first) + ", gradients in float32 ("));
+    const char* const gradients = "  gradients                              ";  // bytes of each parameter
+    CHECK(number_after(one, gradients) == 2);
+    CHECK(number_after(eight, gradients) == 4);
+}
+
 TEST_CASE("the plan has the famous figures", "[program][plan]") {
     const auto plan = [](const std::string& flags) { return printed_by("train_gpt", "--plan " + flags); };
     // Rajbhandari et al. 2020: 7.5 billion parameters in mixed precision with Adam take 120 GB.
