@@ -7,6 +7,7 @@
 // What cannot be combined is the table of doc/ranks.md, which this test reads: no row has such a pair, and each of
 // these pairs is refused at the start with the names of both.
 #include "io/io.h"
+#include "optim/optim.h"
 #include "run_models.h"
 #include "train_runs.h"
 
@@ -271,6 +272,15 @@ TEST_CASE("every pair of ways to train gives the losses of one rank: a quarter",
 TEST_CASE("every pair of ways to train: the second quarter", "[program][ranks][composition]") { check_quarter(1); }
 TEST_CASE("every pair of ways to train: the third quarter", "[program][ranks][composition]") { check_quarter(2); }
 TEST_CASE("every pair of ways to train: the last quarter", "[program][ranks][composition]") { check_quarter(3); }
+
+TEST_CASE("every optimizer is among the values that are combined", "[composition]") {
+    const std::vector<Value>& values = axes()[0].values;
+    for (const std::string& name : optimizer_names()) {
+        INFO(name);
+        CHECK(std::ranges::any_of(
+            values, [&](const Value& value) { return value.flags.starts_with("--optimizer " + name + " "); }));
+    }
+}
 
 TEST_CASE("what does not go together is refused at the start, by both names", "[program][ranks][composition]") {
     const TempFolder folder;

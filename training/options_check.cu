@@ -226,8 +226,10 @@ void check_effects(const TrainOptions& o, const TypedFlags& typed) {
     check_effect("--min-lr-ratio", o.schedule.name != "constant",
                  "with --schedule constant: use linear, cosine or wsd");
     const auto read = kHyperparameters.find(o.optimizer);
+    check(read != kHyperparameters.end(), "--optimizer ", o.optimizer,
+          ": kHyperparameters in training/options_check.cu does not say what it reads: add a line there");
     for (const char* flag : {"--momentum", "--beta1", "--beta2", "--eps"})
-        check_effect(flag, read == kHyperparameters.end() || read->second.count(flag) > 0,
+        check_effect(flag, read->second.count(flag) > 0,
                      concat("with --optimizer ", o.optimizer, ": use another optimizer"));
     check_effect("--val-fraction", o.val.empty(), "beside --val, which is all that is held out: leave --val away");
     check_effect("--cp-mode", o.cp > 1, "without --cp: add --cp 2");
