@@ -1,5 +1,5 @@
 // planning/tensor_bill.cu: what tensor parallelism sends, in every geometry: the formulas that stand at the top of
-// parallel/tensor/tensor.h, summa.cu and cube.cu, added up over the work of a step. The account of a run holds what was
+// parallel/tensor/one_d.cu, summa.cu and cube.cu, added up over the work of a step. The account of a run holds what was
 // sent against them, to the byte; --plan prints them side by side, with the time that they take on links:
 //
 //     seconds = bytes that a rank sends / bandwidth + messages one after the other * latency
