@@ -9,6 +9,7 @@ The programs are those of build/cpu. What is checked:
   - every file and folder that a page links to, or names in `code`, exists
   - README.md has at most 150 lines, links every page of doc/, and its map names every folder of sources
   - doc/flags.md is what ./train_gpt --help and ./generate --help print
+  - doc/floors.svg is what dev/floors.py draws of the includes
 
 dev/readme_commands.py runs the commands of the pages and compares what they print.
 """
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 
+import floors
 from readme_commands import ROOT, Tree, pages, read, refreshed
 
 # First folders of paths that a run or a build creates, or that exist on a reader's machine: they are not in the repository.
@@ -105,13 +107,15 @@ def main():
     with Tree() as tree:
         if sys.argv[1] == "write":
             write("doc/flags.md", flags_page(tree))
+            write("doc/floors.svg", floors.draw())
             for page in pages():
                 write(page, refreshed(page, tree))
         else:
             folders, names = folders_and_files()
             for page in pages():
                 wrong += missing_names(page, names)
-            wrong += check_front_door(folders) + first_difference("doc/flags.md", flags_page(tree))
+            wrong += check_front_door(folders)
+            wrong += first_difference("doc/flags.md", flags_page(tree)) + first_difference("doc/floors.svg", floors.draw())
     for line in wrong:
         print(line)
     sys.exit(1 if wrong else 0)

@@ -116,19 +116,26 @@ def check(root=ROOT):
 # The picture: one box for each folder, standing where FLOORS has it, with what its headers say it is for and which
 # folders its files include.
 
-WIDTH, FLOOR_HEIGHT, MARGIN, LINE = 1000, 78, 8, 15
+WIDTH, FLOOR_HEIGHT, MARGIN, LINE = 1000, 96, 8, 15
 
 
 def purpose(folder, root=ROOT):
-    """The first sentence of the folder's header (of its first file, where it has none), without the name of the file."""
+    """The first sentence of the folder's header (of its first file, where it has none), without the name of the file; of
+    each program."""
     if folder == 'test':
         return 'tests: Catch2, float64 references, golden files'
     if folder == 'dev':
         return 'ladders from the naive kernel to the fastest, benchmarks'
     name = 'llm' if folder == '.' else os.path.basename(folder)
     files = [path for path in sources_in('.' if folder == PROGRAMS else folder, root) if folder_of(path, root) == folder]
+    if folder == PROGRAMS:
+        return '; '.join(f'{os.path.basename(path)[:-3]}: {first_sentence(path, root)}' for path in files)
     headers = [path for path in files if os.path.basename(path) in (name + '.h', name + '.cuh')] or files
-    with open(os.path.join(root, headers[0]), encoding='utf-8') as file:
+    return first_sentence(headers[0], root)
+
+
+def first_sentence(path, root):
+    with open(os.path.join(root, path), encoding='utf-8') as file:
         text = ''
         for line in file:
             if not line.startswith('// '):
