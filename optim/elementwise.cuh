@@ -10,8 +10,8 @@
 //         __device__ float operator()(float w, float g, float decay, float& m) const;    one element; returns the new w
 //     };
 //
-// g is scaled already. decay is 1 or 0. Elementwise<Update> is then the Optimizer. Adam and AdamW have two states and
-// kernels of their own, in their files; the others use the kernel below.
+// g is scaled already. decay is 1 or 0. Elementwise<Update> is then the Optimizer. Adam and AdamW have kernels of their
+// own, in their files; the others use the kernel below.
 #pragma once
 
 #include "optim/weights.cuh"
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_weights(typename F::Value* values, typenam
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The update, and the kernel of optimizers with one state or none
+// The update, and the kernel of all optimizers but Adam and AdamW
 
 // Here and not in the function, because device code may not call the host's array::size.
 template <class Update>
@@ -197,10 +197,10 @@ __device__ __forceinline__ void update_tile(typename F::Value* __restrict__ valu
 template <class Update, class F, class G>
 __global__ void __launch_bounds__(kTileThreads<F>* kBlockTiles<F>)
     elementwise_kernel(typename F::Value* __restrict__ values, typename F::Copy* __restrict__ copy,
-                       float* __restrict__ state, const G* __restrict__ grads, const float* __restrict__ norm_scale,
-                       const Tile* __restrict__ tiles, int n_tiles, TileOrigin origin, F format, Update update) {
-    update_tile(values, copy, state, static_cast<float*>(nullptr), grads, norm_scale, tiles, n_tiles, origin, format,
-                update);
+                       float* __restrict__ as, float* __restrict__ bs, const G* __restrict__ grads,
+                       const float* __restrict__ norm_scale, const Tile* __restrict__ tiles, int n_tiles,
+                       TileOrigin origin, F format, Update update) {
+    update_tile(values, copy, as, bs, grads, norm_scale, tiles, n_tiles, origin, format, update);
 }
 
 // Launches it over tiles. The CPU device's rewriter sees .cu files only, so what it would write stands here.
@@ -208,19 +208,19 @@ template <class Update>
 struct LaunchElementwise {
     static constexpr const char* kKernel = "elementwise_kernel";
     template <class F, class G>
-    static void launch(int n_tiles, cudaStream_t stream, typename F::Value* values, typename F::Copy* copy,
-                       float* state, float* /* no second one */, const G* grads, const float* norm_scale,
-                       const Tile* tiles, const TileOrigin& origin, const F& format, const Update& update) {
+    static void launch(int n_tiles, cudaStream_t stream, typename F::Value* values, typename F::Copy* copy, float* as,
+                       float* bs, const G* grads, const float* norm_scale, const Tile* tiles, const TileOrigin& origin,
+                       const F& format, const Update& update) {
 #ifdef CUDA_ON_CPU
         ::cuda_cpu::launch(
             kKernel, __FILE__, __LINE__, {tile_blocks<F>(n_tiles), tile_block<F>(), 0, stream},
             [](auto... arguments) -> decltype(elementwise_kernel<Update, F, G>(arguments...)) {
                 elementwise_kernel<Update, F, G>(arguments...);
             },
-            values, copy, state, grads, norm_scale, tiles, n_tiles, origin, format, update);
+            values, copy, as, bs, grads, norm_scale, tiles, n_tiles, origin, format, update);
 #else
         elementwise_kernel<Update, F, G><<<tile_blocks<F>(n_tiles), tile_block<F>(), 0, stream>>>(
-            values, copy, state, grads, norm_scale, tiles, n_tiles, origin, format, update);
+            values, copy, as, bs, grads, norm_scale, tiles, n_tiles, origin, format, update);
 #endif
     }
 };

@@ -8,7 +8,8 @@
 #include <fstream>
 #include <set>
 
-#include "optim/optim.h"
+#include "optim/adam.h"
+#include "optim/elementwise.cuh"
 #include "reference.h"
 
 // CHECK((a == b)), in two pairs of brackets, compares without printing thousands of elements.
@@ -355,6 +356,24 @@ TEST_CASE("8-bit Adam never divides by eps alone", "[optim]") {
     CHECK(w[1] < -1e-3);
     CHECK(w[1] > -2e-3);
     CHECK(w[2] == 0);
+}
+
+TEST_CASE("an update with two states needs no kernel of its own", "[optim]") {
+    const Layout layout = odd_layout();
+    const std::vector<UpdatedUnit> units = {{.params = layout.params, .n = layout.n}};
+    Arena arena{"optimizer"};
+    using Common = Elementwise<AdamUpdate<true>>;  // by the kernel that most optimizers share
+    const OptimizerOptions options = default_optimizer_options("adamw");
+    Common(arena, units, options);
+    arena.reserve();
+    Common common(arena, units, options);
+    common.init(device().stream);
+    OwnOptimizer own("adamw", layout);
+    Buffer by_common(DType::f32, {layout.n}, random_values(layout.n, 1)),
+        by_own(DType::f32, {layout.n}, random_values(layout.n, 1));
+    take_steps(common, by_common, layout.n, 1, 3);
+    take_steps(*own.optimizer, by_own, layout.n, 1, 3);
+    CHECK((by_common.bits() == by_own.bits()));
 }
 
 TEST_CASE("one fused launch equals a launch for each parameter, bit for bit", "[optim]") {
