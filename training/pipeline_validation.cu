@@ -53,6 +53,8 @@ void Pipeline::take_validation_memory() {
     updated_ = {model.weights};
     if (model.masters.exists()) updated_.push_back(model.masters);
     for (const OptimizerState& state : t_.optimizer->states()) updated_.push_back(state.tensor);
+    // In which the next step's forwards note the largest values that they see: with wrong weights, wrong ones.
+    if (model.fp8_states.exists()) updated_.push_back(model.fp8_states);
     before_.clear();
     if (!t_.options.updates_after_norm()) return;  // nothing that is known later changes an update
     for (const Tensor& tensor : updated_)
@@ -101,7 +103,7 @@ bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t 
         for (size_t u = 0; u < t_.model.units.size(); ++u) t_.data_parallel.gather(t_.model, u, -1, stream);
         for (size_t i = 0; i < before_.size(); ++i)
             copy_tensor(updated_[i].view({updated_[i].n()}), before_[i], stream);
-        apply_optimizers(t_, step);
+        update_weights(t_, step);
         after(numbers_stream_, stream);  // before the next step's numbers come to where these are
         ++n_put_back_;
     }

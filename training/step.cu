@@ -190,7 +190,7 @@ void clip_gradients(Trainer& t, int64_t step) {
     add_stop_and_norm(t, take_stop_request(t.options, step), t.options.clip);
 }
 
-void apply_optimizers(Trainer& t, int64_t step) {
+void update_weights(Trainer& t, int64_t step) {
     const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
     const size_t n_units = t.model.units.size();
@@ -208,11 +208,7 @@ void apply_optimizers(Trainer& t, int64_t step) {
         t.data_parallel.all_gather_weights(t.model, u, stream);
     }
     quantise_weights(t.model, stream);
-}
-
-void update_weights(Trainer& t, int64_t step) {
-    apply_optimizers(t, step);
-    advance_fp8(t.model, device().stream);
+    advance_fp8(t.model, stream);
 }
 
 namespace {
