@@ -275,10 +275,11 @@ struct AsyncRun {
     std::string flags() const {
         std::string blocks;
         for (const int n : stages) blocks += (blocks.empty() ? "" : ",") + std::to_string(n);
+        // A loss scale that is a power of two changes no bit, of losses, norms or weights.
         return concat(on_pipeline(p(), pipeline, dp), "--stages ", blocks, vertical_sync ? " --vertical-sync" : "",
-                      " --clip 0 --batch ", batch(), " --micro-batches ", micro_batches, " --flush-every ", flush_every,
-                      " --save-every ", flush_every, " --steps ", steps, " --keep 0 --val-every 0 --optimizer ",
-                      optimizer, " --lr 0.003 ");
+                      " --loss-scale 1024 --clip 0 --batch ", batch(), " --micro-batches ", micro_batches,
+                      " --flush-every ", flush_every, " --save-every ", flush_every, " --steps ", steps,
+                      " --keep 0 --val-every 0 --optimizer ", optimizer, " --lr 0.003 ");
     }
 };
 
