@@ -33,6 +33,12 @@ void update_tile(float* __restrict__ w, C* __restrict__ copy, float* __restrict_
     }
 }
 
+template <class C>
+void round_tile(C* __restrict__ copy, const float* __restrict__ w, int64_t n) {
+    if constexpr (!std::is_same_v<C, NoCopy>)
+        for (int64_t i = 0; i < n; ++i) copy[i] = static_cast<C>(w[i]);
+}
+
 template <class Update>
 class HostElementwise final : public Optimizer {
   public:
@@ -95,13 +101,18 @@ class HostElementwise final : public Optimizer {
     template <class G, class C>
     void run(int64_t first_tile, int64_t end_tile, const Update& update, float* w, C* copy, const G* grads,
              float scale) const {
-        if (scale != scale) return;  // NaN: some gradient is inf or NaN, and the update is skipped
+        // NaN: some gradient is inf or NaN, and the update is skipped. The copy is written all the same, with the
+        // numbers that the device has: it goes there after every step, and is empty before the first one.
+        const bool is_skipped = scale != scale;
         float *const m = states_[0].ptr<float>(), *const v = states_[1].ptr<float>();
 #pragma omp parallel for schedule(static) num_threads(n_threads_)
         for (int64_t i = first_tile; i < end_tile; ++i) {
             const Tile& tile = table_.tiles[static_cast<size_t>(i)];
-            update_tile(w + tile.values, copy ? copy + tile.copy : nullptr, m + tile.state, v + tile.state,
-                        grads + tile.grads, tile.n, scale, static_cast<float>(tile.decay), update);
+            C* const its_copy = copy ? copy + tile.copy : nullptr;
+            if (is_skipped) round_tile(its_copy, w + tile.values, tile.n);
+            else
+                update_tile(w + tile.values, its_copy, m + tile.state, v + tile.state, grads + tile.grads, tile.n,
+                            scale, static_cast<float>(tile.decay), update);
         }
     }
 

@@ -317,6 +317,18 @@ TEST_CASE("a run goes on with other parts of it on the host", "[program][offload
         CHECK((a[i].loss == b[i].loss && a[i].grad_norm == b[i].grad_norm && a[i].val_loss == b[i].val_loss));
 }
 
+TEST_CASE("an overflow before the first update leaves the weights on the device as they are", "[program][offload]") {
+    const TempFolder folder;
+    const std::string plain = folder / "plain", offloaded = folder / "offloaded";
+    const std::string flags = "--dtype fp16 --steps 3 --inject-overflow 1 --out ";
+    REQUIRE(program(folder, flags + plain).status == 0);
+    REQUIRE(program(folder, flags + offloaded + " --offload optimizer").status == 0);
+    const auto a = read_csv_log(plain + "/log.csv"), b = read_csv_log(offloaded + "/log.csv");
+    REQUIRE((a.size() == 3 && b.size() == 3));
+    CHECK(!a[0].grad_norm);
+    for (size_t i = 0; i < 3; ++i) CHECK((a[i].loss == b[i].loss && a[i].grad_norm == b[i].grad_norm));
+}
+
 TEST_CASE("offloaded bytes leave the device, and the plan knows", "[program][offload][plan][alone]") {
     const TempFolder folder;
     const auto bytes_of = [&](const std::string& flags) {
