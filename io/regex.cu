@@ -2,7 +2,7 @@
 //
 // Hugging Face's library matches them with Oniguruma (Ruby's dialect, Unicode 16), and a token split depends on every
 // difference between the two engines:
-//   - What is written the same and means something else is rewritten: \w, \h, \b, \p{Script}, {,n}, X{n}+, (?m).
+//   - What is written the same and means something else is rewritten: \w, \h, \v, \b, \p{Script}, {,n}, X{n}+, (?m).
 //     What cannot be rewritten is refused: classes within classes, && and [:names:] in them.
 //   - PCRE2's tables may be older: Debian 12's has Unicode 14, to which letters and emoji of 2022 are no characters.
 //     Before matching, each newer character is replaced by an older one of the same class and length in bytes
@@ -80,12 +80,17 @@ void Translator::escape(bool in_class) {
     const std::string word = concat("[", kWord, kLatin1Word, "]"), no_word = concat("[^", kWord, kLatin1Word, "]");
     if (c == 'p' || c == 'P') return property();
     if (in_class && (c == 'W' || c == 'H')) refuse("\\W or \\H within [...]");
-    if (c == 'x' && i_ + 2 < in_.size() && in_[i_ + 2] == '{') refuse("\\x{...} (\\uHHHH is known)");
+    // To Oniguruma \C, \E, \Q and \V are these letters, and \X ends elsewhere between emoji than to PCRE2 10.42.
+    if (c != '\0' && std::strchr("CEQVX", c) != nullptr) refuse("\\C, \\E, \\Q, \\V or \\X");
+    // \x80 and above are bytes to it, and characters to PCRE2.
+    if (c == 'x' && (i_ + 2 >= in_.size() || in_[i_ + 2] < '0' || in_[i_ + 2] > '7'))
+        refuse("\\x{...}, or \\x with no number below 80 (\\uHHHH is known)");
     i_ += 2;
     if (c == 'w') out_ += in_class ? kWord : word;
     else if (c == 'W') out_ += no_word;
     else if (c == 'h') out_ += in_class ? "0-9A-Fa-f" : "[0-9A-Fa-f]";
     else if (c == 'H') out_ += "[^0-9A-Fa-f]";
+    else if (c == 'v') out_ += "\\x0B";  // to PCRE2 newlines, too
     else if (c == 'b' && !in_class) out_ += "(?:(?<=" + word + ")(?!" + word + ")|(?<!" + word + ")(?=" + word + "))";
     else if (c == 'B' && !in_class) out_ += "(?:(?<=" + word + ")(?=" + word + ")|(?<!" + word + ")(?!" + word + "))";
     else if (c == 'u') {  // \uHHHH

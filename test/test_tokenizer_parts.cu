@@ -89,6 +89,10 @@ TEST_CASE("patterns that cannot be used are refused in one line") {
     CHECK(one_line_with(refusal("(?~a)"), "unknown (?...)"));
     CHECK(one_line_with(refusal("a{2}?"), "{n}?"));
     CHECK(one_line_with(refusal("\\x{41}"), "\\x{...}"));
+    for (const char* pattern : {"\\xC3\\xA9", "[\\xe9]", "\\x"})
+        CHECK(one_line_with(refusal(pattern), "no number below 80"));
+    for (const char* pattern : {"\\C", "a\\Eb", "\\Qa.\\E", "[\\V]", "\\X+"})
+        CHECK(one_line_with(refusal(pattern), "\\C, \\E, \\Q, \\V or \\X"));
     CHECK(one_line_with(refusal("\\"), "cannot be compiled"));
     // One that tries all ways to cut the text in two gives up.
     const Regex slow("(a+)+$", "t");

@@ -240,7 +240,7 @@ WORD_TEXTS = ["", "a1b22  c333\r\n\n x", "Größe_Ω₂ naïve e\u0301 日本語
 WORD_PATTERNS = DEEPSEEK_PATTERNS + [
     O200K_PATTERN, QWEN_PATTERN, r"\w+", r"\W", r"[^\w\s]+", r"\h+", r"[\h_]", r"\H", r"\bX|x\b", r"\BX", r"\d{,2}", r"\p{N}{1,3}+",
     r"(?:X|b){1,2}+c", r"(?m:a.+)", r"(?i)x+", r"^.", r".$", r"\p{Han}+", r"\p{^L}+", r"\P{Lu}", r"\p{Letter}", r"[\]\[(]", r"\u65e5",
-    r"X*", r"(?=X)", r"a{x", r"(?<=a)X|(?<n>c)", r"\s+(?!\S)", r"[\S]", r"\X", r"\R"]
+    r"X*", r"(?=X)", r"a{x", r"(?<=a)X|(?<n>c)", r"\s+(?!\S)", r"[\S]", r"\v", r"\R"]
 
 
 def words():
