@@ -382,6 +382,10 @@ TokenSource::Summary TokenSource::summary() const {
         summary.max_token = std::max(summary.max_token, s.max_token);
         checksums.push_back(s.checksum);
     }
+    // The shares of a text do not end with its files, and documents begin with these.
+    for (const int64_t start : impl_->file_starts)
+        if (!impl_->is_shards && start > first_ && start < first_ + n_)
+            checksums.push_back(static_cast<uint64_t>(start - first_));
     summary.checksum = ::checksum(checksums.data(), checksums.size() * sizeof(uint64_t));
     return summary;
 }

@@ -112,6 +112,19 @@ TEST_CASE("text from a folder: in name order, hidden files and binaries left out
     CHECK(one_line_with(source.description(), folder.path, "4 files", "1 files that are not text skipped"));
 }
 
+TEST_CASE("the checksum of a text tells where its files, which are documents, begin") {
+    TempFolder folder;
+    const auto checksum_of = [&](std::vector<std::string> texts) {
+        fs::remove_all(folder / "texts");
+        fs::create_directories(folder / "texts");
+        for (size_t i = 0; i < texts.size(); ++i) spit(folder / ("texts/" + std::to_string(i)), texts[i]);
+        return open(folder / "texts").summary().checksum;
+    };
+    CHECK(checksum_of({"a\n", "b\n", "c\n"}) == checksum_of({"a\n", "b\n", "c\n"}));
+    CHECK(checksum_of({"a\n", "b\n", "c\n"}) != checksum_of({"a\n", "b\nc\n"}));
+    CHECK(checksum_of({"a\nb\n", "c\n"}) != checksum_of({"a\n", "b\nc\n"}));
+}
+
 TEST_CASE("a large file, tokenized in chunks, gives the tokens of the whole") {
     TempFolder folder;
     const fs::path golden = fs::path(__FILE__).parent_path() / "golden" / "tokenizer";
