@@ -208,7 +208,10 @@ class BatchRun {
                   ", too; give each its own, so that answers can be told apart");
             int64_t n = options_.samples;
             Fields(line).read("samples", n);
-            if (std::ssize(files_.done[id]) >= std::max<int64_t>(n, 1)) {
+            n = std::max<int64_t>(n, 1);
+            // Not how many there are: a batch that was stopped may have written the last of more samples first.
+            const auto is_wanted = [n](uint64_t sample) { return sample < static_cast<uint64_t>(n); };
+            if (std::ranges::count_if(files_.done[id], is_wanted) == n) {
                 ++count_.done_before;
                 return;
             }

@@ -135,6 +135,15 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK(generate("--batch " + (folder / "more") + " --out " + (folder / "more.out")).status == 0);
     CHECK(lines_of(folder / "more.out").size() == answers.size() + 1);
     CHECK(slurp(folder / "more.out").find("\"sample\":2") != std::string::npos);
+    // Fewer answers than those that a stopped batch asked for, of which it wrote the last one first.
+    std::string one = slurp(in);
+    spit(folder / "one", one.replace(one.find("\"samples\": 2"), 12, "\"samples\": 1"));
+    spit(folder / "one.out", dumped(answers["91"]) + "\n");
+    CHECK(generate("--batch " + (folder / "one") + " --out " + (folder / "one.out")).status == 0);
+    std::vector<json> ones = lines_of(folder / "one.out");
+    std::erase_if(ones, [](const json& line) { return line["id"] != 9; });
+    REQUIRE(ones.size() == 2);
+    CHECK(ones[1]["ids"] == answers["90"]["ids"]);
     // Answers to standard output stand there alone.
     const std::string printed = folder / "printed";
     CHECK(generate("--batch " + in + " --out /dev/stdout > " + printed).status == 0);
