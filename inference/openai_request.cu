@@ -246,7 +246,7 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
         api.requests.push_back(request);
     } else {
         fields.read("echo", api.echo, "true or false");
-        if (api.echo && !has(object, "logprobs")) request.sampling.logprobs = -1;
+        if (api.echo && !fields.find("logprobs")) request.sampling.logprobs = -1;
         if (api.echo && request.sampling.logprobs >= 0)
             refuse("echo", "\"echo\" with \"logprobs\": those of a prompt are not computed");
         read_prompts(fields.find("prompt"), served, request, api);

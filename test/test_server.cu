@@ -228,6 +228,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         ids["prompt"] = value(std::vector<int>{'L', 'i', 'n', 'e', ' ', '7'});
         CHECK(complete(server, ids).object()["choices"][0]["text"] == text);
         ids["prompt"] = value(std::vector{"Line 8", "Line 7"}), ids["n"] = 3, ids["echo"] = true;
+        ids["logprobs"] = json();  // null is as if it were not there
         const json choices = complete(server, ids).object()["choices"];
         REQUIRE(choices.size() == 6);
         for (int i = 0; i < 6; ++i) {
