@@ -52,7 +52,7 @@ const char* reason_of(int status) {
 class Listener : public httplib::Server {
   public:
     Listener(const ServerOptions& options, std::vector<Route> routes, std::function<void(int)> status_sent)
-        : options_(options), routes_(std::move(routes)) {
+        : options_(options), routes_(std::move(routes)), status_sent_(std::move(status_sent)) {
         new_task_queue = [] { return new ConnectionThreads; };
         set_tcp_nodelay(true);
         // Without the library's SO_REUSEPORT, with which two servers on one port would each get half of the requests.
@@ -81,13 +81,13 @@ class Listener : public httplib::Server {
             if (response.body.empty()) explain(response);
             return HandlerResponse::Handled;
         }));
-        set_post_routing_handler([this, status_sent](const httplib::Request&, httplib::Response& response) {
+        set_post_routing_handler([this](const httplib::Request&, httplib::Response& response) {
             if (response.status >= 400) {
                 response.headers.erase("Connection"), response.headers.erase("Keep-Alive");
                 response.set_header("Connection", "close");
                 Connection::current()->end_after_answer();
             }
-            status_sent(response.status);
+            status_sent_(response.status);
         });
         set_expect_100_continue_handler([this](const httplib::Request& request, httplib::Response& response) {
             if (declared_bytes(request) <= options_.max_body) return 100;
@@ -233,8 +233,9 @@ class Listener : public httplib::Server {
         ::close(fd);
         return true;
     }
-    static void write_failure(Connection& connection) {  // of a request whose first line did not come
+    void write_failure(Connection& connection) const {  // of a request whose first line did not come
         const int status = connection.failure();
+        status_sent_(status);
         const std::string body = error_json({status, reason_of(status)});
         const std::string text =
             concat("HTTP/1.1 ", status, status == 408 ? " Request Timeout" : " Request Header Fields Too Large",
@@ -263,6 +264,7 @@ class Listener : public httplib::Server {
 
     ServerOptions options_;
     std::vector<Route> routes_;
+    std::function<void(int)> status_sent_;
     std::atomic<bool> ending_ = false;
     std::atomic<int64_t> n_unanswered_ = 0;
     std::thread thread_;

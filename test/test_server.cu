@@ -372,6 +372,7 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + key + "\r\n"), 411,
             "Content-Length");
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
+    refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
     // The answer would take longer than --request-timeout.
     refused(post(R"({"prompt": "a", "max_tokens": 3900, "ignore_eos": true})"), 504, "not complete after 0.2 seconds");
@@ -383,12 +384,14 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     for (int i = 0; i < 8; ++i) pause_ms(150), slow.send("X"), slower.send(" ");
     refused(parsed(slow.read_all()), 408, "not complete in time");
     refused(parsed(slower.read_all()), 408, "not complete in time");
-    CHECK(ask(server, http("GET", "/health")).status == 200);
+    const std::string metrics = ask(server, http("GET", "/metrics", "", key)).body;
+    for (const char* const failures : {"{status=\"431\"} 2\n", "{status=\"408\"} 2\n"})
+        CHECK(metrics.find(failures) != std::string::npos);
 }
 
 TEST_CASE("a client that goes away frees its pages; too many clients are refused", "[program][server]") {
     SKIP_WITHOUT_SERVER();
-    const Server server("--max-sequences 1 --max-waiting 1 --seed 5");
+    const Server server("--max-sequences 2 --max-waiting 1 --seed 5");
     const json unseeded = value({{"prompt", "Line"}, {"max_tokens", 20}});  // the seed is that of the flags
     CHECK(complete(server, unseeded).object()["choices"] == complete(server, unseeded).object()["choices"]);
     for (const bool streams : {true, false}) {
