@@ -103,21 +103,24 @@ auto EngineLoop::between_steps(F f) -> decltype(f()) {
     }
 }
 
-void EngineLoop::check_room(int64_t n_requests) const {
+// A request runs when there are places for all its answers, and nobody passes one that waits (inference/scheduler.cu).
+void EngineLoop::check_room(std::span<const TextRequest> added) const {
     if (ending_) throw HttpError(503, "the server is ending, and takes no further requests");
-    const Scheduler& scheduler = requests_.engine().scheduler();
-    const int64_t most = scheduler.options().max_sequences + options_.max_waiting;
-    if (n_requests > most)
+    const int64_t n_places = requests_.engine().scheduler().options().max_sequences, n = added.front().n;
+    const int64_t most = n_places / n + options_.max_waiting;
+    if (std::ssize(added) > most)
         throw HttpError(400,
-                        concat(n_requests, " prompts in one request: send at most ", most,
+                        concat(added.size(), " prompts in one request: send at most ", most,
                                " at a time (--max-sequences, --max-waiting)"),
                         "", "prompt");
-    const int64_t free = std::max<int64_t>(0, scheduler.options().max_sequences - scheduler.n_running());
-    if (scheduler.n_waiting() + n_requests > free + options_.max_waiting)
-        throw HttpError(429,
-                        concat(scheduler.n_waiting(), " requests are waiting, and at most ", options_.max_waiting,
-                               " may: try again later"),
-                        "rate_limit_exceeded");
+    int64_t places = n_places, n_waiting = 0;
+    for (const Request* request : requests_.unfinished()) places -= request->n, n_waiting += places < 0;
+    const int64_t fit = std::min(std::max<int64_t>(0, places) / n, std::ssize(added));
+    if (n_waiting + std::ssize(added) - fit > options_.max_waiting)
+        throw HttpError(
+            429,
+            concat(n_waiting, " requests are waiting, and at most ", options_.max_waiting, " may: try again later"),
+            "rate_limit_exceeded");
 }
 
 // The pieces of a request go to a queue, and their times to the metrics.
@@ -144,7 +147,7 @@ std::shared_ptr<EngineLoop::Submission> EngineLoop::submit(std::vector<TextReque
         n_tokens += std::ssize(request.prompt);
     }
     const std::vector<int64_t> ids = between_steps([&] {
-        check_room(std::ssize(requests));
+        check_room(requests);
         std::vector<int64_t> added;
         try {
             for (TextRequest& request : requests) added.push_back(requests_.add(std::move(request)));

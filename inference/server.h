@@ -189,7 +189,7 @@ class EngineLoop {
     auto between_steps(F f) -> decltype(f());
     void post(std::function<void()> task);
     bool run_tasks();
-    void check_room(int64_t n_requests) const;
+    void check_room(std::span<const TextRequest> added) const;
     void hand_over(TextRequest& request, int64_t first_index, std::shared_ptr<PieceQueue> queue);
     bool has_ended();
 

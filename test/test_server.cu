@@ -426,11 +426,13 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
         CHECK(reply.body.find("closed for writing before the answer was complete") != std::string::npos);
     }
 
-    Client first(server, http("POST", "/v1/completions", dumped(kLong)));
+    json two = kLong;  // answers: one request has all places
+    two["n"] = 2, two["max_tokens"] = 2900;
+    Client first(server, http("POST", "/v1/completions", dumped(two)));
     first.read_until("data: ");
-    Client second(server, http("POST", "/v1/completions", dumped(kLong)));
+    Client second(server, http("POST", "/v1/completions", dumped(two)));
     CHECK(becomes(server, "llm_waiting", 1));
-    const Reply third = complete(server, kLong);
+    const Reply third = complete(server, two);
     CHECK(third.status == 429);
     CHECK(third.head.find("Retry-After: 1") != std::string::npos);
     CHECK(third.object()["error"]["code"] == "rate_limit_exceeded");
