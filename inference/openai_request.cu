@@ -111,8 +111,11 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
             refuse("stop", "a stop text is empty");
     }
     bool ignore_eos = false;
-    if (fields.read("ignore_eos", ignore_eos, "true or false"))
-        request.stop_tokens = ignore_eos ? std::vector<int32_t>() : served.model.stop_tokens;
+    const bool given = fields.read("ignore_eos", ignore_eos, "true or false");
+    std::vector<int32_t>& stops = request.stop_tokens;  // of a conversation also the end of its template
+    if (given && ignore_eos) stops.clear();
+    else if (given && served.options.ignore_eos)
+        stops.insert(stops.end(), served.model.stop_tokens.begin(), served.model.stop_tokens.end());
 }
 
 void check_length(const ServedModel& served, TextRequest& request, bool length_given, const char* field) {

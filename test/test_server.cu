@@ -296,6 +296,28 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
     }
 }
 
+TEST_CASE("a message ends where its template says, whatever ends the request names", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
+    const TempFolder folder;
+    json tokenizer = parsed_json(byte_tokenizer_json());  // the end of a message takes the place of a byte
+    tokenizer["model"]["vocab"].removeMember("\u00ff");
+    tokenizer["added_tokens"].append(value({{"id", 255}, {"content", "<|im_end|>"}, {"special", true}}));
+    spit(folder / "tokenizer.json", dumped(tokenizer));
+    const Server server("--template chatml --stop x --tokenizer " + (folder / "tokenizer.json"));
+    // The text and its finish_reason where the model writes this token alone.
+    const auto written = [&](const char* token, const char* field, const json& content) {
+        json request = value({{"messages", JsonText::array({{{"role", "user"}, {"content", "a"}}})},
+                              {"max_tokens", 3},
+                              {"logit_bias", {{token, 100}}}});
+        request[field] = content;
+        const json choice = chat(server, request).object()["choices"][0];
+        return as<std::string>(choice["message"]["content"]) + ", " + as<std::string>(choice["finish_reason"]);
+    };
+    for (const json& no : {json(), json(false)}) CHECK(written("255", "ignore_eos", no) == ", stop");
+    CHECK(written("255", "ignore_eos", true) == "<|im_end|><|im_end|><|im_end|>, length");
+    CHECK(written("255", "stop", value(std::vector{"y"})) == ", stop");
+}
+
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     const Server server("--api-key secret --max-body 2000 --client-timeout 1 --request-timeout 0.2");
