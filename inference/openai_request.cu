@@ -237,7 +237,8 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     if (chat) messages = read_messages(fields.find("messages"));
     TextRequest request = chat ? chat_request(served.options, served.model, served.chat_template, messages)
                                : text_request(served.options, served.model);
-    const std::vector<std::string> template_stop = chat ? request.stop : std::vector<std::string>();
+    const std::vector<std::string> template_stop(request.stop.begin() + std::ssize(served.options.stop),
+                                                 request.stop.end());
     bool length_given = false;
     read_sampling(fields, served.options.has_seed, request.sampling);
     read_logprobs(fields, chat, request.sampling);

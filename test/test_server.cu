@@ -316,6 +316,8 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     for (const json& no : {json(), json(false)}) CHECK(written("255", "ignore_eos", no) == ", stop");
     CHECK(written("255", "ignore_eos", true) == "<|im_end|><|im_end|><|im_end|>, length");
     CHECK(written("255", "stop", value(std::vector{"y"})) == ", stop");
+    CHECK(written("120", "stop", json()) == ", stop");  // "x", as the flags say
+    CHECK(written("120", "stop", value(std::vector{"y"})) == "xxx, length");
 }
 
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
