@@ -82,6 +82,9 @@ class Listener : public httplib::Server {
             return HandlerResponse::Handled;
         }));
         set_post_routing_handler([this](const httplib::Request&, httplib::Response& response) {
+            // The library tells limits of its own, which process_and_close_socket does not have.
+            if (response.headers.erase("Keep-Alive") > 0)
+                response.set_header("Keep-Alive", concat("timeout=", static_cast<int64_t>(options_.client_timeout)));
             if (response.status >= 400) {
                 response.headers.erase("Connection"), response.headers.erase("Keep-Alive");
                 response.set_header("Connection", "close");

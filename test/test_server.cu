@@ -408,6 +408,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     for (int i = 0; i < 8; ++i) pause_ms(150), slow.send("X"), slower.send(" ");
     refused(parsed(slow.read_all()), 408, "not complete in time");
     refused(parsed(slower.read_all()), 408, "not complete in time");
+    // How long a connection is kept for a next request.
+    Client waiting(server, "GET /health HTTP/1.1\r\n\r\n");
+    CHECK(waiting.read_until("ok").find("Keep-Alive: timeout=1\r\n") != std::string::npos);
     const std::string metrics = ask(server, http("GET", "/metrics", "", key)).body;
     for (const char* const failures : {"{status=\"431\"} 2\n", "{status=\"408\"} 2\n"})
         CHECK(metrics.find(failures) != std::string::npos);
