@@ -237,11 +237,25 @@ struct Signs {
     std::vector<std::string> mentioned, missing;
 };
 
+const char* const kChatmlSystem = "<|im_start|>system\n";
+
+// Does ChatML's description contain the text of a system message, for conversations that have none? Where it does not,
+// a quotation mark ends the string there, or a placeholder follows.
+bool has_own_system(const std::string& description) {
+    const std::string begin = kChatmlSystem;
+    for (size_t at = 0; (at = description.find(begin, at)) != std::string::npos;) {
+        at += begin.size();
+        if (at < description.size() && std::string_view("'\"{").find(description[at]) == std::string_view::npos)
+            return true;
+    }
+    return false;
+}
+
 const std::vector<Signs>& all_signs() {
     static const std::string chatml = "<|im_end|>' + '\n'", llama3 = "<|start_header_id|>",
                              deepseek = "'<｜User｜>' + ";
     static const std::string thoughts_cut = ".split('</think>')[-1]", lines_cut = thoughts_cut + ".lstrip('\n')";
-    static const std::string thinks = "<|im_start|>assistant\n<think>\n", system = "<|im_start|>system\n";
+    static const std::string thinks = "<|im_start|>assistant\n<think>\n", system = kChatmlSystem;
     static const std::vector<Signs> signs = {
         {"qwen",
          {chatml, system + "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"},
@@ -274,10 +288,15 @@ std::string recognised(const std::string& described) {
         i += is_line_end;
     }
     const auto mentions = [&](const std::string& text) { return description.find(text) != std::string::npos; };
-    for (const Signs& signs : all_signs())
+    const bool own_system = has_own_system(description);
+    for (const Signs& signs : all_signs()) {
+        const bool names_it = std::ranges::any_of(
+            signs.mentioned, [](const std::string& text) { return text.starts_with(kChatmlSystem); });
+        if (own_system && !names_it) continue;
         if (std::all_of(signs.mentioned.begin(), signs.mentioned.end(), mentions) &&
             std::none_of(signs.missing.begin(), signs.missing.end(), mentions))
             return signs.form;
+    }
     return "";
 }
 

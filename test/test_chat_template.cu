@@ -62,7 +62,7 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     const std::string system_last = "{% if loop.last and system_message is defined %}";
     const std::string system_first = "{% if loop.first and system_message is defined %}";
     const std::pair<std::string, std::string> descriptions[] = {
-        {"chatml", chatml_and(ask)},
+        {"chatml", chatml_and("{{ '<|im_start|>system\\n' + messages[0].content }}" + ask)},
         {"qwen2", chatml_and("{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}")},
         {"qwen", chatml_and("{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
                             "assistant.<|im_end|>\\n' }}")},
@@ -95,6 +95,8 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         "{{ '<start_of_turn>' + m.role }}",                                               // Gemma
         "{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}",        // Phi-4
         chatml_and("{% if messages[0]['role'] != 'system' %}{{ 'You are a parrot.' }}"),  // a system message of its own
+        chatml_and("{% else %}{{ '<|im_start|>system\\nReason step by step.<|im_end|>\\n' }}" + ask),  // Qwen 2.5 Math
+        chatml_and(reasoning + ask + "{{ '<|im_start|>system\\nReason step by step.<|im_end|>\\n' }}"),
         chatml_and("{{ bos_token }}"),
         chatml_and("{{ m.content | trim }}" + reasoning + ask),  // Qwen 3.5
         header + "{{ '<|start_header_id|>system<|end_header_id|>' + tools }}",
