@@ -103,20 +103,21 @@ auto EngineLoop::between_steps(F f) -> decltype(f()) {
     }
 }
 
-// A request runs when there are places for all its answers, and nobody passes one that waits (inference/scheduler.cu).
+// Nobody passes one that waits. Where nobody does, a request waits if there are too few places for all its answers.
 void EngineLoop::check_room(std::span<const TextRequest> added) const {
     if (ending_) throw HttpError(503, "the server is ending, and takes no further requests");
-    const int64_t n_places = requests_.engine().scheduler().options().max_sequences, n = added.front().n;
+    const Scheduler& scheduler = requests_.engine().scheduler();
+    const int64_t n_places = scheduler.options().max_sequences, n = added.front().n, n_added = std::ssize(added);
     const int64_t most = n_places / n + options_.max_waiting;
-    if (std::ssize(added) > most)
+    if (n_added > most)
         throw HttpError(400,
-                        concat(added.size(), " prompts in one request: send at most ", most,
+                        concat(n_added, " prompts in one request: send at most ", most,
                                " at a time (--max-sequences, --max-waiting)"),
                         "", "prompt");
     int64_t places = n_places, n_waiting = 0;
     for (const Request* request : requests_.unfinished()) places -= request->n, n_waiting += places < 0;
-    const int64_t fit = std::min(std::max<int64_t>(0, places) / n, std::ssize(added));
-    if (n_waiting + std::ssize(added) - fit > options_.max_waiting)
+    if (scheduler.is_full()) places = 0, n_waiting = scheduler.n_waiting();
+    if (n_waiting + n_added - std::max<int64_t>(0, places) / n > options_.max_waiting)
         throw HttpError(
             429,
             concat(n_waiting, " requests are waiting, and at most ", options_.max_waiting, " may: try again later"),

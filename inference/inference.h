@@ -387,6 +387,8 @@ class Scheduler {
 
     int64_t n_running() const;
     int64_t n_waiting() const;  // or swapped out
+    // Did the last step have too few places or pages for the first that waits, and has nobody left since?
+    bool is_full() const { return is_full_; }
     int64_t n_preemptions() const { return n_preemptions_; }
     const SchedulerOptions& options() const { return options_; }
 
@@ -405,6 +407,7 @@ class Scheduler {
     void forget(Request& request);
     std::deque<Request*> requests_;  // in the order in which they came; the first n_running_ of them run
     size_t n_running_ = 0;
+    bool is_full_ = false;
     int64_t n_preemptions_ = 0;
 };
 

@@ -105,6 +105,7 @@ void Scheduler::remove(Request& r) {
     check(at != requests_.end(), "request ", r.id, " was removed before, or never added");
     if (at - requests_.begin() < static_cast<ptrdiff_t>(n_running_)) --n_running_;
     requests_.erase(at);
+    is_full_ = false;
     forget(r);
 }
 
@@ -154,7 +155,10 @@ std::vector<StepPart> Scheduler::next_step() {
         if (!is_decoding(*requests_[i])) add_prompt(step, *requests_[i]);
     append(step, 0);
     const bool is_static = options_.batching == Batching::static_batches;
-    while (n_waiting() > 0 && (is_static ? n_ran == 0 : step.rows_left > 0) && admit(*requests_[n_running_])) {
+    is_full_ = false;
+    while (n_waiting() > 0 && (is_static ? n_ran == 0 : step.rows_left > 0)) {
+        is_full_ = !admit(*requests_[n_running_]);
+        if (is_full_) break;
         const size_t first = step.parts.size();
         add_prompt(step, *requests_[n_running_++]);
         append(step, first);  // at once: whoever is next may have the same prompt

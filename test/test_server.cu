@@ -467,6 +467,18 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
     CHECK(second.read_until("data: ").find("data: ") != std::string::npos);  // it is the second one's turn
 }
 
+TEST_CASE("requests wait for pages, too", "[program][server]") {
+    SKIP_WITHOUT_SERVER();
+    const Server server("--max-sequences 8 --max-waiting 1 --cache-pages 250");  // of 16 rows: those of one answer
+    Client first(server, http("POST", "/v1/completions", dumped(kLong)));
+    first.read_until("data: ");
+    json prompt = kLong;  // that leaves too few for its answer
+    prompt["prompt"] = std::string(3950, 'x'), prompt["max_tokens"] = 40;
+    Client second(server, http("POST", "/v1/completions", dumped(prompt)));
+    CHECK(becomes(server, "llm_waiting", 1));
+    CHECK(complete(server, kLong).status == 429);
+}
+
 TEST_CASE("a signal ends the server when its answers are complete, a second one at once", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     json request = kLong;
