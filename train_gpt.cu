@@ -8,6 +8,7 @@
 #include "planning/planning.h"
 #include "training/training.h"
 
+#include <csignal>
 #include <cstdio>
 
 namespace {
@@ -63,9 +64,11 @@ size_t free_device_bytes() {
 int64_t set_weights(Trainer& t) {
     const TrainOptions& o = t.options;
     int64_t step = 0;
-    if (o.resume) step = resume_run(t);
-    else if (!o.init.empty()) load_weights(t.model, o.init);
-    else init_weights(t.model, static_cast<uint64_t>(o.seed));
+    t.world.patiently([&] {
+        if (o.resume) step = resume_run(t);
+        else if (!o.init.empty()) load_weights(t.model, o.init);
+        else init_weights(t.model, static_cast<uint64_t>(o.seed));
+    });
     quantise_weights(t.model, device().stream);
     note_saved(step, step == o.steps);
     return step;
@@ -195,7 +198,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
         if (world.rank == 0) print_plan(*trainer);
         return;
     }
-    outlive_the_reader();
+    answer_signals();
     Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);
     if (run.is_first()) trace_folder = run.trainer.options.out;
@@ -208,7 +211,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
 
 int main(int argc, char** argv) {
     keep_standard_numbers();
-    answer_signals();
+    std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
     TrainOptions options;
     std::string fault;
     StartFault start_fault;

@@ -163,6 +163,18 @@ TEST_CASE("hosts meet: none goes on before all have come, whatever is in the str
     CHECK(come == 100);
 }
 
+TEST_CASE("ranks wait longer for one that reads or writes a model", "[comm]") {
+    RankOptions options = threads(3);
+    options.timeout_s = 0.1;
+    run_ranks(options, [](Comm& world) {
+        world.patiently([&] {
+            if (world.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+            gather_numbers(world, {1});
+            if (world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        });
+    });
+}
+
 TEST_CASE("a mesh: who is where, and with whom", "[comm]") {
     std::string picture;
     run_ranks(threads(8), [&](Comm& world) {

@@ -355,7 +355,8 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
 
 void save_checkpoint(Trainer& t, int64_t step, bool last) {
     cudaCheck(cudaDeviceSynchronize());
-    const std::string fault = write_checkpoint(t, step);
+    std::string fault;
+    t.world.patiently([&] { fault = write_checkpoint(t, step); });
     if (t.world.rank != 0) {
         if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());
         return;

@@ -241,7 +241,10 @@ void add_rank_options(CommandLine& line, TrainOptions& o, TypedFlags& typed) {
     ranks.option("--all-reduce", o.ranks.all_reduce, "algorithm: library, ring, tree, halving or two-level");
     ranks.option("--ranks-per-node", o.ranks.ranks_per_node,
                  "threads: treat so many ranks as one machine (for two-level); 0: all");
-    ranks.option("--comm-timeout", o.ranks.timeout_s, "seconds that a rank waits for another before the run ends");
+    ranks.option(
+        "--comm-timeout", o.ranks.timeout_s,
+        "seconds that a rank waits for another before the run ends; 30 times as long where models are read or\n"
+        "written");
     ranks.option("--trace", o.ranks.trace,
                  "steps to record, as 3 or 3,4: who computes what and sends what to whom when, as text,\n"
                  "and in the folder of the run as trace.json (for ui.perfetto.dev) and trace.png");

@@ -121,14 +121,11 @@ void answer_signals() {
     answers = is_first_process();
     in_terminal = ::isatty(STDERR_FILENO) != 0;
     under_mpirun = started_by_mpirun();
-    for (const int signal : {SIGINT, SIGTERM, SIGUSR1}) answer_to(signal);
+    for (const int signal : {SIGINT, SIGTERM, SIGUSR1, SIGPIPE}) answer_to(signal);
     struct sigaction before = {};
     ::sigaction(SIGHUP, nullptr, &before);
     if (before.sa_handler != SIG_IGN) answer_to(SIGHUP);  // nohup ignores it
-    std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
 }
-
-void outlive_the_reader() { answer_to(SIGPIPE); }
 
 bool stop_requested() { return asked; }
 

@@ -478,10 +478,9 @@ void check_disk_space(const Trainer& trainer);
 // stop.cu: Ctrl-C, and the command that continues the run
 
 // From here on the first SIGINT, SIGTERM or SIGHUP asks for the end of the run after the step that is going on, and the
-// second ends the process. SIGUSR1 asks, too, and never ends the process. All are answered on stderr at once.
+// second ends the process. SIGUSR1 asks, too, and never ends the process; nor does SIGPIPE, which comes when nobody
+// reads the output any more. All are answered on stderr at once.
 void answer_signals();
-// From here on SIGPIPE asks as SIGUSR1 does: a run whose output nobody reads any more (`| head`) is saved.
-void outlive_the_reader();
 bool stop_requested();
 // Is the run to end after this step? A signal that comes later is one for the next step.
 bool take_stop_request(const TrainOptions& options, int64_t step);

@@ -435,6 +435,13 @@ void Comm::meet_hosts() {
     if (state_->meet_hosts) state_->meet_hosts();  // a plan's ranks do not exist
 }
 
+void Comm::patiently(const std::function<void()>& work) {
+    state_->patience = 30;
+    work();
+    meet_hosts();
+    state_->patience = 1;
+}
+
 // Dissemination (Hensgen, Finkel & Manber 1988): in round k each rank tells the one 2^k further on that it has come,
 // and all whom it has heard of. After log2 n rounds every rank has heard of all ranks.
 void Comm::barrier(cudaStream_t stream) {

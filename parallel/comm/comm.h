@@ -118,6 +118,9 @@ class Comm {
     // of memory: with NCCL, cudaMalloc in one thread may wait for a collective on another thread's GPU, which waits for
     // the first thread.
     void meet_hosts();
+    // work(), and then meet_hosts(); until then this rank waits 30 times --comm-timeout for others. For what may
+    // take one rank long and the others not: reading or writing a model on a slow disk.
+    void patiently(const std::function<void()>& work);
 
     // Is it a plan's (RankOptions::planning)? It has a size, and sends nothing.
     bool is_plan() const;

@@ -137,7 +137,7 @@ std::function<bool()> HostTransport::watched(std::function<bool()> ready, int fr
         if (state_->job->failed() || ready()) return true;
         const double now = seconds_now();
         if (since == 0) since = now;
-        if (now - since < timeouts * state_->options.timeout_s) return false;
+        if (now - since < timeouts * state_->timeout_s()) return false;
         state_->job->fail(state_->rank, timeout_report(from, call, now - since));
         return true;
     };

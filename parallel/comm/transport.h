@@ -125,6 +125,8 @@ struct RankState {
     std::atomic<int64_t> bytes_sent{0}, bytes_received{0};
     WordPool words;
     std::function<void()> meet_hosts;  // ranks.cu
+    std::atomic<double> patience{1};
+    double timeout_s() const { return patience * options.timeout_s; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ class NcclTransport final : public Transport, public NativeCollectives {
             if (error != ncclSuccess && error != ncclInProgress)
                 state_->job->fail(state_->rank,
                                   concat("NCCL: ", ncclGetErrorString(error), ": ", ncclGetLastError(comm_)));
-            if (!pending_.empty() && seconds_now() - since > state_->options.timeout_s)
+            if (!pending_.empty() && seconds_now() - since > state_->timeout_s())
                 state_->job->fail(state_->rank, timeout_report(pending_.front().tag, seconds_now() - since));
             const std::unique_lock turn(in_use_, std::try_to_lock);
             if (turn.owns_lock() && state_->job->failed() && !aborted_) {
