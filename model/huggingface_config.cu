@@ -182,7 +182,12 @@ Config read_llama_like(const ConfigReader& in, const std::string& type) {
     Config c;
     // SwiGLU, or by its own name a feed-forward of the table that Hugging Face does not have.
     const std::string activation = in.text("hidden_act", "silu");
-    c.feed_forward = activation == "silu" ? "swiglu" : find_feed_forward(activation).name;
+    const bool is_silu = activation == "silu" || activation == "swish";
+    const auto has_its_name = [&](const SubLayer* layer) { return activation == layer->name; };
+    const bool is_known = activation != "gelu" &&  // not GPT-2's: gate and up with a GELU
+                          std::ranges::any_of(feed_forward_table(), has_its_name);
+    check(is_silu || is_known, in.path(), ": hidden_act \"", activation, "\" is not supported: silu is");
+    c.feed_forward = is_silu ? "swiglu" : activation;
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("max_position_embeddings", defaults.max_position_embeddings);
     c.L = in.integer("num_hidden_layers");

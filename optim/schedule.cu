@@ -71,7 +71,7 @@ void check_schedule(const Schedule& s) {
           ": it must be from 0 to 1");
     check(s.steps >= 1, "a schedule of ", s.steps, " steps: it must have at least 1");
     check(s.warmup >= 0 && s.warmup <= s.steps, "warmup of ", s.warmup, " steps: it must be from 0 to the ", s.steps,
-          " steps of the run");
+          " steps of the run: make it shorter, or the run longer");
 }
 
 double learning_rate(const Schedule& schedule, int64_t step) {

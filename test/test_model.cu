@@ -586,6 +586,8 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
                       ContainsSubstring("mlp_bias is supported for llama only, not for qwen2"));
     CHECK_THROWS_WITH(load("mfa", "\"use_cache\"", "\"use_sliding_window\": true, \"use_cache\""),
                       ContainsSubstring("use_sliding_window is not supported for mfa"));
+    CHECK_THROWS_WITH(load("qwen2", "\"silu\"", "\"gelu\""), ContainsSubstring("hidden_act \"gelu\""));
+    CHECK(load("qwen2", "\"silu\"", "\"swish\"").feed_forward == "swiglu");  // another name of it
     CHECK_THROWS_WITH(load("llama_biases", "\"linear\"", "\"longrope\""),
                       ContainsSubstring("rope_type \"longrope\" is not supported"));
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\": 4.0,", ""), ContainsSubstring("linear needs a \"factor\""));

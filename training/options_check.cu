@@ -107,6 +107,8 @@ void choose_compression(TrainOptions& o, const std::string& name) {
 
 void check_options(const TrainOptions& o) {
     check(o.batch > 0 && o.seq > 0 && o.steps > 0, "--batch, --seq and --steps must be positive");
+    check(o.batch <= (int64_t{1} << 40) / o.seq, "--batch ", o.batch, " sequences of --seq ", o.seq,
+          " tokens: a step can have at most 2^40 tokens");
     check(o.micro_batch >= 0, "--micro-batch must not be negative");
     check_rank_options(o.ranks);
     check(o.tp >= 1, "--tp must be at least 1");
@@ -135,7 +137,8 @@ void check_options(const TrainOptions& o) {
           "--dp-mode naive keeps all states with rank 0: leave --zero away");
     check(o.data_parallel.bucket_mib > 0, "--bucket-mib must be positive");
     check(o.seed >= 0, "--seed must not be negative");
-    check(o.clip >= 0, "--clip must not be negative");
+    check(o.clip == 0 || static_cast<float>(o.clip) > 0, "--clip ", o.clip,
+          ": it must be 0, for no clipping, or a float32 number above 0");
     const OptimizerOptions& h = o.optimizer_options;
     check(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1, "--beta1 and --beta2 must lie in [0, 1)");
     check(h.momentum >= 0 && h.momentum < 1, "--momentum must lie in [0, 1)");
