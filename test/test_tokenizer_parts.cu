@@ -113,6 +113,12 @@ TEST_CASE("normal forms, lower case and stripping as Hugging Face's") {
             INFO(name << ": " << dumped(file["texts"][i]));
             CHECK(normalizer(as<std::string>(file["texts"][i])) == as<std::string>(file["results"][name][i]));
         }
+    // A letter with a million marks, above and below it in turns: in time in proportion to their number.
+    std::string marks = "e", ordered = "\u1eb9";
+    for (int i = 0; i < 500000; ++i) marks += "\u0301\u0323";
+    for (int i = 1; i < 500000; ++i) ordered += "\u0323";
+    for (int i = 0; i < 500000; ++i) ordered += "\u0301";
+    CHECK((normal_form(true, false)(marks) == ordered));
     // Bytes that are not UTF-8 stay, and what is around them is normalized.
     CHECK(normal_form(true, false)("e\u0301\xFF\u0301\xE2\x82") == "\u00e9\xFF\u0301\xE2\x82");
     CHECK(lowercase()("A\xFF\xC3Z") == "a\xFF\xC3z");
