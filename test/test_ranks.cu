@@ -120,6 +120,18 @@ TEST_CASE("a run on many ranks repeats bit for bit, also with other buckets and 
     }
 }
 
+TEST_CASE("ranks without a sequence to evaluate take part", "[program][ranks]") {
+    const TempFolder folder;
+    const std::string flags = " --steps 1 --warmup 0 --batch 3 --model ";
+    train(flags + odd_model(false), folder / "model");
+    const std::string init = flags + latest_checkpoint(folder / "model").value() +
+                             "/config.json --val-sequences 1 --init " + latest_checkpoint(folder / "model").value() +
+                             " --ranks 3 ";
+    // Before the first step nothing is in the memory of the micro-batches but what was there.
+    CHECK(same_bits(train(init + "--zero 3", folder / "sharded", "MALLOC_PERTURB_=1 "),
+                    train(init + "--zero 0", folder / "whole")));
+}
+
 // What a method does to another shows only together. Everything is compared with one rank: float32 to 1e-5, and 16 bits
 // to what their roundings make (the gradients of three ranks are rounded to 16 bits before they are added).
 TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[program][ranks]") {

@@ -18,16 +18,13 @@ Activations without_documents(const Trainer& t, const Activations& acts) {
 
 namespace {
 
-// The losses of a micro-batch, whose sequences are in the host's memory, are added if they are this rank's.
-// With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights: a rank without a
-// micro-batch of its own repeats its last one, and does not count it.
-void add_losses_of_one(Trainer& t, bool mine, cudaStream_t stream) {
-    if (!mine && !t.model.sharding.shards_weights()) return;
+// The losses of a micro-batch, whose sequences are in the host's memory.
+void add_losses_of_one(Trainer& t, cudaStream_t stream) {
     Activations acts = without_documents(t, t.acts);
-    if (mine) upload_micro_batch(t, acts, t.evaluation_row(), stream);
+    upload_micro_batch(t, acts, t.evaluation_row(), stream);
     forward(t.model, acts, t.workspace, stream, false);
     loss_forward(t.model, acts, stream);
-    if (mine) t.add_losses_once(acts, true, stream);
+    t.add_losses_once(acts, true, stream);
 }
 
 }  // namespace
@@ -38,18 +35,20 @@ double evaluate(Trainer& t, const BatchReader& data, int64_t n_sequences) {
     const int64_t n_batches = ceil_div(n_sequences, t.micro_batch);
     cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.totals.bytes(), stream));
     const int64_t n_ranks = t.options.data_ranks(), at_once = t.pipeline ? t.local_batch / t.micro_batch : 1;
+    // With ZeRO 3 all ranks must take part in every forward, to hand over their shards of the weights.
+    const bool together = t.model.sharding.shards_weights();
     for (int64_t first = t.dp_rank; first - t.dp_rank < n_batches; first += at_once * n_ranks) {
         int64_t n = 0;  // micro-batches of this rank: first, first + n_ranks, ...
-        for (; n < at_once && first + n * n_ranks < n_batches; ++n)
+        for (; n < at_once && (together || first + n * n_ranks < n_batches); ++n)
             for (int64_t b = 0; b < t.micro_batch; ++b) {
                 const int64_t sequence = (first + n * n_ranks) * t.micro_batch + b,
                               row = t.evaluation_row() + n * t.micro_batch + b;
                 read_sequence(t, data, std::min(sequence, n_sequences - 1), row);
-                // The last micro-batch may have more: they have no targets.
+                // Those that there are not have no targets: of the last micro-batch, and of ranks that have none.
                 if (sequence >= n_sequences) std::fill_n(t.targets_of(row), t.options.rank_seq(), -1);
             }
         if (t.pipeline) t.pipeline->add_losses_of(n, stream);
-        else add_losses_of_one(t, n == 1, stream);
+        else if (n == 1) add_losses_of_one(t, stream);
         cudaCheck(cudaStreamSynchronize(stream));  // the next batch is read into the same host memory
     }
     t.sum_over_ranks(stream);
