@@ -247,7 +247,8 @@ class Optimizer {
     // One update of the parameters of units [first, first + count), or of all. grads: flat, f32, or of the 16-bit dtype
     // of the weights. norm_scale: grad_norm's result; a scale of NaN leaves values, copy and states as they are (an
     // update on the host then writes the copy, as the rounded values). t counts updates from 1, and only those that
-    // happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no parameter (gaps, padding of the flat arrays) are never touched.
+    // happened: after a step that was skipped for its NaN, the next one has the same t. Elements of no parameter
+    // (gaps, padding of the flat arrays) are never touched.
     virtual void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale,
                             double lr, int64_t t, cudaStream_t stream) = 0;
     void step(const Weights& weights, Tensor grads, Tensor norm_scale, double lr, int64_t t, cudaStream_t stream) {
