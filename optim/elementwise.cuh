@@ -85,6 +85,14 @@ struct PackEnd {
         }
     }
 };
+// The launch's part of an array may begin anywhere, too: a shard of ZeRO does. It is made to begin up to kPack - 1
+// elements earlier, with a whole pack, and a tile's place in it is a multiple of kPack where its address is one.
+template <class T>
+T* from_whole_pack(T* first, int64_t& origin) {
+    const int64_t n = static_cast<int64_t>(reinterpret_cast<uintptr_t>(first) / sizeof(T) % kPack);
+    origin -= n;
+    return first - n;
+}
 template <class T>
 __device__ __forceinline__ void load_pack(float (&x)[kPack], const T* from, const PackEnd& end) {
     if constexpr (kPack == 1) {
@@ -280,18 +288,17 @@ class Elementwise final : public Optimizer {
         TileOrigin origin = part.origin;
         origin.state = table_.first_state[first];
         const int64_t state_n = table_.first_state[first + count] - origin.state;
-        if (kPack > 1)
-            expect_aligned(Update::kName,
-                           {{"values", part.weights.values}, {"copy", part.weights.copy}, {"grads", part.grads}});
         const Update update(options_, lr, t);
         const int n_tiles = narrow(end_tile - first_tile, "optimizer: the number of tiles");
         dispatch_weights(Update::kName, weights, grads.dtype, t, [&](auto format, auto grad_zero) {
             using F = decltype(format);
             using G = decltype(grad_zero);
+            auto* const values = from_whole_pack(part.weights.values.ptr<typename F::Value>(), origin.values);
+            auto* const copy = from_whole_pack(copy_of<F>(part.weights), origin.copy);
+            const G* const its_grads = from_whole_pack(part.grads.ptr<G>(), origin.grads);
             Launch::template launch<F, G>(
-                n_tiles, stream, part.weights.values.ptr<typename F::Value>(), copy_of<F>(part.weights),
-                state(0, origin.state, state_n), state(1, origin.state, state_n), part.grads.ptr<G>(),
-                static_cast<const float*>(norm_scale.ptr<float>()),
+                n_tiles, stream, values, copy, state(0, origin.state, state_n), state(1, origin.state, state_n),
+                its_grads, static_cast<const float*>(norm_scale.ptr<float>()),
                 static_cast<const Tile*>(tiles_.slice(first_tile, n_tiles).data), origin, format, update);
             launched(Launch::kKernel, update_cost<F, G>(n, n_tiles, kN));
         });

@@ -685,8 +685,9 @@ TEST_CASE("units at other places of the arrays, one after the other or at once, 
         unit.n = unit.params.back().offset + layout.params[p].value.n();
     }
     units[0].values = 64, units[0].copy = 0, units[0].grads = 128;
-    units[1].values = round_up(64 + units[0].n, 64), units[1].copy = units[1].values + 64;
-    units[1].grads = units[1].values + 1024;
+    // The second one on no round number, as shards of ZeRO may: a GPU's vector loads are not for it.
+    units[1].values = round_up(64 + units[0].n, 64) + 3, units[1].copy = units[1].values + 62;
+    units[1].grads = units[1].values + 1023;
     const int64_t n = units[1].grads + units[1].n + 3;
     const auto spread = [&](const std::vector<double>& flat, int64_t UpdatedUnit::*place) {
         std::vector<double> spread(static_cast<size_t>(n), NAN);
