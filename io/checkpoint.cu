@@ -20,6 +20,13 @@ std::string step_name(int64_t step) {
     return name;
 }
 
+// A copy that somebody keeps beside them, "step-00000010-good", is no checkpoint of the run, and never removed.
+bool is_step_name(const std::string& name) {
+    const std::string_view prefix = "step-";
+    return name.starts_with(prefix) && name.size() > prefix.size() &&
+           name.find_first_not_of("0123456789", prefix.size()) == std::string::npos;
+}
+
 void remove_folder(const std::string& folder) {
     std::error_code error;
     fs::remove_all(folder, error);
@@ -65,8 +72,7 @@ std::vector<std::string> find_checkpoints(const std::string& run_folder) {
     std::vector<std::string> found;
     std::error_code error;
     for (const auto& entry : fs::directory_iterator(checkpoints_folder(run_folder), error)) {
-        const std::string name = entry.path().filename().string();
-        if (entry.is_directory() && name.rfind("step-", 0) == 0 && entry.path().extension() != ".tmp")
+        if (is_step_name(entry.path().filename().string()) && entry.is_directory(error))
             found.push_back(entry.path().string());
     }
     std::sort(found.rbegin(), found.rend());  // eight digits: the order of the names is that of the steps

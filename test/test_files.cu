@@ -255,6 +255,19 @@ TEST_CASE("kill -9 at any moment leaves a whole file") {
     CHECK(n_a > 0);
 }
 
+TEST_CASE("a new checkpoint removes older ones, and no copy that somebody keeps beside them") {
+    TempFolder folder;
+    const std::string checkpoints = folder / "checkpoints";
+    for (int64_t step = 1; step <= 4; ++step) {
+        CheckpointWriter writer(folder.path, step);
+        writer.commit(2);
+        if (step == 2) make_folder(checkpoints + "/step-00000002-good"), make_folder(checkpoints + "/step-before");
+    }
+    CHECK(find_checkpoints(folder.path) == std::vector{checkpoints + "/step-00000004", checkpoints + "/step-00000003"});
+    CHECK(is_there(checkpoints + "/step-00000002-good"));
+    CHECK(is_there(checkpoints + "/step-before"));
+}
+
 TEST_CASE("text files are read whole, also from a pipe") {
     TempFolder folder;
     write_text_file(folder / "text", "one\ntwo");
