@@ -2,6 +2,7 @@
 #include "io/io.h"
 #include "optim/optim.h"
 #include "run_models.h"
+#include "training/training.h"
 #include "train_runs.h"
 
 #include <algorithm>
@@ -299,6 +300,22 @@ TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
     CHECK(slurp(before + "/model.safetensors") == model);
     CHECK(run_shell("ls " + run + "/checkpoints").out == "step-00000004\n");
     CHECK(run_program("train_gpt", "--resume --out " + run).status == 0);
+}
+
+// A link to itself where the next checkpoint should be: std::filesystem's errors are not ours.
+TEST_CASE("whatever keeps a checkpoint or a plot from being written, the run goes on", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--stop-after 4 --out " + run).status == 0);
+    std::filesystem::create_symlink("step-00000008", run + "/checkpoints/step-00000008");
+    const Outcome outcome = run_program("train_gpt", "--resume --save-every 8 --out " + run);
+    INFO(outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.err, ContainsSubstring("step 8 could not be saved") && ContainsSubstring("The run goes on"));
+    CHECK(newest_checkpoint(run) == run + "/checkpoints/step-00000020");
+
+    std::filesystem::remove(run + "/log.csv");
+    CHECK_NOTHROW(draw_loss(run));
 }
 
 // Embeddings of one token that are infinite: the loss of the sequences with this token is not finite, that of the

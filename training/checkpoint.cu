@@ -324,7 +324,7 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
     const auto attempt = [&](const std::function<void()>& write) {
         try {
             write();
-        } catch (const Error& error) {
+        } catch (const std::exception& error) {  // also one of std::filesystem
             if (fault.empty()) fault = error.what();
         }
     };

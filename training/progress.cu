@@ -184,14 +184,14 @@ void draw_loss(const std::string& out) {
     Series train{"training", {}, {}}, val{"validation", {}, {}};
     train.thick = false;
     val.markers = true;
-    for (const LogRow& row : read_csv_log(out + "/log.csv")) {
-        if (row.loss) train.x.push_back(static_cast<double>(row.step)), train.y.push_back(*row.loss);
-        if (row.val_loss) val.x.push_back(static_cast<double>(row.step)), val.y.push_back(*row.val_loss);
-    }
-    plot.series = {train, val};
     try {
+        for (const LogRow& row : read_csv_log(out + "/log.csv")) {
+            if (row.loss) train.x.push_back(static_cast<double>(row.step)), train.y.push_back(*row.loss);
+            if (row.val_loss) val.x.push_back(static_cast<double>(row.step)), val.y.push_back(*row.val_loss);
+        }
+        plot.series = {train, val};
         write_png(out + "/loss.png", plot);
-    } catch (const Error& error) {  // a full disk is no reason to end the run
+    } catch (const Error& error) {  // a full disk, or a log that was moved away, is no reason to end the run
         end_progress_line();
         std::fprintf(stderr, "train_gpt: %s. The run goes on without a new plot\n", error.what());
     }
