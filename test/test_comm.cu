@@ -401,14 +401,20 @@ TEST_CASE("a process that fails, hangs or is killed takes the job down, named", 
     }
 }
 
+// The process itself is stopped for longer than the timeout: that is no waiting.
 TEST_CASE("threads that hang take the process down", "[comm][program]") {
     Outcome run;
     CHECK(seconds([&] {
-              run = run_program("comm_check", "--ranks 3 --timeout 1 hang", "env -u CUDA_CPU_STRICT timeout 60");
-          }) < 30);
+              run = run_shell(concat("env -u CUDA_CPU_STRICT ", program_path("comm_check"),
+                                     " --ranks 3 --timeout 2 hang & ",
+                                     "pid=$!; sleep 1; kill -STOP $pid; sleep 4; kill -CONT $pid; wait $pid"));
+          }) < 40);
     CHECK(run.status == 2);
     CHECK_THAT(run.err, ContainsSubstring("missing: rank 1 (last seen after"));
     CHECK_THAT(run.err, ContainsSubstring("1 of 3 ranks have not ended"));
+    const std::string waited = "has waited ";
+    REQUIRE(run.err.find(waited) != std::string::npos);
+    CHECK(std::stod(run.err.substr(run.err.find(waited) + waited.size())) < 4);
 }
 
 #ifdef CUDA_ON_CPU

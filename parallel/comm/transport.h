@@ -38,6 +38,10 @@ struct Stopped : Error {
     using Error::Error;
 };
 
+// The watchdog asks again and again. Between two questions at most this counts as waiting, in seconds: a process that
+// was stopped (Ctrl-Z) and goes on has waited for nobody meanwhile.
+constexpr double kLongestPause = 1;
+
 // Where each rank is, for the watchdog's report: one slot a rank, in memory that all ranks of a machine see.
 struct Slot {
     std::atomic_flag lock;  // spinning: the memory may be shared between processes

@@ -154,8 +154,12 @@ class NcclTransport final : public Transport, public NativeCollectives {
     void watch() {
         cudaSetDevice(device_index_);
         double since = seconds_now();  // when the oldest call became the oldest
+        double last = since;
         while (!stop_) {
             std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            const double now = seconds_now();
+            since += std::max(0.0, now - last - kLongestPause);
+            last = now;
             const std::lock_guard lock(mutex_);
             while (!pending_.empty() && cudaEventQuery(pending_.front().end) == cudaSuccess) {
                 leave(pending_.front().tag);
