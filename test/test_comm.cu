@@ -417,6 +417,14 @@ TEST_CASE("threads that hang take the process down", "[comm][program]") {
     CHECK(std::stod(run.err.substr(run.err.find(waited) + waited.size())) < 4);
 }
 
+TEST_CASE("a thread that cannot be started is one clear line", "[comm][program]") {
+    // Each thread has a stack of 1 GB.
+    const Outcome run =
+        run_program("comm_check", "--ranks 8 check", "ulimit -s 1000000; ulimit -v 3500000; exec timeout 60");
+    CHECK(run.status == 2);
+    CHECK_THAT(run.err, ContainsSubstring(": cannot start a thread: ") && ContainsSubstring("fewer --ranks"));
+}
+
 #ifdef CUDA_ON_CPU
 // An event wait between computing and reducing is missing: by default the CPU device runs everything in the order of
 // the calls, and the result is right by luck. In strict mode it is not.

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -222,13 +223,21 @@ void run_as_threads(const RankOptions& options, int n, const std::function<void(
         std::condition_variable changed;
         int n_ended = 0;
         std::vector<std::thread> threads;
-        for (int rank = 0; rank < n; ++rank)
-            threads.emplace_back([&, rank] {
-                run_thread(all, rank, f);
-                const std::lock_guard lock(mutex);
-                ++n_ended;
-                changed.notify_all();
-            });
+        const auto run = [&](int rank) {
+            run_thread(all, rank, f);
+            const std::lock_guard lock(mutex);
+            ++n_ended;
+            changed.notify_all();
+        };
+        try {
+            for (int rank = 0; rank < n; ++rank) threads.emplace_back(run, rank);
+        } catch (const std::system_error& error) {  // those that have started must end, and be joined
+            const int n_started = narrow(std::ssize(threads), "threads");
+            all.job->fail(n_started, concat("cannot start a thread: ", error.what(), "; use fewer --ranks, or allow ",
+                                            "more processes (ulimit -u) or memory (ulimit -v)"));
+            const std::lock_guard lock(mutex);
+            n_ended += n - n_started;
+        }
         wait_for_threads(all, mutex, changed, n_ended);
         for (std::thread& thread : threads) thread.join();
     }
