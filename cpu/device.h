@@ -62,6 +62,11 @@ void hopper_step();                                                          // 
 bool hopper_land_one();      // every thread waits: completes a copy. False: none is in flight
 std::string hopper_waits();  // for the report when all wait for ever: which threads wait at which barrier
 
+// ---- cpu/memory.cpp
+// Memory that can still be had: of the machine, and of the control groups that this process is in, which is how a
+// container is limited. root: where /proc and /sys are.
+size_t available_bytes(const std::string& root = "");
+
 // ---- cpu/runtime.cpp
 int current_device();
 cudaError_t remember(cudaError_t error);     // for cudaGetLastError; returns it

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
 
+#include <algorithm>
 #include <atomic>
 #include <fstream>
 #include <map>
@@ -69,13 +70,30 @@ bool is_addresses(const void* pointer) {
 
 constexpr size_t kHugePageBytes = 2 << 20;
 
-size_t available_bytes() {
-    std::ifstream info("/proc/meminfo");
-    for (std::string word; info >> word;)
-        if (size_t kib; word == "MemAvailable:" && info >> kib) return kib << 10;
-    struct sysinfo fallback {};
-    sysinfo(&fallback);
-    return uint64_t{fallback.freeram} * fallback.mem_unit;
+constexpr size_t kNone = ~size_t{0};
+
+// The number behind `name` in a file, or the first one where no name is given; kNone: there is none.
+size_t number_in(const std::string& path, const std::string& name = "") {
+    std::ifstream file(path);
+    if (!name.empty())
+        for (std::string word; file >> word && word != name;) continue;
+    size_t number = kNone;
+    return file >> number ? number : kNone;
+}
+
+// What a control group leaves of its limit. Pages of files that were read, and not lately, make room.
+size_t left_in_group(const std::string& group, bool version_2) {
+    const size_t limit = number_in(group + (version_2 ? "/memory.max" : "/memory.limit_in_bytes"));  // kNone: "max"
+    const size_t used = number_in(group + (version_2 ? "/memory.current" : "/memory.usage_in_bytes"));
+    const size_t files = number_in(group + "/memory.stat", version_2 ? "inactive_file" : "total_inactive_file");
+    if (limit == kNone || used == kNone) return kNone;
+    const size_t kept = files == kNone ? used : used - std::min(used, files);
+    return limit - std::min(limit, kept);
+}
+
+size_t available_at_start() {
+    static const size_t bytes = available_bytes();
+    return bytes;
 }
 
 cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
@@ -149,6 +167,29 @@ bool is_valid_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKin
 
 }  // namespace
 
+size_t available_bytes(const std::string& root) {
+    size_t available = number_in(root + "/proc/meminfo", "MemAvailable:");
+    if (available != kNone) available <<= 10;  // from KiB
+    else {
+        struct sysinfo info {};
+        sysinfo(&info);
+        available = uint64_t{info.freeram} * info.mem_unit;
+    }
+    // "4:memory:/docker/ab12", or of version 2 "0::/docker/ab12". Inside of a container its own group may be the root.
+    std::ifstream groups(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        const size_t controllers = line.find(':') + 1, path = line.find(":/");
+        if (controllers == 0 || path == std::string::npos) continue;
+        const bool version_2 = path == controllers;
+        if (!version_2 && line.substr(controllers, path - controllers) != "memory") continue;
+        const std::string mounted = root + (version_2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory");
+        for (std::string group = line.substr(path + 1); !group.empty(); group.erase(group.rfind('/')))
+            available = std::min(available, left_in_group(mounted + group, version_2));
+        available = std::min(available, left_in_group(mounted, version_2));
+    }
+    return available;
+}
+
 void take_addresses_alone(bool on) { takes_addresses_alone = on; }
 
 Extent allocation_around(uintptr_t address) {
@@ -191,7 +232,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
     *total_bytes = uint64_t{info.totalram} * info.mem_unit;
     // As on a GPU that no other program uses: the memory that was free when the program started, less what it has
     // allocated since. (The system counts a page only once it is touched.)
-    static const size_t at_start = available_bytes();
+    const size_t at_start = available_at_start();
     size_t allocated = 0;
     const std::lock_guard lock(mutex);
     for (const auto& [address, allocation] : allocations)

@@ -94,6 +94,47 @@ TEST_CASE("memory is aligned, freed once, and refused when there is not enough",
 }
 
 #ifdef CUDA_ON_CPU
+namespace cuda_cpu {
+size_t available_bytes(const std::string& root);  // cpu/memory.cpp
+}
+
+TEST_CASE("the memory that can be had is the machine's, less where a control group has less", "[cpu]") {
+    const TempFolder root;
+    const auto write = [&](const std::string& path, const std::string& text) {
+        std::filesystem::create_directories(std::filesystem::path(root / path).parent_path());
+        spit(root / path, text);
+    };
+    const auto available = [&] { return cuda_cpu::available_bytes(root.path + "/"); };
+    write("proc/meminfo", "MemTotal:       9000 kB\nMemAvailable:   4000 kB\nSwapTotal: 7 kB\n");
+    const size_t machine = size_t{4000} << 10;
+    CHECK(available() == machine);
+    write("proc/self/cgroup", "7:cpu,cpuacct:/a\n4:memory:/docker/ab\n0::/\n");
+    CHECK(available() == machine);  // no group says anything
+
+    // Version 1: the group lies in another one; inside of a container it is the root.
+    const std::string v1 = "sys/fs/cgroup/memory/";
+    write(v1 + "docker/ab/memory.limit_in_bytes", "9223372036854771712\n");
+    write(v1 + "docker/ab/memory.usage_in_bytes", "500000\n");
+    CHECK(available() == machine);
+    write(v1 + "docker/memory.limit_in_bytes", "3000000\n");
+    write(v1 + "docker/memory.usage_in_bytes", "1000000\n");
+    CHECK(available() == 2000000);
+    write(v1 + "docker/memory.stat", "cache 5\ninactive_file 1\ntotal_inactive_file 400000\n");
+    CHECK(available() == 2400000);
+    write(v1 + "memory.limit_in_bytes", "1000\n");
+    write(v1 + "memory.usage_in_bytes", "2000\n");
+    CHECK(available() == 0);
+
+    write("proc/self/cgroup", "0::/user/x\n");
+    write("sys/fs/cgroup/memory.max", "max\n");
+    write("sys/fs/cgroup/memory.current", "800000\n");
+    CHECK(available() == machine);
+    write("sys/fs/cgroup/user/x/memory.max", "1000000\n");
+    write("sys/fs/cgroup/user/x/memory.current", "300000\n");
+    write("sys/fs/cgroup/user/x/memory.stat", "anon 200000\ninactive_file 50000\n");
+    CHECK(available() == 750000);
+}
+
 TEST_CASE("copies to where no memory is are errors, not faults", "[cpu]") {
     Ints device(10);
     int host[20] = {}, *pinned = nullptr;
