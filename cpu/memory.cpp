@@ -96,6 +96,14 @@ size_t available_at_start() {
     return bytes;
 }
 
+// Of all devices, and of the host: it is the same memory.
+size_t allocated_bytes() {
+    size_t bytes = 0;
+    const std::lock_guard lock(mutex);
+    for (const auto& [address, allocation] : allocations) bytes += allocation.is_addresses ? 0 : allocation.bytes;
+    return bytes;
+}
+
 cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
     if (!pointer) return remember(cudaErrorInvalidValue);
     *pointer = nullptr;
@@ -110,8 +118,9 @@ cudaError_t allocate(void** pointer, size_t bytes, MemoryKind kind) {
         return cudaSuccess;
     }
     // The operating system grants more memory than it has, and kills the process when the memory is used. A device
-    // refuses at once, and so does this check.
-    if (bytes >= kHugePageBytes && bytes > available_bytes()) return remember(cudaErrorMemoryAllocation);
+    // refuses at once, and so does this check. What has been taken counts also where it has not been used yet.
+    if (bytes >= kHugePageBytes && (bytes > available_bytes() || bytes + allocated_bytes() > available_at_start()))
+        return remember(cudaErrorMemoryAllocation);
     void* memory = nullptr;
     if (strict) {
         memory = guarded_allocate(bytes, kind == MemoryKind::pinned_host ? "pinned host memory"
