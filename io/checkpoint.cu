@@ -51,7 +51,7 @@ CheckpointWriter::~CheckpointWriter() {
     if (!committed_) fs::remove_all(temporary_, ignored);
 }
 
-void CheckpointWriter::commit(int keep, int64_t best) {
+std::string CheckpointWriter::commit(int keep, int64_t best) {
     sync_folder(temporary_);
     std::error_code error;
     if (fs::exists(final_)) remove_folder(final_);  // the same step again, from a run that resumed before it
@@ -59,13 +59,17 @@ void CheckpointWriter::commit(int keep, int64_t best) {
     check(!error, "cannot rename ", temporary_, " to ", final_, ": ", error.message());
     committed_ = true;
     sync_folder(parent_);
+    std::string left;
     int64_t n_older = 0;  // and this one
     for (const std::string& folder : find_checkpoints(run_folder_)) {
         const bool later = folder > final_;
         if (folder == parent_ + "/" + step_name(best)) continue;
         if (!later) ++n_older;
-        if (later || (keep > 0 && n_older > keep)) remove_folder(folder);
+        if (!later && (keep == 0 || n_older <= keep)) continue;
+        fs::remove_all(folder, error);
+        if (error) left = concat("cannot remove ", folder, ": ", error.message());
     }
+    return left;
 }
 
 std::vector<std::string> find_checkpoints(const std::string& run_folder) {

@@ -341,8 +341,8 @@ class CheckpointWriter {
     const std::string& folder() const { return temporary_; }  // write the files here
     // Makes the folder final, and removes all older checkpoints but the newest `keep` (this one counts; 0 keeps all),
     // and those of later steps: they were broken, so that the run was resumed from one before them. That of step
-    // `best` stays beside the newest.
-    void commit(int keep, int64_t best = 0);
+    // `best` stays beside the newest. Returns what is wrong with one that cannot be removed, or "": this one is saved.
+    std::string commit(int keep, int64_t best = 0);
 
   private:
     std::string run_folder_, parent_, temporary_, final_;

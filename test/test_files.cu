@@ -268,6 +268,21 @@ TEST_CASE("a new checkpoint removes older ones, and no copy that somebody keeps 
     CHECK(is_there(checkpoints + "/step-before"));
 }
 
+TEST_CASE("an older checkpoint that cannot be removed is said, and the new one is there") {
+    TempFolder folder;
+    const std::string checkpoints = folder / "checkpoints";
+    CheckpointWriter(folder.path, 1).commit(1);
+    spit(checkpoints + "/step-00000001/file", "");
+    ::chmod((checkpoints + "/step-00000001").c_str(), 0555);
+    for (const std::string& path : {folder.path, checkpoints}) ::chmod(path.c_str(), 0777);
+    {
+        const NotRoot not_root;
+        CHECK(one_line_with(CheckpointWriter(folder.path, 2).commit(1), "cannot remove", "step-00000001"));
+    }
+    CHECK(latest_checkpoint(folder.path) == checkpoints + "/step-00000002");
+    ::chmod((checkpoints + "/step-00000001").c_str(), 0777);
+}
+
 TEST_CASE("text files are read whole, also from a pipe") {
     TempFolder folder;
     write_text_file(folder / "text", "one\ntwo");

@@ -346,7 +346,8 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
         attempt([&] {
             for (const auto& [name, bytes] : t.model_files.files) write_text_file(folder + "/" + name, bytes);
             write_state(folder, state_after(t, step));
-            writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
+            const std::string left = writer->commit(static_cast<int>(t.options.keep), t.best ? t.best->step : 0);
+            if (!left.empty()) end_progress_line(), std::fprintf(stderr, "train_gpt: %s\n", left.c_str());
         });
     return fault;
 }
