@@ -427,6 +427,22 @@ TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the 
     }
 }
 
+TEST_CASE("a digit that has changed in state.json is found", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
+    const std::string path = newest_checkpoint(run) + "/state.json";
+    std::string text = slurp(path);
+    const std::string step = "\"step\": 4";
+    REQUIRE(text.find(step) != std::string::npos);
+    spit(path, text.replace(text.find(step), step.size(), "\"step\": 5"));
+    const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.err,
+               ContainsSubstring(path + " is not a training state: it has changed since it was written: "));
+    CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+}
+
 TEST_CASE("a checkpoint without one of its files is not whole", "[program][train_gpt]") {
     const TempFolder folder;
     for (const std::string file : {"model.safetensors", "optimizer.safetensors"}) {

@@ -2,7 +2,7 @@
 // and which checkpoint a run resumes from.
 //
 // A disk or a copy can break a checkpoint long after it was written. Every tensor has a checksum (io/checksum.cu), and
-// before a run resumes, all of them are compared: a broken checkpoint is named,
+// so has state.json. Before a run resumes, all of them are compared: a broken checkpoint is named,
 // and the newest whole one before it takes its place.
 #include "io/json.h"
 #include "training/training.h"
@@ -52,6 +52,13 @@ Schedule schedule_from_json(const Json::Value& s) {
             .position = required<double>(s, "position")};
 }
 
+// Of all members but itself, as JsonCpp orders them.
+std::string checksum_of(Json::Value state) {
+    state.removeMember("checksum");
+    const std::string text = JsonText(state).str();
+    return checksum_text(checksum(text.data(), text.size()));
+}
+
 // "optimizer-00002-of-00008.safetensors" needs seven other files beside it.
 void check_count(const std::string& folder, const std::string& file) {
     const size_t at = file.find("-of-");
@@ -99,6 +106,7 @@ void write_state(const std::string& folder, const RunState& s) {
         {"schedule", to_json(s.schedule.value())},
         {"options", options}};
     if (s.best) state.set("best", {{"step", s.best->step}, {"val_loss", s.best->val_loss}});
+    state.set("checksum", checksum_of(parse_json(state.str(), state_path(folder))));
     write_text_file(state_path(folder), state.indented(2) + "\n");
 }
 
@@ -106,11 +114,16 @@ RunState read_state(const std::string& folder) {
     const std::string path = state_path(folder);
     const Json::Value state = read_json_file(path);
     try {
+        check(state.isObject(), "it is no JSON object");
+        // Checkpoints of earlier versions have none.
+        if (has(state, "checksum"))
+            check(required<std::string>(state, "checksum") == checksum_of(state),
+                  "it has changed since it was written: its checksum is another one");
         const Json::Value& scale = member(state, "loss_scale");
         RunState s;
         s.step = required<int64_t>(state, "step");
         s.updates = required<int64_t>(state, "updates");
-        // Checkpoints of earlier versions do not say the four that may be missing.
+        // Nor do they say the four that may be missing.
         if (has(state, "sequences")) s.sequences = required<int64_t>(state, "sequences");
         if (has(state, "tokens")) s.tokens = required<int64_t>(state, "tokens");
         s.loss_scale = required<double>(scale, "scale");
