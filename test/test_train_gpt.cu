@@ -443,6 +443,19 @@ TEST_CASE("a digit that has changed in state.json is found", "[program][train_gp
     CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
 }
 
+TEST_CASE("half of a tokenizer.json is no whole checkpoint", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string run = folder / "run";
+    REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
+    const std::string path = newest_checkpoint(run) + "/tokenizer.json", text = slurp(path);
+    spit(path, text.substr(0, text.size() / 2));
+    const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+    INFO(outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK_THAT(outcome.err, ContainsSubstring(path + ": not valid JSON") && ContainsSubstring("Resuming from "));
+    CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+}
+
 TEST_CASE("a checkpoint without one of its files is not whole", "[program][train_gpt]") {
     const TempFolder folder;
     for (const std::string file : {"model.safetensors", "optimizer.safetensors"}) {

@@ -71,11 +71,18 @@ void check_count(const std::string& folder, const std::string& file) {
     }
 }
 
+// Error for what is wrong with the files that a run reads before it has a model.
+void check_texts(const std::string& folder) {
+    read_state(folder);
+    load_config(folder);
+    for (const auto& entry : std::filesystem::directory_iterator(folder))
+        if (entry.path().extension() == ".json") read_json_file(entry.path().string());  // tokenizer.json
+}
+
 // What is wrong with a checkpoint; "" if it is whole.
 std::string fault_of(const std::string& folder) {
     try {
-        read_state(folder);
-        load_config(folder);
+        check_texts(folder);
         bool has_weights = false, has_states = false;
         for (const auto& entry : std::filesystem::directory_iterator(folder)) {
             if (entry.path().extension() != ".safetensors") continue;
@@ -183,10 +190,9 @@ std::string readable_checkpoint(const std::string& run) {
     std::string first_error;
     for (const std::string& folder : checkpoints) {
         try {
-            read_state(folder);
-            load_config(folder);
+            check_texts(folder);
             return folder;
-        } catch (const Error& error) {
+        } catch (const std::exception& error) {
             if (first_error.empty()) first_error = error.what();
         }
     }
