@@ -91,7 +91,6 @@ RULES = [
     # CONTRIBUTING.md
     Rule(r"make format$", needs=("clang-format",)),
     Rule(r"make house-check$", quick=True),
-    Rule(r"dev/floors\.py --draw", needs=("dot",)),
     Rule(r"make DEVICE=cuda", skip="needs nvcc, and compiles everything; .ci/run does so where nvcc is"),
     Rule(r"make docs$", skip="it writes the pages that are compared here"),
     Rule(r"make DEVICE=cpu build/cpu/run_tests && build/cpu/run_tests", replace=((r"\[NAME\]", "[gelu]"),)),
