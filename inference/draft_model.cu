@@ -17,7 +17,7 @@
 #include <algorithm>
 
 DraftModel::DraftModel(const Model& model, const EngineOptions& options)
-    : options_(options), model_(model, of_device(options.cache), *options.graphs) {}
+    : options_(options), model_(model, of_device(options.cache), options.graphs.value()) {}
 
 // Texts that are not in use are dropped, not swapped.
 CacheSizes DraftModel::of_device(CacheSizes sizes) {

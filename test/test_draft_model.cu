@@ -98,6 +98,7 @@ TEST_CASE("what a draft model proposes depends on the text alone, not on what wa
     EngineOptions options;
     options.cache = {.page_size = 3, .n_pages = 40};
     options.scheduler = {.step_tokens = 64, .max_sequences = 3, .max_length = config.T_max};
+    options.graphs = !device().is_cpu;
     const StepSizes largest{.tokens = 64, .sequences = 3, .chunks = 64, .pages = 14};
     for (const double temperature : {0.0, 1.0}) {
         std::deque<Request> requests(3);
