@@ -213,7 +213,8 @@ PagedShape shape_of(const PagedAttention& a, const PagedStep& step) {
     while (s.rows > kM && blocks * ceil_div(queries, s.rows) < device().sm_count) s.rows /= 2;
     s.tiles = narrow(ceil_div(queries, s.rows), "tiles");
     s.factor = a.scale * kLog2e;
-    s.window = a.window == 0 ? INT_MAX : static_cast<int>(std::min<int64_t>(a.window, INT_MAX));
+    // No window is one of all positions: no larger number, so that none overflows where it is taken from a position.
+    s.window = static_cast<int>(a.window == 0 ? max_length : std::min(a.window, max_length));
     return s;
 }
 
