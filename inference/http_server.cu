@@ -207,6 +207,9 @@ class Listener : public httplib::Server {
             throw HttpError(415, concat("the body is compressed by ", encoding, ": send it as it is, or by gzip"));
         if (!request.has_header("Content-Length") && !request.has_header("Transfer-Encoding"))
             throw HttpError(411, "the request has no Content-Length");
+        const std::string length = request.get_header_value("Content-Length");  // the library reads -5 as 2^64 - 5
+        if (length.find_first_not_of("0123456789") != std::string::npos)
+            throw HttpError(400, "\"Content-Length: " + length + "\" is no number of bytes");
         if (declared_bytes(request) > options_.max_body) throw too_large();
         std::string body;
         bool fits = true;

@@ -395,6 +395,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
             415, "application/json");
     refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + key + "\r\n"), 411,
             "Content-Length");
+    refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: -5\r\n" +
+                            key + "\r\n"),
+            400, "-5");
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
     refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
