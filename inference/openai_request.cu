@@ -89,7 +89,8 @@ void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
     const bool given = fields.read("logprobs", wanted, "true or false");
     if (fields.read("top_logprobs", top, "a whole number") && !wanted)
         refuse("top_logprobs", "\"top_logprobs\" needs \"logprobs\": true");
-    if (top < 0) refuse("top_logprobs", concat("\"top_logprobs\" is ", top, ": it must not be negative"));
+    if (top < 0 || top > kMostLogprobs)
+        refuse("top_logprobs", concat("\"top_logprobs\" is ", top, ": it must be from 0 to ", kMostLogprobs));
     if (given) s.logprobs = wanted ? top : -1;
 }
 

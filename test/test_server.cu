@@ -367,7 +367,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"messages": [{"role": "robot", "content": "a"}]})", "", talk), 400, "robot", "messages[0].role");
     refused(post(R"({"messages": [{"role": "user", "content": 1}]})", "", talk), 400, "a text", "messages[0].content");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": -1})", "", talk),
-            400, "must not be negative", "top_logprobs");
+            400, "it must be from 0 to 20", "top_logprobs");
+    refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 21})", "", talk),
+            400, "it must be from 0 to 20", "top_logprobs");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})", "", talk), 400, "tools",
             "tools");
 
