@@ -31,8 +31,8 @@ namespace {
 // What names a request: its "id", or else the number of its line, from 1.
 std::string id_of(const Json::Value& line, int64_t number) {
     const Json::Value& id = member(line, "id");
-    check(id.type() != Json::realValue, "\"id\" is ", JsonText(id).str(),
-          ": give a text, or a whole number of at most 64 bits");
+    check(id.isNull() || id.isString() || id.type() == Json::intValue || id.type() == Json::uintValue, "\"id\" is ",
+          JsonText(id).str(), ": give a text, or a whole number of at most 64 bits");
     return id.isNull() ? std::to_string(number) : JsonText(id).str();
 }
 

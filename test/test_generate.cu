@@ -148,9 +148,10 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const std::string printed = folder / "printed";
     CHECK(generate("--batch " + in + " --out /dev/stdout > " + printed).status == 0);
     CHECK(lines_of(printed).size() == answers.size());
-    spit(in, slurp(in) +
-                 "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n{\"id\": 9, \"prompt\": \"y\"}\n" +
-                 "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n");
+    spit(in,
+         slurp(in) + "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n{\"id\": 9, \"prompt\": \"y\"}\n" +
+             "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n" +
+             "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -160,7 +161,10 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 8: a line before this one has the id 9, too"));
     CHECK_THAT(refused.err, ContainsSubstring("line 9: \"max_tokens\": a request has no such field; it can have id, "));
     CHECK_THAT(refused.err, ContainsSubstring("line 10: \"id\" is 1e+30: give a text, or a whole number"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 6 refused; 0 prompt tokens"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 11: \"id\" is true: give a text, or a whole number"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 12: \"id\" is [1]: give a text, or a whole number"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 13: \"id\" is {}: give a text, or a whole number"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 9 refused; 0 prompt tokens"));
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.
