@@ -475,10 +475,11 @@ TEST_CASE("a client that goes away frees its pages; too many clients are refused
 TEST_CASE("requests wait for pages, too", "[program][server]") {
     SKIP_WITHOUT_SERVER();
     const Server server("--max-sequences 8 --max-waiting 1 --cache-pages 250");  // of 16 rows: those of one answer
-    Client first(server, http("POST", "/v1/completions", dumped(kLong)));
+    json prompt = kLong;  // with its first token there are 50 pages less
+    prompt["prompt"] = std::string(800, 'y'), prompt["max_tokens"] = 3100;
+    Client first(server, http("POST", "/v1/completions", dumped(prompt)));
     first.read_until("data: ");
-    json prompt = kLong;  // that leaves too few for its answer
-    prompt["prompt"] = std::string(3950, 'x'), prompt["max_tokens"] = 40;
+    prompt["prompt"] = std::string(3950, 'x'), prompt["max_tokens"] = 40;  // 247 pages
     Client second(server, http("POST", "/v1/completions", dumped(prompt)));
     CHECK(becomes(server, "llm_waiting", 1));
     CHECK(complete(server, kLong).status == 429);
