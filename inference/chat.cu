@@ -56,7 +56,8 @@ TextRequest next_request(const LoadedModel& model, const GenerateOptions& o, con
         messages.erase(messages.begin() + first, messages.begin() + first + 2);
         request = chat_request(o, model, chat, messages);
     }
-    if (left_away) std::printf("(the beginning of the conversation is left away: the model has no room for it)\n");
+    if (left_away && std::ssize(request.prompt) <= room)
+        std::printf("(the beginning of the conversation is left away: the model has no room for it)\n");
     return request;
 }
 
@@ -105,12 +106,13 @@ void run_chat(LoadedModel& model, const GenerateOptions& o) {
                 kMostTyped);
             continue;
         }
+        const std::vector<ChatMessage> before = messages;
         messages.push_back({"user", line});
         try {
             messages.push_back({"assistant", answer(requests, next_request(model, o, chat, messages))});
         } catch (const Error& error) {  // a message that is too long is no reason to end the conversation
             std::printf("(%s)\n", error.what());
-            messages.pop_back();
+            messages = before;  // also what was left away for it
         }
     }
     if (terminal) std::printf("\n");

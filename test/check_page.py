@@ -92,6 +92,10 @@ def check(page):
     page.becomes("messages.length === 2 && answering === null")
     expect(page.value(last_message).find("40 tokens, ") >= 0, "an answer without its note: " + page.value(last_message))
     page.becomes("$('rows').textContent === 'No requests.'")
+    # A message that is too long by itself costs nothing of the conversation.
+    page.type_message("z" * 5000)
+    page.becomes(last_message + ".includes('5017 tokens') && answering === null")
+    expect(page.value("messages.length === 2 && messages[0].content === 'Hello'"), "the conversation is gone")
     # With the first question and its answer this is more than the model has room for: they are left away.
     page.value("$('tokens').value = 3960")
     page.type_message("And?")

@@ -214,6 +214,14 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     const Outcome chat = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "said") + " | ");
     CHECK(chat.status == 0);
     CHECK(!chat.out.empty());
+    // A message that is too long by itself costs nothing of the conversation.
+    spit(folder / "long", "Hello\n" + std::string(3000, 'x') + "\nHow are you?\n");
+    std::string kept = generate("--chat --tokens 8 --temperature 0", "cat " + (folder / "long") + " | ").out;
+    CHECK(kept.find("left away") == std::string::npos);
+    const size_t refusal = kept.find("(the prompt has ");
+    REQUIRE(refusal != std::string::npos);
+    kept.erase(refusal, kept.find('\n', refusal) + 1 - refusal);
+    CHECK(kept == chat.out);
     // With a small cache a conversation loses its beginning, as with a short --max-length.
     spit(folder / "much", "message number 1 xxxxxxxxxxxxxx\r\nmessage number 2 xxxxxxxxxxxxxx\n");
     const Outcome small = generate("--chat --tokens 40 --cache-pages 8", "cat " + (folder / "much") + " | ");
