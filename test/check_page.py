@@ -100,6 +100,7 @@ def check(page):
     page.value("$('tokens').value = 3960")
     page.type_message("And?")
     page.becomes(last_message + ".length > 50 && $('running').textContent === '1' && cells.some(cell => cell[0] > 0)")
+    expect(page.value("$('clear').disabled"), "the conversation can be cleared while an answer is written to it")
     n = page.value(last_message + ".length")
     page.becomes(last_message + f".length > {n}")  # a stream
     expect(page.value("answering !== null && messages.length === 1 && messages[0].content === 'And?'"), "the oldest messages are still there")
