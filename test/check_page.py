@@ -101,6 +101,10 @@ def check(page):
     page.type_message("And?")
     page.becomes(last_message + ".length > 50 && $('running').textContent === '1' && cells.some(cell => cell[0] > 0)")
     expect(page.value("$('clear').disabled"), "the conversation can be cleared while an answer is written to it")
+    page.value("$('pages').onmousemove({offsetX: 1, offsetY: 1})")
+    expect(page.value("$('hover').textContent").startswith("page 0: "), "page 0 is not described")
+    page.value("$('pages').onmousemove({offsetX: grid.columns * grid.size, offsetY: 1})")
+    expect(page.value("$('hover').textContent") == "", "a page is described where none is drawn")
     n = page.value(last_message + ".length")
     page.becomes(last_message + f".length > {n}")  # a stream
     expect(page.value("answering !== null && messages.length === 1 && messages[0].content === 'And?'"), "the oldest messages are still there")
