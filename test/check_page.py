@@ -111,6 +111,9 @@ def check(page):
     page.value("$('send').click()")  # "Stop" now
     page.becomes(last_message + ".endsWith('stopped') && answering === null")
     page.becomes("$('running').textContent === '0' && $('rows').textContent === 'No requests.'")
+    page.value("last.tokens = 1e9")  # of a server that was stopped and started again
+    page.becomes("last.tokens < 1e9")
+    expect(page.value("history.every(speed => speed >= 0)"), "a negative speed")
 
 
 @contextlib.contextmanager
