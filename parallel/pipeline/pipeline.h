@@ -248,7 +248,7 @@ class PipelineRunner {
   private:
     struct Link;
     Link& link(int from, int to);
-    Tensor row(int index) const { return rows_.slice(index, 1).view({rows_.shape[1], rows_.shape[2]}); }
+    Tensor row(int index) const { return rows_[static_cast<size_t>(index)]; }
     void begin_use(int row, cudaStream_t stream);
     void end_use(int row, cudaStream_t stream);
     void send(const Action& action, int row);
@@ -258,7 +258,7 @@ class PipelineRunner {
 
     Comm& pp_;
     std::map<std::pair<int, int>, std::unique_ptr<Link>> links_;  // that this rank is an end of
-    Tensor rows_;                                                 // (n, rows, columns)
+    std::vector<Tensor> rows_;                                    // (rows, columns), each aligned as kernels need it
     std::vector<cudaEvent_t> used_;                               // by row: the end of its last use
     std::vector<Link*> awaited_;                                  // by row: where its message is still to be received
     const PipelineSchedule* schedule_ = nullptr;                  // what is executed

@@ -192,7 +192,8 @@ PipelineRunner::~PipelineRunner() {
 PipelineRunner::Link& PipelineRunner::link(int from, int to) { return *links_.at({from, to}); }
 
 void PipelineRunner::take_memory(int n, int64_t rows, int64_t columns, DType dtype, Arena& arena) {
-    rows_ = arena.take("borders of stages", dtype, {n, rows, columns});
+    rows_.clear();
+    for (int i = 0; i < n; ++i) rows_.push_back(arena.take("borders of stages", dtype, {rows, columns}));
     while (used_.size() < static_cast<size_t>(n)) used_.push_back(make_event());
     awaited_.assign(static_cast<size_t>(n), nullptr);
 }
