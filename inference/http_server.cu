@@ -85,7 +85,7 @@ class Listener : public httplib::Server {
             // The library tells limits of its own, which process_and_close_socket does not have.
             if (response.headers.erase("Keep-Alive") > 0)
                 response.set_header("Keep-Alive", concat("timeout=", static_cast<int64_t>(options_.client_timeout)));
-            if (response.status >= 400) {
+            if (response.status >= 400 || Connection::current()->ends()) {
                 response.headers.erase("Connection"), response.headers.erase("Keep-Alive");
                 response.set_header("Connection", "close");
                 Connection::current()->end_after_answer();
@@ -256,6 +256,9 @@ class Listener : public httplib::Server {
             connection.headers_are_read();
             request.headers.erase("Accept-Encoding");  // answers are too small to be worth compressing
             request.headers.erase("Range"), request.ranges.clear();
+            // The library reads no body of a GET, and would take it for the next request.
+            if (request.method != "POST" && (declared_bytes(request) != 0 || request.has_header("Transfer-Encoding")))
+                connection.end_after_answer();
         };
         if constexpr (requires { self.process_request(connection, false, last, headers_read); }) {
             return self.process_request(connection, false, last, headers_read);

@@ -400,6 +400,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(ask(server, "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: -5\r\n" +
                             key + "\r\n"),
             400, "-5");
+    // The body of a GET is not the next request of its connection.
+    Client two(server, "GET /health HTTP/1.1\r\nContent-Length: 26\r\n\r\nGET /v2 HTTP/1.1\r\nHost: a\r\n\r\n");
+    CHECK(two.read_all().find("HTTP/1.1 404") == std::string::npos);
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
     refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
