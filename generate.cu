@@ -188,6 +188,8 @@ void print_plan(LoadedModel& model) {
     line("cuBLASLt", static_cast<double>(device().blas_workspace_bytes));
     line("total", static_cast<double>(model.device_bytes()));
     line("on the host", static_cast<double>(model.pinned.bytes()));
+    const size_t before = model.bytes_before_quantised() + (model.draft ? model.draft->bytes_before_quantised() : 0);
+    if (before > 0) line("  and while it is read", static_cast<double>(before));
     std::printf("cache    %lld pages of %lld tokens, %s each (%s per token)\n", static_cast<long long>(e.cache.n_pages),
                 static_cast<long long>(e.cache.page_size), human_bytes(page).c_str(),
                 human_bytes(page / static_cast<double>(e.cache.page_size)).c_str());

@@ -758,6 +758,8 @@ struct LoadedWeights {
     void reserve();                        // between the two
 
     std::unique_ptr<TensorParallel> tensor_parallel;
+    // On the host, while the weights are read; asked for before.
+    size_t bytes_before_quantised() const { return unquantised_ ? unquantised_->bytes() : 0; }
 
   private:
     Arena gradients_{"gradients"}, masters_{"master weights"};  // counted, and never taken
