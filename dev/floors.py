@@ -116,7 +116,7 @@ def check(root=ROOT):
 # The picture: one box for each folder, standing where FLOORS has it, with what its headers say it is for and which
 # folders its files include.
 
-WIDTH, FLOOR_HEIGHT, MARGIN, LINE = 1000, 96, 8, 15
+WIDTH, FLOOR_HEIGHT, MARGIN, LINE = 1000, 108, 8, 15
 
 
 def purpose(folder, root=ROOT):
