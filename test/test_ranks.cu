@@ -360,7 +360,7 @@ TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks]
 TEST_CASE("a bucket that is larger than all gradients holds them all", "[program][ranks][plan]") {
     const auto total = [](const std::string& mib) {
         const std::string flags = "--plan --ranks 4 --batch 4 --sample 0 --data " + text_file() + " --bucket-mib ";
-        const std::string out = run_program("train_gpt", flags + mib).out;
+        const std::string out = printed_by("train_gpt", flags + mib);
         const size_t at = out.find("  total ");
         REQUIRE(at != std::string::npos);
         return out.substr(at, out.find('\n', at) - at);

@@ -182,8 +182,7 @@ void Pipeline::for_all_gradients(const std::function<void(const Tensor&)>& call)
 // ---------------------------------------------------------------------------------------------------------------------
 // A step
 
-void Pipeline::accumulate(int64_t first_row, float dloss, cudaStream_t stream) {
-    dloss_ = dloss;
+void Pipeline::accumulate(int64_t first_row, cudaStream_t stream) {
     training_ = true;
     for (size_t micro = 0; micro < micro_batches_.size(); ++micro)
         upload_micro_batch(t_, micro_batches_[micro], first_row + static_cast<int64_t>(micro) * t_.micro_batch, stream);
@@ -253,7 +252,7 @@ void Pipeline::backward(const Action& action, Tensor dx, cudaStream_t stream) {
         const Tensor out = last_out_.extract(action.micro).mapped();
         in_flight_.take_head(acts, out);
         head_forward(model, acts, workspace, out, stream);
-        loss_backward(model, acts, dloss_, stream);
+        loss_backward(model, acts, t_.dloss(), stream);
         head_backward(model, acts, workspace, dx, stream);
         t_.add_losses_once(acts, true, stream);
     }

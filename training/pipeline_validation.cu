@@ -142,7 +142,6 @@ void Pipeline::run_validated_steps(const BatchReader& data, int64_t first, int64
             before = runner_.messages_sent();
             runner_.advance(check_at, *this, stream);
         }
-        dloss_ = static_cast<float>(t_.scaler.scale / static_cast<double>(o.batch * o.seq));
         cudaCheck(cudaMemsetAsync(t_.totals.data, 0, t_.totals.bytes(), stream));
         runner_.advance(schedule_.ranks[static_cast<size_t>(ranks_.rank)].size(), *this, stream);
         messages_ = runner_.messages_sent() - before;

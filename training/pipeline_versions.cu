@@ -67,7 +67,6 @@ void Pipeline::run_steps(const BatchReader& data, int64_t first, int64_t n) {
     const int64_t per_step = t_.local_batch / t_.micro_batch;
     first_step_ = first;
     training_ = true;
-    dloss_ = static_cast<float>(t_.scaler.scale / static_cast<double>(o.batch * o.seq));
     for (int64_t i = 0; i < n; ++i) read_batch_to(i * t_.local_batch, t_, data, first + i);
     for (int64_t micro = 0; micro < n * per_step; ++micro)
         upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], micro * t_.micro_batch, stream);

@@ -116,12 +116,9 @@ void add_shared_gradients(Trainer& t, cudaStream_t stream) {
 void accumulate_gradients(Trainer& t, int64_t step) {
     const TrainOptions& o = t.options;
     const cudaStream_t stream = device().stream;
-    const float loss_scale = static_cast<float>(t.scaler.scale);
-    // The loss is the mean over all tokens of the step: of all micro-batches and all ranks.
-    const float dloss = static_cast<float>(loss_scale / static_cast<double>(o.batch * o.seq));
     // With --clip 0 the host updates a unit as soon as the backward has its gradients, and needs to know how.
     if (t.offload)
-        t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / loss_scale,
+        t.offload->begin_step(learning_rate(o.schedule, step), t.updates + 1, 1.0f / static_cast<float>(t.scaler.scale),
                               static_cast<uint64_t>(o.seed));
     // One rank writes all of them.
     const bool several = t.world.size > 1;
@@ -129,12 +126,12 @@ void accumulate_gradients(Trainer& t, int64_t step) {
         cudaCheck(cudaMemsetAsync(t.totals.data, 0, t.step_sums().bytes(), stream));
         launched("memset", {.writes = bytes_of(t.step_sums())});
     }
-    if (t.pipeline) t.pipeline->accumulate(t.first_row(step), dloss, stream);
+    if (t.pipeline) t.pipeline->accumulate(t.first_row(step), stream);
     else {
         for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
             upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, stream);
             forward(t.model, t.acts, t.workspace, stream);
-            loss_backward(t.model, t.acts, dloss, stream);
+            loss_backward(t.model, t.acts, t.dloss(), stream);
             t.workspace.accumulate = t.data_parallel.begin_backward(t.model, micro);
             backward(t.model, t.acts, t.workspace, stream);
             // With --head-chunks it is the backward that has computed them.
@@ -153,6 +150,10 @@ void Trainer::add_losses_once(const Activations& its, bool accumulate, cudaStrea
 }
 ClipScale Trainer::clip_scale(double clip) const {
     return {norm_result(), static_cast<float>(clip), 1.0f / static_cast<float>(scaler.scale), options.run_ahead};
+}
+float Trainer::dloss() const {
+    const auto n_tokens = static_cast<double>(options.batch * options.seq);  // of all micro-batches and all ranks
+    return static_cast<float>(static_cast<float>(scaler.scale) / n_tokens);
 }
 void Trainer::sum_over_equal_stages(cudaStream_t stream) {
     data_parallel.all_reduce(step_sums(), stream);

@@ -289,6 +289,7 @@ struct Trainer {
     // The losses of a micro-batch, to loss_sum(): of the ranks with the same tokens, one adds them.
     void add_losses_once(const Activations& acts, bool accumulate, cudaStream_t stream);
     ClipScale clip_scale(double clip) const;  // of this step's gradients, to norm_result()
+    float dloss() const;  // gradient of each token's loss: the step's is their mean, times the loss scale
     Tensor stop_count() const { return totals.slice(n_units(), 1).view({2}); }
     Tensor loss_sum() const { return totals.slice(n_units() + 1, 1).view({2}); }
     Tensor norm_result() const { return totals.slice(n_units() + 2, 1).view({2}); }
@@ -364,7 +365,7 @@ class Pipeline final : public StageWork {
     // All micro-batches of a step, whose sequences are in the host's memory: gradients, added up over the ranks that
     // have the same weights, and losses.
     // The first of them is in row first_row.
-    void accumulate(int64_t first_row, float dloss, cudaStream_t stream);
+    void accumulate(int64_t first_row, cudaStream_t stream);
     // Where a rank does not wait for the others between steps: a step with its update. With the first step of those
     // that run at once all of them are made, and the others' results are returned by the calls that ask for them.
     bool runs_ahead() const { return schedule_.asynchronous || numbers_; }
@@ -428,7 +429,6 @@ class Pipeline final : public StageWork {
     InFlight in_flight_;
     WeightGradients later_;
     std::map<int, Tensor> last_out_;  // by micro-batch: the output of the last stage, until its backward
-    float dloss_ = 0;
     bool training_ = true;
     int64_t messages_ = 0;  // that this rank sent in the last table of a training step
     // Asynchronous: the model with each version of its weights, and of the steps that run at once the totals.
