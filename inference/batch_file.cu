@@ -84,6 +84,7 @@ void read_sampling(Fields& fields, TextRequest& request) {
     fields.read("frequency_penalty", s.frequency_penalty);
     fields.read("seed", s.seed);
     fields.read("logprobs", s.logprobs);
+    fields.read("prompt_logprobs", request.scores_prompt);
     if (const Json::Value* bias = fields.find("logit_bias")) s.logit_bias = read_logit_bias(*bias);
 }
 
@@ -219,13 +220,14 @@ class BatchRun {
             const int64_t prompt_n = std::ssize(request.prompt);
             struct Answer {
                 std::string text;
-                std::vector<Sampled> tokens;
+                std::vector<Sampled> prompt, tokens;
             };
             auto answers = std::make_shared<std::map<uint64_t, Answer>>();
             request.ready = [this, id, answers, n = request.n,
                              with_logprobs = request.sampling.logprobs >= 0](const AnswerPiece& piece) {
                 Answer& answer = (*answers)[piece.sample];
                 answer.text += piece.text;
+                answer.prompt.insert(answer.prompt.end(), piece.prompt.begin(), piece.prompt.end());
                 answer.tokens.insert(answer.tokens.end(), piece.tokens.begin(), piece.tokens.end());
                 n_drawn_ += std::ssize(piece.tokens);
                 if (!piece.finish_reason || files_.done[id].contains(piece.sample)) return;
@@ -233,8 +235,10 @@ class BatchRun {
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
                 line.set("text", answer.text), line.set("ids", ids_of(answer.tokens));
-                int64_t offset = 0;
+                int64_t offset = 0, offset_in_prompt = 0;
                 if (with_logprobs) line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, offset));
+                if (!answer.prompt.empty())
+                    line.set("prompt_logprobs", logprobs_json(*model_.tokenizer, answer.prompt, offset_in_prompt));
                 line.set("finish_reason", piece.finish_reason);
                 write(line);
                 ++count_.done;

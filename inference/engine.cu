@@ -52,6 +52,10 @@ EngineOptions settled(const Model& model, const Model* draft, EngineOptions o) {
     return o;
 }
 
+bool all_finite(std::span<const Sampled> tokens) {  // the logits of which they were drawn, or by which they were scored
+    return std::ranges::all_of(tokens, [](const Sampled& sampled) { return sampled.token >= 0; });
+}
+
 int64_t answer_length(const Request& request, const Sequence& sequence) {
     return std::ssize(sequence.tokens) - std::ssize(request.prompt);
 }
@@ -96,13 +100,14 @@ std::vector<CachedRows> Engine::rows_of(std::span<const StepPart> parts) {
             its.tokens.push_back(i < n ? sequence.tokens[static_cast<size_t>(i)]
                                        : sequence.draft[static_cast<size_t>(i - n)]);
         }
-        if (part.n_logits == 0) continue;
+        if (part.n_scored > 0) draws_.push_back({part.request, part.sequence, 0, part.n_scored, true});
+        if (part.n_drawn() == 0) continue;
         // The end of a prompt is followed by the first tokens of all its answers, which are drawn from the same logits.
         const bool first = std::ssize(sequence.tokens) == std::ssize(part.request->prompt);
         its.times = first && !part.request->beams ? part.request->n : 1;
         for (int64_t k = 0; k < its.times; ++k)
             draws_.push_back(
-                {part.request, part.sequence, first ? static_cast<uint64_t>(k) : sequence.sample, part.n_logits});
+                {part.request, part.sequence, first ? static_cast<uint64_t>(k) : sequence.sample, part.n_drawn()});
     }
     return rows;
 }
@@ -122,8 +127,17 @@ std::string SpeculationCount::text() const {
 std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
     std::vector<SamplingRow> rows;
     std::deque<std::vector<int32_t>> with_draft;  // of sequences that have one: the rows behind it see its tokens
+    std::deque<SamplingOptions> of_prompts;
     for (const Draw& draw : draws_) {
         const Sequence& sequence = *draw.sequence;
+        if (draw.of_prompt) {
+            of_prompts.emplace_back();
+            of_prompts.back().temperature = 0, of_prompts.back().logprobs = draw.request->sampling.logprobs;
+            const std::span<const int32_t> next = std::span(draw.request->prompt).subspan(draw.request->scored.size() + 1);
+            for (const int32_t token : next.first(static_cast<size_t>(draw.n)))
+                rows.push_back({.options = &of_prompts.back(), .given = token});
+            continue;
+        }
         std::span<const int32_t> text = sequence.tokens;
         if (!sequence.draft.empty()) {
             std::vector<int32_t>& both = with_draft.emplace_back(sequence.tokens);
@@ -166,7 +180,7 @@ bool Engine::give(Request& request, Sequence& sequence, const Sampled& token) {
     const std::vector<int32_t>& stops = request.stop_tokens;
     const char* reason = nullptr;
     const int64_t answer_n = answer_length(request, sequence) + 1;  // with this token
-    if (token.token < 0) reason = "error";                          // logits that are not finite
+    if (token.token < 0 || (answer_n == 1 && !all_finite(request.scored))) reason = "error";
     else if (std::find(stops.begin(), stops.end(), token.token) != stops.end()) reason = "stop";
     if (reason == nullptr) {
         sequence.tokens.push_back(token.token);
@@ -186,7 +200,7 @@ void Engine::advance_beams(Request& request, std::span<const Sampled> drawn) {
     BeamSearch& search = searches_.at(&request);
     std::vector<std::vector<TokenLogprob>> top;
     for (const Sampled& row : drawn) top.push_back(row.top);
-    const bool finite = std::ranges::all_of(drawn, [](const Sampled& row) { return row.token >= 0; });
+    const bool finite = all_finite(drawn);
     if (finite) search.step(top);
     if (!finite || search.beams().empty()) {
         const std::vector<BeamAnswer> answers = finite ? search.answers() : std::vector<BeamAnswer>();
@@ -217,12 +231,16 @@ void Engine::advance_beams(Request& request, std::span<const Sampled> drawn) {
 void Engine::deliver(std::span<const Sampled> drawn) {
     // All forks first: they share the pages of the parent, whose tokens then go on differently.
     for (Draw& draw : draws_)
-        if (!draw.request->beams && draw.sample != draw.sequence->sample)
+        if (!draw.request->beams && !draw.of_prompt && draw.sample != draw.sequence->sample)
             draw.sequence = &scheduler_.fork(*draw.request, *draw.sequence), draw.sequence->sample = draw.sample;
     size_t row = 0;
     for (const Draw& draw : draws_) {
         const std::span<const Sampled> its = drawn.subspan(row, static_cast<size_t>(draw.n));
         row += its.size();
+        if (draw.of_prompt) {
+            draw.request->scored.insert(draw.request->scored.end(), its.begin(), its.end());
+            continue;
+        }
         if (draw.request->beams) {  // all its rows are neighbours, and the last of them moves all beams
             if (draw.sequence == draw.request->sequences.back().get())
                 advance_beams(*draw.request,

@@ -39,6 +39,7 @@
 #include <array>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -172,7 +173,7 @@ struct TokenLogprob {
     float logprob;
 };
 struct Sampled {
-    int32_t token = -1;             // -1: the logits are not finite, or logit_bias bans every token
+    int32_t token = -1;             // or the given one; -1: the logits are not finite, or logit_bias bans every token
     float logprob = 0;              // of the chosen token, if logprobs >= 0
     std::vector<TokenLogprob> top;  // descending; of equals the smaller id first; logprobs of them, or V
 };
@@ -183,6 +184,7 @@ struct SamplingRow {
     uint64_t sample = 0;                                // which of the samples of a request
     int64_t position = 0;                               // of the token that is drawn
     std::span<const int32_t> prompt = {}, answer = {};  // tokens seen before; read only where there are penalties
+    int32_t given = -1;                                 // the token, which is known: its log-probability is wanted
 };
 // Device memory for sampling up to max_rows rows of V logits at a time; taken like all memory (core.h: Arena). A row's
 // token is the same bits whatever the other rows are.
@@ -216,14 +218,14 @@ class JsonText;  // io/json.h
 // "13:-100,25:2.5" of a flag, {"13": -100, "25": 2.5} of JSON. Error for another form; the ranges: check_sampling.
 LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
 LogitBias read_logit_bias(const Json::Value& value);
-// OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the answer before these
-// tokens; afterwards behind them.
+// OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these
+// tokens; afterwards behind them. A token that is kUnscored begins the text, and has null in place of numbers.
 JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset);
 // The same for people: a line for each token.
 std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens);
 std::vector<int32_t> ids_of(std::span<const Sampled> tokens);
 // A token's text; nothing for an id that the tokenizer does not have: vocabularies may be rounded up.
-std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token);
+std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bool begins_text = false);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // speculation.cu: several tokens of a sequence in one step
@@ -339,6 +341,11 @@ struct Request {
     std::vector<int32_t> stop_tokens;  // the answer ends before one of these
     // Beam search: n is the number of beams, and the answers come all at once (Engine::beams_ended).
     std::optional<BeamOptions> beams;
+    // The prompt's tokens are wanted with their log-probabilities, too (sampling.logprobs of them at each place): all
+    // but the first, which has none, in order, as far as they are computed. No beams then. Pages that are found are of
+    // no use before: their rows have been computed without logits.
+    bool scores_prompt = false;
+    std::vector<Sampled> scored;
     // Made by Scheduler: add() makes one, and fork() others when the prompt is computed; drop() takes away those that
     // are finished. Before a step there are 1 to n. Who draws a token adds it to tokens: the scheduler changes cached,
     // computed_n and draft alone.
@@ -346,11 +353,13 @@ struct Request {
 };
 
 // Rows [first, first + n) of a sequence (tokens, then draft), computed in the next step. The last n_logits of them want
-// their logits: none while a prompt is not yet computed to its end, otherwise one, and one more for each draft token.
+// their logits: the first n_scored of these a prompt's, for the log-probability of its next token; then none while the
+// prompt is not yet computed to its end, otherwise one, and one more for each draft token.
 struct StepPart {
     Request* request;
     Sequence* sequence;
-    int64_t first, n, n_logits;
+    int64_t first, n, n_logits, n_scored;
+    int64_t n_drawn() const { return n_logits - n_scored; }
 };
 
 // First come, first served, at every step anew:
@@ -365,6 +374,10 @@ struct StepPart {
 // sure that all pages are enough for it alone, and nobody starves.
 //
 // The sequences of a request draw their tokens in the same steps, all or none of them (beams are compared).
+//
+// Logits are large. A step has those of max_sequences rows, and of the drafts: enough for all that draw a token. Of a
+// prompt whose log-probabilities are wanted each row needs some: a piece of it is as long as the others leave logits.
+//
 // static_batches: as before continuous batching: step 3 only when nothing runs.
 class Scheduler {
   public:
@@ -402,7 +415,7 @@ class Scheduler {
     void add_draft(Step& step, StepPart& part);
     void append(Step& step, size_t first);
     bool admit(Request& request);
-    void start(Sequence& sequence);
+    void start(const Request& request, Sequence& sequence);
     void start_sequences(Request& request);
     void forget(Request& request);
     std::deque<Request*> requests_;  // in the order in which they came; the first n_running_ of them run
@@ -478,7 +491,7 @@ struct CachedRows {
     int64_t first;
     std::vector<int32_t> tokens;
     int64_t n_logits = 0;  // the logits behind the last so many of them are wanted,
-    int64_t times = 1;     // so many times: of tokens a and b in rows a, b, a, b, ...
+    int64_t times = 1;     // those behind the last one so many times: of tokens a and b in rows a, b, b, ...
 };
 
 // step_graphs.cu: launches that are the same in every step of the same sizes are captured, and from then on launched as
@@ -661,12 +674,14 @@ class Engine {
 
   private:
     // Tokens to be drawn from neighbouring rows of logits: one, and one behind each token of the draft. Of an answer
-    // that runs, or the first token of a new one, of which `sequence` is the parent.
+    // that runs, or the first token of a new one, of which `sequence` is the parent. Or tokens of the prompt, which are
+    // given: the next ones behind request.scored.
     struct Draw {
         Request* request;
         Sequence* sequence;
         uint64_t sample;
         int64_t n;
+        bool of_prompt = false;
     };
     void propose_drafts();
     std::vector<CachedRows> rows_of(std::span<const StepPart> parts);
@@ -696,10 +711,12 @@ class Engine {
 // ---------------------------------------------------------------------------------------------------------------------
 // requests.cu: text instead of tokens: pieces of answers as they come, stop strings, several answers of a prompt
 
+constexpr float kUnscored = std::numeric_limits<float>::quiet_NaN();  // log-probability of what nothing stands before
 struct AnswerPiece {
     uint64_t sample = 0;                  // which answer of the request
     std::string text;                     // whole characters, and none that a stop string may begin with
     std::vector<Sampled> tokens;          // since the last piece; their text may come with a later one
+    std::vector<Sampled> prompt;          // in an answer's first piece, with scores_prompt; the first is kUnscored
     const char* finish_reason = nullptr;  // of the last piece: "stop", "length", or "error" (logits are not finite)
     bool is_error() const { return finish_reason != nullptr && std::string_view(finish_reason) == "error"; }
 };
@@ -709,8 +726,9 @@ constexpr const char* kNotFinite =
 
 struct TextRequest {
     std::vector<int32_t> prompt;
-    int64_t max_tokens = 16, n = 1;
+    int64_t max_tokens = 16, n = 1;  // 0 tokens: nothing but the prompt's log-probabilities
     SamplingOptions sampling;
+    bool scores_prompt = false;        // the prompt's tokens with their log-probabilities, too
     std::vector<std::string> stop;     // the answer ends before the first of these
     std::vector<int32_t> stop_tokens;  // likewise
     std::optional<BeamOptions> beams;  // the n best answers of this search, in one piece each, without `stop`

@@ -82,6 +82,7 @@ void ApiAnswer::add(const IndexedPiece& indexed) {
     Choice& choice = choices_[static_cast<size_t>(indexed.index)];
     const AnswerPiece& piece = indexed.piece;
     choice.text += piece.text;
+    choice.tokens.insert(choice.tokens.end(), piece.prompt.begin(), piece.prompt.end());
     choice.tokens.insert(choice.tokens.end(), piece.tokens.begin(), piece.tokens.end());
     if (piece.finish_reason) choice.finish_reason = piece.finish_reason;
     n_tokens_ += std::ssize(piece.tokens);
@@ -109,12 +110,14 @@ std::string ApiAnswer::event(const IndexedPiece& indexed) {
     const AnswerPiece& piece = indexed.piece;
     n_tokens_ += std::ssize(piece.tokens);
     if (piece.text.empty() && piece.tokens.empty() && !piece.finish_reason) return "";
+    std::vector<Sampled> tokens = piece.prompt;
+    tokens.insert(tokens.end(), piece.tokens.begin(), piece.tokens.end());
     JsonText one = {{"index", indexed.index}};
     if (!request_.chat) one.set("text", choice.begun ? piece.text : choice.text + piece.text);  // echo: prompt first
     else if (choice.begun) one.set("delta", {{"content", piece.text}});
     else one.set("delta", {{"role", "assistant"}, {"content", piece.text}});
     choice.begun = true;
-    one.set("logprobs", logprobs(piece.tokens, choice.n_characters));
+    one.set("logprobs", logprobs(tokens, choice.n_characters));
     one.set("finish_reason", piece.finish_reason ? JsonText(piece.finish_reason) : nullptr);
     JsonText answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
     answer.set("choices", JsonText::array({one}));

@@ -95,11 +95,14 @@ void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
 }
 
 // How many answers, how long, and where they end.
-void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest& request, bool& length_given) {
+void read_ends(Fields& fields, const ServedModel& served, const ApiRequest& api, TextRequest& request,
+               bool& length_given) {
+    const bool chat = api.chat;
     length_given = fields.read("max_tokens", request.max_tokens, "a whole number");
     if (chat) length_given |= fields.read("max_completion_tokens", request.max_tokens, "a whole number");
-    if (request.max_tokens < 1)
-        refuse("max_tokens", concat("an answer of ", request.max_tokens, " tokens: ask for at least 1"));
+    if (request.max_tokens < (request.scores_prompt ? 0 : 1))
+        refuse("max_tokens", concat("an answer of ", request.max_tokens, " tokens: ask for at least 1",
+                                    chat ? "" : ", or for 0 with \"echo\" and \"logprobs\""));
     fields.read("n", request.n, "a whole number");
     const int64_t most = served.options.engine.scheduler.max_sequences;
     if (request.n < 1 || request.n > most)
@@ -243,17 +246,15 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     bool length_given = false;
     read_sampling(fields, served.options.has_seed, request.sampling);
     read_logprobs(fields, chat, request.sampling);
-    read_ends(fields, served, chat, request, length_given);
+    if (!chat) fields.read("echo", api.echo, "true or false");
+    request.scores_prompt = api.echo && request.sampling.logprobs >= 0;
+    read_ends(fields, served, api, request, length_given);
     for (const std::string& stop : template_stop)
         if (std::find(request.stop.begin(), request.stop.end(), stop) == request.stop.end())
             request.stop.push_back(stop);
     if (chat) {
         api.requests.push_back(request);
     } else {
-        fields.read("echo", api.echo, "true or false");
-        if (api.echo && !fields.find("logprobs")) request.sampling.logprobs = -1;
-        if (api.echo && request.sampling.logprobs >= 0)
-            refuse("echo", "\"echo\" with \"logprobs\": those of a prompt are not computed");
         read_prompts(fields.find("prompt"), served, request, api);
     }
     refuse_unsupported(fields, chat, request);

@@ -97,9 +97,10 @@ StepSizes PagedModel::fill_tables(std::span<const CachedRows> rows, bool rounded
         }
         ++sizes.sequences;
         sizes.tokens += n;
-        for (int64_t time = 0; time < its.times; ++time)
-            for (int64_t row = sizes.tokens - its.n_logits; row < sizes.tokens; ++row)
-                logit_rows[sizes.logits++] = static_cast<int32_t>(row);
+        for (int64_t row = sizes.tokens - its.n_logits; row < sizes.tokens; ++row)
+            logit_rows[sizes.logits++] = static_cast<int32_t>(row);
+        for (int64_t time = 1; time < its.times; ++time)
+            logit_rows[sizes.logits++] = static_cast<int32_t>(sizes.tokens - 1);
     }
     const int64_t n = rounded ? std::min(rounded_rows(sizes.tokens), largest_.sequences) : sizes.tokens;
     while (sizes.tokens < n) repeat_last_row(sizes);

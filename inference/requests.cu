@@ -32,6 +32,7 @@ struct Requests::Answer {
     size_t n_of_prompt = 0;
     std::string held;             // decoded, and not yet handed out
     std::vector<Sampled> tokens;  // likewise
+    bool begun = false;           // a piece has been handed out
 };
 
 struct Requests::Running {
@@ -41,6 +42,15 @@ struct Requests::Running {
     int64_t n_left;  // answers that have not ended
     Answer& answer(uint64_t sample, const Tokenizer& tokenizer) {
         return answers.try_emplace(sample, tokenizer, text.prompt).first->second;
+    }
+    void hand_out(Answer& answer, AnswerPiece& piece) {
+        piece.tokens.swap(answer.tokens);
+        if (text.scores_prompt && !answer.begun) {
+            piece.prompt.push_back({.token = text.prompt[0], .logprob = kUnscored, .top = {}});
+            piece.prompt.insert(piece.prompt.end(), request.scored.begin(), request.scored.end());
+        }
+        answer.begun = true;
+        if (text.ready) text.ready(piece);
     }
 };
 
@@ -69,6 +79,7 @@ void print_text(const std::string& text) { std::fwrite(text.data(), 1, text.size
 Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine), tokenizer_(tokenizer) {
     engine_.token_ready = [this](Request& request, Sequence& sequence, const Sampled& token) {
         Running& r = running(request);
+        if (r.text.max_tokens == 0) return false;
         Answer& answer = r.answer(sequence.sample, tokenizer_);
         answer.tokens.push_back(token);
         answer.held += answer.push(token.token);
@@ -81,8 +92,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
         piece.sample = sequence.sample;
         piece.text = answer.held.substr(0, answer.held.size() - undecided(answer.held, r.text.stop));
         answer.held.erase(0, piece.text.size());
-        piece.tokens.swap(answer.tokens);
-        if (r.text.ready) r.text.ready(piece);
+        r.hand_out(answer, piece);
         return true;
     };
     engine_.answer_ended = [this](Request& request, uint64_t sample, const char* reason) {
@@ -90,12 +100,12 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
         Answer& answer = r.answer(sample, tokenizer_);
         AnswerPiece piece;
         piece.sample = sample, piece.finish_reason = reason;
+        if (r.text.max_tokens == 0 && !piece.is_error()) piece.finish_reason = "length";
         // Only the token that completes a stop string is still here: there is nothing behind. Otherwise what was held
         // back was no stop string after all.
         if (answer.tokens.empty()) answer.held += answer.finish();
         piece.text.swap(answer.held);
-        piece.tokens.swap(answer.tokens);
-        if (r.text.ready) r.text.ready(piece);
+        r.hand_out(answer, piece);
         if (--r.n_left == 0) running_.erase(request.id);
     };
     engine_.beams_ended = [this](Request& request, const std::vector<BeamAnswer>& answers) {
@@ -116,7 +126,7 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
             if (r->text.ready) r->text.ready(piece);
         }
         for (size_t i = 0; answers.empty() && i < static_cast<size_t>(r->text.n); ++i)
-            if (r->text.ready) r->text.ready({.sample = i, .text = "", .tokens = {}, .finish_reason = "error"});
+            if (r->text.ready) r->text.ready({.sample = i, .text = "", .tokens = {}, .prompt = {}, .finish_reason = "error"});
     };
 }
 
@@ -132,17 +142,20 @@ int64_t Requests::add(TextRequest text) {
     for (const int32_t token : text.prompt)
         check(token >= 0 && token < V, "the prompt has the token ", token, ", but the model knows 0 to ", V - 1);
     for (const std::string& stop : text.stop) check(!stop.empty(), "a stop string is empty");
-    check(text.max_tokens >= 1 && text.n >= 1, "an answer has at least one token, and a request at least one answer, ",
-          "not ", text.max_tokens, " and ", text.n);
+    check(text.max_tokens >= (text.scores_prompt ? 0 : 1) && text.n >= 1, "an answer has at least one token (none where ",
+          "the prompt is scored), and a request at least one answer, not ", text.max_tokens, " and ", text.n);
     check_sampling(text.sampling, V);
     const SamplingOptions& s = text.sampling;
+    check(!text.scores_prompt || s.logprobs >= 0, "a prompt is scored by log-probabilities, and there are to be none");
     check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0 && text.n <= text.beams->n_beams),
           "beam search gives at most as many answers as it has beams, and knows no stop strings, no logit_bias and no ",
           "logprobs");
     auto r = std::make_unique<Running>();
     r->request.id = ++n_requests_;
     r->request.prompt = text.prompt;
-    r->request.max_tokens = std::min(text.max_tokens, most - std::ssize(text.prompt));  // it ends with "length"
+    r->request.max_tokens =
+        std::clamp<int64_t>(text.max_tokens, 1, most - std::ssize(text.prompt));  // it ends with "length"
+    r->request.scores_prompt = text.scores_prompt;
     r->request.n = text.beams ? text.beams->n_beams : text.n;
     r->request.beams = text.beams;
     r->request.sampling = text.sampling;

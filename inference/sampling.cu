@@ -21,6 +21,7 @@ SamplingRule rule_of(const SamplingRow& row, int64_t V) {
     SamplingRule rule;
     rule.seed = options.seed, rule.sample = row.sample, rule.position = static_cast<uint64_t>(row.position);
     rule.n_top = static_cast<int32_t>(std::min(options.logprobs, V));
+    rule.given = row.given;
     rule.repetition = static_cast<float>(options.repetition_penalty);
     rule.presence = static_cast<float>(options.presence_penalty);
     rule.frequency = static_cast<float>(options.frequency_penalty);

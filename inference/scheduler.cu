@@ -56,13 +56,25 @@ int64_t pages_ahead(const PagedCache& cache, const Request& r) {
 // A step that is being put together.
 struct Scheduler::Step {
     std::vector<StepPart> parts;
-    int64_t rows_left;  // of step_tokens
-    void add(Request& r, Sequence& s, int64_t n) {
-        parts.push_back({&r, &s, s.computed_n, n, s.computed_n + n == n_tokens(s)});
-        rows_left -= n;
+    int64_t rows_left;    // of step_tokens
+    int64_t logits_left;  // rows of them
+    static StepPart part_of(Request& r, Sequence& s, int64_t n) {
+        const int64_t first = std::max(s.computed_n, std::ssize(r.scored)), end = s.computed_n + n;
+        const int64_t n_scored = r.scores_prompt ? std::max<int64_t>(0, std::min(end, prompt_n(r) - 1) - first) : 0;
+        return {&r, &s, s.computed_n, n, n_scored + (end == n_tokens(s)), n_scored};
+    }
+    // All answers to a prompt draw their first tokens from the last of its rows.
+    static int64_t logits_of(const StepPart& part) {
+        const bool first = part.n_drawn() > 0 && n_tokens(*part.sequence) == prompt_n(*part.request);
+        return part.n_logits + (first ? part.request->n - 1 : 0);
+    }
+    void add(const StepPart& part) {
+        parts.push_back(part);
+        rows_left -= part.n, logits_left -= logits_of(part);
     }
     void take_out(const Request& r) {
-        for (const StepPart& part : parts) rows_left += part.request == &r ? part.n : 0;
+        for (const StepPart& part : parts)
+            if (part.request == &r) rows_left += part.n, logits_left += logits_of(part);
         std::erase_if(parts, [&](const StepPart& part) { return part.request == &r; });
     }
 };
@@ -146,7 +158,7 @@ void Scheduler::forget(Request& r) {
 // A step
 
 std::vector<StepPart> Scheduler::next_step() {
-    Step step{{}, options_.step_tokens};
+    Step step{{}, options_.step_tokens, options_.max_sequences};
     const size_t n_ran = n_running_;
     for (size_t i = 0; i < n_running_; ++i) start_sequences(*requests_[i]);
     for (size_t i = 0; i < n_running_; ++i)
@@ -167,7 +179,7 @@ std::vector<StepPart> Scheduler::next_step() {
     // nothing else is to be computed, that is this one.
     if (step.parts.empty() && n_running_ > n_ran) return next_step();
     for (StepPart& part : step.parts)
-        if (part.n_logits > 0) add_draft(step, part);
+        if (part.n_drawn() > 0) add_draft(step, part);
     return std::move(step.parts);
 }
 
@@ -182,7 +194,8 @@ void Scheduler::add_decode(Step& step, Request& r) {
 void Scheduler::add_prompt(Step& step, Request& r) {
     const int64_t last = r.sequences.size() > 1 ? 1 : 0;
     for (const auto& s : r.sequences) {
-        const int64_t n = std::min(step.rows_left, rows_left(*s) - last);
+        int64_t n = std::min(step.rows_left, rows_left(*s) - last);
+        while (n > 0 && Step::logits_of(Step::part_of(r, *s, n)) > step.logits_left) --n;
         if (s->cached && n > 0 && !add_rows(step, r, *s, n)) return;
     }
 }
@@ -199,7 +212,7 @@ bool Scheduler::add_rows(Step& step, Request& r, Sequence& s, int64_t n) {
         step.take_out(*requests_[n_running_ - 1]);
         preempt_last();
     }
-    step.add(r, s, n);
+    step.add(Step::part_of(r, s, n));
     return true;
 }
 
@@ -226,16 +239,17 @@ bool Scheduler::admit(Request& r) {
         wanted += cache_.swap_in_pages_wanted(swapped) + r.n;
         return (n_running_ == 0 || wanted <= cache_.pages_available()) && cache_.swap_in(swapped);
     }
-    start(*r.sequences.front());
+    start(r, *r.sequences.front());
     wanted += pages_ahead(cache_, r);
     if (n_running_ == 0 || wanted <= cache_.pages_available()) return true;
     forget(r);
     return false;
 }
 
-void Scheduler::start(Sequence& s) {
+void Scheduler::start(const Request& r, Sequence& s) {
     s.cached = cache_.begin();
-    s.computed_n = cache_.share_prefix(*s.cached, s.tokens);
+    const bool scores = r.scores_prompt && std::ssize(r.scored) + 1 < prompt_n(r);
+    s.computed_n = scores ? 0 : cache_.share_prefix(*s.cached, s.tokens);
 }
 
 // After a preemption by recompute a request has a single sequence in the cache. When that has the prompt's rows again,
@@ -244,7 +258,7 @@ void Scheduler::start_sequences(Request& r) {
     check(!r.sequences.empty() && static_cast<int64_t>(r.sequences.size()) <= r.n, "request ", r.id, " has ",
           r.sequences.size(), " sequences before a step, and n is ", r.n, ": drop some, or remove it");
     const Sequence& first = *r.sequences.front();
-    if (!first.cached) start(*r.sequences.front());  // the one that was has been dropped
+    if (!first.cached) start(r, *r.sequences.front());  // the one that was has been dropped
     for (const auto& s : r.sequences) {
         if (s->cached || first.computed_n < prompt_n(r)) continue;
         s->cached = cache_.fork(*first.cached);

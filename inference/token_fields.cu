@@ -2,6 +2,7 @@
 #include "inference/inference.h"
 #include "io/json.h"
 
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
@@ -53,11 +54,12 @@ std::vector<int32_t> ids_of(std::span<const Sampled> tokens) {
     return ids;
 }
 
-std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token) {
+std::optional<std::string> text_of(const Tokenizer& tokenizer, int32_t token, bool begins_text) {
     if (!tokenizer.has(token)) return {};
     std::string text;
-    DecodeState behind_others{.n_tokens = 1, .n_stripped = 0, .stripping = false};
-    tokenizer.decode_next(token, behind_others, text);
+    DecodeState before{.n_tokens = 1, .n_stripped = 0, .stripping = false};
+    if (begins_text) before = {};
+    tokenizer.decode_next(token, before, text);
     return text;
 }
 
@@ -81,7 +83,8 @@ JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> toke
     JsonText texts = JsonText::array(), logprobs = JsonText::array(), tops = JsonText::array(),
              offsets = JsonText::array();
     for (const Sampled& sampled : tokens) {
-        const std::string text = text_of(tokenizer, sampled.token).value_or("");
+        const bool is_scored = !std::isnan(sampled.logprob);
+        const std::string text = text_of(tokenizer, sampled.token, !is_scored).value_or("");
         // Several tokens may be written alike, pieces of characters above all, and an object has a key once: that is
         // for the chosen token, or else for the most probable one. The chosen token is there in any case.
         const std::string chosen = quoted(tokenizer, sampled.token);
@@ -94,8 +97,8 @@ JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> toke
         }
         if (!keys.contains(chosen)) top.set(text, sampled.logprob);
         texts.push_back(text);
-        logprobs.push_back(sampled.logprob);
-        tops.push_back(top);
+        logprobs.push_back(is_scored ? JsonText(sampled.logprob) : nullptr);
+        tops.push_back(is_scored ? top : nullptr);
         offsets.push_back(offset);
         offset += count_characters(text);
     }

@@ -75,7 +75,9 @@ __global__ void __launch_bounds__(kDrawThreads)
         }
     }
     const uint64_t key = team_largest<kDrawThreads>(token < 0 ? 0 : token_key(best, token), scratch);
-    if (threadIdx.x == 0) results[row * result_columns] = key == 0 ? -1 : token_of(key);
+    if (threadIdx.x > 0) return;
+    const int drawn = key == 0 ? -1 : token_of(key);
+    results[row * result_columns] = its.is_valid && rule.given >= 0 ? rule.given : drawn;
 }
 
 }  // namespace

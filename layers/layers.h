@@ -497,6 +497,7 @@ struct SamplingRule {                             // of a row
     float repetition = 1, presence = 0, frequency = 0;
     int32_t first_adjustment = 0, n_adjustments = 0;  // in the table of adjustments; no token twice
     int32_t n_top = -1;  // of the most probable tokens; 0: the log-probability of the token alone; -1: none
+    int32_t given = -1;  // the token, where it is known and only its log-probability is wanted; -1: it is drawn
 };
 //   x = logit + bias;   if is_seen: x = x > 0 ? x / repetition : x * repetition;
 //   if n_times > 0: x = x - (presence + frequency * n_times)

@@ -86,24 +86,29 @@ struct SimulatedEngine {
         const std::vector<StepPart> parts = scheduler.next_step();
         if (parts.empty()) FAIL("step " << n_steps << " computes nothing, and requests wait");
         copy();
-        int64_t n = 0;
+        int64_t n = 0, logits = 0;
         for (const StepPart& part : parts) {
+            const bool first = part.sequence->tokens.size() == part.request->prompt.size();
             n += part.n;
+            logits += part.n_scored + (part.n_drawn() == 0 ? 0 : first ? part.request->n : 1);  // without drafts
             if (first_served.insert(part.request->id).second) order.push_back(part.request->id);
             compute(part);
         }
         for (const StepPart& part : parts) {
             const auto n_draw = std::ranges::count_if(
-                parts, [&](const StepPart& other) { return other.request == part.request && other.n_logits > 0; });
-            if (part.n_logits > 0 && n_draw != static_cast<int64_t>(part.request->sequences.size()))
+                parts, [&](const StepPart& other) { return other.request == part.request && other.n_drawn() > 0; });
+            if (part.n_drawn() > 0 && n_draw != static_cast<int64_t>(part.request->sequences.size()))
                 FAIL(n_draw << " of " << part.request->sequences.size() << " sequences draw a token");
         }
         if (n > scheduler.options().step_tokens) FAIL("step " << n_steps << " has " << n << " tokens");
+        if (logits > scheduler.options().max_sequences) FAIL("step " << n_steps << " has " << logits << " logits");
         ++n_steps;
         n_rows_computed += n;
         after_step(parts);
-        for (const StepPart& part : parts)
-            if (part.n_logits > 0) draw(part);
+        for (const StepPart& part : parts) {
+            score(part);
+            if (part.n_drawn() > 0) draw(part);
+        }
     }
 
   private:
@@ -127,8 +132,8 @@ struct SimulatedEngine {
         if (s.computed_n != part.first + part.n || cache.length(*s.cached) != s.computed_n) FAIL("computed_n is wrong");
         const int64_t n_tokens = static_cast<int64_t>(s.tokens.size());
         const int64_t n_draft = std::max<int64_t>(0, s.computed_n - n_tokens);
-        if (part.n_logits != (s.computed_n >= n_tokens ? 1 + n_draft : 0)) FAIL("n_logits is wrong");
-        if (part.n_logits > 0 && n_draft != static_cast<int64_t>(s.draft.size())) FAIL("a draft is left over");
+        if (part.n_drawn() != (s.computed_n >= n_tokens ? 1 + n_draft : 0)) FAIL("n_logits is wrong");
+        if (part.n_drawn() > 0 && n_draft != static_cast<int64_t>(s.draft.size())) FAIL("a draft is left over");
         if (!checks_text) return;
         uint64_t before = 0;
         const std::vector<int32_t>& pages = cache.page_table(*s.cached);
@@ -139,6 +144,15 @@ struct SimulatedEngine {
             before += row * static_cast<uint64_t>(t + 1);
         }
     }
+    // Each row of the prompt but the last has its logits once, in order, before the first token is drawn.
+    void score(const StepPart& part) {
+        Request& r = *part.request;
+        if (part.n_scored > 0 && part.first + part.n - part.n_logits != std::ssize(r.scored))
+            FAIL("row " << part.first + part.n - part.n_logits << " is scored behind " << r.scored.size());
+        r.scored.resize(r.scored.size() + static_cast<size_t>(part.n_scored));
+        if (r.scored.size() > (r.scores_prompt ? r.prompt.size() - 1 : 0)) FAIL("too many rows are scored");
+        if (part.n_drawn() > 0 && r.scores_prompt && r.scored.size() + 1 < r.prompt.size()) FAIL("rows are not scored");
+    }
     // The tokens behind the last rows: those of the draft as long as they are what the model says, and one more.
     void draw(const StepPart& part) {
         Request& r = *part.request;
@@ -147,10 +161,10 @@ struct SimulatedEngine {
                 Sequence& copy = scheduler.fork(r, *part.sequence);
                 copy.sample = static_cast<uint64_t>(sample);
                 n_rows[*copy.cached] = copy.computed_n;
-                take_tokens(r, copy, part.n_logits);
+                take_tokens(r, copy, part.n_drawn());
             }
         }
-        take_tokens(r, *part.sequence, part.n_logits);
+        take_tokens(r, *part.sequence, part.n_drawn());
     }
     void take_tokens(Request& r, Sequence& s, int64_t logits) {
         const int64_t first = s.computed_n - logits;

@@ -53,7 +53,8 @@ int64_t run_at_random(const Case& c, uint64_t seed, int64_t n_requests) {
     while (static_cast<int64_t>(engine.requests.size()) < n_requests || !engine.is_done()) {
         while (static_cast<int64_t>(engine.requests.size()) < n_requests && (engine.is_done() || random.below(3) > 0)) {
             const int64_t prompt_n = 1 + random.below(20), n = 1 + random.below(most_samples);
-            engine.add(random_prompt(random, prompt_n), 1 + random.below(n == 1 ? 60 : 20), n);
+            Request& added = engine.add(random_prompt(random, prompt_n), 1 + random.below(n == 1 ? 60 : 20), n);
+            added.scores_prompt = random.below(3) == 0;
         }
         engine.step();
         Request& request = *engine.requests[random.below(static_cast<int64_t>(engine.requests.size()))];
@@ -242,6 +243,21 @@ TEST_CASE("scheduler: a long prompt comes in pieces, and the others go on", "[sc
     };
     while (!engine.is_done()) engine.step();
     CHECK(pieces == std::vector<int64_t>{7, 7, 7, 7, 7, 4, 1});
+}
+
+TEST_CASE("scheduler: a prompt whose log-probabilities are wanted has the logits that the others leave", "[scheduler]") {
+    SimulatedEngine engine = engine_of({2, 100, 0, true, 100, 4, Batching::continuous, Preemption::swap, 0});
+    engine.add({7, 8, 9}, 3);
+    engine.step();
+    engine.add({7, 8, 9, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4}, 2).scores_prompt = true;
+    std::vector<std::array<int64_t, 3>> its;
+    engine.after_step = [&](std::span<const StepPart> parts) {
+        if (parts.back().request->scores_prompt)
+            its.push_back({parts.back().first, parts.back().n, parts.back().n_scored});
+    };
+    while (!engine.is_done()) engine.step();
+    // Nothing is taken over of the prompt before, which begins alike. Beside an answer 3 logits are left, alone 4.
+    CHECK(its == std::vector<std::array<int64_t, 3>>{{0, 3, 3}, {3, 3, 3}, {6, 4, 4}, {10, 3, 2}, {13, 1, 0}});
 }
 
 TEST_CASE("scheduler: a prompt that is being computed is shared in the same step", "[scheduler]") {
