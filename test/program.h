@@ -16,8 +16,16 @@ struct Outcome {
 };
 
 // The program `name` in the folder of the running test program.
-inline std::string program_path(const std::string& name) {
+inline std::string program_file(const std::string& name) {
     return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / name).string();
+}
+// The same as a word of a shell's command line, also inside of '': the folder may have a blank in its name.
+inline std::string program_path(const std::string& name) {
+    std::string word;
+    for (const char c : program_file(name))
+        word += (std::string_view(" \t!\"#$&()*;<>?[\\]^`{|}~").find(c) == std::string_view::npos ? "" : "\\") +
+                std::string(1, c);
+    return word;
 }
 
 // Runs a shell command line in the repository's root, with what it prints caught.

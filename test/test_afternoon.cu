@@ -14,7 +14,7 @@ struct Desk {
     std::string go = concat("cd ", folder.path, "; export OMP_NUM_THREADS=1; ");
 
     Desk() {
-        std::filesystem::create_symlink(program_path("train_gpt"), folder / "train_gpt");
+        std::filesystem::create_symlink(program_file("train_gpt"), folder / "train_gpt");
         std::filesystem::copy("test/golden/tokenizer/gpt2", folder / "tokenizer");
         spit(folder / "play.txt", made_text(400));
         std::string other;

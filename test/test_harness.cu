@@ -9,7 +9,7 @@
 namespace {
 
 // The build folder that this program lies in, which the scripts are given.
-std::string build_folder() { return std::filesystem::path(program_path("run_tests")).parent_path().string(); }
+std::string build_folder() { return std::filesystem::path(program_file("run_tests")).parent_path().string(); }
 
 Outcome run_script(const std::string& script, const std::string& variables, const std::string& build = build_folder()) {
     return run_shell(concat("env -u MAKEFLAGS OMP_NUM_THREADS=1 ", variables, " dev/", script, " ", build));

@@ -376,7 +376,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
     const TempFolder folder;
     spit(folder / "other.txt", slurp(text_file()) + "one line more\n");
     const std::string program = program_path("train_gpt"), common = kRun + " --batch 4 --out " + (folder / "run");
-    std::filesystem::copy_file(program, folder / "train_gpt");
+    std::filesystem::copy_file(program_file("train_gpt"), folder / "train_gpt");
     run_shell("printf x >> " + (folder / "train_gpt"));
     const std::string data = " --data " + text_file();
     const std::tuple<std::string, std::string, std::string> others[] = {

@@ -330,11 +330,12 @@ TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is l
 
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const TempFolder folder;
-    const std::string program = program_path("train_gpt"), run = folder / "a run";
+    const std::string program = program_path("train_gpt"), file = program_file("train_gpt"), run = folder / "a run";
+    const std::string printed = program == file ? file : "'" + file + "'";
     const Outcome threads = train("--ranks 2 --zero 1 --stop-after 2 --out '" + run + "'");
     INFO(threads.err);
     REQUIRE(threads.status == 0);
-    const std::string command = concat(program, " --out '", run, "' --resume", kUntimed, " --ranks 2 --zero 1\n");
+    const std::string command = concat(printed, " --out '", run, "' --resume", kUntimed, " --ranks 2 --zero 1\n");
     CHECK_THAT(threads.out, ContainsSubstring("Continue with:  " + command));
     if (!have_mpirun()) return;
     // The signal that mpirun passes on to its ranks, with the command that the run prints.
@@ -349,7 +350,7 @@ TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     CHECK(processes.out == "status 0\n");
     CHECK_THAT(err, ContainsSubstring("finishing step ") && ContainsSubstring(", then saving\n"));
     CHECK_THAT(out, ContainsSubstring("stopped after step ") &&
-                        ContainsSubstring(concat("Continue with:  mpirun --oversubscribe -np 2 ", program, " --out ",
+                        ContainsSubstring(concat("Continue with:  mpirun --oversubscribe -np 2 ", printed, " --out ",
                                                  folder / "b", " --resume --zero 1\n")));
     CHECK(out.find('\r') == std::string::npos);  // lines, although mpirun gives its ranks a terminal
 }
