@@ -202,7 +202,7 @@ SafetensorsView parse_safetensors(const unsigned char* data, size_t bytes, const
         const std::string key = item.name();
         const Json::Value& entry = *item;
         if (key == metadata_key) {
-            check(entry.isObject(), name, ": __metadata__ is not an object; the file is broken");
+            check(entry.isObject() || entry.isNull(), name, ": __metadata__ is not an object; the file is broken");
             for (auto meaning = entry.begin(); meaning != entry.end(); ++meaning)
                 check(read_value(*meaning, view.metadata[meaning.name()]), name, ": __metadata__ of ",
                       in_quotes(meaning.name()), " is not a string; the file is broken");

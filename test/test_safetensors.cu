@@ -53,6 +53,10 @@ const std::string reference = file_of(
 
 }  // namespace
 
+TEST_CASE("metadata that are null are none, as the reference implementation has it") {
+    CHECK(parse_error(file_of(R"({"__metadata__":null})", "")).empty());
+}
+
 TEST_CASE("what we write is what the reference implementation writes") {
     TempFolder folder;
     const std::string path = folder / "x.safetensors";
