@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <set>
 
 namespace {
 
@@ -60,9 +61,10 @@ void print_activations(const Trainer& t) {
     std::printf("activations of %lld x %lld tokens     another layer        in all\n",
                 static_cast<long long>(t.micro_batch), static_cast<long long>(t.options.rank_seq()));
     std::vector<std::pair<std::string, Recompute>> choices = {{"none", {}}, {"selective", {.selective = true}}};
-    if (root > 1) choices.push_back({std::to_string(root), {.every = root}});
-    choices.push_back({"full", {.every = 1}});
     const Recompute& r = t.options.recompute;
+    for (const int64_t every : std::set{root, r.every})
+        if (every > 1) choices.push_back({std::to_string(every), {.every = every}});
+    choices.push_back({"full", {.every = 1}});
     for (auto& [name, choice] : choices) {
         choice.head_chunks = r.head_chunks;
         const int64_t n = std::max<int64_t>(1, choice.every);

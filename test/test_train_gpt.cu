@@ -286,6 +286,16 @@ TEST_CASE("output that cannot be written is one clear line", "[program][train_gp
     CHECK(read_csv_log(run + "/log.csv").size() == 2);
 }
 
+TEST_CASE("a plan has a line for the recomputation of the run, and marks it", "[program][train_gpt][plan]") {
+    for (const std::string choice : {"none", "selective", "2", "3", "4", "full"}) {
+        const std::string plan = printed_by("train_gpt", "--plan --recompute " + choice);
+        const size_t line = plan.find("\n  --recompute " + choice + " ");
+        INFO(choice << plan);
+        REQUIRE(line != std::string::npos);
+        CHECK_THAT(plan.substr(line, plan.find('\n', line + 1) - line), ContainsSubstring("this run"));
+    }
+}
+
 TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";
