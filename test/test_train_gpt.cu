@@ -296,6 +296,22 @@ TEST_CASE("a plan has a line for the recomputation of the run, and marks it", "[
     }
 }
 
+TEST_CASE("wrong variables of the environment are one clear line", "[program][train_gpt]") {
+    const TempFolder folder;
+    for (const auto& [variable, words] :
+         {std::pair<std::string, std::string>{"OMPI_COMM_WORLD_SIZE=abc", "has started \"abc\" processes"},
+          {"OMPI_COMM_WORLD_SIZE=", "has started \"\" processes"},
+          {"PMI_SIZE=-1", "has started \"-1\" processes"}})
+        for (const std::string name : {"train_gpt", "generate"}) {
+            const Outcome outcome = run_program(name, "--plan", variable);
+            INFO(variable << " " << name << ": " << outcome.err);
+            CHECK(outcome.status == 2);
+            CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), words));
+        }
+    // A rank alone, which nobody counted, is no mpirun.
+    CHECK_THAT(run_program("train_gpt", "--plan", "OMPI_COMM_WORLD_RANK=1").out, ContainsSubstring("--recompute"));
+}
+
 TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";

@@ -140,6 +140,10 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
         mpi_abort();
     };
     try {
+        check(state->size == rank_count(options), "the environment says that mpirun has started ", rank_count(options),
+              " processes, and MPI finds ", state->size,
+              ": unset OMPI_COMM_WORLD_SIZE and PMI_SIZE, or start the program with the mpirun of the MPI that it was "
+              "built with");
         share_cores(ranks_here(*state));
         open_device(mpi_local_rank() % device_count());
         state->sharers = sharers_of_a_device(ranks_here(*state));
@@ -264,11 +268,15 @@ bool started_by_mpirun() { return launcher_value("OMPI_COMM_WORLD_SIZE", "PMI_SI
 
 int rank_count(const RankOptions& options) {
     const char* size = launcher_value("OMPI_COMM_WORLD_SIZE", "PMI_SIZE");
-    return size ? std::atoi(size) : std::max(1, options.ranks);
+    if (!size) return std::max(1, options.ranks);
+    const int n = std::atoi(size);
+    check(n >= 1, "the environment says that mpirun has started \"", size,
+          "\" processes: unset OMPI_COMM_WORLD_SIZE and PMI_SIZE, or start the program with mpirun");
+    return n;
 }
 
 bool is_first_process() {
-    const char* rank = launcher_value("OMPI_COMM_WORLD_RANK", "PMI_RANK");
+    const char* rank = started_by_mpirun() ? launcher_value("OMPI_COMM_WORLD_RANK", "PMI_RANK") : nullptr;
     return !rank || std::atoi(rank) == 0;
 }
 
