@@ -21,7 +21,8 @@ int os_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
 namespace {
 
-constexpr const char* kSpins = "3000";                         // about 30 us
+constexpr int kMostThreads = 4096;      // GNU OpenMP notes all of them on the stack of the thread that starts them
+constexpr const char* kSpins = "3000";  // about 30 us
 constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between the two starts
 
 // GNU OpenMP reads its environment when the library is loaded, before any code of this program runs. So the program
@@ -31,6 +32,11 @@ constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between th
 // to the first of them already, and the second start, which keeps that, would find no other. The priority 101 puts this
 // before the constructors of other files, which may have changed the environment already.
 [[gnu::constructor(101)]] void bound_spinning(int, char** arguments, char**) {
+    if (omp_get_max_threads() > kMostThreads) {
+        std::fprintf(stderr, "OMP_NUM_THREADS asks for %d threads: at most %d can be had\n", omp_get_max_threads(),
+                     kMostThreads);
+        std::_Exit(2);
+    }
     const auto is_set = [](const char* name) { return std::getenv(name) != nullptr; };
     if (is_set(kSecondStart)) {
         unsetenv(kSecondStart);

@@ -301,6 +301,9 @@ TEST_CASE("wrong variables of the environment are one clear line", "[program][tr
     for (const auto& [variable, words] :
          {std::pair<std::string, std::string>{"OMPI_COMM_WORLD_SIZE=abc", "has started \"abc\" processes"},
           {"OMPI_COMM_WORLD_SIZE=", "has started \"\" processes"},
+#ifdef CUDA_ON_CPU
+          {"OMP_NUM_THREADS=100000", "OMP_NUM_THREADS asks for 100000 threads"},
+#endif
           {"PMI_SIZE=-1", "has started \"-1\" processes"}})
         for (const std::string name : {"train_gpt", "generate"}) {
             const Outcome outcome = run_program(name, "--plan", variable);
