@@ -242,6 +242,7 @@ int generate(GenerateOptions options, Comm* ranks) {
 
 int main(int argc, char** argv) {
     keep_standard_numbers();
+    end_with_reason();
     try {
         const GenerateOptions options = parse_generate_options(argc, argv);
         RankOptions ranks;

@@ -211,6 +211,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
 
 int main(int argc, char** argv) {
     keep_standard_numbers();
+    end_with_reason();
     std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
     TrainOptions options;
     std::string fault;
@@ -234,7 +235,7 @@ int main(int argc, char** argv) {
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {
         end_progress_line();
-        std::fprintf(stderr, "train_gpt: %s\n", error.what());
+        std::fprintf(stderr, "train_gpt: %s\n", reason_of(error));
         return 2;
     }
 }

@@ -18,6 +18,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -256,7 +258,11 @@ void Block::add_stacks() {
     constexpr size_t bytes = kStacksPerSlab * kStackBytes;
     char* slab = static_cast<char*>(
         mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (slab == MAP_FAILED) report("no memory for the stacks of a block's threads");
+    if (slab == MAP_FAILED) {
+        std::fflush(stdout);
+        std::fprintf(stderr, "CUDA on the CPU: no memory for the stacks of a block's threads\n");
+        std::_Exit(2);
+    }
     slabs_.push_back(slab);
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;

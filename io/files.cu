@@ -15,8 +15,11 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <filesystem>
+#include <new>
 
 #include "io/io.h"
 
@@ -210,6 +213,24 @@ void keep_standard_numbers() {
     for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // open() takes the lowest number that is free
         if (fcntl(fd, F_GETFD) < 0)
             open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);  // as useless as before
+}
+
+const char* reason_of(const std::exception& error) {
+    return dynamic_cast<const std::bad_alloc*>(&error) ? "the host has too little memory" : error.what();
+}
+
+void end_with_reason() {
+    std::set_terminate([] {
+        try {
+            if (const std::exception_ptr error = std::current_exception()) std::rethrow_exception(error);
+        } catch (const std::exception& error) {
+            std::fflush(stdout);
+            std::fprintf(stderr, "%s\n", reason_of(error));
+            std::_Exit(2);
+        } catch (...) {  // is none of ours
+        }
+        std::abort();
+    });
 }
 
 void check_output() {

@@ -65,6 +65,11 @@ void sync_folder(const std::string& path);
 // Before a program opens any file: where standard input, output or error is closed, its number is taken, so that no
 // file gets it, into which messages would be written.
 void keep_standard_numbers();
+// What went wrong, for people: what() of all but std::bad_alloc, whose own word is no sentence.
+const char* reason_of(const std::exception& error);
+// From here on an exception that nobody can catch, as one that leaves a loop of OpenMP, ends the program as those do
+// that main catches: its reason on stderr, and status 2.
+void end_with_reason();
 // Error if something that was printed could not be written: for programs whose result that is.
 void check_output();
 

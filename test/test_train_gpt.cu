@@ -315,6 +315,20 @@ TEST_CASE("wrong variables of the environment are one clear line", "[program][tr
     CHECK_THAT(run_program("train_gpt", "--plan", "OMPI_COMM_WORLD_RANK=1").out, ContainsSubstring("--recompute"));
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("where the host's memory ends is one clear line, whoever asked for it", "[program][train_gpt]") {
+    for (int mib = 60; mib < 300; mib += 10) {
+        const TempFolder folder;
+        const Outcome outcome = run_program("train_gpt", "--steps 1 --sample 0 --val-every 0 --out " + (folder / "run"),
+                                            concat("ulimit -c 0 -v ", mib << 10, "; OMP_NUM_THREADS=2 exec"));
+        INFO(mib << " MiB: " << outcome.err);
+        if (outcome.status == 0) break;
+        CHECK(outcome.status == 2);
+        CHECK(one_line_with(outcome.err.substr(0, outcome.err.size() - 1), "memory"));
+    }
+}
+#endif
+
 TEST_CASE("a full disk loses nothing that was saved", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";

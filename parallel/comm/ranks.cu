@@ -1,4 +1,5 @@
 // ranks.cu: starts the ranks, gives each its device and its transport, and ends the job when one of them fails.
+#include "io/io.h"
 #include "parallel/comm/transport.h"
 
 #include <omp.h>
@@ -150,7 +151,7 @@ void run_as_process(const RankOptions& options, const std::function<void(Comm&)>
         run_rank(options, state, control, true, f);
         control.reset();
     } catch (const std::exception& error) {
-        state->job->fail(state->rank, error.what());
+        state->job->fail(state->rank, reason_of(error));
     }
     mpi_finish();
 }
@@ -193,7 +194,7 @@ void run_thread(const ThreadJob& all, int rank, const std::function<void(Comm&)>
         run_rank(all.options, state, make_thread_transport(all.world, state), false, f);
     } catch (const Stopped&) {  // because of another rank, or noted already
     } catch (const std::exception& error) {
-        all.job->fail(rank, error.what());
+        all.job->fail(rank, reason_of(error));
     }
     if (own_thread) close_device();
 }
