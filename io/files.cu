@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -230,6 +231,10 @@ void end_with_reason() {
         } catch (...) {  // is none of ours
         }
         std::abort();
+    });
+    std::signal(SIGBUS, [](int) {
+        constexpr std::string_view text = "a file that was being read has been shortened by another program\n";
+        ::_exit(::write(STDERR_FILENO, text.data(), text.size()) < 0 ? 1 : 2);
     });
 }
 

@@ -68,7 +68,8 @@ void keep_standard_numbers();
 // What went wrong, for people: what() of all but std::bad_alloc, whose own word is no sentence.
 const char* reason_of(const std::exception& error);
 // From here on an exception that nobody can catch, as one that leaves a loop of OpenMP, ends the program as those do
-// that main catches: its reason on stderr, and status 2.
+// that main catches: its reason on stderr, and status 2. So does SIGBUS, by which the system answers a read of a mapped
+// file beyond its end: somebody has shortened it.
 void end_with_reason();
 // Error if something that was printed could not be written: for programs whose result that is.
 void check_output();

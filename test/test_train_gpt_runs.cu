@@ -328,6 +328,21 @@ TEST_CASE("Ctrl-C ends with the step that it names, also where the next one is l
     check_same_end(run, other);
 }
 
+TEST_CASE("a token shard that is shortened while a run reads it is one clear line", "[program][train_gpt]") {
+    const TempFolder folder;
+    const int32_t header[256] = {20240520, 1, 1 << 20};
+    std::string shard(sizeof header + (2 << 20), '\0');
+    std::memcpy(shard.data(), header, sizeof header);
+    spit(folder / "tokens.bin", shard);
+    const Outcome outcome = with_background(
+        folder,
+        concat("exec ", program_path("train_gpt"), kUntimed, " --data ", folder / "tokens.bin", kSmall,
+               "--steps 1000000 --val-every 0 --out ", folder / "run"),
+        concat("await 'step  *2/' out; truncate -s 4096 ", folder / "tokens.bin", "; wait $pid; echo status $?"));
+    CHECK(outcome.out == "status 2\n");
+    CHECK(slurp(folder / "err") == "a file that was being read has been shortened by another program\n");
+}
+
 TEST_CASE("the command that continues a run is whole", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string program = program_path("train_gpt"), file = program_file("train_gpt"), run = folder / "a run";
