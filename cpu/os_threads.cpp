@@ -11,6 +11,7 @@
 #include "device.h"
 
 #include <omp.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <climits>
@@ -21,8 +22,9 @@ int os_threads() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
 namespace {
 
-constexpr int kMostThreads = 4096;      // GNU OpenMP notes all of them on the stack of the thread that starts them
-constexpr const char* kSpins = "3000";  // about 30 us
+constexpr int kMostThreads = 4096;  // GNU OpenMP notes all of them on the stack of the thread that starts them
+constexpr size_t kLeastStackBytes = 512 << 10;  // twice a fiber's: a block's first threads run on the OS thread's stack
+constexpr const char* kSpins = "3000";          // about 30 us
 constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between the two starts
 
 // GNU OpenMP reads its environment when the library is loaded, before any code of this program runs. So the program
@@ -35,6 +37,12 @@ constexpr const char* kSecondStart = "CUDA_CPU_SECOND_START";  // set between th
     if (omp_get_max_threads() > kMostThreads) {
         std::fprintf(stderr, "OMP_NUM_THREADS asks for %d threads: at most %d can be had\n", omp_get_max_threads(),
                      kMostThreads);
+        std::_Exit(2);
+    }
+    struct rlimit stack;
+    if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur < kLeastStackBytes) {
+        std::fprintf(stderr, "a stack of %zu KiB is too small: allow 8192 (ulimit -s 8192)\n",
+                     static_cast<size_t>(stack.rlim_cur >> 10));
         std::_Exit(2);
     }
     const auto is_set = [](const char* name) { return std::getenv(name) != nullptr; };
