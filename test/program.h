@@ -19,14 +19,15 @@ struct Outcome {
 inline std::string program_file(const std::string& name) {
     return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / name).string();
 }
-// The same as a word of a shell's command line, also inside of '': the folder may have a blank in its name.
-inline std::string program_path(const std::string& name) {
+// A path as a word of a shell's command line, also inside of '': folders may have blanks in their names.
+inline std::string shell_word(const std::string& path) {
     std::string word;
-    for (const char c : program_file(name))
+    for (const char c : path)
         word += (std::string_view(" \t!\"#$&()*;<>?[\\]^`{|}~").find(c) == std::string_view::npos ? "" : "\\") +
                 std::string(1, c);
     return word;
 }
+inline std::string program_path(const std::string& name) { return shell_word(program_file(name)); }
 
 // Runs a shell command line in the repository's root, with what it prints caught.
 inline Outcome run_shell(const std::string& command) {

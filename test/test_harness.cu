@@ -12,7 +12,7 @@ namespace {
 std::string build_folder() { return std::filesystem::path(program_file("run_tests")).parent_path().string(); }
 
 Outcome run_script(const std::string& script, const std::string& variables, const std::string& build = build_folder()) {
-    return run_shell(concat("env -u MAKEFLAGS OMP_NUM_THREADS=1 ", variables, " dev/", script, " ", build));
+    return run_shell(concat("env -u MAKEFLAGS OMP_NUM_THREADS=1 ", variables, " dev/", script, " ", shell_word(build)));
 }
 
 size_t count(const std::string& text, const std::string& what) {
