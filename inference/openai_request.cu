@@ -95,14 +95,14 @@ void read_logprobs(Fields& fields, bool chat, SamplingOptions& s) {
 }
 
 // How many answers, how long, and where they end.
-void read_ends(Fields& fields, const ServedModel& served, const ApiRequest& api, TextRequest& request,
-               bool& length_given) {
-    const bool chat = api.chat;
-    length_given = fields.read("max_tokens", request.max_tokens, "a whole number");
-    if (chat) length_given |= fields.read("max_completion_tokens", request.max_tokens, "a whole number");
+// length: the field that says how long, or "".
+void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest& request, std::string& length) {
+    if (fields.read("max_tokens", request.max_tokens, "a whole number")) length = "max_tokens";
+    if (chat && fields.read("max_completion_tokens", request.max_tokens, "a whole number"))
+        length = "max_completion_tokens";
     if (request.max_tokens < (request.scores_prompt ? 0 : 1))
-        refuse("max_tokens", concat("an answer of ", request.max_tokens, " tokens: ask for at least 1",
-                                    chat ? "" : ", or for 0 with \"echo\" and \"logprobs\""));
+        refuse(length, concat("an answer of ", request.max_tokens, " tokens: ask for at least 1",
+                              chat ? "" : ", or for 0 with \"echo\" and \"logprobs\""));
     fields.read("n", request.n, "a whole number");
     const int64_t most = served.options.engine.scheduler.max_sequences;
     if (request.n < 1 || request.n > most)
@@ -122,7 +122,7 @@ void read_ends(Fields& fields, const ServedModel& served, const ApiRequest& api,
         stops.insert(stops.end(), served.model.stop_tokens.begin(), served.model.stop_tokens.end());
 }
 
-void check_length(const ServedModel& served, TextRequest& request, bool length_given, const char* field) {
+void check_length(const ServedModel& served, TextRequest& request, const std::string& length, const char* field) {
     const int64_t longest = served.model.engine->options().scheduler.max_length, prompt_n = std::ssize(request.prompt);
     const int64_t room = longest - prompt_n;
     if (prompt_n == 0) refuse(field, concat("\"", field, "\" has no token: give at least one"));
@@ -131,8 +131,8 @@ void check_length(const ServedModel& served, TextRequest& request, bool length_g
                concat("the prompt has ", prompt_n, " tokens, and the model has room for ", longest,
                       ", of prompt and answer"),
                "context_length_exceeded");
-    if (length_given && request.max_tokens > room)
-        refuse("max_tokens",
+    if (!length.empty() && request.max_tokens > room)
+        refuse(length,
                concat("the prompt has ", prompt_n, " tokens, and the answer is to have ", request.max_tokens,
                       ": the model has room for ", longest),
                "context_length_exceeded");
@@ -243,12 +243,12 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
                                : text_request(served.options, served.model);
     const std::vector<std::string> template_stop(request.stop.begin() + std::ssize(served.options.stop),
                                                  request.stop.end());
-    bool length_given = false;
+    std::string length;
     read_sampling(fields, served.options.has_seed, request.sampling);
     read_logprobs(fields, chat, request.sampling);
     if (!chat) fields.read("echo", api.echo, "true or false");
     request.scores_prompt = api.echo && request.sampling.logprobs >= 0;
-    read_ends(fields, served, api, request, length_given);
+    read_ends(fields, served, chat, request, length);
     for (const std::string& stop : template_stop)
         if (std::find(request.stop.begin(), request.stop.end(), stop) == request.stop.end())
             request.stop.push_back(stop);
@@ -260,9 +260,10 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     refuse_unsupported(fields, chat, request);
     try {
         check_sampling(request.sampling, served.model.config.V);
-    } catch (const Error& error) {
-        throw HttpError(400, error.what());
+    } catch (const Error& error) {  // it begins with the name of the field
+        const std::string message = error.what();
+        refuse(message.substr(0, message.find(' ')), message);
     }
-    for (TextRequest& one : api.requests) check_length(served, one, length_given, chat ? "messages" : "prompt");
+    for (TextRequest& one : api.requests) check_length(served, one, length, chat ? "messages" : "prompt");
     return api;
 }

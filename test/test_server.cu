@@ -345,7 +345,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": [1, 1000]})"), 400, "the token 1000", "prompt");
     refused(post(R"({"prompt": "a", "temperature": "hot"})"), 400, "\"temperature\" is \"hot\": expected a number",
             "temperature");
-    refused(post(R"({"prompt": "a", "temperature": -1})"), 400, "temperature");
+    refused(post(R"({"prompt": "a", "temperature": -1})"), 400, "temperature is -1", "temperature");
+    refused(post(R"({"prompt": "a", "top_k": -1})"), 400, "top_k is -1", "top_k");
     refused(post(R"({"prompt": "a", "max_tokens": 1.5})"), 400, "expected a whole number", "max_tokens");
     refused(post(R"({"prompt": "a", "max_tokens": 0})"), 400, "at least 1", "max_tokens");
     refused(post(R"({"prompt": "a", "n": 100})"), 400, "1 to 64", "n");
@@ -355,8 +356,8 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
     refused(post(R"({"prompt": "a", "logit_bias": {"x": 1}})"), 400, "logit_bias", "logit_bias");
-    refused(post(R"({"prompt": "a", "logit_bias": {"256": 1}})"), 400, "the model's tokens are 0 to 255");
-    refused(post(R"({"prompt": "a", "logprobs": 21})"), 400, "it must be from 0 to 20");
+    refused(post(R"({"prompt": "a", "logit_bias": {"256": 1}})"), 400, "the model's tokens are 0 to 255", "logit_bias");
+    refused(post(R"({"prompt": "a", "logprobs": 21})"), 400, "it must be from 0 to 20", "logprobs");
     refused(post(R"({"prompt": "a", "stream_options": {}})"), 400, "needs", "stream_options");
     refused(post(R"({"prompt": "a", "max_tokens": 4000})"), 400, "room for 4000", "max_tokens");
     refused(post(R"({"prompt": ")" + std::string(1900, 'a') + R"(", "max_tokens": 2500})"), 400, "1900 tokens",
@@ -370,6 +371,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
             400, "it must be from 0 to 20", "top_logprobs");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "logprobs": true, "top_logprobs": 21})", "", talk),
             400, "it must be from 0 to 20", "top_logprobs");
+    for (const char* const most : {"0", "4000"})
+        refused(post(concat(R"({"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": )", most, "}"),
+                     "", talk),
+                400, "tokens", "max_completion_tokens");
     refused(post(R"({"messages": [{"role": "user", "content": "a"}], "tools": [{}]})", "", talk), 400, "tools",
             "tools");
 
