@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <ctime>
 #include <random>
+#include <utility>
 
 namespace {
 
@@ -113,9 +114,12 @@ std::string ApiAnswer::event(const IndexedPiece& indexed) {
     std::vector<Sampled> tokens = piece.prompt;
     tokens.insert(tokens.end(), piece.tokens.begin(), piece.tokens.end());
     JsonText one = {{"index", indexed.index}};
-    if (!request_.chat) one.set("text", choice.begun ? piece.text : choice.text + piece.text);  // echo: prompt first
-    else if (choice.begun) one.set("delta", {{"content", piece.text}});
-    else one.set("delta", {{"role", "assistant"}, {"content", piece.text}});
+    // echo: before the answer's first text the prompt, which may end inside of a character that this text completes.
+    std::string text = piece.text;
+    if (!text.empty() || piece.finish_reason) text.insert(0, std::exchange(choice.text, ""));
+    if (!request_.chat) one.set("text", text);
+    else if (choice.begun) one.set("delta", {{"content", text}});
+    else one.set("delta", {{"role", "assistant"}, {"content", text}});
     choice.begun = true;
     one.set("logprobs", logprobs(tokens, choice.n_characters));
     one.set("finish_reason", piece.finish_reason ? JsonText(piece.finish_reason) : nullptr);

@@ -238,6 +238,17 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(choices[3]["text"] == "Line 7" + text);  // the first of n is what n = 1 gives
         CHECK(choices[4]["text"] != choices[3]["text"]);
     }
+    SECTION("a prompt that ends inside of a character, which the answer completes, as a stream") {
+        json half = value({{"prompt", std::vector<int>{'a', 0xe0}}, {"logit_bias", {{"160", 100}}}, {"echo", true}});
+        for (const int n : {1, 2, 3}) {
+            half["max_tokens"] = n, half["stream"] = true;
+            std::string pieces;
+            for (const json& event : events(complete(server, half))) pieces += event["choices"][0]["text"].asString();
+            if (n > 1) CHECK(pieces == "a\u0820" + std::string(n == 2 ? "" : "\ufffd"));
+            half["stream"] = false;
+            CHECK(complete(server, half).object()["choices"][0]["text"] == pieces);
+        }
+    }
     SECTION("log-probabilities in both forms") {
         json with = request;
         with["logprobs"] = 3;
