@@ -195,7 +195,11 @@ void read_prompts(const Json::Value* prompt, const ServedModel& served, const Te
                 refuse("prompt", concat("\"prompt\" has the token ", token, ": the model knows 0 to ", V - 1));
         api.requests.push_back(like);
         api.requests.back().prompt = lists[i];
-        if (api.echo) api.prompts.push_back(texts.empty() ? served.model.tokenizer->decode(lists[i]) : texts[i]);
+        if (!api.echo) continue;
+        // A vocabulary may be rounded up: a token that the tokenizer does not have adds no text.
+        const Tokenizer& tokenizer = *served.model.tokenizer;
+        std::erase_if(lists[i], [&](int32_t token) { return !tokenizer.has(token); });
+        api.prompts.push_back(texts.empty() ? tokenizer.decode(lists[i]) : texts[i]);
     }
 }
 

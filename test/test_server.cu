@@ -312,6 +312,7 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     const TempFolder folder;
     json tokenizer = parsed_json(byte_tokenizer_json());  // the end of a message takes the place of a byte
     tokenizer["model"]["vocab"].removeMember("\u00ff");
+    tokenizer["model"]["vocab"].removeMember("\u00fe");  // and the model has a token more than the tokenizer
     tokenizer["added_tokens"].append(value({{"id", 255}, {"content", "<|im_end|>"}, {"special", true}}));
     spit(folder / "tokenizer.json", dumped(tokenizer));
     const Server server("--template chatml --stop x --tokenizer " + (folder / "tokenizer.json"));
@@ -329,6 +330,9 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
     CHECK(written("255", "stop", value(std::vector{"y"})) == ", stop");
     CHECK(written("120", "stop", json()) == ", stop");  // "x", as the flags say
     CHECK(written("120", "stop", value(std::vector{"y"})) == "xxx, length");
+    json echo = value({{"prompt", std::vector<int>{'a', 254, 'b'}}, {"logit_bias", {{"254", 100}}}, {"echo", true}});
+    echo["max_tokens"] = 1;
+    CHECK(complete(server, echo).object()["choices"][0]["text"] == "ab");
 }
 
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
