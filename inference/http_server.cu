@@ -73,7 +73,7 @@ class Listener : public httplib::Server {
         }
         // Before the body is read.
         set_pre_routing_handler([this](const httplib::Request& request, httplib::Response& response) {
-            if (has_route(request, response)) return HandlerResponse::Unhandled;
+            if (has_clear_length(request, response) && has_route(request, response)) return HandlerResponse::Unhandled;
             return HandlerResponse::Handled;
         });
         // Errors that the library finds.
@@ -132,6 +132,21 @@ class Listener : public httplib::Server {
         if (error.status == 429) response.set_header("Retry-After", "1");
     }
 
+    // Where two readers of a connection, as a proxy and this server, could find different lengths of a body, they would
+    // find different requests behind it (RFC 9112, section 6.3). False: the response tells what is wrong.
+    static bool has_clear_length(const httplib::Request& request, httplib::Response& response) {
+        const std::string length = request.get_header_value("Content-Length"),
+                          coding = request.get_header_value("Transfer-Encoding");
+        std::string wrong;
+        if (request.get_header_value_count("Content-Length") + request.get_header_value_count("Transfer-Encoding") > 1)
+            wrong = "the length of the body is given twice: give one Content-Length, or \"Transfer-Encoding: chunked\"";
+        else if (length.find_first_not_of("0123456789") != std::string::npos)  // the library reads -5 as 2^64 - 5
+            wrong = "\"Content-Length: " + length + "\" is no number of bytes";
+        else if (!coding.empty() && ::strcasecmp(coding.c_str(), "chunked") != 0)
+            wrong = "\"Transfer-Encoding: " + coding + "\": the server knows only \"chunked\"";
+        if (!wrong.empty()) write_error(response, {400, wrong});
+        return wrong.empty();
+    }
     // Otherwise the response tells why not.
     bool has_route(const httplib::Request& request, httplib::Response& response) const {
         std::string methods;
@@ -207,9 +222,6 @@ class Listener : public httplib::Server {
             throw HttpError(415, concat("the body is compressed by ", encoding, ": send it as it is, or by gzip"));
         if (!request.has_header("Content-Length") && !request.has_header("Transfer-Encoding"))
             throw HttpError(411, "the request has no Content-Length");
-        const std::string length = request.get_header_value("Content-Length");  // the library reads -5 as 2^64 - 5
-        if (length.find_first_not_of("0123456789") != std::string::npos)
-            throw HttpError(400, "\"Content-Length: " + length + "\" is no number of bytes");
         if (declared_bytes(request) > options_.max_body) throw too_large();
         std::string body;
         bool fits = true;

@@ -421,8 +421,19 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                             key + "\r\n"),
             400, "-5");
     // The body of a GET is not the next request of its connection.
-    Client two(server, "GET /health HTTP/1.1\r\nContent-Length: 26\r\n\r\nGET /v2 HTTP/1.1\r\nHost: a\r\n\r\n");
+    const std::string second = "\r\n\r\nGET /v2 HTTP/1.1\r\nHost: a\r\n\r\n";
+    Client two(server, "GET /health HTTP/1.1\r\nContent-Length: 26" + second);
     CHECK(two.read_all().find("HTTP/1.1 404") == std::string::npos);
+    const std::string chunked = "Transfer-Encoding: chunked\r\n";
+    for (const auto& [lengths, words] :
+         std::map<std::string, std::string>{{"Content-Length: 0\r\nContent-Length: 26", "given twice"},
+                                            {"Content-Length: 0, 26", "no number of bytes"},
+                                            {chunked + "Content-Length: 26", "given twice"},
+                                            {chunked + "Transfer-Encoding: gzip", "given twice"},
+                                            {"Transfer-Encoding: gzip", "only \"chunked\""}}) {
+        for (const char* const request : {"GET /health", "POST /v1/completions"})
+            refused(ask(server, concat(request, " HTTP/1.1\r\n", lengths, second)), 400, words);
+    }
     refused(ask(server, "GET /health HTTP/1.1\r\nX: " + std::string(100000, 'x') + "\r\n\r\n"), 431, "headers");
     refused(ask(server, std::string(100000, 'x')), 431, "headers");  // no end of the first line
     refused(ask(server, "hello\r\n\r\n"), 400, "no HTTP request");
