@@ -114,6 +114,10 @@ def check(page):
     page.value("last.tokens = 1e9")  # of a server that was stopped and started again
     page.becomes("last.tokens < 1e9")
     expect(page.value("history.every(speed => speed >= 0)"), "a negative speed")
+    for key, sent in ("Aa~!", "Bearer Aa~!"), ("ключ", None):
+        page.value(f"$('key').value = '{key}'")
+        expect(page.value("new Headers(headers()).get('Authorization')") == sent, f"the key {key} is sent otherwise")
+    page.value("$('key').value = ''")
     page.call("Emulation.setDeviceMetricsOverride", width=420, height=800, deviceScaleFactor=1, mobile=False)
     expect(page.value("document.documentElement.scrollWidth <= innerWidth"), "a narrow window does not show all of the page's width")
     page.call("Emulation.clearDeviceMetricsOverride")
