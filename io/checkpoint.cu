@@ -33,6 +33,15 @@ void remove_folder(const std::string& folder) {
     check(!error, "cannot remove ", folder, ": ", error.message());
 }
 
+// Who reads a checkpoint meanwhile finds all of it or nothing, since it has another name before its files go.
+std::error_code remove_checkpoint(const std::string& folder) {
+    std::error_code error, ignored;
+    fs::rename(folder, folder + ".tmp", error);
+    if (!error) fs::remove_all(folder + ".tmp", error);
+    if (error) fs::rename(folder + ".tmp", folder, ignored);
+    return error;
+}
+
 }  // namespace
 
 CheckpointWriter::CheckpointWriter(const std::string& run_folder, int64_t step)
@@ -66,7 +75,7 @@ std::string CheckpointWriter::commit(int keep, int64_t best) {
         if (folder == parent_ + "/" + step_name(best)) continue;
         if (!later) ++n_older;
         if (!later && (keep == 0 || n_older <= keep)) continue;
-        fs::remove_all(folder, error);
+        error = remove_checkpoint(folder);
         if (error) left = concat("cannot remove ", folder, ": ", error.message());
     }
     return left;

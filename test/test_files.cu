@@ -9,9 +9,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <thread>
 
 #include "io/io.h"
@@ -266,6 +269,25 @@ TEST_CASE("a new checkpoint removes older ones, and no copy that somebody keeps 
     CHECK(find_checkpoints(folder.path) == std::vector{checkpoints + "/step-00000004", checkpoints + "/step-00000003"});
     CHECK(is_there(checkpoints + "/step-00000002-good"));
     CHECK(is_there(checkpoints + "/step-before"));
+}
+
+TEST_CASE("an older checkpoint is removed at once, for who reads it meanwhile") {
+    TempFolder folder;
+    const std::string old = folder / "checkpoints/step-00000001";
+    CheckpointWriter(folder.path, 1).commit(1);
+    for (int i = 0; i < 2000; ++i) spit(concat(old, "/", i), "");
+    std::atomic<bool> started = false;
+    bool some_are_missing = false;
+    std::thread reader([&] {
+        started = true;
+        for (int i = 0; is_there(old); i = (i + 1) % 2000)
+            some_are_missing |= !is_there(concat(old, "/", i)) && is_there(old);
+    });
+    while (!started) std::this_thread::yield();
+    CheckpointWriter(folder.path, 2).commit(1);
+    reader.join();
+    CHECK_FALSE(some_are_missing);
+    CHECK(std::ranges::distance(std::filesystem::directory_iterator(folder / "checkpoints")) == 1);
 }
 
 TEST_CASE("an older checkpoint that cannot be removed is said, and the new one is there") {
