@@ -219,22 +219,50 @@ std::function<int()> prepare(LoadedModel& model, const GenerateOptions& o) {
     return [its = std::make_shared<Prompt>(model, o, prompt)] { return its->answer(), 0; };
 }
 
+// The model in its memory, and what is to be done with it.
+struct Ready {
+    std::unique_ptr<LoadedModel> model;
+    std::function<int()> task;
+};
+
+Ready get_ready(const GenerateOptions& options, const std::string& folder, const std::string& draft) {
+    Ready ready{
+        std::make_unique<LoadedModel>(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft),
+        nullptr};
+    LoadedModel& model = *ready.model;
+    if (options.plan) {
+        ready.task = [&model] { return print_plan(model), 0; };
+        return ready;
+    }
+    Comm* const ranks = options.engine.ranks;
+    if (!options.pictures.empty()) make_folder(options.pictures);
+    if (!ranks || ranks->rank == 0) {
+        model.engine->start_reports(!options.pictures.empty());  // before a prompt is there
+        ready.task = prepare(model, options);
+    }
+    model.load();
+    return ready;
+}
+
 // The exit status. ranks: those that divide the model, if there are several.
 int generate(GenerateOptions options, Comm* ranks) {
     options.engine.ranks = ranks;
-    const std::string folder = model_folder(options);
-    const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
-    LoadedModel model(folder, options.tokenizer, options.dtype, options.weights, options.engine, draft);
-    if (options.plan) return print_plan(model), 0;
-    const bool leads = !ranks || ranks->rank == 0;
-    if (!options.pictures.empty()) make_folder(options.pictures);
-    if (leads) model.engine->start_reports(!options.pictures.empty());  // before a prompt is there
-    const std::function<int()> task = leads ? prepare(model, options) : nullptr;
-    model.load();
+    Ready ready;
+    while (!ready.model) {
+        const std::string folder = model_folder(options);
+        const std::string draft = options.draft.empty() ? "" : find_model_folder("--draft", options.draft);
+        try {
+            ready = get_ready(options, folder, draft);
+        } catch (const Error&) {
+            // A checkpoint that a run has removed meanwhile (train_gpt --keep) has a newer one in its place.
+            if (ranks || (is_there(folder) && (draft.empty() || is_there(draft)))) throw;
+        }
+    }
+    if (options.plan) return ready.task();
     if (ranks) ranks->meet_hosts();  // no collective before all have their memory
-    if (!leads) return model.engine->follow(), 0;
-    const int status = task();
-    if (ranks) model.engine->end_followers();
+    if (!ready.task) return ready.model->engine->follow(), 0;
+    const int status = ready.task();
+    if (ranks) ready.model->engine->end_followers();
     return status;
 }
 

@@ -341,3 +341,19 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
     const Outcome none = run_program("generate", "--prompt a", "cd " + folder.path + " &&");
     CHECK_THAT(none.err, ContainsSubstring("there is no run in runs/: train a model with ./train_gpt"));
 }
+
+TEST_CASE("a checkpoint that is removed while it is read gives way to a newer one", "[generate][program]") {
+    const TempFolder folder;
+    std::filesystem::copy(trained_run(), folder / "run", std::filesystem::copy_options::recursive);
+    const std::string next = folder / "run/checkpoints/step-00000005";
+    std::filesystem::copy(newest_checkpoint(folder / "run"), next);
+    // generate opens its config.json, and waits for what is in it.
+    const std::string start =
+        concat(program_path("generate"), " --prompt 'Line 1' --tokens 5 --model ", folder / "run");
+    const Outcome outcome =
+        run_shell(concat("cd ", next, " && rm config.json && mkfifo config.json && { timeout 60 ", start,
+                         " & } && exec 3> config.json && rm -r ", next, " && exec 3>&- && wait $!"));
+    INFO(outcome.err);
+    CHECK(outcome.status == 0);
+    CHECK(outcome.out == generate("--prompt 'Line 1' --tokens 5").out);
+}
