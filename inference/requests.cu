@@ -146,7 +146,7 @@ int64_t Requests::add(TextRequest text) {
           "the prompt is scored), and a request at least one answer, not ", text.max_tokens, " and ", text.n);
     check_sampling(text.sampling, V);
     const SamplingOptions& s = text.sampling;
-    check(!text.scores_prompt || s.logprobs >= 0, "a prompt is scored by log-probabilities, and there are to be none");
+    check(!text.scores_prompt || s.logprobs >= 0, "a prompt is scored by log-probabilities: logprobs must be 0 or more");
     check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0 && text.n <= text.beams->n_beams),
           "beam search gives at most as many answers as it has beams, and knows no stop strings, no logit_bias and no ",
           "logprobs");

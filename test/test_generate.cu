@@ -92,7 +92,7 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const TempFolder folder;
     const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
     spit(in,
-         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5, \"logprobs\": 2}\n\n{\"prompt_ids\": [1, 2, 3], "
+         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5, \"logprobs\": 2, \"prompt_logprobs\": true}\n\n{\"prompt_ids\": [1, 2, 3], "
          "\"tokens\": 7, \"temperature\": 0, \"logit_bias\": {\"9\": 100}}\n"
          "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
     const std::string call = "--batch " + in + " --out " + out;
@@ -113,6 +113,9 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK((logprobs["top_logprobs"][0].size() == 2 || logprobs["top_logprobs"][0].size() == 3));
     CHECK(answers["3null"]["ids"] == value(std::vector<int>(7, 9)));  // the id is its line's number
     CHECK_FALSE(answers["3null"].isMember("logprobs"));
+    const json scored = answers["\"a\"null"]["prompt_logprobs"];
+    CHECK(scored["tokens"] == value(std::vector{"L", "i", "n", "e"}));
+    CHECK((scored["token_logprobs"][0].isNull() && as<double>(scored["token_logprobs"][3]) <= 0));
     CHECK(answers["90"]["text"] != answers["91"]["text"]);
     CHECK(answers["90"]["finish_reason"] == "length");
     // Cut off in the middle of the last line: that answer alone is computed again, and is the same; but not while
@@ -151,7 +154,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     spit(in,
          slurp(in) + "no JSON\n{\"prompt\": 3}\n{\"prompt\": \"a\", \"top_p\": 7}\n{\"id\": 9, \"prompt\": \"y\"}\n" +
              "{\"id\": 0, \"prompt\": \"a\", \"max_tokens\": 7}\n{\"id\": 1e30, \"prompt\": \"a\"}\n" +
-             "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n");
+             "{\"id\": true, \"prompt\": \"a\"}\n{\"id\": [1], \"prompt\": \"a\"}\n{\"id\": {}, \"prompt\": \"a\"}\n" +
+             "{\"prompt\": \"a\", \"prompt_logprobs\": true}\n{\"prompt\": \"a\", \"tokens\": 0}\n");
     const Outcome refused = generate(call);
     CHECK(refused.status == 1);
     CHECK(slurp(out) == whole);
@@ -164,7 +168,9 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK_THAT(refused.err, ContainsSubstring("line 11: \"id\" is true: give a text, or a whole number"));
     CHECK_THAT(refused.err, ContainsSubstring("line 12: \"id\" is [1]: give a text, or a whole number"));
     CHECK_THAT(refused.err, ContainsSubstring("line 13: \"id\" is {}: give a text, or a whole number"));
-    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 9 refused; 0 prompt tokens"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 14: \"prompt_logprobs\" needs \"logprobs\", too"));
+    CHECK_THAT(refused.err, ContainsSubstring("line 15: an answer has at least one token"));
+    CHECK_THAT(refused.out, ContainsSubstring("0 answers, 3 requests done before, 11 refused; 0 prompt tokens"));
 }
 
 // The weights of this model cannot be read. A mistake in a file, a prompt or an address is told before that is known.

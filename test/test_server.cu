@@ -271,6 +271,40 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(content[0]["top_logprobs"][0]["bytes"] == content[0]["bytes"]);  // greedy: the most probable one
         CHECK(content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]);
     }
+    SECTION("log-probabilities of a prompt are those that it had as an answer") {
+        json with = request;
+        with["logprobs"] = 3;
+        const json drawn = complete(server, with).object()["choices"][0]["logprobs"];
+        json echo = with;
+        echo["prompt"] = "Line 7" + text, echo["echo"] = true, echo["max_tokens"] = 0;
+        const Reply reply = complete(server, echo);
+        REQUIRE(reply.status == 200);
+        const json scored = reply.object()["choices"][0]["logprobs"];
+        CHECK(reply.object()["choices"][0]["text"] == echo["prompt"]);
+        CHECK(reply.object()["choices"][0]["finish_reason"] == "length");
+        CHECK(reply.object()["usage"] ==
+              value({{"prompt_tokens", 26}, {"completion_tokens", 0}, {"total_tokens", 26}}));
+        REQUIRE(scored["tokens"].size() == 26);
+        CHECK((scored["token_logprobs"][0].isNull() && scored["top_logprobs"][0].isNull()));
+        for (int i = 0; i < 20; ++i) {
+            for (const char* field : {"tokens", "token_logprobs", "top_logprobs"})
+                CHECK(scored[field][6 + i] == drawn[field][i]);
+            CHECK(scored["text_offset"][6 + i] == 6 + as<int>(drawn["text_offset"][i]));
+        }
+        // Beside an answer, for each of several, as a stream.
+        echo["prompt"] = "Line 7", echo["max_tokens"] = 20, echo["n"] = 2;
+        const json both = complete(server, echo).object()["choices"];
+        for (const json& choice : both) CHECK(choice["logprobs"]["tokens"].size() == 26);
+        CHECK(both[0]["logprobs"]["token_logprobs"] == scored["token_logprobs"]);
+        echo["stream"] = true;
+        json streamed[2];
+        for (const json& event : events(complete(server, echo))) {
+            const json& choice = event["choices"][0];
+            for (const json& one : choice["logprobs"]["token_logprobs"])
+                streamed[as<int>(choice["index"])].append(one);
+        }
+        for (int i = 0; i < 2; ++i) CHECK(streamed[i] == both[i]["logprobs"]["token_logprobs"]);
+    }
     SECTION("a conversation, whole and as a stream; a stop text") {
         const JsonText part = {{"type", "text"}, {"text", "Hello"}},
                        brief = {{"role", "system"}, {"content", "Be brief."}},
