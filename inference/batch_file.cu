@@ -85,7 +85,8 @@ void read_sampling(Fields& fields, TextRequest& request) {
     fields.read("seed", s.seed);
     fields.read("logprobs", s.logprobs);
     fields.read("prompt_logprobs", request.scores_prompt);
-    check(!request.scores_prompt || s.logprobs >= 0, "\"prompt_logprobs\" needs \"logprobs\", too: how many others to tell");
+    check(!request.scores_prompt || s.logprobs >= 0,
+          "\"prompt_logprobs\" needs \"logprobs\", too: how many others to tell");
     if (const Json::Value* bias = fields.find("logit_bias")) s.logit_bias = read_logit_bias(*bias);
 }
 

@@ -133,7 +133,8 @@ std::vector<Sampled> Engine::draw_tokens(const Tensor& logits) {
         if (draw.of_prompt) {
             of_prompts.emplace_back();
             of_prompts.back().temperature = 0, of_prompts.back().logprobs = draw.request->sampling.logprobs;
-            const std::span<const int32_t> next = std::span(draw.request->prompt).subspan(draw.request->scored.size() + 1);
+            const std::span<const int32_t> next =
+                std::span(draw.request->prompt).subspan(draw.request->scored.size() + 1);
             for (const int32_t token : next.first(static_cast<size_t>(draw.n)))
                 rows.push_back({.options = &of_prompts.back(), .given = token});
             continue;

@@ -126,7 +126,8 @@ Requests::Requests(Engine& engine, const Tokenizer& tokenizer) : engine_(engine)
             if (r->text.ready) r->text.ready(piece);
         }
         for (size_t i = 0; answers.empty() && i < static_cast<size_t>(r->text.n); ++i)
-            if (r->text.ready) r->text.ready({.sample = i, .text = "", .tokens = {}, .prompt = {}, .finish_reason = "error"});
+            if (r->text.ready)
+                r->text.ready({.sample = i, .text = "", .tokens = {}, .prompt = {}, .finish_reason = "error"});
     };
 }
 
@@ -142,11 +143,13 @@ int64_t Requests::add(TextRequest text) {
     for (const int32_t token : text.prompt)
         check(token >= 0 && token < V, "the prompt has the token ", token, ", but the model knows 0 to ", V - 1);
     for (const std::string& stop : text.stop) check(!stop.empty(), "a stop string is empty");
-    check(text.max_tokens >= (text.scores_prompt ? 0 : 1) && text.n >= 1, "an answer has at least one token (none where ",
+    check(text.max_tokens >= (text.scores_prompt ? 0 : 1) && text.n >= 1,
+          "an answer has at least one token (none where ",
           "the prompt is scored), and a request at least one answer, not ", text.max_tokens, " and ", text.n);
     check_sampling(text.sampling, V);
     const SamplingOptions& s = text.sampling;
-    check(!text.scores_prompt || s.logprobs >= 0, "a prompt is scored by log-probabilities: logprobs must be 0 or more");
+    check(!text.scores_prompt || s.logprobs >= 0,
+          "a prompt is scored by log-probabilities: logprobs must be 0 or more");
     check(!text.beams || (text.stop.empty() && s.logit_bias.empty() && s.logprobs < 0 && text.n <= text.beams->n_beams),
           "beam search gives at most as many answers as it has beams, and knows no stop strings, no logit_bias and no ",
           "logprobs");

@@ -92,7 +92,8 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     const TempFolder folder;
     const std::string in = folder / "in.jsonl", out = folder / "out.jsonl";
     spit(in,
-         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5, \"logprobs\": 2, \"prompt_logprobs\": true}\n\n{\"prompt_ids\": [1, 2, 3], "
+         "{\"id\": \"a\", \"prompt\": \"Line\", \"tokens\": 5, \"logprobs\": 2, \"prompt_logprobs\": "
+         "true}\n\n{\"prompt_ids\": [1, 2, 3], "
          "\"tokens\": 7, \"temperature\": 0, \"logit_bias\": {\"9\": 100}}\n"
          "{\"id\": 9, \"prompt\": \"x\", \"tokens\": 4, \"samples\": 2, \"seed\": 5}\n");
     const std::string call = "--batch " + in + " --out " + out;

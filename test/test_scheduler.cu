@@ -245,7 +245,8 @@ TEST_CASE("scheduler: a long prompt comes in pieces, and the others go on", "[sc
     CHECK(pieces == std::vector<int64_t>{7, 7, 7, 7, 7, 4, 1});
 }
 
-TEST_CASE("scheduler: a prompt whose log-probabilities are wanted has the logits that the others leave", "[scheduler]") {
+TEST_CASE("scheduler: a prompt whose log-probabilities are wanted has the logits that the others leave",
+          "[scheduler]") {
     SimulatedEngine engine = engine_of({2, 100, 0, true, 100, 4, Batching::continuous, Preemption::swap, 0});
     engine.add({7, 8, 9}, 3);
     engine.step();

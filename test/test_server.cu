@@ -300,8 +300,7 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         json streamed[2];
         for (const json& event : events(complete(server, echo))) {
             const json& choice = event["choices"][0];
-            for (const json& one : choice["logprobs"]["token_logprobs"])
-                streamed[as<int>(choice["index"])].append(one);
+            for (const json& one : choice["logprobs"]["token_logprobs"]) streamed[as<int>(choice["index"])].append(one);
         }
         for (int i = 0; i < 2; ++i) CHECK(streamed[i] == both[i]["logprobs"]["token_logprobs"]);
     }
