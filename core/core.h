@@ -214,7 +214,8 @@ void from_floats(const Tensor& tensor, const std::vector<float>& values);  // ro
 // plan that is printed is the memory that is taken. Every tensor starts on a 256-byte boundary.
 //
 // ARENA_SEPARATE=1 in the environment gives each tensor an allocation of its own, so that compute-sanitizer and the CPU
-// device's guard pages (strict mode switches this on) see where each one ends.
+// device's guard pages (strict mode switches this on) see where each one ends. In strict mode a tensor ends at a guard
+// page, and starts on a boundary of 16 bytes alone.
 
 // Where an arena's memory is: on the device; in host memory whose pages stay in place, so that copies can run beside
 // the kernels; or in pages that migrate to the processor that accesses them (cudaMallocManaged).
@@ -372,14 +373,15 @@ void copy_tensor(const Tensor& out, const Tensor& inp, cudaStream_t stream);  //
 struct Philox {
     uint32_t v[4];
 };
-// Ten rounds of  (L, R) -> (hi(M0 R0) ^ L1 ^ k0, lo(M0 R0), ...)  turn a 128-bit counter under a 64-bit key into 128
-// random bits. The generator's key is the seed; its counter is (counter, key): "which number of which parameter".
+// Ten rounds turn a 128-bit counter, four words c, under a 64-bit key, two words k, into 128 random bits:
+//     c <- (hi(M1 c2) ^ c1 ^ k0,  lo(M1 c2),  hi(M0 c0) ^ c3 ^ k1,  lo(M0 c0))     hi, lo: halves of 64-bit products
+// The generator's key is the seed; its counter is (counter, key): "which number of which parameter".
 __host__ __device__ inline Philox philox(uint64_t seed, uint64_t key, uint64_t counter) {
     uint32_t c[4] = {static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), static_cast<uint32_t>(key),
                      static_cast<uint32_t>(key >> 32)};
     uint32_t k[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
     for (int round = 0; round < 10; ++round) {
-        const uint64_t a = uint64_t{0xD2511F53u} * c[0], b = uint64_t{0xCD9E8D57u} * c[2];
+        const uint64_t a = uint64_t{0xD2511F53u} * c[0], b = uint64_t{0xCD9E8D57u} * c[2];  // M0 c0, M1 c2
         const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b),
                                   static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(a)};
         for (int i = 0; i < 4; ++i) c[i] = next[i];
