@@ -483,9 +483,9 @@ int64_t paged_attention_scratch_n(int64_t N, int64_t H, int64_t D, int64_t max_l
 //   draw              token = the first v with the largest  (x[v] - max x) / temperature - log E[v]
 //
 // E[v] = -log(1 - u[v]) with a uniform number u[v] for each token: number v % 4 of philox(seed, sample, position | v /
-// 4 << 40), r, as u = (r + 1/2) / 2^32. So token v has probability p[v] (draw_tokens.cu says why), and distributions
-// that are alike mostly give the same token of the same numbers. Where one token has nearly all of the
-// probability, one below 2^-38 is never drawn: u ends 2^-33 before 0 and 1. V is at most 2^18.
+// 4 << 40), r, as u = (r + 1/2) / 2^32 in f32, and at most 1 - 2^-24. So token v has probability p[v] (draw_tokens.cu
+// says why), and distributions that are alike mostly give the same token of the same numbers. Where one token has
+// nearly all of the probability, one below 2^-38 is never drawn: u is from 2^-33 to 1 - 2^-24. V is at most 2^18.
 
 struct SamplingRule {                             // of a row
     uint64_t seed = 0, sample = 0, position = 0;  // of the random numbers; position below 2^40
