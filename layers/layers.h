@@ -163,12 +163,13 @@ void quantised_linear_forward(Tensor out, Tensor inp, const QuantisedWeight& wei
 
 // ---------------------------------------------------------------------------------------------------------------------
 // fp8.cu: the linear layer with its three products on 8-bit floats. What stays 16-bit: inp, dout, bias, out and dinp
-// (bf16 or f16); dweight and dbias may be f32. C and O are multiples of 16, and N (for inference any; block:
-// a multiple of 4).
+// (bf16 or f16); dweight and dbias may be f32. C and O are multiples of 16. N is any in the forward; in backward_input
+// any, but with block a multiple of 4; in backward_weight a multiple of 16.
 
 enum class Fp8Recipe : uint8_t {
     none,     // 16-bit products: linear.cu
-    delayed,  // one scale a tensor, from the largest |x| of the last 16 steps;   inp, weight e4m3, dout e5m2
+    delayed,  // one scale a tensor: of inp and dout from the largest |x| of the last 16 steps, of the weight from its
+              // own;   inp, weight e4m3, dout e5m2
     current,  // one scale a tensor, from its own largest |x|: inp and dout are read twice;   the same types
     block,    // one scale for 1 x 128 of inp and dout, and for 128 x 128 of the weight, from their own;   all e4m3
 };
