@@ -57,11 +57,12 @@ void collect_heads(const HeadColumns& to, const HeadColumns& from, const TokenCh
 //
 //   out = alpha op(a) op(b) + beta out + bias          op(x) = x or its transpose
 //   out (M, N), op(a) (M, K), op(b) (K, N), bias (N) optional, added to every row (beta must then be 0)
-//   With a leading dimension each (batch, M, N): all three are batched.
+//   With a leading dimension each (batch, M, N): all three are batched. a and b have one dtype, out has it or f32; bias
+//   has out's.
 //
-//   fp8: a and b may be e4m3 or e5m2, not both e5m2; out is bf16, f16 or f32, no batches. Both must stand with K along
-//   their rows, a (M, K) and b (N, K) with transpose_b; K and N are multiples of 16. What a and b stand for is their
-//   numbers times their scales, f32 on the device, on a 16-byte boundary, in one of these forms:
+//   fp8: a and b may be e4m3 or e5m2, not both e5m2; out is bf16, f16 or, without a bias, f32; no batches. Both must
+//   stand with K along their rows, a (M, K) and b (N, K) with transpose_b; K and N are multiples of 16. What a and b
+//   stand for is their numbers times their scales, f32 on the device, on a 16-byte boundary, in one of these forms:
 //     tensor      (1)                                       one scale
 //     row128      (ceil(K/128), M), for b N                 one for 128 neighbours of a row: that of a[m, k] is
 //                                                           scale[k / 128, m]
@@ -76,8 +77,9 @@ struct MatmulOptions {
     Tensor bias = {};
     Tensor a_scale = {}, b_scale = {};  // fp8 only
     MatmulScale a_scale_mode = MatmulScale::tensor, b_scale_mode = MatmulScale::tensor;
-    // One of these at most, without batches: what is done before the result is stored, where cuBLASLt has an epilogue
-    // for it; otherwise kernels do it after the product. In 16 bits they see the rounded product, an epilogue does not.
+    // One of these at most, without batches and without fp8: what is done before the result is stored, where cuBLASLt
+    // has an epilogue for it; otherwise kernels do it after the product. In 16 bits they see the rounded product, an
+    // epilogue does not. Only before_gelu goes with a bias, only a_row_sums with beta.
     Tensor before_gelu = {};  // (M, N), of out's type: written, x = alpha op(a) op(b) + bias;      out = gelu(x)
     Tensor gelu_input = {};   // (M, N), of out's type: read;     out = (alpha op(a) op(b)) * gelu'(gelu_input)
     Tensor a_row_sums = {};   // (M), of out's type: written, the sum of each row of op(a), which must be a transpose
@@ -575,7 +577,8 @@ void cross_entropy_parts(Tensor max, Tensor sums, Tensor logits, Tensor targets,
 void cross_entropy_rescale(Tensor sums, Tensor max, Tensor all_max, cudaStream_t stream);
 void cross_entropy_finish(Tensor losses, Tensor logits, Tensor targets, Tensor all_max, Tensor all_sums, int64_t first,
                           int64_t V, float dloss, cudaStream_t stream);
-// out[i] = ids[i] - first where that is in [0, n), otherwise -1: as embedding_forward and _backward take it.
+// out[i] = ids[i] - first where that is in [0, n), otherwise -1: as embedding_forward and _backward take it; both are
+// (B, T) i32.
 void ids_from(Tensor out, Tensor ids, int64_t first, int64_t n, cudaStream_t stream);
 // sum: (2) f32 {high, low}, a double as two floats (48 bits, which ranks can add): sum (+)= losses, in an order that
 // depends on N alone.
