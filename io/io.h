@@ -366,10 +366,12 @@ struct LogRow {
     std::optional<double> loss, val_loss, lr, grad_norm, loss_scale, tokens_per_s, mfu, step_ms;
 };
 
-// DIR/log.csv, one row a step, flushed as written; columns as in the design. A row of step 0 has only the val_loss of
-// the weights that a run started from. Opening it for a resumed run keeps the
-// rows up to and including `resume_step` byte for byte and drops those after (a crash may have logged steps that the
-// checkpoint lacks). loss, lr and grad_norm have 9 digits: a float read back is the float that was written.
+// DIR/log.csv, one row a step, flushed as written, with the columns
+//     step,tokens,loss,val_loss,lr,grad_norm,loss_scale,tokens_per_s,mfu,step_ms
+// of which those are empty that a row has no number for; mfu is the share of the matmul rate, 0 to 1. A row of step 0
+// has only the val_loss of the weights that a run started from. Opening it for a resumed run keeps the rows up to and
+// including `resume_step` byte for byte and drops those after (a crash may have logged steps that the checkpoint
+// lacks). loss, lr and grad_norm have 9 digits: a float read back is the float that was written.
 class CsvLog {
   public:
     CsvLog(const std::string& path, int64_t resume_step);  // resume_step < 0: a new file
