@@ -10,8 +10,8 @@
 //     fixed + (L/n) s + n b bytes          s: a block's input;  b: all that a block keeps, its input among it
 //
 // which has its minimum at n = sqrt(L s / b): there it is fixed + 2 sqrt(L s b), and grows like the root of L. The
-// paper counts in layers that keep one thing each, s = b; in a transformer's block b is about ten times s, so the best
-// n is smaller than sqrt(L). The cost is a second forward of all blocks but the last n.
+// paper counts in layers that keep one thing each, s = b; in a transformer's block b is about 16 times s, so the best n
+// is smaller than sqrt(L). The cost is a second forward of all blocks but the last n.
 //
 // For each setting the program counts the bytes with an arena, allocates them, and asks the device how much was
 // allocated: both must agree to the byte, and, where n divides L, with the law. The gradients must be those of
