@@ -12,7 +12,7 @@
 //     subnormal    (-1)^sign 2^(1 - bias) (    m / 2^M)        e = 0: equal steps down to zero, fewer and fewer digits
 //     spacing      2^(exponent - M)                            between neighbours; rounding errs by half of it at most
 //
-// (Floating point: Goldberg 1991, "What every computer scientist should know". Loss scaling: Micikevicius et al. 2017,
+// (Floating point: Goldberg 1991, "What every computer scientist should know". Loss scaling: Micikevicius et al. 2018,
 // arXiv:1710.03740. fp8: Micikevicius et al. 2022, arXiv:2209.05433.)
 //
 // All conversions are those of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h: what is printed is what a GPU stores.

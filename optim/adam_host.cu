@@ -1,4 +1,4 @@
-// adam_host.cu: Adam and AdamW on the host's cores, in host memory.     (ZeRO-Offload: arXiv:2101.06840, section 4.1)
+// adam_host.cu: Adam and AdamW on the host's cores, in host memory.     (ZeRO-Offload: arXiv:2101.06840, section 5.1)
 //
 //     stream        copies to the host  |  host function: update  |  copies to the device
 //                   norm_scale, grads      values, copy, m, v        weights
