@@ -39,8 +39,8 @@
 //     norms, forward                 q (q - 1) 2 N 4          backward     2 (q - 1) 2 N 4
 //     memory of a rank               O C / q^2 of a weight, N C / (d q^2) of an activation; two of each on their way
 //
-// In 1D the two products of a feed-forward of width F send 2 (q^2 - 1) N C e in the forward; here it is less where
-// 2 (q + 1) N C is more than N (C + F) + 2 d C F: where there are many tokens for the weights, and many ranks.
+// In 1D the two products of a feed-forward of width F send 2 (d q^2 - 1) N C e in the forward; here it is less where
+// that is more than (q - 1) (N (C + F) + 2 d C F) e: where there are many tokens for the weights, and many ranks.
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
 
