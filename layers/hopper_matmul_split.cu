@@ -16,8 +16,9 @@
 //     parts    0           1   2       3           4     5     6                  block + tile
 //
 // THE ORDER OF K. Multiplied each from its first step on, the pieces would be at G different places of K at any time,
-// and each would fetch its rows of a and b for itself: 768 bytes for 32768 multiply-adds, for all blocks together twice
-// as many as device memory gives. So a block takes its steps in an order in which others are at the same place:
+// and each would fetch its rows of a and b for itself: 768 bytes for 32768 multiply-adds, for all blocks together three
+// times as many as an H100's memory gives. So a block takes its steps in an order in which others are at the same
+// place:
 //
 //     a piece of two tiles      of the second tile [0, y), then of the first one [x, S)
 //     a piece [x, x + n)        at time i the step that is i modulo n
