@@ -527,7 +527,8 @@ Activations of_step(const Activations& largest, const StepSizes& sizes);
 Workspace of_step(const Workspace& largest, const StepSizes& sizes);
 
 // ---------------------------------------------------------------------------------------------------------------------
-// quantised.cu: the model with weights of 8 bits in the linear layers of its blocks; the embedding, the head, norms and
-// biases stay as they are. For inference alone: it has no parameters to update or save. Its memory is the arena's;
-// where the arena has been reserved, the weights are copied, from wherever the model's are.
+// quantised.cu: the model with weights of 8 bits in the linear layers of its blocks; the embedding, the head, norms,
+// biases and MLA's up-projection of keys and values (Linear::weight_is_read) stay as they are. For inference alone: it
+// has no parameters to update or save. Its memory is the arena's; where the arena has been reserved, the weights are
+// copied, from wherever the model's are.
 Model quantised_copy(const Model& model, WeightFormat format, Arena& arena);
