@@ -26,7 +26,9 @@
 //
 //                              1024 x 768    1024 x 96    2048 x 256    4096 x 128    8192 x 32
 //     this order                    1.003        1.031         1.009         1.000        1.002
-//     head by head, the same        1.356        1.375         1.213         1.125        1.079
+//     head by head, the same        1.026        1.031         1.031         1.031        1.031
+//     head by head, each row from
+//     the same end                  1.356        1.375         1.213         1.125        1.079
 //     head by head, each to the
 //     next free block, as a grid    1.022        1.184         1.035         1.035        1.059
 //
