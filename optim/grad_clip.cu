@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kLastBlock / kPerThread)
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers
 
-// kBlock doubles per chunk. (Rounded up, so that it is never 0.)
+// As a number of f32: kBlock doubles per chunk, the last part of one counted as a chunk.
 int64_t grad_norm_scratch_n(int64_t n) { return ceil_div(n, kChunkN) * kBlock * 2; }
 
 // Stage 1 of n_blocks, which read `whole` elements and leave n_sums; stage 2, which reads the other `rest`, and the

@@ -217,7 +217,7 @@ void check_same_everywhere(Comm& comm, const std::vector<std::pair<std::string, 
 // mesh.cu: ranks as a grid of named axes
 
 struct Axis {
-    std::string name;  // "dp", "pp", "tp", "cp", "ep"
+    std::string name;  // "dp", "pp", "cp", "tp"
     int size;
 };
 
