@@ -76,8 +76,8 @@ std::string action_text(const Action& a) {
     return text;
 }
 
-// ---- messages
-// --------------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
+// Messages
 
 // Where a message is received follows from a simulation with equal durations: before the action that its receiver
 // computes when it is sent. So the rank that sends does not wait, and the message has come when it is needed.
@@ -109,8 +109,8 @@ void add_messages(PipelineSchedule& s) {
     }
 }
 
-// ---- what is alive
-// ---------------------------------------------------------------------------------------------------
+// ---------------------------------------------------------------------------------------------------------------------
+// What is alive
 
 namespace {
 
