@@ -139,6 +139,8 @@ TEST_CASE("zero bubbles: bubbles and memory of the papers, for F = B = W", "[pip
                 REQUIRE((m >= 2 * p - 1 ? peak == 2 * p : peak <= 2 * p));
             }
         }
+    // Sums of other times are rounded: no bubble is 0, not less ("-0.0000").
+    CHECK(bubble_at(make_schedule(options_of("zb-h2", 3, 7)), {0.1, 0.1, 2}) == 0);
 }
 
 namespace {

@@ -130,5 +130,6 @@ double bubble_of(const std::vector<std::vector<Span>>& ranks) {
         longest = std::max(longest, spans.back().end - spans.front().start);
         for (const Span& span : spans) busy += span.end - span.start;
     }
-    return longest > 0 ? 1 - busy / (static_cast<double>(ranks.size()) * longest) : 0;
+    if (longest == 0) return 0;
+    return std::max(0.0, 1 - busy / (static_cast<double>(ranks.size()) * longest));  // rounding may go below 0
 }
