@@ -3,7 +3,7 @@
 //   peak        ______            warmup   the first updates are made with poor moment estimates and steep gradients:
 //              /      \                    they get small steps
 //             /        \          stable   far from the minimum, long steps make progress
-//   floor    /          \__       decay    near it, the step length is what keeps the loss from settling
+//            /          \__ floor decay    near it, the step length is what keeps the loss from settling
 //           0  warmup  steps
 //
 // Everything is a pure function of the Schedule and the step, in double.

@@ -4,7 +4,7 @@
 //   accumulate_gradients   for each micro-batch: forward, loss, backward; the first one writes the gradients of the
 //                          parameters, and the others add to them
 //   clip_gradients         norm = sqrt(sum of squares of all gradients) / loss scale
-//                          factor = min(1, clip / norm) / loss scale, or NaN where the norm is not finite
+//                          factor = min(1, clip / (norm + 1e-6)) / loss scale, or NaN where the norm is not finite
 //   update_weights         weights -= lr * the optimizer's step for factor * gradients; nothing if the factor is NaN
 //   request_numbers        loss and norm travel to the host
 //   read_back              host: loss and norm; a norm that is not finite lowers the loss scale (fp16) or ends the run
