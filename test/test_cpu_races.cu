@@ -47,6 +47,7 @@ const std::vector<Mode> kModes = {
     {"pipeline, zero bubble", "--ranks 4 --pp 2 --pipeline zb-h2 --zero 1 --micro-batch 1 --clip 0.01"},
     {"pipeline, both ways", "--ranks 4 --pp 2 --pipeline dualpipe --micro-batch 1"},
     {"pipeline, stale weights", "--ranks 4 --pp 2 --pipeline pipedream --clip 0 --flush-every 2"},
+    {"pipeline, stale weights, zero 1", "--ranks 4 --pp 2 --pipeline pipedream --clip 0 --flush-every 2 --zero 1"},
     {"two streams", nullptr},  // comm_check two-streams
 };
 

@@ -436,6 +436,16 @@ TEST_CASE("PipeDream and 2BW have the weights and losses of an oracle that keeps
     for (const AsyncRun& its : cases) check_against_oracle(runs, its);
 }
 
+TEST_CASE("PipeDream and 2BW with ZeRO 1 or rank 0's optimizer have the weights of all-reduced gradients",
+          "[program][ranks][pipeline]") {
+    PipelineRuns runs;
+    for (const AsyncRun& its : {AsyncRun{"pipedream", false, "long-llama", {4, 5}, 2, 1, 3, 6},
+                                AsyncRun{"2bw", false, "long-llama", {4, 5}, 2, 2, 3, 6}})
+        for (const std::string mode : {"--zero 1 ", "--dp-mode naive "})
+            CHECK((weights_file(runs.run(its.model, its.flags() + mode)) ==
+                   weights_file(runs.run(its.model, its.flags()))));
+}
+
 TEST_CASE("stale weights: where PipeDream, vertical sync, 2BW and one process differ", "[program][ranks][pipeline]") {
     PipelineRuns runs;
     const auto losses = [&](const std::string& pipeline, bool sync, int flush_every, int p = 3) {

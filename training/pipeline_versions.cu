@@ -56,8 +56,9 @@ void Pipeline::update(const Action& action, cudaStream_t stream) {
     const size_t n = versions_.size(), v = static_cast<size_t>(action.version);
     const Model &next = versions_[v % n], &now = versions_[(v - 1) % n];
     if (n > 1) copy_tensor(next.weights, now.weights, stream);
-    t_.optimizer->step(next.updated_weights(static_cast<uint64_t>(o.seed)), next.grads, t_.norm_result(),
-                       learning_rate(o.schedule, first_step_ + step), t_.updates + 1 + step, stream);
+    update_units(t_, next, learning_rate(o.schedule, first_step_ + step), t_.updates + 1 + step);
+    // The shards of other ranks (ZeRO 1, naive) must be there before this version is read or copied.
+    for (size_t u = 0; u < next.units.size(); ++u) t_.data_parallel.gather(next, u, -1, stream);
 }
 
 // Steps first to first + n - 1.

@@ -191,23 +191,27 @@ void clip_gradients(Trainer& t, int64_t step) {
     add_stop_and_norm(t, take_stop_request(t.options, step), t.options.clip);
 }
 
-void update_weights(Trainer& t, int64_t step) {
-    const TrainOptions& o = t.options;
+void update_units(Trainer& t, const Model& model, double lr, int64_t n_updates) {
     const cudaStream_t stream = device().stream;
-    const size_t n_units = t.model.units.size();
+    const size_t n_units = model.units.size();
     const auto update = [&](size_t first, size_t count) {
-        t.optimizer->step_units(first, count, t.model.updated_weights(static_cast<uint64_t>(o.seed)), t.model.grads,
-                                t.norm_result(), learning_rate(o.schedule, step), t.updates + 1, stream);
+        t.optimizer->step_units(first, count, model.updated_weights(static_cast<uint64_t>(t.options.seed)), model.grads,
+                                t.norm_result(), lr, n_updates, stream);
     };
-    t.data_parallel.begin_updates(t.model, stream);
+    t.data_parallel.begin_updates(model, stream);
     // One launch, unless a unit's weights go to other ranks, or to the device, while the next unit is updated.
     const bool one_by_one = t.offload || t.data_parallel.updates_by_unit();
     if (!one_by_one) update(0, n_units);
     for (size_t u = 0; u < n_units; ++u) {
         if (t.offload) t.offload->update(u, t.norm_result(), stream);
         else if (one_by_one) update(u, 1);
-        t.data_parallel.all_gather_weights(t.model, u, stream);
+        t.data_parallel.all_gather_weights(model, u, stream);
     }
+}
+
+void update_weights(Trainer& t, int64_t step) {
+    const cudaStream_t stream = device().stream;
+    update_units(t, t.model, learning_rate(t.options.schedule, step), t.updates + 1);
     quantise_weights(t.model, stream);
     advance_fp8(t.model, stream);
 }

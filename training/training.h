@@ -535,6 +535,8 @@ void set_stop(Trainer& trainer, bool stop);
 void add_stop_and_norm(Trainer& trainer, bool stop, double clip);
 // The optimizer's step, the copies of the new weights for the next forward, and on many ranks their way to the others.
 void update_weights(Trainer& trainer, int64_t step);
+// The first and the last of these alone, of the trainer's model or of a version of it; n_updates: with this one.
+void update_units(Trainer& trainer, const Model& model, double lr, int64_t n_updates);
 // Asks the device for the step's loss and norm, behind its work. One rank finds here whether it was asked to stop.
 void request_numbers(Trainer& trainer, int64_t step);
 // Waits until they are there. Error if the loss or, except in float16, the norm is not finite.
