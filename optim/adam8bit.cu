@@ -204,8 +204,11 @@ class Adam8bit final : public Optimizer {
         const AdamUpdate<true> update(options_, lr, t);
         const int n_tiles = narrow(end_tile - first_tile, "8-bit Adam: the number of blocks");
         const auto of_tiles = [&](const Tensor& states) { return states.slice(first_tile, n_tiles); };
-        const States states = {static_cast<uint8_t*>(of_tiles(m_codes_).data),
-                               static_cast<uint8_t*>(of_tiles(v_codes_).data), of_tiles(m_scales_).ptr<float>(),
+        // From ptr(): strict mode then knows that the kernel touches these blocks alone, and not all behind them.
+        const auto codes_of = [&](const Tensor& codes) {
+            return reinterpret_cast<uint8_t*>(of_tiles(codes).ptr<int32_t>());
+        };
+        const States states = {codes_of(m_codes_), codes_of(v_codes_), of_tiles(m_scales_).ptr<float>(),
                                of_tiles(v_scales_).ptr<float>()};
         const dim3 block(kLanes, kBlocks);
         const int n_blocks = static_cast<int>(ceil_div(n_tiles, kBlocks));

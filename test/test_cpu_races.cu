@@ -39,6 +39,7 @@ const std::vector<Mode> kModes = {
     {"offload params", "--ranks 2 --zero 3 --offload params"},
     {"offload params, no clipping", "--ranks 2 --zero 3 --offload params --clip 0"},
     {"offload unified", "--ranks 2 --zero 1 --offload unified"},
+    {"offload unified, states in 8 bits", "--offload unified --optimizer adam8bit"},
     {"tp", "--ranks 4 --tp 2"},
     {"tp, sp", "--ranks 4 --tp 2 --sp"},
     {"tp, overlap", "--ranks 4 --tp 2 --sp --tp-overlap"},
