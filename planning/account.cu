@@ -158,7 +158,7 @@ int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
     // Numbers that are validated later go from rank to rank and back, with the norm.
     const Tensor numbers = validates_later(t.options) ? t.totals : t.step_sums();
     int64_t bytes = 2 * (pp - 1) * static_cast<int64_t>(numbers.bytes());
-    for (int rank = 0; rank < pp; ++rank) bytes += pipeline.planned(rank).bytes / steps_at_once(t.options);
+    for (int rank = 0; rank < pp; ++rank) bytes += pipeline.planned(rank).bytes;
     bytes *= n_pipelines;
     const Sharding& s = t.model.sharding;
     for (int rank = 0; pipeline.has_twins() && rank < pp / 2; ++rank) {

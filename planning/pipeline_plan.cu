@@ -63,7 +63,7 @@ void print_pipeline_plan(const Trainer& t) {
         std::printf("%4d  %-24s %10s %10s %10s %10s %10s %10s %12s %8d\n", rank, part_text(part).c_str(),
                     human_count(static_cast<double>(its.parameters)).c_str(), text(its.weights).c_str(),
                     text(its.grads).c_str(), text(its.others).c_str(), text(traffic.activations).c_str(),
-                    text(traffic.longer).c_str(), text(traffic.bytes / steps).c_str(),
+                    text(traffic.longer).c_str(), text(traffic.bytes).c_str(),
                     schedule.versions.empty() ? 1 : schedule.versions[static_cast<size_t>(rank)]);
     }
     std::printf("what follows is of rank 0\n");

@@ -40,7 +40,7 @@ struct PipelineRuns {
         INFO(model << " " << flags << "\n" << its.err);
         REQUIRE(its.status == 0);
         if (flags.find("--ranks") != std::string::npos && flags.find("--stop-after") == std::string::npos)
-            check_memory(its.out);
+            check_account(its.out);
         return path;
     }
 };

@@ -152,7 +152,7 @@ int64_t Pipeline::bytes_of(int rank, const Kept& kept) const {
 }
 
 PipelineTraffic Pipeline::planned(int rank) const {
-    const int64_t messages = messages_sent(schedule_, rank);
+    const int64_t messages = messages_sent(schedule_, rank) / steps_at_once(t_.options);
     const Kept kept = planned_pieces(schedule_, rank), at_once = planned_pieces(with_backward_at_once(schedule_), rank);
     const int64_t bytes = bytes_of(rank, kept);
     return {.activations = bytes,

@@ -73,6 +73,7 @@ void Pipeline::run_steps(const BatchReader& data, int64_t first, int64_t n) {
         upload_micro_batch(t_, micro_batches_[static_cast<size_t>(micro)], micro * t_.micro_batch, stream);
     cudaCheck(cudaMemsetAsync(step_totals_.data, 0, step_totals_.bytes(), stream));
     run_table(n == steps_at_once(o) ? schedule_ : schedule_of_steps(o, per_step, n), stream);
+    messages_ /= n;
     // The next steps begin with the newest version as their version 0.
     const Model& newest = versions_[static_cast<size_t>(n) % versions_.size()];
     if (newest.weights.data != t_.model.weights.data) copy_tensor(t_.model.weights, newest.weights, stream);

@@ -340,7 +340,7 @@ struct StepResult {
 struct PipelineTraffic {
     int64_t activations = 0;  // bytes kept at most
     int64_t longer = 0;  // of these, because backwards by weight come later than backwards by input; of a plan alone
-    int64_t messages = 0, bytes = 0;  // sent between stages
+    int64_t messages = 0, bytes = 0;  // sent between stages in a step
 };
 
 class Pipeline final : public StageWork {
@@ -430,7 +430,7 @@ class Pipeline final : public StageWork {
     WeightGradients later_;
     std::map<int, Tensor> last_out_;  // by micro-batch: the output of the last stage, until its backward
     bool training_ = true;
-    int64_t messages_ = 0;  // that this rank sent in the last table of a training step
+    int64_t messages_ = 0;  // that this rank sent in the last training step
     // Asynchronous: the model with each version of its weights, and of the steps that run at once the totals.
     std::vector<Model> versions_;
     Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)
