@@ -41,6 +41,7 @@ TensorLayout tensor_layout(TensorMode mode, int rank, int size, bool sequence, i
     check(mode == TensorMode::one_d || !sequence, "--sp with --tp-mode ", tensor_mode_name(mode),
           ": the residual stream is divided already; leave --sp away");
     check(depth == 0 || mode == TensorMode::two_half_d, "--tp-depth belongs to --tp-mode 2.5d");
+    check(depth >= 0, "--tp-depth must not be negative");
     TensorLayout layout;
     layout.mode = mode, layout.rank = rank, layout.size = size, layout.sequence = sequence;
     if (mode == TensorMode::one_d) {
@@ -62,8 +63,11 @@ TensorLayout tensor_layout(TensorMode mode, int rank, int size, bool sequence, i
         const int q = depth > 0 && size % depth == 0 ? exact_root(size / depth, 2) : 0;
         check(q > 1, "--tp ", size, " --tp-mode ", tensor_mode_name(mode), ": ",
               flat ? "a square of ranks is needed: --tp 4, 9 or 16"
-                   : "depth x q x q ranks are needed, with q at least 2 and at least the depth, or as --tp-depth says: "
-                     "--tp 8, 18 or 27");
+              : depth == 0
+                  ? "depth x q x q ranks are needed, with q at least 2 and at least the depth, or as --tp-depth "
+                    "says: --tp 8, 18 or 27"
+                  : concat("depth x q x q ranks are needed, and --tp-depth ", depth, " says: --tp ", 4 * depth, ", ",
+                           9 * depth, " or ", 16 * depth));
         layout.sizes = {depth, q, q};
         layout.stream_rows = layout.inner_rows = {0, 1};
         layout.stream_columns = layout.heads = {2};
