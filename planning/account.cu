@@ -165,6 +165,7 @@ int64_t pipeline_traffic(const Trainer& t, const std::vector<RankWork>& ranks) {
         const Model& model = ranks[static_cast<size_t>(rank)].model;
         const int64_t grads = model.n * static_cast<int64_t>(dtype_bytes(model.grads.dtype));
         bytes += t.options.tp * (s.shards_states() ? 1 : s.size) * 2 * grads;
+        if (model.fp8_states.exists()) bytes += n_pipelines * 2 * static_cast<int64_t>(model.fp8_states.bytes());
     }
     if (pipeline.ties_two_ranks()) bytes += n_pipelines * 2 * static_cast<int64_t>(ranks[0].model.dwte.bytes());
     return bytes;

@@ -147,6 +147,10 @@ TEST_CASE("dualpipe has the bits of 1f1b with two data-parallel ranks", "[progra
             check_same_run(runs.run(tied, flags + more + on_pipeline(pp, "dualpipe")), runs.run(tied, flags + more),
                            1e-6);
         }
+    // fp8's scales follow from the largest values of all micro-batches, of which each of the two has seen half.
+    const std::string fp8 = flags + "--dtype fp8 ", run = runs.run("deep-gqa", fp8 + on_pipeline(2, "dualpipe")),
+                      two = runs.run("deep-gqa", fp8 + on_pipeline(2, "1f1b", 2));
+    CHECK((weights_file(run) == weights_file(two)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

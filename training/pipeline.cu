@@ -114,6 +114,7 @@ Activations Pipeline::take_memory() {
     ranks_.count_memory([&] { ranks_.all_reduce(t_.step_sums(), nullptr); });
     ranks_.take_memory(t_.memory.communication);
     twin_->count_memory([&] {
+        max_over_twins(model.fp8_states, nullptr);
         if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, nullptr); });
         else if (twin_->size > 1) twin_->all_reduce(stages_.part.embedding ? model.dwte : model.head.dweight, nullptr);
     });
@@ -199,6 +200,10 @@ void Pipeline::reduce_gradients(cudaStream_t stream) {
     t_.data_parallel.finish_grads(stream);
     if (has_twins()) for_all_gradients([&](const Tensor& grads) { twin_->all_reduce(grads, stream); });
     add_shared_gradients(t_, stream);
+}
+
+void Pipeline::max_over_twins(const Tensor& values, cudaStream_t stream) {
+    if (has_twins() && values.exists()) twin_->all_reduce(values, values, ReduceOp::max, stream);
 }
 
 // d tied = d embedding + d head, in both places.

@@ -213,6 +213,8 @@ void update_weights(Trainer& t, int64_t step) {
     const cudaStream_t stream = device().stream;
     update_units(t, t.model, learning_rate(t.options.schedule, step), t.updates + 1);
     quantise_weights(t.model, stream);
+    // Ranks with the same blocks have seen half of the micro-batches each.
+    if (t.pipeline) t.pipeline->max_over_twins(t.model.fp8_states, stream);
     advance_fp8(t.model, stream);
 }
 

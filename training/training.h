@@ -374,6 +374,8 @@ class Pipeline final : public StageWork {
     // The losses of so many micro-batches, at most those of a step.
     void add_losses_of(int64_t micro_batches, cudaStream_t stream);
     void add_up(Tensor sums, cudaStream_t stream);  // over the ranks of the pipeline
+    // Where two ranks have the same stages: in place, the larger values of both.
+    void max_over_twins(const Tensor& values, cudaStream_t stream);
 
     // For the runner.
     void forward(const Action& action, Tensor in, Tensor out, cudaStream_t stream) override;
