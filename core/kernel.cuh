@@ -13,6 +13,13 @@ namespace {
 constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+// The last parameters of a function whose misuse the CPU device reports with the caller's line.
+#ifdef CUDA_ON_CPU
+#define CALLERS_LINE , const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#else
+#define CALLERS_LINE
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Element types. Storage is float, bf16 or f16; arithmetic and sums are float.
 
@@ -34,11 +41,17 @@ struct alignas(kN * sizeof(T)) Packed {
     T v[n];
 };
 template <class T, int kN = 16 / sizeof(T)>
-__device__ __forceinline__ Packed<T, kN> load_packed(const T* address) {
+__device__ __forceinline__ Packed<T, kN> load_packed(const T* address CALLERS_LINE) {
+#ifdef CUDA_ON_CPU
+    if constexpr (kN > 1) cuda_cpu::check_aligned(address, sizeof(Packed<T, kN>), "load_packed", file, line);
+#endif
     return *reinterpret_cast<const Packed<T, kN>*>(address);
 }
 template <class T, int kN>
-__device__ __forceinline__ void store_packed(T* address, const Packed<T, kN>& value) {
+__device__ __forceinline__ void store_packed(T* address, const Packed<T, kN>& value CALLERS_LINE) {
+#ifdef CUDA_ON_CPU
+    if constexpr (kN > 1) cuda_cpu::check_aligned(address, sizeof(Packed<T, kN>), "store_packed", file, line);
+#endif
     *reinterpret_cast<Packed<T, kN>*>(address) = value;
 }
 

@@ -652,6 +652,14 @@ void trap(unsigned thread, const char* what, const char* file, int line) {
     report(std::string(what) + " at " + file + ":" + std::to_string(line) + " in " + block->where());
 }
 
+void report_misaligned(unsigned thread, const void* address, size_t alignment, const char* what, const char* file,
+                       int line) {
+    report_in(thread, "misaligned address",
+              std::string(what) + " at " + file + ":" + std::to_string(line) + " needs a multiple of " +
+                  std::to_string(alignment) + " bytes: the remainder is " +
+                  std::to_string(reinterpret_cast<uintptr_t>(address) % alignment));
+}
+
 void complete_shuffle(void** lanes, unsigned mask) {
     for (unsigned l = 0; l < kWarp; ++l) {
         if (!(mask >> l & 1)) continue;

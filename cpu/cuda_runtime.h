@@ -357,6 +357,9 @@ static inline void shared_declared(void* variable, size_t bytes) {
     if (strict) shared_declared_strict(variable, bytes);
 }
 [[noreturn]] void trap(unsigned thread, const char* what, const char* file, int line);
+// A GPU ends a kernel that loads, stores or copies n bytes at once at an address that is no multiple of n.
+[[noreturn, gnu::cold]] void report_misaligned(unsigned thread, const void* address, size_t alignment, const char* what,
+                                               const char* file, int line);
 
 // Copies to shared memory that a thread starts now and waits for later, in groups (cp.async). They are done at once; in
 // strict mode when their thread waits for them, and until then their place is filled with 0xff. from == nullptr: zeros.
@@ -457,7 +460,16 @@ static void launch(const char* name, const char* file, int line, const Configura
 static inline unsigned linear_index() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 static inline unsigned lane_id() { return linear_index() % 32; }
 
-static inline void async_copy(void* to, const void* from, size_t bytes) {
+static inline void check_aligned(const void* address, size_t alignment, const char* what,
+                                 const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    if (reinterpret_cast<uintptr_t>(address) % alignment != 0)
+        report_misaligned(linear_index(), address, alignment, what, file, line);
+}
+
+static inline void async_copy(void* to, const void* from, size_t bytes, const char* file = __builtin_FILE(),
+                              int line = __builtin_LINE()) {
+    check_aligned(to, bytes, "cp.async to shared memory", file, line);
+    check_aligned(from, bytes, "cp.async from device memory", file, line);
     if (strict) return async_copy_strict(linear_index(), to, from, bytes);
     if (from) std::memcpy(to, from, bytes);
     else std::memset(to, 0, bytes);

@@ -67,9 +67,7 @@ char* view_of(Unit& u, const char* at) {
 
 void check_aligned(unsigned thread, const void* pointer, size_t alignment, const char* what, Here here) {
     if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0)
-        report_in(
-            thread, "misaligned address",
-            std::string(what) + " at " + place(here) + " needs a multiple of " + std::to_string(alignment) + " bytes");
+        report_misaligned(thread, pointer, alignment, what, here.file, here.line);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

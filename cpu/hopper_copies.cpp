@@ -137,6 +137,12 @@ void finish_reading(Store& store) {
             "what the store at " + place(store.here) + " reads was overwritten before its thread had waited for it");
 }
 
+void check_bulk(unsigned thread, const void* to, const void* from, size_t bytes, Here here) {
+    check_aligned(thread, to, 16, "the destination of the bulk copy", here);
+    check_aligned(thread, from, 16, "the source of the bulk copy", here);
+    check_aligned(thread, reinterpret_cast<const void*>(bytes), 16, "the size of the bulk copy", here);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Tensor maps
 
@@ -216,22 +222,16 @@ void for_each_chunk(const TensorMap& map, const int* coordinates, F&& f) {
 // Instructions
 
 void bulk_load_by(unsigned thread, void* to, const void* from, size_t bytes, void* barrier, Here here) {
-    for (const void* pointer : {static_cast<const void*>(to), from})
-        check_aligned(thread, pointer, 16, "a bulk copy", here);
-    check_aligned(thread, reinterpret_cast<const void*>(bytes), 16, "a bulk copy's size", here);
+    check_bulk(thread, to, from, bytes, here);
     start_load(thread, static_cast<char*>(to), bytes, barrier, here, [=] { std::memcpy(to, from, bytes); });
 }
 void bulk_store_by(unsigned thread, void* to, const void* from, size_t bytes, Here here) {
-    for (const void* pointer : {static_cast<const void*>(to), from})
-        check_aligned(thread, pointer, 16, "a bulk copy", here);
-    check_aligned(thread, reinterpret_cast<const void*>(bytes), 16, "a bulk copy's size", here);
+    check_bulk(thread, to, from, bytes, here);
     start_store(thread, static_cast<const char*>(from), bytes, here,
                 [=](const char* source) { std::memcpy(to, source, bytes); });
 }
 void bulk_add_by(unsigned thread, float* to, const void* from, size_t bytes, Here here) {
-    for (const void* pointer : {static_cast<const void*>(to), from})
-        check_aligned(thread, pointer, 16, "a bulk copy", here);
-    check_aligned(thread, reinterpret_cast<const void*>(bytes), 16, "a bulk copy's size", here);
+    check_bulk(thread, to, from, bytes, here);
     start_store(thread, static_cast<const char*>(from), bytes, here, [=](const char* source) {
         for (size_t i = 0; i < bytes / sizeof(float); ++i) {
             float x;

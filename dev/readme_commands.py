@@ -114,7 +114,7 @@ RULES = [
          replace=(("^gdb ", "gdb -batch -ex run "), ("train_gpt", "train_gpt --sample 0 --val-sequences 4"))),
     Rule(r"gdb .* build/cpu-debug/train_gpt --data LICENSE", needs=("gdb",)),
     Rule(r"CUDA_CPU_STRICT=1 \./train_gpt", flags=SMALL + " --batch 2 --seq 16"),
-    Rule(r"CUDA_CPU_STRICT=1 build/cpu/wrong_kernels \w+ wrong", status=-signal.SIGABRT, quick=True),
+    Rule(r"(CUDA_CPU_STRICT=1 )?build/cpu/wrong_kernels \w+ wrong", status=-signal.SIGABRT, quick=True),
     # dev/README.md
     Rule(r"make dev$"),
     Rule(r"build/cuda/dev/softmax", replace=(("build/cuda", "build/cpu"), ("softmax$", "softmax --size 100x1000"),
@@ -187,7 +187,7 @@ RULES = [
     Rule(r"make bench-cpu$", cores=True),
     Rule(r"\./train_gpt --account"),
     Rule(r"make account$", skip="writes dev/ACCOUNT.md; test/test_step_account.cu compares it"),
-    Rule(r"make count$", skip="compiles all kernels again"),
+    Rule(r"make (count|gpu-choices)$", skip="compiles all kernels again"),
     Rule(r"make (gpu-check|bench|profile|gpu-window)$", skip="takes minutes at toy sizes, too; test/test_harness.cu runs it"),
     Rule(r"make gpu-bundle$", skip="needs the network"),
     # doc/flags.md

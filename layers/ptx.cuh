@@ -86,10 +86,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // (16 bytes, on a 16-byte boundary), and gets from each matrix i the elements (row g, columns 2t and 2t + 1) in r[i].
 // Transposed: (rows 2t and 2t + 1, column g).
 template <bool kTranspose = false>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
+    cuda_cpu::check_aligned(row, 16, "ldmatrix", file, line);
     ptx::Ldmatrix operands{{}, row};
-    cuda_cpu::exchange(kFullWarp, &operands, ptx::complete_ldmatrix<kTranspose>, "ldmatrix", __FILE__, __LINE__);
+    cuda_cpu::exchange(kFullWarp, &operands, ptx::complete_ldmatrix<kTranspose>, "ldmatrix", file, line);
     for (int i = 0; i < 4; ++i) r[i] = operands.r[i];
 #else
     if constexpr (kTranspose)
@@ -168,9 +169,9 @@ __device__ __forceinline__ float rcp_approx(float x) {
 // strict mode the CPU device lets a copy land when it is waited for, not before; until then its place holds NaN.
 
 // Both addresses on 16-byte boundaries. With copy == false, zeros are written and nothing is read.
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool copy = true) {
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool copy = true CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
-    cuda_cpu::async_copy(shared, copy ? global : nullptr, 16);
+    cuda_cpu::async_copy(shared, copy ? global : nullptr, 16, file, line);
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(copy ? 16 : 0)
@@ -218,13 +219,10 @@ __device__ __forceinline__ void cp_async_wait() {
 // checks first.
 
 #ifdef CUDA_ON_CPU
-// The caller's line, for reports.
-#define PTX_HERE , const char *file = __builtin_FILE(), int line = __builtin_LINE()
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointer)) & cuda_cpu::kSharedAddressMask;
 }
 #else
-#define PTX_HERE
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
 #else
@@ -236,7 +234,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // mbarriers: 8 bytes of shared memory. A phase is complete when n_arrivals have come and all bytes that were announced
 // have landed; then the next one begins. After mbarrier_init: fence_proxy_async, and a barrier for the other threads.
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t n_arrivals PTX_HERE) {
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t n_arrivals CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::mbarrier_init_by(cuda_cpu::linear_index(), barrier, n_arrivals, {file, line});
 #else
@@ -244,7 +242,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t n_arri
 #endif
 }
 // Its bytes may be used for something else.
-__device__ __forceinline__ void mbarrier_invalidate(uint64_t* barrier PTX_HERE) {
+__device__ __forceinline__ void mbarrier_invalidate(uint64_t* barrier CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::mbarrier_invalidate_by(cuda_cpu::linear_index(), barrier, {file, line});
 #else
@@ -252,7 +250,7 @@ __device__ __forceinline__ void mbarrier_invalidate(uint64_t* barrier PTX_HERE) 
 #endif
 }
 // What this thread has written before is visible to threads that wait for the phase.
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier PTX_HERE) {
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::mbarrier_arrive_by(cuda_cpu::linear_index(), barrier, 1, 0, {file, line});
 #else
@@ -261,7 +259,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier PTX_HERE) {
 #endif
 }
 // Arrives, and announces that n_bytes will land in this phase.
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t n_bytes PTX_HERE) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t n_bytes CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::mbarrier_arrive_by(cuda_cpu::linear_index(), barrier, 1, n_bytes, {file, line});
 #else
@@ -272,7 +270,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
 #endif
 }
 // Returns when the phase of this parity (0 or 1) is complete.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity PTX_HERE) {
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::keeping_thread([&] {
         cuda_cpu::mbarrier_wait_by(cuda_cpu::linear_index(), barrier, parity, {file, line});
@@ -292,7 +290,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 // Named barriers 1 to 15, each for some warps of the block: n_threads, a multiple of 32, arrive; those that sync wait
 // for it, those that only arrive go on. (0 is __syncthreads.)
 
-__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t n_threads PTX_HERE) {
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t n_threads CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::keeping_thread([&] {
         cuda_cpu::named_barrier_by(cuda_cpu::linear_index(), id, n_threads, true, {file, line});
@@ -301,7 +299,7 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t n_threa
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
 #endif
 }
-__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t n_threads PTX_HERE) {
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t n_threads CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::named_barrier_by(cuda_cpu::linear_index(), id, n_threads, false, {file, line});
 #else
@@ -359,7 +357,7 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 // Device to shared memory: n_bytes, a multiple of 16, as both addresses. They land in the barrier's current phase.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t n_bytes,
-                                          uint64_t* barrier PTX_HERE) {
+                                          uint64_t* barrier CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::bulk_load_by(cuda_cpu::linear_index(), shared, global, n_bytes, barrier, {file, line});
 #else
@@ -370,7 +368,7 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
 #endif
 }
 // Shared to device memory. What a thread has stored since its last bulk_commit is a group.
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t n_bytes PTX_HERE) {
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t n_bytes CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::bulk_store_by(cuda_cpu::linear_index(), global, shared, n_bytes, {file, line});
 #else
@@ -380,7 +378,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 #endif
 }
 // The same for floats, each of which is added to the one that is there. It is one addition for the memory, too.
-__device__ __forceinline__ void bulk_add(float* global, const void* shared, uint32_t n_bytes PTX_HERE) {
+__device__ __forceinline__ void bulk_add(float* global, const void* shared, uint32_t n_bytes CALLERS_LINE) {
 #ifdef CUDA_ON_CPU
     cuda_cpu::bulk_add_by(cuda_cpu::linear_index(), global, shared, n_bytes, {file, line});
 #else
@@ -449,7 +447,7 @@ __device__ __forceinline__ void wait_for_count(const int* count, int value) {
 // address itself are meant, therefore tiles start where the pattern does: at multiples of 8 lines (1024 bytes).
 template <int kRank>
 __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map, const int (&at)[kRank],
-                                            uint64_t* barrier PTX_HERE) {
+                                            uint64_t* barrier CALLERS_LINE) {
     static_assert(kRank >= 2 && kRank <= 4);
 #ifdef CUDA_ON_CPU
     cuda_cpu::tensor_load_by(cuda_cpu::linear_index(), shared, *map, at, kRank, barrier, {file, line});
@@ -476,7 +474,7 @@ __device__ __forceinline__ void tensor_load(void* shared, const CUtensorMap* map
 }
 template <int kRank>
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, const int (&at)[kRank],
-                                             const void* shared PTX_HERE) {
+                                             const void* shared CALLERS_LINE) {
     static_assert(kRank >= 2 && kRank <= 4);
 #ifdef CUDA_ON_CPU
     cuda_cpu::tensor_store_by(cuda_cpu::linear_index(), *map, at, kRank, shared, {file, line});
@@ -712,7 +710,7 @@ static void complete_wgmma(cuda_cpu::Wgmma** lanes) {
 // descriptors.
 template <class Number, bool kAMnMajor = false, bool kBMnMajor = false, int kFragments>
 __device__ __forceinline__ void wgmma_m64k16(float (&d)[kFragments][4], uint64_t a, uint64_t b,
-                                             bool accumulate PTX_HERE) {
+                                             bool accumulate CALLERS_LINE) {
     constexpr int n_columns = kFragments * 8;
     static_assert(n_columns == 8 || n_columns == 16 || n_columns == 32 || n_columns == 64 || n_columns == 96 ||
                   n_columns == 128 || n_columns == 192 || n_columns == 256);
@@ -740,7 +738,7 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[kFragments][4], uint64_t
 // The same with A in registers: a fragment of this warp's 16 rows.
 template <class Number, bool kBMnMajor = false, int kFragments>
 __device__ __forceinline__ void wgmma_m64k16(float (&d)[kFragments][4], const uint32_t (&a)[4], uint64_t b,
-                                             bool accumulate PTX_HERE) {
+                                             bool accumulate CALLERS_LINE) {
     constexpr int n_columns = kFragments * 8;
     static_assert(n_columns == 8 || n_columns == 16 || n_columns == 32 || n_columns == 64 || n_columns == 96 ||
                   n_columns == 128 || n_columns == 192 || n_columns == 256);

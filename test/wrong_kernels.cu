@@ -116,7 +116,7 @@ bool missing_second_syncwarp(bool wrong) { return rotate(wrong ? 2 : 0); }
 // Asynchronous copies to shared memory (cp.async) are there when the thread has waited for them, and waiting is for
 // groups: what has not been committed to one is not waited for.
 __global__ void reverse_row_kernel(float* out, const float* inp, int which) {
-    __shared__ float row[128];
+    __shared__ __align__(16) float row[128];
     const unsigned t = threadIdx.x;
     cuda_cpu::async_copy(row + 4 * t, inp + 4 * t, 16);
     if (which != 2) cuda_cpu::async_commit();
@@ -711,33 +711,94 @@ bool graph_not_waited_for(bool wrong) {
 
 // A box of 16 x 8 numbers goes through shared memory, from one tensor to another.
 __global__ void box_kernel(const __grid_constant__ CUtensorMap to, const __grid_constant__ CUtensorMap from, int from_x,
-                           int to_x) {
+                           int to_x, unsigned off) {
     __shared__ __align__(8) uint64_t landed;
-    unsigned char* tile = shared_tiles();
+    unsigned char* tile = shared_tiles() + off;
     if (threadIdx.x == 0) {
         mbarrier_init(&landed, 1);
         fence_proxy_async();
         mbarrier_arrive_expect_tx(&landed, 512);
-        tensor_load<2>(tile, &from, {from_x, 0}, &landed);  // <- box_off_16_bytes
+        tensor_load<2>(tile, &from, {from_x, 0}, &landed);  // <- box_off_16_bytes misaligned_tile
         mbarrier_wait(&landed, 0);
         tensor_store<2>(&to, {to_x, 0}, tile);  // <- store_at_negative store_of_odd_rows
         bulk_commit();
         bulk_wait<0>();
     }
 }
-bool box(int from_x, int to_x, int64_t to_row) {
+bool box(int from_x, int to_x, int64_t to_row, unsigned off = 0) {
     Buffer inp(counting(32 * 8)), out(counting(32 * 8));
     const auto map = [](const Buffer& x, int64_t row) {
         return make_tensor_map(x.data, DType::f32, {row, 8}, {32}, {16, 8}, 0);
     };
-    // <- box_off_16_bytes store_at_negative store_of_odd_rows
-    box_kernel<<<1, 32, 2 * kTileAlignment>>>(map(out, to_row), map(inp, 30), from_x, to_x);
+    // <- box_off_16_bytes store_at_negative store_of_odd_rows misaligned_tile
+    box_kernel<<<1, 32, 2 * kTileAlignment>>>(map(out, to_row), map(inp, 30), from_x, to_x, off);
     must(cudaDeviceSynchronize());
     return out.read()[8] == 12.0f;
 }
 bool box_off_16_bytes(bool wrong) { return box(wrong ? 6 : 4, 0, 32); }
 bool store_at_negative(bool wrong) { return box(4, wrong ? -4 : 0, 32); }
 bool store_of_odd_rows(bool wrong) { return box(4, 0, wrong ? 30 : 28); }
+bool misaligned_tile(bool wrong) { return box(4, 0, 32, wrong ? 16 : 128); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Addresses: what a GPU moves at once begins at a multiple of its bytes
+
+// 32 x 4 numbers go through shared memory. The place of one of the instructions is `off` bytes further on.
+enum Instruction {
+    async_source = 1,
+    async_destination,
+    matrix_row,
+    pack_load,
+    pack_store,
+    bulk_place,
+    bulk_size,
+    mbarrier
+};
+__global__ void aligned_kernel(float* out, const float* inp, Instruction which, size_t off) {
+    __shared__ __align__(8) uint64_t landed;
+    char* const tiles = reinterpret_cast<char*>(shared_tiles());
+    const unsigned t = threadIdx.x;
+    const auto at = [&](const void* address, Instruction here) {
+        return const_cast<char*>(static_cast<const char*>(address)) + (which == here ? off : 0);
+    };
+    // clang-format off
+    char* const row = tiles + 16 * t;
+    // <- misaligned_source misaligned_destination
+    cp_async_16(at(row, async_destination), at(inp + 4 * t, async_source));
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncwarp();
+    uint32_t r[4];
+    ldmatrix_x4(r, at(row, matrix_row)); // <- misaligned_matrix_row
+    const auto pack = load_packed(reinterpret_cast<const float*>(at(row, pack_load))); // <- misaligned_load
+    store_packed(reinterpret_cast<float*>(at(row, pack_store)), pack);                 // <- misaligned_store
+    fence_proxy_async();
+    __syncwarp();
+    if (t == 0) {
+        // <- misaligned_bulk_copy odd_bulk_copy
+        bulk_store(at(out, bulk_place), tiles, 512 + (which == bulk_size ? 8 : 0));
+        bulk_commit();
+        bulk_wait<0>();
+        mbarrier_init(reinterpret_cast<uint64_t*>(at(&landed, mbarrier)), 1); // <- misaligned_mbarrier
+    }
+    // clang-format on
+}
+bool aligned(Instruction which, size_t off) {
+    Buffer inp(counting(32 * 4 + 4)), out(32 * 4 + 4);
+    // <- misaligned_source misaligned_destination misaligned_matrix_row misaligned_load misaligned_store
+    // misaligned_bulk_copy odd_bulk_copy misaligned_mbarrier
+    aligned_kernel<<<1, 32, 2 * kTileAlignment>>>(out.data, inp.data, which, off);
+    must(cudaDeviceSynchronize());
+    return out.read()[127] == 127.0f;
+}
+bool misaligned_source(bool wrong) { return aligned(async_source, wrong ? 4 : 0); }
+bool misaligned_destination(bool wrong) { return aligned(async_destination, wrong ? 8 : 0); }
+bool misaligned_matrix_row(bool wrong) { return aligned(matrix_row, wrong ? 2 : 0); }
+bool misaligned_load(bool wrong) { return aligned(pack_load, wrong ? 4 : 0); }
+bool misaligned_store(bool wrong) { return aligned(pack_store, wrong ? 12 : 0); }
+bool misaligned_bulk_copy(bool wrong) { return aligned(bulk_place, wrong ? 4 : 0); }
+bool odd_bulk_copy(bool wrong) { return aligned(wrong ? bulk_size : async_source, 0); }
+bool misaligned_mbarrier(bool wrong) { return aligned(mbarrier, wrong ? 4 : 0); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Warps that are far apart
@@ -785,7 +846,9 @@ const Case cases[] = {
     CASE(fragment_overwritten), CASE(tile_off_the_pattern), CASE(registers_of_half_a_group), CASE(too_many_registers),
     CASE(ordinary_read_in_flight), CASE(missing_store_fence), CASE(missing_bulk_wait_read), CASE(missing_bulk_wait),
     CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size), CASE(box_off_16_bytes), CASE(store_at_negative),
-    CASE(store_of_odd_rows), CASE(late_warp),
+    CASE(store_of_odd_rows), CASE(late_warp), CASE(misaligned_source), CASE(misaligned_destination),
+    CASE(misaligned_matrix_row), CASE(misaligned_load), CASE(misaligned_store), CASE(misaligned_bulk_copy),
+    CASE(odd_bulk_copy), CASE(misaligned_tile), CASE(misaligned_mbarrier),
 };
 // clang-format on
 
