@@ -120,6 +120,16 @@ ifeq ($(COUNT),1)
   TILES_FLAGS    :=
 endif
 
+# make gpu-choices: kernels as on a GPU, whose accesses of memory are checked for their alignment, too.
+ifeq ($(GPU_CHOICES),1)
+  BUILD          := $(BUILD)-gpu-choices
+  OPTIMIZE       := -O1 -DGPU_CHUNKS -fsanitize=alignment -fno-sanitize-recover=all
+  LIGHT_FLAGS    :=
+  EMULATED_FLAGS :=
+  CORES_FLAGS    :=
+  TILES_FLAGS    :=
+endif
+
 # What `make gpu-bundle` has put aside for machines without a network: used where the system has none of its own.
 BUNDLE         := gpu-bundle
 BUNDLE_INCLUDE := -idirafter $(BUNDLE)/include
@@ -233,7 +243,7 @@ ifeq ($(DEVICE),cpu)
   LIBRARY_OBJECTS += $(patsubst %.cpp,$(BUILD)/%.o,$(filter-out cpu/rewrite.cpp cpu/count_bytes.cpp,$(wildcard cpu/*.cpp)))
 endif
 
-.PHONY: all programs tests test account count gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
+.PHONY: all programs tests test account count gpu-choices gpu-window test-ranks test-readme run_tests debug dev bench-cpu bench-inference bench profile gpu-check gpu-bundle sanitize spills compiles fuzz format format-check house-check docs doctor help clean force $(PROGRAMS)
 all: $(PROGRAMS)
 programs: $(PROGRAMS:%=$(BUILD)/%)
 tests: $(BUILD)/run_tests $(TEST_PROGRAMS:%=$(BUILD)/%) dev
@@ -487,6 +497,21 @@ count:
 	    -o build/cpu-count/run_tests
 	@test/count_bytes.sh build/cpu-count/train_gpt build/cpu-count/run_tests
 
+# ---- a GPU's choices: tests with its packs, tiles and blocks (layers/chunk.cuh), and with as many multiprocessors -----------
+# Files with kernels, and tests that look into them; the rest is that of the normal build.
+CHOOSING_KERNELS = $(patsubst %.cu,build/cpu-gpu-choices/%.o,$(shell grep -lE '__global__|<<<|\.cuh"' $(LIBRARY)))
+CHOOSING_TESTS   = $(patsubst %.cu,build/cpu-gpu-choices/%.o,$(shell grep -l '\.cuh"' $(TESTS)))
+OTHER_TESTS      = $(filter-out $(CHOOSING_TESTS:build/cpu-gpu-choices/%=build/cpu/%),$(TESTS:%.cu=build/cpu/%.o))
+gpu-choices:
+	@$(MAKE) -s DEVICE=cpu tests programs
+	@$(MAKE) -s DEVICE=cpu GPU_CHOICES=1 $(CHOOSING_KERNELS) $(CHOOSING_TESTS)
+	$(say) LINK 'build/cpu-gpu-choices/run_tests and the programs'
+	$(Q)$(LINK) -fsanitize=alignment $(CHOOSING_KERNELS) $(CHOOSING_TESTS) $(OTHER_TESTS) build/cpu/libllm.a $(catch2_library) \
+	    $(LDLIBS) -o build/cpu-gpu-choices/run_tests
+	$(Q)for program in $(PROGRAMS); do $(LINK) -fsanitize=alignment $(CHOOSING_KERNELS) build/cpu/$$program.o build/cpu/libllm.a \
+	    $(LDLIBS) -o build/cpu-gpu-choices/$$program || exit 1; done
+	@test/gpu_choices.sh build/cpu-gpu-choices $(ONCE)
+
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------
 # Their variables are described at the top of each script, and may be given to make: make bench MODELS=gpt2 SEQS=1024.
 gpu-check:
@@ -582,6 +607,8 @@ help:
 	@echo 'make test-readme            run every command of README.md and doc/; ONLY="float_formats": those with this in them'
 	@echo 'make account                write dev/ACCOUNT.md: where the time of a step of GPT-2 124M goes on an H100, predicted'
 	@echo 'make count                  hold the bytes that launchers state against those that their kernels touch'
+	@echo 'make gpu-choices            run the tests of kernels, models, ranks and training with the packs, tiles, blocks and'
+	@echo '                            multiprocessors of GPUs, and find addresses that a GPU refuses'
 	@echo 'make sanitize               run the tests of code without kernels under the address and undefined-behaviour sanitizers'
 	@echo 'make fuzz                   fuzz the file readers for FUZZ_SECONDS=20 each (needs clang)'
 	@echo 'make DEVICE=cuda spills     no kernel of the product spills registers, on sm_80 and sm_90a (needs nvcc, but no GPU)'

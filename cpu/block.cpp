@@ -660,6 +660,12 @@ void report_misaligned(unsigned thread, const void* address, size_t alignment, c
                   std::to_string(reinterpret_cast<uintptr_t>(address) % alignment));
 }
 
+void report_launch_bounds(unsigned thread, unsigned n_threads) {
+    report_in(thread, "too many threads",
+              "its __launch_bounds__ are " + std::to_string(n_threads) + " threads, and the block has " +
+                  std::to_string(block_threads()));
+}
+
 void complete_shuffle(void** lanes, unsigned mask) {
     for (unsigned l = 0; l < kWarp; ++l) {
         if (!(mask >> l & 1)) continue;

@@ -45,7 +45,12 @@
 #else
 #define __forceinline__ inline  // a debug build: breakpoints and step need functions
 #endif
-#define __launch_bounds__(...)
+#define __launch_bounds__(...)  // the rewriter adds this to the kernel's first line:
+#ifdef GPU_CHUNKS               // blocks have other sizes with this device's own choices
+#define CHECK_LAUNCH_BOUNDS(...) ::cuda_cpu::check_launch_bounds(__VA_ARGS__)
+#else
+#define CHECK_LAUNCH_BOUNDS(...)
+#endif
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -259,10 +264,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result = nullptr);
 
-// A CPU block gets whatever shared memory it asks for up to the limit of an H100 (227 KiB): nothing to set.
+// A CPU block gets whatever shared memory it asks for up to the device's limit: nothing to set.
+namespace cuda_cpu {
+bool may_have_shared(size_t bytes);
+}  // namespace cuda_cpu
 template <class Function>
-cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) {
-    return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int bytes) {
+    return cuda_cpu::may_have_shared(static_cast<size_t>(bytes)) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -360,6 +368,8 @@ static inline void shared_declared(void* variable, size_t bytes) {
 // A GPU ends a kernel that loads, stores or copies n bytes at once at an address that is no multiple of n.
 [[noreturn, gnu::cold]] void report_misaligned(unsigned thread, const void* address, size_t alignment, const char* what,
                                                const char* file, int line);
+// Nor can it launch a kernel with more threads than its __launch_bounds__.
+[[noreturn, gnu::cold]] void report_launch_bounds(unsigned thread, unsigned n_threads);
 
 // Copies to shared memory that a thread starts now and waits for later, in groups (cp.async). They are done at once; in
 // strict mode when their thread waits for them, and until then their place is filled with 0xff. from == nullptr: zeros.
@@ -460,6 +470,9 @@ static void launch(const char* name, const char* file, int line, const Configura
 static inline unsigned linear_index() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 static inline unsigned lane_id() { return linear_index() % 32; }
 
+static inline void check_launch_bounds(unsigned n_threads, unsigned = 0) {
+    if (blockDim.x * blockDim.y * blockDim.z > n_threads) report_launch_bounds(linear_index(), n_threads);
+}
 static inline void check_aligned(const void* address, size_t alignment, const char* what,
                                  const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (reinterpret_cast<uintptr_t>(address) % alignment != 0)

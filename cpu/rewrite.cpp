@@ -2,8 +2,8 @@
 //
 //     rewrite in.cu > out.cpp
 //
-// Two things in CUDA C++ are syntax, not library, and are rewritten in place (the rest is headers: cpu/cuda_runtime.h;
-// and headers are not rewritten):
+// Three things in CUDA C++ are syntax, not library, and are rewritten in place (the rest is headers:
+// cpu/cuda_runtime.h; and headers are not rewritten):
 //
 //     kernel<T><<<grid, block, shared, stream>>>(a, b);
 //  -> ::cuda_cpu::launch("kernel<T>", __FILE__, __LINE__, ::cuda_cpu::Configuration(grid, block, shared, stream),
@@ -14,6 +14,9 @@
 //  -> __shared__ float tile[32][33]; ::cuda_cpu::shared_declared(&tile, sizeof(tile));      (strict mode: fills it)
 //     extern __shared__ float row[];
 //  -> float* row = static_cast<float*>(::cuda_cpu::dynamic_shared_memory());
+//
+//     __global__ void __launch_bounds__(256) kernel(int* p) {
+//  -> __global__ void __launch_bounds__(256) kernel(int* p) { CHECK_LAUNCH_BOUNDS(256);
 //
 // Nothing is moved to another line, so one #line at the top lets compiler errors and gdb show the .cu file.
 #include <algorithm>
@@ -221,6 +224,16 @@ void rewrite_shared(const std::string& code, std::vector<Edit>& edits) {
     }
 }
 
+void rewrite_launch_bounds(const std::string& code, std::vector<Edit>& edits) {
+    const std::string keyword = "__launch_bounds__";
+    for (size_t at = 0; (at = code.find(keyword, at)) != std::string::npos; at += keyword.size()) {
+        const size_t open = code.find('(', at), body = code.find_first_of("{;", at);
+        if (open > body || body == std::string::npos || code[body] == ';') continue;  // it has no body here
+        const std::string bounds = code.substr(open, matching(code, open) + 1 - open);
+        edits.push_back({body + 1, body + 1, " CHECK_LAUNCH_BOUNDS" + bounds + ";"});
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -241,6 +254,7 @@ int main(int argc, char** argv) {
     std::vector<Edit> edits;
     rewrite_launches(blanked(source, true), blanked(source, false), edits);
     rewrite_shared(blanked(source, true), edits);
+    rewrite_launch_bounds(blanked(source, true), edits);
     std::sort(edits.begin(), edits.end(), [](const Edit& a, const Edit& b) { return a.from < b.from; });
 
     std::cout << "#line 1 \"" << quoted(file) << "\"\n";

@@ -20,6 +20,24 @@ int device_count() {
     return text ? std::max(1, std::atoi(text)) : 1;
 }
 
+// What the device shows of itself. Code chooses by it, and CUDA_CPU_GPU lets it choose as on a GPU.
+struct Shown {
+    int multiprocessors = omp_get_max_threads(), major = 9, minor = 0, shared_kib = 227;
+};
+Shown shown() {
+    Shown s;
+    const char* text = std::getenv("CUDA_CPU_GPU");
+    if (!text || !*text) return s;
+    int end = 0;
+    std::sscanf(text, "%d,%d.%d,%d%n", &s.multiprocessors, &s.major, &s.minor, &s.shared_kib, &end);
+    if (end == 0 || text[end] || s.multiprocessors < 1 || s.major < 1 || s.minor < 0 || s.shared_kib < 48 ||
+        s.shared_kib > 227)
+        report(std::string("CUDA_CPU_GPU=") + text +
+               " is not the multiprocessors, the compute capability and the KiB of shared memory of a block (48 to " +
+               "227) of a GPU, as 132,9.0,227");
+    return s;
+}
+
 std::string cpu_model() {
     std::ifstream info("/proc/cpuinfo");
     for (std::string line; std::getline(info, line);)
@@ -28,6 +46,8 @@ std::string cpu_model() {
 }
 
 }  // namespace
+
+bool may_have_shared(size_t bytes) { return bytes <= size_t{1024} * shown().shared_kib; }
 
 int current_device() { return device_of_thread; }
 cudaError_t remember(cudaError_t error) {
@@ -39,7 +59,7 @@ bool launch_is_valid(const Launch& launch) {
     const dim3 g = launch.grid, b = launch.block;
     const bool valid = g.x > 0 && g.y > 0 && g.z > 0 && g.x <= INT_MAX && g.y <= 65535 && g.z <= 65535 && b.x > 0 &&
                        b.y > 0 && b.z > 0 && b.z <= 64 && uint64_t{b.x} * b.y * b.z <= 1024 &&
-                       launch.shared_bytes <= 227 * 1024;
+                       (launch.shared_bytes <= 48 << 10 || may_have_shared(launch.shared_bytes));
     if (!valid) last_error = cudaErrorInvalidConfiguration;
     return valid;
 }
@@ -116,10 +136,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     size_t free_bytes = 0;
     cudaMemGetInfo(&free_bytes, &properties->totalGlobalMem);
     properties->sharedMemPerBlock = 48 << 10;
-    properties->sharedMemPerBlockOptin = 227 << 10;
-    properties->multiProcessorCount = omp_get_max_threads();
-    properties->major = 9;
-    properties->minor = 0;
+    const Shown s = shown();
+    properties->sharedMemPerBlockOptin = size_t{1024} * s.shared_kib;
+    properties->multiProcessorCount = s.multiprocessors;
+    properties->major = s.major;
+    properties->minor = s.minor;
     properties->warpSize = 32;
     properties->maxThreadsPerBlock = 1024;
     properties->l2CacheSize = 32 << 20;

@@ -7,7 +7,8 @@
 //   CPU    32 elements, at any address: g++ turns the loops over a chunk into vector instructions. (It unrolls loops of
 //          up to 16 rounds before they are vectorised, and most of them stay scalar: 32 is four times faster than 16.)
 //
-// -DGPU_CHUNKS makes the CPU device take the GPU's choices, so that the tests run the GPU's code without a GPU.
+// -DGPU_CHUNKS makes the CPU device take the GPU's choices, so that the tests run the GPU's code without a GPU (make
+// gpu-choices).
 //
 // In registers a chunk is float x[n]. Loops over it have a constant bound and no branches.
 #pragma once

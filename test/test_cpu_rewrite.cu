@@ -136,11 +136,14 @@ TEST_CASE("what rewrite writes", "[cpu][rewrite]") {
     CHECK(rewrite("extern __shared__ __align__(16) const Pair<int, 2> rows[];").out ==
           "#line 1 \"a.cu\"\nconst Pair<int, 2>* rows = static_cast<const Pair<int, "
           "2>*>(::cuda_cpu::dynamic_shared_memory());");
+    CHECK(rewrite("__global__ void __launch_bounds__(kA<T, 2>, 1) f(int* p)\n{ *p = 1; }").out ==
+          "#line 1 \"a.cu\"\n__global__ void __launch_bounds__(kA<T, 2>, 1) f(int* p)\n{ "
+          "CHECK_LAUNCH_BOUNDS(kA<T, 2>, 1); *p = 1; }");
     // Left alone.
     for (const std::string source :
          {"// f<<<1, 1>>>()\n", "/* __shared__ int a; */", "\"f<<<1,1>>>()\" '\"' \"__shared__\"",
           "R\"(f<<<1>>>()\")\" 1'000 0xff'ff", "x << y >> z <<= 1", "#define S __shared__ int",
-          "// one \\\n f<<<1,1>>>()\n", "my__shared = 1;"})
+          "// one \\\n f<<<1,1>>>()\n", "my__shared = 1;", "__global__ void __launch_bounds__(32) f(); int g() {}"})
         CHECK(rewrite(source).out == "#line 1 \"a.cu\"\n" + source);
 }
 

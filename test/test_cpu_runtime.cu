@@ -2,6 +2,7 @@
 //
 // Plain CUDA, so that a GPU can say whether the tests are right. What must hold under any order of streams is tested
 // here, also in strict mode, where the order is drawn; that a wrong order is found is test_cpu_strict.cu's subject.
+#include "layers/layers.h"
 #include "program.h"
 
 #include <algorithm>
@@ -463,6 +464,46 @@ TEST_CASE("what a device says of itself", "[cpu]") {
 }
 
 #ifdef CUDA_ON_CPU
+
+TEST_CASE("CUDA_CPU_GPU shows the properties of a GPU", "[cpu]") {
+    struct Shown {
+        const char* const before = std::getenv("CUDA_CPU_GPU");
+        const std::string old = before ? before : "";
+        void set(const char* gpu) { setenv("CUDA_CPU_GPU", gpu, 1); }
+        ~Shown() { set(old.c_str()); }
+    } shown;
+    const auto value_of = [](cudaDeviceAttr attribute) {
+        int value = 0;
+        must(cudaDeviceGetAttribute(&value, attribute, 0));
+        return value;
+    };
+    shown.set("108,8.6,99");
+    CHECK(value_of(cudaDevAttrMultiProcessorCount) == 108);
+    CHECK(value_of(cudaDevAttrComputeCapabilityMajor) == 8);
+    CHECK(value_of(cudaDevAttrComputeCapabilityMinor) == 6);
+    CHECK(value_of(cudaDevAttrMaxSharedMemoryPerBlockOptin) == 99 << 10);
+    CHECK(!has_wgmma());
+    const auto allow = [](int bytes) {
+        return cudaFuncSetAttribute(update_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    };
+    Ints a(32);
+    must(allow(99 << 10));
+    update_kernel<<<1, 32, 99 << 10>>>(a.data, 2, 1);
+    must(cudaGetLastError());
+    CHECK(fails(allow((99 << 10) + 1)));
+    update_kernel<<<1, 32, (99 << 10) + 1>>>(a.data, 2, 1);
+    CHECK(cudaGetLastError() == cudaErrorInvalidConfiguration);
+    shown.set("");
+    update_kernel<<<1, 32, (99 << 10) + 1>>>(a.data, 2, 1);
+    must(cudaGetLastError());
+    CHECK(has_wgmma());
+    for (const std::string wrong : {"132", "132,9.0", "132,9,227", "0,9.0,227", "132,9.0,20", "132,9.0,227 "}) {
+        const Outcome outcome = run_program("run_tests", "'what a device says of itself'",
+                                            "ulimit -c 0; export CUDA_CPU_GPU='" + wrong + "';");
+        CHECK(outcome.status != 0);
+        CHECK_THAT(outcome.err, ContainsSubstring("CUDA_CPU_GPU=" + wrong + " is not the multiprocessors, the"));
+    }
+}
 
 // Run as a process of its own, by the next test: how many devices there are is decided once.
 TEST_CASE("three devices, a thread each", "[.][three_devices]") {

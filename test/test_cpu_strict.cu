@@ -207,6 +207,9 @@ const std::vector<Mistake> mistakes = {
     {"store_of_odd_rows",
      {"store behind a row in kernel 'box_kernel'", "thread (0,0,0)", "have 120 bytes", "write over the 8 behind a row"},
      without_strict_mode_too},
+    {"more_threads_than_bounds",
+     {"too many threads in kernel 'bounds_kernel'", "its __launch_bounds__ are 63 threads, and the block has 64"},
+     without_strict_mode_too},
     // 6. Addresses that are no multiple of what a GPU moves at once.
     {"misaligned_source",
      {"misaligned address in kernel 'aligned_kernel'", "thread (", "cp.async from device memory at",

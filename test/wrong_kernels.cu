@@ -800,6 +800,18 @@ bool misaligned_bulk_copy(bool wrong) { return aligned(bulk_place, wrong ? 4 : 0
 bool odd_bulk_copy(bool wrong) { return aligned(wrong ? bulk_size : async_source, 0); }
 bool misaligned_mbarrier(bool wrong) { return aligned(mbarrier, wrong ? 4 : 0); }
 
+// What the rewriter adds to a kernel with __launch_bounds__, in make gpu-choices.
+__global__ void bounds_kernel(float* out, unsigned n) {
+    cuda_cpu::check_launch_bounds(n, 1);
+    out[threadIdx.x] = 1.0f;
+}
+bool more_threads_than_bounds(bool wrong) {
+    Buffer out(64);
+    bounds_kernel<<<1, dim3(32, 2)>>>(out.data, wrong ? 63 : 64);  // <- more_threads_than_bounds
+    must(cudaDeviceSynchronize());
+    return out.read()[31] == 1.0f;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Warps that are far apart
 
@@ -849,6 +861,7 @@ const Case cases[] = {
     CASE(store_of_odd_rows), CASE(late_warp), CASE(misaligned_source), CASE(misaligned_destination),
     CASE(misaligned_matrix_row), CASE(misaligned_load), CASE(misaligned_store), CASE(misaligned_bulk_copy),
     CASE(odd_bulk_copy), CASE(misaligned_tile), CASE(misaligned_mbarrier),
+    CASE(more_threads_than_bounds),
 };
 // clang-format on
 

@@ -210,7 +210,7 @@ bool has_wgmma() {
     int major = 0, minor = 0;
     cudaCheck(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device().index));
     cudaCheck(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device().index));
-    return device().is_cpu || (major == 9 && minor == 0);
+    return major == 9 && minor == 0;
 }
 
 FlashTier flash_tier_from_name(const std::string& name) {

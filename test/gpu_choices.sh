@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# test/gpu_choices.sh BUILD_FOLDER ONCE...: runs what `make gpu-choices` has built: kernels with a GPU's packs, tiles and blocks,
+# which end where an address is misaligned.
+#
+# All tests that compute in this process, but those of the files ONCE (test/test_ONCE.cu), as on an H100; what chooses by the
+# device's number of multiprocessors also with an A100's, and with one. (Several tests need a Hopper's other properties.)
+set -u
+cd "$(dirname "$0")/.."
+build=$1
+shift
+# As in test/run.sh.
+[ -n "${TMPDIR:-}" ] || { [ -w /dev/shm ] && export TMPDIR=/dev/shm; }
+export OMP_WAIT_POLICY=passive
+
+status=0
+# run CUDA_CPU_GPU FILTER
+run() {
+    local started=$SECONDS log=$build/as_on_$1.txt
+    if CUDA_CPU_GPU=$1 "$build/run_tests" --filenames-as-tags "$2" > "$log" 2>&1; then
+        echo "  as on $1: ok, $((SECONDS - started)) s: $(tail -n 2 "$log" | head -n 1)"
+    else
+        echo "  as on $1: FAILED, $((SECONDS - started)) s; the end of $log:"
+        tail -n "${TEST_TAIL:-100}" "$log"
+        status=1
+    fi
+}
+filter='~[.]~[program]'
+for test in "$@"; do filter+="~[#test_$test]"; done
+run 132,9.0,227 "$filter"
+for gpu in 108,9.0,227 1,9.0,227; do run $gpu "[matmul]$filter,[hopper]$filter,[flash]$filter,[few_rows]$filter,[paged]$filter,[fp8]$filter"; done
+exit $status
