@@ -503,13 +503,11 @@ CHOOSING_KERNELS = $(patsubst %.cu,build/cpu-gpu-choices/%.o,$(shell grep -lE '_
 CHOOSING_TESTS   = $(patsubst %.cu,build/cpu-gpu-choices/%.o,$(shell grep -l '\.cuh"' $(TESTS)))
 OTHER_TESTS      = $(filter-out $(CHOOSING_TESTS:build/cpu-gpu-choices/%=build/cpu/%),$(TESTS:%.cu=build/cpu/%.o))
 gpu-choices:
-	@$(MAKE) -s DEVICE=cpu tests programs
+	@$(MAKE) -s DEVICE=cpu tests
 	@$(MAKE) -s DEVICE=cpu GPU_CHOICES=1 $(CHOOSING_KERNELS) $(CHOOSING_TESTS)
-	$(say) LINK 'build/cpu-gpu-choices/run_tests and the programs'
+	$(say) LINK build/cpu-gpu-choices/run_tests
 	$(Q)$(LINK) -fsanitize=alignment $(CHOOSING_KERNELS) $(CHOOSING_TESTS) $(OTHER_TESTS) build/cpu/libllm.a $(catch2_library) \
 	    $(LDLIBS) -o build/cpu-gpu-choices/run_tests
-	$(Q)for program in $(PROGRAMS); do $(LINK) -fsanitize=alignment $(CHOOSING_KERNELS) build/cpu/$$program.o build/cpu/libllm.a \
-	    $(LDLIBS) -o build/cpu-gpu-choices/$$program || exit 1; done
 	@test/gpu_choices.sh build/cpu-gpu-choices $(ONCE)
 
 # ---- the GPU harness: a GPU is at hand only for minutes at a time, so each of these is one command ----------------------

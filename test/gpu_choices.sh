@@ -27,5 +27,7 @@ run() {
 filter='~[.]~[program]'
 for test in "$@"; do filter+="~[#test_$test]"; done
 run 132,9.0,227 "$filter"
-for gpu in 108,9.0,227 1,9.0,227; do run $gpu "[matmul]$filter,[hopper]$filter,[flash]$filter,[few_rows]$filter,[paged]$filter,[fp8]$filter"; done
+chooses="[matmul]$filter"
+for tag in hopper flash few_rows paged fp8; do chooses+=",[$tag]$filter"; done
+for gpu in 108,9.0,227 1,9.0,227; do run $gpu "$chooses"; done
 exit $status
