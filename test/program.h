@@ -1,6 +1,7 @@
 // test/program.h: runs the programs that were built together with the tests, as a user would.
 #pragma once
 
+#include "reference.h"
 #include "temp_folder.h"
 #include "test.h"
 
@@ -52,6 +53,11 @@ inline Outcome run_program(const std::string& name, const std::string& arguments
     const bool untimed = name == "train_gpt" && !has("--tune-matmul") && !has("--draw");  // which trains nothing
     return run_shell(
         concat("export OMP_NUM_THREADS=1; ", before, " ", program_path(name), untimed ? kUntimed : "", " ", arguments));
+}
+
+// Can this device train with these flags? Not every GPU has products of fp8.
+inline bool can_train(const std::string& flags) {
+    return flags.find("--dtype fp8") == std::string::npos || has_fp8(flags.find("--fp8 block") != std::string::npos);
 }
 
 // What it prints where it must succeed.

@@ -1,6 +1,8 @@
 // test/reference.cu: see reference.h.
 #include "reference.h"
 
+#include "layers/layers.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -78,6 +80,15 @@ void check_close(const std::vector<double>& actual, const std::vector<double>& e
     INFO(what << ": element " << at << " is " << actual[at] << ", expected " << expected[at] << ", error is " << worst
               << " of the tolerance (relative " << relative << ", absolute " << absolute << ")");
     CHECK(worst <= 1.0);
+}
+
+bool has_fp8(bool block_scales) {
+    try {
+        expect_fp8_device(block_scales);
+    } catch (const std::exception&) {
+        return false;
+    }
+    return true;
 }
 
 void check_counters() {

@@ -48,6 +48,10 @@ void check_close(const std::vector<double>& actual, const std::vector<double>& e
 // otherwise a later kernel would take another block for its last one.
 void check_counters();
 
+// Has this device products of fp8, with one scale for a tensor (Ada, Hopper) or with scales of blocks (Hopper)?
+bool has_fp8(bool block_scales = false);
+inline const char* const kNeedsFp8 = "needs a GPU with products of fp8";
+
 // d f / d x[i] by central differences in float64, for a few i picked evenly over x.
 struct Difference {
     size_t index;

@@ -33,7 +33,7 @@ struct Axis {
     bool on_one_rank;  // it is part of the run on one rank, too
     std::vector<Value> values;
 };
-const std::vector<Axis>& axes() {
+const std::vector<Axis>& axes_of_all_devices() {
     static const std::vector<Axis> all = {
         {"optimizer",
          true,
@@ -84,6 +84,14 @@ const std::vector<Axis>& axes() {
         {"documents", true, {{""}, {"--mask-documents"}}},
     };
     return all;
+}
+const std::vector<Axis>& axes() {
+    static const std::vector<Axis> ours = [] {
+        std::vector<Axis> axes = axes_of_all_devices();
+        for (Axis& axis : axes) std::erase_if(axis.values, [](const Value& value) { return !can_train(value.flags); });
+        return axes;
+    }();
+    return ours;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

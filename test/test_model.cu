@@ -388,6 +388,7 @@ TEST_CASE("recomputation gives the same weights bit for bit, in less memory", "[
     }
     // fp8 with delayed scaling: the forward that is run again finds the histories as the first one did.
     for (Config config : {small_llama(), small_mla(16), small_mfa()}) {
+        if (!has_fp8()) break;
         config = for_fp8(config);
         config.L = 5;
         std::vector<float> weights, histories;
@@ -447,6 +448,7 @@ TEST_CASE("16-bit gradients agree with float32 ones, in 16 and in 32 bits", "[mo
 
 // An evaluation between two steps leaves no trace in the histories of delayed scaling.
 TEST_CASE("evaluation does not change fp8 training", "[model][precision]") {
+    if (!has_fp8()) SKIP_TEST(kNeedsFp8);
     const Config config = for_fp8(small_llama());
     std::vector<float> weights;
     for (const bool evaluate : {false, true}) {

@@ -14,10 +14,12 @@ struct Size {
     int64_t D() const { return Dn + Dr; }
 };
 // Odd sizes; latents below and above the 128 columns that a tile holds at a time, as wide as DeepSeek's; more heads
-// than a tile has rows; and one context that a GPU cuts into splits.
+// than a tile has rows; one context that a GPU cuts into splits; and latents of which not every GPU's shared memory
+// holds a whole tile's sums.
 const Size kSizes[] = {{{1}, 1, 4, 2, 4, 3, 1, {1}},         {{11, 3}, 3, 24, 8, 16, 16, 4, {5}},
                        {{67}, 2, 7, 3, 5, 6, 17, {32, 1}},   {{35, 20}, 35, 136, 16, 12, 9, 16, {32, 1}},
-                       {{9}, 2, 512, 64, 128, 128, 16, {4}}, {{270}, 1, 8, 8, 8, 8, 16, {32}}};
+                       {{9}, 2, 512, 64, 128, 128, 16, {4}}, {{270}, 1, 8, 8, 8, 8, 16, {32}},
+                       {{9}, 3, 1008, 16, 8, 4, 16, {4}}};
 
 struct Inputs {
     Values q, latents, keys, kv_b;

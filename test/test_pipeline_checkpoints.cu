@@ -75,6 +75,7 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
         {"deep-qwen3", "--dtype fp8 --micro-batch 3 ", "--ranks 2 --pp 2 --pipeline zb-v ", ""},
         {"deep-qwen3", "--dtype fp8 --micro-batch 3 ", "", "--ranks 2 --pp 2 "}};
     for (const auto& [model, flags, before, after] : cases) {
+        if (!can_train(flags)) continue;
         const std::string run = resumed(runs, model, flags, before, after), whole = runs.run(model, flags);
         INFO(flags << before << "-> " << after);
         CHECK(log_without_times(run) == log_without_times(whole));
@@ -82,7 +83,8 @@ TEST_CASE("states of every kind, fp8's histories and compression's errors of --p
     }
     // Updates that are put back, because they should have been clipped, leave nothing in the histories.
     const std::string fp8 = "--dtype fp8 --micro-batch 1 --steps 5 ", mesh = "--ranks 2 --pp 2 --pipeline ";
-    check_same_states(runs.run("deep-qwen3", fp8 + mesh + "zb-h2 "), runs.run("deep-qwen3", fp8 + mesh + "1f1b "));
+    if (can_train(fp8))
+        check_same_states(runs.run("deep-qwen3", fp8 + mesh + "zb-h2 "), runs.run("deep-qwen3", fp8 + mesh + "1f1b "));
     const std::string errors = "--compress 1bit --micro-batch 2 --ranks 4 --pp 2 ";
     const std::string whole = runs.run("deep-gpt2", errors), run = resumed(runs, "deep-gpt2", errors, "", "");
     CHECK(log_without_times(run) == log_without_times(whole));

@@ -208,9 +208,14 @@ PagedShape shape_of(const PagedAttention& a, const PagedStep& step) {
     // A step of as many chunks as rows has no chunk of more than one row.
     const int64_t queries = (n_chunks == N ? 1 : kChunkRows) * group,
                   blocks = n_chunks * a.K * (s.parallel ? s.n_splits : 1);
-    s.rows = a.q.D > 2 * kColumns ? kRows / 2 : kRows;  // so that they fit in shared memory
-    // Where there are few blocks, smaller tiles make more of them, which read the same keys.
-    while (s.rows > kM && blocks * ceil_div(queries, s.rows) < device().sm_count) s.rows /= 2;
+    // Fewer where they do not fit in shared memory, and where there are few blocks: smaller tiles make more of them,
+    // which read the same keys.
+    int most_bytes = 0;
+    cudaCheck(cudaDeviceGetAttribute(&most_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device().index));
+    s.rows = a.q.D > 2 * kColumns ? kRows / 2 : kRows;
+    while (s.rows > kM && (Shared::bytes(s) > static_cast<size_t>(most_bytes) ||
+                           blocks * ceil_div(queries, s.rows) < device().sm_count))
+        s.rows /= 2;
     s.tiles = narrow(ceil_div(queries, s.rows), "tiles");
     s.factor = a.scale * kLog2e;
     // No window is one of all positions: no larger number, so that none overflows where it is taken from a position.
