@@ -8,7 +8,6 @@
 #include "planning/planning.h"
 #include "training/training.h"
 
-#include <csignal>
 #include <cstdio>
 
 namespace {
@@ -212,7 +211,6 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
 int main(int argc, char** argv) {
     keep_standard_numbers();
     end_with_reason();
-    std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
     TrainOptions options;
     std::string fault;
     StartFault start_fault;

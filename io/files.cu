@@ -232,6 +232,7 @@ void end_with_reason() {
         }
         std::abort();
     });
+    std::signal(SIGXFSZ, SIG_IGN);  // a file that hits a size limit is a failed write, with its own message
     std::signal(SIGBUS, [](int) {
         constexpr std::string_view text = "a file that was being read has been shortened by another program\n";
         ::_exit(::write(STDERR_FILENO, text.data(), text.size()) < 0 ? 1 : 2);

@@ -119,9 +119,15 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     CHECK((scored["token_logprobs"][0].isNull() && as<double>(scored["token_logprobs"][3]) <= 0));
     CHECK(answers["90"]["text"] != answers["91"]["text"]);
     CHECK(answers["90"]["finish_reason"] == "length");
+    const std::string whole = slurp(out), cut = whole.substr(0, whole.size() - 20);
+    // No file may grow beyond a block of 512 bytes, or of 1 KiB.
+    const std::string limited = folder / "limited";
+    const Outcome full = generate("--batch " + in + " --out " + limited, "ulimit -S -f 1; exec");
+    CHECK(one_line_with(line_of(full), " more bytes to " + limited + ": File too large; free some space"));
+    CHECK(generate("--batch " + in + " --out " + limited).status == 0);
+    CHECK(lines_of(limited).size() == answers.size());
     // Cut off in the middle of the last line: that answer alone is computed again, and is the same; but not while
     // another process writes there.
-    const std::string whole = slurp(out), cut = whole.substr(0, whole.size() - 20);
     spit(out, cut);
     {
         const LockedFile other(out, O_RDWR);
