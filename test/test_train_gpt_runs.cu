@@ -118,7 +118,8 @@ TEST_CASE("a folder has one writer, and a lock that was left behind is taken ove
                    ContainsSubstring("process 123 on host elsewhere") && ContainsSubstring("delete " + run + "/lock"));
     }
     CHECK(slurp(run + "/lock") == "123 elsewhere\n");
-    std::filesystem::remove(run + "/lock");
+    // A full disk took the beginning of a line: who wrote it did not get the lock.
+    spit(run + "/lock", concat("123 ", host().substr(0, 1)));
     const Outcome ranks = run_program("train_gpt", concat("--resume --out ", run, " --stop-after ", step + 2),
                                       have_mpirun() ? mpirun_command(2) : "");
     INFO(ranks.err);

@@ -31,14 +31,14 @@ std::string host_name() {
 }
 
 struct Holder {
-    long pid = 0;  // 0: the file is empty, as it is between being made and being written
+    long pid = 0;  // 0: the file has no whole line, as between being made and being written, or on a full disk
     std::string host;
 };
 Holder read_holder(int fd) {
     char text[400] = {}, host[256] = {};
     Holder holder;
-    if (::pread(fd, text, sizeof text - 1, 0) > 0 && std::sscanf(text, "%ld %255s", &holder.pid, host) == 2)
-        holder.host = host;
+    const bool whole = ::pread(fd, text, sizeof text - 1, 0) > 0 && std::strchr(text, '\n');
+    if (whole && std::sscanf(text, "%ld %255s", &holder.pid, host) == 2) holder.host = host;
     return holder;
 }
 
