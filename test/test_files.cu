@@ -3,7 +3,6 @@
 //   run:   build/cpu/run_tests -# "[#test_files]"
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/wait.h>
@@ -19,22 +18,11 @@
 
 #include "io/io.h"
 #include "io/lock.h"
+#include "file_size_limit.h"
 #include "temp_folder.h"
 #include "test.h"
 
 namespace {
-
-// No file may grow beyond `bytes` while this lives: a full disk without a disk to fill.
-struct FileSizeLimit {
-    rlimit before;
-    explicit FileSizeLimit(rlim_t bytes) {
-        ::signal(SIGXFSZ, SIG_IGN);  // then write() fails with EFBIG instead of ending the process
-        ::getrlimit(RLIMIT_FSIZE, &before);
-        const rlimit limit{bytes, before.rlim_max};
-        ::setrlimit(RLIMIT_FSIZE, &limit);
-    }
-    ~FileSizeLimit() { ::setrlimit(RLIMIT_FSIZE, &before); }
-};
 
 // Permissions don't bind root: tests of them run as nobody (65534) for a while.
 struct NotRoot {

@@ -11,8 +11,10 @@
 #include <sstream>
 
 #include "io/io.h"
+#include "file_size_limit.h"
 #include "temp_folder.h"
 #include "test.h"
+#include "training/training.h"
 
 namespace {
 
@@ -252,6 +254,23 @@ TEST_CASE("TensorBoard: a resumed run writes a new file that is read after the o
 
     spit(folder / "file", "");
     CHECK(one_line_with(error_of([&] { TensorBoardLog log(folder / "file", 0); }), folder / "file"));
+}
+
+TEST_CASE("TensorBoard: what a full disk has taken of a row is not written again") {
+    TempFolder folder;
+    RunLog log(folder.path, -1);
+    LogRow row = row_of(1, 2.5);
+    row.lr = row.grad_norm = row.tokens_per_s = row.val_loss = 1;
+    log.write(row);
+    const std::string path = folder / names_in(folder).front();  // beside log.csv, which is shorter
+    const size_t n = events_of(path).size();
+    {
+        const FileSizeLimit limit(slurp(path).size() + 60);  // one number, and the row of log.csv
+        log.write(row);
+        CHECK(events_of(path).size() == n + 1);
+    }
+    log.write_waiting();
+    CHECK(events_of(path).size() == n + 5);
 }
 
 TEST_CASE("numbers as people read them") {

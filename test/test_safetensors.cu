@@ -1,14 +1,12 @@
 // Safetensors: held against the reference implementation's bytes, and against every way in which a file can be broken.
 //
 //   run:   build/cpu/run_tests -# "[#test_safetensors]"
-#include <signal.h>
-#include <sys/resource.h>
-
 #include <cmath>
 #include <cstring>
 #include <set>
 
 #include "io/io.h"
+#include "file_size_limit.h"
 #include "temp_folder.h"
 #include "test.h"
 
@@ -287,13 +285,8 @@ TEST_CASE("writing: impossible tensors and full disks leave nothing behind") {
     CHECK(one_line_with(error({good, {"b", "U8", {1}, [](void*) { fail("no device"); }}}), "no device"));
     CHECK(folder.listing().empty());
 
-    ::signal(SIGXFSZ, SIG_IGN);
-    rlimit before;
-    ::getrlimit(RLIMIT_FSIZE, &before);
-    const rlimit limit{1'000'000, before.rlim_max};
-    ::setrlimit(RLIMIT_FSIZE, &limit);
+    const FileSizeLimit limit(1'000'000);
     const std::string full = error({to_store("a", "U8", {4'000'000}, std::string(4'000'000, 'x'))});
-    ::setrlimit(RLIMIT_FSIZE, &before);
     CHECK(one_line_with(full, path, "more bytes", "free some space"));
     CHECK(folder.listing().empty());
 }

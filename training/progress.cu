@@ -63,17 +63,19 @@ RunLog::RunLog(const std::string& out, int64_t resume_step)
 void RunLog::write_waiting() {
     for (; !csv_waits_.empty(); csv_waits_.pop_front()) csv_.write(csv_waits_.front());
     for (; !events_wait_.empty(); events_wait_.pop_front()) {
-        const LogRow& row = events_wait_.front();
-        const std::pair<const char*, std::optional<double>> scalars[] = {
-            {"train/loss", row.loss},
-            {"train/lr", row.lr},
-            {"train/grad_norm", row.grad_norm},
-            {"train/loss_scale", row.loss_scale},
-            {"train/tokens_per_s", row.tokens_per_s},
-            {"val/loss", row.val_loss},
+        LogRow& row = events_wait_.front();
+        const std::pair<const char*, std::optional<double>*> scalars[] = {
+            {"train/loss", &row.loss},
+            {"train/lr", &row.lr},
+            {"train/grad_norm", &row.grad_norm},
+            {"train/loss_scale", &row.loss_scale},
+            {"train/tokens_per_s", &row.tokens_per_s},
+            {"val/loss", &row.val_loss},
         };
-        for (const auto& [tag, value] : scalars)
-            if (value) tensorboard_.scalar(tag, row.step, *value);
+        for (const auto& [tag, value] : scalars) {
+            if (*value) tensorboard_.scalar(tag, row.step, **value);
+            value->reset();  // it is there, also where the next one has to wait
+        }
     }
 }
 
