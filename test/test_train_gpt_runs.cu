@@ -48,7 +48,9 @@ TEST_CASE("what is left of a cosine is stretched, and a new schedule can begin",
         INFO(row.step);
         CHECK(*row.lr == Approx(learning_rate(row.step <= 10 ? schedule : stretched, row.step)).epsilon(1e-7));
     }
+    std::filesystem::remove(run + "/loss.png");  // as where a run is killed behind its last save
     CHECK_THAT(resume(run).out, ContainsSubstring("resumed after step 30, the last"));
+    CHECK(std::filesystem::exists(run + "/loss.png"));
     // Its end is reached: more steps stay at the last rate, unless a schedule is given.
     const std::string other = folder / "other";
     std::filesystem::copy(run, other, std::filesystem::copy_options::recursive);
