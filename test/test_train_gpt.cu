@@ -473,20 +473,29 @@ TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the 
     }
 }
 
-TEST_CASE("a digit that has changed in state.json is found", "[program][train_gpt]") {
+TEST_CASE("a digit that has changed in state.json or config.json is found", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";
     REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
-    const std::string path = newest_checkpoint(run) + "/state.json";
-    std::string text = slurp(path);
-    const std::string step = "\"step\": 4";
-    REQUIRE(text.find(step) != std::string::npos);
-    spit(path, text.replace(text.find(step), step.size(), "\"step\": 5"));
-    const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
-    CHECK(outcome.status == 0);
-    CHECK_THAT(outcome.err,
-               ContainsSubstring(path + " is not a training state: it has changed since it was written: "));
-    CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+    std::filesystem::copy(run, folder / "other", std::filesystem::copy_options::recursive);
+    const auto change = [](const std::string& path, const std::string& digit, const std::string& other) {
+        std::string text = slurp(path);
+        REQUIRE(text.find(digit) != std::string::npos);
+        spit(path, text.replace(text.find(digit), digit.size(), other));
+        return path;
+    };
+    const std::string state = change(newest_checkpoint(run) + "/state.json", "\"step\": 4", "\"step\": 5"),
+                      config = change(newest_checkpoint(folder / "other") + "/config.json", "\"rope_theta\": 1",
+                                      "\"rope_theta\": 3");
+    for (const auto& [its_run, says] :
+         {std::pair(run, state + " is not a training state: it has changed since it was written: "),
+          {folder / "other", config + " has changed since it was written: "}}) {
+        const Outcome outcome = run_program("train_gpt", "--resume --out " + its_run);
+        INFO(outcome.err);
+        CHECK(outcome.status == 0);
+        CHECK_THAT(outcome.err, ContainsSubstring(says));
+        CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+    }
 }
 
 TEST_CASE("half of a tokenizer.json is no whole checkpoint", "[program][train_gpt]") {

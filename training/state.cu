@@ -2,7 +2,7 @@
 // and which checkpoint a run resumes from.
 //
 // A disk or a copy can break a checkpoint long after it was written. Every tensor has a checksum (io/checksum.cu), and
-// so has state.json. Before a run resumes, all of them are compared: a broken checkpoint is named,
+// so have state.json and config.json. Before a run resumes, all of them are compared: a broken checkpoint is named,
 // and the newest whole one before it takes its place.
 #include "io/json.h"
 #include "training/training.h"
@@ -58,6 +58,10 @@ std::string checksum_of(Json::Value state) {
     const std::string text = JsonText(state).str();
     return checksum_text(checksum(text.data(), text.size()));
 }
+std::string checksum_of_config(const std::string& checkpoint) {
+    const std::string text = read_text_file(checkpoint + "/config.json");
+    return checksum_text(checksum(text.data(), text.size()));
+}
 
 // "optimizer-00002-of-00008.safetensors" needs seven other files beside it.
 void check_count(const std::string& folder, const std::string& file) {
@@ -75,6 +79,10 @@ void check_count(const std::string& folder, const std::string& file) {
 void check_texts(const std::string& folder) {
     read_state(folder);
     load_config(folder);
+    const Json::Value state = read_json_file(state_path(folder));
+    if (has(state, "config_checksum"))
+        check(required<std::string>(state, "config_checksum") == checksum_of_config(folder), folder,
+              "/config.json has changed since it was written: its checksum is another one");
     for (const auto& entry : std::filesystem::directory_iterator(folder))
         if (entry.path().extension() == ".json") read_json_file(entry.path().string());  // tokenizer.json
 }
@@ -111,6 +119,7 @@ void write_state(const std::string& folder, const RunState& s) {
         {"loss_scale", {{"scale", s.loss_scale}, {"good_steps", s.good_steps}, {"overflows", s.overflows}}},
         {"data", to_json(s.data.value())},
         {"schedule", to_json(s.schedule.value())},
+        {"config_checksum", checksum_of_config(folder)},
         {"options", options}};
     if (s.best) state.set("best", {{"step", s.best->step}, {"val_loss", s.best->val_loss}});
     state.set("checksum", checksum_of(parse_json(state.str(), state_path(folder))));
