@@ -148,6 +148,7 @@ BatchFiles::Done read_done(const std::string& path) {
         done[id].insert(sample);
         whole = file.tellg();
     }
+    check(!file.bad(), "--out ", path, ": the answers that it has cannot be read: ", std::strerror(errno));
     if (line.empty()) return done;
     check_ours(is_half_answer(line));
     std::error_code error;
@@ -172,6 +173,8 @@ class BatchRun {
         }
         while (step()) {
         }
+        check(!files_.in.bad(), "--batch ", options_.batch,
+              ": it could not be read to its end; what was read of it is answered: see to the disk, and run it again");
         return count_;
     }
 

@@ -154,6 +154,9 @@ TEST_CASE("a batch of requests goes on where it was stopped", "[generate][progra
     std::erase_if(ones, [](const json& line) { return line["id"] != 9; });
     REQUIRE(ones.size() == 2);
     CHECK(ones[1]["ids"] == answers["90"]["ids"]);
+    // A file that can be opened and not be read, as on a broken disk.
+    CHECK(one_line_with(line_of(generate("--batch /proc/self/mem --out " + (folder / "none"))),
+                        "--batch /proc/self/mem: it could not be read to its end"));
     // Answers to standard output stand there alone.
     const std::string printed = folder / "printed";
     CHECK(generate("--batch " + in + " --out /dev/stdout > " + printed).status == 0);
@@ -208,6 +211,7 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--batch " + (folder / "no") + " --out " + out, "cannot be read: No such file");
     refused("--batch " + folder.path + " --out " + out, "it is a folder");
     refused(batch + folder.path, "it is a folder, a file is needed");
+    refused(batch + "/proc/self/mem", "the answers that it has cannot be read: Input/output error");
     refused(batch + (folder / "no/out"), "No such file or directory; make its folder first");
     refused("--eval " + (folder / "no"), "No such file or directory; check the path");
     spit(folder / "empty", "");
