@@ -198,6 +198,7 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
         if (world.rank == 0) print_plan(*trainer);
         return;
     }
+    note_saved(options.resumed_step, options.resumed_step == options.steps);
     answer_signals();
     Run run{.trainer = *trainer, .data = *data};
     prepare(run, mesh);

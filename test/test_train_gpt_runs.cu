@@ -289,6 +289,16 @@ TEST_CASE("Ctrl-C is answered at once, and the second says what is lost", "[prog
     CHECK(slurp(folder / "err") ==
           "finishing step 1, then saving; press Ctrl-C again to stop without saving\n"
           "stopped without saving: nothing of this run was saved\n");
+    // The same before a run that is resumed has its weights.
+    std::filesystem::remove_all(run);
+    REQUIRE(train("--batch 32 --seq 256 --steps 1000 --val-fraction 0 --stop-after 1 --out " + run).status == 0);
+    const Outcome resumed = with_background(
+        folder, concat("exec ", program_path("train_gpt"), kUntimed, " --resume --out ", run),
+        "await 'total' out; kill -INT $pid; await 'finishing' err; kill -INT $pid; wait $pid; echo status $?");
+    CHECK_THAT(resumed.out, ContainsSubstring("status 130") && !ContainsSubstring("did not come"));
+    CHECK(slurp(folder / "err") ==
+          "finishing step 2, then saving; press Ctrl-C again to stop without saving\n"
+          "stopped without saving: what came after step 1, the newest checkpoint, is lost\n");
     // A terminal that is closed asks, too; and a signal that only asks does not count as the first one.
     std::filesystem::remove_all(run);
     const Outcome closed =
