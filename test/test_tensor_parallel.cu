@@ -304,6 +304,9 @@ TEST_CASE("adam8bit's blocks lie in the parts of --tp, and go on with the same",
         CHECK(resumed.status == 2);
         CHECK_THAT(resumed.err, ContainsSubstring("the run had --tp 4") && ContainsSubstring("--optimizer adam8bit"));
     }
+    const std::string alone = runs.run("gpt2", adam + "--stop-after 5 ");
+    CHECK_THAT(runs.outcome("gpt2", adam + "--ranks 2 --tp 2 --resume ", alone).err,
+               ContainsSubstring("the run had --tp 1, "));
     const Outcome resumed = runs.outcome("gpt2", four + "--zero 3 --resume ", run);
     INFO(resumed.err);
     REQUIRE(resumed.status == 0);

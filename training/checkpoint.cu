@@ -172,7 +172,7 @@ class SavedStates {
         const bool has_parts = part != pieces_.end() && part->first.starts_with(whole_name + kPart);
         check(
             found != pieces_.end() || (!has_parts && whole_name == name), folder_, ": the run had ",
-            has_parts ? concat("--", part->first.substr(part->first.rfind("tp "))) : "another --tp",
+            has_parts ? concat("--", part->first.substr(part->first.rfind("tp "))) : "--tp 1",
             ", and the blocks of --optimizer adam8bit belong to the ranks' parts: go on with that --tp, or begin anew "
             "with --init and this folder");
         check(found != pieces_.end(), folder_, ": no file with the optimizer's states has '", name, "'");
