@@ -115,6 +115,12 @@ std::ifstream open_requests(const std::string& path, const std::string& out) {
     return file;
 }
 
+// Has nothing this name, not even a link that leads nowhere?
+bool is_free(const std::string& path) {
+    struct stat status = {};
+    return lstat(path.c_str(), &status) != 0;
+}
+
 // Is this the last line of a batch that was killed while it wrote it?
 bool is_half_answer(const std::string& line) {
     constexpr std::string_view begins = "{\"id\":";  // what JsonText writes of an answer
@@ -277,7 +283,7 @@ class BatchRun {
 }  // namespace
 
 BatchFiles::BatchFiles(const GenerateOptions& options)
-    : in(open_requests(options.batch, options.out)), out_is_new(!is_there(options.out)),
+    : in(open_requests(options.batch, options.out)), out_is_new(is_free(options.out)),
       out(options.out, O_WRONLY | O_APPEND) {
     check(out.lock() != LockedFile::Lock::others, "--out ", options.out,
           " is being written by another process: wait until it has ended or stop it with Ctrl-C, or give another file");

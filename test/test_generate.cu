@@ -222,6 +222,10 @@ TEST_CASE("what cannot be used is told before the weights are read, and a file s
     refused("--serve --host nobody.invalid", "--host nobody.invalid: no such address");
     refused(batch + out, "model.safetensors");
     CHECK_FALSE(std::filesystem::exists(out));
+    std::filesystem::create_symlink("answers", out);
+    refused(batch + out, "model.safetensors");
+    CHECK(std::filesystem::is_symlink(out));
+    std::filesystem::remove(out);
     CHECK_THAT(generate(batch + "/dev/full").err, ContainsSubstring("No space left on device"));
 }
 
