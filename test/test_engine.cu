@@ -227,7 +227,7 @@ TEST_CASE("a sample of a training run may be longer than its sequences", "[infer
     const ModelWithMemory m(config, 16);
     TrainOptions options;
     options.seq = 16;
-    EngineWithMemory e(m.model, sample_engine(options));
+    EngineWithMemory e(m.model, sample_engine(options, config));
     std::vector<int32_t> heard;
     const auto hear = [&](int32_t token) {
         heard.push_back(token);
@@ -241,6 +241,8 @@ TEST_CASE("a sample of a training run may be longer than its sequences", "[infer
         sample(e.engine, {text.begin() + 8, text.begin() + 16}, 8, 0.8, 8, [](int32_t) { return true; });
     CHECK(std::vector<int32_t>(again.begin() + 8, again.end()) ==
           std::vector<int32_t>(text.begin() + 16, text.begin() + 24));
+    options.seq = 2 * config.T_max;
+    CHECK(sample_engine(options, config).scheduler.max_length == config.T_max);
 }
 
 TEST_CASE("beam search finds the answers of transformers' beam search", "[inference][engine][counted]") {

@@ -113,7 +113,7 @@ void Trainer::take_memory() {
     data_parallel.take_memory(model, pipeline ? 2 : local_batch / micro_batch, {totals, model.fp8_states},
                               memory.communication);
     if (o.sample_tokens > 0) {
-        if (!sampler) sampler = std::make_unique<Engine>(model, sample_engine(o));
+        if (!sampler) sampler = std::make_unique<Engine>(model, sample_engine(o, config));
         sampler->take_memory(memory.sampling, memory.sampling, sample_tables);
     }
     take_tensor_parallel_memory();

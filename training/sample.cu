@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-EngineOptions sample_engine(const TrainOptions& o) {
+EngineOptions sample_engine(const TrainOptions& o, const Config& config) {
     EngineOptions options;
-    options.scheduler.max_length = std::min<int64_t>(o.seq, 256);
+    options.scheduler.max_length = std::min({o.seq, int64_t{256}, longest_sequence(config, nullptr, 0)});
     options.scheduler.step_tokens = options.scheduler.max_length;
     options.scheduler.max_sequences = 1;
     options.graphs = false;  // a graph is not worth its memory for so few texts

@@ -595,9 +595,9 @@ int64_t saved_state_bytes(const Trainer& trainer);
 // sample.cu: continues `prompt` by `n` tokens, drawn from softmax(logits / temperature) with Philox (seed, position).
 // `token_ready` sees each token; false ends the text. Collective where the model's weights are sharded.
 
-// For one text, as long as the sequences of the training, but of 256 tokens at most: then its second half begins the
-// next.
-EngineOptions sample_engine(const TrainOptions& options);
+// For one text, as long as the sequences of the training, but of 256 tokens at most and no longer than the model has
+// positions, as rotated ones let sequences of the training be: then its second half begins the next.
+EngineOptions sample_engine(const TrainOptions& options, const Config& config);
 std::vector<int32_t> sample(Engine& engine, const std::vector<int32_t>& prompt, int64_t n, double temperature,
                             uint64_t seed, const std::function<bool(int32_t)>& token_ready);
 
