@@ -309,9 +309,12 @@ void add_optimizer_options(CommandLine& line, TrainOptions& o, TypedFlags& typed
     optimizer.option("--optimizer", o.optimizer, listed(optimizer_names()));
     optimizer.option("--weight-decay", typed.weight_decay,
                      "on matrices only; default: the optimizer's own, as for the next four");
-    optimizer.option("--beta1", typed.beta1, "decay rate of the first moment (running mean of the gradients)");
-    optimizer.option("--beta2", typed.beta2, "decay rate of the second moment (running mean of their squares)");
-    optimizer.option("--eps", typed.eps, "added to the root that divides the step");
+    optimizer.option("--beta1", typed.beta1,
+                     "decay rate of the first moment (running mean of the gradients); lion: its share in the step");
+    optimizer.option("--beta2", typed.beta2,
+                     "decay rate of the second moment (running mean of their squares); lion: of the first");
+    optimizer.option("--eps", typed.eps,
+                     "added to the root that divides the step; adafactor: lower limit of the second moment");
     optimizer.option("--momentum", typed.momentum, "decay rate of the momentum, for momentum, nesterov and muon");
     optimizer.option("--clip", o.clip, "largest global norm of the gradients; 0: no clipping");
 }
