@@ -14,8 +14,9 @@
 //        1e-6   1e-5     1e-4          1e-3              1e-2 .........................  1         i = 6: 64 parts
 //   ..|.|..|..|...|....|.....|......|........|............|................         error of 0.7 % near 1, 7 % near 0.1
 //
-// One deviation from the paper: a v above 0 never becomes 0, but the table's smallest number. m would be divided by eps
-// alone if the next gradient of this weight were 0, and the weight would make a huge step.
+// What differs from the paper: its blocks have 2048 elements (those of its library have 256 today), and its embeddings
+// keep states of 32 bits. And here a v above 0 never becomes 0, but the table's smallest number: m would be divided by
+// eps alone if the next gradient of this weight were 0, and the weight would make a huge step.
 #include "optim/adam.h"
 #include "optim/elementwise.cuh"
 

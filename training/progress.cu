@@ -46,7 +46,8 @@ LogRow make_row(const Trainer& t, int64_t step, const StepResult& result, double
     LogRow row;
     row.step = step;
     row.tokens = step * n_step;
-    // A step that overflowed has no loss to speak of, and none is written: the column stays empty.
+    // Where the forward overflowed there is no loss, and none is written: the column stays empty. Where only gradients
+    // did, there is one.
     if (std::isfinite(result.loss)) row.loss = result.loss;
     row.lr = learning_rate(o.schedule, step);
     if (!result.skipped) row.grad_norm = result.grad_norm;
