@@ -136,8 +136,10 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     check(to.kind == RopeKind::yarn || in.has(rope, "factor"), in.path(), ": rope_type ", type, " needs a \"factor\"");
     to.factor = in.number(rope, "factor", 1.0);
     if (to.kind == RopeKind::linear) return to;
-    to.original_max_position =
-        to.kind == RopeKind::dynamic ? T_max : in.integer(rope, "original_max_position_embeddings");
+    // As transformers has it: a length beside rope_scaling goes before one in it, and without both it is the longest.
+    const char* const original = "original_max_position_embeddings";
+    const int64_t in_rope = in.has(rope, original) ? in.integer(rope, original) : T_max;
+    to.original_max_position = to.kind == RopeKind::dynamic ? T_max : in.integer(original, in_rope);
     to.low_freq_factor = in.number(rope, "low_freq_factor", to.low_freq_factor);
     to.high_freq_factor = in.number(rope, "high_freq_factor", to.high_freq_factor);
     if (to.kind != RopeKind::yarn) return to;

@@ -603,6 +603,9 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK(load("qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false").window == 0);
     CHECK(load("qwen3", "\"head_dim\": 12,", "").D == 128);
     CHECK(load("qwen2", "\"num_key_value_heads\": 1,", "\"num_key_value_heads\": null,").K == 5);
+    const std::string original = "\"original_max_position_embeddings\"";
+    CHECK(load("llama", original, "\"other\"").rope_scaling.original_max_position == 1024);
+    CHECK(load("llama", "\"use_cache\"", original + ": 64, \"use_cache\"").rope_scaling.original_max_position == 64);
     // Before transformers wrote layer_types, max_window_layers alone said where the windows begin.
     CHECK(load("qwen2_window", "\"layer_types\"", "\"other\"").n_full_layers == 1);
     // A DeepSeek-V2 config without experts is a V3 one.
