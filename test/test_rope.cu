@@ -271,6 +271,11 @@ TEST_CASE("rope frequencies with YaRN are those of transformers", "[rope]") {
     CHECK(rope_amplitude(v3) == Approx(0.1 * std::log(40.0) + 1).epsilon(1e-14));
     CHECK(rope_softmax_factor(v3) == 1.0);
     CHECK(rope_amplitude({8.0, 1.0, 4.0, 8192}) == 1.0);
+    // All points of a head of 8 make more than 32 turns: by theta 7.5 and 32768 positions, factor 2.
+    const auto all_fast =
+        rope_frequencies(8, 7.5, {.factor = 2, .original_max_position = 32768, .kind = RopeKind::yarn});
+    const double golden_fast[] = {0.5, 0.3021375238895416, 0.18257418274879456, 0.11032503098249435};
+    for (size_t i = 0; i < 4; ++i) CHECK(all_fast[i] == Approx(golden_fast[i]).epsilon(40 * 0x1p-24));
     v3.beta_slow = 32;
     CHECK_THROWS_WITH(rope_frequencies(64, 10000, v3), ContainsSubstring("beta_slow = 32 is not below"));
 }
