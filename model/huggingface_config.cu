@@ -143,7 +143,8 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     to.low_freq_factor = in.number(rope, "low_freq_factor", to.low_freq_factor);
     to.high_freq_factor = in.number(rope, "high_freq_factor", to.high_freq_factor);
     if (to.kind != RopeKind::yarn) return to;
-    check(!in.has(rope, "attention_factor") && in.boolean(rope, "truncate", true), in.path(),
+    const bool truncates = !has(rope, "truncate") || member(rope, "truncate") == Json::Value(true);  // null does not
+    check(!in.has(rope, "attention_factor") && truncates, in.path(),
           ": YaRN's attention_factor and truncate are not supported, only what follows from factor and mscale");
     to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
     to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
