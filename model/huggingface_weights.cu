@@ -6,6 +6,7 @@
 #include "model/model.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 
 namespace {
@@ -44,14 +45,25 @@ bool is_known_extra(const std::string& name) {
     return ends_with(".attn.bias") || ends_with(".attn.masked_bias") || ends_with("rotary_emb.inv_freq");
 }
 
+// A head in the file of a model whose head is the embedding: as a copy it says nothing new. Otherwise config.json and
+// the file contradict each other, and transformers has taken the one or the other: version 4 ties, version 5 does not.
+void check_tied_head(const SafetensorsReader& file, const std::string& embedding, const std::string& folder) {
+    if (!file.has("lm_head.weight")) return;
+    const StoredTensor &head = file.at("lm_head.weight"), &tokens = file.at(embedding);
+    check(head.dtype == tokens.dtype && head.bytes == tokens.bytes &&
+              std::memcmp(head.data, tokens.data, head.bytes) == 0,
+          folder, ": tensor 'lm_head.weight' is not '", embedding, "', but config.json says that the head is the ",
+          "embedding; write \"tie_word_embeddings\": false there, or leave the tensor out");
+}
+
 }  // namespace
 
 void load_weights(Model& model, const std::string& folder) {
     const SafetensorsReader file(folder);
+    const bool gpt2 = model.config.family == Family::gpt2;
     // GPT-2's original files have no "transformer." in front of the names.
     const std::string prefix = "transformer.";
-    const bool short_names =
-        model.config.family == Family::gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
+    const bool short_names = gpt2 && !file.has("transformer.wte.weight") && file.has("wte.weight");
     const auto in_file = [&](const std::string& name) {
         return short_names && name.starts_with(prefix) ? name.substr(prefix.size()) : name;
     };
@@ -67,13 +79,14 @@ void load_weights(Model& model, const std::string& folder) {
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
         model.write(param, values);
     }
+    if (model.config.tied)
+        check_tied_head(file, in_file(gpt2 ? "transformer.wte.weight" : "model.embed_tokens.weight"), folder);
     std::set<std::string> known;  // also parameters that other ranks have
     for (const std::string& name : parameter_names(model.config)) known.insert(in_file(name));
     for (const auto& [name, tensor] : file.tensors()) {
         const bool tied_head = model.config.tied && name == "lm_head.weight";
         check(known.count(name) || tied_head || is_known_extra(name), folder, ": tensor '", name,
-              "' belongs to no parameter of this ",
-              model.config.family == Family::gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
+              "' belongs to no parameter of this ", gpt2 ? "GPT-2" : hugging_face_type(model.config).second,
               " configuration; is config.json the right one?");
     }
 }

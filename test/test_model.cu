@@ -250,6 +250,27 @@ TEST_CASE("what we save we load again bit for bit", "[model]") {
     }
 }
 
+TEST_CASE("a head in the file of a model whose head is the embedding must be a copy of it", "[model]") {
+    const TempFolder folder;
+    TinyTrainer m(load_config(kGolden + "llama_tied"), 1, 8);
+    const SafetensorsReader saved(kGolden + "llama_tied");
+    const auto load_with_head = [&](unsigned char change) {
+        std::vector<TensorToStore> tensors;
+        const auto store = [&](const std::string& name, const StoredTensor& from, unsigned char its_change) {
+            tensors.push_back({name, from.dtype, from.shape, [&from, its_change](void* bytes) {
+                                   std::memcpy(bytes, from.data, from.bytes);
+                                   static_cast<unsigned char*>(bytes)[from.bytes - 1] ^= its_change;
+                               }});
+        };
+        for (const auto& [name, tensor] : saved.tensors()) store(name, tensor, 0);
+        store("lm_head.weight", saved.at("model.embed_tokens.weight"), change);
+        write_safetensors(folder.path + "/model.safetensors", tensors);
+        load_weights(m.model, folder.path);
+    };
+    load_with_head(0);
+    CHECK_THROWS_WITH(load_with_head(1), ContainsSubstring("'lm_head.weight' is not 'model.embed_tokens.weight'"));
+}
+
 TEST_CASE("transformers gives the same logits for what we save", "[model][export]") {
     TempFolder all;
     std::string folders;
