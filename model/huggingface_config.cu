@@ -157,7 +157,9 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
 // transformers 5 writes rope_parameters {rope_theta, rope_type, ...}. Earlier versions had rope_theta and rope_scaling,
 // in which rope_type was first called type.
 void read_rope(const ConfigReader& in, Config& c) {
-    const char* key = in.has("rope_parameters") ? "rope_parameters" : "rope_scaling";
+    // Where a file has both, transformers takes rope_scaling, if there is anything in it.
+    const bool scaling = in.has("rope_scaling") && !member(in.object(), "rope_scaling").empty();
+    const char* key = scaling ? "rope_scaling" : "rope_parameters";
     const Json::Value& rope = member(in.object(), key);
     check(rope.isObject() || rope.isNull(), in.path(), ": \"", key, "\" is not an object");
     c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));

@@ -627,6 +627,10 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK(load("qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false").window == 0);
     CHECK(load("qwen3", "\"head_dim\": 12,", "").D == 128);
     CHECK(load("qwen2", "\"num_key_value_heads\": 1,", "\"num_key_value_heads\": null,").K == 5);
+    // Of the older and the newer key the older one counts, unless there is nothing in it.
+    const std::string older = "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 3.5}, \"use_cache\"";
+    CHECK(load("llama", "\"use_cache\"", older).rope_scaling.factor == 3.5);
+    CHECK(load("llama", "\"use_cache\"", "\"rope_scaling\": {}, \"use_cache\"").rope_scaling.factor == 8);
     const std::string original = "\"original_max_position_embeddings\"";
     CHECK(load("llama", original, "\"other\"").rope_scaling.original_max_position == 1024);
     CHECK(load("llama", "\"use_cache\"", original + ": 64, \"use_cache\"").rope_scaling.original_max_position == 64);
