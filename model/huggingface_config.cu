@@ -163,7 +163,7 @@ void read_rope(const ConfigReader& in, Config& c) {
     const Json::Value& rope = member(in.object(), key);
     check(rope.isObject() || rope.isNull(), in.path(), ": \"", key, "\" is not an object");
     c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));
-    check(in.number(rope, "partial_rotary_factor", 1.0) == 1.0, in.path(),
+    check(in.number(rope, "partial_rotary_factor", in.number("partial_rotary_factor", 1.0)) == 1.0, in.path(),
           ": partial_rotary_factor is not supported: all columns of a head are rotated");
     const std::string type = in.text(rope, "rope_type", in.text(rope, "type", "default"));
     if (type != "default") c.rope_scaling = read_rope_scaling(in, rope, type, c.T_max);

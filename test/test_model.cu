@@ -619,6 +619,8 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     for (const char* value : {"false", "null"})  // transformers takes null for false here
         CHECK_THROWS_WITH(load("deepseek", "\"mscale\"", concat("\"truncate\": ", value, ", \"mscale\"")),
                           ContainsSubstring("attention_factor and truncate are not supported"));
+    CHECK_THROWS_WITH(load("llama_biases", "\"use_cache\"", "\"partial_rotary_factor\": 0.5, \"use_cache\""),
+                      ContainsSubstring("partial_rotary_factor is not supported"));
     CHECK_THROWS_WITH(load("mfa", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"),
                       ContainsSubstring("MFA has one key/value head"));
     // A missing key has the default of transformers' class; null means that there is none.
