@@ -59,7 +59,9 @@ class Reader {
         read_added_tokens();
         read_merges();
         read_post_processor();
-        if (!parts_.bpe.byte_level) parts_.pre_tokenizers.push_back(parts_.bpe.cut_where_no_token_spans());
+        // A part of a word is not looked up as a whole: with ignore_merges words stay as they are.
+        if (!parts_.bpe.byte_level && !parts_.bpe.ignore_merges)
+            parts_.pre_tokenizers.push_back(parts_.bpe.cut_where_no_token_spans());
         return std::move(parts_);
     }
 

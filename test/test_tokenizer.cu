@@ -163,6 +163,14 @@ TEST_CASE("ignore_merges takes a word that is a token") {
     });
     CHECK(tokenizer->encode("bb") == Ids{5});
     CHECK(tokenizer->encode("bbb") == Ids{1, 1, 1});
+    // Of a whole text that is one word, too: what stands between two places where no token spans is no word.
+    auto characters = small_tokenizer([&](json& f) {
+        no_way_to_bb(f);
+        f["pre_tokenizer"] = json();
+        f["model"]["ignore_merges"] = true;
+    });
+    CHECK(characters->encode("bb") == Ids{5});
+    CHECK(characters->encode("\u0120bb\u0120") == Ids{2, 1, 1, 2});
 }
 
 TEST_CASE("added tokens: the longest first, and those of raw text before normalized ones") {
