@@ -13,11 +13,6 @@ namespace {
 
 const char* const kSupported = ", which is not supported: doc/models.md lists the tokenizers that are read";
 
-bool flag(const Json::Value& node, const char* key, bool otherwise = false) {
-    read_value(member(node, key), otherwise);
-    return otherwise;
-}
-
 std::string type_of(const Json::Value& node) {
     const Json::Value& type = member(node, "type");
     return type.isString() ? type.asString() : node.isNull() ? "(none)" : "(unnamed)";
@@ -74,6 +69,18 @@ class Reader {
         const Json::Value& value = member(node, key);
         want(value.isString() && !value.asString().empty(), owner, " has no ", key);
         return value.asString();
+    }
+    // Of keys that may be missing. A value of another type is an error, as it is to tokenizers.
+    bool flag(const Json::Value& node, const char* key, bool otherwise = false) const {
+        const Json::Value& value = member(node, key);
+        want(value.isNull() || read_value(value, otherwise), '"', key, "\" of ", type_of(node),
+             " is not true or false");
+        return otherwise;
+    }
+    std::string option(const Json::Value& node, const char* key, std::string otherwise) const {
+        const Json::Value& value = member(node, key);
+        want(value.isNull() || read_value(value, otherwise), '"', key, "\" of ", type_of(node), " is not a text");
+        return otherwise;
     }
     int count(const Json::Value& node, const char* key) const {
         const Json::Value& value = member(node, key);
@@ -133,8 +140,7 @@ void Reader::read_normalizer() {
 }
 
 SplitBehavior Reader::behavior(const Json::Value& step, const char* otherwise) const {
-    const Json::Value& node = member(step, "behavior");
-    const std::string name = node.isString() ? node.asString() : otherwise;
+    const std::string name = option(step, "behavior", otherwise);
     constexpr std::pair<const char*, SplitBehavior> kBehaviors[] = {
         {"Isolated", SplitBehavior::isolated},
         {"Removed", SplitBehavior::removed},
@@ -178,8 +184,7 @@ void Reader::read_pre_tokenizer() {
 }
 
 PreTokenizer Reader::metaspace(const Json::Value& step) {
-    const Json::Value& node = member(step, "prepend_scheme");  // older files have add_prefix_space instead
-    std::string scheme = node.isString() ? node.asString() : "always";
+    std::string scheme = option(step, "prepend_scheme", "always");  // older files have add_prefix_space instead
     if (!flag(step, "add_prefix_space", true)) scheme = "never";
     const bool known = scheme == "always" || scheme == "first" || scheme == "never";
     want(known, "the pre-tokenizer Metaspace has the prepend_scheme ", quoted_line(scheme), kSupported);
@@ -327,8 +332,7 @@ void Reader::read_vocabulary() {
         const auto found = bpe.id_of.find(bpe.byte_level ? std::string(1, static_cast<char>(byte)) : fallback);
         if (found != bpe.id_of.end()) bpe.id_of_byte[byte] = found->second;
     }
-    const Json::Value& unknown = member(model_, "unk_token");
-    const auto found = id_of_token_.find(unknown.isString() ? unknown.asString() : "");
+    const auto found = id_of_token_.find(option(model_, "unk_token", ""));
     if (found != id_of_token_.end()) bpe.unknown = found->second;
 }
 
@@ -396,7 +400,7 @@ Json::Value parse_file(std::string_view text, const std::string& name) {
 bool is_one_token_a_byte(const TokenizerParts& parts, const Json::Value& pre_tokenizer) {
     if (parts.text_of_id.size() != 256 || !parts.bpe.merges.empty() || !parts.normalizers.empty() ||
         !parts.added.empty() || !parts.added_normalized.empty() || !parts.prefix.empty() || !parts.suffix.empty() ||
-        type_of(pre_tokenizer) != "ByteLevel" || flag(pre_tokenizer, "add_prefix_space", true))
+        type_of(pre_tokenizer) != "ByteLevel" || member(pre_tokenizer, "add_prefix_space") != Json::Value(false))
         return false;
     for (size_t byte = 0; byte < 256; ++byte)
         if (parts.text_of_id[byte] != std::string(1, static_cast<char>(byte))) return false;
