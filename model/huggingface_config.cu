@@ -162,6 +162,8 @@ void read_rope(const ConfigReader& in, Config& c) {
     const char* key = scaling ? "rope_scaling" : "rope_parameters";
     const Json::Value& rope = member(in.object(), key);
     check(rope.isObject() || rope.isNull(), in.path(), ": \"", key, "\" is not an object");
+    for (const Json::Value& value : rope)
+        check(!value.isObject(), in.path(), ": \"", key, "\" for each kind of layers is not supported");
     c.rope_base = in.number(rope, "rope_theta", in.number("rope_theta", 10000.0));
     check(in.number(rope, "partial_rotary_factor", in.number("partial_rotary_factor", 1.0)) == 1.0, in.path(),
           ": partial_rotary_factor is not supported: all columns of a head are rotated");

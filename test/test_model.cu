@@ -613,6 +613,8 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     CHECK(load("qwen2", "\"silu\"", "\"swish\"").feed_forward == "swiglu");  // another name of it
     CHECK_THROWS_WITH(load("llama_biases", "\"linear\"", "\"longrope\""),
                       ContainsSubstring("rope_type \"longrope\" is not supported"));
+    CHECK_THROWS_WITH(load("llama", "\"rope_parameters\": {", "\"rope_parameters\": {\"full_attention\": {},"),
+                      ContainsSubstring("for each kind of layers is not supported"));
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\": 4.0,", ""), ContainsSubstring("linear needs a \"factor\""));
     CHECK_THROWS_WITH(load("llama_biases", "\"factor\"", "\"partial_rotary_factor\": 0.5, \"factor\""),
                       ContainsSubstring("partial_rotary_factor is not supported"));
