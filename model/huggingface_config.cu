@@ -16,6 +16,8 @@
 //     tie_word_embeddings                    x       x       x      x     x      x                 tied
 //     rope_parameters, or rope_theta and     x       x       x      x     x      x                 rope_base,
 //     rope_scaling (read_rope)                                                                     rope_scaling
+//     original_max_position_embeddings       x       x       x      x     x      x                 rope_scaling
+//     partial_rotary_factor                  1       1       1      1     1      1
 //     hidden_act                             silu    silu    silu   silu  silu   silu
 //     attention_bias                         x       false   (1)    x     false  false             qkv_bias,
 //                                                                                                  attn_out_bias
