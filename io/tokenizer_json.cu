@@ -334,6 +334,10 @@ void Reader::read_vocabulary() {
     }
     const auto found = id_of_token_.find(option(model_, "unk_token", ""));
     if (found != id_of_token_.end()) bpe.unknown = found->second;
+    // Of the character that a byte is printed as: append_bytes() does neither.
+    const bool all_bytes = std::ranges::find(bpe.id_of_byte, -1) == bpe.id_of_byte.end();
+    want(!bpe.byte_level || all_bytes || !(bpe.byte_fallback || (bpe.fuse_unknown && bpe.unknown >= 0)),
+         "the model has byte_fallback or fuse_unk for bytes that its ByteLevel vocabulary lacks", kSupported);
 }
 
 void Reader::read_added_tokens() {

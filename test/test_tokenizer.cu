@@ -332,6 +332,13 @@ TEST_CASE("tokenizer files that cannot work are refused in one line") {
     CHECK(one_line_with(refusal([](json& f) { f.removeMember("model"); }), "model", "none", ours));
     CHECK(one_line_with(refusal([](json& f) { f["model"].removeMember("vocab"); }), "vocab", ours));
     CHECK(one_line_with(refusal([](json& f) { f["model"].removeMember("merges"); }), "merges", ours));
+    CHECK(
+        one_line_with(refusal([](json& f) { f["model"]["byte_fallback"] = true; }), "byte_fallback or fuse_unk", ours));
+    CHECK(one_line_with(refusal([](json& f) {
+                            f["model"]["fuse_unk"] = true;
+                            f["model"]["unk_token"] = "a";
+                        }),
+                        "byte_fallback or fuse_unk", ours));
 
     auto component = [](const char* key, const char* text) {
         return refusal([=](json& f) { f[key] = parsed_json(text); });
