@@ -235,7 +235,7 @@ std::string quoted_json(std::string_view text) {
             continue;
         }
         const size_t bytes = utf8_char_at(text, i).bytes;
-        if (c == '"' || c == '\\' || (c >= 0 && c < 32)) append_escaped(out, c);
+        if (c == '"' || c == '\\' || static_cast<unsigned char>(c) < 32) append_escaped(out, c);
         else out += text.substr(i, bytes);
         i += bytes;
     }
