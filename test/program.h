@@ -1,6 +1,7 @@
 // test/program.h: runs the programs that were built together with the tests, as a user would.
 #pragma once
 
+#include "parallel/comm/transport.h"
 #include "reference.h"
 #include "temp_folder.h"
 #include "test.h"
@@ -84,7 +85,7 @@ inline std::string made_text(int n_lines) {
 }
 
 // What a command line begins with to run a program as n processes.
-inline bool have_mpirun() { return run_shell("command -v mpirun").status == 0; }
+inline bool have_mpirun() { return mpi_is_built_in() && run_shell("command -v mpirun").status == 0; }
 inline std::string mpirun_command(int n, int seconds = 60) {
     return concat("env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout ", seconds,
                   " mpirun --oversubscribe -np ", n, " ");

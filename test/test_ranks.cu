@@ -374,7 +374,7 @@ TEST_CASE("a bucket that is larger than all gradients holds them all", "[program
 // What goes wrong
 
 TEST_CASE("ranks that were started differently are refused by name", "[program][ranks]") {
-    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    if (!have_mpirun()) SKIP_TEST("no MPI");
     const TempFolder folder;
     spit(folder / "other.txt", slurp(text_file()) + "one line more\n");
     const std::string program = program_path("train_gpt"), common = kRun + " --batch 4 --out " + (folder / "run");
@@ -410,7 +410,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
 }
 
 TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program][ranks]") {
-    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    if (!have_mpirun()) SKIP_TEST("no MPI");
     const TempFolder folder;
     const std::string run = " --out " + (folder / "run"), data = " --data " + text_file();
     for (const auto& [flags, says] : {std::pair<std::string, std::string>{data + " --batch 3", "--batch 3"},
@@ -431,7 +431,7 @@ TEST_CASE("a fault that all ranks find is one line under mpirun, too", "[program
 }
 
 TEST_CASE("a killed rank ends the job; its last checkpoint goes on with the same curve", "[program][ranks]") {
-    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    if (!have_mpirun()) SKIP_TEST("no MPI");
     const TempFolder folder;
     struct Case {
         int ranks, steps, save_every;

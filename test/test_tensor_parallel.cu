@@ -337,7 +337,7 @@ TEST_CASE("fp8's histories are of whole tensors, whoever has the parts", "[progr
 }
 
 TEST_CASE("--tp has the same bits under mpirun and as threads", "[program][ranks][tensor_parallel]") {
-    if (!have_mpirun()) SKIP_TEST("no mpirun");
+    if (!have_mpirun()) SKIP_TEST("no MPI");
     Runs runs;
     const auto train_with = [&](const std::string& ranks, const std::string& before) {
         const std::string run = runs.folder / std::to_string(runs.number++);
