@@ -18,8 +18,9 @@ empty :=
 space := $(empty) $(empty)
 comma := ,
 
-# All cores, unless another number is asked for: make -j1.
-ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
+# All cores, unless another number is asked for: make -j1, or MAKEFLAGS=-j1 in the environment, which GNU make 4.3 does not show
+# in its own variable before it has read this file.
+ifeq ($(MAKELEVEL)$(filter -j% --jobs%,$(MAKEFLAGS) $(shell echo "$$MAKEFLAGS")),0)
   MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 2)
 endif
 
