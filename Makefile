@@ -96,6 +96,12 @@ CORES_FLAGS := -fno-ipa-cp-clone -fno-split-loops -fno-unswitch-loops
 # short. With a 16-bit copy of the weights it is not: AdamW takes a third of the time with this.
 TILES       := optim/%
 TILES_FLAGS := --param max-unswitch-insns=100
+# clang++ does not know these two, and would say so of each warning that it does not know, too.
+ifneq ($(findstring clang,$(shell $(CXX) --version 2>/dev/null)),)
+  WARNINGS    += -Wno-unknown-warning-option
+  CORES_FLAGS :=
+  TILES_FLAGS :=
+endif
 ifeq ($(DEBUG),1)
   BUILD       := $(BUILD)-debug
   OPTIMIZE    := -O0 -g

@@ -445,7 +445,7 @@ constexpr bool only_reads() {
 // Zeros in the bytes of a structure that belong to no member: an old pointer that is left there is none that the kernel
 // has. (A compiler without the built-in function leaves what is there.)
 template <class T>
-static inline void clear_padding(T& argument) {
+static inline void clear_padding([[maybe_unused]] T& argument) {
 #if __has_builtin(__builtin_clear_padding)
     if constexpr (std::is_class_v<T> && std::is_trivially_copyable_v<T>) __builtin_clear_padding(&argument);
 #endif
