@@ -209,10 +209,12 @@ else
   say := @printf '  %-5s %s\n'
 endif
 
-# What g++ makes of -march=native is part of what ccache compares: a home folder may serve several kinds of machines. And
-# nvcc's -gencode looks to ccache like -g, for which it would compare the name of the working folder, too.
+# What the compiler makes of -march=native is part of what ccache compares: a home folder may serve several kinds of machines.
+# (clang++ does not list it as g++ does; its macros tell.) And nvcc's -gencode looks to ccache like -g, for which it would compare
+# the name of the working folder, too.
 ifneq ($(CCACHE),)
-  CACHED_CXX  := CCACHE_COMPILERCHECK='string:$(shell { $(CXX) -v; $(CXX) -march=$(MARCH) -Q --help=target; } 2>&1 | cksum)' $(CCACHE) $(CXX)
+  CACHED_CXX  := CCACHE_COMPILERCHECK='string:$(shell { $(CXX) -v; $(CXX) -march=$(MARCH) -Q --help=target || \
+                     $(CXX) -march=$(MARCH) -dM -E -x c++ /dev/null; } 2>&1 | cksum)' $(CCACHE) $(CXX)
   CACHED_NVCC := CCACHE_NOHASHDIR=1 $(CCACHE) $(NVCC)
 else
   CACHED_CXX  := $(CXX)
