@@ -99,8 +99,8 @@ __global__ void copy_kernel(Packed<float>* __restrict__ out, const Packed<float>
 
 class Ladder {
   public:
-    Ladder(const LadderInfo& info, const LadderOptions& options, std::vector<int64_t> size, DType dtype)
-        : info_(info), options_(options), size_(std::move(size)), dtype_(dtype), stream_(device().stream) {
+    Ladder(const LadderOptions& options, std::vector<int64_t> size, DType dtype)
+        : options_(options), size_(std::move(size)), dtype_(dtype), stream_(device().stream) {
         cudaCheck(cudaEventCreate(&start_));
         cudaCheck(cudaEventCreate(&stop_));
     }
@@ -295,7 +295,6 @@ class Ladder {
         return matmul_rate_;
     }
 
-    const LadderInfo& info_;
     const LadderOptions& options_;
     std::vector<int64_t> size_;
     DType dtype_;
@@ -378,7 +377,7 @@ inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
         uint64_t bits = 0;
         for (DType dtype : options.dtypes) {
             for (const std::vector<int64_t>& size : sizes) {
-                Ladder ladder(info, options, size, dtype);
+                Ladder ladder(options, size, dtype);
                 info.climb(ladder);
                 check(options.rung <= ladder.n_rungs(), "--rung ", options.rung, ": this ladder has ",
                       ladder.n_rungs());
