@@ -4,7 +4,8 @@
 
 namespace {
 
-// eos_token_id of a JSON file: a number, a list of them, or null.
+// eos_token_id of a JSON file: a number, a list of them, or null. An id beyond the vocabulary ends no answer:
+// transformers writes GPT-2's 50256 also for a model with a smaller one.
 std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
     if (!is_there(path)) return {};
     const Json::Value file = read_json_file(path);
@@ -13,9 +14,9 @@ std::vector<int32_t> eos_tokens(const std::string& path, int64_t V) {
     std::vector<int32_t> tokens;
     const auto add = [&](const Json::Value& id) {
         int32_t token = -1;
-        check(is_whole(id) && read_value(id, token) && token >= 0 && token < V, path, ": eos_token_id is ",
-              JsonText(id).str(), ", expected one or more of the model's tokens, 0 to ", V - 1);
-        tokens.push_back(token);
+        check(is_whole(id) && read_value(id, token) && token >= 0, path, ": eos_token_id is ", JsonText(id).str(),
+              ", expected one or more of the model's tokens, 0 to ", V - 1);
+        if (token < V) tokens.push_back(token);
     };
     if (ids.isArray())
         for (const Json::Value& id : ids) add(id);

@@ -1,9 +1,9 @@
 // model/huggingface_config.cu: config.json, in which Hugging Face describes a model: read and written.
 //
 // gpt2 has names of its own: vocab_size, n_positions, n_layer, n_head, n_embd, n_inner, layer_norm_epsilon,
-// tie_word_embeddings, initializer_range; activation_function must be gelu_new, scale_attn_weights true, and
-// scale_attn_by_inverse_layer_idx false. The other model types share most of theirs. x: read; -: ignored; otherwise the
-// table has the only value that is supported.
+// tie_word_embeddings, initializer_range; activation_function must be gelu_new or another name of it,
+// scale_attn_weights true, and scale_attn_by_inverse_layer_idx false. The other model types share most of theirs. x:
+// read; -: ignored; otherwise the table has the only value that is supported.
 //
 //     key                                  llama  mistral  qwen2  qwen3  mfa    deepseek_v2, _v3   in Config
 //     vocab_size, hidden_size                x       x       x      x     x      x                 V, C
@@ -104,8 +104,9 @@ Config read_gpt2(const ConfigReader& in) {
     Config c;
     c.family = Family::gpt2, c.feed_forward = "gelu";
     c.L = in.integer("n_layer"), c.H = c.K = in.integer("n_head"), c.C = in.integer("n_embd"), c.D = c.C / c.H;
-    // gelu_new is the form with tanh, layers/gelu.cu. "gelu", with erf, gives slightly other numbers.
-    in.must_be("activation_function", "gelu_new");
+    // Three names of the form with tanh, layers/gelu.cu. "gelu", with erf, gives slightly other numbers.
+    const std::string activation = in.text("activation_function", "gelu_new");
+    if (activation != "gelu_pytorch_tanh" && activation != "gelu_fast") in.must_be("activation_function", "gelu_new");
     c.V = in.integer("vocab_size");
     c.T_max = in.integer("n_positions", 1024);
     c.F = in.integer("n_inner", 4 * c.C);

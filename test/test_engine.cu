@@ -75,6 +75,23 @@ TEST_CASE("inference takes the memory that it plans, and no more while it runs",
     }
 }
 
+TEST_CASE("the tokens that end an answer are those of generation_config.json, then of config.json",
+          "[inference][engine]") {
+    const TempFolder folder;
+    const std::string config = slurp("test/golden/gpt2/config.json"), id = "\"eos_token_id\": 96";
+    const size_t at = config.find(id);
+    REQUIRE(at != std::string::npos);
+    const auto ends = [&](const std::string& in_config, const std::string& generation_config) {
+        spit(folder / "config.json", std::string(config).replace(at, id.size(), "\"eos_token_id\": " + in_config));
+        spit(folder / "generation_config.json", generation_config);
+        return LoadedModel(folder.path, "", DType::f32, WeightFormat::none, {}).stop_tokens;
+    };
+    CHECK(ends("96", "{}") == std::vector<int32_t>{96});
+    CHECK(ends("96", "{\"eos_token_id\": [3, 50256, 5]}") == std::vector<int32_t>{3, 5});  // no model token is 50256
+    CHECK(ends("50256", "{}").empty());
+    CHECK_THROWS_WITH(ends("-1", "{}"), ContainsSubstring("eos_token_id is -1, expected one or more"));
+}
+
 // Keys and values of a token take 1 MiB here: 64 sequences of 65536 tokens would take 4 TiB.
 TEST_CASE("a cache of no given size is for all sequences, or takes the memory that is free", "[inference][engine]") {
     const TempFolder folder;

@@ -611,6 +611,9 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
                       ContainsSubstring("use_sliding_window is not supported for mfa"));
     CHECK_THROWS_WITH(load("qwen2", "\"silu\"", "\"gelu\""), ContainsSubstring("hidden_act \"gelu\""));
     CHECK(load("qwen2", "\"silu\"", "\"swish\"").feed_forward == "swiglu");  // another name of it
+    for (const char* name : {"\"gelu_pytorch_tanh\"", "\"gelu_fast\""})
+        CHECK(load("gpt2", "\"gelu_new\"", name).feed_forward == "gelu");
+    CHECK_THROWS_WITH(load("gpt2", "\"gelu_new\"", "\"gelu\""), ContainsSubstring("supports \"gelu_new\""));
     CHECK_THROWS_WITH(load("llama_biases", "\"linear\"", "\"longrope\""),
                       ContainsSubstring("rope_type \"longrope\" is not supported"));
     CHECK_THROWS_WITH(load("llama", "\"rope_parameters\": {", "\"rope_parameters\": {\"full_attention\": {},"),
