@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kPieces = 256;  // chunk c of the row is in piece c % kPieces
 
-// The largest key below `limit` in the chunks first, first + step, ... of the row; 0: there is none.
+// The largest key up to `limit` in the chunks first, first + step, ... of the row; 0: there is none.
 template <int n, class T>
 __device__ __forceinline__ uint64_t largest_key(const T* row, int V, int Vp, int first, int step, uint64_t limit) {
     uint64_t largest[n] = {};
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint64_t largest_key(const T* row, int V, int Vp, int
         load_chunk(x, row + v, Vp - v);
         for (int l = 0; l < n; ++l) {
             const uint64_t key = token_key(x[l], v + l);
-            const bool is_larger = key < limit && key > largest[l] && v + l < V;
+            const bool is_larger = key <= limit && key > largest[l] && v + l < V;
             largest[l] = is_larger ? key : largest[l];
         }
     }
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         const int first = piece + static_cast<int>(threadIdx.x) * kPieces;
         const uint64_t next =
-            team_largest(largest_key<n>(x_row, V, Vp, first, kPieces * kThreads, key), key_scratch[1]);
+            team_largest(largest_key<n>(x_row, V, Vp, first, kPieces * kThreads, key - 1), key_scratch[1]);
         if (threadIdx.x == 0) pieces[piece] = next;
     }
 }

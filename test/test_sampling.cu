@@ -165,6 +165,12 @@ TEST_CASE("sampling: no token where the logits are not finite or every token is 
         banned.logit_bias = {{0, -kInfinity}, {2, -kInfinity}};
         CHECK(test.draw(logits.tensor().slice(3, 1), {{&banned}})[0].token == -1);
     }
+    // As many of the most probable tokens as there are, of a row that has the largest of all keys: token 0's, a NaN.
+    Buffer half(DType::f16, {1, 3}, {NAN, 1, 2});
+    SamplingOptions all = options(1, 0, 1, 0);
+    all.logprobs = 3;
+    const Sampled sampled = test.draw(half, {{&all}})[0];
+    for (size_t i = 0; i < 3; ++i) CHECK(sampled.top.at(i).token == std::vector<int32_t>{0, 2, 1}[i]);
 }
 
 TEST_CASE("sampling: options out of range are named", "[sampling]") {
