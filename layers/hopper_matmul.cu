@@ -452,6 +452,10 @@ bool hopper_matmul_takes(const Product& p) {
 }
 
 void hopper_matmul(Tensor out, Tensor a, Tensor b, const MatmulOptions& o, cudaStream_t stream) {
+    if (out.ndim == 3) {  // a batch of one
+        const auto matrix = [](const Tensor& x) { return x.view({x.shape[1], x.shape[2]}); };
+        return hopper_matmul(matrix(out), matrix(a), matrix(b), o, stream);
+    }
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[o.transpose_a ? 0 : 1];
     const bool finished = o.bias || o.gelu_input || o.before_gelu || o.delta;
     if (!finished && (o.transpose_a || o.beta != 0.0f || out.dtype == DType::f32 || hopper_matmul_cuts(M, N, K)))

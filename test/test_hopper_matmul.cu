@@ -94,6 +94,18 @@ TEST_CASE("hopper matmul: a product and a bias", "[hopper_matmul][shapes][hopper
             }
 }
 
+TEST_CASE("hopper matmul: a batch of one", "[hopper_matmul][hopper][matmul]") {
+    NEEDS_HOPPER;
+    const Size s{130, 264, 72};
+    const Operands x(s, DType::bf16, false, true);
+    for (DType out_dtype : {DType::bf16, DType::f32}) {  // f32: the product that may be cut
+        Buffer result(out_dtype, {1, s.M, s.N});
+        hopper_matmul(result, x.a.tensor().view({1, s.M, s.K}), x.b.tensor().view({1, s.N, s.K}), {.transpose_b = true},
+                      device().stream);
+        check_close(result.values(), x.expected, unit_roundoff(out_dtype), x.error + 0x1p-22, dtype_name(out_dtype));
+    }
+}
+
 TEST_CASE("hopper matmul: GELU of a product", "[hopper_matmul][shapes][hopper][matmul][counted]") {
     NEEDS_HOPPER;
     for (const Size& s : kSizes)
