@@ -59,7 +59,7 @@ void column_sum(Tensor dparam, Tensor inp, bool accumulate, Tensor scratch, cuda
     const int64_t N = inp.shape[0], C = inp.shape[1];
     expect(name, "dparam", dparam, dparam.dtype == DType::f32 || inp.dtype == DType::f32 ? dparam.dtype : inp.dtype,
            {C});
-    expect_aligned(name, {{"inp", inp}});
+    expect_aligned(name, {{"dparam", dparam}, {"inp", inp}});
     if (N == 0) return zero_unless(accumulate, dparam, stream);
     if (C == 0) return;
     const int64_t chunk_rows = ceil_div(N, n_chunks(N, C)), R = ceil_div(N, chunk_rows);

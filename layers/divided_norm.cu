@@ -221,7 +221,7 @@ void divided_norm_backward_parts(Tensor parts, Tensor dweight, Tensor dbias, Ten
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : x.dtype, {C});
     if (dbias) expect(name, "dbias", dbias, dweight.dtype, {C});
     check(mean.exists() == dbias.exists(), name, ": mean and dbias are LayerNorm's: give both or none");
-    expect_aligned(name, {{"dout", dout}, {"x", x}, {"weight", weight}});
+    expect_aligned(name, {{"dweight", dweight}, {"dbias", dbias}, {"dout", dout}, {"x", x}, {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
     const Tensor partial = scratch_as(name, scratch, {mean ? 2 : 1, blocks, C});
     const ColumnSums params = column_sums(name, partial, dweight, dbias, accumulate);

@@ -169,7 +169,13 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     expect(name, "dbias", dbias, dweight.dtype, {C});
     expect(name, "mean", mean, DType::f32, {N});
     expect(name, "rstd", rstd, DType::f32, {N});
-    expect_aligned(name, {{"dinp", dinp}, {"dout", dout}, {"dsum", dsum}, {"inp", inp}, {"weight", weight}});
+    expect_aligned(name, {{"dinp", dinp},
+                          {"dweight", dweight},
+                          {"dbias", dbias},
+                          {"dout", dout},
+                          {"dsum", dsum},
+                          {"inp", inp},
+                          {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream), zero_unless(accumulate, dbias, stream);
     const NormGeometry geometry = norm_geometry(name, N, C, C);
     const int64_t R = geometry.n_blocks_backward;

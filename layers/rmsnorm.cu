@@ -151,8 +151,12 @@ void launch_backward(const char* name, const HeadColumns& dinp, Tensor dweight, 
                      int64_t chunk_columns, cudaStream_t stream) {
     const int64_t N = rstd.n(), C = inp.D;
     expect(name, "dweight", dweight, dweight.dtype == DType::f32 ? DType::f32 : inp.rows.dtype, {C});
-    expect_aligned(name,
-                   {{"dinp", dinp.rows}, {"dout", dout.rows}, {"dsum", dsum}, {"inp", inp.rows}, {"weight", weight}});
+    expect_aligned(name, {{"dinp", dinp.rows},
+                          {"dweight", dweight},
+                          {"dout", dout.rows},
+                          {"dsum", dsum},
+                          {"inp", inp.rows},
+                          {"weight", weight}});
     if (N == 0) return zero_unless(accumulate, dweight, stream);
     const NormGeometry geometry = norm_geometry(name, N, C, chunk_columns);
     const dim3 grid(static_cast<unsigned>(geometry.n_blocks_backward));

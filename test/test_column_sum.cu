@@ -78,4 +78,6 @@ TEST_CASE("column_sum says what is wrong with its arguments", "[column_sum][erro
                       ContainsSubstring("column_sum: scratch is f32 (7), expected f32 of at least 8"));
     const Tensor shifted = make_tensor(static_cast<char*>(x.tensor().data) + 8, DType::f32, {4, 8});
     CHECK_THROWS_WITH(column_sum(sum, shifted, true, scratch, s), ContainsSubstring("column_sum: inp starts at"));
+    const Tensor its_end = make_tensor(static_cast<char*>(x.tensor().data) + 8, DType::f32, {8});
+    CHECK_THROWS_WITH(column_sum(its_end, x, true, scratch, s), ContainsSubstring("column_sum: dparam starts at"));
 }

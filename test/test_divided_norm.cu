@@ -158,6 +158,17 @@ TEST_CASE("norms of rows that ranks divide by columns, against float64", "[divid
     check_counters();
 }
 
+TEST_CASE("gradients of a divided norm's parameters must be aligned", "[divided_norm][errors]") {
+    Buffer x(DType::f32, {4, 8}), g(DType::f32, {8}), r(DType::f32, {4}), parts(DType::f32, {4, 2}),
+        scratch(DType::f32, {16});
+    const Tensor off = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {8});
+    const auto backward = [&](const Tensor& dweight, const Tensor& dbias) {
+        divided_norm_backward_parts(parts, dweight, dbias, x, x, g, r, r, true, scratch, device().stream);
+    };
+    CHECK_THROWS_WITH(backward(off, g), ContainsSubstring("divided_norm_backward_parts: dweight starts at"));
+    CHECK_THROWS_WITH(backward(g, off), ContainsSubstring("divided_norm_backward_parts: dbias starts at"));
+}
+
 TEST_CASE("copies of columns", "[divided_norm]") {
     const int64_t R = 13;
     for (const DType dtype : kFloatDTypes) {

@@ -246,4 +246,9 @@ TEST_CASE("layernorm says what is wrong with its arguments", "[layernorm][errors
                       ContainsSubstring("layernorm_backward: rstd"));
     CHECK_THROWS_WITH(layernorm_backward(x, g, g, x, {}, x, g, r, r, true, scratch, s),
                       ContainsSubstring("layernorm_backward: scratch is f32 (8), expected f32 of at least 16"));
+    const Tensor off = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {8});
+    CHECK_THROWS_WITH(layernorm_backward(x, off, g, x, {}, x, g, r, r, true, scratch, s),
+                      ContainsSubstring("layernorm_backward: dweight starts at"));
+    CHECK_THROWS_WITH(layernorm_backward(x, g, off, x, {}, x, g, r, r, true, scratch, s),
+                      ContainsSubstring("layernorm_backward: dbias starts at"));
 }

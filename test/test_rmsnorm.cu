@@ -307,4 +307,7 @@ TEST_CASE("rmsnorm says what is wrong with its arguments", "[rmsnorm][errors]") 
                       ContainsSubstring("rmsnorm_backward: rstd"));
     CHECK_THROWS_WITH(rmsnorm_backward(x, g, x, {}, shifted, g, r, true, scratch, s),
                       ContainsSubstring("rmsnorm_backward: inp starts at"));
+    const Tensor off = make_tensor(static_cast<char*>(x.tensor().data) + 4, DType::f32, {8});
+    CHECK_THROWS_WITH(rmsnorm_backward(x, off, x, {}, x, g, r, true, scratch, s),
+                      ContainsSubstring("rmsnorm_backward: dweight starts at"));
 }
