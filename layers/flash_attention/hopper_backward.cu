@@ -410,10 +410,11 @@ __device__ __forceinline__ void start_dq(float (&dq)[T::kPiece / 8][4], const un
     wgmma_commit();
 }
 
-// dS^T of this consumer's 64 keys and kOthers queries, to its place in shared memory.
+// dS^T of this consumer's 64 keys and kOthers queries, to its place in shared memory. n_keys of them exist. The others
+// have zeros as k, but exp(0 - lse) may be infinite, and infinity times zero would make dq NaN: their dS is 0.
 template <class T>
 __device__ __forceinline__ void put_scores(unsigned char* tiles, const uint32_t (&dS)[T::kOthers / 16][4], int group,
-                                           int step) {
+                                           int step, int n_keys) {
     if (step == 0) named_barrier_sync(kDsFree, kConsumers * kGroup);  // dq of the round before has read them
     unsigned char* rows = tiles + T::kFirstScores + group * kGroupRows * kRowBytes;
     const int first_row = not_hoisted(warp() % 4 * 16 + quad());
@@ -424,7 +425,7 @@ __device__ __forceinline__ void put_scores(unsigned char* tiles, const uint32_t 
             const int row = first_row + half * 8, column = step * T::kOthers + n * 8 + 2 * in_quad();
             const int byte = row * kRowBytes + column % kPanelColumns * 2;
             *reinterpret_cast<uint32_t*>(rows + column / kPanelColumns * T::Scores::kPanelBytes + swizzled<128>(byte)) =
-                dS[n / 2][n % 2 * 2 + half];
+                row < n_keys ? dS[n / 2][n % 2 * 2 + half] : 0;
         }
 }
 
@@ -523,7 +524,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < 4; ++i) dP[0][n][i] = S[0][n][i] * (dP[0][n][i] - deltas[n * 8 + i % 2]);
         pack_fragments<Number>(dS, dP);
-        put_scores<T>(tiles, dS[0], group, step);
+        put_scores<T>(tiles, dS[0], group, step, a.shape.mask.T - round.j * kBlockRows - group * kGroupRows);
         start_columns<Number, typename T::Q>(dk, dS[0], q_tile);  // dk = scale dS^T q
     }
     __device__ __forceinline__ void release_stage() {
@@ -546,7 +547,7 @@ struct Consumer {
             wgmma_wait<0>(dk, dv, P[0], dS[0]);
         } else {
             const uint32_t zeros[T::kOthers / 16][4] = {};
-            put_scores<T>(tiles, zeros, group, step);
+            put_scores<T>(tiles, zeros, group, step, 0);
         }
         if (loaded) release_stage();
     }
