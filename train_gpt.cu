@@ -192,7 +192,11 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
         if (!fault.empty()) fail(fault);
         return print_plan(*trainer);
     }
-    if (!agree_to_start(world, fault, start_fault)) return;
+    if (!agree_to_start(world, fault, start_fault)) {
+        // Here, and not at the end: mpirun ends the other processes when the first one has ended.
+        if (world.rank == 0) std::fprintf(stderr, "train_gpt: %s\n", start_fault.line.c_str());
+        return;
+    }
     if (options.account) return print_step_account(*trainer);
     if (options.plan) {
         if (world.rank == 0) print_plan(*trainer);
@@ -230,7 +234,6 @@ int main(int argc, char** argv) {
         ranks.after_trace = [&](const std::vector<TraceEvent>& events) { show_traced_pipeline(traced, events); };
         run_ranks(ranks,
                   [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder, traced); });
-        if (!start_fault.line.empty()) fail(start_fault.line);
         if (options.plan || options.account) check_output();
         return start_fault.found ? 2 : 0;
     } catch (const std::exception& error) {
