@@ -8,6 +8,7 @@
 #include "planning/planning.h"
 #include "training/training.h"
 
+#include <atomic>
 #include <cstdio>
 
 namespace {
@@ -176,8 +177,9 @@ void finish(Run& run) {
 }
 
 // All of a run on one rank. fault: what is wrong with the command line, or nothing. trace_folder: where --trace is to
-// be written, once rank 0 knows the folder of the run; traced_pipeline: and of what.
-void run_rank(const TrainOptions& options, std::string fault, Comm& world, StartFault& start_fault,
+// be written, once rank 0 knows the folder of the run; traced_pipeline: and of what. starts: false where all ranks have
+// a fault.
+void run_rank(const TrainOptions& options, std::string fault, Comm& world, std::atomic<bool>& starts,
               std::string& trace_folder, TracedPipeline& traced_pipeline) {
     std::vector<Axis> axes = {{"dp", static_cast<int>(options.data_ranks())}};
     if (options.pp > 1) axes.push_back({"pp", static_cast<int>(options.pp)});
@@ -192,9 +194,8 @@ void run_rank(const TrainOptions& options, std::string fault, Comm& world, Start
         if (!fault.empty()) fail(fault);
         return print_plan(*trainer);
     }
-    if (!agree_to_start(world, fault, start_fault)) {
-        // Here, and not at the end: mpirun ends the other processes when the first one has ended.
-        if (world.rank == 0) std::fprintf(stderr, "train_gpt: %s\n", start_fault.line.c_str());
+    if (!agree_to_start(world, fault)) {
+        starts = false;
         return;
     }
     if (options.account) return print_step_account(*trainer);
@@ -219,7 +220,7 @@ int main(int argc, char** argv) {
     end_with_reason();
     TrainOptions options;
     std::string fault;
-    StartFault start_fault;
+    std::atomic<bool> starts = true;
     try {
         try {
             options = parse_train_options(argc, argv);
@@ -232,10 +233,9 @@ int main(int argc, char** argv) {
         ranks.quiet = rank_count(ranks) == 1;
         TracedPipeline traced;
         ranks.after_trace = [&](const std::vector<TraceEvent>& events) { show_traced_pipeline(traced, events); };
-        run_ranks(ranks,
-                  [&](Comm& world) { run_rank(options, fault, world, start_fault, ranks.trace_folder, traced); });
+        run_ranks(ranks, [&](Comm& world) { run_rank(options, fault, world, starts, ranks.trace_folder, traced); });
         if (options.plan || options.account) check_output();
-        return start_fault.found ? 2 : 0;
+        return starts ? 0 : 2;
     } catch (const std::exception& error) {
         end_progress_line();
         std::fprintf(stderr, "train_gpt: %s\n", reason_of(error));

@@ -30,7 +30,6 @@
 #include "parallel/data/data.h"
 #include "parallel/pipeline/pipeline.h"
 
-#include <atomic>
 #include <deque>
 #include <functional>
 #include <set>
@@ -507,14 +506,10 @@ struct RunData {
 std::string open_run(const TrainOptions& options, Mesh& mesh, std::optional<Trainer>& trainer,
                      std::optional<RunData>& data);
 
-// What was found before the start. Where all ranks found a fault, they end together: rank 0 leaves its line here, and
-// no rank's end is an accident for the others. A fault that only some ranks have is thrown there. Collective; false:
-// do not start.
-struct StartFault {
-    std::atomic<bool> found = false;
-    std::string line;  // in the process of rank 0
-};
-bool agree_to_start(Comm& world, const std::string& fault, StartFault& start_fault);
+// What was found before the start. Where all ranks found a fault, they end together: rank 0 prints its line, and no
+// rank's end is an accident for the others. A fault that only some ranks have is thrown there. Collective; false: do
+// not start.
+bool agree_to_start(Comm& world, const std::string& fault);
 // Error where ranks were given different things, the disk has no room for the run, or the folder has another run.
 // Chooses --out where it was not given. Returns rank 0's hold on the folder. Collective.
 std::unique_ptr<RunFolder> settle_folder(Trainer& trainer, const RunData& data);
