@@ -113,11 +113,13 @@ class SafetensorsReader {
     const std::map<std::string, StoredTensor>& tensors() const { return tensors_; }
     // "__metadata__" of the file, without the checksums.
     const std::map<std::string, std::string>& metadata() const { return metadata_; }
-    // Reads all bytes. Error that names the first tensor whose bytes are not those that were written; tensors without a
-    // checksum are taken as they are.
+    // Reads all bytes, or those of one tensor. Error that names the first tensor whose bytes are not those that were
+    // written; tensors without a checksum are taken as they are.
     void verify() const;
+    void verify(const std::string& name) const;
 
   private:
+    void check_sum(const std::string& name, uint64_t found, uint64_t written) const;
     SafetensorsView map_file(const std::string& path);
     void add_shards(const std::string& index_path);
     std::string path_;

@@ -308,6 +308,16 @@ const StoredTensor& SafetensorsReader::at(const std::string& name) const {
     fail(path_, ": no tensor named ", in_quotes(name), hint);
 }
 
+void SafetensorsReader::check_sum(const std::string& name, uint64_t found, uint64_t written) const {
+    check(found == written, path_, ": tensor ", in_quotes(name), " is broken: its bytes have checksum ",
+          checksum_text(found), ", and ", checksum_text(written), " were written");
+}
+
+void SafetensorsReader::verify(const std::string& name) const {
+    const StoredTensor& tensor = at(name);
+    if (tensor.checksum) check_sum(name, checksum(tensor.data, tensor.bytes), *tensor.checksum);
+}
+
 void SafetensorsReader::verify() const {
     std::vector<const std::pair<const std::string, StoredTensor>*> order;
     for (const auto& entry : tensors_)
@@ -315,10 +325,7 @@ void SafetensorsReader::verify() const {
     std::vector<uint64_t> found(order.size());
 #pragma omp parallel for schedule(dynamic)
     for (size_t i = 0; i < order.size(); ++i) found[i] = checksum(order[i]->second.data, order[i]->second.bytes);
-    for (size_t i = 0; i < order.size(); ++i)
-        check(found[i] == *order[i]->second.checksum, path_, ": tensor ", in_quotes(order[i]->first),
-              " is broken: its bytes have checksum ", checksum_text(found[i]), ", and ",
-              checksum_text(*order[i]->second.checksum), " were written");
+    for (size_t i = 0; i < order.size(); ++i) check_sum(order[i]->first, found[i], *order[i]->second.checksum);
 }
 
 namespace {

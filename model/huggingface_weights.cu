@@ -75,6 +75,7 @@ void load_weights(Model& model, const std::string& folder) {
               ", config.json asks for ", shape_text(wanted));
         check(stored.dtype == "F32" || stored.dtype == "F16" || stored.dtype == "BF16", folder, ": tensor '", name,
               "' has dtype ", stored.dtype, ", expected F32, F16 or BF16");
+        file.verify(name);
         std::vector<float> values = stored.floats();
         if (param.transposed) values = transpose(values, wanted[0], wanted[1]);
         model.write(param, values);

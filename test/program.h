@@ -1,6 +1,7 @@
 // test/program.h: runs the programs that were built together with the tests, as a user would.
 #pragma once
 
+#include "io/io.h"
 #include "parallel/comm/transport.h"
 #include "reference.h"
 #include "temp_folder.h"
@@ -69,12 +70,14 @@ inline std::string printed_by(const std::string& name, const std::string& argume
     return outcome.out;
 }
 
-// The same file, with NaN for every number.
-inline void fill_with_nan(const std::string& safetensors) {
-    std::string file = slurp(safetensors);
-    uint64_t header = 0;
-    std::memcpy(&header, file.data(), sizeof header);
-    spit(safetensors, file.replace(8 + header, std::string::npos, file.size() - 8 - header, '\xff'));
+// The same tensors, with NaN for every number, and without checksums.
+inline void fill_with_nan(const std::string& path) {
+    const SafetensorsReader file(path);
+    std::vector<TensorToStore> tensors;
+    for (const auto& [name, tensor] : file.tensors())
+        tensors.push_back(
+            {name, tensor.dtype, tensor.shape, [n = tensor.bytes](void* bytes) { std::memset(bytes, 0xff, n); }});
+    write_safetensors(path, tensors);
 }
 
 // A text to train on.
