@@ -164,9 +164,10 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 //
 // A rank sends (n-1)/n of:  2 P with ddp, zero 1 and zero 2 (a micro-batch more with zero 2: P each), 3 P with zero 3.
 //
-// All of them add the ranks' gradients in rank order. So ddp and the three stages give the same bits, as long as a step
-// is one micro-batch a rank. (With more of them zero 2 and 3 add the ranks before the micro-batches.) naive gives the
-// same bits where no gradient is clipped: its norm is summed in another order.
+// naive and the three stages add the ranks' gradients in rank order, and ddp as --all-reduce says: `library` is rank
+// order without NCCL, and NCCL's own order with it (parallel/comm/comm.h). So without NCCL ddp and the three stages
+// give the same bits, as long as a step is one micro-batch a rank. (With more of them zero 2 and 3 add the ranks before
+// the micro-batches.) naive gives the same bits where no gradient is clipped: its norm is summed in another order.
 
 struct DataParallelOptions {
     bool naive = false;
