@@ -59,6 +59,8 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     const std::string reasoning = "{{ reasoning_content }}{{ m.content.split('</think>')[-1].lstrip('\\n') }}";
     const std::string ask = "{{ '<|im_start|>assistant\\n' }}", think = "{{ '<|im_start|>assistant\\n<think>\\n' }}";
     const std::string header = "{{ '<|start_header_id|>' + m.role }}{{ m.content | trim }}";
+    const std::string dated =
+        header + "{{ 'Cutting Knowledge Date: December 2023\\n' }}{{ 'Today Date: ' + date_string }}";
     const std::string system_last = "{% if loop.last and system_message is defined %}";
     const std::string system_first = "{% if loop.first and system_message is defined %}";
     const std::pair<std::string, std::string> descriptions[] = {
@@ -71,7 +73,7 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         {"qwq", chatml_and("{{ m.content.split('</think>')[-1].lstrip('\\n') }}" + think)},
         {"llama2", "{{ '<<SYS>>\\n' + system_message }}{{ bos_token + '[INST] ' + content + ' [/INST]' }}"},
         {"llama3", header},
-        {"llama3.1", header + "{{ 'Cutting Knowledge Date: December 2023\\n' }}{{ 'Today Date: ' + date_string }}"},
+        {"llama3.1", dated},
         {"deepseek", deepseek_and("{{ '<｜Assistant｜>' }}")},
         {"deepseek-r1", deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜><think>\\n' }}")},
         {"deepseek-r1-0528", deepseek_and("{{ m.content.split('</think>')[-1] }}{{ '<｜Assistant｜>' }}")},
@@ -98,9 +100,14 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         chatml_and("{% else %}{{ '<|im_start|>system\\nReason step by step.<|im_end|>\\n' }}" + ask),  // Qwen 2.5 Math
         chatml_and(reasoning + ask + "{{ '<|im_start|>system\\nReason step by step.<|im_end|>\\n' }}"),
         chatml_and("{{ bos_token }}"),
-        chatml_and("{{ m.content | trim }}" + reasoning + ask),  // Qwen 3.5
+        chatml_and(reasoning + ask +
+                   "{% if m %}{{ '<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n\\n' }}"),  // Axolotl's Qwen 3
+        chatml_and("{{ m.content | trim }}" + reasoning + ask),                                      // Qwen 3.5
         header + "{{ '<|start_header_id|>system<|end_header_id|>' + tools }}",
-        "{{ message['content'] + '\\n\\n' }}{{ '<｜User｜>' + m.content }}",    // DeepSeek-V2
+        dated + "{{ tools }}{{ '<|image|>' }}",                               // LLaMA 3.2 Vision
+        "{{ message['content'] + '\\n\\n' }}{{ '<｜User｜>' + m.content }}",  // DeepSeek-V2
+        // DeepSeek-V2.5: eight blanks before its system message
+        deepseek_and("{%- if is_system %}        {% set ns.system_prompt = m.content %}{{ '<｜Assistant｜>' }}"),
         "{{ '[SYSTEM_PROMPT]' + s }}{{ '[INST]' + m.content + '[/INST]' }}",    // Mistral Small 3
         "{{ '[SYSTEM_PROMPT] ' + s }}{{ '[INST] ' + m.content + '[/INST]' }}",  // Mistral Large 2411
         "{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token + ' ' }}"};
