@@ -48,7 +48,7 @@ class Connection final : public httplib::Stream {
         while (first_ == last_ && !wait(POLLIN, kLookSeconds))
             if (ending || seconds_now() > until) return false;
         deadline_ = seconds_now() + timeout_;
-        header_bytes_ = 0, in_headers_ = true, has_written_ = false;
+        header_bytes_ = 0, in_headers_ = true, line_begins_ = false, has_written_ = false;
         return true;
     }
     void headers_are_read() { in_headers_ = false; }
@@ -86,6 +86,10 @@ class Connection final : public httplib::Stream {
         }
         n = std::min(n, last_ - first_);
         std::memcpy(to, buffer_ + first_, n);
+        for (size_t i = 0; in_headers_ && i < n; ++i) {
+            if (line_begins_ && (to[i] == ' ' || to[i] == '\t')) return failure_ = 400, -1;
+            line_begins_ = to[i] == '\n';
+        }
         first_ += n;
         header_bytes_ += n;
         return static_cast<ssize_t>(n);
@@ -120,6 +124,9 @@ class Connection final : public httplib::Stream {
     size_t first_ = 0, last_ = 0;  // what of the buffer is not yet handed on
     size_t header_bytes_ = 0;
     bool in_headers_ = false, has_written_ = false, ends_ = false;
+    // In the headers. A line that begins with a blank goes on with the one before it, which HTTP has given up: the
+    // library would leave it out.
+    bool line_begins_ = false;
     int failure_ = 0;
 };
 inline thread_local Connection* Connection::current_ = nullptr;

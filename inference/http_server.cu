@@ -9,6 +9,7 @@
 
 #include "inference/http_connection.h"
 
+#include <algorithm>
 #include <cctype>
 
 namespace {
@@ -137,8 +138,14 @@ class Listener : public httplib::Server {
     static bool has_clear_length(const httplib::Request& request, httplib::Response& response) {
         const std::string length = request.get_header_value("Content-Length"),
                           coding = request.get_header_value("Transfer-Encoding");
+        const size_t n_lengths =
+            request.get_header_value_count("Content-Length") + request.get_header_value_count("Transfer-Encoding");
+        // "Content-Length : 5" is a length to some readers; the library does not know it.
+        const bool has_blank = std::ranges::any_of(
+            request.headers, [](const auto& its) { return its.first.find_first_of(" \t") != std::string::npos; });
         std::string wrong;
-        if (request.get_header_value_count("Content-Length") + request.get_header_value_count("Transfer-Encoding") > 1)
+        if (has_blank) wrong = "a header has a blank in its name: write \"Name: value\"";
+        else if (n_lengths > 1)
             wrong = "the length of the body is given twice: give one Content-Length, or \"Transfer-Encoding: chunked\"";
         else if (length.find_first_not_of("0123456789") != std::string::npos)  // the library reads -5 as 2^64 - 5
             wrong = "\"Content-Length: " + length + "\" is no number of bytes";

@@ -463,7 +463,10 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
                                             {"Content-Length: 0, 26", "no number of bytes"},
                                             {chunked + "Content-Length: 26", "given twice"},
                                             {chunked + "Transfer-Encoding: gzip", "given twice"},
-                                            {"Transfer-Encoding: gzip", "only \"chunked\""}}) {
+                                            {"Transfer-Encoding: gzip", "only \"chunked\""},
+                                            {"Content-Length : 26", "blank in its name"},
+                                            {"Content-Length:\r\n 26", "no HTTP request"},
+                                            {"X: a\r\n\tContent-Length: 26", "no HTTP request"}}) {
         for (const char* const request : {"GET /health", "POST /v1/completions"})
             refused(ask(server, concat(request, " HTTP/1.1\r\n", lengths, second)), 400, words);
     }
