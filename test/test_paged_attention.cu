@@ -98,6 +98,26 @@ TEST_CASE("a row's attention has the same bits in a prompt's chunks and alone", 
         }
 }
 
+// With a window, tiles of keys begin anywhere, and the last one of a split may have few. In its other places stand
+// scores of the tile before. The queries from position 272 on have a tile of 32 keys from 223 on, and then, up to the
+// end of the split, one key. The key at 224 has a large score, and is too old for the queries from 274 on.
+TEST_CASE("attention over pages takes no maximum from behind the end of a split", "[paged]") {
+    const HeadCounts h{1, 1, 16};
+    const Step s({288}, 16, {16});
+    for (DType dtype : kFloatDTypes) {
+        Values values(static_cast<size_t>(s.N * h.width()));
+        for (size_t i = 0; i < values.size(); ++i) {
+            const size_t row = i / 48, column = i % 48;
+            values[i] = column < 16 ? 10 : column < 32 ? (row == 224 ? 10 : 0) : 1;  // query, key, value
+        }
+        Buffer qkv(dtype, {1, s.N, h.width()}, values), out(dtype, {1, s.N, h.H * h.D});
+        attend(out, qkv, DeviceStep(s, dtype, 2 * h.K * h.D, 2 * h.K), s, h, 0.25f, 50);
+        // All values are 1: an output is a sum times its inverse.
+        check_close(out.values(), Values(static_cast<size_t>(s.N * h.D), 1.0), 2 * unit_roundoff(dtype), 0,
+                    dtype_name(dtype));
+    }
+}
+
 namespace {
 
 struct Decoded {

@@ -75,7 +75,7 @@ __device__ __forceinline__ void read_split(const Shared& at, const PagedTile& ti
             add_scores(at, tile.n, x, n_columns, s);
         }
         __syncthreads();
-        compute_probs(at, tile, s0, s);
+        compute_probs(at, tile, s0, n, s);
         for (int c = 0; c < s.Dv; c += kColumns) {
             const int n_columns = min(kColumns, s.Dv - c);
             __syncthreads();

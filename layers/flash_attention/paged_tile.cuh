@@ -226,11 +226,13 @@ __device__ __forceinline__ void add_scores(const Shared& at, int n_rows, int x0,
     });
 }
 
-// Scores become probabilities times 2^max; rescale is the factor by which older sums have to be multiplied.
-__device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile& tile, int s0, const PagedShape& s) {
+// Scores become probabilities times 2^max; rescale is the factor by which older sums have to be multiplied. The tile
+// has n keys: where a split ends, a query may see the next ones, too, but what stands in their place is no score.
+__device__ __forceinline__ void compute_probs(const Shared& at, const PagedTile& tile, int s0, int n,
+                                              const PagedShape& s) {
     const int j = static_cast<int>(threadIdx.x) % kRowThreads * kLanes;
     for (int r = static_cast<int>(threadIdx.x) / kRowThreads; r < tile.n; r += kThreads / kRowThreads) {
-        const int t = tile.position_of(r, s), first = t - s.window + 1 - s0, end = t + 1 - s0;
+        const int t = tile.position_of(r, s), first = t - s.window + 1 - s0, end = min(t + 1 - s0, n);
         float x[kLanes];
         for (int l = 0; l < kLanes; ++l)
             x[l] = j + l >= first && j + l < end ? __fmul_rn(at.probs[r * kKeys + j + l], s.factor) : kMasked;
