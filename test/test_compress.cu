@@ -410,6 +410,23 @@ TEST_CASE("powersgd: matrices of a lower rank, and gradients that are zero", "[c
     }
 }
 
+TEST_CASE("powersgd: gradients that are a power of two times as large give results that are, to the bit",
+          "[compress]") {
+    const auto results_of = [](float size) {
+        const Run run =
+            run_compressor({.kind = Compression::power_sgd, .rank = 3}, 2, 4,
+                           [&](int rank, int step, int64_t i) { return size * random_gradient(rank, step, i); });
+        std::vector<Floats> results;
+        for (const auto& of_ranks : run.results) {
+            results.push_back(of_ranks[0]);
+            for (float& x : results.back()) x /= size;
+        }
+        return results;
+    };
+    const std::vector<Floats> usual = results_of(1);
+    for (const float size : {0x1p40f, 0x1p-40f}) CHECK((results_of(size) == usual));
+}
+
 TEST_CASE("a gradient that is infinite or no number is not compressed away", "[compress]") {
     const Compression kind = GENERATE(from_range(std::begin(kKinds), std::end(kKinds)));
     const float bad = GENERATE(INFINITY, std::nanf(""));

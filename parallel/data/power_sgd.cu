@@ -59,12 +59,26 @@ __device__ float column_dot(const float* p, int64_t R, int r, int j, int k, floa
     return sum;
 }
 
+// Divides column k of p by the power of two of its largest number. That rounds nothing, and then the squares neither
+// overflow nor vanish: P is as large as the square of the gradients, because Q is as large as they were. Infinity
+// becomes NaN.
+__device__ void scale_column(float* p, int64_t R, int r, int k, float* scratch) {
+    float largest = 0;
+    for (int64_t row = threadIdx.x; row < R; row += blockDim.x) largest = fmaxf(largest, fabsf(p[row * r + k]));
+    largest = block_reduce<Max>(largest, scratch);
+    __syncthreads();  // all have read the scratch
+    if (largest == 0) return;
+    const float scale = scalbnf(1.0f, -max(ilogbf(largest), -126));
+    for (int64_t row = threadIdx.x; row < R; row += blockDim.x) p[row * r + k] *= scale;
+}
+
 // Modified Gram-Schmidt by one thread block. A thread reads and writes its own rows only. alive[k]: column k is not 0.
 // What is left of a column after the others are taken off it has an error of some 2^-24 of what was there: with at
 // least 1e-3 left, the columns are orthogonal to about 1e-4.
 __global__ void __launch_bounds__(256) orthonormalise_kernel(float* p, float* alive, int64_t R, int r) {
     __shared__ float scratch[kWarp];
     for (int k = 0; k < r; ++k) {
+        scale_column(p, R, r, k, scratch);
         const float before = column_dot(p, R, r, k, k, scratch);
         for (int j = 0; j < k; ++j) {
             const float dot = column_dot(p, R, r, j, k, scratch);
