@@ -333,6 +333,25 @@ TEST_CASE("flash attention with extreme scores", "[flash]") {
         }
 }
 
+// All keys are equal, and so large that scale * score * log2(e) is rounded by up to 1/64: the first tiles of keys must
+// not have another weight than the last ones.
+TEST_CASE("flash attention weighs the first keys as the last ones", "[flash][hopper]") {
+    for (DType dtype : kFloatDTypes)
+        for (FlashTier tier : tiers_of(dtype)) {
+            const Case c{1, 1000, 1, 1, 16, 16, false, 0, {}, 1};
+            Values in = random_inputs(c, dtype, 73);
+            in.q.assign(in.q.size(), 304), in.k.assign(in.k.size(), 304), in.v.assign(in.v.size(), 0);
+            std::fill_n(in.v.begin(), 100 * c.Dv, 1);  // one key in ten
+            Flash flash(c, dtype, in);
+            flash.options.tier = tier;
+            flash.forward();
+            // A probability and the output are rounded.
+            check_close(flash.out.values(), std::vector<double>(in.v.size(), 0.1),
+                        3 * unit_roundoff(dtype) + 1000 * kUnit, 0,
+                        concat(dtype_name(dtype), ", tier ", static_cast<int>(tier)));
+        }
+}
+
 // Behind the last token a tile has zeros. Their scores of 0 are far above those of all tokens, and exp(0 - lse) is
 // infinite.
 TEST_CASE("flash attention backward does not use what is behind the last token", "[flash][hopper]") {

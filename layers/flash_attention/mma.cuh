@@ -229,9 +229,11 @@ struct OnlineRows {
                 for (int n = 0; n < kOtherTiles; ++n)
                     larger = fmaxf(larger, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
                 larger = warp_max(larger, 4);
-                // A row that has seen nothing yet: its scores are all -infinity, and less 0 they stay so.
-                const float shift = larger == -INFINITY ? 0.0f : larger * scale2;
-                rescale[m][half] = ex2_approx(fmaf(max[m][half], scale2, -shift));
+                // A row that has seen nothing yet: its scores are all -infinity, and less 0 they stay so. The old shift
+                // is rounded as the new one is: where the maximum stays they are equal, and rescale is 1. Otherwise
+                // each tile would change the weight of all keys so far by the rounding error of a large maximum.
+                const float shift = larger == -INFINITY ? 0.0f : __fmul_rn(larger, scale2);
+                rescale[m][half] = ex2_approx(__fmul_rn(max[m][half], scale2) - shift);
                 float tile_sum = 0.0f;
 #pragma unroll
                 for (int n = 0; n < kOtherTiles; ++n)
