@@ -157,6 +157,22 @@ TEST_CASE("the sample and documents in 2D, 2.5D and 3D", "[program][ranks][tenso
     CHECK(samples[0].size() > 45);
 }
 
+// 2D: a row of a block has 18 numbers of the stream, or 24 of the feed-forward, and a step of a sample has one row.
+TEST_CASE("the sample in 2D where blocks of a row begin off 16 bytes", "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    std::vector<std::string> samples;
+    for (const std::string mesh : {"", "--ranks 4 --tp 4 --tp-mode 2d ", "--ranks 8 --tp 8 --tp-mode 2.5d "}) {
+        const Outcome its = runs.outcome("llama", "--steps 1 --warmup 0 --val-every 0 --sample 20 " + mesh,
+                                         runs.folder / std::to_string(runs.number++));
+        INFO(mesh << its.err);
+        REQUIRE(its.status == 0);
+        const size_t first = its.out.find("---- sample before training"), last = its.out.find("\n----\n", first + 8);
+        REQUIRE(last != std::string::npos);
+        samples.push_back(its.out.substr(first, last - first));
+        CHECK(samples.back() == samples[0]);
+    }
+}
+
 TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][ranks][tensor_parallel]") {
     Runs runs;
     const std::array<std::string, 3> wrong[] = {

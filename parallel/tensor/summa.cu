@@ -122,12 +122,12 @@ class Summa : public ColumnGeometry {
         pipeline(fetch, use, {}, stream);
     }
 
-    // Columns i of all rows, which the weight's block multiplies, are one of the blocks of this row of the grid.
+    // Columns i of all rows, which the weight's block multiplies, are a block of this row of the grid: rank (i, i)'s.
     void forward_whole_rows(Tensor out, Tensor inp, Tensor weight, Tensor bias, Crossing,
                             cudaStream_t stream) override {
-        const Tensor all = make_tensor(whole_rows_.data, inp.dtype, {q_, inp.rows(), inp.cols()});
-        row_.all_gather(all, inp, stream);
-        linear_forward(out, all.slice(i_, 1).view({inp.rows(), inp.cols()}), weight, i_ == 0 ? bias : Tensor{}, stream);
+        const Tensor block = i_ == j_ ? inp : make_tensor(whole_rows_.data, inp.dtype, {inp.rows(), inp.cols()});
+        row_.broadcast(block, i_, stream);
+        linear_forward(out, block, weight, i_ == 0 ? bias : Tensor{}, stream);
         column_.all_reduce(out, stream);
     }
     void embed_whole_rows(Tensor out, Tensor tokens, Tensor wte, cudaStream_t stream) override {
@@ -156,7 +156,7 @@ class Summa : public ColumnGeometry {
         sum_ = take(gradient);
         lookup_scratch_ =
             arena.take("blocks of other ranks", DType::i32, {embedding_backward_scratch_n(s.rows, s.columns)});
-        if (s.whole_rows > 0) whole_rows_ = take(bytes(q_ * s.whole_rows * widest, s.dtype));
+        if (s.whole_rows > 0) whole_rows_ = take(bytes(s.whole_rows * std::max(widest, q_ * s.columns), s.dtype));
         const auto none = [](DType dtype, int64_t n) { return make_tensor(nullptr, dtype, {n}); };
         const int64_t sample_n = s.whole_rows * std::max(widest, outputs);
         row_.count_memory([&] {
