@@ -173,6 +173,21 @@ TEST_CASE("the sample in 2D where blocks of a row begin off 16 bytes", "[program
     }
 }
 
+TEST_CASE("a loss that is not finite is found in one sequence, whatever ranks of a grid have its loss",
+          "[program][ranks][tensor_parallel]") {
+    Runs runs;
+    std::vector<std::string> texts;
+    for (const std::string mesh : {"", "--ranks 8 --tp 4 --tp-mode 2d ", "--ranks 8 --tp 8 --tp-mode 3d "}) {
+        const std::string line = line_of(runs.outcome("llama", mesh + "--batch 16 --micro-batch 4 --lr 1e30 --clip 0 ",
+                                                      runs.folder / std::to_string(runs.number++)));
+        const size_t first = line.find("The loss is not finite for "), last = line.find(" (tokens ");
+        INFO(line);
+        REQUIRE((first != std::string::npos && last != std::string::npos));
+        texts.push_back(line.substr(first, last - first));
+        CHECK(texts.back() == texts[0]);
+    }
+}
+
 TEST_CASE("--tp-mode refuses in one line what it cannot divide", "[program][ranks][tensor_parallel]") {
     Runs runs;
     const std::array<std::string, 3> wrong[] = {

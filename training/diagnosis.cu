@@ -21,29 +21,32 @@ struct BadSequences {
 // Runs the forward of the step again, and looks at the losses of each sequence. Collective.
 BadSequences find_bad_sequences(Trainer& t, int64_t step) {
     const int64_t T = t.options.rank_seq();
-    std::vector<int64_t> bad(static_cast<size_t>(t.local_batch));  // of this rank's sequences: is a loss not finite?
+    // By sequence: is one of its losses that this rank has not finite? In 2D, 2.5D and 3D a rank has the losses of some
+    // sequences of a micro-batch.
+    std::vector<int64_t> bad(static_cast<size_t>(t.local_batch));
+    const int64_t part = t.model.layout.part(t.model.layout.inner_rows).index;
     for (int64_t micro = 0; micro < t.local_batch / t.micro_batch; ++micro) {
         upload_micro_batch(t, t.acts, t.first_row(step) + micro * t.micro_batch, device().stream);
         forward(t.model, t.acts, t.workspace, device().stream, false);
         loss_forward(t.model, t.acts, device().stream);
         cudaCheck(cudaStreamSynchronize(device().stream));
         const std::vector<float> losses = to_floats(t.acts.losses);
-        for (int64_t b = 0; b < t.micro_batch; ++b) {
-            int64_t& is_bad = bad[static_cast<size_t>(micro * t.micro_batch + b)];
-            for (int64_t i = b * T; i < (b + 1) * T; ++i)
-                if (!std::isfinite(losses[static_cast<size_t>(i)])) is_bad = 1;
-        }
+        const int64_t first = micro * t.micro_batch + part * t.acts.B;
+        for (size_t i = 0; i < losses.size(); ++i)
+            if (!std::isfinite(losses[i])) bad[static_cast<size_t>(first) + i / static_cast<size_t>(T)] = 1;
     }
-    const auto rows = gather_numbers(t.data_parallel.comm(), bad);  // ranks are in the order of their sequences
-    const size_t cp = static_cast<size_t>(t.options.cp);            // each has some tokens of the same
+    const auto rows = gather_numbers(t.world, bad);  // ranks are in the order of their sequences
+    // So many in a row share the same sequences.
+    const size_t group = static_cast<size_t>(t.options.cp * t.options.tp);
     BadSequences all;
-    for (size_t r = 0; r < rows.size(); r += cp)
+    for (size_t r = 0; r < rows.size(); r += group)
         for (size_t b = 0; b < bad.size(); ++b) {
             if (std::none_of(rows.begin() + static_cast<std::ptrdiff_t>(r),
-                             rows.begin() + static_cast<std::ptrdiff_t>(r + cp),
+                             rows.begin() + static_cast<std::ptrdiff_t>(r + group),
                              [b](const std::vector<int64_t>& row) { return row[b] != 0; }))
                 continue;
-            if (all.n++ == 0) all.first = (step - 1) * t.options.batch + static_cast<int64_t>(r / cp * bad.size() + b);
+            if (all.n++ == 0)
+                all.first = (step - 1) * t.options.batch + static_cast<int64_t>(r / group * bad.size() + b);
         }
     return all;
 }
