@@ -9,12 +9,12 @@
 // The limit: of N bytes each rank must send 2 (n-1)/n N. The rate at which bytes leave a rank is measured with the
 // traffic pattern of the ring: all ranks send the largest message to their right neighbour at the same time. So the
 // limit includes no latency and no additions. Each time is that of the slowest rank, and the median of several rounds.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "parallel/data/data.h"
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 
 namespace {
 
@@ -117,12 +117,13 @@ int main(int argc, char** argv) {
         std::vector<int> ranks{2, 4, 8};
         int64_t max_n = 1 << 20;
         std::string folder = "runs/all_reduce";
-        for (int i = 1; i + 1 < argc; i += 2) {
-            const std::string argument = argv[i];
-            if (argument == "--ranks") ranks = {std::atoi(argv[i + 1])};
-            else if (argument == "--max") max_n = std::max<int64_t>(1, std::atoll(argv[i + 1]));
-            else if (argument == "--out") folder = argv[i + 1];
-            else fail("unknown option ", argument, ": use --ranks N, --max NUMBERS, --out FOLDER");
+        for (int i = 1; i < argc; i += 2) {
+            const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+            check(!value.empty(), flag, ": use --ranks N, --max NUMBERS, --out FOLDER");
+            if (flag == "--ranks") ranks = {narrow(parse_count(flag, value, 2), "--ranks")};
+            else if (flag == "--max") max_n = parse_count(flag, value);
+            else if (flag == "--out") folder = value;
+            else fail("unknown option ", flag, ": use --ranks N, --max NUMBERS, --out FOLDER");
         }
         if (started_by_mpirun()) ranks = {0};
         make_folder(folder);
@@ -135,6 +136,7 @@ int main(int argc, char** argv) {
                 race_all(world, max_n, folder);
             });
         }
+        check_output();
         return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "all_reduce: %s\n", error.what());

@@ -8,6 +8,7 @@
 //   debug    make DEBUG=1 DEVICE=cpu dev && gdb -x cpu/cuda.gdb --args build/cpu-debug/dev/bench_cpu --steps 1
 //
 // The matmul limit is the time that the step's matrix products take alone, one after the other, on the same machine.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
@@ -16,14 +17,13 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 
 namespace {
 
 struct Job {
     std::string model = "gpt2", dtype = "fp32";
     int64_t batch = 4, seq = 64;
-    int steps = 10;
+    int64_t steps = 10;
 };
 
 double median(std::vector<double> values) {
@@ -99,7 +99,7 @@ void bench(const Job& job) {
 
     workspace.accumulate = false;  // a step has one micro-batch
     std::vector<double> times, product_times;
-    for (int step = 0; step <= job.steps; ++step) {  // the first one warms up
+    for (int64_t step = 0; step <= job.steps; ++step) {  // the first one warms up
         const double start = seconds_now();
         forward(model, acts, workspace, stream);
         loss_backward(model, acts, 1.0f / static_cast<float>(N), stream);
@@ -118,7 +118,7 @@ void bench(const Job& job) {
         for (Tensor& matrix : scratch) matrix = products.take("matrix", dtype, {N, widest_layer(model)});
         if (pass == 0) products.reserve();
     }
-    for (int step = 0; step <= job.steps; ++step) {
+    for (int64_t step = 0; step <= job.steps; ++step) {
         const double start = seconds_now();
         all_products(model, N, scratch, stream);
         cudaCheck(cudaStreamSynchronize(stream));
@@ -128,7 +128,7 @@ void bench(const Job& job) {
     std::printf("%s, %s parameters, %s, batch %lld x %lld, on %s\n", job.model.c_str(),
                 human_count(static_cast<double>(parameter_count(config))).c_str(), mixed ? "bf16" : "float32",
                 static_cast<long long>(B), static_cast<long long>(T), device().name.c_str());
-    std::printf("step                 %7.4f s   (median of %d)\n", step_s, job.steps);
+    std::printf("step                 %7.4f s   (median of %lld)\n", step_s, static_cast<long long>(job.steps));
     std::printf("its matmuls alone    %7.4f s   share of the matmul limit: %.0f %%\n", products_s,
                 100 * products_s / step_s);
     std::printf("tokens/s             %7.0f\n", static_cast<double>(N) / step_s);
@@ -144,7 +144,7 @@ int main(int argc, char** argv) {
         Job job;
         for (int i = 1; i < argc; i += 2) {
             const std::string flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
-            const auto number = [&] { return std::max(1, std::atoi(value.c_str())); };
+            const auto number = [&] { return parse_count(flag, value); };
             check(!value.empty(), flag, ": give --steps N (timed steps), --model NAME (a preset or a config.json), ",
                   "--batch N, --seq N, --dtype fp32|bf16");
             if (flag == "--model") job.model = value;
@@ -155,6 +155,7 @@ int main(int argc, char** argv) {
             else check(false, flag, " ", value, ": bench_cpu does not know this");
         }
         bench(job);
+        check_output();
         return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "bench_cpu: %s\n", error.what());

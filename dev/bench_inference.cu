@@ -12,6 +12,7 @@
 //                  answer; continuous batching replaces each answer that has ended by the next request.
 // Under load       requests arrive at random, at a part of the rate at which continuous batching serves them when all
 //                  have come: how long does a request take for each of its tokens, and how long until the first comes?
+#include "dev/arguments.h"
 #include "inference/inference.h"
 #include "io/io.h"
 
@@ -299,20 +300,18 @@ BenchOptions parse(int argc, char** argv) {
             continue;
         }
         check(!value.empty(), flag, " needs a value");
-        const auto number = [&] { return parse_whole_number(flag, value, 1 << 20); };
+        const auto number = [&](int64_t least = 1) { return parse_count(flag, value, least); };
         if (flag == "--model") o.model = value;
         else if (flag == "--dtype") o.dtype = value;
         else if (flag == "--out") o.out = value;
         else if (flag == "--tokens") o.tokens = number();
-        else if (flag == "--requests") o.requests = number();
+        else if (flag == "--requests") o.requests = number(0);
         else if (flag == "--sequences") o.sequences = number();
         else if (flag == "--rounds") o.rounds = number();
-        else if (flag == "--loads") o.loads = number();
+        else if (flag == "--loads") o.loads = number(0);
         else
             fail(flag, ": use --model, --dtype, --tokens, --requests, --sequences, --rounds, --loads, --out or --list");
     }
-    check(o.tokens > 0 && o.requests >= 0 && o.sequences > 0 && o.rounds > 0 && o.loads >= 0,
-          "--tokens, --sequences and --rounds must be at least 1, and --requests and --loads not negative");
     return o;
 }
 
@@ -323,12 +322,13 @@ int main(int argc, char** argv) {
         const BenchOptions o = parse(argc, argv);
         if (!o.out.empty()) make_folder(o.out);
         const Bench bench(o);
-        if (o.list) return list_requests(bench, o), 0;
+        if (o.list) return list_requests(bench, o), check_output(), 0;
         std::printf("%s, %s parameters, %s, on %s\n", o.model.c_str(),
                     human_count(static_cast<double>(parameter_count(bench.config))).c_str(), o.dtype.c_str(),
                     device().name.c_str());
         bench_one_sequence(bench, o);
         if (o.requests > 0) bench_many(bench, o);
+        check_output();
         return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "bench_inference: %s\n", error.what());

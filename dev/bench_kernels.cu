@@ -22,10 +22,9 @@
 // Output: tab-separated lines "kernel <operation> <pass> <shape> <seconds> <bytes> <operations>" and "limit <name>
 // <rate>".
 #include "dev/fill.cuh"
+#include "io/command_line.h"
 #include "layers/hopper_matmul.h"
 #include "llm.h"
-
-#include <CLI/CLI.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -463,22 +462,23 @@ int main(int argc, char** argv) {
     double budget_s = 0.2;
     int max_repeats = 50;
     bool limits = false;
-    CLI::App app{"bench_kernels: times every operation of layers/ at the sizes of a model"};
-    app.add_option("--model", model, "a preset of train_gpt, or a config.json")->capture_default_str();
-    app.add_option("--batch", B, "sequences")->capture_default_str();
-    app.add_option("--seq", T, "tokens per sequence")->capture_default_str();
-    app.add_option("--dtype", dtype_text, "fp32, bf16 or fp16")->capture_default_str();
-    app.add_option("--only", only, "only operations whose name contains this");
-    app.add_option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up")
-        ->capture_default_str();
-    app.add_option("--repeats", max_repeats, "at most so many launches")->capture_default_str();
-    app.add_flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
-    CLI11_PARSE(app, argc, argv);
+    CommandLine line{"bench_kernels: times every operation of layers/ at the sizes of a model"};
+    Heading h{line, "Options"};
+    h.option("--model", model, "a preset of train_gpt, or a config.json");
+    h.option("--batch", B, "sequences");
+    h.option("--seq", T, "tokens per sequence");
+    h.option("--dtype", dtype_text, "fp32, bf16 or fp16");
+    h.option("--only", only, "only operations whose name contains this");
+    h.option("--budget", budget_s, "seconds to repeat an operation for, after the warm-up");
+    h.option("--repeats", max_repeats, "at most so many launches");
+    h.flag("--limits", limits, "measure the copy bandwidth and the matmul rate instead");
     try {
+        line.parse({"bench_kernels", {}, "--model config.json"}, argc, argv, [] {});
         const DType dtype = dtype_from_name(dtype_text);
         check(B > 0 && T > 0 && max_repeats >= 3, "--batch and --seq must be positive, --repeats at least 3");
         if (limits) {
             print_limits(dtype, budget_s, max_repeats);
+            check_output();
             return 0;
         }
         for (const Operation& operation : operations(load_config(model), B, T, dtype)) {
@@ -488,6 +488,7 @@ int main(int argc, char** argv) {
                         operation.shape.c_str(), seconds, operation.bytes, operation.flops);
             std::fflush(stdout);
         }
+        check_output();
         return 0;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "bench_kernels: %s\n", error.what());

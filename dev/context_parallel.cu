@@ -10,12 +10,12 @@
 // pairs of queries and keys that each rank has in each step of the ring, and the time and bytes of a causal attention,
 // forward and backward, in both modes beside one rank's. A time is the least of several rounds, each of which runs all
 // three. On the CPU device the ranks share the cores that the one rank has.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "parallel/context/context.h"
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <mutex>
 
 namespace {
@@ -254,13 +254,14 @@ Sizes parse(int argc, char** argv, std::string& path) {
         const auto at = std::find_if(std::begin(options), std::end(options),
                                      [&](const auto& option) { return word == option.first; });
         if (at == std::end(options)) {
-            check(path.empty() && word.rfind("--", 0) != 0, word, ": there is no such option");
+            check(path.empty() && word.rfind("--", 0) != 0, word,
+                  ": use context_parallel OUT.png [--ranks N] [--seq N] ",
+                  "[--heads N] [--key-heads N] [--width N] [--rounds N]");
             path = word;
             continue;
         }
         check(i + 1 < argc, word, " needs a number");
-        *at->second = std::atoll(argv[++i]);
-        check(*at->second >= 1, word, " ", argv[i], ": use a number above 0");
+        *at->second = parse_count(word, argv[++i]);
     }
     check(!path.empty(), "give a picture to write: context_parallel context.png");
     check(sizes.ranks <= 8, "--ranks ", sizes.ranks, ": at most 8 are drawn");
@@ -280,6 +281,7 @@ int main(int argc, char** argv) {
         print_balance(zigzag);
         print_costs(sizes);
         draw(path, zigzag);
+        check_output();
     } catch (const std::exception& error) {
         std::fprintf(stderr, "context_parallel: %s\n", error.what());
         return 2;

@@ -16,6 +16,7 @@
 // arXiv:1710.03740. fp8: Micikevicius et al. 2022, arXiv:2209.05433.)
 //
 // All conversions are those of cuda_fp16.h, cuda_bf16.h and cuda_fp8.h: what is printed is what a GPU stores.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "llm.h"
 #include "optim/optim.h"
@@ -567,7 +568,7 @@ const char* const kHelp =
     "  --batch N --seq N             sequences per step (16), tokens per sequence (128)\n"
     "  --out FILE.png                the picture (gradients.png)\n";
 
-int run(const std::vector<std::string>& arguments) {
+void run(const std::vector<std::string>& arguments) {
     bool gradients = false;
     std::string gradient_flag;  // the flag of --gradients that was given
     GradientOptions o;
@@ -579,17 +580,10 @@ int run(const std::vector<std::string>& arguments) {
             gradient_flag = flag;
             return arguments[++i];
         };
-        const auto count = [&](int64_t least) {
-            const std::string text = value();
-            char* end = nullptr;
-            const int64_t n = std::strtoll(text.c_str(), &end, 10);
-            check(!text.empty() && *end == 0 && n >= least && n <= 1000000, flag, " ", text,
-                  ": give a whole number of at least ", least);
-            return n;
-        };
+        const auto count = [&](int64_t least) { return parse_count(flag, value(), least); };
         if (flag == "--help" || flag == "-h") {
             std::printf("%s", kHelp);
-            return 0;
+            return;
         }
         if (flag == "--gradients") gradients = true;
         else if (flag == "--model") o.model = value();
@@ -604,7 +598,7 @@ int run(const std::vector<std::string>& arguments) {
     check(!gradients || numbers.empty(), "--gradients takes no numbers: leave out one of the two");
     if (gradients) {
         show_gradients(o);
-        return 0;
+        return;
     }
     std::vector<double> values;
     for (const std::string& text : numbers) values.push_back(parse_number(text));  // all before the first is printed
@@ -613,18 +607,19 @@ int run(const std::vector<std::string>& arguments) {
     for (size_t i = 0; i < numbers.size(); ++i)
         print_number(numbers[i], values[i],
                      numbers[i].find_first_of(":^x") == std::string::npos ? "" : number(values[i]).c_str());
-    if (!numbers.empty()) return 0;
+    if (!numbers.empty()) return;
     print_lessons();
     print_big_eats_small();
     std::printf("\nfloat_formats --gradients shows what this does to a training step.\n");
-    return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
     try {
-        return run(std::vector<std::string>(argv + 1, argv + argc));
+        run(std::vector<std::string>(argv + 1, argv + argc));
+        check_output();
+        return 0;
     } catch (const std::exception& error) {
         std::fflush(stdout);
         std::fprintf(stderr, "float_formats: %s\n", error.what());

@@ -29,6 +29,7 @@
 #pragma once
 
 #include "core/kernel.cuh"
+#include "dev/arguments.h"
 #include "layers/layers.h"
 #include "planning/rates.h"
 
@@ -316,13 +317,6 @@ class Ladder {
 
 inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInfo& info) {
     LadderOptions options;
-    const auto number = [](const std::string& flag, const std::string& text) {
-        char* end = nullptr;
-        const long long value = std::strtoll(text.c_str(), &end, 10);
-        check(!text.empty() && *end == 0 && value >= 1 && value < (1LL << 31), flag, ": \"", text,
-              "\" is no whole number from 1 to 2147483647");
-        return static_cast<int64_t>(value);
-    };
     for (int i = 1; i < argc; ++i) {
         const std::string flag = argv[i];
         const auto value = [&] {
@@ -334,7 +328,7 @@ inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInf
         } else if (flag == "--check") {
             options.check = true;
         } else if (flag == "--rung") {
-            options.rung = narrow(number(flag, value()), "--rung");
+            options.rung = narrow(parse_count(flag, value()), "--rung");
         } else if (flag == "--dtype") {
             const DType dtype = dtype_from_name(value());
             check(std::count(info.dtypes.begin(), info.dtypes.end(), dtype) > 0, "--dtype ", dtype_name(dtype),
@@ -342,7 +336,7 @@ inline LadderOptions parse_ladder_options(int argc, char** argv, const LadderInf
             options.dtypes = {dtype};
         } else if (flag == "--size") {
             std::istringstream text(value());
-            for (std::string part; std::getline(text, part, 'x');) options.size.push_back(number(flag, part));
+            for (std::string part; std::getline(text, part, 'x');) options.size.push_back(parse_count(flag, part));
             check(options.size.size() == info.cpu_size.size(), "--size: got ", options.size.size(),
                   " numbers, expected ", info.sizes);
         } else {
@@ -372,6 +366,7 @@ inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
         if (options.check && options.size.empty()) sizes = info.check_sizes;
         if (options.help) {
             print_ladder_help(info);
+            check_output();
             return 0;
         }
         uint64_t bits = 0;
@@ -389,6 +384,7 @@ inline int run_ladder(int argc, char** argv, const LadderInfo& info) {
             }
         }
         if (options.check) std::printf("%s: bits %016llx\n", info.name, static_cast<unsigned long long>(bits));
+        check_output();
         return 0;
     } catch (const std::exception& error) {
         std::fflush(stdout);

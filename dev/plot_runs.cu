@@ -8,12 +8,12 @@
 // means over the last steps. Runs in two precisions see the same batches, so most of the noise of their losses is the
 // same; but the weights become more and more different through rounding, and single steps then differ by more than the
 // runs do: compare the means.
+#include "dev/arguments.h"
 #include "io/io.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 
 namespace {
@@ -113,11 +113,7 @@ int run(const std::vector<std::string>& arguments) {
             return 0;
         }
         if (arguments[i] == "--smooth") {
-            const std::string text = ++i < arguments.size() ? arguments[i] : "";
-            char* end = nullptr;
-            n_smooth = std::strtoll(text.c_str(), &end, 10);
-            check(!text.empty() && *end == 0 && n_smooth >= 1, "--smooth ", text,
-                  ": give a whole number of at least 1");
+            n_smooth = parse_count("--smooth", ++i < arguments.size() ? arguments[i] : "");
         } else if (arguments[i].rfind("--", 0) == 0) {
             fail(arguments[i], ": unknown flag; --help lists them");
         } else {
@@ -159,6 +155,7 @@ int run(const std::vector<std::string>& arguments) {
         std::printf("\n");
     }
     std::printf("%s shows them\n", out.c_str());
+    check_output();
     return 0;
 }
 

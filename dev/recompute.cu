@@ -17,13 +17,13 @@
 // allocated: both must agree to the byte, and, where n divides L, with the law. The gradients must be those of
 // --recompute none to the bit. Times are of a forward and a backward, the minimum of several rounds, each of which runs
 // every setting: other programs on the machine can only make a time longer.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "llm.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 
 namespace {
@@ -207,11 +207,7 @@ int start(const std::vector<std::string>& arguments) {
                                                    {"--steps", &sizes.steps}};
     for (size_t i = 0; i < arguments.size(); ++i) {
         if (const auto flag = flags.find(arguments[i]); flag != flags.end()) {
-            const std::string text = ++i < arguments.size() ? arguments[i] : "";
-            char* end = nullptr;
-            *flag->second = std::strtoll(text.c_str(), &end, 10);
-            check(!text.empty() && *end == 0 && *flag->second >= 1, flag->first, " ", text,
-                  ": give a whole number of at least 1");
+            *flag->second = parse_count(flag->first, ++i < arguments.size() ? arguments[i] : "");
         } else {
             check(path.empty() && arguments[i].rfind("--", 0) != 0, arguments[i],
                   ": use recompute OUT.png [--layers N] [--width N] [--seq N] [--batch N] [--steps N]");
@@ -221,6 +217,7 @@ int start(const std::vector<std::string>& arguments) {
     check(!path.empty(), "give a picture to write: recompute recompute.png");
     check(sizes.width % 32 == 0, "--width ", sizes.width, ": heads have 32 columns, give a multiple of 32");
     run(path, sizes);
+    check_output();
     return 0;
 }
 

@@ -10,11 +10,11 @@
 // it, what is inside, and the weight that writes the stream. A block has the color of the first rank that has it, and
 // the numbers of all that have it. Everything is asked of TensorLayout (parallel/tensor/layout.cu), which the program
 // itself works with: a layout that changes there changes here.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "parallel/tensor/tensor.h"
 
 #include <cstdio>
-#include <cstdlib>
 
 namespace {
 
@@ -128,8 +128,9 @@ int main(int argc, char** argv) {
         for (int i = 1; i < argc; ++i) {
             const std::string argument = argv[i];
             if (argument == "--mode" && i + 1 < argc) mode = argv[++i];
-            else if (argument == "--ranks" && i + 1 < argc) ranks = std::atoi(argv[++i]);
-            else if (argument.rfind("--", 0) == 0) fail(argument, ": the flags are --mode 2d and --ranks 9");
+            else if (argument == "--ranks" && i + 1 < argc) ranks = narrow(parse_count(argument, argv[++i]), "--ranks");
+            else if (argument.rfind("--", 0) == 0 || !path.empty())
+                fail(argument, ": use tensor_layouts OUT.png [--mode 2d --ranks 9]");
             else path = argument;
         }
         check(path.ends_with(".png"), "give a picture to draw: tensor_layouts layouts.png");
@@ -139,7 +140,8 @@ int main(int argc, char** argv) {
         if (!mode.empty()) geometries = {{tensor_mode_from_name(mode), ranks}};
         draw(path, geometries);
         std::printf("%s\n", path.c_str());
-    } catch (const Error& error) {
+        check_output();
+    } catch (const std::exception& error) {
         std::fprintf(stderr, "tensor_layouts: %s\n", error.what());
         return 2;
     }

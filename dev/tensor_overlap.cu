@@ -15,6 +15,7 @@
 // Steps 1 and 2 wait for all bytes before they go on; in step 3 a rank waits for a message only where its product takes
 // less time. Every step is checked against float64. On the CPU device the ranks share the cores, and nothing is hidden:
 // there step 3 shows what the smaller products cost. A time is the least of several rounds, of the slowest rank.
+#include "dev/arguments.h"
 #include "io/io.h"
 #include "layers/layers.h"
 #include "parallel/tensor/tensor.h"
@@ -143,10 +144,9 @@ Sizes parse(int argc, char** argv) {
         const std::string word = argv[i];
         const auto at = std::find_if(std::begin(options), std::end(options),
                                      [&](const auto& option) { return word == option.first; });
-        check(at != std::end(options), word, ": there is no such option");
+        check(at != std::end(options), word, ": use --ranks N, --rows N, --width N, --hidden N, --rounds N");
         check(i + 1 < argc, word, " needs a number");
-        *at->second = std::atoll(argv[++i]);
-        check(*at->second >= 1, word, " ", argv[i], ": use a number above 0");
+        *at->second = parse_count(word, argv[++i]);
     }
     check(sizes.ranks >= 2, "--ranks ", sizes.ranks, ": at least 2 have something to send");
     check(sizes.rows % sizes.ranks == 0 && sizes.hidden % sizes.ranks == 0, "--rows ", sizes.rows, " and --hidden ",
@@ -159,6 +159,7 @@ Sizes parse(int argc, char** argv) {
 int main(int argc, char** argv) {
     try {
         climb(parse(argc, argv));
+        check_output();
     } catch (const std::exception& error) {
         std::fprintf(stderr, "tensor_overlap: %s\n", error.what());
         return 2;

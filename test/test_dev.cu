@@ -109,11 +109,12 @@ TEST_CASE("context_parallel shows balanced work, and draws the layout", "[progra
     }
     CHECK(png_size(picture).first > 100);
     check_refused("context_parallel", "", "give a picture");
-    check_refused("context_parallel", "x.png --ranks 0", "use a number above 0");
+    check_refused("context_parallel", "x.png --ranks 0", "--ranks 0: give a whole number of at least 1");
     check_refused("context_parallel", "x.png --ranks 9 --seq 18", "at most 8");
     check_refused("context_parallel", "x.png --ranks 2 --seq 10", "cannot be cut into the 4 equal chunks");
     check_refused("context_parallel", "x.png --heads 6", "--heads 6 and --key-heads 8");
     check_refused("context_parallel", "x.png --depth 4", "--depth");
+    check_refused("context_parallel", "x.png --width 1.5", "--width 1.5: give a whole number");
 }
 
 TEST_CASE("float_formats prints the formats as their standards define them", "[program][dev]") {
@@ -291,7 +292,7 @@ TEST_CASE("float_formats refuses what it cannot read", "[program][dev]") {
                                                          {"--gradients 1", "leave out one"},
                                                          {"--gradients --steps", "needs a value"},
                                                          {"--gradients --steps -1", "at least 0"},
-                                                         {"--gradients --seq 1e3", "whole number"},
+                                                         {"--gradients --seq 1.5", "whole number"},
                                                          {"--gradients --model nothing", "nothing"},
                                                          {"--gradients --out /nonexistent/x.png", "/nonexistent"}};
     for (const auto& [arguments, reason] : cases) check_refused("float_formats", arguments, reason);
@@ -368,7 +369,7 @@ TEST_CASE("plot_runs refuses runs that cannot be compared", "[program][dev]") {
     refused(png, "folders of runs");
     refused(png + good + " " + folder / "none", "none/log.csv");
     refused(png + good + " --smooth 0", "at least 1");
-    refused(png + good + " --smooth", "at least 1");
+    refused(png + good + " --smooth", "give a whole number");
     refused(png + good + " --smooth 31", "too few");
     refused(png + good + " --wrong", "unknown flag");
     refused(good + " " + good, "is a folder");
@@ -395,6 +396,10 @@ TEST_CASE("all_reduce times the algorithms, draws them, and says where", "[progr
     CHECK(png_size(picture) == std::pair<int, int>{960, 600});
     CHECK(folder.listing() == "new");
     check_refused("all_reduce", "--rank 2", "unknown option --rank");
+    check_refused("all_reduce", "--help", "use --ranks N");
+    check_refused("all_reduce", "--max", "use --ranks N");
+    check_refused("all_reduce", "--max 1k", "--max 1k: give a whole number");
+    check_refused("all_reduce", "--ranks 1", "of at least 2");
 }
 
 TEST_CASE("tensor_layouts draws the blocks, and says who sends", "[program][dev]") {
@@ -411,6 +416,7 @@ TEST_CASE("tensor_layouts draws the blocks, and says who sends", "[program][dev]
     check_refused("tensor_layouts", "x.png --mode 2d --ranks 6", "a square of ranks");
     check_refused("tensor_layouts", "x.png --mode 2d", "belong together");
     check_refused("tensor_layouts", "x.png --size 2", "--size");
+    check_refused("tensor_layouts", "x.png --mode 2d --ranks 4x", "--ranks 4x: give a whole number");
 }
 
 TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]") {
@@ -424,6 +430,18 @@ TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]"
     check_refused("tensor_overlap", "--rows 7", "cannot be divided among 4 ranks");
     check_refused("tensor_overlap", "--rows 44", "use a multiple of 32");
     check_refused("tensor_overlap", "--deep 2", "--deep");
+    check_refused("tensor_overlap", "--rounds 1.5", "--rounds 1.5: give a whole number");
+}
+
+TEST_CASE("benchmarks refuse what is no number, and a result that cannot be written is an error", "[program][dev]") {
+    check_refused("bench_cpu", "--model tiny --steps x", "--steps x: give a whole number");
+    check_refused("bench_kernels", "--batch x", "--batch x: give a whole number");
+    check_refused("bench_inference", "--rounds 0", "of at least 1");
+    for (const char* command :
+         {"float_formats 1", "softmax --check --size 1x1", "bench_kernels --only rmsnorm --repeats 3"}) {
+        INFO(command);
+        CHECK(run_shell(program_path("dev/") + command + " > /dev/full").status == 2);
+    }
 }
 
 TEST_CASE("tokenizers give the ids of Hugging Face's on mixed text", "[program][tokenizer]") {

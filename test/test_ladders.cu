@@ -74,7 +74,7 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
     const std::vector<Case> cases = {
         {"softmax", "--size 4x", "--size"},
         {"softmax", "--size 4x4x4", "expected rows x columns"},
-        {"softmax", "--size 0x4", "\"0\" is no whole number"},
+        {"softmax", "--size 0x4", "--size 0: give a whole number of at least 1"},
         {"softmax", "--size", "needs a value"},
         {"softmax", "--size 2x9000 --check", "at most 8192 columns"},
         {"softmax", "--rung 7 --check", "this ladder has 6"},
