@@ -220,8 +220,9 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
           "--tp cannot be combined with --draft, --chat, --serve, --eval or --weights");
     check(o.engine.draft_tokens >= 1 && (!o.draft.empty() || o.engine.draft_tokens == EngineOptions().draft_tokens),
           "--draft-tokens ", o.engine.draft_tokens, ": it must be at least 1, and is for --draft");
-    check(!line.given("--max-length") || o.engine.scheduler.max_length >= 2, "--max-length ",
-          o.engine.scheduler.max_length, ": a prompt and an answer have at least 2 tokens");
+    check(o.engine.scheduler.max_length == 0 || o.engine.scheduler.max_length >= 2, "--max-length ",
+          o.engine.scheduler.max_length,
+          ": a prompt and an answer have at least 2 tokens (0: as the model was made for)");
     check_texts(o, line);
     const int n_ways =
         !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + o.serve + !o.batch.empty() + !o.eval.empty() + o.plan;

@@ -51,7 +51,7 @@ TEST_CASE("generate goes on from a prompt, the same way in every setting", "[gen
     for (const std::string setting :
          {"--page-size 1", "--step-tokens 3", "--no-prefix-sharing", "--lookup 4", "--preempt swap", "--cache-pages 2",
           "--lookup 9000000000000000000", own_draft.c_str(), own_draft_at_length.c_str(), "--batching static",
-          "--max-length 24", "--graphs on"})
+          "--max-length 24", "--max-length 0", "--graphs on"})
         CHECK(generate(ids + " " + setting).out == plain.out);
     CHECK(generate(ids + " --temperature 0 --tp 2").out == generate(ids + " --temperature 0").out);
     CHECK(generate(ids + " --seed 4").out != plain.out);
