@@ -400,6 +400,7 @@ TEST_CASE("ranks that were started differently are refused by name", "[program][
                                        {"--ranks 2 --zero 4", "--zero 4"},
                                        {"--ranks 2 --zero 1 --dp-mode naive", "leave --zero away"},
                                        {"--ranks -1", "--ranks"},
+                                       {"--ranks 2 --ranks-per-node -1", "--ranks-per-node -1: use 1 or more"},
                                        {"--comm pigeon", "--comm pigeon"}}) {
         const Outcome run =
             run_program("train_gpt", "--data " + text_file() + kRun + flags + " --out " + (folder / "run"));

@@ -289,6 +289,7 @@ void check_rank_options(const RankOptions& options) {
     check(options.ranks >= 0 && options.ranks <= most, "--ranks ", options.ranks, ": a number of ranks from 1 to ",
           most);
     check(options.timeout_s > 0, "--comm-timeout ", options.timeout_s, ": seconds, more than 0");
+    check(options.ranks_per_node >= 0, "--ranks-per-node ", options.ranks_per_node, ": use 1 or more, or 0 for all");
     all_reduce_from_name(options.all_reduce);
     traced_steps(options.trace);
     if (options.planning) return;
