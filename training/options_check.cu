@@ -46,7 +46,7 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
               " is no multiple of ", 16 * o.cp);
     }
     check(typed.master == "auto" || typed.master == "fp32" || typed.master == "none", "--master ", typed.master,
-          ": use fp32 or none");
+          ": use fp32, none or auto");
     check(typed.master != "none" || p.dtype == DType::bf16,
           "--master none needs --dtype bf16 or fp8: float32 has no other "
           "weights, and float16 lacks the range");
@@ -54,11 +54,13 @@ void choose_precision(TrainOptions& o, const TypedFlags& typed) {
 
     const bool accumulates =
         (o.micro_batch != 0 && o.micro_batch < o.batch / o.data_ranks()) || o.recompute.head_chunks > 1;
+    const std::set<std::string> grad_dtypes = {"auto", "same", "fp32", "bf16", "fp16"};
+    check(grad_dtypes.contains(typed.grad_dtype), "--grad-dtype ", typed.grad_dtype, ": use fp32, same or auto");
     if (typed.grad_dtype == "auto") p.grad_dtype = accumulates ? DType::f32 : p.dtype;
     else if (typed.grad_dtype == "same") p.grad_dtype = p.dtype;
     else p.grad_dtype = dtype_from_name(typed.grad_dtype);
     check(p.grad_dtype == DType::f32 || p.grad_dtype == p.dtype, "--grad-dtype ", typed.grad_dtype, " with --dtype ",
-          o.dtype, ": use fp32 or same");
+          o.dtype, ": use fp32, same or auto");
 
     const LossScaleOptions scale = parse_loss_scale(typed.loss_scale != "auto" ? typed.loss_scale
                                                     : p.dtype == DType::f16    ? "dynamic"
