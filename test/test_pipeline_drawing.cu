@@ -310,6 +310,7 @@ TEST_CASE("flags of pipelines that cannot be are refused in one line", "[pipelin
         {"--pp 2 --ranks 2 --pipeline pipedream --clip 0 --stop-after 60", "it must be a multiple of --flush-every 50"},
         {"--draw", "--draw needs --pp"},
         {"--draw --pp 4", "--draw needs --micro-batches"},
+        {"--draw --pp 4 --micro-batches 5000", "--micro-batches 5000 with --draw: at most 1024"},
         {"--draw --pp 4 --micro-batches 8 --resume", "--resume has no effect with --draw"},
         {"--draw --pp 4 --micro-batches 8 --steps 3", "--steps has no effect with --draw"},
         {"--draw --pp 4 --micro-batches 0", "--micro-batches must be at least 1"},

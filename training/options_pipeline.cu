@@ -159,5 +159,6 @@ void settle_drawing(TrainOptions& o, const TypedFlags& typed) {
               " --pp 4 --micro-batches 8 --draw");
     check_schedule_flags(o, typed);
     check(o.micro_batches >= 1, "--micro-batches must be at least 1");
-    for (const int64_t n : {o.pp, o.micro_batches}) check(n <= 1024, "--draw of ", n, ": at most 1024");
+    for (const auto& [flag, n] : {std::pair("--pp", o.pp), {"--micro-batches", o.micro_batches}})
+        check(n <= 1024, flag, " ", n, " with --draw: at most 1024");
 }
