@@ -559,7 +559,7 @@ int64_t paged_latent_attention_scratch_n(int64_t N, int64_t H, int64_t R, int64_
 //   logits[n,v] <- (softmax(logits[n])[v] - [v == targets[n]]) * dloss  in place; 0 for ignored rows and for v >= V
 //   logits (N, Vp): the first V columns are the vocabulary, the rest is padding;  targets (N) i32;  losses (N) f32
 // There is never a second buffer of the size of the logits. cross_entropy_forward leaves the logits as they are.
-// A target >= V is an error of the data reader; its loss is NaN, but of divided logits.
+// A target >= V is an error of the data reader; its loss is NaN (of divided logits: as if its logit were 0).
 
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, cudaStream_t stream);
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,

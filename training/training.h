@@ -308,20 +308,6 @@ struct Trainer {
 // Of `steps` steps that run at once, of so many micro-batches on a rank each.
 PipelineSchedule schedule_of_steps(const TrainOptions& options, int64_t micro_batches, int64_t steps);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// tune_matmul.cu: what computes each product of the run: --tune-matmul.
-
-// The choices are rank 0's, of its file and of what is timed now, on all ranks; for this it makes a step without an
-// update on the data of step 1: gradients and activations have no meaning afterwards. Collective; after set_weights.
-void choose_matmuls(Trainer& trainer, const BatchReader& data);
-// Sets those of the file, and times nothing: for --account, which runs no step.
-void recall_matmuls(const TrainOptions& options);
-// Where the choices are kept: for this GPU and this version of cuBLASLt. "" where there is no home folder.
-std::string matmul_file();
-// Its text: a line of what it is for, then matmul_choices(). Error, with what is wrong, for another one.
-std::string matmul_file_text(const std::string& choices);
-std::string choices_in_matmul_file(const std::string& text);
-
 struct StepResult {
     double loss, grad_norm;
     bool skipped;  // a gradient overflowed; nothing has changed but the loss scale
@@ -447,6 +433,20 @@ class Pipeline final : public StageWork {
     std::set<std::pair<int, int>> forwards_;  // (micro-batch, stage) without their backward
     int64_t n_put_back_ = 0;                  // updates
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// tune_matmul.cu: what computes each product of the run: --tune-matmul.
+
+// The choices are rank 0's, of its file and of what is timed now, on all ranks; for this it makes a step without an
+// update on the data of step 1: gradients and activations have no meaning afterwards. Collective; after set_weights.
+void choose_matmuls(Trainer& trainer, const BatchReader& data);
+// Sets those of the file, and times nothing: for --account, which runs no step.
+void recall_matmuls(const TrainOptions& options);
+// Where the choices are kept: for this GPU and this version of cuBLASLt. "" where there is no home folder.
+std::string matmul_file();
+// Its text: a line of what it is for, then matmul_choices(). Error, with what is wrong, for another one.
+std::string matmul_file_text(const std::string& choices);
+std::string choices_in_matmul_file(const std::string& text);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // run_folder.cu: the folder of a run. While a RunFolder exists, no other process writes there.

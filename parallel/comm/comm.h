@@ -2,10 +2,10 @@
 //
 // A rank is one of n workers that run the same program on different data; it has a device of its own (core.h:
 // device()). Ranks talk in two ways: a message goes from one to another (send, recv); in a collective all of them take
-// part, and the name says what each of them has afterwards. Four ranks, three numbers each, and + for the reduction:
+// part, and the name says what each of them has afterwards. One rank, the root, may be the one that gives or gets:
 //
-//     all_reduce      every rank gets the sum                     an n-th of it each: reduce_scatter root only: reduce
-//     all_gather      every rank gets the numbers of all ranks    root's alone: broadcast
+//     all_reduce      every rank gets the sum          reduce_scatter: an n-th of it each;   reduce: the root alone
+//     all_gather      every rank gets the numbers of all ranks       broadcast: the root's numbers alone
 //     all_to_all      piece j of rank i becomes piece i of rank j (a matrix of pieces is transposed)
 //     shift           every rank gets the numbers of the rank before it
 //

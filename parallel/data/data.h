@@ -162,7 +162,7 @@ std::unique_ptr<Compressor> make_compressor(Comm& comm, const CompressOptions& o
 //     zero 3  weights, too, are gathered for as long as a unit needs them: before its forward and before its backward;
 //             the next unit's while this one computes
 //
-// A rank sends (n-1)/n of:  2 P with ddp, zero 1 and zero 2 (a micro-batch more with zero 2: P each), 3 P with zero 3.
+// A rank sends (n-1)/n of:  2 P with ddp and zero 1; with M micro-batches (M + 1) P with zero 2, about 3 M P with 3.
 //
 // naive and the three stages add the ranks' gradients in rank order, and ddp as --all-reduce says: `library` is rank
 // order without NCCL, and NCCL's own order with it (parallel/comm/comm.h). So without NCCL ddp and the three stages
@@ -301,8 +301,8 @@ class DataParallel {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// offload.cu: the host has ten times the device's memory, behind a bus of a fiftieth of its bandwidth. What is used
-// once a step moves there.          (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
+// offload.cu: the host has ten times the device's memory, behind a bus that is fifty times slower than that memory.
+// What is used once a step moves there.          (ZeRO-Offload: arXiv:2101.06840; ZeRO-Infinity: arXiv:2104.07857)
 //
 //     --offload  on the device                       on the host                     updates  crosses the bus in a step
 //     none       weights, gradients, masters, m, v                                   device
