@@ -88,7 +88,8 @@ void Pipeline::update_early(int64_t step, bool stop, cudaStream_t stream) {
     update_weights(t_, step);
 }
 
-// What all ranks have now: was the update of this step right? Otherwise it is put back and made again.
+// What all ranks have now: was the update of this step right? Otherwise it is put back and made again. Returns whether
+// the forwards since then had the right weights.
 bool Pipeline::check_update(int64_t step, const BatchReader& data, cudaStream_t stream) {
     const TrainOptions& o = t_.options;
     const int rank = ranks_.rank, last = ranks_.size - 1;

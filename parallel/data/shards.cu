@@ -36,15 +36,16 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
     }
     allowed.push_back(unit.n);
 
+    // The unit's elements go to those ranks that have less than the mean, in proportion to what each of them lacks.
     int64_t total = unit.n;
     for (int64_t load : loads) total += load;
-    double wanted = 0, missing = 0;
-    for (int64_t load : loads)
-        missing += std::max(0.0, static_cast<double>(total) / static_cast<double>(size) - static_cast<double>(load));
+    const double mean = static_cast<double>(total) / static_cast<double>(size);
+    const auto lack = [&](int64_t load) { return std::max(0.0, mean - static_cast<double>(load)); };
+    double all_lack = 0;
+    for (int64_t load : loads) all_lack += lack(load);
+    double wanted = 0;  // the boundary behind rank r, if any place were allowed
     for (size_t r = 0; r + 1 < size; ++r) {
-        const double gap =
-            std::max(0.0, static_cast<double>(total) / static_cast<double>(size) - static_cast<double>(loads[r]));
-        wanted += gap * static_cast<double>(unit.n) / missing;
+        wanted += lack(loads[r]) * static_cast<double>(unit.n) / all_lack;
         auto at = std::lower_bound(allowed.begin(), allowed.end(), std::llround(wanted));
         if (at == allowed.end() ||
             (at != allowed.begin() && wanted - static_cast<double>(at[-1]) < static_cast<double>(*at) - wanted))
@@ -69,7 +70,8 @@ void FlatParameters::shard_units(const Sharding& wanted, bool tied, const FlatPa
         unit.bounds = unit.n > 0 ? bounds[unit.number] : std::vector<int64_t>(bounds[0].size(), 0);
         unit.packed = shard_n;
         shard_n += round_up(unit.bounds[r + 1] - unit.bounds[r], kAlignN);
-        // Blocks take turns. Embedding and head, too, unless the head uses the embedding's weights.
+        // Blocks take turns with buffers 0 and 1. Embedding and head share buffer 2, unless the head uses the
+        // embedding's weights, too: then both are in use at the same time, and the head has buffer 3.
         unit.buffer = u == 0 ? 2 : u < last ? static_cast<int>((u - 1) % 2) : tied ? 3 : 2;
     }
 }

@@ -19,10 +19,12 @@ namespace {
 
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 
+enum class Warmup { like_1f1b, like_zb_h2, by_memory };
+
 struct Rules {
-    int warmup = 0;              // forwards before the first B: 0: p - s, 1: 2 (p - s) - 1, 2: what memory allows
-    bool backward_first = true;  // where both are there; otherwise F and B by turns
-    double late = 0;             // a W may hold up what comes next by this part of its duration
+    Warmup warmup = Warmup::like_1f1b;  // forwards before the first B: p - s, 2 (p - s) - 1, or what memory allows
+    bool backward_first = true;         // where both are there; otherwise F and B by turns
+    double late = 0;                    // a W may hold up what comes next by this part of its duration
 };
 
 class Search {
@@ -72,7 +74,9 @@ class Search {
     }
     bool may_begin_forward(int stage, const Rank& r) const {
         const int behind = o_.p - stage;
-        const int warmup = rules_.warmup == 0 ? behind : rules_.warmup == 1 ? 2 * behind - 1 : o_.m;
+        const int warmup = rules_.warmup == Warmup::like_1f1b    ? behind
+                           : rules_.warmup == Warmup::like_zb_h2 ? 2 * behind - 1
+                                                                 : o_.m;
         return r.forwards - r.weights < max_alive_ && r.forwards - r.backwards < warmup;
     }
 
@@ -115,7 +119,7 @@ class Search {
 
 std::vector<Rules> all_rules() {
     std::vector<Rules> all;
-    for (const int warmup : {0, 1, 2})
+    for (const Warmup warmup : {Warmup::like_1f1b, Warmup::like_zb_h2, Warmup::by_memory})
         for (const bool backward_first : {true, false})
             for (const double late : {0.0, 0.5, 1.0}) all.push_back({warmup, backward_first, late});
     return all;

@@ -51,13 +51,23 @@ PipelineSchedule zero_bubble_h2(const ScheduleOptions& o) {
     return one_way(o, warmup, lag);
 }
 
+// Rank r of p, n micro-batches; 0 is the stage on the way down, 1 that on the way back:
+//
+//     1.  2 (p - r) - 1 times    F0                    until the first micro-batch has turned and comes back
+//     2.  r                      F1 F0
+//     3.  p - r                  F1 B1 W1              the first backwards
+//     4.  n - p                  F0 B0 W0 F1 B1 W1     the main part, without F0 when all of them are done
+//     5.  r                      B0 B1                 other ranks wait for these: by input first
+//     6.  p - r                  B0 W0
+//     7.  r                      W1, and then r W0     the gradients by weight that were put off
+//
 // A table for fewer than 2 p - 1 micro-batches is that for 2 p - 1 without the others.
 PipelineSchedule zero_bubble_v(const ScheduleOptions& o) {
     PipelineSchedule s = empty_schedule(o, Placement::vee, 2 * o.p);
     s.splits_backward = true;
     for (int rank = 0; rank < o.p; ++rank) {
         std::vector<Action>& actions = s.ranks[static_cast<size_t>(rank)];
-        int done[3][2] = {};
+        int done[3][2] = {};  // micro-batches: by F, B, W, and by way
         const auto add = [&](Do what, int kind, int way) {
             const int micro = done[kind][way]++;
             if (micro < o.m) actions.push_back({what, micro, way == 0 ? rank : 2 * o.p - 1 - rank});
