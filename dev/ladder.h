@@ -122,7 +122,8 @@ class Ladder {
     // Device memory that lives as long as the ladder, each tensor in an allocation of its own. Contents are undefined.
     Tensor take(DType dtype, std::initializer_list<int64_t> dims) {
         Tensor tensor = make_tensor(nullptr, dtype, dims);
-        cudaCheck(cudaMalloc(&tensor.data, tensor.bytes()));
+        check(cudaMalloc(&tensor.data, tensor.bytes()) == cudaSuccess, "--size ", size_text(),
+              ": the device has no memory left for ", tensor, ": use a smaller size");
         memory_.push_back(tensor.data);
         return tensor;
     }
@@ -139,9 +140,7 @@ class Ladder {
     }
     // What rungs update in place: before each of them it is set to its present contents.
     Tensor in_place(const Tensor& tensor) {
-        Tensor copy = make_tensor(nullptr, tensor.dtype, {tensor.n()});
-        cudaCheck(cudaMalloc(&copy.data, copy.bytes()));
-        memory_.push_back(copy.data);
+        const Tensor copy = take(tensor.dtype, {tensor.n()});
         cudaCheck(cudaMemcpyAsync(copy.data, tensor.data, tensor.bytes(), cudaMemcpyDeviceToDevice, stream_));
         restored_.push_back({tensor, copy});
         return tensor;

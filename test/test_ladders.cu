@@ -85,6 +85,7 @@ TEST_CASE("a ladder says in one line what it cannot do", "[program][ladders]") {
         {"reduce", "--speed", "unknown option --speed"},
         {"attention_forward", "--dtype f32", "not written for it"},
         {"attention_forward", "--size 70000x1 --check", "at most 65535"},
+        {"matmul", "--size 2000000x2000000x2 --check", "no memory left for f32 (2000000, 2000000): use a smaller size"},
     };
     for (const Case& c : cases) {
         const Outcome outcome = run_program("dev/" + c.name, c.arguments);
