@@ -53,8 +53,10 @@ struct Ints {  // zeros
     }
 };
 
-// x = a x + b: the order of two such updates shows in the result.
-__global__ void update_kernel(int* x, int a, int b) { x[threadIdx.x] = a * x[threadIdx.x] + b; }
+// x = a x + b modulo 2^32: the order of two such updates shows in the result.
+__global__ void update_kernel(int* x, unsigned a, unsigned b) {
+    x[threadIdx.x] = static_cast<int>(a * static_cast<unsigned>(x[threadIdx.x]) + b);
+}
 __global__ void copy_kernel(int* to, const int* from, int n) {
     const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < n) to[i] = from[i];
