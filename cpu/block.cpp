@@ -31,7 +31,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;  // only the pages that are touched are real memory
 constexpr size_t kPageBytes = 4096;
 constexpr unsigned kStacksPerSlab = 32;
-constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks have a guard page each (see add_stacks)
+constexpr unsigned kGuardedStacks = 128;  // an OS thread's first stacks always have a guard page (see add_stacks)
 constexpr unsigned kWarp = 32;
 constexpr unsigned kMaxWarps = 32;  // a block has at most 1024 threads
 
@@ -251,9 +251,10 @@ Fiber* Block::fresh_fiber() {
     return pool_.pop();
 }
 
-// Below each stack lies a page that faults, so that a stack overflow does not overwrite the next stack. The system
-// allows a process only about 65 000 mappings, and a machine may have a hundred cores: so only the first stacks of an
-// OS thread, which every block uses first, have this page.
+// Below a stack lies a page that faults, so that a stack overflow does not overwrite the next stack. The system allows
+// a process only about 65 000 mappings, and a machine may have a hundred cores: so only the first stacks of an OS
+// thread, which every block uses first, have this page. In strict mode, where one OS thread runs all of a grid, each
+// stack has it.
 void Block::add_stacks() {
     constexpr size_t bytes = kStacksPerSlab * kStackBytes;
     char* slab = static_cast<char*>(
@@ -266,7 +267,7 @@ void Block::add_stacks() {
     slabs_.push_back(slab);
     for (unsigned i = 0; i < kStacksPerSlab; ++i) {
         char* stack = slab + i * kStackBytes;
-        if (all_.size() < kGuardedStacks) mprotect(stack, kPageBytes, PROT_NONE);
+        if (strict || all_.size() < kGuardedStacks) mprotect(stack, kPageBytes, PROT_NONE);
         // If all stacks started at the same offset in their page, their most used parts would compete for the same
         // cache lines.
         const size_t offset = all_.size() * 640 % kPageBytes;

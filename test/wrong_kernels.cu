@@ -412,14 +412,14 @@ __device__ float depth(volatile float* above, int n) {
 __global__ void deep_kernel(float* out, int n) {
     volatile float start[1] = {0.0f};
     __syncthreads();
-    out[threadIdx.x] = depth(start, n);
+    out[threadIdx.x] = depth(start, threadIdx.x == blockDim.x - 1 ? n : 1);
 }
 bool stack_overflow(bool wrong) {
-    Buffer out(32);
-    const int n = wrong ? 1000 : 10;      // a kilobyte each; a thread has 256
-    deep_kernel<<<1, 32>>>(out.data, n);  // <- stack_overflow
+    Buffer out(1024);
+    const int n = wrong ? 1000 : 10;        // a kilobyte each; a thread has 256, whichever of the many stacks it is on
+    deep_kernel<<<1, 1024>>>(out.data, n);  // <- stack_overflow
     must(cudaDeviceSynchronize());
-    return out.read()[31] == static_cast<float>(n + 1);
+    return out.read()[1023] == static_cast<float>(n + 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
