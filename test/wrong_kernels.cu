@@ -495,6 +495,7 @@ enum Mistake {
     early_release,
     b_overwritten,
     a_overwritten,
+    d_overwritten,
     off_the_pattern,
     half_a_group_gives,
     too_few_given
@@ -595,17 +596,19 @@ __global__ void __launch_bounds__(384, 1) fragment_kernel(float* out, int which)
     uint32_t a[1][4] = {{two, two, two, two}};
     const __nv_bfloat16* start = b + (which == off_the_pattern ? 16 : 0);
     wgmma_fence(d, a);
-    // <- fragment_overwritten tile_off_the_pattern
+    // <- fragment_overwritten accumulator_overwritten product_not_waited_for tile_off_the_pattern
     wgmma_m64k16<__nv_bfloat16>(d, a[0], wgmma_descriptor<32>(start, 0, 256), false);
     wgmma_commit();
     if (which == a_overwritten) a[0][t % 4] = 0;
-    wgmma_wait<0>(d, a);
+    if (which == d_overwritten) d[0][t % 4] = 0;
+    if (which != no_wgmma_wait) wgmma_wait<0>(d, a);
     out[t - 128] = d[0][0];
     // clang-format on
 }
 bool fragment(Mistake mistake) {
     Buffer out(128);
-    // <- fragment_overwritten tile_off_the_pattern registers_of_half_a_group too_many_registers
+    // <- fragment_overwritten accumulator_overwritten product_not_waited_for tile_off_the_pattern
+    // registers_of_half_a_group too_many_registers
     fragment_kernel<<<1, 384, 2 * kTileAlignment>>>(out.data, mistake);
     must(cudaDeviceSynchronize());
     for (float x : out.read())
@@ -613,6 +616,8 @@ bool fragment(Mistake mistake) {
     return true;
 }
 bool fragment_overwritten(bool wrong) { return fragment(wrong ? a_overwritten : none); }
+bool accumulator_overwritten(bool wrong) { return fragment(wrong ? d_overwritten : none); }
+bool product_not_waited_for(bool wrong) { return fragment(wrong ? no_wgmma_wait : none); }
 bool tile_off_the_pattern(bool wrong) { return fragment(wrong ? off_the_pattern : none); }
 bool registers_of_half_a_group(bool wrong) { return fragment(wrong ? half_a_group_gives : none); }
 bool too_many_registers(bool wrong) { return fragment(wrong ? too_few_given : none); }
@@ -855,7 +860,8 @@ const Case cases[] = {
     CASE(async_copy_not_committed), CASE(missing_mbarrier_wait), CASE(wrong_parity), CASE(missing_empty_wait),
     CASE(missing_expect_tx), CASE(missing_fence_of_mbarrier), CASE(missing_proxy_fence), CASE(missing_wgmma_fence),
     CASE(missing_wgmma_commit), CASE(missing_wgmma_wait), CASE(released_too_early), CASE(operand_overwritten),
-    CASE(fragment_overwritten), CASE(tile_off_the_pattern), CASE(registers_of_half_a_group), CASE(too_many_registers),
+    CASE(fragment_overwritten), CASE(accumulator_overwritten), CASE(product_not_waited_for), CASE(tile_off_the_pattern),
+    CASE(registers_of_half_a_group), CASE(too_many_registers),
     CASE(ordinary_read_in_flight), CASE(missing_store_fence), CASE(missing_bulk_wait_read), CASE(missing_bulk_wait),
     CASE(arrival_that_never_comes), CASE(named_barrier_of_other_size), CASE(box_off_16_bytes), CASE(store_at_negative),
     CASE(store_of_odd_rows), CASE(late_warp), CASE(misaligned_source), CASE(misaligned_destination),
