@@ -1,7 +1,8 @@
 // training/options.cu: the command line of train_gpt.
 //
 // io/command_line.cu reads it; options_check.cu settles what flags mean together. With --resume, the flags that decide
-// the loss curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run with the same bits.
+// the loss curve come from the checkpoint, so that `--out DIR --resume` is enough to continue a run: with the same
+// bits, if the flags of its ranks are given again (kRepeated).
 #include "io/command_line.h"
 #include "training/training.h"
 
