@@ -202,7 +202,7 @@ class Tile {
             sgemm(p.a.from(batch, row, 0), p.b.from(batch, 0, column), rows, columns, p.k, run.alpha, run.beta, out,
                   out_ld, space);
         }
-        if (!in_place || p.epilogue != CUBLASLT_EPILOGUE_DEFAULT) finish();
+        if (!in_place || p.epilogue != CUBLASLT_EPILOGUE_DEFAULT || p.d_amax) finish();
     }
 
   private:
