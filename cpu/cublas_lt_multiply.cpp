@@ -195,7 +195,7 @@ class Tile {
             for (int64_t block = 0; block * scale_block < p.k; ++block) {
                 const int64_t k = block * scale_block;
                 sgemm(p.a.from(batch, row, k), p.b.from(batch, k, column), rows, columns,
-                      std::min(scale_block, p.k - k), 1.0f, 0.0f, part, rows, space);
+                      std::min(scale_block, p.k - k), run.alpha, 0.0f, part, rows, space);
                 add_scaled(part, block);
             }
         } else {
@@ -206,7 +206,7 @@ class Tile {
     }
 
   private:
-    // With block scales: D's tile += alpha * a_scale[i, block] * b_scale[block, j] * part[i, j], after beta C.
+    // With block scales: D's tile += a_scale[i, block] * b_scale[block, j] * part[i, j], after beta C.
     void add_scaled(const float* part, int64_t block) {
         const int64_t square_stride = divide_up(divide_up(p.k, scale_block), 4) * 4;
         const auto scale = [&](const float* scales, int32_t mode, int64_t length, int64_t i) {
@@ -216,7 +216,7 @@ class Tile {
         float* const a_scales = column_space;
         for (int64_t i = 0; i < rows; ++i) a_scales[i] = scale(p.a_scale, p.a_scale_mode, p.m, row + i);
         for (int64_t j = 0; j < columns; ++j) {
-            const float b_scale = run.alpha * scale(p.b_scale, p.b_scale_mode, p.n, column + j);
+            const float b_scale = scale(p.b_scale, p.b_scale_mode, p.n, column + j);
             float* const x = out + j * out_ld;
             if (block == 0)  // without beta, x holds nothing yet
                 for (int64_t i = 0; i < rows; ++i) x[i] = run.beta == 0.0f ? 0.0f : run.beta * x[i];

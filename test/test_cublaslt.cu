@@ -463,6 +463,29 @@ TEST_CASE("cublasLt: fp8 with scales for blocks", "[cublaslt][shapes]") {
             }
 }
 
+#ifdef CUDA_ON_CPU
+TEST_CASE("cublasLt: with alpha = 0 it does not matter what A and B hold", "[cublaslt]") {
+    for (const bool blocks : {false, true}) {
+        INFO("scales for blocks " << blocks);
+        Matrices A(e4m3, 256, 32, false, 1, false, col, 16), B(e4m3, 256, 12, true, 1, false, col, 16),
+            D(f32, 32, 12, true);
+        std::fill(A.host.begin(), A.host.end(), char(0x7f)), A.upload();  // NaN
+        const std::vector<char> before = D.host;
+        const BlockScales a(kVector, 32, 256), b(kVector, 12, 256);
+        Operation operation;
+        operation.attribute(CUBLASLT_MATMUL_DESC_TRANSA, int32_t(CUBLAS_OP_T));
+        if (blocks) use_scales(operation, a, b);
+        const float alpha = 0, beta = 1;
+        REQUIRE(cublasLtMatmul(handle(), operation.description, &alpha, A.device, A.layout, B.device, B.layout, &beta,
+                               D.device, D.layout, D.device, D.layout, nullptr, nullptr, 0,
+                               nullptr) == CUBLAS_STATUS_SUCCESS);
+        REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+        D.download();
+        CHECK(std::memcmp(D.host.data(), before.data(), before.size()) == 0);
+    }
+}
+#endif
+
 TEST_CASE("cublasLt: block scales that do not fit are refused", "[cublaslt]") {
     if (!has_block_scaled_fp8()) SKIP_TEST("needs a GPU of compute capability 9.0");
     Matrices A(e4m3, 256, 32, true, 1, false, col, 16), B(e4m3, 256, 12, true, 1, false, col, 16),
