@@ -288,12 +288,13 @@ std::vector<cuda_cpu::Access> accesses_of(const Multiplication& p) {
         const bool of_rows = p.has(CUBLASLT_EPILOGUE_BGRADA) || (!p.has(CUBLASLT_EPILOGUE_BGRADB) && p.bias_along_rows);
         all.push_back(access(bias, of_rows ? p.m : p.n, 1, p.batch_count, writes_bias));
     }
-    // Block scales: one for each 128 along k, and for each row or for each 128 rows.
+    // From the first scale to the last (cublasLtMatmulMatrixScale_t).
     const auto n_scales = [&](int32_t mode, int64_t rows) {
+        using cuda_cpu::divide_up, cuda_cpu::scale_block;
+        const int64_t blocks = divide_up(p.k, scale_block), row_blocks = divide_up(rows, scale_block);
         if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return int64_t{1};
-        const bool square = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
-        return (square ? cuda_cpu::divide_up(rows, cuda_cpu::scale_block) : rows) *
-               cuda_cpu::divide_up(p.k, cuda_cpu::scale_block);
+        return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? rows * blocks
+                                                               : (row_blocks - 1) * divide_up(blocks, 4) * 4 + blocks;
     };
     const auto scale = [&](const float* data, int64_t n, bool writes) {
         if (data) all.push_back({data, size_t(n) * sizeof(float), writes});

@@ -110,6 +110,8 @@ const std::vector<Mistake> mistakes = {
       "bytes 0 to 3999"}},
     {"graph_not_waited_for", {"race between streams", "on stream 1 writes", "on stream 2 reads", "bytes 0 to 3999"}},
     {"two_writers", {"race between streams", "cudaMemsetAsync at", "bytes 396 to 399 of an allocation of 4000"}},
+    {"scale_overwritten",
+     {"race between streams", "a matrix product", "cudaMemsetAsync at", "bytes 16 to 19 of an allocation of 20"}},
     {"writers_in_structures",
      {"race between streams", "kernel 'zeros_kernel' launched at", "of an allocation of 4000"}},
     {"missing_stream_sync", {}},

@@ -11,6 +11,7 @@
 #include "layers/ptx.cuh"
 #include "layers/tensor_map.h"
 
+#include <cublasLt.h>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -841,6 +842,36 @@ bool late_warp(bool wrong) {
     return true;
 }
 
+// A scale for each 128 x 128 block of an fp8 matrix: the scales of a row of blocks have four places, also if they are
+// fewer, so that those of the second row begin behind as many numbers.
+bool scale_overwritten(bool wrong) {
+    constexpr uint64_t m = 144, n = 4, k = 128;
+    Buffer a(m * k / sizeof(float)), b(n * k / sizeof(float)), d(m * n);
+    Buffer a_scales(std::vector<float>(5, 1.0f)), b_scales(std::vector<float>(n, 1.0f));
+    for (const Buffer* matrix : {&a, &b}) must(cudaMemset(matrix->data, 0x38, matrix->n * sizeof(float)));  // ones
+    must(cudaDeviceSynchronize());
+    cublasLtMatmulDescOpaque_t operation;
+    operation.transpose_a = CUBLAS_OP_T, operation.a_scale = a_scales.data, operation.b_scale = b_scales.data;
+    operation.a_scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    operation.b_scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    cublasLtMatrixLayoutOpaque_t of_a{CUDA_R_8F_E4M3, CUBLASLT_ORDER_COL, k, m, k},
+        of_b{CUDA_R_8F_E4M3, CUBLASLT_ORDER_COL, k, n, k}, of_d{CUDA_R_32F, CUBLASLT_ORDER_COL, m, n, m};
+    cublasLtHandle_t handle;
+    const float one = 1, zero = 0;
+    Streams s;
+    cublasLtCreate(&handle);
+    const cublasStatus_t status = cublasLtMatmul(  // <- scale_overwritten
+        handle, &operation, &one, a.data, &of_a, b.data, &of_b, &zero, d.data, &of_d, d.data, &of_d, nullptr, nullptr,
+        0, s.first);
+    if (status != CUBLAS_STATUS_SUCCESS) std::exit(3);
+    must(cudaEventRecord(s.event, s.first));
+    if (!wrong) must(cudaStreamWaitEvent(s.second, s.event));
+    must(cudaMemsetAsync(a_scales.data + 4, 0, 4, s.second));  // <- scale_overwritten
+    must(cudaDeviceSynchronize());
+    cublasLtDestroy(handle);
+    return d.read()[143] == 128.0f;
+}
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -867,7 +898,7 @@ const Case cases[] = {
     CASE(store_of_odd_rows), CASE(late_warp), CASE(misaligned_source), CASE(misaligned_destination),
     CASE(misaligned_matrix_row), CASE(misaligned_load), CASE(misaligned_store), CASE(misaligned_bulk_copy),
     CASE(odd_bulk_copy), CASE(misaligned_tile), CASE(misaligned_mbarrier),
-    CASE(more_threads_than_bounds),
+    CASE(more_threads_than_bounds), CASE(scale_overwritten),
 };
 // clang-format on
 
