@@ -168,6 +168,11 @@ std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& c) {
 double flops_per_token(const Config& c, int64_t T) {
     int64_t multiplying = c.V * c.C;
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) multiplying += c.L * inputs * outputs;
+    // Keys that a token sees, the mean over the tokens, of all layers together. With a window of w tokens the first w
+    // tokens see w / 2, and the others w.
+    const double t = static_cast<double>(T), w = static_cast<double>(std::min(c.window, T)),
+                 full = static_cast<double>(c.window > 0 ? std::min(c.n_full_layers, c.L) : c.L),
+                 keys = full * t / 2 + (static_cast<double>(c.L) - full) * (w - w * w / (2 * t));
     return 6.0 * static_cast<double>(multiplying) +
-           3.0 * static_cast<double>(c.L * find_attention(c.attention).score_width(c) * T);
+           6.0 * static_cast<double>(find_attention(c.attention).score_width(c)) * keys;
 }

@@ -114,7 +114,7 @@ int64_t parameter_count(const Config& config);                // without the pad
 std::set<std::string> parameter_names(const Config& config);  // of the whole model, in files
 // Floating-point operations of a training step per token: 6 for each weight that multiplies (the head counts, also when
 // tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half
-// counted.
+// counted; in layers with a window, what lies in it.
 double flops_per_token(const Config& config, int64_t T);
 // (inputs, outputs) of the linear layers of a block, in the order of Linear::index.
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& config);

@@ -581,9 +581,15 @@ TEST_CASE("parameter_count counts what is placed, flops_per_token what multiplie
             if (param.value.ndim == 2 && !lookup) multiplying += param_n;
         }
         CHECK(parameter_count(config) == n);
-        // Scores and values: 2 H (D + Dv) per pair, T / 2 pairs a token, and twice that backward.
-        const int64_t attention = 3 * config.L * config.H * (config.D + config.value_D()) * 8;
-        CHECK(flops_per_token(config, 8) == Approx(static_cast<double>(6 * multiplying + attention)).epsilon(1e-12));
+        // Scores and values: 2 H (D + Dv) per pair, and twice that backward. A token's pair with itself counts half.
+        double pairs = 0;
+        for (int64_t l = 0; l < config.L; ++l)
+            for (int64_t t = 0; t < 8; ++t) {
+                const int64_t window = config.window == 0 || l < config.n_full_layers ? 8 : config.window;
+                pairs += static_cast<double>(std::min(t, window) + std::min(t + 1, window)) / 2;
+            }
+        const double attention = 6 * static_cast<double>(config.H * (config.D + config.value_D())) * pairs / 8;
+        CHECK(flops_per_token(config, 8) == Approx(static_cast<double>(6 * multiplying) + attention).epsilon(1e-12));
     }
 }
 
