@@ -3,8 +3,8 @@
 //     rank 0  F0 F1 F2       BW0-- F3 BW1-- ...   F3: forward of micro-batch 3; B: backward by input, W: by weight,
 //     rank 1     F0 F1 BW0-- F2 BW1--             BW: both at once; small letters: the second stage of a rank
 //
-// A column is so much time that the shortest action has room for its name. Rows that are wider than the terminal are
-// cut, and go on below.
+// A column is so much time that each action has room for its name. Rows that are wider than the terminal are cut, and
+// go on below; a name that begins above the cut stands there as a whole.
 #include "planning/planning.h"
 
 #include <sys/ioctl.h>
@@ -30,6 +30,11 @@ std::string short_number(double value) {
 struct Row {
     std::string text;
     std::vector<uint8_t> colors;  // 0: none
+    std::vector<bool> in_name;    // a name goes on over the beginning of this column
+    size_t behind_name(size_t column) const {
+        while (column < text.size() && in_name[column]) ++column;
+        return column;
+    }
     void put(size_t at, const std::string& letters, uint8_t color) {
         for (size_t i = 0; i < letters.size() && at + i < text.size(); ++i)
             text[at + i] = letters[i], colors[at + i] = color;
@@ -47,27 +52,35 @@ std::string letters_of(const Action& a, int chunk) {
     return concat(kLetters[chunk % 2][static_cast<size_t>(a.what)], a.micro);
 }
 
+size_t name_length(Do what, size_t digits) { return (what == Do::backward ? 2 : 1) + digits; }
+
 class Drawing {
   public:
     Drawing(const PipelineSchedule& schedule, const std::vector<std::vector<Span>>& ranks, size_t width)
         : s_(schedule), ranks_(ranks), label_(concat("rank ", schedule.p - 1, "  ").size()) {
         const size_t digits = concat(s_.m - 1).size(), room = std::max(width, label_ + 40) - label_;
-        double shortest = 0, end = 0;
+        double end = 0;
         for (const std::vector<Span>& spans : ranks)
-            for (const Span& span : spans) {
-                const double duration = span.end - span.start;
-                if (computes(span.action.what) && (shortest == 0 || duration < shortest)) shortest = duration;
-                end = std::max(end, span.end);
-            }
-        check(shortest > 0, "a drawing of a pipeline needs actions that take time");
+            if (!spans.empty()) end = std::max(end, spans.back().end);
+        // Columns of a unit of time, with room for names and so many blanks behind each.
+        const auto columns_for = [&](size_t blanks) {
+            double most = 0;
+            for (const std::vector<Span>& spans : ranks)
+                for (const Span& span : spans)
+                    if (computes(span.action.what))
+                        most = std::max(most, static_cast<double>(name_length(span.action.what, digits) + blanks) /
+                                                  (span.end - span.start));
+            check(most > 0 && std::isfinite(most), "a drawing of a pipeline needs actions that take time");
+            return most;
+        };
         // With a blank behind each name, in which updates are shown; without, where it would be too wide.
-        blank_ = s_.asynchronous || end / shortest * static_cast<double>(digits + 2) <= static_cast<double>(room);
-        unit_ = digits + (blank_ ? 2 : 1);
-        columns_per_time_ = static_cast<double>(unit_) / shortest;
-        check(end * columns_per_time_ * s_.p <= kMostLetters, "a drawing of ", s_.p, " ranks over ", end / shortest,
-              " times the shortest action is too large: use fewer ranks or micro-batches, or --times that differ less");
+        blank_ = s_.asynchronous || end * columns_for(1) <= static_cast<double>(room);
+        columns_per_time_ = columns_for(blank_ ? 1 : 0);
+        check(end * columns_per_time_ * s_.p <= kMostLetters, "a drawing of ", s_.p, " ranks in ",
+              end * columns_per_time_,
+              " columns is too large: use fewer ranks or micro-batches, or --times that differ less");
         n_columns_ = column(end);
-        set_breaks(room);
+        set_breaks(room, digits + (blank_ ? 2 : 1), name_length(Do::backward, digits));
     }
 
     std::string text(bool colored) const {
@@ -81,7 +94,9 @@ class Drawing {
             for (size_t rank = 0; rank < rows.size(); ++rank) {
                 std::string name = concat("rank ", rank);
                 name.resize(label_, ' ');
-                out += name + cut(rows[rank], breaks_[part], breaks_[part + 1], colored) + "\n";
+                const size_t first = rows[rank].behind_name(breaks_[part]);
+                name.append(first - breaks_[part], ' ');
+                out += name + cut(rows[rank], first, rows[rank].behind_name(breaks_[part + 1]), colored) + "\n";
             }
         }
         return out;
@@ -91,29 +106,19 @@ class Drawing {
     static constexpr double kMostLetters = 1e8;  // of all rows
     size_t column(double time) const { return static_cast<size_t>(std::lround(time * columns_per_time_)); }
 
-    // Parts of about the same width, which cut no name.
-    void set_breaks(size_t room) {
-        std::vector<bool> cuts(n_columns_ + room + 1, false);  // a name goes on over the beginning of this column
-        for (int rank = 0; rank < s_.p; ++rank)
-            for (const Span& span : ranks_[static_cast<size_t>(rank)]) {
-                if (!computes(span.action.what)) continue;
-                const size_t begin = column(span.start), n = letters_of(span.action, 0).size();
-                for (size_t i = 1; i < n; ++i) cuts[std::min(begin + i, n_columns_)] = true;
-            }
-        const size_t n_parts = ceil_div(n_columns_, room), wanted = ceil_div(n_columns_, n_parts * unit_) * unit_;
+    // Parts of about the same width, in whole units of columns; behind each there is room for the end of a name.
+    void set_breaks(size_t room, size_t unit, size_t longest_name) {
         breaks_ = {0};
-        while (breaks_.back() + room < n_columns_) {
-            const size_t first = breaks_.back(), end = first + room;
-            size_t at = std::min(first + wanted, end);
-            while (at + unit_ <= end && cuts[at]) at += unit_;
-            while (at > first + room / 2 && cuts[at]) --at;
-            breaks_.push_back(at);
+        if (n_columns_ > room) {
+            const size_t most = (room - longest_name) / unit * unit, n_parts = ceil_div(n_columns_, most),
+                         its_n = ceil_div(n_columns_, n_parts * unit) * unit;
+            for (size_t at = its_n; at + longest_name < n_columns_; at += its_n) breaks_.push_back(at);
         }
         breaks_.push_back(n_columns_);
     }
 
     Row row(int rank) const {
-        Row row{std::string(n_columns_, ' '), std::vector<uint8_t>(n_columns_, 0)};
+        Row row{std::string(n_columns_, ' '), std::vector<uint8_t>(n_columns_, 0), std::vector<bool>(n_columns_)};
         for (const Span& span : ranks_[static_cast<size_t>(rank)]) {
             const size_t begin = column(span.start);
             size_t end = column(span.end);
@@ -127,6 +132,7 @@ class Drawing {
             const std::string name = letters_of(span.action, chunk);
             row.put(begin, std::string(end - begin, '-'), color);
             row.put(begin, name, color);
+            for (size_t i = 1; i < name.size() && begin + i < n_columns_; ++i) row.in_name[begin + i] = true;
         }
         return row;
     }
@@ -152,7 +158,7 @@ class Drawing {
     const size_t label_;
     bool blank_ = true;
     double columns_per_time_ = 1;
-    size_t unit_ = 1, n_columns_ = 0;
+    size_t n_columns_ = 0;
     std::vector<size_t> breaks_;  // columns where the parts begin, and the end
 };
 

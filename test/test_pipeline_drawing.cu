@@ -30,6 +30,8 @@ PipelineSchedule made(const std::string& name, int p, int m, bool vertical_sync 
     return make_schedule(o);
 }
 
+constexpr size_t kLabel = std::string_view("rank 0  ").size();  // of up to ten ranks
+
 struct Case {
     std::string name;
     int p, m;
@@ -38,7 +40,8 @@ struct Case {
 std::vector<Case> cases() {
     std::vector<Case> all = {{"1f1b", 3, 7},  {"gpipe", 2, 1}, {"interleaved", 3, 12}, {"zb-h1", 5, 11},
                              {"zb-v", 3, 13}, {"2bw", 3, 9},   {"pipedream", 3, 11}};
-    for (const std::string& name : schedule_names_of_pipelines()) all.push_back({name, 4, 12});
+    for (const std::string& name : schedule_names_of_pipelines())
+        for (const int m : {12, 24}) all.push_back({name, 4, m});
     return all;
 }
 
@@ -51,32 +54,27 @@ std::vector<Action> computing_of(const PipelineSchedule& s, int rank) {
 
 std::string plain(const std::string& colored) { return std::regex_replace(colored, std::regex("\033\\[[0-9;]*m"), ""); }
 
-// The rows of a drawing, with the parts that are below each other put together again.
-std::map<std::string, std::string> rows_of(const std::string& drawing, size_t width) {
+// The rows of a drawing, with the parts that are below each other put together again. unit: columns of a unit of time.
+std::map<std::string, std::string> rows_of(const std::string& drawing, size_t width, double unit) {
     std::map<std::string, std::string> rows;
-    std::vector<std::string> part;  // rows that are below each other
-    size_t longest = 0;
-    const auto end_part = [&] {
-        const size_t label = std::string("rank   ").size() + concat(part.empty() ? 0 : part.size() - 1).size();
-        for (const std::string& line : part) {
-            std::string& row = rows[line.substr(0, line.find(' ', 5))];
-            const std::string more = line.substr(std::min(line.size(), label));
-            const bool cut = !more.empty() && (std::isdigit(more[0]) || (!row.empty() && std::isalpha(row.back())));
-            CHECK_FALSE(cut);  // a name
-            row += more;
-        }
-        size_t n = 0;
-        for (const auto& [name, row] : rows) n = std::max(n, row.size());
-        for (auto& [name, row] : rows) row.resize(n, ' ');
-        part.clear();
-    };
-    std::istringstream lines(drawing + "\n");
+    size_t first = 0;  // column where the part begins
+    std::istringstream lines(drawing);
     for (std::string line; std::getline(lines, line);) {
-        longest = std::max(longest, line.size());
-        if (line.rfind("rank ", 0) == 0) part.push_back(line);
-        else end_part();
+        CHECK(line.size() <= width);
+        if (line.rfind("from time ", 0) == 0)
+            first = static_cast<size_t>(std::lround(unit * std::stod(line.substr(10))));
+        if (line.rfind("rank ", 0) != 0) continue;
+        std::string& row = rows[line.substr(0, line.find(' ', 5))];
+        const size_t label = line.find_first_not_of(' ', line.find(' ', 5));
+        if (label == std::string::npos) continue;
+        // A name that the part above shows as a whole leaves blanks here.
+        const size_t begin = first + label - kLabel;
+        CHECK(begin >= row.size());
+        CHECK_FALSE(std::isdigit(line[label]));
+        row.resize(begin, ' ');
+        row += line.substr(label);
+        CHECK_FALSE(std::isalpha(row.back()));
     }
-    CHECK(longest <= width);
     return rows;
 }
 
@@ -120,11 +118,11 @@ TEST_CASE("--draw prints every action of a schedule once, in its order and at it
             const Simulation simulation = simulate(s, {});
             const std::string text = pipeline_drawing(s, simulation.ranks, width, false);
             CHECK(plain(pipeline_drawing(s, simulation.ranks, width, true)) == text);
-            const auto rows = rows_of(text, width);
-            REQUIRE(static_cast<int>(rows.size()) == p);
             // Columns of a unit of time: letter and digits, and a blank where there is room.
-            const double unit =
-                static_cast<double>(names_in(rows.at("rank 0")).at(1).column) / simulation.ranks[0].at(1).start;
+            const std::string begin = text.substr(text.find("rank 0") + kLabel);
+            const double unit = static_cast<double>(names_in(begin).at(1).column) / simulation.ranks[0].at(1).start;
+            const auto rows = rows_of(text, width, unit);
+            REQUIRE(static_cast<int>(rows.size()) == p);
             const double digits = static_cast<double>(concat(m - 1).size());
             CHECK((unit == digits + 1 || unit == digits + 2));
             for (int rank = 0; rank < p; ++rank) {
@@ -145,6 +143,26 @@ TEST_CASE("--draw prints every action of a schedule once, in its order and at it
                     CHECK(static_cast<double>(names[i].column) == unit * spans[i].start);
                 }
                 CHECK(std::count(row.begin(), row.end(), '|') == (s.asynchronous ? m / s.per_update : 0));
+            }
+        }
+}
+
+TEST_CASE("--draw has room for each name, whatever the durations are", "[pipeline]") {
+    for (const auto& [name, p, m] : cases())
+        for (const StageTimes& stage : {StageTimes{3, 1, 1}, {3.7, 0.6, 0.5}, {0.4, 5, 0.3}}) {
+            CAPTURE(name, p, m, stage.forward);
+            const PipelineSchedule s = made(name, p, m);
+            const std::string text =
+                pipeline_drawing(s, simulate(s, {.stages = {stage}, .message = 0.3}).ranks, 100, false);
+            std::map<std::string, std::vector<int>> micro_batches;  // of the names in a rank's rows
+            std::istringstream lines(text);
+            for (std::string line; std::getline(lines, line);)
+                for (const Drawn& drawn : names_in(line.substr(std::min(line.size(), kLabel))))
+                    if (line.rfind("rank ", 0) == 0) micro_batches[line.substr(0, 6)].push_back(drawn.micro);
+            for (int rank = 0; rank < p; ++rank) {
+                std::vector<int> wanted;
+                for (const Action& a : computing_of(s, rank)) wanted.push_back(a.micro);
+                CHECK(micro_batches[concat("rank ", rank)] == wanted);
             }
         }
 }
