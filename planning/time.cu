@@ -134,16 +134,14 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     const Elements block = block_elements(c);
     const double head =
         (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
-    double elements = L * (block.forward + block.backward) + head;
-    if (o.recompute.every > 0) {
-        const double again =  // all segments but the last
-            static_cast<double>((ceil_div(c.L, o.recompute.every) - 1) * o.recompute.every);
-        elements += again * block.forward;
-        cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
-    }
+    // Blocks whose forward is run again: those of all segments but the last.
+    const int64_t segment = o.recompute.every;
+    const double again = segment > 0 ? static_cast<double>((ceil_div(c.L, segment) - 1) * segment) : 0;
+    const double elements = L * (block.forward + block.backward) + again * block.forward + head;
+    cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
     if (o.precision.fp8 != Fp8Recipe::none) {
         for (const auto& [inputs, outputs] : block_linear_shapes(c))
-            cost.fp8_flops += tokens * L * 6 * static_cast<double>(inputs * outputs);
+            cost.fp8_flops += tokens * (3 * L + again) * 2 * static_cast<double>(inputs * outputs);
     }
     // The weights are read by the forward and by the gradient of the input; gradients are written by the first
     // micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and writes what

@@ -250,6 +250,20 @@ TEST_CASE("the plan says of --head-chunks 8 what a plan with it says", "[program
     CHECK(number_after(eight, gradients) == 4);
 }
 
+TEST_CASE("the plan's time of --dtype fp8 has the forwards that are run again in fp8, too", "[program][plan]") {
+    const auto compute = [](const std::string& recompute) {
+        return number_after(printed_by("train_gpt",
+                                       "--plan --model llama-1b --dtype fp8 --batch 8 --seq 512 --device-spec h100 "
+                                       "--recompute " +
+                                           recompute),
+                            "  compute ");
+    };
+    if (!has_fp8()) SKIP_TEST("no fp8");
+    // 15 of the 16 blocks, 60.8 million weights each, in fp8; attention's causal half, 32 heads of 64, in bf16.
+    const double ms = 15 * 4096 * (2 * 60.8e6 / 1978.9e9 + 2.0 * 32 * 64 * 512 / 989.4e9);
+    CHECK(compute("full") - compute("none") == Approx(ms).margin(0.11));  // of three digits each
+}
+
 TEST_CASE("the plan has the famous figures", "[program][plan]") {
     const auto plan = [](const std::string& flags) { return printed_by("train_gpt", "--plan " + flags); };
     // Rajbhandari et al. 2020: 7.5 billion parameters in mixed precision with Adam take 120 GB.
