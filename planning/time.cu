@@ -243,14 +243,16 @@ void print_time(Trainer& t) {
     double optimizer_bytes = 0;  // of this rank
     for (const OptimizerState& state : t.optimizer->states())
         optimizer_bytes += static_cast<double>(state.tensor.bytes());
-    const double tokens = static_cast<double>(t.local_batch * o.rank_seq());
+    // Of this rank, and of all.
+    const double tokens = static_cast<double>(t.local_batch * o.rank_seq()),
+                 all_tokens = static_cast<double>(o.batch * o.seq);
     const StepCost cost = step_cost(t, optimizer_bytes);
     std::printf("FLOPs per token 6 N = %s;  exact = %s (weights that multiply, and attention's causal half)\n",
                 human_count(6 * static_cast<double>(parameter_count(t.config))).c_str(),
                 human_count(flops_per_token(t.config, o.seq)).c_str());
-    std::printf("a step          %s tokens, %sFLOP%s, %s moved\n", human_count(tokens).c_str(),
-                human_count(cost.flops).c_str(), o.recompute.every > 0 ? " with recomputation" : "",
-                human_bytes(cost.bytes).c_str());
+    std::printf("%s%s tokens, %sFLOP%s, %s moved\n", rank_count(o.ranks) > 1 ? "a step, rank 0  " : "a step          ",
+                human_count(tokens).c_str(), human_count(cost.flops).c_str(),
+                o.recompute.every > 0 ? " with recomputation" : "", human_bytes(cost.bytes).c_str());
     const DeviceSpec spec = device_spec(o.device_spec, o.precision.dtype);
     const double rate = spec.rate(o.precision.dtype), fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
     const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate,
@@ -265,7 +267,8 @@ void print_time(Trainer& t) {
     std::printf("  compute %s, memory %s", human_seconds(compute).c_str(), human_seconds(move).c_str());
     if (!overlaps) std::printf(" (on a CPU %g to %g times that)", spec.rest_least, spec.rest_most);
     std::printf(": a step takes %s to %s, %s to %s tokens/s\n", human_seconds(least).c_str(),
-                human_seconds(most).c_str(), human_count(tokens / most).c_str(), human_count(tokens / least).c_str());
+                human_seconds(most).c_str(), human_count(all_tokens / most).c_str(),
+                human_count(all_tokens / least).c_str());
     print_head_chunks(t, spec);
     const double total = static_cast<double>(t.memory.bytes());
     if (total > spec.bytes)

@@ -359,6 +359,19 @@ TEST_CASE("the plan for many ranks is the ZeRO paper's table", "[program][ranks]
         CHECK_THAT(plan.out, ContainsSubstring(" " + gb));
 }
 
+TEST_CASE("the plan's tokens a second are those of all ranks", "[program][ranks][plan]") {
+    const auto line = [](const std::string& flags) {
+        const std::string plan =
+            printed_by("train_gpt", "--plan --model gpt2 --seq 64 --sample 0 --device-spec h100 " + flags);
+        const size_t at = plan.find("  compute ");
+        REQUIRE(at != std::string::npos);
+        return plan.substr(at, plan.find('\n', at) - at);
+    };
+    // A rank has two sequences of a step.
+    CHECK_THAT(line("--batch 2"), ContainsSubstring("a step takes 1.8 ms to 3.23 ms, 39.7k to 71k tokens/s"));
+    CHECK_THAT(line("--batch 8 --ranks 4"), ContainsSubstring("a step takes 1.8 ms to 3.23 ms, 159k to 284k tokens/s"));
+}
+
 TEST_CASE("a bucket that is larger than all gradients holds them all", "[program][ranks][plan]") {
     const auto total = [](const std::string& mib) {
         const std::string flags = "--plan --ranks 4 --batch 4 --sample 0 --data " + text_file() + " --bucket-mib ";
