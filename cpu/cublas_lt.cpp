@@ -293,8 +293,9 @@ std::vector<cuda_cpu::Access> accesses_of(const Multiplication& p) {
         using cuda_cpu::divide_up, cuda_cpu::scale_block;
         const int64_t blocks = divide_up(p.k, scale_block), row_blocks = divide_up(rows, scale_block);
         if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return int64_t{1};
-        return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? rows * blocks
-                                                               : (row_blocks - 1) * divide_up(blocks, 4) * 4 + blocks;
+        return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                   ? rows * blocks
+                   : (row_blocks - 1) * cuda_cpu::square_scale_stride(p.k) + blocks;
     };
     const auto scale = [&](const float* data, int64_t n, bool writes) {
         if (data) all.push_back({data, size_t(n) * sizeof(float), writes});

@@ -25,6 +25,8 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // fp8 with a scale for each block of 128 along k.
 constexpr int64_t scale_block = 128;
+// Where each scale is of 128 x 128, a row of blocks has places for a multiple of four scales.
+inline int64_t square_scale_stride(int64_t k) { return divide_up(divide_up(k, scale_block), 4) * 4; }
 
 inline bool is_fp8(int32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 

@@ -208,7 +208,7 @@ class Tile {
   private:
     // With block scales: D's tile += a_scale[i, block] * b_scale[block, j] * part[i, j], after beta C.
     void add_scaled(const float* part, int64_t block) {
-        const int64_t square_stride = divide_up(divide_up(p.k, scale_block), 4) * 4;
+        const int64_t square_stride = square_scale_stride(p.k);
         const auto scale = [&](const float* scales, int32_t mode, int64_t length, int64_t i) {
             return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F ? scales[block * length + i]
                                                                    : scales[i / scale_block * square_stride + block];

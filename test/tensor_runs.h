@@ -13,6 +13,13 @@
 // Long enough that errors would grow, and so slow that rounding does not.
 inline const std::string kTwentySteps = "--steps 20 --lr 0.01 ";
 
+// What the model wrote before training, with the line above it.
+inline std::string first_sample(const Outcome& its) {
+    const size_t first = its.out.find("---- sample before training"), last = its.out.find("\n----\n", first + 8);
+    REQUIRE(last != std::string::npos);
+    return its.out.substr(first, last - first);
+}
+
 struct Runs {
     TempFolder folder;
     int number = 0;

@@ -148,9 +148,7 @@ TEST_CASE("the sample and documents in 2D, 2.5D and 3D", "[program][ranks][tenso
         const Outcome its = runs.outcome("gpt2", flags + mesh, paths.back());
         INFO(mesh << its.err);
         REQUIRE(its.status == 0);
-        const size_t first = its.out.find("---- sample before training"), last = its.out.find("\n----\n", first + 8);
-        REQUIRE(last != std::string::npos);
-        samples.push_back(its.out.substr(first, last - first));
+        samples.push_back(first_sample(its));
         CHECK(samples.back() == samples[0]);
         check_same_run(paths.back(), paths[0], 1e-6);
     }
@@ -166,9 +164,7 @@ TEST_CASE("the sample in 2D where blocks of a row begin off 16 bytes", "[program
                                          runs.folder / std::to_string(runs.number++));
         INFO(mesh << its.err);
         REQUIRE(its.status == 0);
-        const size_t first = its.out.find("---- sample before training"), last = its.out.find("\n----\n", first + 8);
-        REQUIRE(last != std::string::npos);
-        samples.push_back(its.out.substr(first, last - first));
+        samples.push_back(first_sample(its));
         CHECK(samples.back() == samples[0]);
     }
 }
