@@ -35,11 +35,17 @@ void remove_folder(const std::string& folder) {
 
 // Who reads a checkpoint meanwhile finds all of it or nothing, since it has another name before its files go.
 std::error_code remove_checkpoint(const std::string& folder) {
+    const std::string renamed = folder + ".old.tmp";
     std::error_code error, ignored;
-    fs::rename(folder, folder + ".tmp", error);
-    if (!error) fs::remove_all(folder + ".tmp", error);
-    if (error) fs::rename(folder + ".tmp", folder, ignored);
+    fs::rename(folder, renamed, error);
+    if (!error) fs::remove_all(renamed, error);
+    if (error) fs::rename(renamed, folder, ignored);
     return error;
+}
+
+// Names have eight digits, and from step 100 million on more.
+bool is_earlier(const std::string& a, const std::string& b) {
+    return a.size() != b.size() ? a.size() < b.size() : a < b;
 }
 
 }  // namespace
@@ -63,7 +69,8 @@ CheckpointWriter::~CheckpointWriter() {
 std::string CheckpointWriter::commit(int keep, int64_t best) {
     sync_folder(temporary_);
     std::error_code error;
-    if (fs::exists(final_)) remove_folder(final_);  // the same step again, from a run that resumed before it
+    if (fs::exists(final_)) error = remove_checkpoint(final_);  // the run had been resumed from before it
+    check(!error, "cannot remove ", final_, ": ", error.message());
     fs::rename(temporary_, final_, error);
     check(!error, "cannot rename ", temporary_, " to ", final_, ": ", error.message());
     committed_ = true;
@@ -71,7 +78,7 @@ std::string CheckpointWriter::commit(int keep, int64_t best) {
     std::string left;
     int64_t n_older = 0;  // and this one
     for (const std::string& folder : find_checkpoints(run_folder_)) {
-        const bool later = folder > final_;
+        const bool later = is_earlier(final_, folder);
         if (folder == parent_ + "/" + step_name(best)) continue;
         if (!later) ++n_older;
         if (!later && (keep == 0 || n_older <= keep)) continue;
@@ -88,7 +95,7 @@ std::vector<std::string> find_checkpoints(const std::string& run_folder) {
         if (is_step_name(entry.path().filename().string()) && entry.is_directory(error))
             found.push_back(entry.path().string());
     }
-    std::sort(found.rbegin(), found.rend());  // eight digits: the order of the names is that of the steps
+    std::sort(found.rbegin(), found.rend(), is_earlier);
     return found;
 }
 

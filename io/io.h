@@ -340,7 +340,7 @@ class BatchReader {
 // checkpoint.cu: folders that are there whole or not at all
 //
 //   RUN/checkpoints/step-00000100/       written as step-00000100.tmp, fsynced, renamed
-// A run killed at any moment leaves at most one .tmp folder, which the next save removes.
+// What a run that was killed leaves has names that end in .tmp, and the next save removes it.
 
 class CheckpointWriter {
   public:

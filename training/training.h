@@ -277,7 +277,8 @@ struct Trainer {
     int64_t first_row(int64_t step) const { return step % 2 * local_batch; }  // of its batch, in the host's memory
     int64_t evaluation_row() const;
     int32_t* tokens_of(int64_t row) const {
-        return host_tokens + (row / micro_batch * micro_batch + row) * options.rank_seq();
+        const int64_t micro = row / micro_batch, in_micro = row % micro_batch;
+        return host_tokens + (micro * 2 * micro_batch + in_micro) * options.rank_seq();
     }
     int32_t* targets_of(int64_t row) const { return tokens_of(row) + micro_batch * options.rank_seq(); }
     StepEnd& end_of(int64_t step) { return step_ends[static_cast<size_t>(step % 2)]; }
