@@ -176,3 +176,14 @@ double flops_per_token(const Config& c, int64_t T) {
     return 6.0 * static_cast<double>(multiplying) +
            6.0 * static_cast<double>(find_attention(c.attention).score_width(c)) * keys;
 }
+
+std::vector<double> block_flops_per_token(const Config& c, int64_t T) {
+    const auto one_of = [&](int64_t n_full_layers) {  // where all blocks are alike
+        Config alike = c;
+        alike.n_full_layers = n_full_layers;
+        return (flops_per_token(alike, T) - 6 * static_cast<double>(c.V * c.C)) / static_cast<double>(c.L);
+    };
+    std::vector<double> flops(static_cast<size_t>(c.L), one_of(0));
+    std::fill_n(flops.begin(), std::min(c.n_full_layers, c.L), one_of(c.L));
+    return flops;
+}

@@ -116,6 +116,8 @@ std::set<std::string> parameter_names(const Config& config);  // of the whole mo
 // tied; the embedding lookup does not), and 3 L H (D + value D) T for the attention scores and values, causal half
 // counted; in layers with a window, what lies in it.
 double flops_per_token(const Config& config, int64_t T);
+// Those of each block. The head has the others, 6 V C.
+std::vector<double> block_flops_per_token(const Config& config, int64_t T);
 // (inputs, outputs) of the linear layers of a block, in the order of Linear::index.
 std::vector<std::pair<int64_t, int64_t>> block_linear_shapes(const Config& config);
 

@@ -1,27 +1,53 @@
 // model/stages.cu: which blocks a stage of a pipeline has, and which rank has what.
 //
-// A pipeline is as fast as its slowest stage. Floating-point operations of a training step, for each token: a block has
-// b, the head (on the last stage, with the loss) h = 6 V C, the embedding none. With k blocks on the last stage and the
-// other L - k on S - 1 stages, as equally as that goes,
+// A pipeline is as fast as its slowest stage. Floating-point operations of a training step, for each token: block l has
+// b(l) (not the same in all where some layers have a sliding window), the head (on the last stage, with the loss)
+// h = 6 V C, the embedding none. The best cut has the least slowest stage. What the first n blocks cost at least on
+// stages 0 to s follows from the costs on one stage fewer, where stage s begins with block i:
 //
-//     slowest(k) = max(ceil((L - k) / (S - 1)) b,  k b + h)
+//     slowest(s, n) = min over i of max(slowest(s - 1, i),  b(i) + ... + b(n - 1) + (h on the last stage))
 //
-// and the best k has the least slowest(k); of several that have, the one with the least sum of the stages' squared
-// costs. GPT-2 with 12 blocks, whose head costs as much as 5 of them: 4 stages have 3, 4, 4 and 1.
+// Of several cuts that have it, the one with the least sum of the stages' squared costs, found in the same way. GPT-2
+// with 12 blocks, whose head costs as much as 5 of them: 4 stages have 3, 4, 4 and 1.
 //
-// Which of the other stages have the block that is left over does not change this: the later ones, because stages at
-// the front keep more micro-batches' activations (1F1B: S - s of them), and have the embedding.
+// Of cuts that are equal in this the one with more blocks on the later stages, because stages at the front keep more
+// micro-batches' activations (1F1B: S - s of them), and have the embedding.
 #include "model/model.h"
 
+#include <limits>
 #include <numeric>
 
 namespace {
 
-// n blocks on s stages.
-std::vector<int64_t> deal_out(int64_t n, int64_t s) {
-    std::vector<int64_t> blocks;
-    for (int64_t i = 0; i < s; ++i) blocks.push_back(n / s + (i >= s - n % s ? 1 : 0));
-    return blocks;
+// The numbers of blocks of n_stages stages.
+std::vector<int64_t> best_cut(const std::vector<double>& blocks, double head, size_t n_stages) {
+    constexpr double kMore = 1 + 1e-12;  // costs that differ by less than this factor are equal: they are rounded sums
+    std::vector<double> before = {0};    // block l: the cost of all before it
+    for (const double cost : blocks) before.push_back(before.back() + cost);
+    // visit(s, n, first, cost): stages 0 to s have the first n blocks, and stage s those from `first` on, at this cost.
+    const auto for_all_last_stages = [&](const auto& visit) {
+        for (size_t s = 0; s < n_stages; ++s)
+            for (size_t n = s + 1; n < before.size(); ++n)
+                for (size_t first = s; first < (s == 0 ? 1 : n); ++first)
+                    visit(s, n, first, before[n] - before[first] + (s + 1 == n_stages ? head : 0));
+    };
+    // By s and n: the least of all cuts, and where stage s then begins.
+    std::vector<std::vector<double>> slowest(
+        n_stages, std::vector<double>(before.size(), std::numeric_limits<double>::infinity()));
+    auto squares = slowest;
+    std::vector<std::vector<size_t>> begin(n_stages, std::vector<size_t>(before.size(), 0));
+    for_all_last_stages([&](size_t s, size_t n, size_t first, double cost) {
+        slowest[s][n] = std::min(slowest[s][n], s == 0 ? cost : std::max(slowest[s - 1][first], cost));
+    });
+    const double limit = slowest.back().back() * kMore;
+    for_all_last_stages([&](size_t s, size_t n, size_t first, double cost) {
+        const double sum = cost * cost + (s == 0 ? 0 : squares[s - 1][first]);
+        if (cost <= limit && sum * kMore < squares[s][n]) squares[s][n] = sum, begin[s][n] = first;
+    });
+    std::vector<int64_t> cut(n_stages);
+    for (size_t s = n_stages, end = blocks.size(); s-- > 0; end = begin[s][end])
+        cut[s] = static_cast<int64_t>(end - begin[s][end]);
+    return cut;
 }
 
 }  // namespace
@@ -36,23 +62,7 @@ std::vector<int64_t> cut_stages(const Config& c, int64_t S, int64_t T, const std
         check(n == c.L, "--stages: ", n, " blocks in all, and the model has ", c.L);
         return by_hand;
     }
-    if (S == 1) return {c.L};
-    const double head = 6 * static_cast<double>(c.V * c.C),
-                 block = (flops_per_token(c, T) - head) / static_cast<double>(c.L);
-    std::vector<int64_t> best;
-    double least_slowest = 0, least_squares = 0;
-    for (int64_t k = 1; k <= c.L - (S - 1); ++k) {
-        std::vector<int64_t> blocks = deal_out(c.L - k, S - 1);
-        blocks.push_back(k);
-        double slowest = 0, squares = 0;
-        for (size_t s = 0; s < blocks.size(); ++s) {
-            const double cost = static_cast<double>(blocks[s]) * block + (s + 1 == blocks.size() ? head : 0);
-            slowest = std::max(slowest, cost), squares += cost * cost;
-        }
-        if (best.empty() || slowest < least_slowest || (slowest == least_slowest && squares < least_squares))
-            best = blocks, least_slowest = slowest, least_squares = squares;
-    }
-    return best;
+    return best_cut(block_flops_per_token(c, T), 6 * static_cast<double>(c.V * c.C), static_cast<size_t>(S));
 }
 
 RankStages rank_stages(const Config& config, const std::vector<int64_t>& cut, const std::vector<int>& stages) {

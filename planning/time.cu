@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 namespace {
 
@@ -164,11 +165,13 @@ void print_pipeline_time(const Trainer& t) {
     Config c = t.model.local;
     if (t.tensor_parallel) c.V = vocabulary_rows(t.config, t.model.layout);
     const double tokens = static_cast<double>(t.micro_batch * o.rank_seq()),
-                 product = 2 * static_cast<double>(c.V * c.C), head = tokens * product / rate,
-                 block = tokens * (flops_per_token(c, o.seq) - 3 * product) / 3 / static_cast<double>(c.L) / block_rate;
+                 head = tokens * 2 * static_cast<double>(c.V * c.C) / rate;
+    const std::vector<double> blocks = block_flops_per_token(c, o.seq);
     Times times{.stages = {}};
+    auto block = blocks.begin();
     for (const int64_t n : t.pipeline->blocks_of_stages()) {
-        const double its = static_cast<double>(n) * block;
+        const double its = tokens * std::accumulate(block, block + n, 0.0) / 3 / block_rate;
+        block += n;
         times.stages.push_back(
             {.forward = its, .backward_input = its * (o.recompute.every > 0 ? 2 : 1), .backward_weight = its});
     }

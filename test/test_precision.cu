@@ -264,6 +264,24 @@ TEST_CASE("the plan's time of --dtype fp8 has the forwards that are run again in
     CHECK(compute("full") - compute("none") == Approx(ms).margin(0.11));  // of three digits each
 }
 
+TEST_CASE("the plan's time of a pipeline knows which blocks have a window", "[program][plan]") {
+    const TempFolder folder;
+    spit(folder / "config.json",
+         R"({"model_type": "qwen2", "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96,
+             "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_act": "silu",
+             "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "use_sliding_window": true,
+             "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": false})");
+    // Of a token's forward: 23040 weights, and 4 H D for each of the keys, 512 in the first block.
+    const double full = 2 * 23040 + 4 * 48 * 512, two_windows = 2 * (2 * 23040 + 4 * 48 * (8 - 64.0 / 2048)),
+                 backward = 2 * two_windows + 3 * (2 * 257 * 48);  // with the head and its forward
+    // Rank 0 waits for one forward and one backward of rank 1, and rank 1 for those of rank 0.
+    const double time = 6 * full + two_windows + backward, busy = 6 * full + 2 * (two_windows + backward);
+    const std::string plan = printed_by("train_gpt", "--model " + folder / "config.json" +
+                                                         " --pp 2 --ranks 2 --pipeline gpipe --stages 1,2 --batch 2 "
+                                                         "--micro-batches 2 --seq 1024 --plan --device-spec h100");
+    CHECK(number_after(plan, "a step, with a bubble of ") == Approx(1 - busy / (2 * time)).margin(1e-4));
+}
+
 TEST_CASE("the plan has the famous figures", "[program][plan]") {
     const auto plan = [](const std::string& flags) { return printed_by("train_gpt", "--plan " + flags); };
     // Rajbhandari et al. 2020: 7.5 billion parameters in mixed precision with Adam take 120 GB.

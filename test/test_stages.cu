@@ -9,10 +9,11 @@ namespace {
 struct Cost {
     double slowest = 0, squares = 0;
 };
-Cost cost_of(const std::vector<int64_t>& cut, double block, double head) {
+Cost cost_of(const std::vector<int64_t>& cut, const std::vector<double>& blocks, double head) {
     Cost cost;
-    for (size_t s = 0; s < cut.size(); ++s) {
-        const double its = static_cast<double>(cut[s]) * block + (s + 1 == cut.size() ? head : 0);
+    auto block = blocks.begin();
+    for (size_t s = 0; s < cut.size(); block += cut[s++]) {
+        const double its = std::accumulate(block, block + cut[s], s + 1 == cut.size() ? head : 0);
         cost.slowest = std::max(cost.slowest, its), cost.squares += its * its;
     }
     return cost;
@@ -34,24 +35,40 @@ void all_cuts(int64_t L, int64_t S, std::vector<int64_t>& cut, const std::functi
 }  // namespace
 
 TEST_CASE("stages of a pipeline: no other cut has a faster slowest stage, or a smaller spread", "[model]") {
-    constexpr int64_t kT = 16;
-    for (const int64_t V : {20, 300, 2000, 20000}) {
+    struct Case {
+        int64_t V, T, window, n_full_layers;
+    };
+    for (const Case& c : {Case{20, 16, 0, 0},
+                          {300, 16, 0, 0},
+                          {2000, 16, 0, 0},
+                          {20000, 16, 0, 0},
+                          {20, 400, 8, 3},  // the first three blocks see all keys
+                          {300, 400, 8, 5}}) {
         Config config = small_llama();
-        config.V = V;
+        config.V = c.V, config.window = c.window, config.n_full_layers = c.n_full_layers;
         for (config.L = 1; config.L <= 11; ++config.L)
             for (int64_t S = 1; S <= std::min<int64_t>(config.L, 6); ++S) {
-                const double head = 6 * static_cast<double>(config.V * config.C),
-                             block = (flops_per_token(config, kT) - head) / static_cast<double>(config.L);
-                const std::vector<int64_t> chosen = cut_stages(config, S, kT);
-                INFO("V " << V << ", L " << config.L << ", S " << S << ", last " << chosen.back());
+                // A block with a window has less: 12 H D for each key that a token does not see.
+                const double head = 6 * static_cast<double>(config.V * config.C), W = static_cast<double>(c.window),
+                             T = static_cast<double>(c.T), unseen = c.window > 0 ? T / 2 - W + W * W / (2 * T) : 0,
+                             fewer = 12 * static_cast<double>(config.H * config.D) * unseen;
+                const int64_t n_full = std::min(c.n_full_layers, config.L);
+                std::vector<double> blocks(static_cast<size_t>(config.L));
+                const double full =
+                    (flops_per_token(config, c.T) - head + static_cast<double>(config.L - n_full) * fewer) /
+                    static_cast<double>(config.L);
+                for (int64_t l = 0; l < config.L; ++l) blocks[static_cast<size_t>(l)] = full - (l < n_full ? 0 : fewer);
+                const std::vector<int64_t> chosen = cut_stages(config, S, c.T);
+                INFO("V " << config.V << ", T " << c.T << ", window " << c.window << ", L " << config.L << ", S " << S
+                          << ", last " << chosen.back());
                 REQUIRE(std::ssize(chosen) == S);
                 CHECK(std::accumulate(chosen.begin(), chosen.end(), int64_t{0}) == config.L);
                 CHECK(std::ranges::min(chosen) >= 1);
-                const Cost its = cost_of(chosen, block, head);
+                const Cost its = cost_of(chosen, blocks, head);
                 std::vector<int64_t> cut;
                 bool is_best = true;
                 all_cuts(config.L, S, cut, [&] {
-                    const Cost other = cost_of(cut, block, head);
+                    const Cost other = cost_of(cut, blocks, head);
                     // Equal costs are computed in different orders.
                     const bool faster = other.slowest < its.slowest * (1 - 1e-12);
                     const bool as_fast = other.slowest <= its.slowest * (1 + 1e-12);
