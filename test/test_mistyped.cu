@@ -65,6 +65,9 @@ const std::vector<Mistyped> kMistyped = {
     {"--seed 9223372036854775808", {"--seed 9223372036854775808 is too large: the largest is 9223372036854775807"}},
     {"--seed 1e30", {"--seed 1e30 is too large"}},
     {"--seed -1", {"--seed must not be negative"}},
+    {"--beta1 0.999999999", {"--beta1: in float32 it is 1, and it must lie in [0, 1)"}},
+    {"--eps 1e-50", {"--eps: in float32 it is 0, and it must be a number above 0"}},
+    {"--weight-decay 1e39", {"--weight-decay: in float32 it is inf, and it must be a number >= 0"}},
     {"--ranks 3e9", {"--ranks 3e9 is too large: the largest is 2147483647"}},
     // Names
     {"--dtype bf61", {"--dtype bf61: use fp32, bf16, fp16 or fp8"}},

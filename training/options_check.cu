@@ -142,10 +142,11 @@ void check_options(const TrainOptions& o) {
     check(o.clip == 0 || static_cast<float>(o.clip) > 0, "--clip ", o.clip,
           ": it must be 0, for no clipping, or a float32 number above 0");
     const OptimizerOptions& h = o.optimizer_options;
-    check(h.beta1 >= 0 && h.beta1 < 1 && h.beta2 >= 0 && h.beta2 < 1, "--beta1 and --beta2 must lie in [0, 1)");
-    check(h.momentum >= 0 && h.momentum < 1, "--momentum must lie in [0, 1)");
-    check(h.eps > 0, "--eps must be positive");
-    check(h.weight_decay >= 0, "--weight-decay must not be negative");
+    for (const auto& [flag, value] : {std::pair("--beta1", h.beta1), {"--beta2", h.beta2}, {"--momentum", h.momentum}})
+        check(value >= 0 && value < 1, flag, ": in float32 it is ", value, ", and it must lie in [0, 1)");
+    check(h.eps > 0 && std::isfinite(h.eps), "--eps: in float32 it is ", h.eps, ", and it must be a number above 0");
+    check(h.weight_decay >= 0 && std::isfinite(h.weight_decay), "--weight-decay: in float32 it is ", h.weight_decay,
+          ", and it must be a number >= 0");
     check(o.temperature > 0, "--temperature must be positive");
     check(o.eot >= -1 && o.eot <= std::numeric_limits<int32_t>::max(), "--eot ", o.eot, ": a token id, or -1");
     check(o.val_fraction >= 0 && o.val_fraction < 1, "--val-fraction ", o.val_fraction,
