@@ -176,9 +176,9 @@ class Adam8bit final : public Optimizer {
 
   public:
     Adam8bit(Arena& arena, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options)
-        : units_(units), options_(options), table_(make_tiles(units, kBlockN)) {
+        : units_(units), options_(options), table_(count_tiles(units, kBlockN)) {
         check_optimizer_input(kName, units, options);
-        const int64_t n_blocks = std::ssize(table_.tiles);
+        const int64_t n_blocks = table_.n_tiles();
         m_codes_ = arena.take("optimizer m", DType::i32, {n_blocks, kBlockN / 4});
         v_codes_ = arena.take("optimizer v", DType::i32, {n_blocks, kBlockN / 4});
         m_scales_ = arena.take("optimizer scales", DType::f32, {n_blocks});
@@ -188,11 +188,11 @@ class Adam8bit final : public Optimizer {
     }
     // Scales of 0 make every state 0, whatever its code.
     void init(cudaStream_t stream) override {
-        if (table_.tiles.empty()) return;
+        if (table_.n_tiles() == 0) return;
         check(tiles_.data != nullptr, kName, ": init before the arena is reserved");
         for (const Tensor& state : {m_codes_, v_codes_, m_scales_, v_scales_})
             cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
-        cudaCheck(cudaMemcpyAsync(tiles_.data, table_.tiles.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
+        copy_to_device(tiles_, make_tiles(units_, table_).data());
         cudaCheck(cudaMemcpyAsync(tables_.data, host_tables_.data(), tables_.bytes(), cudaMemcpyHostToDevice, stream));
     }
     void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,

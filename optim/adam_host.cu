@@ -43,13 +43,14 @@ template <class Update>
 class HostElementwise final : public Optimizer {
   public:
     HostElementwise(Arena& arena, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options)
-        : options_(options), units_(units), table_(make_tiles(units)), n_threads_(omp_get_max_threads()) {
+        : options_(options), units_(units), table_(count_tiles(units)), n_threads_(omp_get_max_threads()) {
         check_optimizer_input(Update::kName, units, options);
         for (size_t k = 0; k < 2; ++k)
             states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {table_.state_n()});
     }
 
     void init(cudaStream_t stream) override {
+        tiles_ = make_tiles(units_, table_);
         for (const Tensor& state : states_)
             if (state) cudaCheck(cudaMemsetAsync(state.data, 0, state.bytes(), stream));
     }
@@ -107,7 +108,7 @@ class HostElementwise final : public Optimizer {
         float *const m = states_[0].ptr<float>(), *const v = states_[1].ptr<float>();
 #pragma omp parallel for schedule(static) num_threads(n_threads_)
         for (int64_t i = first_tile; i < end_tile; ++i) {
-            const Tile& tile = table_.tiles[static_cast<size_t>(i)];
+            const Tile& tile = tiles_[static_cast<size_t>(i)];
             C* const its_copy = copy ? copy + tile.copy : nullptr;
             if (is_skipped) round_tile(its_copy, w + tile.values, tile.n);
             else
@@ -119,6 +120,7 @@ class HostElementwise final : public Optimizer {
     OptimizerOptions options_;
     std::vector<UpdatedUnit> units_;
     TileTable table_;
+    std::vector<Tile> tiles_;
     int n_threads_;
     Tensor states_[2];
 };

@@ -257,7 +257,7 @@ class Elementwise final : public Optimizer {
     // packed: the states hold these parameters only, side by side (Muon's AdamW).
     Elementwise(Arena& arena, const std::vector<UpdatedUnit>& units, const OptimizerOptions& options,
                 bool packed = false)
-        : options_(options), units_(units), table_(make_tiles(units, kTileN, packed)) {
+        : options_(options), units_(units), table_(count_tiles(units, kTileN, packed)) {
         check_optimizer_input(Update::kName, units, options);
         for (size_t u = 0; u < units.size(); ++u) {
             int64_t first = table_.first_state[u];
@@ -268,14 +268,14 @@ class Elementwise final : public Optimizer {
         }
         for (int k = 0; k < kN; ++k)
             states_[k] = arena.take(concat("optimizer ", Update::kStates[k]), DType::f32, {table_.state_n()});
-        tiles_ = arena.take("optimizer tiles", DType::i32, {std::ssize(table_.tiles), kTileWords});
+        tiles_ = arena.take("optimizer tiles", DType::i32, {table_.n_tiles(), kTileWords});
     }
 
     void init(cudaStream_t stream) override {
-        if (table_.tiles.empty()) return;
+        if (table_.n_tiles() == 0) return;
         check(tiles_.data != nullptr, Update::kName, ": init before the arena is reserved");
         for (int k = 0; k < kN; ++k) cudaCheck(cudaMemsetAsync(states_[k].data, 0, states_[k].bytes(), stream));
-        cudaCheck(cudaMemcpyAsync(tiles_.data, table_.tiles.data(), tiles_.bytes(), cudaMemcpyHostToDevice, stream));
+        copy_to_device(tiles_, make_tiles(units_, table_).data());
     }
 
     void step_units(size_t first, size_t count, const Weights& weights, Tensor grads, Tensor norm_scale, double lr,

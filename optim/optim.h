@@ -153,15 +153,19 @@ struct Tile {
 };
 constexpr int64_t kTileWords = sizeof(Tile) / sizeof(int32_t);  // tables are (n_tiles, kTileWords) i32
 
-// Of all units, in order. The states are flat arrays of state_n elements, in which units and parameters lie as in
-// theirs; packed: only these parameters, side by side, without what is between them.
+// How many tiles units have, in order: enough to count memory. The states are flat arrays of state_n elements, in which
+// units and parameters lie as in theirs; packed: only these parameters, side by side, without what is between them.
 struct TileTable {
-    std::vector<Tile> tiles;
+    int64_t tile_n;
+    bool packed;
     std::vector<int64_t> first_tile, first_element;  // by unit, and the ends: tiles, elements of parameters before it
     std::vector<int64_t> first_state;                // by unit, and the end: where its states begin
+    int64_t n_tiles() const { return first_tile.back(); }
     int64_t state_n() const { return first_state.back(); }
 };
-TileTable make_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n = kTileN, bool packed = false);
+TileTable count_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n = kTileN, bool packed = false);
+// The tiles, which of 70 billion parameters are 5.5 GB.
+std::vector<Tile> make_tiles(const std::vector<UpdatedUnit>& units, const TileTable& table);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // optimizer.cu: the optimizers, one file each, behind one interface.

@@ -27,28 +27,42 @@ PlaceInWhole place_in_whole(const Param& param) {
             .group_skip = narrow(distance - n, "rows")};
 }
 
-TileTable make_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n, bool packed) {
-    TileTable table{.tiles = {}, .first_tile = {0}, .first_element = {0}, .first_state = {0}};
+TileTable count_tiles(const std::vector<UpdatedUnit>& units, int64_t tile_n, bool packed) {
+    TileTable table{.tile_n = tile_n, .packed = packed, .first_tile = {0}, .first_element = {0}, .first_state = {0}};
     for (const UpdatedUnit& unit : units) {
-        int64_t n_elements = 0;
+        int64_t n_tiles = 0, n_elements = 0;
         for (const Param& param : unit.params) {
-            const int64_t n = param.value.n();
-            const int64_t state = table.first_state.back() + (packed ? n_elements : param.offset);
-            const PlaceInWhole place = place_in_whole(param);
-            const uint64_t key = hash_name(param.file_name());
-            for (int64_t first = 0; first < n; first += tile_n)
-                table.tiles.push_back({unit.values + param.offset + first, unit.copy + param.offset + first,
-                                       unit.grads + param.offset + first, state + first,
-                                       static_cast<int32_t>(std::min(tile_n, n - first)), param.decay ? 1 : 0, key,
-                                       param.first + first, place});
-            n_elements += n;
+            n_tiles += ceil_div(param.value.n(), tile_n);
+            n_elements += param.value.n();
         }
-        table.first_tile.push_back(std::ssize(table.tiles));
+        table.first_tile.push_back(table.first_tile.back() + n_tiles);
         table.first_element.push_back(table.first_element.back() + n_elements);
         // States of a unit begin on 256 bytes, as its parameters do.
         table.first_state.push_back(table.first_state.back() + (packed ? n_elements : round_up(unit.n, 64)));
     }
     return table;
+}
+
+std::vector<Tile> make_tiles(const std::vector<UpdatedUnit>& units, const TileTable& table) {
+    std::vector<Tile> tiles;
+    tiles.reserve(static_cast<size_t>(table.n_tiles()));
+    for (size_t u = 0; u < units.size(); ++u) {
+        const UpdatedUnit& unit = units[u];
+        int64_t before = 0;  // elements of the unit's parameters before this one
+        for (const Param& param : unit.params) {
+            const int64_t n = param.value.n();
+            const int64_t state = table.first_state[u] + (table.packed ? before : param.offset);
+            const PlaceInWhole place = place_in_whole(param);
+            const uint64_t key = hash_name(param.file_name());
+            for (int64_t first = 0; first < n; first += table.tile_n)
+                tiles.push_back({unit.values + param.offset + first, unit.copy + param.offset + first,
+                                 unit.grads + param.offset + first, state + first,
+                                 static_cast<int32_t>(std::min(table.tile_n, n - first)), param.decay ? 1 : 0, key,
+                                 param.first + first, place});
+            before += n;
+        }
+    }
+    return tiles;
 }
 
 UnitsPart part_of_units(const std::vector<UpdatedUnit>& units, size_t first, size_t count, const Weights& weights,

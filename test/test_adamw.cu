@@ -339,12 +339,13 @@ TEST_CASE("tiles cover each element of each parameter once", "[adamw]") {
         return UpdatedUnit{.params = params, .n = 7100, .values = start, .copy = start + 8, .grads = start + 100};
     };
     const UpdatedUnit low = some(0, 3), high = some(3, 3);
-    const TileTable table = make_tiles({low, high});
-    const std::vector<Tile>& tiles = table.tiles;
+    const TileTable table = count_tiles({low, high});
+    const std::vector<Tile> tiles = make_tiles({low, high}, table);
     CHECK(table.first_tile == std::vector<int64_t>{0, 4, 12});
     CHECK(table.first_element == std::vector<int64_t>{0, 2050, 9105});
     CHECK(table.first_state == std::vector<int64_t>{0, 7104, 14208});
     CHECK(tiles.size() == 1 + 1 + 2 + 5 + 1 + 2);
+    CHECK(table.n_tiles() == std::ssize(tiles));
     std::vector<float> seen(static_cast<size_t>(layout.n), -1.0f);
     for (const Tile& tile : tiles) {
         REQUIRE(tile.n >= 1);
@@ -361,7 +362,11 @@ TEST_CASE("tiles cover each element of each parameter once", "[adamw]") {
     for (const Param& param : layout.params)
         for (int64_t k = 0; k < param.value.n(); ++k) expected[static_cast<size_t>(param.offset + k)] = param.decay;
     CHECK((seen == expected));
-    CHECK(make_tiles({}).tiles.empty());
+    CHECK(make_tiles({}, count_tiles({})).empty());
+    // Counting takes no memory: the tiles of a plan's 2^46 parameters would be 5.5 TB.
+    Param large;
+    large.value = make_tensor(nullptr, DType::bf16, {int64_t{1} << 46});
+    CHECK(count_tiles({{.params = {large}, .n = large.value.n()}}).n_tiles() == int64_t{1} << 36);
 }
 
 TEST_CASE("AdamW counts its memory before it takes it", "[adamw]") {

@@ -25,7 +25,7 @@ std::vector<int64_t> shard_boundaries(const Unit& unit, const std::vector<Param>
     const size_t size = static_cast<size_t>(sharding.size);
     std::vector<int64_t> bounds(size + 1, unit.n);
     bounds[0] = 0;
-    if (sharding.naive) return bounds;  // all of it is rank 0's
+    if (sharding.naive || size == 1) return bounds;  // all of it is rank 0's
 
     std::vector<int64_t> allowed;
     for (const Param& param : params) {
