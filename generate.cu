@@ -197,8 +197,10 @@ void print_plan(LoadedModel& model) {
     for (int64_t length = std::min<int64_t>(128, longest), last = 0; last < longest;
          last = length, length = std::min(2 * length, longest))
         std::printf("         %lld sequences of %lld tokens fit\n",
-                    static_cast<long long>(
-                        std::min(e.cache.n_pages / ceil_div(length, e.cache.page_size), e.scheduler.max_sequences)),
+                    static_cast<long long>(std::min(
+                        // The last token of a sequence is in no page.
+                        e.cache.n_pages / ceil_div(std::max<int64_t>(1, length - 1), e.cache.page_size),
+                        e.scheduler.max_sequences)),
                     static_cast<long long>(length));
 }
 

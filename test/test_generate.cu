@@ -249,6 +249,9 @@ TEST_CASE("generate holds a conversation, plans, and tells a perplexity", "[gene
     CHECK_THAT(small.out, ContainsSubstring("(the beginning of the conversation is left away"));
     CHECK(small.out.find("ask for less") == std::string::npos);
     CHECK_THAT(generate("--plan --max-length 100").out, ContainsSubstring("64 sequences of 100 tokens fit"));
+    // The last token of a sequence is in no page.
+    CHECK_THAT(generate("--plan --page-size 1 --cache-pages 12 --max-length 7").out,
+               ContainsSubstring(" 2 sequences of 7 tokens fit"));
     CHECK(generate("--plan").out.find("while it is read") == std::string::npos);
     CHECK_THAT(generate("--plan --weights int8").out, ContainsSubstring("and while it is read"));
     const Outcome plan = generate("--plan --max-sequences 3 --page-size 8 --draft " + trained_run());
