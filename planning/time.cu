@@ -95,11 +95,13 @@ const DeviceSpec* named_spec(const std::string& name) {
 // ---------------------------------------------------------------------------------------------------------------------
 // What a step computes and moves
 
-// Each chunk of the head but the first reads the gradient of the head's weight, adds to it and writes it.
+// Each chunk of the head but the first reads the head's weight again, for its logits and for the gradient of its input;
+// and it reads the gradient of the weight, adds to it and writes it.
 double head_chunk_bytes(const Trainer& t, int64_t chunks, DType grad_dtype) {
-    const double n_micro = static_cast<double>(t.local_batch / t.micro_batch);
-    return n_micro * static_cast<double>(chunks - 1) * 2 * static_cast<double>(t.config.V_padded() * t.config.C) *
-           static_cast<double>(dtype_bytes(grad_dtype));
+    const double n_micro = static_cast<double>(t.local_batch / t.micro_batch),
+                 more_chunks = n_micro * static_cast<double>(chunks - 1);
+    return more_chunks * static_cast<double>(t.config.V_padded() * t.config.C) * 2 *
+           static_cast<double>(dtype_bytes(t.options.precision.dtype) + dtype_bytes(grad_dtype));
 }
 
 // Elements that the operations of a block read and write for one token, each operation by itself.

@@ -143,6 +143,33 @@ TEST_CASE("the account of other runs: groups of products, rates of fp8 and of th
     CHECK(number_before(account("--model tiny --batch 64 --seq 16"), " % of the measured ") <= 100);
 }
 
+TEST_CASE("the plan's bytes and FLOPs of a step are those of its launches", "[program][account][plan]") {
+#ifdef CUDA_ON_CPU
+    const TempFolder folder;
+    const std::string gpt2 = "--model gpt2 --dtype bf16 ";
+    for (const std::string& flags : {gpt2, gpt2 + "--head-chunks 8"}) {
+        const std::string all = "--batch 8 --micro-batch 2 --seq 256 --sample 0 --device-spec h100 " + flags;
+        const std::string plan = printed_by("train_gpt", "--plan " + all);
+        printed_by("train_gpt", "--account " + all + " --out " + folder.path);
+        double bytes = 0, flops = 0;
+        const auto rows = read_tsv(folder / "launches.tsv");
+        for (size_t i = 1; i < rows.size(); ++i) {
+            const std::string& group = rows[i][1];
+            bytes += std::stod(rows[i][5]) + std::stod(rows[i][6]) - std::stod(rows[i][7]);
+            // Of the five products of attention's backward one is computed again, and no FLOP of the step.
+            if (group == "attention backward") flops += 4 / 5.0 * std::stod(rows[i][9]);
+            if (group == "attention forward" || group.find("products") != std::string::npos)
+                flops += std::stod(rows[i][9]);
+        }
+        INFO(plan);
+        CHECK(number_before(plan, " GiB moved") == Approx(bytes / (1 << 30)).epsilon(0.02));
+        CHECK(number_before(plan, "TFLOP") == Approx(flops / 1e12).epsilon(0.01));
+    }
+#else
+    SKIP_TEST("on a GPU the account takes the memory of the run");
+#endif
+}
+
 TEST_CASE("the account refuses what it cannot tell", "[program][account]") {
     const auto refusal = [](const std::string& flags) { return run_program("train_gpt", "--account " + flags).err; };
     CHECK_THAT(refusal("--ranks 2"), ContainsSubstring("--account: it is that of one rank"));
