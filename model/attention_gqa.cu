@@ -147,7 +147,9 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
 Elements elements(const Config& c) {
     const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.K * c.D), v = k, heads = q;
     const double normed = c.qk_norm ? q + k : 0, rope = c.family == Family::llama ? 2 * (q + k) : 0;
-    return {2 * normed + rope + (q + k + v + heads), 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope};
+    return {.forward = 2 * normed + rope + (q + k + v + heads),
+            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope,
+            .again = c.qk_norm ? 2 * normed + rope : 0};
 }
 
 int64_t score_width(const Config& c) { return c.H * (c.D + c.D); }

@@ -115,7 +115,9 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
 Elements elements(const Config& c) {
     const double q = static_cast<double>(c.H * c.D), k = static_cast<double>(c.D), v = k, heads = q;
     const double normed = static_cast<double>(c.q_rank), rope = 2 * (q + k);
-    return {2 * normed + rope + (q + k + v + heads), 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope};
+    return {.forward = 2 * normed + rope + (q + k + v + heads),
+            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope,
+            .again = 2 * normed};
 }
 
 int64_t score_width(const Config& c) { return c.H * (c.D + c.D); }

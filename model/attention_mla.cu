@@ -183,8 +183,9 @@ Elements elements(const Config& c) {
     const double normed = static_cast<double>(c.q_rank + c.kv_rank);
     const double rope = 2 * static_cast<double>((c.H + 1) * c.D_rope);
     const double keys = k - static_cast<double>(c.H * c.D_rope) + k;
-    return {2 * normed + rope + keys + (q + k + v + heads),
-            3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope + keys};
+    return {.forward = 2 * normed + rope + keys + (q + k + v + heads),
+            .backward = 3 * normed + 2 * heads + (3 * (q + k + v) + 3 * heads) + rope + keys,
+            .again = 2 * normed + keys};
 }
 
 int64_t score_width(const Config& c) { return c.H * (c.D + c.D_v); }

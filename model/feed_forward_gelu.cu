@@ -44,10 +44,10 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
     block_linear_backward_weight(b, p.linears[kUp], dup, inp);
 }
 
-// GELU is part of the products: one writes up beside its result, the other reads it.
+// GELU is part of the products: one writes up beside its result, the other reads it. Only what is run again is alone.
 Elements elements(const Config& c) {
     const double F = static_cast<double>(c.F);
-    return {F, F};
+    return {.forward = F, .backward = F, .again = 2 * F};
 }
 
 }  // namespace

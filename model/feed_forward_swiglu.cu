@@ -51,7 +51,7 @@ void backward(const BlockContext& b, const SubLayerParameters& p, const Slots& s
 
 Elements elements(const Config& c) {
     const double F = static_cast<double>(c.F);
-    return {2 * F + F, F + 2 * 2 * F};
+    return {.forward = 2 * F + F, .backward = F + 2 * 2 * F, .again = 2 * F + F};
 }
 
 }  // namespace

@@ -127,9 +127,10 @@ struct BlockContext {
     cudaStream_t stream;
 };
 
-// Elements read and written for one token, each operation by itself, beside the products.
+// Elements read and written for one token, each operation by itself, beside the products. again: by what selective
+// recomputation runs again.
 struct Elements {
-    double forward = 0, backward = 0;
+    double forward = 0, backward = 0, again = 0;
 };
 
 struct SubLayer {

@@ -111,10 +111,37 @@ Elements block_elements(const Config& c) {
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) linears += static_cast<double>(inputs + outputs);
     const Elements attention = find_attention(c.attention).elements(c),
                    feed_forward = find_feed_forward(c.feed_forward).elements(c);
-    // Norms: stream, branch -> sum, out; backward dout, dsum, x -> dinp. Linear layers: backward by input and by
-    // weight.
-    return {2 * 4 * C + linears + attention.forward + feed_forward.forward,
-            2 * 4 * C + 2 * linears + attention.backward + feed_forward.backward};
+    // Norms: stream, branch -> sum, out; backward dout, dsum, x -> dinp; again sum -> out. Linear layers: backward by
+    // input and by weight.
+    return {.forward = 2 * 4 * C + linears + attention.forward + feed_forward.forward,
+            .backward = 2 * 4 * C + 2 * linears + attention.backward + feed_forward.backward,
+            .again = 2 * 2 * C + attention.again + feed_forward.again};
+}
+
+// The products of a block, and its last one alone.
+struct Linears {
+    double inputs = 0, outputs = 0, weights = 0, last_inputs = 0, last_outputs = 0, last_weights = 0;
+};
+Linears block_linears(const Config& c) {
+    Linears sum;
+    for (const auto& [inputs, outputs] : block_linear_shapes(c)) {
+        sum.last_inputs = static_cast<double>(inputs), sum.last_outputs = static_cast<double>(outputs);
+        sum.last_weights = sum.last_inputs * sum.last_outputs;
+        sum.inputs += sum.last_inputs, sum.outputs += sum.last_outputs, sum.weights += sum.last_weights;
+    }
+    return sum;
+}
+
+// What the backward runs again of the forward: all segments but the last, each without its last product, whose output
+// nobody needs.
+struct Again {
+    double segments = 0, blocks = 0;
+    double of_blocks(double all, double last) const { return blocks * all - segments * last; }
+};
+Again computed_again(const Recompute& recompute, int64_t L) {
+    if (recompute.every == 0) return {};
+    const int64_t segments = ceil_div(L, recompute.every) - 1;
+    return {static_cast<double>(segments), static_cast<double>(segments * recompute.every)};
 }
 
 struct StepCost {
@@ -137,19 +164,20 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     const Elements block = block_elements(c);
     const double head =
         (2 * C) + 4 * C + (C + V) + 2 * V + 2 * (V + C) + 4 * C + 2 * C;  // embedding, norm, head, loss, back
-    // Blocks whose forward is run again: those of all segments but the last.
-    const int64_t segment = o.recompute.every;
-    const double again = segment > 0 ? static_cast<double>((ceil_div(c.L, segment) - 1) * segment) : 0;
-    const double elements = L * (block.forward + block.backward) + again * block.forward + head;
-    cost.flops += tokens * again / L * (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / 3;
-    if (o.precision.fp8 != Fp8Recipe::none) {
-        for (const auto& [inputs, outputs] : block_linear_shapes(c))
-            cost.fp8_flops += tokens * (3 * L + again) * 2 * static_cast<double>(inputs * outputs);
-    }
-    // The weights are read by the forward and by the gradient of the input; gradients are written by the first
-    // micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and writes what
-    // it updates and its states: here, or on the host.
-    cost.bytes = tokens * elements * value_bytes + n_micro * n * 2 * value_bytes + (2 * n_micro + 1) * n * grad_bytes +
+    const Linears linears = block_linears(c);
+    const Again again = computed_again(o.recompute, c.L);
+    const double weights_again = again.of_blocks(linears.weights, linears.last_weights);
+    // Run again, the first norm of a segment has no branch to add.
+    const double elements = L * (block.forward + block.backward + (o.recompute.selective ? block.again : 0)) +
+                            again.of_blocks(block.forward, linears.last_inputs + linears.last_outputs + 2 * C) + head;
+    const double block_flops = (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / (3 * L);
+    cost.flops += tokens * again.of_blocks(block_flops, 2 * linears.last_weights);
+    if (o.precision.fp8 != Fp8Recipe::none) cost.fp8_flops = tokens * 2 * (3 * L * linears.weights + weights_again);
+    // The weights are read by the forward, perhaps again, and by the gradient of the input; gradients are written by
+    // the first micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and
+    // writes what it updates and its states: here, or on the host.
+    cost.bytes = tokens * elements * value_bytes + n_micro * (2 * n + weights_again) * value_bytes +
+                 (2 * n_micro + 1) * n * grad_bytes +
                  head_chunk_bytes(t, o.recompute.head_chunks, o.precision.grad_dtype) +
                  (t.model.sharding.host_updates()
                       ? 0
@@ -170,12 +198,15 @@ void print_pipeline_time(const Trainer& t) {
                  head = tokens * 2 * static_cast<double>(c.V * c.C) / rate;
     const std::vector<double> blocks = block_flops_per_token(c, o.seq);
     Times times{.stages = {}};
+    const double last_product = tokens * 2 * block_linears(c).last_weights / block_rate;
     auto block = blocks.begin();
     for (const int64_t n : t.pipeline->blocks_of_stages()) {
         const double its = tokens * std::accumulate(block, block + n, 0.0) / 3 / block_rate;
         block += n;
-        times.stages.push_back(
-            {.forward = its, .backward_input = its * (o.recompute.every > 0 ? 2 : 1), .backward_weight = its});
+        // Run again: all blocks, and of each segment's last one not the last product (block_forward).
+        const int64_t every = o.recompute.every;
+        const double again = every > 0 ? its - static_cast<double>(ceil_div(n, every)) * last_product : 0;
+        times.stages.push_back({.forward = its, .backward_input = its + again, .backward_weight = its});
     }
     times.stages.back().backward_input += 2 * head, times.stages.back().backward_weight += head;
     const Simulation run = simulate(schedule, times);
