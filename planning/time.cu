@@ -175,9 +175,11 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     if (o.precision.fp8 != Fp8Recipe::none) cost.fp8_flops = tokens * 2 * (3 * L * linears.weights + weights_again);
     // The weights are read by the forward, perhaps again, and by the gradient of the input; gradients are written by
     // the first micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and
-    // writes what it updates and its states: here, or on the host.
-    cost.bytes = tokens * elements * value_bytes + n_micro * (2 * n + weights_again) * value_bytes +
-                 (2 * n_micro + 1) * n * grad_bytes +
+    // writes what it updates and its states: here, or on the host. Of an embedding that is not the head, too, a
+    // micro-batch reads the rows of its tokens, and adds to them.
+    const double whole_n = n - (c.tied ? 0 : V * C);
+    cost.bytes = tokens * elements * value_bytes + n_micro * (2 * whole_n + weights_again) * value_bytes +
+                 (3 * n + 2 * (n_micro - 1) * whole_n) * grad_bytes +
                  head_chunk_bytes(t, o.recompute.head_chunks, o.precision.grad_dtype) +
                  (t.model.sharding.host_updates()
                       ? 0
