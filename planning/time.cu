@@ -144,6 +144,26 @@ Again computed_again(const Recompute& recompute, int64_t L) {
     return {static_cast<double>(segments), static_cast<double>(segments * recompute.every)};
 }
 
+// What fp8 moves more than 16 bits do. The input of a layer is cast for its forward, the output gradient for the
+// gradient of the input, and both, transposed, for that of the weight: two bytes are read and one is written, which
+// the product reads instead of two. --fp8 current reads both once more, for the largest value. Weights are cast both
+// ways once a step, with --zero 3 at each visit of a block; all but --fp8 block read them once more, for the largest.
+double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again& again) {
+    const Fp8Recipe recipe = t.options.precision.fp8;
+    if (recipe == Fp8Recipe::none) return 0;
+    const double tokens = static_cast<double>(t.local_batch * t.options.rank_seq()),
+                 n_micro = static_cast<double>(t.local_batch / t.micro_batch);
+    const double largest = recipe == Fp8Recipe::current ? 2 : 0, cast = 3 - 1;
+    const double forwards = L * linears.inputs + again.of_blocks(linears.inputs, linears.last_inputs);
+    const double by_tokens = (largest + cast) * forwards + L * (largest + cast) * linears.outputs +
+                             L * cast * (linears.inputs + linears.outputs);
+    const double visits = t.model.sharding.shards_weights() ? n_micro * (2 * L + again.blocks) : L;
+    const double by_weights =
+        visits * (recipe == Fp8Recipe::block ? 4 : 6) * linears.weights -
+        n_micro * (2 * L * linears.weights + again.of_blocks(linears.weights, linears.last_weights));
+    return tokens * by_tokens + by_weights;
+}
+
 struct StepCost {
     double flops = 0, bytes = 0;
     double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
@@ -179,7 +199,7 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // micro-batch reads the rows of its tokens, and adds to them.
     const double whole_n = n - (c.tied ? 0 : V * C);
     cost.bytes = tokens * elements * value_bytes + n_micro * (2 * whole_n + weights_again) * value_bytes +
-                 (3 * n + 2 * (n_micro - 1) * whole_n) * grad_bytes +
+                 (3 * n + 2 * (n_micro - 1) * whole_n) * grad_bytes + fp8_bytes(t, L, linears, again) +
                  head_chunk_bytes(t, o.recompute.head_chunks, o.precision.grad_dtype) +
                  (t.model.sharding.host_updates()
                       ? 0
