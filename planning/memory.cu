@@ -196,10 +196,8 @@ void print_plan(Trainer& t) {
         std::printf("on the host\n");
         print_states(table.host, n, any_model ? psi : n);
     }
-    // --params may be those of any model; otherwise they are those of a rank.
     if (o.sharding_ranks() > 1)
-        print_stages(t, any_model || !(t.tensor_parallel || t.pipeline) ? psi : n,
-                     static_cast<double>(dtype_bytes(o.precision.dtype)),
+        print_stages(t, t.tensor_parallel || t.pipeline ? n : psi, static_cast<double>(dtype_bytes(o.precision.dtype)),
                      static_cast<double>(dtype_bytes(o.precision.grad_dtype)), bytes_a_parameter);
     if (rank_count(o.ranks) > 1 && !any_model)
         std::printf("  a rank sends              %18s %s in a step\n", "",

@@ -157,6 +157,8 @@ void check_options(const TrainOptions& o) {
           "--val-sequences must be positive");
     check(o.plan_parameters >= 0 && (o.plan_parameters == 0 || o.plan),
           "--params N belongs to --plan, and must be positive");
+    check(o.plan_parameters == 0 || (o.tp == 1 && o.pp == 1),
+          "--params with --tp or --pp: what a rank has depends on the model's layers: give --model instead");
     check(!o.resume || !o.out.empty(), "--resume needs --out DIR, the folder of the run to continue");
     check(!o.new_data || o.resume, "--new-data belongs to --resume: a new run takes any data");
     check_schedule(o.schedule);
