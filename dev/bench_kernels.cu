@@ -30,6 +30,7 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <set>
 #include <tuple>
 
 namespace {
@@ -385,6 +386,17 @@ std::vector<Operation> operations(const Config& c, int64_t B, int64_t T, DType d
     return table;
 }
 
+// The operations whose name contains `only`; Error if there are none.
+std::vector<Operation> chosen(std::vector<Operation> table, const std::string& only) {
+    std::set<std::string> names;
+    for (const Operation& operation : table) names.insert(operation.name);
+    std::erase_if(table, [&](const Operation& operation) { return operation.name.find(only) == std::string::npos; });
+    if (!table.empty()) return table;
+    std::string choices;
+    for (const std::string& name : names) choices += concat(choices.empty() ? "'" : ", '", name, "'");
+    fail("--only '", only, "': no operation of this model has that in its name; they are ", choices);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Timing
 
@@ -481,8 +493,7 @@ int main(int argc, char** argv) {
             check_output();
             return 0;
         }
-        for (const Operation& operation : operations(load_config(model), B, T, dtype)) {
-            if (operation.name.find(only) == std::string::npos) continue;
+        for (const Operation& operation : chosen(operations(load_config(model), B, T, dtype), only)) {
             const double seconds = time_operation(operation, dtype, budget_s, max_repeats);
             std::printf("kernel\t%s\t%s\t%s\t%.6g\t%.6g\t%.6g\n", operation.name.c_str(), operation.pass.c_str(),
                         operation.shape.c_str(), seconds, operation.bytes, operation.flops);

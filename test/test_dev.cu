@@ -436,6 +436,7 @@ TEST_CASE("tensor_overlap: as many bytes in pieces as at once", "[program][dev]"
 TEST_CASE("benchmarks refuse what is no number, and a result that cannot be written is an error", "[program][dev]") {
     check_refused("bench_cpu", "--model tiny --steps x", "--steps x: give a whole number");
     check_refused("bench_kernels", "--batch x", "--batch x: give a whole number");
+    check_refused("bench_kernels", "--only rmsnorms", "--only 'rmsnorms': no operation of this model has that");
     check_refused("bench_inference", "--rounds 0", "of at least 1");
     for (const char* command :
          {"float_formats 1", "softmax --check --size 1x1", "bench_kernels --only rmsnorm --repeats 3"}) {
