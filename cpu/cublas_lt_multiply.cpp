@@ -84,11 +84,10 @@ void apply_gelu(float* x, int64_t n) {
 // x *= gelu'(z) = s + z s (1 - s) v'.
 void apply_gelu_gradient(float* x, const float* z, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-        const float square = z[i] * z[i];
+        const float square = ::min(z[i] * z[i], 1e30f);  // v' is finite where s (1 - s) is 0
         const Sigmoid s(gelu_c1 * z[i] * (1.0f + gelu_c3 * square));
         const float dv = gelu_c1 * (1.0f + 3.0f * gelu_c3 * square);
-        const float slope = z[i] * s.value * s.complement;  // 0 for large |z|, where v' overflows
-        x[i] *= s.value + (slope != 0.0f ? slope * dv : 0.0f);
+        x[i] *= s.value + z[i] * s.value * s.complement * dv;
     }
 }
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ float gelu(float x) {
 }
 // y' = s + x s (1 - s) v'
 __device__ __forceinline__ float gelu_derivative(float x) {
-    const float square = x * x;
+    const float square = min(x * x, 1e30f);  // v' is finite where s (1 - s) is 0
     const Sigmoid s(kSqrt8OverPi * x * (1.0f + kCubic * square));
     const float dv = kSqrt8OverPi * (1.0f + 3.0f * kCubic * square);
     return s.value + x * s.value * s.complement * dv;  // y = x s(v): by x, then by v
