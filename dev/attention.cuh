@@ -204,8 +204,4 @@ inline double probability_error(int64_t T) {
     return 2 * score_error() + (4 * (2 + 1.16 * 24) + static_cast<double>(T) + 2) * 0x1p-24;
 }
 
-// Rounding x to bf16 or f16 errs by at most a unit roundoff of max(|x|, this): below it the format's numbers are
-// equally spaced.
-inline double smallest_normal(DType dtype) { return dtype == DType::bf16 ? 0x1p-126 : 0x1p-14; }
-
 }  // namespace

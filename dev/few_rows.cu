@@ -166,9 +166,10 @@ Expectation product_reference(const Problem& p, const std::vector<float>& inp, V
             expectation.sizes.push_back(size);
         }
     // C additions in any order, the rounding of each product and of scale times code: (C + 2) 2^-24 of the terms'
-    // sizes. Then out's type rounds once, by less than that of the same sizes.
-    expectation.relative =
-        static_cast<double>(p.C + 2) * 0x1p-24 + (p.out.dtype == DType::f32 ? 0 : unit_roundoff(p.out.dtype));
+    // sizes. Then out's type rounds once, by less than that of the same sizes, or of its smallest normal number.
+    const double u = p.out.dtype == DType::f32 ? 0 : unit_roundoff(p.out.dtype);
+    expectation.relative = static_cast<double>(p.C + 2) * 0x1p-24 + u;
+    expectation.absolute = u * smallest_normal(p.out.dtype);
     return expectation;
 }
 
@@ -212,7 +213,7 @@ int main(int argc, char** argv) {
                        .sizes = "rows x outputs x columns",
                        .cpu_size = {4, 3072, 768},
                        .gpu_size = {4, 16384, 4096},
-                       .check_sizes = {{1, 1, 1}, {3, 33, 65}, {5, 7, 136}, {16, 40, 272}},
+                       .check_sizes = {{1, 1, 1}, {13, 128, 1}, {3, 33, 65}, {5, 7, 136}, {16, 40, 272}},
                        .dtypes = {DType::f32, DType::bf16, DType::f16},
                        .climb = climb});
 }

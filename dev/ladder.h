@@ -83,6 +83,9 @@ inline double unit_roundoff(DType dtype) {
     return dtype == DType::f32 ? 0x1p-24 : dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
 }
 
+// Rounding x errs by at most a unit roundoff of max(|x|, this): below it the format's numbers are equally spaced.
+inline double smallest_normal(DType dtype) { return dtype == DType::f16 ? 0x1p-14 : 0x1p-126; }
+
 // The error of a float32 sum of n independent random terms of size 1, in any order. The partial sum of k terms is at
 // most 6 sqrt(k) (in 10^9 of them), and its rounding error lies evenly between -2^-24 and 2^-24 of that. The sum of n
 // such errors of random sign has the standard deviation  2^-24 * 6 / sqrt(3) * sqrt(1 + 2 + ... + n)  and stays within
