@@ -239,6 +239,11 @@ void end_with_reason() {
     });
 }
 
+bool terminal_knows_escapes() {
+    const char* const name = std::getenv("TERM");
+    return !name || std::string_view(name) != "dumb";
+}
+
 void check_output() {
     check(std::fflush(stdout) == 0 && std::ferror(stdout) == 0, "the output could not be written (is the disk full?)");
 }

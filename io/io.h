@@ -73,6 +73,8 @@ const char* reason_of(const std::exception& error);
 void end_with_reason();
 // Error if something that was printed could not be written: for programs whose result that is.
 void check_output();
+// Does a terminal that output goes to know the sequences behind ESC? TERM=dumb, as in an editor's window, does not.
+bool terminal_knows_escapes();
 
 // ---------------------------------------------------------------------------------------------------------------------
 // checksum.cu

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 
 namespace {
 
@@ -169,6 +170,11 @@ size_t text_width() {
     return known ? size.ws_col : 120;
 }
 
+bool wants_colors() {
+    const char* const no_color = std::getenv("NO_COLOR");  // https://no-color.org
+    return isatty(STDOUT_FILENO) && terminal_knows_escapes() && (!no_color || *no_color == 0);
+}
+
 template <class T>
 std::string joined(const std::vector<T>& numbers) {
     std::string text;
@@ -290,7 +296,7 @@ void draw_pipelines(const TrainOptions& o) {
         drawn.push_back(simulated_pipeline(o));
         const auto& [schedule, times, simulation] = drawn[0];
         print_legend(schedule, times);
-        std::printf("%s\n", pipeline_drawing(schedule, simulation.ranks, text_width(), isatty(STDOUT_FILENO)).c_str());
+        std::printf("%s\n", pipeline_drawing(schedule, simulation.ranks, text_width(), wants_colors()).c_str());
         if (schedule.asynchronous) std::printf("%s\n", staleness_table(schedule, text_width()).c_str());
         last_line = pipeline_summary(schedule, simulation.bubble) + "\n";
     }

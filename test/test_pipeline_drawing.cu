@@ -240,6 +240,21 @@ TEST_CASE("--draw with --out writes a picture and a trace", "[pipeline][program]
         CHECK_THAT(all.out, ContainsSubstring("\n" + name + " "));
 }
 
+TEST_CASE("--draw has colors only in a terminal that knows them, and where NO_COLOR is not set",
+          "[pipeline][program]") {
+    if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
+    const TempFolder folder;
+    for (const auto& [variables, colored] : std::vector<std::pair<std::string, bool>>{
+             {"TERM=xterm NO_COLOR=", true}, {"TERM=xterm NO_COLOR=1", false}, {"TERM=dumb NO_COLOR=", false}}) {
+        const Outcome drawn =
+            run_shell(concat(variables, " script -qec '", program_path("train_gpt"),
+                             " --pipeline 1f1b --pp 2 --micro-batches 2 --draw' ", folder / "typescript"));
+        INFO(variables);
+        CHECK(drawn.status == 0);
+        CHECK((drawn.out.find('\033') != std::string::npos) == colored);
+    }
+}
+
 TEST_CASE("the trace of a run becomes the spans of its schedule, with the times that they took", "[pipeline]") {
     const TempFolder folder;
     for (const auto& [name, p, m] : cases()) {

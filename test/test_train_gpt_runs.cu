@@ -217,12 +217,17 @@ TEST_CASE("progress is a line every --log-every steps, and one that changes in a
     CHECK(count(none.out, "val loss") == 0);
     for (const LogRow& row : read_csv_log(folder / "b/log.csv")) CHECK_FALSE(row.val_loss.has_value());
     if (run_shell("command -v script").status != 0) return;  // it runs a command in a terminal of its own
-    const Outcome terminal = run_shell(concat("script -qec '", program_path("train_gpt"), " --data ", text_file(),
-                                              kSmall, "--out ", folder / "c", "' ", folder / "typescript"));
+    const auto in_terminal = [&](const std::string& kind) {
+        return run_shell(concat("TERM=", kind, " script -qec '", program_path("train_gpt"), " --data ", text_file(),
+                                kSmall, "--out ", folder / kind, "' ", folder / "typescript"));
+    };
+    const Outcome terminal = in_terminal("xterm"), dumb = in_terminal("dumb");
     CHECK(terminal.status == 0);
     CHECK(count(terminal.out, "\rstep ") == 20);
     CHECK(count(terminal.out, "\nstep ") == 0);
     CHECK_THAT(terminal.out, ContainsSubstring("val loss"));
+    CHECK(count(dumb.out, "\nstep ") == 20);
+    CHECK(count(dumb.out, "\033") == 0);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -99,8 +99,9 @@ namespace {
 
 bool line_is_open = false;  // a line of progress in a terminal that the next one will replace
 
-// mpirun gives its ranks a terminal of their own, whatever its output goes to.
+// A terminal in which a line can be replaced. mpirun gives its ranks one of their own, whatever its output goes to.
 bool prints_to_terminal() {
+    if (!terminal_knows_escapes()) return false;
     if (!isatty(STDOUT_FILENO) || !started_by_mpirun()) return isatty(STDOUT_FILENO);
     std::error_code none;
     const std::string output =
