@@ -23,7 +23,17 @@ std::string joined(std::initializer_list<Printable> parts) {
     return text.str();
 }
 
-void fail_with(std::initializer_list<Printable> parts) { throw Error(joined(parts)); }
+// A value of thousands of characters, as "$(cat file)" in the place of a file's name, would hide what is wrong with it:
+// of a long part of the line its beginning and its end are shown.
+void fail_with(std::initializer_list<Printable> parts) {
+    constexpr size_t kMost = 600, kBegin = 400, kEnd = 150;
+    std::string line;
+    for (const Printable& part : parts) {
+        const std::string text = joined({part});
+        line += text.size() <= kMost ? text : text.substr(0, kBegin) + " ... " + text.substr(text.size() - kEnd);
+    }
+    throw Error(line);
+}
 
 void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status == cudaSuccess) return;

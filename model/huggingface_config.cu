@@ -39,7 +39,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 
 namespace {
 
@@ -290,8 +289,8 @@ Config read_deepseek(const ConfigReader& in, const std::string& type) {
 Config load_config(const std::string& preset_or_path) {
     if (const Config* preset = find_preset(preset_or_path)) return *preset;
     std::string path = preset_or_path;
-    if (std::filesystem::is_directory(path)) path += "/config.json";
-    if (!std::filesystem::exists(path)) {
+    if (is_folder(path)) path += "/config.json";
+    if (!is_there(path)) {
         std::string names;
         for (const std::string& name : preset_names()) names += (names.empty() ? "" : ", ") + name;
         fail("no model '", preset_or_path, "': use one of ", names,

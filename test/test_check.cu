@@ -1,5 +1,6 @@
 // test/test_check.cu: check() formats its message only when it fails. Launchers make dozens of checks, on every launch.
 #include "layers/layers.h"
+#include "temp_folder.h"
 #include "test.h"
 
 #include <cstdlib>
@@ -58,4 +59,11 @@ TEST_CASE("a check that passes makes no text", "[check]") {
     const int64_t before = n_allocations;
     CHECK_THROWS_WITH(check(false, "x is ", x, ", expected something else"), ContainsSubstring("f32 (4, 16)"));
     CHECK(n_allocations > before);
+}
+
+TEST_CASE("of a long value the message of a check has the beginning and the end", "[check]") {
+    const std::string message =
+        error_of([] { check(false, "--data a", std::string(3000, 'x'), "z: give the name of a file"); });
+    CHECK(message.size() < 700);
+    CHECK(one_line_with(message, "--data axxx", "xxx ... xxx", "xxxz: give the name of a file"));
 }
