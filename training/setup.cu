@@ -18,9 +18,12 @@ void check_text(const RunTokenizer& tokenizer, const TokenSource& source, const 
           ": give the model's --tokenizer tokenizer.json, or token shards *.bin as --data, or use --model tiny");
 }
 
-void check_tokens(const TrainOptions& o, const TokenSource& source, int32_t largest, const Config& config) {
-    check(source.n() > o.seq, source.description(), ": ", source.n(), " tokens are too short a text for --seq ", o.seq,
-          ": use a smaller --seq or more text");
+// part: "training" or "held-out". The description of a part is that of the whole text.
+void check_tokens(const TrainOptions& o, const TokenSource& source, const char* part, int32_t largest,
+                  const Config& config) {
+    check(source.n() > o.seq, source.description(), ": the ", part, " part has ", source.n(), " tokens, and --seq ",
+          o.seq, " needs ", o.seq + 1, ": use a smaller --seq or more text",
+          o.val.empty() && o.val_fraction > 0 ? ", or another --val-fraction" : "");
     const bool chosen = !o.tokenizer.empty() && !o.init.empty() && !source.is_shards();
     check(largest < config.V, source.description(), ": holds token id ", largest, ", beyond the model's vocabulary of ",
           config.V, ": ",
@@ -110,14 +113,14 @@ Config choose_config(const TrainOptions& o, int64_t vocab_size) {
     return config;
 }
 
-// Checks each source of a mix; returns the checksum of all, with their shares.
-uint64_t checked_checksum(const TrainOptions& o, const RunTokenizer& tokenizer, const TokenMix& mix,
+// Checks each source of a mix, which is a part as in check_tokens; returns the checksum of all, with their shares.
+uint64_t checked_checksum(const TrainOptions& o, const RunTokenizer& tokenizer, const TokenMix& mix, const char* part,
                           const Config& config) {
     std::vector<uint64_t> numbers;
     for (const MixedSource& source : mix) {
         check_text(tokenizer, source.tokens, config);
         const TokenSource::Summary summary = source.tokens.summary();
-        check_tokens(o, source.tokens, summary.max_token, config);
+        check_tokens(o, source.tokens, part, summary.max_token, config);
         numbers.insert(numbers.end(), {summary.checksum, static_cast<uint64_t>(source.share)});
     }
     return mix.size() == 1 ? numbers[0] : checksum(numbers.data(), numbers.size() * sizeof(uint64_t));
@@ -133,8 +136,9 @@ RunData open_data(const TrainOptions& o, const Config& config, const RunTokenize
     const bool validates = token_count(val) > 0 || o.val_fraction > 0 || !o.val.empty();
     check(validates || !o.keep_best,
           "--keep-best looks at the validation loss: give --val, or a --val-fraction above 0");
-    const DataIdentity identity{token_count(train), token_count(val), checked_checksum(o, tokenizer, train, config),
-                                validates ? checked_checksum(o, tokenizer, val, config) : 0};
+    const DataIdentity identity{token_count(train), token_count(val),
+                                checked_checksum(o, tokenizer, train, "training", config),
+                                validates ? checked_checksum(o, tokenizer, val, "held-out", config) : 0};
     if (o.resume) check_identity(o, identity);
     if (o.mask_documents) check_documents(train);
     // The held-out text has an order that does not depend on --seed, so that runs can be compared.
