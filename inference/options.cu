@@ -148,15 +148,10 @@ constexpr const char* kDrawing[] = {"--temperature",
                                     "--logprobs",
                                     "--stop"};
 
-void check_texts(const GenerateOptions& o, const CommandLine& line) {
-    check(!line.given("--prompt") || !o.prompt.empty(), "--prompt is empty: give at least one character");
-    check(!line.given("--prompt-ids") || !o.prompt_ids.empty(), "--prompt-ids is empty: give at least one token");
-    check(std::ranges::find(o.stop, "") == o.stop.end(), "--stop is empty: give at least one character");
-}
-
 // What answers a request has, and what is told of them.
 void check_answers(const GenerateOptions& o, const CommandLine& line) {
     const SamplingOptions& sampling = o.sampling;
+    check(std::ranges::find(o.stop, "") == o.stop.end(), "--stop is empty: give at least one character");
     check(o.beams == 0 || o.beams >= o.samples, "--beams ", o.beams, ": it must be at least --samples");
     for (const char* flag : kDrawing)
         check(o.beams == 0 || !line.given(flag), flag,
@@ -174,16 +169,14 @@ void check_answers(const GenerateOptions& o, const CommandLine& line) {
 
 constexpr int64_t kMost = 1 << 20;  // what follows from these is counted in 64 bits, and kept in lists on the host
 
-void check_server(const ServerOptions& s, const CommandLine& line) {
+void check_server(const ServerOptions& s) {
     check(s.port >= 0 && s.port <= 65535, "--port ", s.port, ": a port is a number up to 65535");
     check(s.max_waiting >= 0 && s.max_body >= 1 && s.client_timeout > 0 && s.request_timeout > 0,
           "--max-waiting must not be negative, and --max-body, --client-timeout and --request-timeout be positive");
     check(s.max_waiting <= kMost, "--max-waiting can be at most ", kMost);
     const auto is_printed = [](char c) { return c > ' ' && c <= '~'; };
-    check(
-        !line.given("--api-key") || (!s.api_key.empty() && std::ranges::all_of(s.api_key, is_printed)),
-        "--api-key: give at least one character, all of them printed ones of ASCII, and no blank: no client can send ",
-        "others");
+    check(std::ranges::all_of(s.api_key, is_printed),
+          "--api-key: give printed characters of ASCII, and no blank: no client can send others");
 }
 
 void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
@@ -223,7 +216,6 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(o.engine.scheduler.max_length == 0 || o.engine.scheduler.max_length >= 2, "--max-length ",
           o.engine.scheduler.max_length,
           ": a prompt and an answer have at least 2 tokens (0: as the model was made for)");
-    check_texts(o, line);
     const int n_ways =
         !o.prompt.empty() + !o.prompt_ids.empty() + o.chat + o.serve + !o.batch.empty() + !o.eval.empty() + o.plan;
     check(n_ways == 1, n_ways == 0 ? "nothing to do: give --prompt TEXT (or --prompt-ids, --chat, --serve, --batch, "
@@ -233,7 +225,7 @@ void settle(GenerateOptions& o, const Typed& typed, const CommandLine& line) {
     check(o.chat || o.system.empty(), "--system is for --chat");
     check(o.pictures.empty() || !o.batch.empty() || !o.prompt.empty() || !o.prompt_ids.empty(),
           "--pictures is for --batch and --prompt");
-    check_server(o.server, line);
+    check_server(o.server);
     o.has_seed = line.given("--seed");
     check_answers(o, line);
     // One prompt, one conversation or one text needs no memory for other sequences.

@@ -341,8 +341,9 @@ TEST_CASE("generate refuses in one line what cannot be", "[generate][program]") 
          "needs a value, and the next word, --ids, is a flag (for a text that begins so: --prompt=TEXT)"},
         {"--prompt a --stop b c", "\"c\" belongs to no flag"},
         {"--chat --stop ''", "--stop is empty"},
-        {"--serve --api-key ''", "--api-key: give at least one character"},
-        {"--serve --api-key 'x '", "--api-key: give at least one character"},
+        {"--serve --api-key ''", "--api-key is empty"},
+        {"--serve --api-key 'x '", "--api-key: give printed characters"},
+        {"--prompt a --draft ''", "--draft is empty"},
         {"--serve --max-waiting 9e18", "--max-waiting can be at most 1048576"}};
     for (const auto& [arguments, words] : wrong) {
         const Outcome outcome = generate(arguments);

@@ -200,6 +200,7 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--data " + (folder / "absent.txt"), "absent.txt"},
         {"--data " + file("empty.txt", ""), "empty"},
         {"--data " + file("short.txt", "tiny"), "short.txt"},
+        {"--data ''", "--data is empty"},
         {"--val-fraction 1e-9", "the held-out part has 0 tokens"},
         {"--model " + std::string(3000, 'x'), "use one of tiny"},
         {"--seq 100000", "100000"},
