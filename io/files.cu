@@ -178,8 +178,15 @@ void write_text_file(const std::string& path, std::string_view text) {
 void make_folder(const std::string& path) {
     std::error_code error;
     std::filesystem::create_directories(path, error);
+    for (std::filesystem::path part = path; error && part.has_relative_path(); part = part.parent_path()) {
+        if (is_folder(part.string())) break;
+        check(!is_there(part.string()), "cannot make the folder ", path, ": ", part.string(), " is no folder");
+        std::error_code none;
+        const std::filesystem::path meant = std::filesystem::read_symlink(part, none);
+        check(none.value() != 0, "cannot make the folder ", path, ": ", part.string(), " is a link to ", meant.string(),
+              ", which is not there: make that first, or remove the link");
+    }
     check(!error, "cannot make the folder ", path, ": ", error.message());
-    check(std::filesystem::is_directory(path, error), "cannot use ", path, " as a folder: it is a file");
     const int status = ::faccessat(AT_FDCWD, path.c_str(), W_OK | X_OK, AT_EACCESS);
     check(status == 0, "cannot write to the folder ", path, ": ", reason(errno),
           "; choose another one or change its permissions");

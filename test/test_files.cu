@@ -340,6 +340,10 @@ TEST_CASE("make_folder makes parents and refuses a file") {
     CHECK(std::filesystem::is_directory(folder / "a/b/c"));
     spit(folder / "file", "");
     CHECK(one_line_with(error_of([&] { make_folder(folder / "file"); }), folder / "file"));
-    CHECK(one_line_with(error_of([&] { make_folder(folder / "file/x"); }), folder / "file/x"));
+    CHECK(one_line_with(error_of([&] { make_folder(folder / "file/x"); }), folder / "file/x",
+                        folder / "file" + " is no folder"));
+    std::filesystem::create_symlink("gone", folder / "link");
+    CHECK(one_line_with(error_of([&] { make_folder(folder / "link/x"); }), folder / "link/x",
+                        folder / "link" + " is a link to gone, which is not there"));
     CHECK(one_line_with(error_of([&] { sync_folder(folder / "none"); }), folder / "none"));
 }
