@@ -137,6 +137,7 @@ TEST_CASE("a disk without room for the checkpoints is found at the start", "[pro
     const Outcome outcome = train("--steps 1000000000 --save-every 1 --keep 0 --out " + (folder / "a/run"));
     INFO(outcome.err);
     CHECK(one_line_with(line_of(outcome), "the disk of " + folder.path, "1000000000 checkpoints at once", "--keep 1"));
+    CHECK(train("--steps 1e15 --stop-after 2 --out " + (folder / "two")).status == 0);  // the logs of two steps
     CHECK_FALSE(std::filesystem::exists(folder / "a"));
     // What it says of the size of a checkpoint, with a large tokenizer, is what one takes.
     std::filesystem::create_directories(folder / "tokenizer");

@@ -155,7 +155,7 @@ void check_disk_space(const Trainer& t) {
     const int64_t n = checkpoints_to_come(o);
     constexpr double row_bytes = 500, other_bytes = 1 << 20;  // a step in log.csv and the events; plot, JSON files
     const double wanted =
-        one * static_cast<double>(n) + row_bytes * static_cast<double>(o.steps - o.resumed_step) + other_bytes;
+        one * static_cast<double>(n) + row_bytes * static_cast<double>(o.last_step() - o.resumed_step) + other_bytes;
     fs::path existing = fs::absolute(o.out.empty() ? "runs" : o.out);
     std::error_code ignored;
     while (!fs::exists(existing, ignored) && existing != existing.parent_path()) existing = existing.parent_path();
@@ -163,8 +163,10 @@ void check_disk_space(const Trainer& t) {
     // Some file systems do not know their size, and say 0.
     if (::statvfs(existing.c_str(), &disk) != 0 || disk.f_blocks == 0) return;
     const double free_bytes = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
+    TrainOptions least = o;
+    least.keep = 1;
     check(wanted <= free_bytes, "the disk of ", existing.string(), " has ", human_bytes(free_bytes),
           " free, and this run needs ", human_bytes(wanted), ": ", n, n == 1 ? " checkpoint" : " checkpoints at once",
           " of ", human_bytes(one), " each, and its logs: free some space, or choose an --out on another disk",
-          o.keep == 1 ? "" : ", or keep fewer with --keep 1");
+          checkpoints_to_come(least) < n ? ", or keep fewer with --keep 1" : "");
 }
