@@ -456,6 +456,10 @@ TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the 
         const std::string run = folder / "run";
         REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
         flip_bit(newest_checkpoint(run) + file, tensor);
+        const Outcome full =
+            run_program("train_gpt", "--resume --out " + run, "ulimit -S -f 4; exec");  // none is written
+        CHECK(full.status == 2);
+        CHECK_THAT(full.err, ContainsSubstring("The newest checkpoint is " + run + "/checkpoints/step-00000002: "));
         const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);

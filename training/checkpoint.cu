@@ -362,22 +362,25 @@ void save_checkpoint(Trainer& t, int64_t step, bool last) {
         if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());
         return;
     }
-    if (fault.empty()) return note_saved(step, last);
-    const std::string& out = t.options.out;
-    const auto older = latest_checkpoint(out);
-    check(older.has_value(), "step ", step, " could not be saved, and no checkpoint was before it: ", fault);
-    check(!last, "step ", step, ", the last, could not be saved: ", fault, ". The newest checkpoint is ", *older,
+    if (fault.empty()) {
+        t.options.checkpoint = *latest_checkpoint(t.options.out);
+        return note_saved(step, last);
+    }
+    const std::string& older =
+        t.options.checkpoint;  // not find_checkpoints': a run may have gone on behind a broken one
+    check(!older.empty(), "step ", step, " could not be saved, and no checkpoint was before it: ", fault);
+    check(!last, "step ", step, ", the last, could not be saved: ", fault, ". The newest checkpoint is ", older,
           ": continue from it with --resume");
     end_progress_line();
     std::fprintf(stderr,
                  "train_gpt: step %lld could not be saved: %s. The run goes on, and tries again at the next save; the "
                  "newest checkpoint is %s\n",
-                 static_cast<long long>(step), fault.c_str(), older->c_str());
+                 static_cast<long long>(step), fault.c_str(), older.c_str());
 }
 
 int64_t resume_run(Trainer& t) {
     TrainOptions& o = t.options;
-    const std::string folder = whole_checkpoint(t.world, o.out);
+    const std::string folder = o.checkpoint = whole_checkpoint(t.world, o.out);
 
     load_weights(t.model, folder);
     const SavedStates saved(folder);

@@ -93,7 +93,7 @@ struct TrainOptions {
     bool mask_documents = false;
     bool resume = false, new_data = false;  // new_data: a resumed run may go on with other data than those it had
     bool keep_best = false;
-    std::string checkpoint;    // with --resume: where the options came from
+    std::string checkpoint;    // the newest that is whole; with --resume at first the one that the options came from
     int64_t resumed_step = 0;  // and its step
     // For the command that continues the run: the program as it was called, and flags that no checkpoint has.
     std::string program = "./train_gpt";
