@@ -520,7 +520,7 @@ TEST_CASE("half of a tokenizer.json is no whole checkpoint", "[program][train_gp
 
 TEST_CASE("a checkpoint without one of its files is not whole", "[program][train_gpt]") {
     const TempFolder folder;
-    for (const std::string file : {"model.safetensors", "optimizer.safetensors"}) {
+    for (const std::string file : {"model.safetensors", "optimizer.safetensors", "config.json"}) {
         const std::string run = folder / file;
         REQUIRE(train("--steps 6 --save-every 2 --stop-after 4 --out " + run).status == 0);
         std::filesystem::remove(newest_checkpoint(run) + "/" + file);

@@ -78,6 +78,7 @@ void check_count(const std::string& folder, const std::string& file) {
 // Error for what is wrong with the files that a run reads before it has a model.
 void check_texts(const std::string& folder) {
     read_state(folder);
+    check(is_there(folder + "/config.json"), folder, " holds no config.json");
     load_config(folder);
     const Json::Value state = read_json_file(state_path(folder));
     if (has(state, "config_checksum"))
