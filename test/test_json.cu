@@ -54,6 +54,7 @@ TEST_CASE("what is no JSON is refused in one line that says where") {
         INFO(wrong.text.substr(0, 80) << "\n  wanted: " << wrong.words << "\n  got: " << error(wrong.text));
         CHECK(one_line_with(error(wrong.text), "x.json: ", wrong.words));
         CHECK(error(wrong.text).size() < 400);
+        CHECK_FALSE(error(wrong.text).ends_with('.'));  // a sentence goes on behind it
     }
     CHECK(error(std::string(8, '[') + std::string(8, ']')) == "");
     CHECK(error("\xef\xbb\xbf[\"" + pair + "\", 1e-999, -0.5E+3, 0]") == "");
