@@ -66,13 +66,14 @@ void AddedTokens::split(std::string_view text,
             if (!is_white_space(utf8_char_at(text, space).code)) break;
             begin = space;
         }
-        begin = std::max(begin, done);
+        if (token->lstrip) begin = std::max(begin, done);
         while (token->rstrip && end < text.size() && is_white_space(utf8_char_at(text, end).code))
             end += utf8_char_at(text, end).bytes;
         if (begin > done) found(text.substr(done, begin - done), nullptr);
-        found(text.substr(begin, end - begin), token);
+        // Tokens of white space may stand in what the token before them has stripped: tokenizers finds them all the
+        // same, but for those that strip the white space before them, too, of which nothing is left.
+        if (begin < end) found(text.substr(begin, end - begin), token);
         done = end;
-        i = std::max(i, done);
     }
     if (done < text.size()) found(text.substr(done), nullptr);
 }

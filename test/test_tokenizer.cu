@@ -292,6 +292,16 @@ TEST_CASE("added tokens that take white space with them, or must stand alone") {
     CHECK(tokenizer->encode("<r>  <l>") == Ids{11, 10});
     CHECK(tokenizer->encode("aa aab baa aa") == Ids{12, 2, 0, 3, 2, 1, 0, 0, 2, 12});
     CHECK(tokenizer->encode("aaa") == Ids{0, 0, 0});
+    // Tokens that stand in white space which the one before them strips.
+    tokenizer = small_tokenizer([](json& f) {
+        f["added_tokens"] = value(JsonText::array(
+            {added_token("<r>", 10, false), added_token("\n", 11, false), added_token("\t", 12, false)}));
+        f["added_tokens"][0]["rstrip"] = true;
+        f["added_tokens"][2]["lstrip"] = true;
+    });
+    CHECK(tokenizer->encode("<r> \na") == Ids{10, 11, 0});
+    CHECK(tokenizer->encode("<r>\n a") == Ids{10, 11, 2, 0});
+    CHECK(tokenizer->encode("<r>\ta") == Ids{10, 0});
 }
 
 TEST_CASE("a post_processor puts its tokens around a prompt") {
