@@ -229,12 +229,15 @@ class BatchRun {
             }
             TextRequest request = read_request(line, model_, options_);
             const int64_t prompt_n = std::ssize(request.prompt);
+            std::string prompt;
+            const bool scores_text = request.scores_prompt && Fields(line).read("prompt", prompt);
+            const int64_t first = scores_text ? first_offset(*model_.tokenizer, request.prompt, prompt) : 0;
             struct Answer {
                 std::string text;
                 std::vector<Sampled> prompt, tokens;
             };
             auto answers = std::make_shared<std::map<uint64_t, Answer>>();
-            request.ready = [this, id, answers, n = request.n,
+            request.ready = [this, id, answers, first, n = request.n,
                              with_logprobs = request.sampling.logprobs >= 0](const AnswerPiece& piece) {
                 Answer& answer = (*answers)[piece.sample];
                 answer.text += piece.text;
@@ -246,7 +249,7 @@ class BatchRun {
                 JsonText line = {{"id", parse_json(id, "id")}};
                 if (n > 1) line.set("sample", piece.sample), line.set("samples", n);
                 line.set("text", answer.text), line.set("ids", ids_of(answer.tokens));
-                int64_t offset = 0, offset_in_prompt = 0;
+                int64_t offset = 0, offset_in_prompt = first;
                 if (with_logprobs) line.set("logprobs", logprobs_json(*model_.tokenizer, answer.tokens, offset));
                 if (!answer.prompt.empty())
                     line.set("prompt_logprobs", logprobs_json(*model_.tokenizer, answer.prompt, offset_in_prompt));

@@ -219,8 +219,11 @@ class JsonText;  // io/json.h
 LogitBias parse_logit_bias(const std::string& flag, const std::string& text);
 LogitBias read_logit_bias(const Json::Value& value);
 // OpenAI's {"tokens", "token_logprobs", "top_logprobs", "text_offset"}. offset: characters of the text before these
-// tokens; afterwards behind them. A token that is kUnscored begins the text, and has null in place of numbers.
+// tokens, where it is below 0 written as 0; afterwards behind them. A token that is kUnscored begins the text, and has
+// null in place of numbers.
 JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> tokens, int64_t& offset);
+// The offset of a prompt's first token: below 0 where tokens that the text lacks stand before it, as <|begin_of_text|>.
+int64_t first_offset(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt, const std::string& text);
 // The same for people: a line for each token.
 std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens);
 std::vector<int32_t> ids_of(std::span<const Sampled> tokens);

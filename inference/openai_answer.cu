@@ -59,7 +59,8 @@ ApiAnswer::ApiAnswer(const ServedModel& served, const ApiRequest& request)
     for (size_t p = 0; p < request.requests.size(); ++p)
         for (int64_t k = 0; k < request.requests[p].n; ++k) {
             choices_.emplace_back();
-            if (request.echo) choices_.back().text = request.prompts[p];
+            if (!request.echo) continue;
+            choices_.back().text = request.prompts[p], choices_.back().offset = request.offsets[p];
         }
 }
 
@@ -96,7 +97,7 @@ std::string ApiAnswer::whole() const {
         JsonText one = {{"index", i}};
         if (request_.chat) one.set("message", {{"role", "assistant"}, {"content", choice.text}, {"refusal", nullptr}});
         else one.set("text", choice.text);
-        int64_t offset = 0;
+        int64_t offset = choice.offset;
         one.set("logprobs", logprobs(choice.tokens, offset));
         one.set("finish_reason", choice.finish_reason);
         choices.push_back(one);
@@ -121,7 +122,7 @@ std::string ApiAnswer::event(const IndexedPiece& indexed) {
     else if (choice.begun) one.set("delta", {{"content", text}});
     else one.set("delta", {{"role", "assistant"}, {"content", text}});
     choice.begun = true;
-    one.set("logprobs", logprobs(tokens, choice.n_characters));
+    one.set("logprobs", logprobs(tokens, choice.offset));
     one.set("finish_reason", piece.finish_reason ? JsonText(piece.finish_reason) : nullptr);
     JsonText answer = head(request_.chat ? "chat.completion.chunk" : "text_completion");
     answer.set("choices", JsonText::array({one}));

@@ -200,6 +200,7 @@ void read_prompts(const Json::Value* prompt, const ServedModel& served, const Te
         const Tokenizer& tokenizer = *served.model.tokenizer;
         std::erase_if(lists[i], [&](int32_t token) { return !tokenizer.has(token); });
         api.prompts.push_back(texts.empty() ? tokenizer.decode(lists[i]) : texts[i]);
+        api.offsets.push_back(first_offset(tokenizer, lists[i], api.prompts.back()));
     }
 }
 

@@ -217,7 +217,8 @@ struct ServedModel {
 
 struct ApiRequest {
     bool chat = false, stream = false, include_usage = false, echo = false;
-    std::vector<std::string> prompts;   // their texts; of a conversation "", for nobody wants it back
+    std::vector<std::string> prompts;   // with echo: their texts
+    std::vector<int64_t> offsets;       // likewise: of their first tokens (first_offset)
     std::vector<TextRequest> requests;  // one for each prompt
 };
 // The body of /v1/completions (chat: of /v1/chat/completions). HttpError that names the field which is wrong.
@@ -239,7 +240,7 @@ class ApiAnswer {
     struct Choice {
         std::string text, finish_reason;
         std::vector<Sampled> tokens;
-        int64_t n_characters = 0;  // of the tokens that were written
+        int64_t offset = 0;  // of the next token that is written
         bool begun = false;
     };
     JsonText head(const char* object) const;

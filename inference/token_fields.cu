@@ -2,6 +2,7 @@
 #include "inference/inference.h"
 #include "io/json.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -99,10 +100,14 @@ JsonText logprobs_json(const Tokenizer& tokenizer, std::span<const Sampled> toke
         texts.push_back(text);
         logprobs.push_back(is_scored ? JsonText(sampled.logprob) : nullptr);
         tops.push_back(is_scored ? top : nullptr);
-        offsets.push_back(offset);
+        offsets.push_back(std::max<int64_t>(offset, 0));
         offset += count_characters(text);
     }
     return {{"tokens", texts}, {"token_logprobs", logprobs}, {"top_logprobs", tops}, {"text_offset", offsets}};
+}
+
+int64_t first_offset(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt, const std::string& text) {
+    return count_characters(text) - count_characters(tokenizer.decode(prompt));
 }
 
 std::string logprobs_table(const Tokenizer& tokenizer, std::span<const Sampled> tokens) {

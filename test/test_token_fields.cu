@@ -41,6 +41,20 @@ TEST_CASE("log-probabilities have a key for each text, whatever tokens are writt
         "        -1.0000      98  \"b\"\n");
 }
 
+TEST_CASE("a prompt's tokens stand where the prompt has their text", "[token_fields][tokenizer]") {
+    const auto tokenizer = load_tokenizer("test/golden/tokenizer/llama3/tokenizer.json");
+    const std::string text = "Gr\u00f6\u00dfe it";
+    const std::vector<int32_t> prompt = tokenizer->encode_with_special(text);  // <|begin_of_text|> first
+    std::vector<Sampled> tokens;
+    for (const int32_t token : prompt) tokens.push_back({.token = token, .logprob = -1, .top = {}});
+    int64_t offset = first_offset(*tokenizer, prompt, text);
+    const json offsets = parsed_json(logprobs_json(*tokenizer, tokens, offset).str())["text_offset"];
+    CHECK((offsets[0] == 0 && offsets[1] == 0));
+    CHECK(offsets[static_cast<int>(prompt.size()) - 1] == 5);  // " it"
+    CHECK(offset == 8);
+    CHECK(first_offset(*tokenizer, prompt, tokenizer->decode(prompt)) == 0);
+}
+
 // SentencePiece's decoder leaves out the space before the first word of a text; an answer goes on from a prompt.
 TEST_CASE("the texts of an answer's tokens together are the answer", "[token_fields][tokenizer]") {
     for (const char* family : {"llama2", "mistral", "qwen3"}) {
