@@ -111,6 +111,11 @@ def check(page):
     page.value("$('send').click()")  # "Stop" now
     page.becomes(last_message + ".endsWith('stopped') && answering === null")
     page.becomes("$('running').textContent === '0' && $('rows').textContent === 'No requests.'")
+    # An answer that ends where the logits are not finite, as a server with damaged weights would send it.
+    page.value("""{ const real = fetch, events = 'data: {"choices": [{"delta": {"content": ""}, "finish_reason": "error"}], "usage": {"completion_tokens": 0}}\\n\\n';
+        fetch = (path, options) => path.startsWith("/v1/") ? (fetch = real, Promise.resolve(new Response(events))) : real(path, options); }""")
+    page.type_message("Hello")
+    page.becomes(last_message + ".includes('not finite') && answering === null")
     page.value("last.tokens = 1e9")  # of a server that was stopped and started again
     page.becomes("last.tokens < 1e9")
     expect(page.value("history.every(speed => speed >= 0)"), "a negative speed")
