@@ -207,15 +207,17 @@ class Listener : public httplib::Server {
         HttpReply reply = route.handler(mine);
         if (!reply.next_piece) return response.set_content(reply.body, reply.type.c_str());
         response.set_header("Cache-Control", "no-cache");
-        response.set_chunked_content_provider(reply.type.c_str(),
-                                              [next_piece = reply.next_piece](size_t, httplib::DataSink& sink) {
-                                                  std::string piece;
-                                                  const bool more = next_piece(piece);
-                                                  if (!piece.empty() && !sink.write(piece.data(), piece.size()))
-                                                      return false;
-                                                  if (!more) sink.done();
-                                                  return true;
-                                              });
+        const auto send = [next_piece = reply.next_piece](size_t, httplib::DataSink& sink) {
+            std::string piece;
+            const bool more = next_piece(piece);
+            if (!piece.empty() && !sink.write(piece.data(), piece.size())) return false;
+            if (!more) sink.done();
+            return true;
+        };
+        if (request.version != "HTTP/1.0") return response.set_chunked_content_provider(reply.type.c_str(), send);
+        // Clients of HTTP/1.0 do not know chunks: their body ends with the connection.
+        response.set_content_provider(reply.type.c_str(), send);
+        Connection::current()->end_after_answer();
     }
 
     std::string read_body(const httplib::Request& request, const httplib::ContentReader& read) const {

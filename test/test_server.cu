@@ -222,6 +222,12 @@ TEST_CASE("the server answers as OpenAI's interface", "[program][server]") {
         CHECK(all[all.size() - 2]["choices"][0]["finish_reason"] == "length");
         CHECK(all.back()["choices"].empty());
         CHECK(all.back()["usage"] == answer["usage"]);
+        std::string older = http("POST", "/v1/completions", dumped(streamed));  // of a client that knows no chunks
+        older.replace(older.find("HTTP/1.1"), 8, "HTTP/1.0");
+        const Reply unchunked = ask(server, older);
+        CHECK(unchunked.head.find("Transfer-Encoding") == std::string::npos);
+        CHECK(unchunked.body.starts_with("data: "));
+        CHECK(events(unchunked).size() == all.size());
     }
     SECTION("a prompt as tokens, several prompts, several answers, and the prompt again") {
         json ids = request;
