@@ -376,7 +376,9 @@ TEST_CASE("a message ends where its template says, whatever ends the request nam
 
 TEST_CASE("the server refuses what it cannot do, and says why", "[program][server]") {
     SKIP_WITHOUT_SERVER();
-    const Server server("--api-key secret --max-body 2000 --client-timeout 1 --request-timeout 0.2");
+    const Server server(
+        "--api-key secret --max-body 2000 --client-timeout 1 --request-timeout 0.2 --max-sequences 70 "
+        "--max-waiting 250");
     const std::string key = "Authorization: Bearer secret\r\n";
     const auto post = [&](const std::string& body, const std::string& headers = "",
                           const char* path = "/v1/completions") {
