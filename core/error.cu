@@ -23,15 +23,25 @@ std::string joined(std::initializer_list<Printable> parts) {
     return text.str();
 }
 
+namespace {
+
 // A value of thousands of characters, as "$(cat file)" in the place of a file's name, would hide what is wrong with it:
-// of a long part of the line its beginning and its end are shown.
-void fail_with(std::initializer_list<Printable> parts) {
+// of a long part of a line its beginning and its end are shown.
+std::string shortened(const std::string& part) {
     constexpr size_t kMost = 600, kBegin = 400, kEnd = 150;
+    if (part.size() <= kMost) return part;
+    const auto character_at = [&](size_t i) {  // where that begins of which byte i is a part, in UTF-8
+        while (i > 0 && (part[i] & 0xc0) == 0x80) --i;
+        return i;
+    };
+    return part.substr(0, character_at(kBegin)) + " ... " + part.substr(character_at(part.size() - kEnd));
+}
+
+}  // namespace
+
+void fail_with(std::initializer_list<Printable> parts) {
     std::string line;
-    for (const Printable& part : parts) {
-        const std::string text = joined({part});
-        line += text.size() <= kMost ? text : text.substr(0, kBegin) + " ... " + text.substr(text.size() - kEnd);
-    }
+    for (const Printable& part : parts) line += shortened(joined({part}));
     throw Error(line);
 }
 

@@ -66,4 +66,8 @@ TEST_CASE("of a long value the message of a check has the beginning and the end"
         error_of([] { check(false, "--data a", std::string(3000, 'x'), "z: give the name of a file"); });
     CHECK(message.size() < 700);
     CHECK(one_line_with(message, "--data axxx", "xxx ... xxx", "xxxz: give the name of a file"));
+    std::string two_bytes_each;
+    for (int i = 0; i < 1500; ++i) two_bytes_each += "é";
+    for (const char* before : {"", "a"})
+        CHECK(one_line_with(error_of([&] { fail(before + two_bytes_each); }), "é ... é"));
 }
