@@ -158,6 +158,7 @@ ColumnGeometry::Sizes geometry_sizes(const Model& model, const Activations& acts
     Block block = model.blocks[0];
     for (const Linear* linear : linears(block)) add(*linear);
     if (model.part.head) add(model.head);
+    if (model.part.embedding) sizes.embedding = {model.wte.rows(), model.wte.cols()};
     return sizes;
 }
 

@@ -22,7 +22,8 @@ TEST_CASE("a run with --pp has the bits of the same run without it", "[program][
         {"deep-qwen3", "--dtype fp16 --recompute selective --micro-batch 2 ", "",
          "--ranks 2 --pp 2 --pipeline interleaved "},
         {"deep-qwen3", "--dtype fp8 --recompute 2 --micro-batch 2 ", "", "--ranks 2 --pp 2 --stages 4,1 "},
-        {"even-gqa", "--dtype fp8 --tp 2 --micro-batch 2 ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-h1 "}};
+        {"even-gqa", "--dtype fp8 --tp 2 --micro-batch 2 ", "--ranks 2 ", "--ranks 4 --pp 2 --pipeline zb-h1 "},
+        {"even-gqa", "--tp 8 --tp-mode 3d --micro-batch 4 ", "--ranks 8 ", "--ranks 16 --pp 2 "}};
     for (const auto& [model, common, without, with] : cases) {
         if (!can_train(common)) continue;
         const std::string whole = runs.run(model, common + without), run = runs.run(model, common + with);

@@ -95,7 +95,7 @@ class Cube : public ColumnGeometry {
 
     void take_memory(const Sizes& s, Arena& arena) override {
         const auto bytes = [](int64_t n, DType dtype) { return n * static_cast<int64_t>(dtype_bytes(dtype)); };
-        int64_t inputs = s.columns, outputs = s.columns, weight = 0;
+        int64_t inputs = s.columns, outputs = s.columns, weight = s.embedding.O * s.embedding.C;
         for (const Product& product : s.products) {
             inputs = std::max(inputs, product.C * p_), outputs = std::max(outputs, product.O);
             weight = std::max(weight, product.O * product.C);

@@ -119,12 +119,13 @@ class ColumnGeometry {
     int columns() const { return statistics_.size; }
 
     struct Product {
-        int64_t O, C;  // of the block of the weight that a rank has
+        int64_t O = 0, C = 0;  // of the block of the weight that a rank has
     };
     struct Sizes {
         DType dtype = DType::f32, grad_dtype = DType::f32;
         int64_t rows = 0, columns = 0;  // of the stream on this rank
         std::vector<Product> products = {};
+        Product embedding = {};  // 0 x 0 where the rank has none: of a pipeline not all ranks do
         int64_t whole_rows = 0;  // of the largest step of inference; 0: none
     };
     virtual void take_memory(const Sizes& sizes, Arena& arena) = 0;
