@@ -250,6 +250,30 @@ TEST_CASE("an overflow in the last stage: all stages skip the step, as one proce
     CHECK(*read_csv_log(dual + "/log.csv")[3].loss_scale == 2048);
 }
 
+TEST_CASE("where ranks do not wait between steps, a step that fails comes behind those before it",
+          "[program][ranks][pipeline]") {
+    PipelineRuns runs;
+    struct Case {
+        std::string flags;
+        size_t steps;  // that are made before it
+        std::string words;
+    };
+    for (const Case& c :
+         {Case{"zb-h2 --micro-batch 1 --clip 0 --inject-overflow 3", 2, "some ranks may have updated their weights by"},
+          {"zb-v --micro-batch 1 --clip 1 --inject-overflow 3", 2, "the weights are unchanged by this step"},
+          {"pipedream --clip 0 --lr 1e30 --flush-every 6", 1,
+           "the loss is nan and the gradient norm nan. With --pipeline "
+           "pipedream the weights have been updated with them"}}) {
+        INFO(c.flags);
+        const std::string run = runs.folder / std::to_string(runs.number++);
+        const Outcome outcome = runs.outcome("long-llama", on_pipeline(2, c.flags) + "--steps 6 --val-every 0 ", run);
+        CHECK(outcome.status == 2);
+        CHECK_THAT(outcome.err,
+                   ContainsSubstring(concat("step ", c.steps + 1, ": the loss is ")) && ContainsSubstring(c.words));
+        CHECK(read_csv_log(run + "/log.csv").size() == c.steps);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Asynchronous schedules, against one process that keeps every version of the weights
 //

@@ -64,8 +64,11 @@ std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step
         text += concat("; the weights have been updated with them. The step's data are sequences ", first, " to ",
                        first + o.batch - 1, " of the run, the first is ", where(first));
     } else if (t.pipeline) {  // no rank has all losses, and the forward's memory is the schedule's
-        text += concat("; the weights are unchanged by this step. Its data are sequences ", first, " to ",
-                       first + o.batch - 1, " of the run, the first is ", where(first));
+        // A rank that does not wait for the norm, and with --clip 0 keeps no copy, has updated with a finite gradient.
+        const bool may_be_updated = validates_later(o) && !o.updates_after_norm();
+        text += concat("; ", may_be_updated ? "some ranks may have updated their weights" : "the weights are unchanged",
+                       " by this step. Its data are sequences ", first, " to ", first + o.batch - 1,
+                       " of the run, the first is ", where(first));
     } else {
         text += "; the weights are unchanged by this step. ";
         const BadSequences bad = find_bad_sequences(t, step);

@@ -86,11 +86,11 @@ StepResult Pipeline::read_result(int64_t step, bool stop) {
     add_stop_and_norm(t_, stop, 0);
     const StepNumbers numbers = read_numbers(t_, device().stream);
     const double loss = numbers.loss_sum() / static_cast<double>(o.batch * o.seq);
-    check(
-        std::isfinite(loss) && std::isfinite(numbers.grad_norm), "step ", step, ": the loss is ", loss,
-        " and the gradient norm ", numbers.grad_norm, ". With --pipeline ", o.pipeline,
-        " the weights have been updated with them: go on from the last checkpoint, or begin again, with a smaller --lr "
-        "or a longer --warmup");
+    check(std::isfinite(loss) && std::isfinite(numbers.grad_norm), "step ", step, ": the loss is ", std::abs(loss),
+          " and the gradient norm ", std::abs(numbers.grad_norm),  // never "-nan"
+          ". With --pipeline ", o.pipeline,
+          " the weights have been updated with them: go on from the last checkpoint, or begin again, with a smaller "
+          "--lr or a longer --warmup");
     return {loss, numbers.grad_norm, false, numbers.stop_count > 0};
 }
 
@@ -100,26 +100,34 @@ void Pipeline::trace_one_of(int64_t first, int64_t n) {
         if (first <= traced && traced < first + n) return t_.world.set_step(traced);
 }
 
-// The results of the next steps, until something needs the weights of all ranks.
+// The results of the next steps, until something needs the weights of all ranks. Where one of them fails, those of the
+// steps before it come first.
 void Pipeline::run_next_steps(const BatchReader& data, int64_t step) {
     const double start = seconds_now();
     const Traffic before = ranks_.traffic();
     const int64_t n = steps_without_stop(step);
-    if (schedule_.asynchronous) {
-        trace_one_of(step, n);
-        run_steps(data, step, n);
-        // The ranks agree on stopping here: after the last of these steps.
-        const bool stop = take_stop_request(t_.options, step + n - 1);
-        for (int64_t i = 0; i < n; ++i) results_.push_back(read_result(step + i, stop && i + 1 == n));
-    } else run_validated_steps(data, step, n);
-    t_.world.end_step();
+    try {
+        if (schedule_.asynchronous) {
+            trace_one_of(step, n);
+            run_steps(data, step, n);
+            // The ranks agree on stopping here: after the last of these steps.
+            const bool stop = take_stop_request(t_.options, step + n - 1);
+            for (int64_t i = 0; i < n; ++i) results_.push_back(read_result(step + i, stop && i + 1 == n));
+        } else run_validated_steps(data, step, n);
+        t_.world.end_step();
+    } catch (const Error&) {
+        if (results_.empty()) throw;
+        failure_ = std::current_exception();
+    }
     const Traffic after = ranks_.traffic();
+    const int64_t n_made = std::ssize(results_);
     for (StepResult& result : results_)
-        result.share = {(seconds_now() - start) / static_cast<double>(n),
-                        {(after.sent - before.sent) / n, (after.received - before.received) / n}};
+        result.share = {(seconds_now() - start) / static_cast<double>(n_made),
+                        {(after.sent - before.sent) / n_made, (after.received - before.received) / n_made}};
 }
 
 StepResult Pipeline::step(const BatchReader& data, int64_t step) {
+    if (results_.empty() && failure_) std::rethrow_exception(failure_);
     if (results_.empty()) run_next_steps(data, step);
     const StepResult result = results_.front();
     results_.pop_front();

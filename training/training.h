@@ -31,6 +31,7 @@
 #include "parallel/pipeline/pipeline.h"
 
 #include <deque>
+#include <exception>
 #include <functional>
 #include <set>
 
@@ -424,6 +425,7 @@ class Pipeline final : public StageWork {
     Tensor step_totals_;  // (steps, rows of Trainer::totals, 2)
     int64_t first_step_ = 0;
     std::deque<StepResult> results_;  // of steps that have been made and not been asked for
+    std::exception_ptr failure_;      // of the step behind them
     // Validated later: numbers that go from rank to rank, on a stream of their own; and what an update changes, as it
     // was.
     std::unique_ptr<Comm> numbers_;
