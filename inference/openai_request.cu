@@ -54,7 +54,7 @@ class Fields {
     }
     void refuse_unknown() const {
         for (const std::string& name : object_.getMemberNames())
-            if (!known_.contains(name)) refuse(name, "\"" + name + "\": this server has no such field");
+            if (!known_.contains(name)) refuse(name, JsonText(name).str() + ": this server has no such field");
     }
 
   private:
@@ -230,8 +230,10 @@ ApiRequest read_api_request(const ServedModel& served, bool chat, const std::str
     std::string model = served.name;
     fields.read("model", model, "a text");
     if (model != served.name)
-        throw HttpError(404, "there is no model \"" + model + "\" here: this server has \"" + served.name + "\"",
-                        "model_not_found", "model");
+        throw HttpError(
+            404,
+            concat("there is no model ", JsonText(model).str(), " here: this server has ", JsonText(served.name).str()),
+            "model_not_found", "model");
     ApiRequest api;
     api.chat = chat;
     fields.read("stream", api.stream, "true or false");

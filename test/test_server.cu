@@ -411,6 +411,9 @@ TEST_CASE("the server refuses what it cannot do, and says why", "[program][serve
     refused(post("{\"prompt\": [" + prompts + "]}"), 400, "321 prompts in one request: send at most 320", "prompt");
     refused(post(R"({"prompt": "a", "stop": [""]})"), 400, "empty", "stop");
     refused(post(R"({"prompt": "a", "temprature": 1})"), 400, "no such field", "temprature");
+    refused(post(R"({"prompt": "a", "\u0000": 1})"), 400, "\"\\u0000\": this server has no such field",
+            std::string(1, '\0'));
+    refused(post(R"({"prompt": "a", "model": "a\u0000"})"), 404, "no model \"a\\u0000\"", "model");
     refused(post(R"({"prompt": "a", "logit_bias": {"x": 1}})"), 400, "logit_bias", "logit_bias");
     refused(post(R"({"prompt": "a", "logit_bias": {"256": 1}})"), 400, "the model's tokens are 0 to 255", "logit_bias");
     refused(post(R"({"prompt": "a", "logprobs": 21})"), 400, "it must be from 0 to 20", "logprobs");
