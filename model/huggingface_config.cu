@@ -151,8 +151,12 @@ RopeScaling read_rope_scaling(const ConfigReader& in, const Json::Value& rope, c
     to.factor = in.number(rope, "factor", static_cast<double>(T_max) / static_cast<double>(to.original_max_position));
     to.beta_fast = in.number(rope, "beta_fast", to.beta_fast);
     to.beta_slow = in.number(rope, "beta_slow", to.beta_slow);
-    to.mscale = in.number(rope, "mscale", 0.0);
-    to.mscale_all_dim = in.number(rope, "mscale_all_dim", 0.0);
+    const auto mscale = [&](const char* key) {  // 0 is as if it were not there
+        double value = 0;
+        return read_value(member(rope, key), value) && value == 0 ? 0 : in.number(rope, key, 0.0);
+    };
+    to.mscale = mscale("mscale");
+    to.mscale_all_dim = mscale("mscale_all_dim");
     return to;
 }
 

@@ -636,6 +636,9 @@ TEST_CASE("configurations of transformers: what is not supported is said", "[mod
     for (const char* value : {"false", "null"})  // transformers takes null for false here
         CHECK_THROWS_WITH(load("deepseek", "\"mscale\"", concat("\"truncate\": ", value, ", \"mscale\"")),
                           ContainsSubstring("attention_factor and truncate are not supported"));
+    for (const char* zero : {"0", "0.0"})  // as if it were not there
+        CHECK(load("deepseek", "\"mscale_all_dim\": 0.8", concat("\"mscale_all_dim\": ", zero))
+                  .rope_scaling.mscale_all_dim == 0);
     CHECK_THROWS_WITH(load("llama_biases", "\"use_cache\"", "\"partial_rotary_factor\": 0.5, \"use_cache\""),
                       ContainsSubstring("partial_rotary_factor is not supported"));
     CHECK_THROWS_WITH(load("mfa", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3"),
