@@ -39,6 +39,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 
 namespace {
 
@@ -294,7 +295,9 @@ Config load_config(const std::string& preset_or_path) {
     if (const Config* preset = find_preset(preset_or_path)) return *preset;
     std::string path = preset_or_path;
     if (is_folder(path)) path += "/config.json";
-    if (!is_there(path)) {
+    std::error_code error;
+    if (!std::filesystem::exists(path, error)) {
+        check(error != std::errc::permission_denied, "cannot open ", path, ": ", error.message());
         std::string names;
         for (const std::string& name : preset_names()) names += (names.empty() ? "" : ", ") + name;
         fail("no model '", preset_or_path, "': use one of ", names,

@@ -9,7 +9,10 @@ namespace fs = std::filesystem;
 std::string find_model_folder(const std::string& flag, const std::string& path) {
     if (is_there(path + "/config.json")) return path;
     if (const auto newest = latest_checkpoint(path)) return *newest;
-    check(!is_folder(path), flag, " ", path, ": there is neither a config.json in this folder (as in a ",
+    std::error_code error;
+    const bool is_a_folder = fs::is_directory(path, error);
+    check(error != std::errc::permission_denied, flag, " ", path, ": ", error.message());
+    check(!is_a_folder, flag, " ", path, ": there is neither a config.json in this folder (as in a ",
           "Hugging Face folder or a checkpoint) nor a checkpoint in ", path, "/checkpoints (as in a run)");
     fail(flag, " ", path, ": there is no folder ", path,
          find_preset(path) ? " (a preset of --model has no weights)" : "",
