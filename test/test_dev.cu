@@ -88,6 +88,7 @@ TEST_CASE("recompute measures what it plans, and draws the law", "[program][dev]
     check_refused("recompute", "x.png --layers 0", "--layers 0");
     check_refused("recompute", "x.png --width 40", "multiple of 32");
     check_refused("recompute", "x.png --depth 4", "--depth");
+    check_refused("recompute", "none/x.png", "there is no folder");
 }
 
 TEST_CASE("context_parallel shows balanced work, and draws the layout", "[program][dev]") {
