@@ -299,11 +299,14 @@ BenchOptions parse(int argc, char** argv) {
             --i;
             continue;
         }
-        check(!value.empty(), flag, " needs a value");
-        const auto number = [&](int64_t least = 1) { return parse_count(flag, value, least); };
-        if (flag == "--model") o.model = value;
-        else if (flag == "--dtype") o.dtype = value;
-        else if (flag == "--out") o.out = value;
+        const auto text = [&] {
+            check(!value.empty(), flag, " needs a value");
+            return value;
+        };
+        const auto number = [&](int64_t least = 1) { return parse_count(flag, text(), least); };
+        if (flag == "--model") o.model = text();
+        else if (flag == "--dtype") o.dtype = text();
+        else if (flag == "--out") o.out = text();
         else if (flag == "--tokens") o.tokens = number();
         else if (flag == "--requests") o.requests = number(0);
         else if (flag == "--sequences") o.sequences = number();

@@ -439,6 +439,8 @@ TEST_CASE("benchmarks refuse what is no number, and a result that cannot be writ
     check_refused("bench_kernels", "--batch x", "--batch x: give a whole number");
     check_refused("bench_kernels", "--only rmsnorms", "--only 'rmsnorms': no operation of this model has that");
     check_refused("bench_inference", "--rounds 0", "of at least 1");
+    check_refused("bench_inference", "--rounds", "--rounds needs a value");
+    check_refused("bench_inference", "--help", "--help: use --model");
     for (const char* command :
          {"float_formats 1", "softmax --check --size 1x1", "bench_kernels --only rmsnorm --repeats 3"}) {
         INFO(command);
