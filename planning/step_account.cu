@@ -147,8 +147,11 @@ struct Row {  // a launch, or the sum of many
 
 struct Account {
     DeviceSpec spec;
-    double rate = 0, block_rate = 0;  // FLOP/s that are reached; by the products of blocks, which --fp8 has in 8 bits
-    double rate_of(size_t group) const { return group == kBlockProducts ? block_rate : rate; }
+    // FLOP/s that are reached; by the products of blocks, which --fp8 has in 8 bits; by those of Muon, in ns_dtype.
+    double rate = 0, block_rate = 0, optimizer_rate = 0;
+    double rate_of(size_t group) const {
+        return group == kBlockProducts ? block_rate : group == kOptimizerProducts ? optimizer_rate : rate;
+    }
     std::vector<NotedLaunch> launches = {};
     std::vector<Row> rows = {};       // one for each launch
     std::vector<size_t> groups = {};  // likewise
@@ -193,6 +196,7 @@ Account account_of(Trainer& t) {
     account.rate = account.block_rate = account.spec.reached_rate(o.precision.dtype);
     if (o.precision.fp8 != Fp8Recipe::none && account.spec.fp8 > 0)
         account.block_rate *= account.spec.fp8 / account.spec.rate(o.precision.dtype);  // the same share of the peak
+    account.optimizer_rate = account.spec.reached_rate(o.optimizer_options.ns_dtype);
     t.reserve();
     recall_matmuls(o);
     LaunchNotes notes;
