@@ -159,6 +159,19 @@ class Muon final : public Optimizer {
         return all;
     }
     void use_sums(const SumOverRanks& sum) override { sum_ = sum; }
+    // newton_schulz(), and the norm before it.
+    Products products() const override {
+        Products all;
+        for (const Matrix& matrix : matrices_) {
+            const double n = static_cast<double>(matrix.whole_n()), steps = options_.ns_steps;
+            const double side = static_cast<double>(std::min(matrix.R, matrix.C)), square = side * side;
+            all.flops += steps * (2 * n * side + 2 * square * side + 2 * n * side);
+            // x -> a; a -> b; a, b -> b; x -> y; b, x, y -> y
+            const double moved = (n + square) + 2 * square + 3 * square + 2 * n + (square + 3 * n);
+            all.bytes += (steps * moved + n) * static_cast<double>(dtype_bytes(options_.ns_dtype));
+        }
+        return all;
+    }
     void init(cudaStream_t stream) override {
         adamw_->init(stream);
         if (matrices_.empty()) return;

@@ -268,6 +268,11 @@ class Optimizer {
     // The ranks' parts of one parameter must be updated at the same time.
     virtual std::vector<int64_t> sums() const { return {}; }
     virtual void use_sums(const SumOverRanks&) {}
+    // What step() computes beside its work on each element: products of matrices, in ns_dtype.
+    struct Products {
+        double flops = 0, bytes = 0;  // read and written
+    };
+    virtual Products products() const { return {}; }
 };
 
 // Takes states, tables and scratch from the arena, also from one that counts: construct it while the arena counts,

@@ -82,6 +82,14 @@ class ByUnit final : public Optimizer {
             for (const int64_t n : optimizer->sums()) all.push_back(n);
         return all;
     }
+    Products products() const override {
+        Products all;
+        for (const auto& optimizer : optimizers_) {
+            const Products its = optimizer->products();
+            all.flops += its.flops, all.bytes += its.bytes;
+        }
+        return all;
+    }
     void use_sums(const SumOverRanks& sum) override {
         for (const auto& optimizer : optimizers_) optimizer->use_sums(sum);
     }

@@ -167,6 +167,7 @@ double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again
 struct StepCost {
     double flops = 0, bytes = 0;
     double fp8_flops = 0;  // those among flops that are in fp8: the blocks' linear layers
+    double optimizer_flops = 0;
 };
 StepCost step_cost(Trainer& t, double state_bytes) {
     Config c = t.model.local;  // what this rank computes
@@ -204,6 +205,9 @@ StepCost step_cost(Trainer& t, double state_bytes) {
                  (t.model.sharding.host_updates()
                       ? 0
                       : 2 * state_bytes + n * (o.precision.master ? 8 + value_bytes : 2 * value_bytes));
+    const Optimizer::Products products = t.optimizer->products();
+    cost.optimizer_flops = products.flops;
+    cost.flops += products.flops, cost.bytes += products.bytes;
     return cost;
 }
 
@@ -313,7 +317,8 @@ void print_time(Trainer& t) {
                 o.recompute.every > 0 ? " with recomputation" : "", human_bytes(cost.bytes).c_str());
     const DeviceSpec spec = device_spec(o.device_spec, o.precision.dtype);
     const double rate = spec.rate(o.precision.dtype), fp8_rate = spec.fp8 > 0 ? spec.fp8 : rate;
-    const double compute = (cost.flops - cost.fp8_flops) / rate + cost.fp8_flops / fp8_rate,
+    const double compute = (cost.flops - cost.fp8_flops - cost.optimizer_flops) / rate + cost.fp8_flops / fp8_rate +
+                           cost.optimizer_flops / spec.rate(o.optimizer_options.ns_dtype),
                  move = cost.bytes / spec.bytes_per_s;
     const bool overlaps = spec.rest_least == 0;
     const double least = overlaps ? std::max(compute, move) : compute + spec.rest_least * move,
