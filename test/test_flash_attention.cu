@@ -333,6 +333,36 @@ TEST_CASE("flash attention with extreme scores", "[flash]") {
         }
 }
 
+// Every third key has a score of -infinity, q[0] k[0] = -1e40, and no weight. Query 0 sees no other key: it has
+// out = 0, as in PyTorch.
+TEST_CASE("flash attention gives scores of -infinity no weight", "[flash][hopper]") {
+    for (DType dtype : {DType::f32, DType::bf16})
+        for (FlashTier tier : tiers_of(dtype))
+            for (const int64_t D : {16, 136}) {
+                const Case c{1, 70, 1, 1, D, D, true, 0, {}, 1};
+                Values in = random_inputs(c, dtype, 75, 0.5);
+                for (int64_t t = 0; t < c.T; ++t) {
+                    in.q[static_cast<size_t>(t * D)] = 1e20;
+                    in.k[static_cast<size_t>(t * D)] = t % 3 == 0 ? -1e20 : 0;
+                }
+                in.q = rounded(in.q, dtype), in.k = rounded(in.k, dtype);
+                const Result exact = attention<double>(c, in, dtype);
+                Flash flash(c, dtype, in);
+                flash.options.tier = tier;
+                const Result got = flash.run();
+                INFO(dtype_name(dtype) << ", tier " << static_cast<int>(tier) << ", D = " << D);
+                CHECK(got.lse[0] == -INFINITY);
+                for (int64_t d = 0; d < D; ++d) CHECK(got.out[static_cast<size_t>(d)] == 0);
+                const auto behind_query_0 = [&](const std::vector<double>& x) {
+                    return std::vector<double>(x.begin() + D, x.end());
+                };
+                const double tolerance = 4 * unit_roundoff(dtype) + 70 * kUnit;
+                for (auto member : {&Result::out, &Result::dq})
+                    check_close(behind_query_0(got.*member), behind_query_0(exact.*member), 0,
+                                4 * tolerance * largest(exact.*member), member == &Result::out ? "out" : "dq");
+            }
+}
+
 // All keys are equal, and so large that scale * score * log2(e) is rounded by up to 1/64: the first tiles of keys must
 // not have another weight than the last ones.
 TEST_CASE("flash attention weighs the first keys as the last ones", "[flash][hopper]") {

@@ -118,6 +118,24 @@ TEST_CASE("attention over pages takes no maximum from behind the end of a split"
     }
 }
 
+// As PyTorch's attention. (Query 0 sees key 0 alone.)
+TEST_CASE("attention over pages gives scores of -infinity no weight", "[paged]") {
+    const HeadCounts h{1, 1, 16};
+    const Step s({290}, 16, {16});
+    for (DType dtype : {DType::f32, DType::bf16}) {
+        Values values(static_cast<size_t>(s.N * h.width()), 1);
+        for (int64_t row = 0; row < s.N; ++row) {
+            values[static_cast<size_t>(row * 48)] = 1e20;
+            values[static_cast<size_t>(row * 48 + 16)] = row % 3 == 0 ? -1e20 : 0;
+        }
+        Buffer qkv(dtype, {1, s.N, h.width()}, values), out(dtype, {1, s.N, h.H * h.D});
+        attend(out, qkv, DeviceStep(s, dtype, 2 * h.K * h.D, 2 * h.K), s, h, 0.25f, 0);
+        Values expected(static_cast<size_t>(s.N * h.D), 1);
+        std::fill_n(expected.begin(), h.D, 0);
+        check_close(out.values(), expected, 2 * unit_roundoff(dtype), 0, dtype_name(dtype));
+    }
+}
+
 namespace {
 
 struct Decoded {

@@ -245,7 +245,8 @@ __device__ __forceinline__ void store_rows(Number* head, int64_t stride, const t
 // ---------------------------------------------------------------------------------------------------------------------
 // Scores that are not there, and powers of two
 
-constexpr float kNothingYet = -1e30f, kMasked = -2e30f;
+// A score of -infinity counts as masked. A score must be above kNothingYet to count.
+constexpr float kNothingYet = -FLT_MAX / 2, kMasked = -FLT_MAX;
 
 // The intervals that a thread's rows see.
 template <class T>
@@ -280,7 +281,7 @@ __device__ __forceinline__ float power_of_two(float n) {
 }
 // 2^(x - m) for a whole m: x = n + f with n whole, |f| <= 1/2 and nothing rounded; then 2^f, times 2^(n - m), which is
 // exact too. So 2^(x - m1) * 2^(m1 - m2) = 2^(x - m2) to the bit: it does not matter when a sum learns of a new
-// maximum.
+// maximum. Of x = -infinity f is NaN, and the result 0.
 __device__ __forceinline__ float exp2_below(float x, float m) {
     const float n = rintf(x), f = x - n;
 #ifdef CUDA_ON_CPU
@@ -296,7 +297,7 @@ __device__ __forceinline__ float exp2_below(float x, float m) {
 #else
     const float p = exp2f(f);
 #endif
-    return p * power_of_two(n - m);
+    return n - m <= -127.0f ? 0.0f : p * power_of_two(n - m);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ struct View {
         return first < all.first || first + n > all.end;
     }
 };
-// What divides a row's sum by its softmax's: 0 for a query that sees none of these keys.
+// What divides a row's sum by its softmax's: 0 for a query that sees none of these keys, or whose scores are all
+// -infinity.
 __device__ __forceinline__ float inverse_sum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
 template <bool kOfQuery>

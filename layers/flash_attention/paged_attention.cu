@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         float* its_partial = partial + partial_offset(token, head, static_cast<int>(blockIdx.z), s);
         Number* its_out = out.head(0, head) + token * out.token_stride;
         if (parallel && threadIdx.x == 0) its_partial[0] = at.max[r], its_partial[1] = at.sum[r];
-        const float factor = 1.0f / at.all_sum[r];
+        const float factor = inverse_sum(at.all_sum[r]);
         for (int c = threadIdx.x; c < s.Dv; c += kThreads)
             if (parallel) its_partial[2 + c] = at.o[r * s.pitch + c];
             else its_out[c] = from_float<Number>(at.all_o[r * s.pitch + c] * factor);
@@ -166,7 +166,7 @@ __global__ void join_splits_kernel(Heads<Number> out, const float* partial, cons
             sum = sum * join.old_factor + its[1] * join.factor;
             o = o * join.old_factor + its[2 + c] * join.factor;
         }
-        out.head(0, head)[chunk.row * out.token_stride + c] = from_float<Number>(o * (1.0f / sum));
+        out.head(0, head)[chunk.row * out.token_stride + c] = from_float<Number>(o * inverse_sum(sum));
     }
 }
 

@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     for (int i = threadIdx.x; i < n_items; i += kDecodeThreads) {
         const int r = i / s.Dv, c = i % s.Dv;
         out.head(0, block.first + r)[block.chunk.row * out.token_stride + c] =
-            from_float<Number>(at.all_o[i] * (1.0f / at.all_sum[i]));
+            from_float<Number>(at.all_o[i] * inverse_sum(at.all_sum[i]));
     }
 }
 
