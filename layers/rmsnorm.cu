@@ -12,7 +12,7 @@
 // As plain loops, for each row:
 //
 //   r = 1 / sqrt(sum(x^2) / C + eps)                        for c < C:  dn[c] = dy[c] * g[c];  n[c] = x[c] * r
-//   for c < C:  y[c] = x[c] * r * g[c]                      a = sum(dn * n) / C
+//   for c < C:  y[c] = x[c] * (r * g[c])                    a = sum(dn * n) / C
 //                                                           for c < C:  dx[c] = r * (dn[c] - n[c] * a) + dsum[c]
 //                                                           for c < C:  dg[c] += dy[c] * n[c]
 //

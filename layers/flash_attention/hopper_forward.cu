@@ -163,7 +163,7 @@ __device__ __forceinline__ void finish_rows(const Shape& shape, const Maps& maps
         const int t = warp_row + half * 8 + quad();
         factor[half] = inverse_sum(sum);
         if (in_quad() == 0 && t < mask.T)
-            lse[(item.b * shape.H + item.h) * mask.T + t] = (__fmul_rn(rows.max[0][half], scale2) + log2f(sum)) * kLn2;
+            lse[(item.b * shape.H + item.h) * mask.T + t] = rows.lse(0, half, sum, scale2);
     }
     const bool first = static_cast<int>(threadIdx.x) % kGroup == 0;
     if (first) bulk_wait_read<0>();  // the copy engine has read the rows of the item before

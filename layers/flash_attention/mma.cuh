@@ -244,6 +244,11 @@ struct OnlineRows {
                 max[m][half] = larger;
             }
     }
+    // ln of the sum of exp(scale score) over a row's keys, of which the quad's lanes have row_sum together. The maximum
+    // is rounded as the shift is.
+    __device__ __forceinline__ float lse(int m, int half, float row_sum, float scale2) const {
+        return (__fmul_rn(max[m][half], scale2) + log2f(row_sum)) * kLn2;
+    }
 };
 
 template <int kRowTiles, int kColumnTiles>
