@@ -105,7 +105,8 @@ bench_kernels() {
     local model=$1 batch seq
     read -r batch seq <<< "$(kernel_size "$model")"
     printf 'size\t%s\t%s\t%s\n' "$model" "$batch" "$seq" >> "$tsv"
-    local sizes=(--batch "$batch" --seq "$seq" --dtype "$DTYPE" --budget "$KERNEL_SECONDS" --only "${ONLY:-}")
+    local sizes=(--batch "$batch" --seq "$seq" --dtype "$DTYPE" --budget "$KERNEL_SECONDS")
+    [ -z "${ONLY:-}" ] || sizes+=(--only "$ONLY")
     time_is_up "the kernels of $model" && return
     say "bench: kernels of $model, $batch x $seq"
     ask "$build/dev/bench_kernels" --model "$out/$model.json" "${sizes[@]}" | sed -E "s/^kernel$tab/kernel${tab}ours$tab$model$tab/" >> "$tsv"
