@@ -72,10 +72,14 @@ void pack_row(const T* __restrict from, int64_t k_stride, int64_t lines, int64_t
 template <class Arithmetic, int sliver, class T>
 void pack(const T* from, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* to, int64_t length) {
     if (line_stride == 1) {
-        for (int64_t first = 0; first < count; first += sliver, from += sliver, to += sliver * length) {
-            const int64_t lines = std::min<int64_t>(sliver, count - first);
-            for (int64_t l = 0; l * Arithmetic::terms < k; ++l)
-                pack_row<Arithmetic, sliver>(from, k_stride, lines, k, l, to + l * sliver);
+        // All slivers of a row at once: as it lies in memory.
+        const int64_t whole = count / sliver * sliver;
+        for (int64_t l = 0; l * Arithmetic::terms < k; ++l) {
+            float* const out = to + l * sliver;
+            for (int64_t first = 0; first < whole; first += sliver)
+                pack_row<Arithmetic, sliver>(from + first, k_stride, sliver, k, l, out + first * length);
+            if (whole < count)
+                pack_row<Arithmetic, sliver>(from + whole, k_stride, count - whole, k, l, out + whole * length);
         }
         return;
     }
