@@ -166,7 +166,7 @@ cudaError_t release(void* pointer, bool pinned_host) {
 }
 
 bool is_valid_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-    if (!to || !from) return false;
+    if (!to || !from || kind > cudaMemcpyDefault) return false;
     if (kind == cudaMemcpyDefault)
         return is_known(to, bytes) || is_known(from, bytes);  // ordinary memory on one side only
     const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;

@@ -121,13 +121,19 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
 
-cudaError_t cudaGetDeviceCount(int* count) { return *count = device_count(), cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) {
+    if (!count) return remember(cudaErrorInvalidValue);
+    return *count = device_count(), cudaSuccess;
+}
 cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
     device_of_thread = device;
     return cudaSuccess;
 }
-cudaError_t cudaGetDevice(int* device) { return *device = device_of_thread, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+    if (!device) return remember(cudaErrorInvalidValue);
+    return *device = device_of_thread, cudaSuccess;
+}
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
     *properties = {};

@@ -334,6 +334,7 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+    if (!stream || (flags & ~cudaStreamNonBlocking)) return remember(cudaErrorInvalidValue);
     *stream = new Stream;
     (*stream)->device = current_device();
     (*stream)->blocking = !(flags & cudaStreamNonBlocking);
@@ -374,8 +375,9 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
     }
     return poll(last) ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned, Place place) {
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags, Place place) {
     if (!event) return remember(cudaErrorInvalidResourceHandle);
+    if (flags != 0) return remember(cudaErrorInvalidValue);
     if (strict && is_skipped_wait(place)) return cudaSuccess;
     cudaError_t status = cudaSuccess;
     if ((any_capture() || event->captured.capture) && capture_wait(stream, *event, status)) return status;
@@ -389,6 +391,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+    if (!event || (flags & ~cudaEventDisableTiming)) return remember(cudaErrorInvalidValue);
     *event = new Event;
     (*event)->timed = !(flags & cudaEventDisableTiming);
     return cudaSuccess;
@@ -426,6 +429,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return poll(event->recorded) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    if (!milliseconds) return remember(cudaErrorInvalidValue);
     if (!start || !end || !start->recorded || !end->recorded || !start->timed || !end->timed)
         return remember(cudaErrorInvalidResourceHandle);
     if (start->captured.capture || end->captured.capture) return remember(cudaErrorCapturedEvent);

@@ -161,6 +161,7 @@ TEST_CASE("copies to where no memory is are errors, not faults", "[cpu]") {
     CHECK(fails(cudaMemcpy(device.data, host, 11 * 4, cudaMemcpyHostToDevice)));  // longer than the allocation
     CHECK(fails(cudaMemcpy(host, device.data + 5, 6 * 4, cudaMemcpyDeviceToHost)));
     CHECK(fails(cudaMemcpy(nullptr, device.data, 4, cudaMemcpyDeviceToHost)));
+    CHECK(fails(cudaMemcpy(host, host + 10, 4, static_cast<cudaMemcpyKind>(7))));
     CHECK(fails(cudaMemset(device.data + 9, 0, 8)));
     CHECK(fails(cudaMemset(host, 0, 8)));
     CHECK(fails(cudaFree(host)));
@@ -443,6 +444,24 @@ TEST_CASE("invalid handles are errors", "[cpu]") {
     CHECK(fails(cudaStreamDestroy(nullptr)));
     CHECK(std::string(cudaGetErrorName(static_cast<cudaError_t>(12345))) == "unknown error");
 #endif
+}
+
+TEST_CASE("flags that CUDA does not know, and results without a place, are errors", "[cpu]") {
+    const auto is_invalid = [](cudaError_t status) { return fails(status) && status == cudaErrorInvalidValue; };
+    Stream stream;
+    Event event;
+    cudaStream_t no_stream = nullptr;
+    cudaEvent_t no_event = nullptr;
+    CHECK(is_invalid(cudaStreamCreateWithFlags(&no_stream, 2)));
+    CHECK(is_invalid(cudaEventCreateWithFlags(&no_event, 8)));
+    must(cudaEventRecord(event, stream));
+    CHECK(is_invalid(cudaStreamWaitEvent(stream, event, 2)));
+    must(cudaEventSynchronize(event));
+    CHECK(is_invalid(cudaEventElapsedTime(nullptr, event, event)));
+    CHECK(is_invalid(cudaEventCreate(nullptr)));
+    CHECK(is_invalid(cudaStreamCreate(nullptr)));
+    CHECK(is_invalid(cudaGetDeviceCount(nullptr)));
+    CHECK(is_invalid(cudaGetDevice(nullptr)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
