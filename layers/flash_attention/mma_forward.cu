@@ -84,8 +84,7 @@ __global__ void __launch_bounds__(kThreads)
             const float sum = warp_sum(softmax.sum[m][half], 4);
             const int t = first_row + m * 16 + half * 8 + quad();
             factor[m][half] = inverse_sum(sum);
-            if (in_quad() == 0 && t < mask.T)
-                lse[(b * shape.H + h) * mask.T + t] = softmax.lse(m, half, sum, scale2);
+            if (in_quad() == 0 && t < mask.T) lse[(b * shape.H + h) * mask.T + t] = softmax.lse(m, half, sum, scale2);
         }
     store_rows(out.head(b, h) + first_row * out.token_stride, out.token_stride, o, factor, mask.T - first_row, shape.Dv,
                shape.packed);
