@@ -26,9 +26,10 @@ std::string joined(std::initializer_list<Printable> parts) {
 namespace {
 
 // A value of thousands of characters, as "$(cat file)" in the place of a file's name, would hide what is wrong with it:
-// of a long part of a line its beginning and its end are shown.
+// of a long part of a line its beginning and its end are shown. An explanation that is passed on as one part is shorter
+// than kMost.
 std::string shortened(const std::string& part) {
-    constexpr size_t kMost = 600, kBegin = 400, kEnd = 150;
+    constexpr size_t kMost = 2000, kBegin = 400, kEnd = 150;
     if (part.size() <= kMost) return part;
     const auto character_at = [&](size_t i) {  // where that begins of which byte i is a part, in UTF-8
         while (i > 0 && (part[i] & 0xc0) == 0x80) --i;

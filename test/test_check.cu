@@ -66,6 +66,11 @@ TEST_CASE("of a long value the message of a check has the beginning and the end"
         error_of([] { check(false, "--data a", std::string(3000, 'x'), "z: give the name of a file"); });
     CHECK(message.size() < 700);
     CHECK(one_line_with(message, "--data axxx", "xxx ... xxx", "xxxz: give the name of a file"));
+    // An explanation of many parts is passed on as one part, and is whole: how to go on may stand in its middle.
+    const std::string explanation =
+        error_of([] { fail(std::string(500, 'a'), std::string(500, 'b'), std::string(500, 'c')); });
+    CHECK(explanation.size() == 1500);
+    CHECK(error_of([&] { fail(explanation); }) == explanation);
     std::string two_bytes_each;
     for (int i = 0; i < 1500; ++i) two_bytes_each += "é";
     for (const char* before : {"", "a"})
