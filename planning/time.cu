@@ -191,8 +191,10 @@ StepCost step_cost(Trainer& t, double state_bytes) {
     // Run again, the first norm of a segment has no branch to add.
     const double elements = L * (block.forward + block.backward + (o.recompute.selective ? block.again : 0)) +
                             again.of_blocks(block.forward, linears.last_inputs + linears.last_outputs + 2 * C) + head;
-    const double block_flops = (flops_per_token(c, o.seq) - 6.0 * static_cast<double>(c.V * c.C)) / (3 * L);
-    cost.flops += tokens * again.of_blocks(block_flops, 2 * linears.last_weights);
+    const std::vector<double> blocks = block_flops_per_token(c, o.seq);
+    const double forwards_again =
+        std::accumulate(blocks.begin(), blocks.begin() + static_cast<int64_t>(again.blocks), 0.0) / 3;
+    cost.flops += tokens * (forwards_again - again.segments * 2 * linears.last_weights);
     if (o.precision.fp8 != Fp8Recipe::none) cost.fp8_flops = tokens * 2 * (3 * L * linears.weights + weights_again);
     // The weights are read by the forward, perhaps again, and by the gradient of the input; gradients are written by
     // the first micro-batch, added to by the others, read for their norm, and read by the optimizer, which reads and

@@ -266,7 +266,8 @@ TEST_CASE("the plan's time of --dtype fp8 has the forwards that are run again in
     CHECK(compute("full") - compute("none") == Approx(ms).margin(0.11));  // of three digits each
 }
 
-TEST_CASE("the plan's time of a pipeline knows which blocks have a window", "[program][plan]") {
+TEST_CASE("the plan knows which blocks have a window: of a pipeline, and of those that are run again",
+          "[program][plan]") {
     const TempFolder folder;
     spit(folder / "config.json",
          R"({"model_type": "qwen2", "vocab_size": 257, "hidden_size": 48, "intermediate_size": 96,
@@ -282,6 +283,12 @@ TEST_CASE("the plan's time of a pipeline knows which blocks have a window", "[pr
                                                          " --pp 2 --ranks 2 --pipeline gpipe --stages 1,2 --batch 2 "
                                                          "--micro-batches 2 --seq 1024 --plan --device-spec h100");
     CHECK(number_after(plan, "a step, with a bubble of ") == Approx(1 - busy / (2 * time)).margin(1e-4));
+    // Run again are the first two blocks, each without its last product, of 96 by 48 weights.
+    const double again = full + two_windows / 2 - 2 * (2 * 96 * 48);
+    CHECK(number_after(printed_by("train_gpt", "--model " + folder / "config.json" +
+                                                   " --batch 1 --seq 1024 --recompute full --plan --device-spec h100"),
+                       " 1.02k tokens, ") ==
+          Approx(1024e-6 * (3 * full + two_windows + backward + again)).epsilon(2e-3));
 }
 
 TEST_CASE("the plan has the famous figures", "[program][plan]") {
