@@ -460,6 +460,8 @@ TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the 
             run_program("train_gpt", "--resume --out " + run, "ulimit -S -f 4; exec");  // none is written
         CHECK(full.status == 2);
         CHECK_THAT(full.err, ContainsSubstring("The newest checkpoint is " + run + "/checkpoints/step-00000002: "));
+        const Outcome overflow = run_program("train_gpt", "--resume --inject-overflow 3 --out " + run);
+        CHECK_THAT(overflow.err, ContainsSubstring("--init " + run + "/checkpoints/step-00000002 --out OTHER"));
         const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
         INFO(outcome.err);
         REQUIRE(outcome.status == 0);

@@ -357,25 +357,25 @@ std::string write_checkpoint(Trainer& t, int64_t step) {
 void save_checkpoint(Trainer& t, int64_t step, bool last) {
     cudaCheck(cudaDeviceSynchronize());
     std::string fault;
-    t.world.patiently([&] { fault = write_checkpoint(t, step); });
+    std::string& newest = t.options.checkpoint;  // not find_checkpoints': a run may have gone on behind a broken one
+    t.world.patiently([&] {
+        fault = write_checkpoint(t, step);
+        if (t.world.rank == 0 && fault.empty()) newest = *latest_checkpoint(t.options.out);
+        newest = broadcast_text(t.world, newest);
+    });
     if (t.world.rank != 0) {
         if (!fault.empty()) std::fprintf(stderr, "train_gpt: rank %d: %s\n", t.world.rank, fault.c_str());
         return;
     }
-    if (fault.empty()) {
-        t.options.checkpoint = *latest_checkpoint(t.options.out);
-        return note_saved(step, last);
-    }
-    const std::string& older =
-        t.options.checkpoint;  // not find_checkpoints': a run may have gone on behind a broken one
-    check(!older.empty(), "step ", step, " could not be saved, and no checkpoint was before it: ", fault);
-    check(!last, "step ", step, ", the last, could not be saved: ", fault, ". The newest checkpoint is ", older,
+    if (fault.empty()) return note_saved(step, last);
+    check(!newest.empty(), "step ", step, " could not be saved, and no checkpoint was before it: ", fault);
+    check(!last, "step ", step, ", the last, could not be saved: ", fault, ". The newest checkpoint is ", newest,
           ": continue from it with --resume");
     end_progress_line();
     std::fprintf(stderr,
                  "train_gpt: step %lld could not be saved: %s. The run goes on, and tries again at the next save; the "
                  "newest checkpoint is %s\n",
-                 static_cast<long long>(step), fault.c_str(), older.c_str());
+                 static_cast<long long>(step), fault.c_str(), newest.c_str());
 }
 
 int64_t resume_run(Trainer& t) {

@@ -84,14 +84,13 @@ std::string explain_not_finite(Trainer& t, const BatchReader& data, int64_t step
                            " of the run, are finite, the first is ", where(first),
                            ": the gradients overflowed in the backward");
     }
-    const auto saved = latest_checkpoint(o.out);
     char rate[32];
     std::snprintf(rate, sizeof rate, "%.3g", learning_rate(o.schedule, step));
     const std::string change = concat("with a smaller --lr (at this step it was ", rate,
                                       "), a longer --warmup, a smaller --clip, or with other data or another --seed");
-    if (!saved) return concat(text, ". Nothing was saved yet: start again ", change);
+    if (o.checkpoint.empty()) return concat(text, ". Nothing was saved yet: start again ", change);
     return concat(text,
                   ". The last checkpoint is from before this step, but --resume would meet the same numbers and stop "
                   "at this step again: start a new run from its weights, --init ",
-                  *saved, " --out OTHER, ", change);
+                  o.checkpoint, " --out OTHER, ", change);
 }
