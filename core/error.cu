@@ -31,7 +31,7 @@ namespace {
 std::string shortened(const std::string& part) {
     constexpr size_t kMost = 2000, kBegin = 400, kEnd = 150;
     if (part.size() <= kMost) return part;
-    const auto character_at = [&](size_t i) {  // where that begins of which byte i is a part, in UTF-8
+    const auto character_at = [&](size_t i) {  // where the character of UTF-8 begins that has byte i
         while (i > 0 && (part[i] & 0xc0) == 0x80) --i;
         return i;
     };
