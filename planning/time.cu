@@ -118,16 +118,17 @@ Elements block_elements(const Config& c) {
             .again = 2 * 2 * C + attention.again + feed_forward.again};
 }
 
-// The products of a block, and its last one alone.
+// The products of a block, and alone the last one of its forward, from F to C columns. (It is not always the last in
+// the order of block_linear_shapes.)
 struct Linears {
     double inputs = 0, outputs = 0, weights = 0, last_inputs = 0, last_outputs = 0, last_weights = 0;
 };
 Linears block_linears(const Config& c) {
-    Linears sum;
+    const double F = static_cast<double>(c.F), C = static_cast<double>(c.C);
+    Linears sum{.last_inputs = F, .last_outputs = C, .last_weights = F * C};
     for (const auto& [inputs, outputs] : block_linear_shapes(c)) {
-        sum.last_inputs = static_cast<double>(inputs), sum.last_outputs = static_cast<double>(outputs);
-        sum.last_weights = sum.last_inputs * sum.last_outputs;
-        sum.inputs += sum.last_inputs, sum.outputs += sum.last_outputs, sum.weights += sum.last_weights;
+        sum.inputs += static_cast<double>(inputs), sum.outputs += static_cast<double>(outputs);
+        sum.weights += static_cast<double>(inputs * outputs);
     }
     return sum;
 }
