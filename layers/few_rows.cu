@@ -16,7 +16,7 @@
 // as many bytes it is half as long. That is what quantised weights are for here. The arithmetic stays float32: the
 // codes are widened in registers, and inp is not quantised, so that the only error is that of the weights. A weight is
 // off by at most half a scale, amax / 254 (int8), or by 2^-4 of itself, and by 2^-10 scale where it is below 2^-6 scale
-// (e4m3). Of 768 normal weights the largest is about 3.2 standard deviations, and int8's error at most 0.013 of one; of
+// (e4m3). Of 768 normal weights the largest is about 3.4 standard deviations, and int8's error at most 0.013 of one; of
 // 128 the largest is smaller, and one outlier spoils 128 weights instead of a row.
 //
 // One order of summation. Lane l of a warp adds up the columns of every 32nd chunk, in ascending order, and the 32 sums
