@@ -1,8 +1,8 @@
 // parallel/context/zigzag.cu: which tokens a rank has.
 //
 // A causal mask leaves query t the keys 0 ... t, so that late tokens have more work than early ones. n equal pieces of
-// a sequence would give the last rank 2 n - 1 times the first one's. Of 2 n chunks rank r therefore has one early and
-// one late one, r and 2 n - 1 - r (as in the training of Llama 3, arXiv:2407.21783; Brandon et al. 2023,
+// a sequence would give the last rank almost 2 n - 1 times the first one's. Of 2 n chunks rank r therefore has an early
+// one and a late one, r and 2 n - 1 - r (as in the training of Llama 3, arXiv:2407.21783; Brandon et al. 2023,
 // arXiv:2311.09431, balance it with stripes of single tokens). With n = 3, T = 12, where # are the pairs that the mask
 // leaves:
 //
