@@ -13,7 +13,7 @@
 //
 // 2 log2 n messages one after the other, against the ring's 2 (n-1): better where time is latency. But each carries all
 // N bytes, and the root's link carries log2 n N: worse where time is bandwidth. The additions: ((x_0 + x_1) +
-// (x_2 + x_3)) + ...
+// (x_2 + x_3)) + ... 16-bit sums travel up in float32.
 #include "parallel/comm/transport.h"
 
 namespace {
