@@ -30,6 +30,7 @@
 //     backward by weight             (p - 1) ((N C + N O) e + O C g)
 //     embedding, forward             (p - 1) (V C + N C) e        backward    (p - 1) (N C e + V C g)
 //     norms, forward                 p (p - 1) 2 N 4              backward    2 (p - 1) 2 N 4
+//     loss                           2 (p - 1) 3 N 4
 //     memory of a rank               1/p^3 of everything; N C/p^2, O C/p^2 and N O/p^2 while a product is computed
 //
 // Each rank sends (p - 1)/p^3 of the matrices: with P = p^3 ranks P^(-2/3), where 2D sends P^(-1/2) and 1D all of N C.

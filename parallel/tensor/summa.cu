@@ -37,6 +37,7 @@
 //     backward by weight             (q - 1) (N C e + d O C g)
 //     embedding, each way            (q - 1) N C e + N C e (q - 1) / q
 //     norms, forward                 q (q - 1) 2 N 4          backward     2 (q - 1) 2 N 4
+//     loss                           2 (q - 1) 3 N 4
 //     memory of a rank               O C / q^2 of a weight, N C / (d q^2) of an activation; two of each on their way
 //
 // In 1D the two products of a feed-forward of width F send 2 (d q^2 - 1) N C e in the forward; here it is less where
