@@ -27,7 +27,8 @@
 //     sends      forward    (n - 1)/n (B T / n) (H (D + Dv) + K (D + Dv)) e
 //                backward   (n - 1)/n (B T / n) (2 H (D + Dv) + 2 K (D + Dv)) e
 //     memory     of each of its B T / n tokens, one set for all layers: queries, keys, values, outputs and gradients of
-//                outputs three times (to send, as it arrives, in order), and gradients of queries, keys and values once
+//                outputs three times (to send, as it arrives, in order), gradients of queries, keys and values once;
+//                with more ranks than key heads also the sums of gradients of keys and values, in float32
 #include "parallel/context/context.h"
 
 #include <algorithm>
