@@ -270,7 +270,8 @@ void Comm::copy_own(Tensor out, Tensor inp, cudaStream_t stream) const {
     if (!counting_) copy_tensor(out, inp, stream);
 }
 
-// What a ring sends for a reduce_scatter or all_gather of pieces of this size.
+// What a ring sends for a reduce_scatter or all_gather of pieces of this size; a broadcast or reduce is one of them, on
+// average over the ranks. Sums of 16-bit numbers are counted as 16 bits, half of what NCCL then sends.
 void Comm::note_native_traffic(size_t piece_bytes) {
     if (counting_) return;
     const int64_t bytes = static_cast<int64_t>(piece_bytes) * (size - 1);
@@ -378,8 +379,10 @@ void Comm::broadcast(Tensor tensor, int root, cudaStream_t stream) {
     if (size == 1) return;
     collective("broadcast", tensor.bytes(), stream, [&] {
         if (tensor.n() == 0 || counting_) return;
-        if (NativeCollectives* native = transport_->native()) native->broadcast(tensor, root, stream);
-        else tree_broadcast(*this, tensor, root, stream);
+        NativeCollectives* const native = transport_->native();
+        if (!native) return tree_broadcast(*this, tensor, root, stream);
+        note_native_traffic(tensor.bytes() / static_cast<size_t>(size));
+        native->broadcast(tensor, root, stream);
     });
 }
 
@@ -392,11 +395,13 @@ void Comm::reduce(Tensor out, Tensor inp, ReduceOp op, int root, cudaStream_t st
     collective("reduce", inp.bytes(), stream, [&] {
         const int64_t n = inp.n();
         if (n == 0) return;
-        if (transport_->has_native())
+        if (transport_->has_native()) {
+            note_native_traffic(inp.bytes() / static_cast<size_t>(size));
             return native_reduce(rank == root ? out : Tensor{}, inp, op, stream,
                                  [&](const Tensor& to, const Tensor& from) {
                                      transport_->native()->reduce(to, from, op, root, stream);
                                  });
+        }
         const Range mine = piece_of(n, size, rank);
         const Tensor piece = rank == root ? part_of(out, mine.first, mine.n)
                                           : part_of(scratch(1, inp.dtype, piece_of(n, size, 0).n), 0, mine.n);
