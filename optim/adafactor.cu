@@ -12,7 +12,7 @@
 // A step that is unusually long, because G has grown faster than v, is shortened. A vector is a matrix of one row: then
 // row / mean(row) = 1, and col is the full v. As in torch.optim.Adafactor, with the paper's eps.
 //
-// All matrices at once, in tiles of 64 x 64: six launches per step, for any number of parameters.
+// All matrices of a unit at once, in tiles of 64 x 64: six launches, for any number of parameters.
 //   squares   tile: sums of G^2 by row and by column, sum of W^2
 //   factors   row or column: adds up its tiles; new row_r, col_c
 //   scales    matrix: mean(row), rms(W)
