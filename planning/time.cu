@@ -149,6 +149,7 @@ Again computed_again(const Recompute& recompute, int64_t L) {
 // gradient of the input, and both, transposed, for that of the weight: two bytes are read and one is written, which
 // the product reads instead of two. --fp8 current reads both once more, for the largest value. Weights are cast both
 // ways once a step, with --zero 3 at each visit of a block; all but --fp8 block read them once more, for the largest.
+// GELU and the sums that are the biases' gradients, which are part of products of 16 bits, have kernels of their own.
 double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again& again) {
     const Fp8Recipe recipe = t.options.precision.fp8;
     if (recipe == Fp8Recipe::none) return 0;
@@ -156,8 +157,13 @@ double fp8_bytes(const Trainer& t, double L, const Linears& linears, const Again
                  n_micro = static_cast<double>(t.local_batch / t.micro_batch);
     const double largest = recipe == Fp8Recipe::current ? 2 : 0, cast = 3 - 1;
     const double forwards = L * linears.inputs + again.of_blocks(linears.inputs, linears.last_inputs);
+    const double gelu = t.config.feed_forward == "gelu" ? static_cast<double>(t.model.local.F) : 0;
+    double biased = 0;  // outputs of layers that have a bias
+    Block block = t.model.blocks[0];
+    for (const Linear* linear : ::linears(block)) biased += static_cast<double>(linear->bias.n());
     const double by_tokens = (largest + cast) * forwards + L * (largest + cast) * linears.outputs +
-                             L * cast * (linears.inputs + linears.outputs);
+                             L * cast * (linears.inputs + linears.outputs) +
+                             2 * ((L + again.blocks) * gelu + L * (2 * gelu + biased));
     const double visits = t.model.sharding.shards_weights() ? n_micro * (2 * L + again.blocks) : L;
     const double by_weights =
         visits * (recipe == Fp8Recipe::block ? 4 : 6) * linears.weights -

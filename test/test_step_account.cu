@@ -159,7 +159,7 @@ TEST_CASE("the plan's bytes and FLOPs of a step are those of its launches", "[pr
          {gpt2, gpt2 + "--head-chunks 8", gpt2 + "--recompute full", gpt2 + "--recompute 5",
           gpt2 + "--recompute selective", std::string("--model llama-8b --dtype bf16 --recompute 3"),
           std::string("--model deepseek-1b --dtype bf16 --recompute full"), std::string("--model llama-8b --dtype fp8"),
-          gpt2 + "--optimizer muon"}) {
+          std::string("--model gpt2-medium --dtype fp8 --recompute full"), gpt2 + "--optimizer muon"}) {
         const std::string all = "--batch 8 --micro-batch 2 --seq 256 --sample 0 --device-spec h100 " + flags;
         const std::string plan = printed_by("train_gpt", "--plan " + all);
         printed_by("train_gpt", "--account " + all + " --out " + folder.path);
