@@ -36,6 +36,7 @@
 
 #include <json/forwards.h>
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <functional>
@@ -322,6 +323,8 @@ struct SchedulerOptions {
     int64_t max_length = 0;      // prompt and answer: positions that the model has
     Batching batching = Batching::continuous;
     Preemption preemption = Preemption::recompute;
+    // To one prompt: all of them are in a step together.
+    int64_t most_answers() const { return std::min(max_sequences, step_tokens); }
 };
 
 // A sequence of tokens: prompt and answer. A request has as many as it wants samples (or beams).

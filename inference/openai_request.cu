@@ -104,8 +104,7 @@ void read_ends(Fields& fields, const ServedModel& served, bool chat, TextRequest
         refuse(length, concat("an answer of ", request.max_tokens, " tokens: ask for at least 1",
                               chat ? "" : ", or for 0 with \"echo\" and \"logprobs\""));
     fields.read("n", request.n, "a whole number");
-    const SchedulerOptions& limits = served.options.engine.scheduler;
-    const int64_t most = std::min(limits.max_sequences, limits.step_tokens);  // they are computed together
+    const int64_t most = served.options.engine.scheduler.most_answers();
     if (request.n < 1 || request.n > most)
         refuse("n", concat(request.n, " answers: ask for 1 to ", most, " (--max-sequences, --step-tokens)"));
     if (const Json::Value* stop = fields.find("stop")) {

@@ -161,7 +161,7 @@ void check_answers(const GenerateOptions& o, const CommandLine& line) {
           "--logprobs is for --prompt, --prompt-ids, --batch and --serve");
     check(o.beams == 0 || !(o.chat || o.serve), "--beams is for --prompt, --prompt-ids and --batch");
     check(o.samples == 1 || !o.chat, "--samples ", o.samples, ": a conversation has one answer to a message");
-    const int64_t most = std::min(o.engine.scheduler.max_sequences, o.engine.scheduler.step_tokens);
+    const int64_t most = o.engine.scheduler.most_answers();
     check(std::max(o.samples, o.beams) <= most, o.beams > 0 ? "--beams " : "--samples ", std::max(o.samples, o.beams),
           ": they are computed together, and at most ", most, " can be (--max-sequences, --step-tokens)");
     check(!o.ids || !o.prompt.empty() || !o.prompt_ids.empty(), "--ids is for --prompt and --prompt-ids");

@@ -93,8 +93,7 @@ void Scheduler::add(Request& r) {
     check(!r.prompt.empty(), "request ", r.id, ": the prompt is empty; give it at least one token");
     check(r.max_tokens >= 1, "request ", r.id, ": max_tokens is ", r.max_tokens, "; ask for at least 1");
     check(r.n >= 1, "request ", r.id, ": n is ", r.n, "; ask for at least 1 answer");
-    const int64_t most_sequences = std::min(options_.max_sequences, options_.step_tokens);
-    check(r.n <= most_sequences, "request ", r.id, ": n is ", r.n, ", and at most ", most_sequences,
+    check(r.n <= options_.most_answers(), "request ", r.id, ": n is ", r.n, ", and at most ", options_.most_answers(),
           " sequences can be in a step; ask for fewer answers");
     check(prompt_n(r) + r.max_tokens <= options_.max_length, "request ", r.id, ": a prompt of ", prompt_n(r),
           " tokens and an answer of up to ", r.max_tokens, " are more than the ", options_.max_length,
