@@ -143,6 +143,7 @@ class Block {
     std::vector<AsyncCopies> async_copies_;  // strict mode: one a thread, once a thread has started one
 
     std::vector<void*> shared_filled_;
+    size_t static_shared_bytes_ = 0;
     void* shared_ = nullptr;
     size_t shared_capacity_ = 0;
     std::map<size_t, void*> guarded_shared_;  // strict mode: dynamic shared memory, by its bytes
@@ -174,6 +175,7 @@ void Block::run(const Launch& launch, const BlockProgram& program, uint3 index) 
         std::iota(order_.begin(), order_.end(), 0u);
         for (unsigned i = n_; i > 1; --i) std::swap(order_[i - 1], order_[random_.below(i)]);
         shared_filled_.clear();
+        static_shared_bytes_ = 0;
         async_copies_.clear();
         shared_is_fresh_ = false;
     }
@@ -518,6 +520,14 @@ void Block::shared_declared(void* variable, size_t bytes) {
     if (std::find(shared_filled_.begin(), shared_filled_.end(), variable) != shared_filled_.end()) return;
     shared_filled_.push_back(variable);
     std::memset(variable, 0xff, bytes);
+    static_shared_bytes_ += bytes;
+    // Variables alone nvcc checks; and those of a kernel's code for the CPU may be larger than those for a GPU.
+    if (launch_->shared_bytes > 0 && static_shared_bytes_ + launch_->shared_bytes > launch_->most_shared)
+        report("too much shared memory in " + where_launched() + ": " + std::to_string(launch_->shared_bytes) +
+               " bytes of the launch and " + std::to_string(static_shared_bytes_) +
+               " of __shared__ variables are more than " + std::to_string(launch_->most_shared) +
+               (launch_->most_shared == kSharedUnasked ? ", which a kernel has without asking with cudaFuncSetAttribute"
+                                                       : ", which a block can have"));
 }
 
 void* Block::dynamic_shared() {
@@ -590,9 +600,9 @@ static void run_grid(const Launch& launch, const BlockProgram& program) {
     for (int64_t i = 0; i < static_cast<int64_t>(n_blocks); ++i) run_block(launch, program, static_cast<uint64_t>(i));
 }
 
-void launch_kernel(const Launch& launch, const BlockProgram& program, size_t kernel_bytes,
+void launch_kernel(Launch launch, const BlockProgram& program, size_t kernel_bytes,
                    std::initializer_list<Argument> arguments) {
-    if (!launch_is_valid(launch)) return;
+    if (!prepare_launch(launch)) return;
     if (runs_at_once(launch.stream)) return run_grid(launch, program);
     const size_t bytes = (kernel_bytes + kKernelAlignment - 1) / kKernelAlignment * kKernelAlignment;
     const std::shared_ptr<void> kernel(std::aligned_alloc(kKernelAlignment, bytes), std::free);

@@ -264,13 +264,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result = nullptr);
 
-// A CPU block gets whatever shared memory it asks for up to the device's limit: nothing to set.
+// A kernel that is to be launched on the current device with more than 48 KiB of shared memory a block has to ask before.
 namespace cuda_cpu {
-bool may_have_shared(size_t bytes);
+cudaError_t allow_shared(const void* function, int bytes);
 }  // namespace cuda_cpu
 template <class Function>
-cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int bytes) {
-    return cuda_cpu::may_have_shared(static_cast<size_t>(bytes)) ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t cudaFuncSetAttribute(Function* kernel, cudaFuncAttribute, int bytes) {
+    return cuda_cpu::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -297,8 +297,10 @@ struct Configuration {
 };
 struct Launch : Configuration {
     const char* kernel;
+    const void* function;  // the kernel's address; nullptr if its template arguments follow from those of the launch
     const char* file;
     int line;
+    size_t most_shared = 0;  // bytes of a block, dynamic and static together (prepare_launch)
 };
 
 // The loop over the threads of a block that have not started yet. When a thread in it has to wait, the scheduler takes
@@ -412,7 +414,7 @@ struct Argument {
 // Runs a kernel; in strict mode a copy of it, when something waits for it. program.kernel is the kernel with its
 // arguments: kernel_bytes of memory.
 constexpr size_t kKernelAlignment = 64;  // of a CUtensorMap
-void launch_kernel(const Launch& launch, const BlockProgram& program, size_t kernel_bytes,
+void launch_kernel(Launch launch, const BlockProgram& program, size_t kernel_bytes,
                    std::initializer_list<Argument> arguments);
 
 // Whether `Call` can be called with an argument of type New in place of argument I.
@@ -451,15 +453,34 @@ static inline void clear_padding([[maybe_unused]] T& argument) {
 #endif
 }
 
+// A kernel's name in the source, and its address, which give(AddressOf{}) returns: it cannot be called if the name alone
+// may mean several functions.
+struct AddressOf {
+    template <class Function>
+    const void* operator()(Function* kernel) const {
+        return reinterpret_cast<const void*>(kernel);
+    }
+};
+struct KernelName {
+    const char* text;
+    const void* function = nullptr;
+    KernelName(const char* text_) : text(text_) {}
+    template <class Give>
+    KernelName(const char* text_, Give give) : text(text_) {
+        if constexpr (std::is_invocable_v<Give, AddressOf>) function = give(AddressOf{});
+    }
+};
+
 template <class Call, class... Arguments>
-static void launch(const char* name, const char* file, int line, const Configuration& configuration, Call call,
+static void launch(const KernelName& name, const char* file, int line, const Configuration& configuration, Call call,
                    Arguments... arguments) {
     if (strict) (clear_padding(arguments), ...);
     const auto kernel = [=] { call(arguments...); };
     using Kernel = std::remove_const_t<decltype(kernel)>;
     static_assert(std::is_trivially_copyable_v<Kernel> && alignof(Kernel) <= kKernelAlignment);
     const auto numbered = [&]<size_t... I>(std::index_sequence<I...>) {
-        launch_kernel({configuration, name, file, line}, {&kernel, &run_threads<Kernel>, &enter_block}, sizeof kernel,
+        launch_kernel({configuration, name.text, name.function, file, line},
+                      {&kernel, &run_threads<Kernel>, &enter_block}, sizeof kernel,
                       {Argument{&arguments, std::is_arithmetic_v<Arguments> ? 0 : sizeof arguments,
                                 only_reads<I, Call, Arguments...>()}...});
     };

@@ -70,7 +70,8 @@ size_t available_bytes(const std::string& root = "");
 // ---- cpu/runtime.cpp
 int current_device();
 cudaError_t remember(cudaError_t error);     // for cudaGetLastError; returns it
-bool launch_is_valid(const Launch& launch);  // otherwise the launch's error is what cudaGetLastError returns
+constexpr size_t kSharedUnasked = 48 << 10;  // bytes of a block, with static arrays, without cudaFuncSetAttribute
+bool prepare_launch(Launch& launch);         // false: it fails, and the error is what cudaGetLastError returns
 
 // ---- cpu/streams.cpp
 void wait_for_device(int device);

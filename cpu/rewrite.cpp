@@ -6,7 +6,8 @@
 // cpu/cuda_runtime.h; and headers are not rewritten):
 //
 //     kernel<T><<<grid, block, shared, stream>>>(a, b);
-//  -> ::cuda_cpu::launch("kernel<T>", __FILE__, __LINE__, ::cuda_cpu::Configuration(grid, block, shared, stream),
+//  -> ::cuda_cpu::launch({"kernel<T>", [=](auto of_) -> decltype(of_(kernel<T>)) { return of_(kernel<T>); }},
+//                        __FILE__, __LINE__, ::cuda_cpu::Configuration(grid, block, shared, stream),
 //                        [=](auto... arguments_) -> decltype(kernel<T>(arguments_...)) { kernel<T>(arguments_...); },
 //                        a, b);
 //
@@ -161,10 +162,10 @@ void rewrite_launches(const std::string& code, const std::string& text, std::vec
         const bool no_arguments = trimmed(code.substr(open + 1, end - open - 1)).empty() &&
                                   trimmed(text.substr(open + 1, end - open - 1)).empty();
         edits.push_back({start, open + 1,
-                         "::cuda_cpu::launch(\"" + quoted(kernel) +
-                             "\", __FILE__, __LINE__, ::cuda_cpu::Configuration(" + configuration +
-                             "), [=](auto... arguments_) -> decltype(" + kernel + "(arguments_...)) { " + kernel +
-                             "(arguments_...); }" + (no_arguments ? "" : ", ")});
+                         "::cuda_cpu::launch({\"" + quoted(kernel) + "\", [=](auto of_) -> decltype(of_(" + kernel +
+                             ")) { return of_(" + kernel + "); }}, __FILE__, __LINE__, ::cuda_cpu::Configuration(" +
+                             configuration + "), [=](auto... arguments_) -> decltype(" + kernel +
+                             "(arguments_...)) { " + kernel + "(arguments_...); }" + (no_arguments ? "" : ", ")});
     }
 }
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <fstream>
+#include <map>
+#include <mutex>
 #include <utility>
 
 namespace cuda_cpu {
@@ -45,9 +47,27 @@ std::string cpu_model() {
     return "CPU";
 }
 
+// The dynamic shared memory of a block that cudaFuncSetAttribute has allowed a kernel, by its address and device.
+std::map<std::pair<const void*, int>, size_t> allowed_shared;
+std::mutex allowed_shared_mutex;
+
+bool has_asked(const Launch& launch) {
+    if (!launch.function) return true;  // which kernel it is cannot be told
+    const std::lock_guard lock(allowed_shared_mutex);
+    const auto allowed = allowed_shared.find({launch.function, device_of_thread});
+    return allowed != allowed_shared.end() && launch.shared_bytes <= allowed->second;
+}
+
+size_t most_shared() { return size_t{1024} * shown().shared_kib; }
+
 }  // namespace
 
-bool may_have_shared(size_t bytes) { return bytes <= size_t{1024} * shown().shared_kib; }
+cudaError_t allow_shared(const void* function, int bytes) {
+    if (bytes < 0 || static_cast<size_t>(bytes) > most_shared()) return remember(cudaErrorInvalidValue);
+    const std::lock_guard lock(allowed_shared_mutex);
+    allowed_shared[{function, device_of_thread}] = static_cast<size_t>(bytes);
+    return cudaSuccess;
+}
 
 int current_device() { return device_of_thread; }
 cudaError_t remember(cudaError_t error) {
@@ -55,13 +75,16 @@ cudaError_t remember(cudaError_t error) {
     return error;
 }
 
-bool launch_is_valid(const Launch& launch) {
+bool prepare_launch(Launch& launch) {
     const dim3 g = launch.grid, b = launch.block;
-    const bool valid = g.x > 0 && g.y > 0 && g.z > 0 && g.x <= INT_MAX && g.y <= 65535 && g.z <= 65535 && b.x > 0 &&
-                       b.y > 0 && b.z > 0 && b.z <= 64 && uint64_t{b.x} * b.y * b.z <= 1024 &&
-                       (launch.shared_bytes <= 48 << 10 || may_have_shared(launch.shared_bytes));
-    if (!valid) last_error = cudaErrorInvalidConfiguration;
-    return valid;
+    const bool has_shape = g.x > 0 && g.y > 0 && g.z > 0 && g.x <= INT_MAX && g.y <= 65535 && g.z <= 65535 && b.x > 0 &&
+                           b.y > 0 && b.z > 0 && b.z <= 64 && uint64_t{b.x} * b.y * b.z <= 1024;
+    if (!has_shape) last_error = cudaErrorInvalidConfiguration;
+    if (!has_shape || (launch.shared_bytes <= kSharedUnasked && !strict)) return has_shape;
+    launch.most_shared = has_asked(launch) ? most_shared() : kSharedUnasked;
+    const bool has_room = launch.shared_bytes <= launch.most_shared;
+    if (!has_room) last_error = cudaErrorInvalidValue;
+    return has_room;
 }
 
 }  // namespace cuda_cpu

@@ -61,7 +61,8 @@ struct EarlyLaunch {
     template <class... Parameters, class... Arguments>
     void operator()([[maybe_unused]] const char* name, void (*kernel)(Parameters...), Arguments... arguments) const {
 #ifdef CUDA_ON_CPU
-        cuda_cpu::launch(name, file, line, cuda_cpu::Configuration(grid, block, shared_bytes, stream), kernel,
+        cuda_cpu::launch({name, [kernel](auto of) { return of(kernel); }}, file, line,
+                         cuda_cpu::Configuration(grid, block, shared_bytes, stream), kernel,
                          static_cast<Parameters>(arguments)...);
 #else
         static const bool is_possible = [] {

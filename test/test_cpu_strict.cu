@@ -217,6 +217,10 @@ const std::vector<Mistake> mistakes = {
     {"more_threads_than_bounds",
      {"too many threads in kernel 'bounds_kernel'", "its __launch_bounds__ are 63 threads, and the block has 64"},
      without_strict_mode_too},
+    {"shared_memory_not_asked_for",
+     {"too much shared memory in kernel 'two_kinds_of_shared_kernel'",
+      "49088 bytes of the launch and 128 of __shared__ variables are more than 49152, which a kernel has without "
+      "asking"}},
     // 6. Addresses that are no multiple of what a GPU moves at once.
     {"misaligned_source",
      {"misaligned address in kernel 'aligned_kernel'", "thread (", "cp.async from device memory at",

@@ -872,6 +872,24 @@ bool scale_overwritten(bool wrong) {
     return d.read()[143] == 128.0f;
 }
 
+// 48 KiB less 64 bytes of the launch, and 128 bytes of its own.
+__global__ void two_kinds_of_shared_kernel(float* out) {
+    extern __shared__ float asked_for[];
+    __shared__ float own[32];
+    own[threadIdx.x] = 1.0f;
+    asked_for[threadIdx.x] = 2.0f;
+    out[threadIdx.x] = own[threadIdx.x] + asked_for[threadIdx.x];
+}
+bool shared_memory_not_asked_for(bool wrong) {
+    constexpr int n_bytes = (48 << 10) - 64;
+    Buffer out(32);
+    if (!wrong)
+        must(cudaFuncSetAttribute(two_kinds_of_shared_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, n_bytes));
+    two_kinds_of_shared_kernel<<<1, 32, n_bytes>>>(out.data);  // <- shared_memory_not_asked_for
+    must(cudaDeviceSynchronize());
+    return out.read()[31] == 3.0f;
+}
+
 struct Case {
     const char* name;
     bool (*run)(bool wrong);  // true: the result was right
@@ -898,7 +916,7 @@ const Case cases[] = {
     CASE(store_of_odd_rows), CASE(late_warp), CASE(misaligned_source), CASE(misaligned_destination),
     CASE(misaligned_matrix_row), CASE(misaligned_load), CASE(misaligned_store), CASE(misaligned_bulk_copy),
     CASE(odd_bulk_copy), CASE(misaligned_tile), CASE(misaligned_mbarrier),
-    CASE(more_threads_than_bounds), CASE(scale_overwritten),
+    CASE(more_threads_than_bounds), CASE(scale_overwritten), CASE(shared_memory_not_asked_for),
 };
 // clang-format on
 
