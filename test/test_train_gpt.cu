@@ -248,6 +248,8 @@ TEST_CASE("bad input ends with one line that says what to do", "[program][train_
         {"--lr -1", "learning rate"},
         {"--dtype int3", "int3"},
         {"--temperature 0", "--temperature"},
+        {"--temperature 1e-40", "--temperature"},
+        {"--temperature 1e300", "--temperature"},
         {"--val-fraction 1", "--val-fraction"},
         {"--resume", "no checkpoint"},
         {"--mask-documents", "all of it is one document"},

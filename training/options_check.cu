@@ -147,7 +147,8 @@ void check_options(const TrainOptions& o) {
     check(h.eps > 0 && std::isfinite(h.eps), "--eps: in float32 it is ", h.eps, ", and it must be a number above 0");
     check(h.weight_decay >= 0 && std::isfinite(h.weight_decay), "--weight-decay: in float32 it is ", h.weight_decay,
           ", and it must be a number >= 0");
-    check(o.temperature > 0, "--temperature must be positive");
+    check(o.temperature >= 1e-6 && o.temperature <= 1e6, "--temperature ", o.temperature,
+          ": it must lie between 1e-6 and 1e6");  // of what check_sampling allows, all but 0
     check(o.eot >= -1 && o.eot <= std::numeric_limits<int32_t>::max(), "--eot ", o.eot, ": a token id, or -1");
     check(o.val_fraction >= 0 && o.val_fraction < 1, "--val-fraction ", o.val_fraction,
           ": it must be 0, or lie between 0 and 1");
