@@ -369,6 +369,20 @@ TEST_CASE("whatever keeps a checkpoint or a plot from being written, the run goe
     CHECK_NOTHROW(draw_loss(run));
 }
 
+TEST_CASE("the picture of a run that held no text out names no validation loss", "[train_gpt][plot]") {
+    const TempFolder folder;  // its path is short enough for the title
+    Plot plot{"Loss of " + folder.path, "step", "loss (nats per token)", {{"training", {1, 2}, {3, 2.5}}}};
+    plot.series[0].thick = false;
+    write_png(folder / "expected.png", plot);
+    {
+        CsvLog log(folder / "log.csv", -1);
+        for (const int64_t step : {1, 2}) log.write({.step = step, .loss = step == 1 ? 3 : 2.5});
+    }
+    draw_loss(folder.path);
+    const bool same = slurp(folder / "loss.png") == slurp(folder / "expected.png");
+    CHECK(same);
+}
+
 // Embeddings of one token that are infinite: the loss of the sequences with this token is not finite, that of the
 // others is.
 // A final norm that is infinite: no loss is finite.

@@ -193,7 +193,8 @@ void draw_loss(const std::string& out) {
             if (row.loss) train.x.push_back(static_cast<double>(row.step)), train.y.push_back(*row.loss);
             if (row.val_loss) val.x.push_back(static_cast<double>(row.step)), val.y.push_back(*row.val_loss);
         }
-        plot.series = {train, val};
+        plot.series = {train};
+        if (!val.x.empty()) plot.series.push_back(val);
         write_png(out + "/loss.png", plot);
     } catch (const Error& error) {  // a full disk, or a log that was moved away, is no reason to end the run
         end_progress_line();
