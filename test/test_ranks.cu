@@ -132,6 +132,18 @@ TEST_CASE("ranks without a sequence to evaluate take part", "[program][ranks]") 
                     train(init + "--zero 0", folder / "whole")));
 }
 
+// With muon a shard is at least one whole parameter, and this model has eleven.
+TEST_CASE("ranks without a shard take part", "[program][ranks]") {
+    const TempFolder folder;
+    spit(folder / "config.json",
+         R"({"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 12,
+             "num_hidden_layers": 1, "num_attention_heads": 1, "tie_word_embeddings": true})");
+    const std::string flags =
+        " --steps 2 --warmup 0 --batch 12 --ranks 12 --optimizer muon --model " + folder.path + "/config.json --zero ";
+    const std::vector<LogRow> whole = train(flags + "0", folder / "whole");
+    for (const std::string stage : {"2", "3"}) CHECK(same_bits(train(flags + stage, folder / stage), whole));
+}
+
 // What a method does to another shows only together. Everything is compared with one rank: float32 to 1e-5, and 16 bits
 // to what their roundings make (the gradients of three ranks are rounded to 16 bits before they are added).
 TEST_CASE("ZeRO with every optimizer, dtype, accumulation and recomputation", "[program][ranks]") {
