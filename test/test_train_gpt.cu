@@ -498,6 +498,20 @@ TEST_CASE("a flipped bit in a checkpoint is found, and the run resumes from the 
     }
 }
 
+TEST_CASE("a schedule that was begun anew goes on behind a broken checkpoint", "[program][train_gpt]") {
+    const TempFolder folder;
+    const std::string whole = folder / "whole", run = folder / "run";
+    const std::string anew = "--resume --steps 6 --schedule cosine --out ";
+    REQUIRE(train("--steps 2 --out " + whole).status == 0);
+    std::filesystem::copy(whole, run, std::filesystem::copy_options::recursive);
+    REQUIRE(run_program("train_gpt", anew + whole).status == 0);
+    REQUIRE(run_program("train_gpt", anew + run + " --stop-after 4").status == 0);
+    flip_bit(newest_checkpoint(run) + "/model.safetensors", "model.norm.weight");
+    const Outcome outcome = run_program("train_gpt", "--resume --out " + run);
+    CHECK_THAT(outcome.out, ContainsSubstring("resumed after step 2"));
+    check_same_end(whole, run);
+}
+
 TEST_CASE("a digit that has changed in state.json or config.json is found", "[program][train_gpt]") {
     const TempFolder folder;
     const std::string run = folder / "run";

@@ -380,6 +380,7 @@ void save_checkpoint(Trainer& t, int64_t step, bool last) {
 
 int64_t resume_run(Trainer& t) {
     TrainOptions& o = t.options;
+    const std::optional<Schedule> newest = read_state(o.checkpoint).schedule;
     const std::string folder = o.checkpoint = whole_checkpoint(t.world, o.out);
 
     load_weights(t.model, folder);
@@ -388,7 +389,9 @@ int64_t resume_run(Trainer& t) {
         saved.read(state.name, state.tensor, state.per, state.pieces, state.padding_n);
     if (t.model.fp8_states.n() > 0) saved.read(kHistories, t.model.fp8_states, 1, history_pieces(t), 0);
     read_compression(t, folder);
-    const RunState state = read_state(folder);
+    RunState state = read_state(folder);
+    // Behind a broken checkpoint: the schedule that the run had there, if it had begun by this step.
+    if (newest && newest->from <= state.step) state.schedule = newest;
     t.updates = state.updates;
     t.scaler.scale = state.loss_scale;
     t.scaler.good_steps = state.good_steps;
