@@ -505,6 +505,22 @@ TEST_CASE("training with compressed gradients stays near, and goes on where it s
     }
 }
 
+// Parts of the vocabulary have multiples of 16 rows. Here these are 32, 32, 32, 27, none, and none.
+TEST_CASE("ranks of --tp without a row of the vocabulary compress no gradients of it", "[program][compress]") {
+    const TempFolder folder;
+    spit(folder / "config.json",
+         R"({"model_type": "llama", "vocab_size": 123, "hidden_size": 24, "intermediate_size": 24,
+             "num_hidden_layers": 1, "num_attention_heads": 6})");
+    const std::string flags = "--ranks 12 --tp 6 --steps 5 --batch 6 --model " + folder.path + "/config.json --out ";
+    REQUIRE(train(flags + (folder / "none")).status == 0);
+    for (const std::string name : {"fp8", "1bit"}) {
+        const Outcome outcome = train(flags + (folder / name) + " --compress " + name);
+        INFO(outcome.err);
+        REQUIRE(outcome.status == 0);
+        CHECK(losses(folder / name).back() == Approx(losses(folder / "none").back()).epsilon(0.02));
+    }
+}
+
 TEST_CASE("what --compress cannot be combined with", "[program][compress]") {
     const TempFolder folder;
     const std::pair<const char*, const char*> cases[] = {

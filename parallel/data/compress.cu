@@ -199,6 +199,7 @@ class BlockCompressor : public Compressor {
 
     void reduce(const FlatParameters& p, size_t u, cudaStream_t stream) override {
         const auto [first, piece, first_sum] = units_[u];
+        if (piece == 0) return;  // with --tp: the rows of the vocabulary that these ranks have only pad it
         const Tensor grads = p.unit_grads(u), error = error_.slice(p.units[u].offset, p.units[u].n);
         const int n_mine = static_cast<int>(piece), n_all = n_mine * comm_.size;
         const int64_t piece_words = piece * Codec::kWords;
