@@ -205,8 +205,8 @@ std::vector<Row> account_rows(Trainer& t, const Traffic& step) {
 
     // What the states of all ranks take together, each element counted once: S.
     double S = 0;
-    for (const auto& row : gather_numbers(t.data_parallel.comm(), {states}))
-        S += static_cast<double>(row[0]) / (s.shards_states() ? 1 : n);
+    for (const auto& row : gather_numbers(t.data_parallel.comm(), {states})) S += static_cast<double>(row[0]);
+    if (!s.shards_states()) S /= n;  // once, so that a whole number stays one
     const double W = P * static_cast<double>(dtype_bytes(t.model.weights.dtype)),
                  G = P * static_cast<double>(dtype_bytes(t.model.grads.dtype));
     const double states_of_rank = s.naive ? (s.rank == 0 ? S : 0) : s.shards_states() ? S / n : S;

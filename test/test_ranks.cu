@@ -282,6 +282,19 @@ TEST_CASE("memory is within 5 % of the formula, traffic equal to it", "[program]
     }
 }
 
+TEST_CASE("without ZeRO each rank has what the formula says, to the byte", "[program][ranks]") {
+    const TempFolder folder;
+    // A twelfth of its 1660 bytes of states, added up twelve times, is less.
+    spit(folder / "config.json",
+         R"({"model_type": "llama", "vocab_size": 256, "hidden_size": 8, "intermediate_size": 12,
+             "num_hidden_layers": 1, "num_attention_heads": 1, "tie_word_embeddings": true})");
+    const Outcome run = run_ranks(
+        "--steps 1 --warmup 0 --batch 12 --ranks 12 --optimizer adafactor --model " + folder.path + "/config.json",
+        folder / "run");
+    INFO(run.out << run.err);
+    CHECK(numbers_of(run.out, "masters, optimizer") == std::vector<double>{1660, 1660, 1660});
+}
+
 // Counted by hand, not by the program. odd_model(false): V 257 is padded to 384; C 40, F 52, 5 query heads and 1
 // key/value head of 8; each parameter begins at a multiple of 64 elements.
 TEST_CASE("traffic is what was counted by hand", "[program][ranks]") {
