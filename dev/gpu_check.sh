@@ -4,8 +4,9 @@
 #   1. build        the programs, the tests and dev/, for the GPU found (sm_90a on Hopper)
 #   2. tests        the whole suite: kernels against float64, goldens, programs, ranks that share the GPU (test/run.sh); on a
 #                   GPU each test in a process of its own, so that a kernel which traps or hangs ends its own test only
-#   3. full size    the tests [full_size] at the sizes of GPT-2 and LLaMA, which tensors of billions of elements take
-#   4. sanitizers   compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the kernel tests, side by side,
+#   3. NCCL         where there are several GPUs: all collectives, a rank on each (test/comm_check.cu, by mpirun)
+#   4. full size    the tests [full_size] at the sizes of GPT-2 and LLaMA, which tensors of billions of elements take
+#   5. sanitizers   compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the kernel tests, side by side,
 #                   every tensor in an allocation of its own
 #
 # If a step fails, the others still run. One table is printed at the end; the log has the whole output. The exit status
@@ -15,13 +16,13 @@
 # In the environment, or after `make gpu-check`:
 #   CHECK_OUT=build/<device>/gpu_check     where log.txt and table.md go
 #   CHECK_SECONDS=540                      stop what runs after so many seconds, and print what there is; 0: never
-#   CHECK_TESTS=                           only tests of these files, for 2 and 4: "gelu rope"
-#   CHECK_STEPS="build tests full_size sanitizers"; kernel_tests: of 2, those of kernels alone, which start no program
+#   CHECK_TESTS=                           only tests of these files, for 2 and 5: "gelu rope"
+#   CHECK_STEPS="build tests nccl full_size sanitizers"; kernel_tests: of 2, those of kernels alone, which start no program
 set -u
 cd "$(dirname "$0")/.."
 build=$1
 case $build in *cuda*) device=cuda ;; *) device=cpu ;; esac
-: "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=540}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests full_size sanitizers}" "${MAKE:=make}"
+: "${CHECK_OUT:=$build/gpu_check}" "${CHECK_SECONDS:=540}" "${CHECK_TESTS:=}" "${CHECK_STEPS:=build tests nccl full_size sanitizers}" "${MAKE:=make}"
 mkdir -p "$CHECK_OUT"
 out=$(cd "$CHECK_OUT" && pwd)
 log=$out/log.txt
@@ -96,6 +97,12 @@ if wants tests; then
         each tests.txt "$(tags_of $CHECK_TESTS)" || status=$?
     fi
     add tests $status $((SECONDS - started)) "$(tail -n 1 "$out/tests.txt")"
+fi
+n_gpus=$([ $device = cuda ] && nvidia-smi -L 2> /dev/null | grep -c '^GPU ')
+if wants nccl && [ "${n_gpus:-0}" -gt 1 ]; then
+    started=$SECONDS status=0
+    run NCCL "$out/nccl.txt" mpirun --allow-run-as-root -np "$n_gpus" "$build/comm_check" --comm nccl check || status=$?
+    add "NCCL on $n_gpus GPUs" $status $((SECONDS - started)) "$([ $status = 0 ] || first_error "$out/nccl.txt")"
 fi
 if wants full_size; then
     started=$SECONDS status=0

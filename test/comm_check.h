@@ -3,6 +3,7 @@
 // on several threads or in other processes.
 #pragma once
 
+#include "parallel/comm/transport.h"
 #include "parallel/data/data.h"
 
 #include <algorithm>
@@ -125,6 +126,16 @@ inline void compare(const std::string& what, const std::vector<float>& got, cons
               " is ", got[i], ", expected ", want[i]);
 }
 
+// Does the library add in rank order? NCCL has an order of its own.
+inline bool adds_in_rank_order(Comm& comm) { return !comm.transport().has_native(); }
+// What two sums of the fractions may differ by that are added in different orders: both sides make size - 1 additions
+// of |x| < 1, each of which rounds by at most 2^-24 of a sum below `size`; and in 16 bits the two results, each rounded
+// to 2^-8 (bf16) or 2^-11 (f16) of itself, may become neighbouring numbers. Integers are exact in any order.
+inline double other_order(int size, DType dtype) {
+    const double unit = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0x1p-24;
+    return 2.0 * size * (size * 0x1p-24 + (dtype == DType::f32 ? 0 : unit));
+}
+
 // all_reduce by one algorithm, for one size and dtype, in place and out of place.
 inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType dtype, ReduceOp op, Values values,
                              cudaStream_t stream) {
@@ -132,15 +143,9 @@ inline void check_all_reduce(Comm& comm, AllReduce algorithm, int64_t n, DType d
     const std::string what = concat("all_reduce ", all_reduce_name(algorithm), " of ", n, " ", dtype_name(dtype),
                                     " over ", comm.size, " ranks, rank ", comm.rank);
     const std::vector<float> mine = inputs(values, comm.rank, n, dtype), want = serial(values, comm.size, n, dtype, op);
-    // Integers are exact in any order, and fractions are if they are added in rank order. For fractions in another
-    // order: both sides make size - 1 additions of |x| < 1, each of which rounds by at most 2^-24 of a sum below
-    // `size`; and in 16 bits the two results, each rounded to 2^-8 (bf16) or 2^-11 (f16) of itself, may become
-    // neighbouring numbers.
-    double tolerance = 0;
-    if (values == Values::fractions && algorithm != AllReduce::library && op == ReduceOp::sum) {
-        const double unit = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0x1p-24;
-        tolerance = 2.0 * comm.size * (comm.size * 0x1p-24 + (dtype == DType::f32 ? 0 : unit));
-    }
+    const bool is_ordered = algorithm == AllReduce::library && adds_in_rank_order(comm);
+    const double tolerance =
+        values == Values::fractions && op == ReduceOp::sum && !is_ordered ? other_order(comm.size, dtype) : 0;
     for (const bool in_place : {false, true}) {
         Buffer inp(dtype, n), other(dtype, n);
         const Tensor out = in_place ? inp.tensor : other.tensor;
@@ -157,6 +162,7 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
     const int size = comm.size, rank = comm.rank;
     const Values values = dtype == DType::i32 ? Values::integers : Values::fractions;
     const std::string where = concat(" of ", n, " ", dtype_name(dtype), " over ", size, " ranks, rank ", rank);
+    const double of_sums = values == Values::fractions && !adds_in_rank_order(comm) ? other_order(size, dtype) : 0;
     const auto part = [&](const std::vector<float>& all, int j) {
         return std::vector<float>(all.begin() + j * n, all.begin() + (j + 1) * n);
     };
@@ -170,8 +176,8 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
             fill(whole, inputs(values, rank, n * size, dtype), stream);
             const Tensor out = in_place ? part_of(whole, rank) : piece.tensor;
             comm.reduce_scatter(out, whole, op, stream);
-            compare("reduce_scatter" + suffix, read(out, stream),
-                    part(serial(values, size, n * size, dtype, op), rank));
+            compare("reduce_scatter" + suffix, read(out, stream), part(serial(values, size, n * size, dtype, op), rank),
+                    op == ReduceOp::sum ? of_sums : 0);
         }
 
         std::vector<float> all;
@@ -198,7 +204,8 @@ inline void check_others(Comm& comm, int64_t n, DType dtype, cudaStream_t stream
             if (rank != root && !in_place) out = Tensor{};
             comm.reduce(out, whole, ReduceOp::sum, root, stream);
             if (rank == root)
-                compare("reduce" + suffix, read(out, stream), serial(values, size, n * size, dtype, ReduceOp::sum));
+                compare("reduce" + suffix, read(out, stream), serial(values, size, n * size, dtype, ReduceOp::sum),
+                        of_sums);
         }
     }
 

@@ -8,6 +8,9 @@
 # A line for each test that fails is printed as it ends; its output and log (test/main.cu writes it) are in
 # TEST_RUNS. The last line has the counts.
 #
+# They see one GPU, which ranks share: what they compare bit for bit is added in the order of the ranks, and NCCL, which
+# carries the messages of ranks that have a GPU each, has an order of its own (dev/gpu_check.sh checks it).
+#
 # The tests [alone] compare times, or the memory that the device has left: they run afterwards, one after another. The
 # others know from LLM_GPU_SHARED that somebody else's memory comes and goes (taken_as_planned, test/program.h).
 #
@@ -52,6 +55,8 @@ if [ "$1" = --one ]; then
 fi
 
 build=$1 filter=${2:-}
+CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
 cores=$(nproc)
 jobs=${TEST_JOBS:-$((cores < 12 ? cores : 12))}
 export RUN_TESTS=$build/run_tests RUNS=${TEST_RUNS:-$build/test_runs} TEST_TIMEOUT=${TEST_TIMEOUT:-180} UNTIL=0

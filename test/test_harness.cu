@@ -331,7 +331,7 @@ TEST_CASE("make profile: a step of a toy model by kernel", "[program][harness]")
 TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
     const TempFolder folder;
     const std::string variables =
-        "CHECK_TESTS=swiglu CHECK_STEPS='tests full_size sanitizers' CHECK_OUT=" + folder.path;
+        "CHECK_TESTS=swiglu CHECK_STEPS='tests nccl full_size sanitizers' CHECK_OUT=" + folder.path;
 #ifdef CUDA_ON_CPU
     const Outcome outcome = run_script("gpu_check.sh", variables);
     INFO(outcome.err << outcome.out);
@@ -345,19 +345,27 @@ TEST_CASE("make gpu-check: the table, and what fails", "[program][harness]") {
     const std::string build = folder / "build-cuda", bin = folder / "bin";
     std::filesystem::create_directories(build);
     std::filesystem::create_directories(bin);
-    make_executable(build + "/run_tests",
-                    pretend_to_test("a test") + "echo 'All tests passed (3 assertions in 1 test case)'\n");
-    make_executable(bin + "/nvidia-smi", "echo 'NVIDIA Pretender, 1.2'\n");
+    // There are two GPUs, of which tests see one.
+    make_executable(build + "/run_tests", pretend_to_test("a test") +
+                                              "[ \"$CUDA_VISIBLE_DEVICES\" = 1 ] || exit 1\n"
+                                              "echo 'All tests passed (3 assertions in 1 test case)'\n");
+    make_executable(
+        bin + "/nvidia-smi",
+        "[ \"$1\" = -L ] && printf 'GPU 0: Pretender\nGPU 1: Pretender\n' || echo 'NVIDIA Pretender, 1.2'\n");
+    make_executable(bin + "/mpirun",
+                    "case \"$*\" in *'-np 2 '*/comm_check' --comm nccl check') ;; *) exit 1 ;; esac\n");
     make_executable(bin + "/compute-sanitizer",
                     "[ $2 = racecheck ] && { echo '========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 "
                     "warnings)'; exit 86; }\n"
                     "echo \"========= ERROR SUMMARY: 0 errors\"; shift 8; \"$@\"\n");
-    const Outcome pretended = run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH ", variables), build);
+    const Outcome pretended =
+        run_script("gpu_check.sh", concat("PATH=", bin, ":$PATH CUDA_VISIBLE_DEVICES=1,0 ", variables), build);
     INFO(pretended.err << pretended.out);
     CHECK(pretended.status == 1);
     const std::string table = slurp(folder / "table.md");
-    for (const std::string row : {"NVIDIA Pretender, 1.2", "| tests | ok |", "| memcheck | ok |",
-                                  "| racecheck | FAILED |", "1 hazard", "| initcheck | ok |", "| synccheck | ok |"})
+    for (const std::string row :
+         {"NVIDIA Pretender, 1.2", "| tests | ok |", "| NCCL on 2 GPUs | ok |", "| memcheck | ok |",
+          "| racecheck | FAILED |", "1 hazard", "| initcheck | ok |", "| synccheck | ok |"})
         CHECK_THAT(table, ContainsSubstring(row));
 
     // Tests that fail, tests that take too long.
