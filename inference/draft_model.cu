@@ -27,7 +27,7 @@ CacheSizes DraftModel::of_device(CacheSizes sizes) {
 
 void DraftModel::take_memory(StepSizes largest, Arena& cache, Arena& activations, Arena& pinned) {
     largest.logits = options_.scheduler.max_sequences;
-    model_.take_memory(largest, options_.scheduler.max_length, options_.cache_dtype, cache, activations, pinned);
+    model_.take_memory(largest, options_.cache_dtype, cache, activations, pinned);
     sampler_.take_memory(largest.logits, model_.config().V, activations, pinned);
 }
 

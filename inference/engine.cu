@@ -83,7 +83,7 @@ StepSizes Engine::largest_step() const {
 
 void Engine::take_memory(Arena& cache, Arena& activations, Arena& pinned) {
     const StepSizes largest = largest_step();
-    model_.take_memory(largest, options_.scheduler.max_length, options_.cache_dtype, cache, activations, pinned);
+    model_.take_memory(largest, options_.cache_dtype, cache, activations, pinned);
     sampler_.take_memory(largest.logits, vocabulary(), activations, pinned);
     if (draft_) draft_->take_memory(largest, cache, activations, pinned);
 }

@@ -532,10 +532,9 @@ class PagedModel {
     // The model must outlive this. graphs: steps that decode are launched as graphs; not where ranks divide the model.
     // ranks: those that divide the model, where one of them has the sequences: see followers.cu.
     PagedModel(const Model& model, const CacheSizes& sizes, bool graphs, Comm* ranks = nullptr);
-    // For steps of at most these sizes, of sequences of at most max_length tokens. cache_dtype: e4m3, or the model's,
-    // which is the default.
-    void take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype, Arena& cache_arena,
-                     Arena& activations, Arena& pinned);
+    // For steps of at most these sizes. cache_dtype: e4m3, or the model's, which is the default.
+    void take_memory(const StepSizes& largest, std::optional<DType> cache_dtype, Arena& cache_arena, Arena& activations,
+                     Arena& pinned);
     // The copies that the cache wants, and the forward: logits (all that are wanted, padded V), in the order of `rows`.
     // They are there until the next call, before which somebody has to have waited for them.
     Tensor forward(std::span<const CachedRows> rows);

@@ -28,8 +28,8 @@ bool decodes(std::span<const CachedRows> rows) {
 PagedModel::PagedModel(const Model& model, const CacheSizes& sizes, bool graphs, Comm* ranks)
     : cache(sizes), model_(model), with_graphs_(graphs), ranks_(ranks) {}
 
-void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::optional<DType> cache_dtype,
-                             Arena& cache_arena, Arena& activations, Arena& pinned) {
+void PagedModel::take_memory(const StepSizes& largest, std::optional<DType> cache_dtype, Arena& cache_arena,
+                             Arena& activations, Arena& pinned) {
     largest_ = largest;
     const DType dtype = cache_dtype.value_or(model_.precision.dtype);
     const CacheSizes& sizes = cache.sizes();
@@ -37,7 +37,8 @@ void PagedModel::take_memory(const StepSizes& largest, int64_t max_length, std::
     if (sizes.n_host_pages > 0)
         host_pools_ = take_cache_pools(model_, sizes.n_host_pages, sizes.page_size, dtype, pinned);
     acts_ = take_step_activations(model_, pools_, largest, activations);
-    workspace_ = take_step_workspace(model_, largest, max_length, activations);
+    // Attention knows no length but that of the page tables. The last page may have more rows than a sequence needs.
+    workspace_ = take_step_workspace(model_, largest, largest.pages * sizes.page_size, activations);
     tables_.tokens = pinned.take("tables of a step", DType::i32, {acts_.tokens.n()});
     // The others side by side, as they are on the device (model/cached_step.cu).
     std::pair<Tensor*, const Tensor*> others[] = {{&tables_.chunks, &acts_.chunks},

@@ -31,7 +31,7 @@ struct Evaluation {
                               .pages = ceil_div(T, kPageSize),
                               .logits = T};
         for (int pass = 0; pass < 2; ++pass) {
-            model.take_memory(sizes, T, cache_dtype, memory, memory, pinned);
+            model.take_memory(sizes, cache_dtype, memory, memory, pinned);
             targets = memory.take("tokens", DType::i32, {T});
             losses = memory.take("losses", DType::f32, {T});
             if (pass == 0) memory.reserve(), pinned.reserve();

@@ -182,6 +182,21 @@ TEST_CASE("answers are the same with steps that are launched as graphs", "[infer
     }
 }
 
+// Attention in 16 bits on a GPU divides the rows of page tables, not those of sequences, among its blocks.
+TEST_CASE("answers are the same with pages of more rows than the longest sequence", "[inference][engine]") {
+    const Config config = small_llama();
+    const ModelWithMemory m(config, config.T_max, DType::bf16);
+    EngineOptions options;
+    options.scheduler.max_sequences = options.scheduler.step_tokens = 4;
+    std::map<int64_t, std::map<std::array<int64_t, 2>, std::vector<int32_t>>> answers;
+    for (const int64_t page_size : {8, 300}) {
+        options.cache.page_size = page_size;
+        EngineWithMemory e(m.model, options);
+        answers[page_size] = sampled_answers(e, config.V);
+    }
+    CHECK(answers[8] == answers[300]);
+}
+
 TEST_CASE("a draft model's steps are graphs, too", "[inference][engine][graphs]") {
     const Config config = small_llama();
     const ModelWithMemory m(config, config.T_max);
