@@ -79,8 +79,7 @@ void take_gradients(SavedTaker& take, const Config& c, Slots& gradients) {
 }
 int64_t scratch_n(const Model& model, int64_t B, int64_t T) {
     const Config& c = model.local;
-    const int64_t attention =
-        flash_attention_backward_scratch_n(B, T, c.H, c.H, c.D, c.D_v, model.precision.dtype, model.flash_tier);
+    const int64_t attention = attention_scratch_n(model, {B, c.H, c.H, c.D, c.D_v, model.precision.dtype}, T);
     return std::max({attention, rmsnorm_backward_scratch_n(B * T, c.kv_rank),
                      c.q_rank > 0 ? rmsnorm_backward_scratch_n(B * T, c.q_rank) : 0});
 }

@@ -238,6 +238,12 @@ inline FlashAttentionOptions flash_options(const BlockContext& b, const SubLayer
             .documents = b.acts.documents,
             .tier = b.model.flash_tier};
 }
+// Floats of scratch of its backward, below.
+inline int64_t attention_scratch_n(const Model& model, const ContextParallel::Sizes& s, int64_t T) {
+    if (const ContextParallel* const ranks = model.context_parallel)
+        return ranks->backward_scratch_n(s, model.flash_tier);
+    return flash_attention_backward_scratch_n(s.B, T, s.H, s.K, s.D, s.Dv, s.dtype, model.flash_tier);
+}
 // Attention of a training step: of rows that are whole sequences, or of this rank's tokens of them.
 inline void attend_forward(const BlockContext& b, const HeadColumns& out, Tensor lse, const QkvHeads& heads,
                            const FlashAttentionOptions& options) {

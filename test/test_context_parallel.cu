@@ -57,10 +57,7 @@ Result run_ranks_on(const Case& c, DType dtype, const Values& in, const Ranks& r
         QkvRows qkv(here, dtype), dqkv(here, dtype);
         qkv.set({own(in.q), own(in.k), own(in.v), {}});
         Buffer out(dtype, {c.B, here.T, c.H * c.Dv}), dout(dtype, {c.B, here.T, c.H * c.Dv}, own(in.dout)),
-            lse(DType::f32, {c.B, c.H, here.T}),
-            scratch(DType::f32,
-                    {flash_attention_backward_scratch_n(c.B, here.T, c.H, c.K, c.D, c.Dv, dtype, ranks.tier)}),
-            of_all(DType::i32, {c.B, c.T, 2});
+            lse(DType::f32, {c.B, c.H, here.T}), of_all(DType::i32, {c.B, c.T, 2});
         FlashAttentionOptions options{
             .scale = static_cast<float>(c.scale()), .causal = c.causal, .window = c.window, .tier = ranks.tier};
         if (!documents.empty()) of_all.set_integers(documents), options.documents = of_all;
@@ -71,6 +68,7 @@ Result run_ranks_on(const Case& c, DType dtype, const Values& in, const Ranks& r
         attention->take_memory(sizes, arena);
         arena.reserve();
         attention->take_memory(sizes, arena);
+        Buffer scratch(DType::f32, {attention->backward_scratch_n(sizes, ranks.tier)});
         const HeadColumns out_heads{out, c.H, c.Dv}, dout_heads{dout, c.H, c.Dv};
         for (int time = 0; time < ranks.times; ++time) {
             const Traffic before = world.traffic();
@@ -294,6 +292,22 @@ TEST_CASE("ring and ulysses attention in 16 bits, on each tier", "[context_paral
             }
             for (const FlashTier tier : tiers) check_context(c, dtype, {n, mode, tier}, seed += 10);
         }
+}
+
+// 65536 tokens of 16 heads, on 16 ranks: with ulysses a rank has one head of all tokens.
+TEST_CASE("attention's backward has the scratch that ranks need for their share", "[context_parallel][hopper]") {
+    run_ranks(threads(16), [](Comm& world) {
+        const ContextParallel::Sizes s{1, 16, 16, 64, 64, DType::bf16};
+        for (const ContextMode mode : {ContextMode::ring, ContextMode::ulysses}) {
+            const auto attention = make_context_parallel(mode, world, make_zigzag(65536, world.size));
+            const int64_t n = attention->backward_scratch_n(s, FlashTier::hopper);
+            if (world.rank > 0) continue;
+            const Buffer scratch(DType::f32, {n});
+            const auto [T, heads] = mode == ContextMode::ring ? std::pair(4096, 16) : std::pair(65536, 1);
+            // An error where it is too small.
+            CHECK(flash_delta_in(scratch, s.B, T, heads, heads, s.D, s.Dv, s.dtype, FlashTier::hopper).delta.exists());
+        }
+    });
 }
 
 TEST_CASE("ring attention on Hopper's tensor cores", "[context_parallel][flash][hopper]") {

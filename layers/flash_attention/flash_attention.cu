@@ -167,29 +167,19 @@ constexpr std::pair<FlashTier, const char*> kTierNames[] = {{FlashTier::automati
 
 // scratch = [delta (B, H, T) | on hopper: counts | sums of dq], each from a multiple of 16 bytes on.
 struct BackwardScratch {
-    HopperSums sums;
+    HopperSums sums{};
     int64_t first_count, first_sum, n;
-    BackwardScratch(int64_t rows, const HopperSums& sums_of_all, int64_t slots) : sums(sums_of_all) {
-        sums.n_slots = slots;
+    BackwardScratch(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, FlashTier tier) {
+        if (tier == FlashTier::hopper) sums = hopper_sums(B, T, H, K, D, Dv);
+        const int64_t rows = B * H * T, slots = sums.n_slots;
         first_count = round_up(rows, 4), first_sum = first_count + round_up(sums.counts(slots), 4);
         n = slots > 0 ? first_sum + slots * sums.slot_floats : rows;
     }
 };
 
-// The parts of the backward's scratch. With less scratch than is best, as a caller has that divides the same heads and
-// tokens in another way, there are fewer slots.
-BackwardScratch fit_scratch(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv, FlashTier tier,
-                            Tensor scratch) {
-    HopperSums sums{};
-    if (tier == FlashTier::hopper) sums = hopper_sums(B, T, H, K, D, Dv);
-    BackwardScratch parts(B * H * T, sums, sums.n_slots);
-    while (parts.sums.n_slots > 1 && parts.n > scratch.n())
-        parts = BackwardScratch(B * H * T, sums, parts.sums.n_slots - 1);
-    return parts;
-}
 // Its pointers.
 void take_scratch(const char* operation, FlashArguments& a, FlashTier tier, Tensor scratch) {
-    const BackwardScratch parts = fit_scratch(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D, tier, scratch);
+    const BackwardScratch parts(a.B, a.T, a.q.count, a.k.count, a.q.D, a.v.D, tier);
     a.delta = scratch_as(operation, scratch, {parts.n}).ptr<float>();
     a.n_slots = parts.sums.n_slots;
     if (a.n_slots == 0) return;
@@ -268,14 +258,12 @@ void flash_attention_forward(const HeadColumns& out, Tensor lse, const HeadColum
 
 int64_t flash_attention_backward_scratch_n(int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                                            DType dtype, FlashTier tier) {
-    if (tier_of_columns(tier, dtype, D, Dv) != FlashTier::hopper) return B * H * T;
-    const HopperSums sums = hopper_sums(B, T, H, K, D, Dv);
-    return BackwardScratch(B * H * T, sums, sums.n_slots).n;
+    return BackwardScratch(B, T, H, K, D, Dv, tier_of_columns(tier, dtype, D, Dv)).n;
 }
 
 FlashDelta flash_delta_in(Tensor scratch, int64_t B, int64_t T, int64_t H, int64_t K, int64_t D, int64_t Dv,
                           DType dtype, FlashTier tier) {
-    const BackwardScratch parts = fit_scratch(B, T, H, K, D, Dv, tier_of_columns(tier, dtype, D, Dv), scratch);
+    const BackwardScratch parts(B, T, H, K, D, Dv, tier_of_columns(tier, dtype, D, Dv));
     const Tensor floats = scratch_as("flash_attention_backward", scratch, {parts.n});
     FlashDelta in{floats.slice(0, B * H * T).view({B, H, T}), {}};
     if (parts.sums.n_slots == 0) return in;

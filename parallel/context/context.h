@@ -71,6 +71,8 @@ class ContextParallel {
     // Bytes that this rank sends in one call.
     virtual int64_t forward_bytes(const Sizes& sizes) const = 0;
     virtual int64_t backward_bytes(const Sizes& sizes) const = 0;
+    // Floats of scratch of backward().
+    virtual int64_t backward_scratch_n(const Sizes& sizes, FlashTier tier) const = 0;
 
     const ZigZag zigzag;
 

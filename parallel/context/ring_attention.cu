@@ -62,6 +62,9 @@ class RingAttention final : public ContextParallel {
         part_lse_ = arena.take("keys and values on their way", DType::f32, {s.B, s.H, T});
         sum_lse_ = arena.take("keys and values on their way", DType::f32, {s.B, s.H, T});
     }
+    int64_t backward_scratch_n(const Sizes& s, FlashTier tier) const override {
+        return flash_attention_backward_scratch_n(s.B, zigzag.rows(), s.H, s.K, s.D, s.Dv, s.dtype, tier);
+    }
     int64_t forward_bytes(const Sizes& s) const override { return numbers_sent(s) * bytes_of(s.dtype); }
     int64_t backward_bytes(const Sizes& s) const override {
         return numbers_sent(s) * (bytes_of(s.dtype) + bytes_of(DType::f32));

@@ -53,6 +53,10 @@ class Ulysses final : public ContextParallel {
         if (keys > s.K / size())                               // several ranks have the same key head
             dkv_sum_ = arena.take("heads on their way", DType::f32, {s.B * zigzag.rows() * s.K * (s.D + s.Dv)});
     }
+    int64_t backward_scratch_n(const Sizes& s, FlashTier tier) const override {
+        return flash_attention_backward_scratch_n(s.B, zigzag.T, s.H / size(), keys_here(s.K), s.D, s.Dv, s.dtype,
+                                                  tier);
+    }
     int64_t forward_bytes(const Sizes& s) const override { return bytes_sent(s, 1); }
     int64_t backward_bytes(const Sizes& s) const override { return bytes_sent(s, 2); }
 
