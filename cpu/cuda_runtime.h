@@ -264,7 +264,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* result = nullptr);
 
-// A kernel that is to be launched on the current device with more than 48 KiB of shared memory a block has to ask before.
+// Before a kernel is launched with more than 48 KiB of shared memory a block, they are asked for, on each device.
 namespace cuda_cpu {
 cudaError_t allow_shared(const void* function, int bytes);
 }  // namespace cuda_cpu
@@ -453,8 +453,8 @@ static inline void clear_padding([[maybe_unused]] T& argument) {
 #endif
 }
 
-// A kernel's name in the source, and its address, which give(AddressOf{}) returns: it cannot be called if the name alone
-// may mean several functions.
+// A kernel's name in the source, and its address: give(AddressOf{}). If the name alone may mean several functions, that
+// is no valid call.
 struct AddressOf {
     template <class Function>
     const void* operator()(Function* kernel) const {
