@@ -272,8 +272,7 @@ const std::vector<Signs>& all_signs() {
         {"deepseek-v3.1", {deepseek, "<｜Assistant｜></think>"}, {}},
         {"deepseek-r1", {deepseek, thoughts_cut, "<｜Assistant｜><think>\n"}, {}},
         {"deepseek-r1-0528", {deepseek, "split('</think>')"}, {}},
-        // Blanks behind a block, and not where a line begins, are text.
-        {"deepseek", {deepseek, "system_prompt"}, {"think", "%}        {% set ns.system_prompt"}},
+        {"deepseek", {deepseek, "system_prompt"}, {"think"}},
         {"llama2", {"bos_token + '[INST] '", "'<<SYS>>\n' + system_message"}, {}},
         {"mistral-v1", {"' [INST] '", "' [/INST]'", "loop.first and system_message"}, {}},
         {"mistral-v0", {"'[INST] '", "' [/INST]'", "message['content'] + eos_token}"}, {"system"}},
@@ -282,8 +281,59 @@ const std::vector<Signs>& all_signs() {
     return signs;
 }
 
+// Behind the end of the tag that begins at `tag`: {{ an expression }}, {% a block %} or {# a comment #}. What ends it
+// may also stand in a string, or be braces of an expression.
+size_t end_of_tag(std::string_view jinja, size_t tag) {
+    const char kind = jinja[tag + 1];
+    if (kind == '#') return std::min(jinja.find("#}", tag + 2), jinja.size() - 2) + 2;
+    const std::string_view end = kind == '{' ? "}}" : "%}";
+    int64_t braces = 0;
+    char quote = '\0';  // of the string that i is in
+    for (size_t i = tag + 2; i < jinja.size(); ++i) {
+        const char c = jinja[i];
+        if (quote != '\0') {
+            if (c == quote) quote = '\0';
+            i += c == '\\';
+        } else if (c == '\'' || c == '"') {
+            quote = c;
+        } else if (braces == 0 && jinja.substr(i).starts_with(end)) {
+            return i + 2;
+        } else {
+            braces += (c == '{') - (c == '}');
+        }
+    }
+    return jinja.size();
+}
+
+// Does a description have text outside of its tags, which conversations would then have, too? As transformers sets
+// Jinja, a block or a comment takes the line end behind it and, where a line begins with it, the blanks before it; "-"
+// takes all white space on its side of a tag; and a line end as the last character does not count.
+bool has_text_outside_tags(std::string_view jinja) {
+    constexpr const char* kWhiteSpace = " \t\n\v\f\r";
+    if (jinja.ends_with('\n')) jinja.remove_suffix(1);
+    bool line_begins = true, cuts = false;  // does the tag before end a line, or with "-"?
+    for (size_t begin = 0;;) {
+        const size_t tag = std::min({jinja.find("{{", begin), jinja.find("{%", begin), jinja.find("{#", begin)});
+        const std::string_view mark = tag < jinja.size() ? jinja.substr(tag, 3) : "";
+        const bool is_block = mark.starts_with("{%") || mark.starts_with("{#");
+        std::string_view text = jinja.substr(begin, tag - begin);
+        const size_t blanks = text.find_last_not_of(" \t") + 1;  // where those at the end begin
+        if (mark.ends_with('-')) text = text.substr(0, text.find_last_not_of(kWhiteSpace) + 1);
+        else if (is_block && (blanks == 0 ? line_begins : text[blanks - 1] == '\n')) text = text.substr(0, blanks);
+        if (cuts) text.remove_prefix(std::min(text.find_first_not_of(kWhiteSpace), text.size()));
+        if (!text.empty()) return true;
+        if (mark.empty()) return false;
+        begin = end_of_tag(jinja, tag);
+        cuts = jinja.substr(0, begin - 2).ends_with('-');
+        line_begins = is_block && jinja.substr(begin).starts_with('\n');
+        begin += line_begins;
+    }
+}
+
 // The name of the form that a description is of, or "".
-std::string recognised(const std::string& described) {
+std::string recognised(std::string described) {
+    std::erase(described, '\r');                      // to Jinja \r\n is a line end, too
+    if (has_text_outside_tags(described)) return "";  // no form has any
     std::string description;
     for (size_t i = 0; i < described.size(); ++i) {  // Jinja's \\n is a line end, which others write as one
         const bool is_line_end = described.compare(i, 2, "\\n") == 0;

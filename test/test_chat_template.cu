@@ -92,6 +92,9 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
     }
     const std::string all = chat_template_names();
     CHECK(std::ssize(found) == std::count(all.begin(), all.end(), ',') + 1);
+    spit(folder / "chat_template.jinja", "{#- don't #}\r\n  {% if m %}\n\n    {%- set x = '%}' -%}\n    " +
+                                             chatml_and("{{- {'a': {'}}': ''}}['a']['\\'}}'] }}\n  {%- endif %}\n"));
+    CHECK(form_in(folder) == "chatml");  // white space that Jinja takes away
 
     const std::string unknown[] = {
         "{{ '<start_of_turn>' + m.role }}",                                               // Gemma
@@ -110,7 +113,10 @@ TEST_CASE("A folder's chat template is recognised by what its description mentio
         deepseek_and("{%- if is_system %}        {% set ns.system_prompt = m.content %}{{ '<｜Assistant｜>' }}"),
         "{{ '[SYSTEM_PROMPT]' + s }}{{ '[INST]' + m.content + '[/INST]' }}",    // Mistral Small 3
         "{{ '[SYSTEM_PROMPT] ' + s }}{{ '[INST] ' + m.content + '[/INST]' }}",  // Mistral Large 2411
-        "{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token + ' ' }}"};
+        "{{ '[INST] ' + m.content + ' [/INST]' }}{{ message['content'] + eos_token + ' ' }}",
+        "\n" + chatml_and(""),  // Unsloth's Yi: a line end before all
+        "{% for m in messages %}\n  " + chatml_and("{% endfor %}"),
+        "{% for m in messages %}" + chatml_and("\n{% endfor %}")};
     for (const std::string& description : unknown) {
         INFO(description);
         spit(folder / "chat_template.jinja", description);
