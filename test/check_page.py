@@ -111,6 +111,14 @@ def check(page):
     page.value("$('send').click()")  # "Stop" now
     page.becomes(last_message + ".endsWith('stopped') && answering === null")
     page.becomes("$('running').textContent === '0' && $('rows').textContent === 'No requests.'")
+    # Why the requests of the button are refused stays to be read when the page has looked at the engine again.
+    page.value("$('tokens').value = 0, $('burst').click()")
+    page.becomes("document.body.innerText.includes('an answer of 0 tokens')")
+    page.value("looked = last")
+    page.becomes("last !== looked")
+    expect(page.value("document.body.innerText.includes('an answer of 0 tokens')"), "nobody can read why requests are refused")
+    page.value("$('tokens').value = 40, $('times').value = 1, $('burst').click()")
+    page.becomes("$('refused').textContent === ''")
     # An answer that ends where the logits are not finite, as a server with damaged weights would send it.
     page.value("""{ const real = fetch, events = 'data: {"choices": [{"delta": {"content": ""}, "finish_reason": "error"}], "usage": {"completion_tokens": 0}}\\n\\n';
         fetch = (path, options) => path.startsWith("/v1/") ? (fetch = real, Promise.resolve(new Response(events))) : real(path, options); }""")
